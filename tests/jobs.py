@@ -4,10 +4,12 @@ import json
 from contextlib import asynccontextmanager
 
 import orjson
+import pytest
 from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.errors import DocumentFailed
 from datatrove_ckpt.inference.servers.node import lease_gpus
 from datatrove_ckpt.inference.servers.server import InferenceServer
 
@@ -112,6 +114,22 @@ def runner(folder, server, rollout=ask, **changes):
 def run_job(folder, server, number, *rollout, **changes):
     """Runs so many documents."""
     runner(folder, server, *rollout, **changes).run(documents(number))
+
+
+class FailsFirst:
+    """Raises in a rollout of the first of two attempts."""
+
+    now = True
+
+    def __call__(self):
+        if self.now:
+            raise RuntimeError("not yet")
+
+    def run_twice(self, folder, server, number, rollout, **changes):
+        with pytest.raises(DocumentFailed, match="not yet"):
+            run_job(folder, server, number, rollout, **changes)
+        self.now = False
+        run_job(folder, server, number, rollout, **changes)
 
 
 def rows(folder, pattern="*.jsonl"):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from types import SimpleNamespace
 
-from datatrove_ckpt.inference.servers.server import Admission, Metrics
+from datatrove_ckpt.inference.servers.admission import Admission, Metrics
 
 BLOCK = 16  # tokens
 

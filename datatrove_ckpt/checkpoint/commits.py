@@ -18,7 +18,7 @@ import orjson
 import xxhash
 
 from datatrove_ckpt.checkpoint import files, lines
-from datatrove_ckpt.checkpoint.layout import retry_number
+from datatrove_ckpt.checkpoint.layout import checkpoints_of
 from datatrove_ckpt.checkpoint.numbers import (
     NO_SECONDS,
     Buckets,
@@ -51,14 +51,10 @@ class CommitsDamaged(CheckpointCorrupt):
     """
 
     def __init__(self, path: Path, what: str, logging_dir: str | None = None) -> None:
-        root = path.parent.parent
-        if retry_number(root.name) is None:
-            checkpoints = root
-        else:
-            checkpoints = root.parent
+        command = repair_command(str(checkpoints_of(path.parent)), logging_dir=logging_dir)
         super().__init__(
             f"{what} Keep the task's output files: they may belong to lost commits. {lines.RESTORE}"
-            f"{repair_command(str(checkpoints), logging_dir=logging_dir)}, then run the same "
+            f"{command}, then run the same "
             "command again. Commits that can be proved are kept; the other chunks are processed "
             "again."
         )

@@ -53,10 +53,7 @@ PUBLIC_FOLDER = 0o777
 # What file systems without hard links answer, and those that limit them.
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
-# ``status`` holds a lock for microseconds; a rank that starts meanwhile tries again.
 _TRIES = 100
-_LOOK_SECONDS = 0.005
-_PATIENCE_SECONDS = 10.0
 
 
 def free_name(path: Path, ending: str) -> Path:
@@ -381,15 +378,6 @@ def lock_holder(path: Path | str) -> Json | None:
         os.close(fd)
 
 
-def _is_only_looked_at(fd: int) -> bool:
-    """Whether only ``lock_holder`` calls of other processes hold the lock."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
 def _holder(content: bytes) -> Json:
     try:
         found = orjson.loads(content)
@@ -454,19 +442,24 @@ class Lock:
             os.pwrite(self._fd, holder, 0)
 
     def _acquire(self) -> int:
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        deadline = time.monotonic() + 10.0
         while True:
             with explained("open", self.path):
                 fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                held = not _is_only_looked_at(fd)
+                is_held = True
+                with suppress(
+                    OSError
+                ):  # ``lock_holder`` of another process holds it for an instant
+                    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    is_held = False
                 holder = os.pread(fd, 1000, 0)
                 os.close(fd)
-                if held or time.monotonic() > deadline:
+                if is_held or time.monotonic() > deadline:
                     raise CheckpointLocked(_held_by(holder, self.path)) from None
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(0.005)
                 continue
             except OSError:
                 self.works = False

@@ -14,11 +14,11 @@ the attempt, from 1: the owner's fence in ``run.json``).
 
 Readers ignore keys and kinds of later releases.
 
-``HistoryLog`` appends lines, and bounds the file's size. A line is one write, so a kill tears at
-most the last line, which the next attempt cuts off. Readers skip other damaged lines. Beyond
-``MAX_BYTES`` a copy replaces the log. It lacks every second progress line, or three of four, and so
-on; the first and the last one between two events stay. If events alone exceed the limit, the oldest
-lines go.
+``HistoryLog`` appends lines. A line is one write, so a kill tears at most the last line, which the
+next attempt cuts off. Readers skip other damaged lines. If an attempt finds more than
+``MAX_BYTES``, a copy replaces the log. It lacks every second progress line, or three of four, and
+so on; the first and the last one between two events stay. If events alone exceed the limit, the
+oldest lines go. While an attempt runs, the file only grows, so the mirror can copy it.
 
 ``read_history`` parses attempts, server events, and as many progress lines as needed: ``status``
 needs the last minutes, and ``report`` an even sample. To parse the other lines would take longer
@@ -60,7 +60,6 @@ WAITS_FOR_BATCHES = "a pass over the input, for batches of requests"
 """What stops an attempt that has a batch at a provider: it needs no attention."""
 MAX_TEXT = 4000
 _MAX_KINDS = 64
-_LASTS = 30.0  # seconds
 _PROGRESS = b'"k":"progress"'
 _EVENTS = (b'"k":"start"', b'"k":"server"', b'"k":"end"')
 
@@ -81,7 +80,7 @@ class Silence(NamedTuple):
     @property
     def lasts(self) -> bool:
         """Whether people are told of it."""
-        return self.seconds >= _LASTS
+        return self.seconds >= 30.0
 
     def __str__(self) -> str:
         server = "the server"
@@ -373,7 +372,6 @@ def _latest_progress(lines: Sequence[bytes]) -> Iterator[Progress]:
 # the log -----------------------------------------------------------------------------------------
 
 MAX_BYTES = 900_000
-_THINNED_BYTES = MAX_BYTES // 2
 
 
 class HistoryLog:
@@ -384,18 +382,17 @@ class HistoryLog:
 
     Attributes:
         earlier: the last progress line in the file.
-        generation: number of replacements. It grows before a replacement, so a reader that opens
-            the file and then finds an equal number has the matching file.
     """
 
     def __init__(self, path: Path, attempt: int) -> None:
-        self.path = path
         self._attempt = attempt
         lines = last_lines(path, None)
         self.earlier = next(_latest_progress(lines), Progress())
+        if sum(map(len, lines)) > MAX_BYTES:
+            lines = thinned(lines, MAX_BYTES // 2)
+            files.disk.replace(path, b"".join(lines))
         self.file = files.AppendFile(path, sum(map(len, lines)))
         self._is_torn = False
-        self.generation = 0
 
     def append(self, records: Iterable[Record]) -> None:
         """Appends the records with one write. Sets their attempt."""
@@ -403,15 +400,8 @@ class HistoryLog:
         for record in records:
             record.attempt = self._attempt
             lines.append(record.to_line())
-        data = b"".join(lines)
-        if self.file.size and self.file.size + len(data) > MAX_BYTES:
-            content = thinned(last_lines(self.path, None), _THINNED_BYTES)
-            self.generation += 1
-            files.disk.replace(self.path, b"".join(content))
-            files.disk.forget(self.path)  # the descriptor is that of the old file
-            self.file = files.AppendFile(self.path)
         self._is_torn = True  # unless all of it is written
-        self.file.append(data)
+        self.file.append(b"".join(lines))
         self._is_torn = False
 
 
@@ -446,8 +436,6 @@ def _sampled(lines: Iterable[bytes], step: int) -> list[bytes]:
 
 RATE_SECONDS = 300.0
 """Rates are those of so many last seconds, at least."""
-_LATEST_BYTES = 1 << 15
-_MAX_BYTES = 1 << 19  # of the end of the file, if no minutes are asked for
 
 
 @dataclass(slots=True)
@@ -576,7 +564,7 @@ def read_latest(path: Path) -> Progress | None:
     Raises:
         StorageFailed: it cannot be read.
     """
-    return next(_latest_progress(last_lines(path, _LATEST_BYTES)), None)
+    return next(_latest_progress(last_lines(path, 1 << 15)), None)
 
 
 def read_history(path: str, most: int = 0) -> History:
@@ -589,10 +577,7 @@ def read_history(path: str, most: int = 0) -> History:
     Raises:
         StorageFailed: it cannot be read.
     """
-    return parse_history(last_lines(path, None if most else _MAX_BYTES), most)
-
-
-def parse_history(lines: Sequence[bytes], most: int) -> History:
+    lines = last_lines(path, None if most else 1 << 19)
     found = History()
     attempts: dict[int, AttemptSummary] = {}
     spreads: dict[int, Spread] = {}

@@ -36,7 +36,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 import orjson
 import xxhash
@@ -165,8 +165,6 @@ FORMAT = 4
 """What this version writes."""
 FORMATS = range(4, FORMAT + 1)
 """What this version continues. The rest of a folder may have lines that an older version wrote."""
-_LAST_WITH_OLDER = "0.2.0"
-"""The last version that continues older formats, back to 1."""
 FORMAT_KEY = "format"
 WRITTEN_BY = "written_by"
 """In ``run.json`` and ``job.json``: the version of the package that wrote the file.
@@ -215,7 +213,7 @@ def check_format(
         who = f"datatrove-ckpt {writer}"
         get = f"{who} or newer"
     if 0 < number < known.start:
-        get = f"datatrove-ckpt {_LAST_WITH_OLDER}, which finishes such runs"
+        get = "datatrove-ckpt 0.2.0, which finishes such runs"
     raise VersionMismatch(
         f"{where} was written by {who} (format {number}). This is datatrove-ckpt {__version__}, "
         f"which reads format {number_range(known.start, known.stop)}. Nothing was changed. "
@@ -225,9 +223,6 @@ def check_format(
 
 _MAX_BYTES = 64 * 2**20
 """Limit of ``run.json``, which holds names, numbers and a few values of the user."""
-_NO_RUN = f"{RESTORE}start this task over: move its folder away."
-_NO_JOB = "Remove it: the next start makes it again from the tasks' run.json."
-
 _IDENTITY_VERSION = "identity_version"
 _OF_CODE = re.compile(
     r"identity_version$|(rollout_fn|shared_context|imports|uses)\b|output_writer\."
@@ -261,44 +256,28 @@ class Change(NamedTuple):
         return self.field in _LAYOUT
 
 
-class Owner(TypedDict):
-    """The process that owns a rank, as ``run.json`` has it.
-
-    ``earlier`` and ``commits``: see above.
-    """
-
-    fence: int
-    host: str
-    pid: int
-    nonce: str
-    earlier: dict[str, int | None]
-    commits: int
-
-
-def new_owner(
-    fence: int = 0, earlier: dict[str, int | None] | None = None, commits: int = 0
-) -> Owner:
-    """Returns this process as an owner, with a nonce of its own.
+def new_owner(fence: int, earlier: dict[str, int | None], commits: int) -> Json:
+    """Returns this process as ``run.json`` has an owner, with a nonce of its own.
 
     Fence 0: no process has worked on the rank.
     """
-    return Owner(
-        fence=fence,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        nonce=secrets.token_hex(8),
-        earlier=earlier or {},
-        commits=commits,
-    )
+    return {
+        "fence": fence,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "nonce": secrets.token_hex(8),
+        "earlier": earlier,
+        "commits": commits,
+    }
 
 
 class Fence:
     """Checks that this process still owns a rank. Thread-safe."""
 
-    def __init__(self, path: Path, owner: Owner) -> None:
+    def __init__(self, path: Path, owner: Json) -> None:
         self._path = path
         self.owner = owner
-        self.number = owner["fence"]
+        self.number: int = owner["fence"]
         """How many processes have owned the rank, with this one: the number of the attempt."""
         self.lost = False
         """Whether a check found another owner."""
@@ -447,7 +426,9 @@ def parse_run(path: Path | str, data: bytes) -> Json:
         check_format(path, content)  # first: the rest may look otherwise in a newer one
         return check_run(content)
     except ValueError as error:
-        advice = _NO_JOB if str(path).endswith(layout.JOB) else _NO_RUN
+        advice = f"{RESTORE}start this task over: move its folder away."
+        if str(path).endswith(layout.JOB):
+            advice = "Remove it: the next start makes it again from the tasks' run.json."
         raise CheckpointCorrupt(path, f" does not hold a run ({error}). {advice}") from error
 
 
@@ -458,14 +439,14 @@ def not_readable(path: Path | str) -> str:
     )
 
 
-def check_run(content: object) -> Json:
+def check_run(content: Json) -> Json:
     """Returns the content of ``run.json``, whose checksum is right.
 
     Raises:
         ValueError: it is of something else.
     """
-    if not isinstance(content, dict) or not is_count(content.get("format")):
-        raise ValueError("it is no JSON object with a format")
+    if not is_count(content.get("format")):
+        raise ValueError("it has no format")
     if not isinstance(content.get("owner", {}), dict):
         raise ValueError("its owner is damaged")
     return content
@@ -640,7 +621,7 @@ def _plain(name: str, value: object) -> object:
 
 def holds_work(folder: Path) -> bool:
     """Whether a rank's folder holds a commit, a line of a journal, a batch or a cached answer."""
-    found = layout.RankListing(folder).check()
+    found = layout.RankListing(folder)
     journals = map(layout.journal_name, found.journals)
     is_written = found.size(layout.COMMITS, layout.BATCHES, *journals) > 0
     return is_written or has_answers(folder / layout.CACHE)
@@ -772,8 +753,8 @@ def note_output(root: Path, folder: str) -> None:
 def compare_job(
     root: Path,
     identity: RunIdentity,
-    ranks: Collection[int] | None = None,
-    only_tasks: bool = False,
+    ranks: Collection[int] | None,
+    only_tasks: bool,
 ) -> JobChanges:
     """Compares a job that is about to start with its ranks, finished ones included. Changes
     nothing.
@@ -793,7 +774,7 @@ def refuse_other_tasks(root: Path, identity: RunIdentity) -> None:
     """Raises:
     CheckpointMismatch: the ranks have another number of tasks; with both numbers, and the way out.
     """
-    found = compare_job(root, identity, only_tasks=True)
+    found = compare_job(root, identity, None, only_tasks=True)
     if found.changes:
         what = f"The checkpoints in {root} ({name_tasks(found.ranks)}) were"
         raise refusal(what, found.changes)
@@ -909,9 +890,6 @@ def compare_runs(
         state = state_of(rank)
         if not state.is_live:
             changes = [change for change in changes if change.field != OUTPUT_FOLDER]
-        if changes and not state.holds_work and not state.is_live:
-            found.empty.append(rank)
-            continue
         if state.is_finished:
             changes = [
                 change

@@ -35,7 +35,6 @@ JOURNAL_ADVICE = (
 )
 """What to do about a damaged journal."""
 _DOCUMENT = b',"document":'
-_READ_BYTES = 1 << 20
 # Lines with a smaller gap between them, in bytes, are read in one call, gap included.
 _READ_GAP = 1 << 13
 
@@ -225,7 +224,7 @@ class ChunkJournal:
     def _megabytes(self) -> Generator[range, None, None]:
         start = size = 0
         for index, length in enumerate(self._lengths):
-            if size and size + length > _READ_BYTES:
+            if size and size + length > 1 << 20:
                 yield range(start, index)
                 start = index
                 size = 0

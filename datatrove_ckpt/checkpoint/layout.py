@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from glob import has_magic
 from pathlib import Path
+from typing import NamedTuple
 
 from datatrove_ckpt.checkpoint.lines import RESTORE, explained
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
@@ -90,7 +91,7 @@ _RANK = re.compile(r"[0-9]{5,}")
 _JOURNAL = re.compile(r"chunk_([0-9]{5,18})\.jsonl")
 # Not every name with an underscore, as for Spark and pyarrow: a file `_a.jsonl` would be lost.
 _HIDDEN = re.compile(r"(?:^|/)(?:\.|_temporary(?=/|$))")
-_RETRY = re.compile(r"retry-([0-9]{5,18})")
+_NUMBER = re.compile(r"[0-9]{5,18}")
 
 
 def is_ours(name: str) -> bool:
@@ -117,7 +118,44 @@ def is_rank(name: str) -> bool:
 
 
 def rank_numbers(root: Path) -> list[int]:
-    return sorted(int(path.name) for path in root.iterdir() if is_rank(path.name))
+    return sorted(int(name) for name in os.listdir(root) if is_rank(name))  # noqa: PTH208 (speed)
+
+
+class RankAddress(NamedTuple):
+    """Names a rank's folder below ``checkpoints_local_dir``, a copy or a mirror.
+
+    ``retry``: the folder of a retry of dead letters, such as "retry-00001"; "": of the rank itself.
+    """
+
+    retry: str
+    rank: int
+
+    @classmethod
+    def of(cls, folder: Path | str) -> RankAddress:
+        """``folder``: of a rank, or its URL."""
+        parents, _, name = str(folder).rstrip("/").rpartition("/")
+        parent = parents.rpartition("/")[2]
+        return cls(parent if is_retry(parent) else "", int(name))
+
+    def __str__(self) -> str:
+        return f"{self.retry}/{self.rank:05d}".lstrip("/")
+
+
+def checkpoints_of(folder: Path) -> Path:
+    """Returns ``checkpoints_local_dir`` of a rank's folder, or of a retry's."""
+    root = folder.parent
+    return root.parent if is_retry(root.name) else root
+
+
+def rank_folders(root: Path) -> list[Path]:
+    """Returns the folders of all ranks, and then of all retries."""
+    roots = [folder for folder in (root, *retry_folders(root)) if folder.is_dir()]
+    return [rank_folder(folder, rank) for folder in roots for rank in rank_numbers(folder)]
+
+
+def folders_of(root: Path, rank: int) -> list[Path]:
+    """Returns the rank's folder, and then those of its retries, which may be missing."""
+    return [rank_folder(folder, rank) for folder in (root, *retry_folders(root))]
 
 
 def last_chunk_of(folder: Path) -> Path:
@@ -150,41 +188,25 @@ def is_journal(name: str) -> bool:
 
 class RankListing:
     """A listing of a rank's folder in few system calls: there may be ten thousand ranks. A missing
-    folder is empty.
+    folder is empty. Raises CheckpointCorrupt if a folder has the name of a file.
 
     Attributes:
-        journals: the chunks that have a journal, in ascending order. ``check`` finds them.
+        journals: the chunks that have a journal, in ascending order.
     """
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = str(folder)
         self.entries: dict[str, os.DirEntry[str]] = {}
-        self.journals: list[int] = []
         with explained("read", folder), suppress(FileNotFoundError), os.scandir(folder) as entries:
             self.entries = {entry.name: entry for entry in entries}
-
-    def check(self) -> RankListing:
-        """Raises:
-        CheckpointCorrupt: a file has the wrong type, or is named like a journal, but no run gives
-            such a name.
-        """
-        for name, entry in self.entries.items():
-            path = Path(self.path(name))
-            is_journals = name.startswith("chunk_") and name.endswith(".jsonl")
-            if is_journals and not is_journal(name):
+        self.journals = sorted(int(name[6:-6]) for name in self.entries if is_journal(name))
+        for name in (*FILES, *map(journal_name, self.journals)):
+            if name in self.entries and not self.entries[name].is_file():
                 raise CheckpointCorrupt(
-                    path, " is not a journal of this program. Move it out of the task's folder."
-                )
-            if (is_journals or name in FILES) and not entry.is_file():
-                raise CheckpointCorrupt(
-                    path,
+                    Path(self.path(name)),
                     " is not a file. Move it away, and restore the file of this name from a copy "
                     "if there was one.",
                 )
-            if is_journals:
-                self.journals.append(int(name[6:-6]))
-        self.journals.sort()
-        return self
 
     @property
     def is_finished(self) -> bool:
@@ -210,15 +232,13 @@ class RankListing:
 
 
 def journal_indices(folder: Path) -> list[int]:
-    """Returns the chunks that have a journal in a rank's folder, in ascending order. Raises as
-    ``RankListing.check``.
-    """
-    return RankListing(folder).check().journals
+    """Returns the chunks that have a journal in a rank's folder, in ascending order."""
+    return RankListing(folder).journals
 
 
 def is_finished(folder: Path) -> bool:
     """See ``RankListing.is_finished``."""
-    return RankListing(folder).check().is_finished
+    return RankListing(folder).is_finished
 
 
 def retry_folder(root: Path, number: int) -> Path:
@@ -242,15 +262,13 @@ def _numbered_folders(root: Path, prefix: str) -> list[Path]:
     """
     with suppress(FileNotFoundError, NotADirectoryError):
         names = os.listdir(root)  # noqa: PTH208 (speed)
-        return sorted(root / name for name in names if name.startswith(prefix))
+        numbered = (name for name in names if name.startswith(prefix))
+        return sorted(root / name for name in numbered if _NUMBER.fullmatch(name, len(prefix)))
     return []
 
 
-def retry_number(name: str) -> int | None:
-    match = _RETRY.fullmatch(name)
-    if match:
-        return int(match[1])
-    return None
+def is_retry(name: str) -> bool:
+    return name.startswith(RETRIES) and _NUMBER.fullmatch(name, len(RETRIES)) is not None
 
 
 # Folders of other programs, mainly datatrove's runner: refused, with what continues there.
@@ -269,7 +287,7 @@ def refuse_missing_run_json(folder: Path) -> None:
             f"{folder.parent} is the checkpoint of a run of datatrove's own InferenceRunner: it "
             f"wrote {last_chunk_of(folder)}. {continue_datatroves(folder.parent)}"
         )
-    found = RankListing(folder).check()
+    found = RankListing(folder)
     journals = [journal_name(index) for index in found.journals[:3]]
     foreign = [name for name in (COMMITS, CACHE, DEAD_LETTERS) if name in found.entries] + journals
     if foreign:

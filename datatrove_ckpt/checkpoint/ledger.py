@@ -1,8 +1,7 @@
 """RankLedger: a rank's files on disk, or in a copy of its mirror, read once and unchanged.
 
 docs/internals/invariants.md explains the order of reading. ``CHECKPOINTS/retry-00001`` and the like
-are checkpoints of retries of dead letters, with a shared output folder. ``RankLedger.root`` names
-the rank's retry; "" is CHECKPOINTS itself.
+are checkpoints of retries of dead letters, with a shared output folder.
 
 There may be ten thousand ranks: ledgers are small without commits, and are dropped after use.
 """
@@ -48,11 +47,7 @@ from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigErro
 
 OTHERS = "others"
 """The causes of dead letters that are too many to be named, in one."""
-_MAX_CAUSES = 20
-_MAX_CAUSE = 2000  # as much as is kept of a server's answer
 _DIGITS = re.compile(r"(?<!HTTP )(?<!\d)\d+")
-_BLOCK = 1 << 20
-_FEW_LETTERS = 1 << 13  # bytes
 
 
 class Want(Flag):
@@ -95,8 +90,6 @@ class RankLedger:
         damage: why a run would refuse the folder.
     """
 
-    root: str
-    number: int
     folder: Path
     run: Json = field(default_factory=dict)
     holder: Json | None = None
@@ -113,13 +106,22 @@ class RankLedger:
     damage: CheckpointError | None = None
 
     @property
-    def key(self) -> tuple[str, int]:
-        return self.root, self.number
+    def key(self) -> layout.RankAddress:
+        return layout.RankAddress.of(self.folder)
+
+    @property
+    def root(self) -> str:
+        """Folder of the retry; "": of the rank itself."""
+        return self.key.retry
+
+    @property
+    def number(self) -> int:
+        return self.key.rank
 
     @property
     def place(self) -> str:
         """For people: "retry-00001, rank 3"."""
-        return name_place(self.root, self.number)
+        return name_place(*self.key)
 
     @property
     def commits_file(self) -> Path:
@@ -219,7 +221,7 @@ class RankLedger:
             return
         with explained("read", self.dead_letters_file), self.dead_letters_file.open("rb") as file:
             file.seek(start)
-            while start < end and (block := file.read(min(_BLOCK, end - start))):
+            while start < end and (block := file.read(min(1 << 20, end - start))):
                 yield block
                 start += len(block)
 
@@ -240,22 +242,15 @@ def name_place(root: str, rank: int | None, chunk_index: int | None = None) -> s
 _GIVE = "Give the run_folder, or that of checkpoints_local_dir."
 
 
-def find_ranks(checkpoints: Path) -> list[tuple[str, int, Path]]:
-    """Returns root, number and folder of each rank's folder, retries last.
+def find_ranks(checkpoints: Path) -> list[Path]:
+    """Returns the folder of each rank, retries last.
 
     Raises:
         ConfigError: there is no rank, or this user may not list them.
     """
-    found = []
     try:
         checkpoints.stat()
-        for root in (checkpoints, *layout.retry_folders(checkpoints)):
-            name = "" if root == checkpoints else root.name
-            if root.is_dir():
-                found += [
-                    (name, rank, layout.rank_folder(root, rank))
-                    for rank in layout.rank_numbers(root)
-                ]
+        found = layout.rank_folders(checkpoints)
     except PermissionError as error:
         raise _not_permitted(checkpoints, error) from None
     except (FileNotFoundError, NotADirectoryError):
@@ -275,8 +270,8 @@ def read_ranks(checkpoints: Path, want: Want) -> Iterator[RankLedger]:
     Raises:
         ConfigError: there is no rank, or this user may not read one.
     """
-    for place in find_ranks(checkpoints):
-        rank = read_rank(*place, want)
+    for folder in find_ranks(checkpoints):
+        rank = read_rank(folder, want)
         check_readable(checkpoints, rank)
         yield rank
 
@@ -339,24 +334,18 @@ class JobSums:
 # one rank ----------------------------------------------------------------------------------------
 
 
-def read_rank(
-    root: str,
-    number: int,
-    folder: Path,
-    want: Want,
-    most: int | None = None,
-) -> RankLedger:
+def read_rank(folder: Path, want: Want, most: int | None = None) -> RankLedger:
     """Reads one rank. Damage is in the ledger, and no error.
 
     Args:
         most: how many bytes to read of journals and of dead letters. If the journals are larger,
             the history gives the number of their documents; of letters the last ones are read.
     """
-    rank = RankLedger(root, number, folder)
+    rank = RankLedger(folder)
     try:
         _read(rank, want, most)
     except CheckpointError as error:  # what was read before the error is unreliable
-        return RankLedger(root, number, folder, rank.run, rank.holder, damage=error)
+        return RankLedger(folder, rank.run, rank.holder, damage=error)
     return rank
 
 
@@ -367,12 +356,11 @@ def _read(rank: RankLedger, want: Want, most: int | None) -> None:
     found = layout.RankListing(rank.folder)
     if layout.LOCK in found.entries:
         rank.holder = files.lock_holder(found.path(layout.LOCK))
-    if layout.RUN in found.entries and found.entries[layout.RUN].is_file():
+    if layout.RUN in found.entries:
         run = run_with_secrets(found.path(layout.RUN))
         rank.run = {"owner": run.get("owner", {})}
         if Want.SETTINGS in want:
             rank.run = without_its_secrets(run)
-    found.check()
     is_finished = found.is_finished
     if not rank.run and Want.JOURNALS in want:
         layout.refuse_missing_run_json(rank.folder)
@@ -405,7 +393,7 @@ def _read(rank: RankLedger, want: Want, most: int | None) -> None:
     rank.written = found.times(names)
     if Want.LETTERS in want and rank.committed.counts.dead:
         rank.causes = _causes(
-            found.path(layout.DEAD_LETTERS), found.size(layout.DEAD_LETTERS), most or _FEW_LETTERS
+            found.path(layout.DEAD_LETTERS), found.size(layout.DEAD_LETTERS), most or 1 << 13
         )
 
 
@@ -444,11 +432,12 @@ def _causes(path: str, size: int, most: int) -> Counter[str]:
             with suppress(ValueError, TypeError, AttributeError):
                 letter = orjson.loads(line.partition(b',"document":')[0].removesuffix(b"}") + b"}")
                 error, _, _ = str(letter.get("error", "")).partition("\n")
-                causes[cut(_DIGITS.sub("#", as_line(error)), _MAX_CAUSE)] += 1
+                # As much as is kept of a server's answer.
+                causes[cut(_DIGITS.sub("#", as_line(error)), 2000)] += 1
     return few(causes)
 
 
-def few(causes: Mapping[str, int], most: int = _MAX_CAUSES) -> Counter[str]:
+def few(causes: Mapping[str, int], most: int = 20) -> Counter[str]:
     known = Counter(causes)
     others = known.pop(OTHERS, 0)
     kept = Counter(dict(known.most_common(most)))
@@ -469,9 +458,7 @@ def few(causes: Mapping[str, int], most: int = _MAX_CAUSES) -> Counter[str]:
 # A missing or old file proves less, but nothing wrong.
 
 
-_START_OVER = (
-    "Restore the file from a copy, or start this task over: remove its folder and its output."
-)
+_START_OVER = f"{RESTORE}start this task over: remove its folder and its output."
 
 
 @dataclass(frozen=True)
@@ -559,7 +546,15 @@ def scan_complete_commits(folder: Path, finished: bool, run: Json) -> tuple[dict
     for kind, what, _ in misplaced(commits):
         if kind != "gap":
             raise CheckpointCorrupt(folder / layout.COMMITS, f": {what}. {_START_OVER}")
-    _check_dead_letters(folder / layout.DEAD_LETTERS, commits)
+    letters = folder / layout.DEAD_LETTERS
+    needed = max((commit.dead_letters_size for commit in commits.values()), default=0)
+    found = letters.stat().st_size if letters.exists() else 0
+    if found < needed:
+        raise CheckpointCorrupt(
+            letters,
+            f" has {found} bytes instead of {needed}: dead letters of committed chunks are lost. "
+            f"{_START_OVER}",
+        )
     return commits, size
 
 
@@ -583,17 +578,3 @@ def misplaced(commits: Mapping[int, Commit]) -> Iterator[tuple[str, str, int | N
             yield "gap", f"no commit covers documents {documents} (chunks {chunks})", chunk_index
         chunk_index = index + 1
         ordinal = commit.next_ordinal
-
-
-def _check_dead_letters(path: Path, commits: dict[int, Commit]) -> None:
-    """Raises:
-    CheckpointCorrupt: dead_letters.jsonl is shorter than the last commit says.
-    """
-    needed = max((commit.dead_letters_size for commit in commits.values()), default=0)
-    size = path.stat().st_size if path.exists() else 0
-    if size < needed:
-        raise CheckpointCorrupt(
-            path,
-            f" has {size} bytes instead of {needed}: dead letters of committed chunks are lost. "
-            f"{RESTORE}start this task over: remove its folder and its output.",
-        )

@@ -24,7 +24,7 @@ import orjson
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import scan_commits
 from datatrove_ckpt.checkpoint.history import Progress, read_latest
-from datatrove_ckpt.checkpoint.layout import COMMITS, HISTORY, PAID, is_rank, retry_folders
+from datatrove_ckpt.checkpoint.layout import COMMITS, HISTORY, PAID, RankAddress, rank_folders
 from datatrove_ckpt.checkpoint.lines import explained, seal, unseal
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import plural, plural_is
@@ -213,18 +213,12 @@ class TotalsReader:
 
     def read(self) -> dict[str, RunTotals]:
         """Returns the totals by folder, such as "00000" or "retry-00001/00000"."""
-        for name in self._names():
-            folder = self.root / name
-            stamps = tuple(_stamp(folder / file) for file in (COMMITS, HISTORY, PAID))
-            if stamps != self._stamps.get(name):
-                with suppress(CkptError, OSError):  # what was read before still holds
-                    self._totals[name] = _totals_of(folder)
-                    self._stamps[name] = stamps
+        with suppress(OSError):  # the first rank makes the folder
+            for folder in rank_folders(self.root):
+                name = str(RankAddress.of(folder))
+                stamps = tuple(_stamp(folder / file) for file in (COMMITS, HISTORY, PAID))
+                if stamps != self._stamps.get(name):
+                    with suppress(CkptError, OSError):  # what was read before still holds
+                        self._totals[name] = _totals_of(folder)
+                        self._stamps[name] = stamps
         return self._totals.copy()
-
-    def _names(self) -> Iterator[str]:
-        for folder in (self.root, *retry_folders(self.root)):
-            prefix = "" if folder == self.root else f"{folder.name}/"
-            with suppress(OSError):
-                names = os.listdir(folder)  # noqa: PTH208 (speed)
-                yield from (f"{prefix}{name}" for name in sorted(names) if is_rank(name))

@@ -22,7 +22,7 @@ import xxhash
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import CheckpointCorrupt, StorageFailed
-from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
+from datatrove_ckpt.process.open_files import refuse_exhaustion
 
 
 @contextmanager
@@ -33,8 +33,7 @@ def explained(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except (OSError, sqlite3.Error) as error:
-        if is_caused_by_limit(error):
-            raise limit_reached(f"Could not {action} {path}") from error
+        refuse_exhaustion(error, f"Could not {action} {path}")
         cause = getattr(error, "strerror", None) or error
         raise StorageFailed(
             f"Could not {action} {path}: {cause}. {_advice(error, path)}"

@@ -70,7 +70,6 @@ class RankClock:
         )
 
 
-_SHOWN_REASONS = 9
 FAULTS = {
     "looping": "looping",
     "refusing": "refusing",
@@ -246,7 +245,7 @@ class DocumentCounts(Added):
         ]
         text = self.bad_answers
         if ended:
-            text += f" Answers ended with finish_reason {', '.join(ended[:_SHOWN_REASONS])}."
+            text += f" Answers ended with finish_reason {', '.join(ended[:9])}."
         return text
 
     @property

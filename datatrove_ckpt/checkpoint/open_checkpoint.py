@@ -23,9 +23,10 @@ from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from datatrove_ckpt.checkpoint import files, layout
+from datatrove_ckpt.checkpoint.batch_log import ParkedRequest
 from datatrove_ckpt.checkpoint.chunks import (
     Chunk,
     ChunkSlot,
@@ -38,27 +39,97 @@ from datatrove_ckpt.checkpoint.history import Progress, Record
 from datatrove_ckpt.checkpoint.identity import Fence, RunClaim, RunIdentity, join_job
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
-from datatrove_ckpt.checkpoint.lease import RankLease
-from datatrove_ckpt.checkpoint.ledger import scan_complete_commits
+from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, read_rank, scan_complete_commits
 from datatrove_ckpt.checkpoint.limits import RunTotals
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.numbers import Done, Took, unix_seconds
 from datatrove_ckpt.checkpoint.placement import DiskRoom, Placement, Stopping, WaitingChunk
-from datatrove_ckpt.checkpoint.rank_files import Mirror, RankFiles, Snapshot
+from datatrove_ckpt.checkpoint.rank_files import (
+    MAX_BACKLOG_BYTES,
+    RankFiles,
+    Snapshot,
+    StorageThread,
+)
 from datatrove_ckpt.checkpoint.recovery import recover
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
-from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES, StorageThread
 from datatrove_ckpt.common.declared import Seconds as SecondsOrAuto
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
 from datatrove_ckpt.process.shutdown import Shutdown
 
-if TYPE_CHECKING:
-    from datatrove_ckpt.checkpoint.batch_log import ParkedRequest
-
 # Counting a chunk of 100,000 at once would hold the GIL for 40 ms.
 _COUNTED_AT_ONCE = 1000
-# How long ``stop`` waits for a publication, perhaps an upload, once a stop was requested.
-_DRAIN_SECONDS = 1.0
+
+
+class Mirror(Protocol):
+    """Keeps a copy of a rank's checkpoint elsewhere while the rank is open."""
+
+    def start(self, source: OpenCheckpoint) -> None:
+        """Starts copying; called once the rank is open."""
+
+    def check(self, first: bool, stopping: threading.Event) -> None:
+        """Returns once output may be published. Any thread may call it.
+
+        Args:
+            first: nothing is committed yet: output may appear only once the mirror has a copy of
+                the rank, so that a start on another node knows that the rank has begun.
+            stopping: when set, the caller has given up.
+            StorageFailed: no copy can be made.
+            Stopping: the rank ends.
+        """
+
+    def save(self, stopping: threading.Event) -> None:
+        """Returns once the mirror has everything that is in the checkpoint now.
+
+        Raises:
+            StorageFailed: it cannot be uploaded.
+            Stopping: the rank ends.
+        """
+
+    def stop(self, completed: bool) -> None:
+        """Stops copying, within a bounded time. Nothing more will be written, and the files still
+        exist.
+        """
+
+
+@dataclass(eq=False)
+class RankLease:
+    """A rank that this process has taken. Made by ``LockedRank.take``;
+    ``OpenCheckpoint.close`` gives it back.
+
+    Methods may be called in any thread.
+
+    Args:
+        files: the rank's open files. They belong to the storage thread, see ``RankFiles``.
+        mirror: keeps a copy elsewhere.
+    """
+
+    lock: files.Lock
+    files: RankFiles
+    mirror: Mirror | None
+    stopping: threading.Event = field(default_factory=threading.Event)
+    """Set once the rank ends: nothing more is published."""
+
+    def check(self) -> None:
+        """Raises an error if nothing may be published now, usually ``Fenced``."""
+        self.files.fence.check(thorough=True)
+        if self.mirror is not None:
+            self.mirror.check(not self.files.log.commits, self.stopping)
+
+    def check_spending(self) -> None:
+        """Raises an error if no batch may be paid for now. Brings the mirror up to date."""
+        self.check()
+        if self.mirror is not None:
+            self.mirror.save(self.stopping)
+
+    def read_rank(self, folder: Path, want: Want) -> RankLedger:
+        """Reads a rank from its files; this rank from memory if locks exclude other writers."""
+        if folder != self.files.folder or not self.lock.works:
+            return read_rank(folder, want)
+        journals = layout.journal_indices(folder)
+        commits = dict(self.files.log.commits)
+        open_chunks = [index for index in journals if index not in commits]
+        run = {"owner": self.files.fence.owner}
+        return RankLedger(folder, run, open_chunks=open_chunks, commits=commits)
 
 
 class Output(Protocol):
@@ -116,7 +187,7 @@ class Publisher:
         self._queue.put(None)
         # A publication that keeps running is harmless: it ends with this process, or gets no
         # commit.
-        self.shutdown.join(self._ended, running=None, draining=_DRAIN_SECONDS)
+        self.shutdown.join(self._ended, running=None, draining=1.0)
 
     # publisher thread ----------------------------------------------------------------------------
 
@@ -189,9 +260,6 @@ T = TypeVar("T")
 # disk. On the hub, whose limits can delay commits for an hour, only the disk's space counts.
 MAX_PUBLISHING = 4
 
-# A document may be on the disk this often: SQLite's log and table, journal, staged file.
-_COPIES = 4
-
 
 LastRecords = Callable[[bool], Sequence[Record]]
 
@@ -234,7 +302,8 @@ class OpenCheckpoint:
         self._storage = StorageThread(rank_files)
         self._output = output
         self._placed_later = settings.placed_later
-        self._publisher = Publisher(output, lease, self._commit, self.fail, settings.shutdown)
+        commit = partial(self._storage.call, rank_files.commit)
+        self._publisher = Publisher(output, lease, commit, self.fail, settings.shutdown)
         self._room = DiskRoom(folder)
         self._complete = 0
         self._records_per_chunk = settings.records_per_chunk
@@ -389,8 +458,9 @@ class OpenCheckpoint:
             # What documents in work may still write, at the mean size so far, and the staged chunk.
             mean = self._finished_bytes / max(1, self._finished)
             in_work = mean * (self._admitted - self._finished)
+            # Four times on the disk: SQLite's log and table, journal, staged file.
             unwritten = int(
-                _COPIES * (in_work + self._storage.backlog_bytes) + mean * self._records_per_chunk
+                4 * (in_work + self._storage.backlog_bytes) + mean * self._records_per_chunk
             )
             return self._room.holds_up(self.publishing, MAX_PUBLISHING, unwritten)
         return self.publishing > MAX_PUBLISHING
@@ -445,9 +515,6 @@ class OpenCheckpoint:
         """
         return self._storage.ask(self._files.snapshot, since)
 
-    def _commit(self, chunk: Chunk) -> None:
-        self._storage.call(self._files.commit, chunk)
-
 
 # how a rank is taken -----------------------------------------------------------------------------
 
@@ -491,7 +558,7 @@ class CheckpointManager:
         """
         folder = self.folder
         last_chunk = layout.last_chunk_of(folder)
-        found = layout.RankListing(folder).check()
+        found = layout.RankListing(folder)
         is_new = not folder.exists()
         files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
         files.disk.make_dirs(last_chunk.parent)
@@ -546,7 +613,7 @@ class LockedRank:
         folder = settings.folder
         # A retry of dead letters is no job: ranks retry when they like, with their own settings.
         job: AbstractContextManager[None] = nullcontext()
-        if layout.retry_number(settings.root.name) is None:
+        if not layout.RankAddress.of(folder).retry:
             job = join_job(
                 settings.root,
                 settings.rank,

@@ -26,7 +26,6 @@ more than half of the disk.
 """
 
 _LOOK_SECONDS = 1.0
-_ROOM_AGAIN = 1.1  # times the reserve, so that the run does not alternate every second
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ class DiskRoom:
             free = free_bytes(self._folder)
             reserve = reserve_bytes(self._folder) + unwritten
             if was_low:
-                self._is_low = free < reserve * _ROOM_AGAIN
+                self._is_low = free < reserve * 1.1  # the run would alternate every second
             elif free < reserve:
                 self._is_low = True
                 logger.warning(

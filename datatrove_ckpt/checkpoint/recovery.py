@@ -21,8 +21,7 @@ only after the reader has read the chunk's documents again, unchanged.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -72,22 +71,8 @@ class ResumePoint:
     interrupted: bool = False
 
     def chunk_ends(self, records_per_chunk: int) -> Iterator[int]:
-        """Yields the ordinal after the last document of each chunk from ``next_chunk`` on, in an
-        endless input.
-        """
-        ordinal = self.next_ordinal
-        for index in itertools.count(self.next_chunk):
-            done = self.done.get(index)
-            following = self.done.get(index + 1)
-            # A chunk at the end of an input that grew later is short, also when redone (see
-            # ``repair``).
-            if done:
-                ordinal = done.next_ordinal
-            elif following:
-                ordinal = following.first_ordinal
-            else:
-                ordinal = ordinal + records_per_chunk
-            yield ordinal
+        """See ``chunk_ends``, from ``next_chunk`` on."""
+        return chunk_ends(self.done, records_per_chunk, self.next_chunk, self.next_ordinal)
 
     @property
     def is_fresh(self) -> bool:
@@ -168,6 +153,29 @@ def _finish_commits(folder: Path, log: CommitLog, cache: RequestCache, point: Re
         files.disk.truncate(dead_letters, size)
 
 
+def chunk_ends(
+    done: Mapping[int, Commit], records_per_chunk: int, index: int = 0, ordinal: int = 0
+) -> Iterator[int]:
+    """Yields the ordinal after the last document of each chunk, in an endless input.
+
+    Args:
+        done: commits by chunk index.
+        index, ordinal: the first chunk, and its first document.
+    """
+    while True:
+        following = done.get(index + 1)
+        # A chunk at the end of an input that grew later is short, also when redone (see
+        # ``repair``).
+        if index in done:
+            ordinal = done[index].next_ordinal
+        elif following:
+            ordinal = following.first_ordinal
+        else:
+            ordinal += records_per_chunk
+        yield ordinal
+        index += 1
+
+
 def uncommitted_journals(
     folder: Path, commits: dict[int, Commit], records_per_chunk: int
 ) -> Iterator[tuple[int, int, int]]:
@@ -176,24 +184,17 @@ def uncommitted_journals(
     Raises:
         CheckpointCorrupt: a journal is not of this run.
     """
-    before = 0
-    ordinal = 0
-    done = sorted(commits, reverse=True)
-    for chunk_index in layout.journal_indices(folder):
-        if chunk_index in commits:
-            continue
-        while done and done[-1] < chunk_index:
-            before = done.pop() + 1
-            ordinal = commits[before - 1].next_ordinal
-        if chunk_index - before > MAX_GAP:
-            raise CheckpointCorrupt(
-                layout.journal_path(folder, chunk_index),
-                f" is the journal of a chunk that this run cannot have begun: the "
-                f"chunks from {before} on are not done. Move the file out of the task's folder.",
-            )
-        first = ordinal + (chunk_index - before) * records_per_chunk
-        following = commits.get(chunk_index + 1)
-        end = first + records_per_chunk
-        if following is not None:
-            end = following.first_ordinal
-        yield chunk_index, first, end
+    journals = [index for index in layout.journal_indices(folder) if index not in commits]
+    last = max(journals, default=-1)
+    if last - len(commits) > MAX_GAP:
+        raise CheckpointCorrupt(
+            layout.journal_path(folder, last),
+            " is the journal of a chunk that this run cannot have begun. Move the file out of the "
+            "task's folder.",
+        )
+    first = 0
+    ends = chunk_ends(commits, records_per_chunk)
+    for chunk_index, end in zip(range(last + 1), ends, strict=False):
+        if chunk_index in journals:
+            yield chunk_index, first, end
+        first = end

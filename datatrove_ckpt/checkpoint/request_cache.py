@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import datetime
-import errno
 import os
 import shutil
 import sqlite3
@@ -97,11 +96,8 @@ _COLUMNS = (
 _TYPES = (int, int, str, int, str, int, bytes | None, str | None, object)
 _INSERT = f"INSERT OR REPLACE INTO request_cache (rowid, {_COLUMNS}) VALUES "
 _ROW = "(?,?,?,?,?,?,?,?,?,?)"
-_ROWS_AT_ONCE = 64
 _DOCUMENTS_AT_ONCE = 256
 T = TypeVar("T")
-# More bytes than the database and its log have without answers.
-_EMPTY_BYTES = 1 << 20
 
 
 def has_answers(path: Path) -> bool:
@@ -110,7 +106,8 @@ def has_answers(path: Path) -> bool:
     Large or unreadable files count as files with answers.
     """
     found = [file for file in (path, *_logs(path)) if file.exists()]
-    if not found or sum(file.stat().st_size for file in found) > _EMPTY_BYTES:
+    # More bytes than the database and its log have without answers.
+    if not found or sum(file.stat().st_size for file in found) > 1 << 20:
         return bool(found)
     with tempfile.TemporaryDirectory() as folder:
         for file in found:
@@ -141,8 +138,6 @@ class RequestCache:
         self.kept = kept
         self.last_answer = 0
         """Number of the last answer that was put. Numbers only grow while the database is open."""
-        self.unsynced = False
-        self._name_synced = False
         try:
             self._connection = self._open()
         except StorageFailed as error:
@@ -159,6 +154,8 @@ class RequestCache:
         with explained("open", self.path):
             connection = _connect(self.path)
             self._inode = self.path.stat().st_ino
+            self.log = files.AppendFile(_logs(self.path)[0])
+            """SQLite appends to it, and syncs its name only at its next checkpoint."""
             return connection
 
     # damage --------------------------------------------------------------------------------------
@@ -170,7 +167,10 @@ class RequestCache:
         has_no_name = not self.path.parent.exists()  # see ``old_answers``
         code = getattr(error.__cause__, "sqlite_errorcode", 0)
         # The lowest byte is the kind of the error; the others are details.
-        is_damage = isinstance(error.__cause__, NotOurs) or code & 0xFF in _DAMAGE
+        is_damage = isinstance(error.__cause__, NotOurs) or code & 0xFF in (
+            sqlite3.SQLITE_CORRUPT,
+            sqlite3.SQLITE_NOTADB,
+        )
         if has_no_name or not is_damage:
             raise error
         if connection is not None:
@@ -183,7 +183,6 @@ class RequestCache:
             "Its answers are requested again; finished documents are not affected."
         )
         self._connection = self._open()
-        self.unsynced = self._name_synced = False
 
     def _attempt(self, action: Callable[[], T], again: Callable[[], T]) -> T:
         """Runs ``action``; if the database proves to be damaged, replaces it and runs ``again``."""
@@ -211,7 +210,7 @@ class RequestCache:
             files.disk.commit(self._connection, self.path)
 
         self._attempt(action, action if anew else lambda: None)
-        self.unsynced = True
+        self.log.is_unsynced = True
 
     def _delete(self, which: str, values: Row = ()) -> None:
         self._write(
@@ -234,7 +233,7 @@ class RequestCache:
         # per row. Groups are powers of two, so there are few statements to prepare.
         start = 0
         while missing := len(rows) - start:
-            size = min(_ROWS_AT_ONCE, 1 << (missing.bit_length() - 1))
+            size = min(64, 1 << (missing.bit_length() - 1))
             values = list(chain.from_iterable(rows[start : start + size]))
             self._connection.execute(_INSERT + ",".join([_ROW] * size), values)
             start += size
@@ -302,13 +301,8 @@ class RequestCache:
         self._delete("error_message IS NOT NULL")
 
     def sync(self) -> None:
-        wal = _logs(self.path)[0]
-        if self.unsynced and wal.exists():
-            files.disk.sync(wal)
-            if not self._name_synced:  # SQLite syncs the log's name only at its next checkpoint
-                files.disk.sync_dir(self.path.parent)
-                self._name_synced = True
-        self.unsynced = False
+        if self.log.path.exists():
+            self.log.sync()
 
     def close(self) -> None:
         self._connection.close()
@@ -356,7 +350,6 @@ _OBJECTS = {
     ("index", f"sqlite_autoindex_{_TABLE}_1"),
     ("index", "request_cache_chunk"),
 }
-_DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 
 
 class NotOurs(sqlite3.DatabaseError):
@@ -369,9 +362,6 @@ def _connect(path: Path) -> sqlite3.Connection:
     Raises:
         sqlite3.Error, OSError: see ``_set_aside``.
     """
-    for name in (path, *_logs(path)):
-        if name.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(name))
     # A kill while the first cache is made may leave an empty file and its journal, but never a log
     # without its database.
     if not _size(path) and any(_needs_database(log) for log in _logs(path)):

@@ -34,11 +34,12 @@ import re
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 import xxhash
@@ -105,20 +106,46 @@ def readable(
     return found
 
 
-def check_files(folder: Path, name: StepName, full: bool = True) -> None:
+def check_files(
+    folder: Path,
+    name: StepName,
+    full: bool = True,
+    load: Callable[[str, CheckedFile], None] | None = None,
+    loaded: Container[str] = (),
+) -> None:
     """Raises CheckpointCorrupt if a file has changed.
 
-    ``full``: reads each file; else compares sizes alone.
+    Args:
+        full: reads each file; else compares sizes alone.
+        load: is called with each file of ``loaded``, which so need not be read again.
     """
-    for file, (size, digest) in read_manifest(folder, name)["files"].items():
+
+    def read(file: str) -> Entry:
+        path = folder / str(name) / file
+        with explained("read", path), CheckedFile(path) as content:
+            if load is not None and file in loaded:
+                load(file, content)
+            return content.entry()
+
+    entries = read_manifest(folder, name)["files"]
+    for file, (size, _) in entries.items():
         path = folder / str(name) / file
         if not path.is_file():
             raise CheckpointCorrupt(f"{path} is missing.")
         found = path.stat().st_size
         if found != size:
             raise CheckpointCorrupt(f"{path} has {found} bytes instead of {size}.")
-        if full and size_and_hash(blocks(path)) != [size, digest]:
-            raise CheckpointCorrupt(f"{path} has not the bytes it was saved with.")
+    if full:
+        with ThreadPoolExecutor() as pool:
+            others = [file for file in entries if file not in loaded]
+            hashed = pool.map(read, others)
+            # Here: the memory that a thread frees is not used again.
+            found = {file: read(file) for file in entries if file in loaded}
+            found |= zip(others, hashed, strict=True)
+        for file, entry in entries.items():
+            if found[file] != entry:
+                path = folder / str(name) / file
+                raise CheckpointCorrupt(f"{path} has not the bytes it was saved with.")
 
 
 def left_behind(manifests: Mapping[StepName, Manifest]) -> set[StepName]:
@@ -157,6 +184,38 @@ def blocks(path: Path) -> Iterator[bytes]:
     with explained("read", path), path.open("rb") as file:
         while block := file.read(_BLOCK):
             yield block
+
+
+class CheckedFile(io.FileIO):
+    """A file that hashes the bytes that are read in their order, as ``torch.load`` reads most."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._digest = xxhash.xxh3_128()
+        self._hashed = 0
+
+    def readinto(self, buffer: Any) -> int:
+        start = self.tell()
+        is_next = self._hashed <= start <= self._hashed + _BLOCK  # between tensors are gaps
+        if is_next:
+            self.seek(self._hashed)
+            self._digest.update(self.read(start - self._hashed))
+        view = memoryview(buffer).cast("B")
+        count = 0
+        while size := super().readinto(view[count : count + _BLOCK]):
+            if is_next:
+                self._digest.update(view[count : count + size])
+            count += size
+        if is_next:
+            self._hashed = start + count
+        return count
+
+    def entry(self) -> Entry:
+        """Reads the rest."""
+        self.seek(self._hashed)
+        while block := self.read(_BLOCK):
+            self._digest.update(block)
+        return [self.tell(), self._digest.hexdigest()]
 
 
 def size_and_hash(content: Iterable[bytes]) -> Entry:

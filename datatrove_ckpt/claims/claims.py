@@ -51,7 +51,7 @@ from fsspec.utils import get_protocol
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.common import LAUNCH, object_store
+from datatrove_ckpt.common import LAUNCH, JsonObject, object_store
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.places import process_place
 from datatrove_ckpt.common.retrying import STORAGE
@@ -151,14 +151,14 @@ class DiskClaims:
         alive = {path.name for path in workers if self._is_alive(path)}
         return Look(marks, alive, {path.name for path in workers} - alive)
 
-    def put(self, mark: Mark, content: bytes) -> bool:
+    def put(self, mark: Mark, content: JsonObject) -> bool:
         """Writes a mark. Returns False if another process has written a mark of this number
         first.
         """
         new = self._folder / f"{self._owner}.new"
         fd = files.disk.create(new)
         try:
-            files.disk.write(fd, orjson.dumps([mark.owner, orjson.Fragment(content)]), new)
+            files.disk.write(fd, orjson.dumps([mark.owner, content]), new)
         finally:
             os.close(fd)
         path = self._path(mark)
@@ -166,8 +166,8 @@ class DiskClaims:
         files.disk.remove(new)
         return is_ours
 
-    def read(self, mark: Mark) -> bytes:
-        return orjson.dumps(_parsed(self._path(mark))[1])
+    def read(self, mark: Mark) -> JsonObject:
+        return _parsed(self._path(mark))[1]
 
     def remove(self, mark: Mark) -> None:
         files.disk.remove(self._path(mark))
@@ -214,7 +214,7 @@ def _changed(path: Path) -> float:
         return -math.inf
 
 
-def _parsed(path: Path) -> tuple[str, dict[str, object]]:
+def _parsed(path: Path) -> tuple[str, JsonObject]:
     """Returns owner and record. The rank of a file that is gone or damaged is free."""
     try:
         owner, record = orjson.loads(path.read_bytes())
@@ -257,9 +257,9 @@ class ObjectClaims:
     def look(self) -> Look:
         return _POLICY.run(self._look, "The claims of tasks cannot be listed")
 
-    def put(self, mark: Mark, content: bytes) -> bool:
+    def put(self, mark: Mark, content: JsonObject) -> bool:
         _POLICY.run(
-            lambda: self._store.put(_object_name(mark), content),
+            lambda: self._store.put(_object_name(mark), orjson.dumps(content)),
             "The claim of a task cannot be written",
         )
         if not is_process(mark.owner):
@@ -272,8 +272,9 @@ class ObjectClaims:
         self.remove(mark)
         return False
 
-    def read(self, mark: Mark) -> bytes:
-        return self._store.read(_object_name(mark), 1 << 20) or b""
+    def read(self, mark: Mark) -> JsonObject:
+        found: JsonObject = orjson.loads(self._store.read(_object_name(mark), 1 << 20) or b"{}")
+        return found
 
     def remove(self, mark: Mark) -> None:
         self._store.delete(_object_name(mark))
@@ -362,10 +363,6 @@ def _started(pid: int) -> str:
         return "0" * 8
     ticks = int(text.rpartition(")")[2].split()[19])
     return f"{ticks & 0xFFFFFFFF:08x}"
-
-
-_KILLS = 3  # so many kills count as one attempt: mostly the machine is the cause, and not the rank
-_LOCKED_SECONDS = 30.0  # until a rank is tried again whose lock another process holds
 
 
 class Claimant(NamedTuple):
@@ -482,7 +479,7 @@ class Claims:
     def lost(self, rank: int) -> None:
         """Frees a rank whose lock another process holds, and that is tried again later."""
         with self._guard:
-            self._locked[rank] = time.monotonic() + _LOCKED_SECONDS
+            self._locked[rank] = time.monotonic() + 30.0
             self.release(rank)
 
     def failed(self, rank: int, why: str, for_good: bool) -> None:
@@ -573,7 +570,8 @@ class Claims:
             return False
         if is_left and record.alone:
             record = self._counted(rank, record)
-            if record.tries >= self._max_attempts * _KILLS:
+            # Mostly the machine is the cause of a kill, and not the rank.
+            if record.tries >= self._max_attempts * 3:
                 why = (
                     f"the process that ran it was killed, {plural(record.tries, 'time')} in a "
                     "row without progress"
@@ -612,7 +610,7 @@ class Claims:
         return self._store.look().current().get(mark.rank) == mark
 
     def _put(self, mark: Mark, record: Record, before: Look) -> bool:
-        if not self._store.put(mark, orjson.dumps(asdict(record))):
+        if not self._store.put(mark, asdict(record)):
             return False
         for old in before.marks:
             if old.rank == mark.rank:
@@ -684,7 +682,7 @@ def given_up(store: DiskClaims | ObjectClaims, prefix: str = GIVEN_UP) -> dict[i
 
 def _record(store: DiskClaims | ObjectClaims, mark: Mark) -> Record:
     try:
-        content = orjson.loads(store.read(mark))
+        content = store.read(mark)
         return Record(content["tries"], tuple(content["reached"]), content["why"], content["alone"])
     except (orjson.JSONDecodeError, KeyError, TypeError):  # gone, or cut off by a power loss
         return Record()

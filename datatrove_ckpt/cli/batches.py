@@ -7,7 +7,7 @@ import argparse
 from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.run_folder import topics
-from datatrove_ckpt.run_folder.read_state import read_run_state, wanted_files
+from datatrove_ckpt.run_folder.run_state import read_run_state, wanted_files
 
 
 def batches(arguments: argparse.Namespace) -> int:

@@ -15,7 +15,6 @@ from datatrove_ckpt.checkpoint import identity
 from datatrove_ckpt.checkpoint.layout import rank_numbers
 from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.checkpoint.numbers import unix_seconds
-from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import fail, note, say
 from datatrove_ckpt.cli.short_form import Node
@@ -34,8 +33,7 @@ from datatrove_ckpt.errors import (
     WaitsForBatches,
 )
 from datatrove_ckpt.errors.names import form
-from datatrove_ckpt.executors.jobs import JobsPipelineExecutor
-from datatrove_ckpt.executors.local import LocalPipelineExecutor, raise_limit_reached
+from datatrove_ckpt.executors.local import not_complete, raise_limit_reached
 from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
 from datatrove_ckpt.run_folder import card, findings
@@ -54,10 +52,14 @@ def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Names
     """
     plan = RunPlan(executor)
     check_steps(plan)
+    if plan.launcher.submits and not hasattr(executor, "submit"):
+        raise ConfigError(
+            f"executor: class_path: write {plan.name}; datatrove's own is for scripts."
+        )
     if arguments.no_wait:
         plan = _not_waiting(executor, plan)
     if arguments.cancel:
-        if not isinstance(executor, JobsPipelineExecutor):
+        if not hasattr(executor, "cancel"):
             raise ConfigError(
                 "--cancel: cancels Hugging Face Jobs. Stop any other run by a signal, or scancel."
             )
@@ -77,8 +79,8 @@ def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Names
             advise(error, plan, arguments.command)
             return fail(error, 1)
         note_workers(plan.workers, plan.tasks)
-        if slurm_submit.submits(executor):  # as comments: the whole remains YAML that can be run
-            script = full.redact(slurm_submit.script(executor)).rstrip("\n").splitlines()
+        if plan.launcher.submits:  # as comments: the whole remains YAML that can be run
+            script = full.redact(executor.script()).rstrip("\n").splitlines()
             comments = ["", "# What would be submitted:", "#"]
             comments += [f"# {line}".rstrip() for line in script]
             say("\n".join(comments))
@@ -105,7 +107,7 @@ def _checked_run(
     interruption = Interruption([*STOP_SIGNALS, *drain_signals])
     try:
         with interruption:
-            if arguments.fail_on_dead_letters and slurm_submit.submits(executor):
+            if arguments.fail_on_dead_letters and plan.launcher.submits:
                 raise ConfigError(
                     "--fail-on-dead-letters: this command submits the job, and ends before its "
                     "tasks do. Leave the flag out; `datatrove-ckpt status` counts the dead "
@@ -118,8 +120,6 @@ def _checked_run(
             if not arguments.worker:
                 with plan.with_mirrors() as seen:
                     findings.check_before_run(seen)
-                if slurm_submit.submits(executor):
-                    slurm_submit.check(executor)
             started = True
             dead = _execute(executor, plan, content, arguments)
             if dead and arguments.fail_on_dead_letters:
@@ -201,20 +201,23 @@ def _execute(
             if form():
                 file.write(f"\n{plan.logging_dir.path}")
     kept = [runner for runner in plan.runners if runner.step.checkpoints_local_dir is not None]
-    if slurm_submit.submits(executor):
+    if plan.launcher.submits:
         what = [[str(runner.step.checkpoints_local_dir)] for runner in kept]
         if arguments.config and len(kept) == 1:
             what = [[arguments.config, *arguments.overrides]]
-        say(slurm_submit.submit(executor, what, command))
+        looks = [shlex.join(["datatrove-ckpt", "status", *words]) for words in what]
+        say(executor.submit(looks, command))
         return 0
-    is_ours = isinstance(executor, LocalPipelineExecutor | JobsPipelineExecutor)
     started = unix_seconds()
-    if is_ours:
+    if hasattr(executor, "run_ranks"):
         executor.run_ranks()
     else:
         plan.forget_completed()
         executor.run()
-        _refuse_what_is_left(plan)
+        left = plan.incomplete(skip_completed=True)  # datatrove's executors hide failures
+        raise_limit_reached(plan.pipeline, left)
+        if left:
+            raise not_complete(executor, left)
     with plan.with_mirrors() as seen:
         jobs = findings.check_after_run(seen)
         for runner, root in seen.kept:
@@ -240,23 +243,6 @@ def _interrupted(interruption: Interruption, words: Sequence[str]) -> int:
     return 128 + number
 
 
-def _refuse_what_is_left(plan: RunPlan) -> None:
-    """Checks that all tasks are complete, because datatrove's executors hide failures.
-
-    Raises:
-        LimitReached: some tasks are not complete, for a limit of the run.
-        CkptError: some tasks are not complete.
-    """
-    left = plan.incomplete(skip_completed=True)
-    raise_limit_reached(plan.pipeline, left)
-    if left:
-        raise CkptError(
-            f"{len(left)} of {plan.tasks} tasks are not complete; task {left[0]} is the first. "
-            f"Their logs are in {plan.logging_dir.resolve_paths('logs')}. Run the same command "
-            "again to resume."
-        )
-
-
 def _not_waiting(executor: PipelineExecutor, plan: RunPlan) -> RunPlan:
     """Returns the plan by which a rank ends while its batches are at the provider.
 
@@ -268,9 +254,7 @@ def _not_waiting(executor: PipelineExecutor, plan: RunPlan) -> RunPlan:
             "--no-wait: is for a run of one task, and this one has more. Set tasks: 1, or leave "
             "it out."
         )
-    for runner in plan.runners:
-        executor.pipeline[runner.index] = runner.step.changed(no_wait=True)
-    return RunPlan(executor)
+    return _changed(executor, plan, no_wait=True)
 
 
 def _retry_dead_letters(executor: PipelineExecutor, plan: RunPlan) -> RunPlan:
@@ -288,6 +272,10 @@ def _retry_dead_letters(executor: PipelineExecutor, plan: RunPlan) -> RunPlan:
             f"--retry-dead-letters: {len(incomplete)} of {plan.tasks} tasks are not finished (task "
             f"{incomplete[0]} is the first). Finish them first: run the same command without it."
         )
+    return _changed(executor, plan, retry_dead_letters=True)
+
+
+def _changed(executor: PipelineExecutor, plan: RunPlan, **changes: bool) -> RunPlan:
     for runner in plan.runners:
-        executor.pipeline[runner.index] = runner.step.changed(retry_dead_letters=True)
+        executor.pipeline[runner.index] = runner.step.changed(**changes)
     return RunPlan(executor)

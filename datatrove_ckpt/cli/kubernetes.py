@@ -15,7 +15,6 @@ from datatrove_ckpt.cli.yaml_text import dump
 from datatrove_ckpt.common.redaction import may_hold_secret
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.executors import kubernetes
-from datatrove_ckpt.executors.local import LocalPipelineExecutor
 from datatrove_ckpt.run_folder import run_plan
 
 _SECTION = "kubernetes"
@@ -64,7 +63,7 @@ def refuse_other_kinds(executor: PipelineExecutor, command: str) -> None:
     """Raises:
     ConfigError: its ranks are for other machines, or wait for those of another job.
     """
-    if not isinstance(executor, LocalPipelineExecutor):
+    if not hasattr(executor, "run_worker"):
         given = type(executor).__name__
         raise ConfigError(
             f"{command} needs LocalPipelineExecutor (a job without slurm and jobs); it is {given}.",

@@ -259,7 +259,7 @@ _FULL = _flag("--full", "read all output and compare its content, too")
 _COMMANDS: list[tuple[str, str, str, tuple[_Argument, ...]]] = []
 _OF_JOBS = ("run", "doctor", "k8s")
 """Commands whose flags may be settings."""
-_OF_TRAININGS = ("status", "show", "verify", "doctor")
+_OF_TRAININGS = ("status", "show", "verify", "doctor", "report")
 """Commands that also take the folder of a training's checkpoints."""
 
 

@@ -8,12 +8,20 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import orjson
 
 from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.formatting import byte_size
 from datatrove_ckpt.common.redaction import redact
-from datatrove_ckpt.errors import CkptError, LimitReached, WaitsForBatches
+from datatrove_ckpt.errors import (
+    CkptError,
+    ConfigError,
+    LimitReached,
+    StorageFailed,
+    WaitsForBatches,
+)
 from datatrove_ckpt.errors.names import with_originals
 
 
@@ -72,6 +80,31 @@ def write_out(text: str, raw: bool = False) -> None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, sys.stdout.fileno())
             os.close(nowhere)
+
+
+def write_page(output: str | None, checkpoints: Path, page: str, of: str) -> int:
+    """Writes a report into the run folder of the checkpoints, or else here; "-": prints it."""
+    beside = Path()
+    if checkpoints.name == "checkpoints":
+        beside = checkpoints.parent
+    target = output or str(beside / "report.html")
+    if target == "-":
+        write_out(page, raw=True)
+        return 0
+    if Path(target).is_dir():
+        raise ConfigError(
+            f"--output: {target} is a folder. Give the name of a file, such as "
+            f"{target}/report.html."
+        )
+    text = page.encode()
+    try:
+        Path(target).write_bytes(text)
+    except OSError as error:
+        raise StorageFailed(
+            f"--output: {target} cannot be written: {error.strerror}. Give another file with -o."
+        ) from error
+    write_out(f"{target}: the report of {of} ({byte_size(len(text))}). Open it in a browser.\n")
+    return 0
 
 
 def fail(error: BaseException, code: int) -> int:

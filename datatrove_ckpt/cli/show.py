@@ -9,15 +9,15 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from datatrove_ckpt.cli.printing import say, wrapped, write_out
+from datatrove_ckpt.cli.printing import say, wrapped, write_page
 from datatrove_ckpt.cli.what import place_of
-from datatrove_ckpt.common.formatting import byte_size, plural, plural_is
-from datatrove_ckpt.errors import ConfigError, StorageFailed, printable
+from datatrove_ckpt.common.formatting import plural, plural_is
+from datatrove_ckpt.errors import printable
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder.documents import ShownDocument, read_dead_letters, read_documents
 from datatrove_ckpt.run_folder.export import export as write_export
-from datatrove_ckpt.run_folder.read_state import read_run_state, wanted_files
 from datatrove_ckpt.run_folder.report.page import report_page
+from datatrove_ckpt.run_folder.run_state import read_run_state, wanted_files
 from datatrove_ckpt.run_folder.where import Place
 
 if TYPE_CHECKING:
@@ -32,11 +32,11 @@ def show(arguments: argparse.Namespace) -> int:
     shown = 0
     is_all = not (arguments.dead or arguments.grep) and arguments.id is None
     most = _MOST if arguments.id is None else None
-    with place_of(arguments) as place:
+    with place_of(arguments, output=arguments.output) as place:
         if arguments.dead:
             found = read_dead_letters(place)
         else:
-            found = read_documents(place, arguments.output)
+            found = read_documents(place)
         wanted = (arguments.grep or "").casefold()
         found = (
             one for one in found if wanted in one.text.casefold() or wanted in one.answer.casefold()
@@ -58,8 +58,8 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def export(arguments: argparse.Namespace) -> int:
-    with place_of(arguments) as place:
-        count = write_export(place, arguments.target, arguments.output)
+    with place_of(arguments, output=arguments.output) as place:
+        count = write_export(place, arguments.target)
         state = read_run_state(place)
     left = ""
     if not state.is_finished:
@@ -164,29 +164,6 @@ def _described(
 
 def report(arguments: argparse.Namespace) -> int:
     with place_of(arguments, wanted_files) as place:
-        beside = Path()
-        if place.folder.name == "checkpoints":
-            beside = place.folder.parent
-        target: str = arguments.output or str(beside / "report.html")
-        if Path(target).is_dir():
-            raise ConfigError(
-                f"--output: {target} is a folder. Give the name of a file, such as "
-                f"{target}/report.html."
-            )
         state = read_run_state(place)
-        text = report_page(state).encode()
-    if target == "-":
-        write_out(text.decode(), raw=True)
-    else:
-        try:
-            Path(target).write_bytes(text)
-        except OSError as error:
-            raise StorageFailed(
-                f"--output: {target} cannot be written: {error.strerror}. Give another file with "
-                "-o."
-            ) from error
-        number = plural(len(state.ranks), "task")
-        write_out(
-            f"{target}: the report of {number} ({byte_size(len(text))}). Open it in a browser.\n"
-        )
-    return 0
+        page = report_page(state)
+        return write_page(arguments.output, place.folder, page, plural(len(state.ranks), "task"))

@@ -19,8 +19,13 @@ from datatrove_ckpt.common.formatting import (
     plural,
     ranges,
 )
-from datatrove_ckpt.run_folder.read_state import read_run_state, wanted_files
-from datatrove_ckpt.run_folder.run_state import RankStatus, RunState, to_json
+from datatrove_ckpt.run_folder.run_state import (
+    RankStatus,
+    RunState,
+    read_run_state,
+    to_json,
+    wanted_files,
+)
 from datatrove_ckpt.run_folder.topics import age, counted, progress_of, ranks_of, topics
 from datatrove_ckpt.run_folder.where import NotBegun
 

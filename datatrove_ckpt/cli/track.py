@@ -15,7 +15,7 @@ from datatrove_ckpt.common.formatting import missing_package
 from datatrove_ckpt.common.redaction import holds_credentials
 from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.run_folder import tracking
-from datatrove_ckpt.run_folder.read_state import wanted_files
+from datatrove_ckpt.run_folder.run_state import wanted_files
 from datatrove_ckpt.run_folder.where import Place
 
 _SENDING_SECONDS = 60.0  # between two sendings

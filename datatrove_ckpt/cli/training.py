@@ -1,4 +1,4 @@
-"""``status``, ``show``, ``verify`` and ``doctor`` of the folder of a training's checkpoints."""
+"""``status``, ``show``, ``report``, ``verify`` and ``doctor`` of a training's checkpoints."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from operator import itemgetter
 from pathlib import Path
 
-from datatrove_ckpt.cli.printing import say, say_result, takes_unicode
+from datatrove_ckpt.cli.printing import say, say_result, takes_unicode, write_page
 from datatrove_ckpt.common.formatting import byte_size, duration, figure, plural, plural_or_no
+from datatrove_ckpt.config.monitoring import name_of_folder
+from datatrove_ckpt.run_folder.report.page import clock, page, table
 from datatrove_ckpt.run_folder.training import (
-    SavedStep,
     TrainingState,
     examine_training,
     plotted,
@@ -25,16 +26,40 @@ _ASCII = "_.-=*#"
 
 def status(arguments: argparse.Namespace) -> int:
     state = read_training(Path(arguments.what), full=False)
-    say_result(arguments.json, state.to_json(), _describe(state))
+    lines = [f"{state.folder}: {_size(state)}"]
+    lines += [f"  {topic:<10} {text}" for topic, text in _topics(state)]
+    say_result(arguments.json, state.to_json(), lines)
     return int(state.restored is None)
 
 
 def show(arguments: argparse.Namespace) -> int:
     """Prints a line for each step."""
     state = read_training(Path(arguments.what), full=False)
-    rows = [_row(step, step is state.restored) for step in state.steps]
-    say("\n".join([f"{'step':>12}  {'saved':<19}  {'size':>9}  metrics", *rows]))
+    for number, at, size, notes in [_COLUMNS, *_rows(state)]:
+        say(f"{number:>12}  {at:<19}  {size:>9}  {notes}".rstrip())
     return int(not state.steps)
+
+
+def report(arguments: argparse.Namespace) -> int:
+    state = read_training(Path(arguments.what), full=False)
+    signs = [
+        [str(sign["rank"]), str(sign["step"]), clock(sign["at"]), sign["host"]]
+        for sign in state.ranks
+    ]
+    written = page(
+        name_of_folder(state.folder),
+        state.folder,
+        "",
+        "running" if state.writer else "stopped",
+        time.time(),
+        _size(state).capitalize(),
+        _topics(state),
+        [
+            table("Steps", _COLUMNS, [*_rows(state)]),
+            table("Ranks", ("rank", "step", "last sign", "host"), signs),
+        ],
+    )
+    return write_page(arguments.output, Path(state.folder), written, "a training")
 
 
 def verify(arguments: argparse.Namespace) -> int:
@@ -68,27 +93,30 @@ def _restore(state: TrainingState) -> str:
     return f"A restore takes step {step.step}, saved {age} ago."
 
 
-def _describe(state: TrainingState) -> Iterator[str]:
+def _size(state: TrainingState) -> str:
     size = byte_size(sum(step.bytes for step in state.steps))
-    yield f"{state.folder}: a training, {plural(len(state.steps), 'step')}, {size}"
-    yield f"  restore    {_restore(state)}"
-    yield f"  steps      {', '.join(str(step.step) for step in state.steps)}"
+    return f"a training, {plural(len(state.steps), 'step')}, {size}"
+
+
+def _topics(state: TrainingState) -> Iterator[tuple[str, str]]:
+    yield "restore", _restore(state)
+    yield "steps", ", ".join(str(step.step) for step in state.steps)
     if state.saved:
         pause = duration(state.saved["pause_seconds"])
         written = duration(state.saved["write_seconds"])
-        yield f"  saves      the last one stopped the training for {pause}, and took {written}"
-    yield f"  disk       {byte_size(state.free_bytes)} free"
+        yield "saves", f"the last one stopped the training for {pause}, and took {written}"
+    yield "disk", f"{byte_size(state.free_bytes)} free"
     if state.writer:
-        yield f"  writer     {state.writer}"
+        yield "writer", state.writer
     yield from _ranks(state)
     names = dict.fromkeys(name for _, row in state.curve for name in row)
     for name in names:
         yield from _plot(state, name)
     for step in state.damaged:
-        yield f"  damaged    {step.damage}"
+        yield "damaged", step.damage
 
 
-def _ranks(state: TrainingState) -> Iterator[str]:
+def _ranks(state: TrainingState) -> Iterator[tuple[str, str]]:
     signs = sorted(state.ranks, key=itemgetter("at"))
     if not signs:
         return
@@ -97,15 +125,16 @@ def _ranks(state: TrainingState) -> Iterator[str]:
     newest = ages[-1]
     first = signs[0]
     yield (
-        f"  ranks      {len(signs)} of {first['ranks']}, the last sign {newest} ago; the oldest "
-        f"{oldest} ago at step {first['step']}, rank {first['rank']} on {first['host']}"
+        "ranks",
+        f"{len(signs)} of {first['ranks']}, the last sign {newest} ago; the oldest {oldest} ago at "
+        f"step {first['step']}, rank {first['rank']} on {first['host']}",
     )
     variables = {f"{each}={value}" for sign in signs for each, value in sign["variables"].items()}
     if variables:
-        yield f"  NCCL       {' '.join(sorted(variables))}"
+        yield "NCCL", " ".join(sorted(variables))
 
 
-def _plot(state: TrainingState, name: str) -> Iterator[str]:
+def _plot(state: TrainingState, name: str) -> Iterator[tuple[str, str]]:
     found = [(step, row.get(name)) for step, row in state.curve]
     points = [(step, value) for step, value in found if value is not None and math.isfinite(value)]
     if points:
@@ -113,16 +142,20 @@ def _plot(state: TrainingState, name: str) -> Iterator[str]:
         bars = _BARS if takes_unicode() else _ASCII
         drawn = plotted(values, bars)
         ends = ", ".join(f"{figure(value)} at {step}" for step, value in (points[0], points[-1]))
-        yield f"  {name:<10} {drawn} {ends}; least {figure(min(values))}"
+        yield name, f"{drawn} {ends}; least {figure(min(values))}"
 
 
-def _row(step: SavedStep, is_restored: bool) -> str:
-    at = time.strftime("%F %T", time.localtime(step.at)) if step.at else ""
-    known = {name: value for name, value in step.metrics.items() if value is not None}
-    notes = " ".join(f"{name}={figure(value)}" for name, value in known.items())
-    if is_restored:
-        notes += "  <- a restore takes it"
-    if step.damage:
-        notes += f"  damaged: {step.damage}"
-    number = f"{step.step}{''.join(step.folder.partition('.')[1:])}"
-    return f"{number:>12}  {at:<19}  {byte_size(step.bytes):>9}  {notes.strip()}".rstrip()
+_COLUMNS = ("step", "saved", "size", "metrics")
+
+
+def _rows(state: TrainingState) -> Iterator[tuple[str, str, str, str]]:
+    for step in state.steps:
+        at = time.strftime("%F %T", time.localtime(step.at)) if step.at else ""
+        known = {name: value for name, value in step.metrics.items() if value is not None}
+        notes = " ".join(f"{name}={figure(value)}" for name, value in known.items())
+        if step is state.restored:
+            notes += "  <- a restore takes it"
+        if step.damage:
+            notes += f"  damaged: {step.damage}"
+        number = f"{step.step}{''.join(step.folder.partition('.')[1:])}"
+        yield number, at, byte_size(step.bytes), notes.strip()

@@ -10,19 +10,18 @@ from datatrove_ckpt.cli.printing import say, say_result
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import plural, plural_or_no
-from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder import verify as checks
-from datatrove_ckpt.run_folder.read_state import check_idle
 from datatrove_ckpt.run_folder.repair import RepairPlan, carry_out, check_output_folder, make_plan
+from datatrove_ckpt.run_folder.run_state import check_idle
 from datatrove_ckpt.run_folder.verify import Report
 from datatrove_ckpt.run_folder.where import Place, restored, upload
 
 
 def verify(arguments: argparse.Namespace) -> int:
     """Prints each problem and a verdict. Returns the exit code."""
-    with place_of(arguments) as place:
-        report = _report(place, arguments.output, arguments.full)
+    with place_of(arguments, output=arguments.output) as place:
+        report = checks.verify(place, arguments.full)
     code = 0
     if report.problems:
         code = 1
@@ -33,23 +32,18 @@ def verify(arguments: argparse.Namespace) -> int:
         lines.append(
             f"accept_changes: {name} was {old} for some of the documents, and {new} for others."
         )
-    lines.append(_verdict(report, arguments.full))
-    say_result(arguments.json, _as_json(report, arguments.full, code), lines)
+    lines.append(_verdict(report))
+    say_result(arguments.json, _as_json(report, code), lines)
     return code
 
 
-@gc_paused()  # commits of many ranks, and no garbage
-def _report(place: Place, output: str | None, full: bool) -> Report:
-    return checks.verify(place, output, full)
-
-
-def _as_json(report: Report, full: bool, code: int) -> JsonObject:
+def _as_json(report: Report, code: int) -> JsonObject:
     counts = report.sums.counts
     shown = {**counts.fields(), "lengths": counts.lengths.percentiles}
     return {
         "checkpoints": str(report.checkpoints),
         "output": report.output,
-        "full": full,
+        "full": report.full,
         "exit_code": code,
         "totals": {**shown, "files": report.sums.numbers.files},
         "problems": [asdict(problem) for problem in report.problems],
@@ -57,7 +51,7 @@ def _as_json(report: Report, full: bool, code: int) -> JsonObject:
     }
 
 
-def _verdict(report: Report, full: bool) -> str:
+def _verdict(report: Report) -> str:
     sums = report.sums
     counts = sums.counts
     found = plural_or_no(len(report.problems), "problem")
@@ -66,7 +60,7 @@ def _verdict(report: Report, full: bool) -> str:
     if report.unfinished and report.goal is not None:
         found += " (until is reached)"
     checked = "sizes; --full compares contents, too"
-    if full:
+    if report.full:
         checked = "sizes and contents"
     if report.uncounted:
         checked += f"; rows of {', '.join(sorted(report.uncounted))} cannot be counted"
@@ -81,11 +75,11 @@ def _verdict(report: Report, full: bool) -> str:
 def repair(arguments: argparse.Namespace) -> int:
     """Prints each step and carries it out. Returns the exit code."""
     with (
-        place_of(arguments) as named,
+        place_of(arguments, output=arguments.output) as named,
         log_disabled("datatrove_ckpt.mirror"),
         restored(named) as place,
     ):
-        report = _report(place, arguments.output, arguments.full)
+        report = checks.verify(place, arguments.full)
         check_output_folder(report)
         plan = make_plan(report, arguments.logging_dir or place.logging_dir)
         lines = list(plan.describe())

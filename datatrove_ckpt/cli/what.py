@@ -12,6 +12,7 @@ from datatrove_ckpt.run_folder import where
 def place_of(
     arguments: argparse.Namespace,
     wanted: Callable[[str, int], bool] = lambda name, size: True,
+    output: str | None = None,
 ) -> AbstractContextManager[where.Place]:
     """Opens the place that ``arguments.what`` names, with its overrides.
 
@@ -22,4 +23,4 @@ def place_of(
         from datatrove_ckpt.cli.short_form import read_config  # slow to import
 
         config = read_config(arguments.what, arguments.overrides, only_look=True)
-    return where.open_place(arguments.what, config, wanted, arguments.overrides)
+    return where.open_place(arguments.what, config, wanted, arguments.overrides, output)

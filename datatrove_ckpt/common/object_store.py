@@ -16,13 +16,15 @@ import errno
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from inspect import signature
+from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 
 import fsspec
+from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
 
@@ -58,10 +60,44 @@ def needs_bucket(url: str) -> Iterator[None]:
 
 
 CREATES_ONCE = frozenset({"s3", "s3a", "gs", "gcs"})
-"""Protocols of stores where of several ``create`` of one name only one succeeds."""
+"""Protocols of the stores that write a file only if its name is free.
+
+Other file systems of fsspec accept the mode "create", too, but look before they write.
+"""
 _SETTLES = 1.0  # seconds after which every process reads what was created elsewhere
-_BLOCK = 8 << 20
+_MOST_CREATED = 1 << 20  # bytes
 _REPOSITORY = re.compile(r"^hf://(?:(?:datasets|models|spaces)/)?([^/]+/[^/@]+)(?:@[^/]+)?")
+
+
+class Creator:
+    """Writes files of one file system whose names must be free.
+
+    Attributes:
+        creates_once: of several processes that create one name, only one succeeds.
+    """
+
+    def __init__(self, fs: AbstractFileSystem) -> None:
+        protocols = [fs.protocol] if isinstance(fs.protocol, str) else fs.protocol
+        self.creates_once = not CREATES_ONCE.isdisjoint(protocols)
+
+    def write(self, write: Callable[..., object]) -> bool:
+        """Calls ``write``, where possible on condition that the name is free.
+
+        Returns False if the store says that the name is taken.
+        """
+        if not self.creates_once:
+            write()
+            return True
+        try:
+            write(mode="create")
+        except OSError as error:
+            if is_taken(error):
+                return False
+            if http_status(error) != HTTPStatus.NOT_IMPLEMENTED:
+                raise
+            self.creates_once = False  # a store with S3's protocol that knows no conditions
+            write()
+        return True
 
 
 class ObjectStore:
@@ -79,8 +115,7 @@ class ObjectStore:
         self.url = url.rstrip("/")
         if self.url.endswith(":"):  # the root of a file system
             self.url = url
-        protocol = get_protocol(url)
-        self._is_local = protocol in ("file", "local")
+        self._is_local = get_protocol(url) in ("file", "local")
         options = dict(options or {})
         if self._is_local:
             options["auto_mkdir"] = True  # missing parents of a folder are made; a bucket is not
@@ -89,9 +124,7 @@ class ObjectStore:
         no_bars_in_logs()
         self._root = root.rstrip("/")
         self._is_hub = self._fs.protocol == "hf"
-        # Older releases of the libraries have no such mode.
-        self._can_create = not self._is_hub and "mode" in signature(self._fs.pipe_file).parameters
-        self._creates_once = self._can_create and protocol in CREATES_ONCE
+        self._creator = Creator(self._fs)
         self._streamed = {}
         if self._is_hub:
             self._streamed["block_size"] = 0  # else sizes are looked up in a listing first
@@ -99,8 +132,6 @@ class ObjectStore:
     def put(self, name: str, content: bytes | Path) -> None:
         """Writes the object, over any other. A file's content need not fit into memory."""
         path = self._path(name)
-        if self._is_local:  # it holds prompts and answers
-            Path(self._root).mkdir(0o700, parents=True, exist_ok=True)
         try:
             with file_system_call():
                 self._write(path, content)
@@ -115,19 +146,15 @@ class ObjectStore:
         """Writes a small object unless there is one. Read it afterwards: another process may have
         been first.
         """
-        if self._can_create:
-            try:
-                with file_system_call():
-                    self._fs.pipe_file(self._path(name), content, mode="create")
-            except OSError as error:
-                if not is_taken(error):
-                    raise
-        else:
-            self.put(name, content)
-        if not self._creates_once:
+        if self.read(name, _MOST_CREATED) is None:
+            with file_system_call():
+                self._creator.write(partial(self._write, self._path(name), content))
+        if not self._creator.creates_once:
             time.sleep(_SETTLES)
 
-    def _write(self, path: str, content: bytes | Path) -> None:
+    def _write(self, path: str, content: bytes | Path, **options: str) -> None:
+        if self._is_local:  # it holds prompts and answers
+            Path(self._root).mkdir(0o700, parents=True, exist_ok=True)
         if self._is_hub:  # ``pipe_file`` would leave a copy in the temporary folder if it fails
             from huggingface_hub import HfApi
 
@@ -137,7 +164,7 @@ class ObjectStore:
         elif isinstance(content, Path):
             self._fs.put_file(str(content), path)
         else:
-            self._fs.pipe_file(path, content)
+            self._fs.pipe_file(path, content, **options)
 
     def read(self, name: str, most: int) -> bytes | None:
         """Returns the object's content; None if it is missing, or has more bytes than ``most``."""
@@ -163,7 +190,7 @@ class ObjectStore:
         path = self._path(name)
         try:
             with file_system_call(), self._fs.open(path, "rb", **self._streamed) as file:
-                while block := file.read(_BLOCK):
+                while block := file.read(8 << 20):
                     yield block
         except OSError as error:
             if http_status(error) == 404:
@@ -172,7 +199,7 @@ class ObjectStore:
 
     def md5(self, name: str) -> str:
         """Returns the object's MD5 if the store tells it, as S3 does of what was put at once; else
-        another text. Raises FileNotFoundError.
+        another text.
         """
         if self._is_hub:
             return ""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from datatrove_ckpt.common.declared import Port, check
+from datatrove_ckpt.common.formatting import missing_package
+from datatrove_ckpt.errors import ConfigError
 
 # Of which job it is.
 _TELL_NOTHING = {"checkpoint", "checkpoints", "ckpt", "ckpts", "ck", "output", "outputs", "out"}
@@ -33,6 +35,14 @@ class MonitoringConfig:
 
     def __post_init__(self) -> None:
         check(MonitoringConfig, vars(self))
+
+    def check_packages(self) -> None:
+        """Raises:
+        ConfigError: the package is not installed.
+        """
+        missing = missing_package("prometheus_client")
+        if self.metrics_port is not None and missing is not None:
+            raise ConfigError(f"monitoring.metrics_port: {missing}")
 
 
 def name_of_folder(folder: str) -> str:

@@ -20,13 +20,13 @@ import signal
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import dill  # type: ignore[import-untyped]
 import orjson
@@ -34,7 +34,7 @@ from datatrove.executor.jobs import JobsPipelineExecutor as DatatroveExecutor
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
-from datatrove_ckpt.claims.claims import Progress, refuse_for_claims
+from datatrove_ckpt.claims.claims import Claims, Progress, refuse_for_claims
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.declared import Count, CountFromZero, CountOrAll, check
 from datatrove_ckpt.common.formatting import plural, plural_is, seconds_of
@@ -46,29 +46,21 @@ from datatrove_ckpt.common.redaction import (
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp, GoalReached
 from datatrove_ckpt.executors.local import (
     LocalPipelineExecutor,
-    ends_by_limit,
-    given_up_error,
-    prepare,
+    OwnExecutor,
     stats_of_complete,
 )
 from datatrove_ckpt.generation.limits import limit_reached
 from datatrove_ckpt.process import job_launch, task_errors
 from datatrove_ckpt.process.signals import Interruption
+from datatrove_ckpt.run_folder.run_plan import RunPlan, lost_with_disk
 from datatrove_ckpt.run_folder.where import default_mirror
-from datatrove_ckpt.runner import InferenceRunner
 from datatrove_ckpt.user_code import own_modules
-
-if TYPE_CHECKING:
-    from datatrove_ckpt.claims.claims import Claims
-    from datatrove_ckpt.run_folder.run_plan import RunPlan
 
 _LABEL = "datatrove_ckpt_run"
 _SETTINGS = "DATATROVE_CKPT_JOB_SETTINGS"
-_ALIVE = ("SCHEDULING", "RUNNING")
 _ENDED = ("COMPLETED", "ERROR", "CANCELED", "DELETED")
 _DEFAULT_SECONDS = 1800.0  # of a job without a timeout
 _THREADS = 32
-_CANCELED = "canceled"  # a file in logging_dir
 _ALL_RANKS = 2  # codes of ``code_of_rank``
 _LIMIT_REACHED = 4
 
@@ -92,7 +84,7 @@ class _Job:
     retries: int = 0
 
 
-class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrove has no types
+class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc]
     """Runs the ranks of a pipeline on Hugging Face Jobs, and waits for them.
 
     All arguments are those of datatrove's ``JobsPipelineExecutor``, with these differences.
@@ -115,8 +107,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         poll_interval: seconds between two looks at the jobs.
     """
 
-    pipeline: list[PipelineStep]
-    skip_completed: bool
     sends_own_modules = True  # so a module beside the script is no reason to warn
 
     def __init__(
@@ -146,15 +136,21 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         # An image may contain its engine.
         engines = [] if self.image else [config.server_type for config in configs]
         self.dependencies = [*own_modules.required("hub", *engines), *(dependencies or ())]
-        prepare(self, DatatroveExecutor)
-        for key, name, value in _kept(
-            env=self.env, labels=self.labels, dependencies=dependencies, image=self.image
-        ):
-            if (key == "env" and may_name_secret(name)) or may_hold_secret(value):
-                raise ConfigError(
-                    f"{key}: {name}: its value may be a secret, and {key} is kept in files. Use "
-                    "secrets."
-                )
+        self._prepare(DatatroveExecutor)
+        in_files = {
+            "env": self.env or {},
+            "labels": self.labels or {},
+            "dependencies": dict(enumerate(dependencies or ())),
+            "image": {0: self.image or ""},
+        }
+        for key, values in in_files.items():
+            for name, value in values.items():
+                is_named = key == "env" and may_name_secret(name)
+                if is_named or may_hold_secret(str(value)):
+                    raise ConfigError(
+                        f"{key}: {name}: its value may be a secret, and {key} is kept in files. "
+                        "Use secrets."
+                    )
         self._seconds()
         for index, runner in enumerate(self._runners):
             if runner.checkpoints_remote_dir is None and runner.checkpoints_local_dir is not None:
@@ -162,14 +158,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 mirror = default_mirror(self._folder, index)
                 mirrored = runner.changed(checkpoints_remote_dir=mirror)
                 self.pipeline = [mirrored if step is runner else step for step in self.pipeline]
-
-    @property
-    def _runners(self) -> list[InferenceRunner]:
-        return [step for step in self.pipeline if isinstance(step, InferenceRunner)]
-
-    @property
-    def _folder(self) -> str:
-        return str(self.logging_dir.resolve_paths("")).rstrip("/")
 
     def run(self) -> None:
         """Starts jobs until every rank is complete, and waits for them. In a job: runs ranks until
@@ -215,8 +203,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         ConfigError: something would be on a job's own disk, or a secret is not set here; or see
             ``own_files``.
         """
-        from datatrove_ckpt.run_folder.run_plan import lost_with_disk
-
         if lost := lost_with_disk(plan, lambda folder: "://" in folder):
             raise ConfigError(
                 "a job of Hugging Face starts with an empty disk, which goes "
@@ -231,7 +217,12 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             super()._ensure_logging_dir_repo()
 
     def run_ranks(self) -> None:
-        self._run_dependency()
+        try:
+            self._run_dependency()
+        except CkptError as error:
+            if not self.run_on_dependency_fail:
+                raise
+            logger.warning(f"{error} Going on all the same (run_on_dependency_fail).")
         self._launched = True
         self._ensure_logging_dir_repo()
         running = self._running()
@@ -246,11 +237,11 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 self.logging_dir.rm(f"completions/{rank:05d}")
         if not ranks:
             logger.info(f"{plural_is(self.tasks, 'task')} complete already.")
-        elif not ends_by_limit(self.pipeline):
+        elif not self._ends_by_limit():
             with retrying.naming_hub():
                 self._upload()
             self._work_through()
-        if self._left(ranks) and ends_by_limit(self.pipeline):
+        if self._left(ranks) and self._ends_by_limit():
             return
         if ranks or not self.logging_dir.isfile("stats.json"):
             stats = stats_of_complete(self.logging_dir, range(self.tasks))
@@ -259,24 +250,18 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             logger.success(stats.get_repr(f"All {self.tasks} tasks"))
 
     def cancel(self) -> int:
-        """Cancels the jobs of this run. Returns how many there were. Another coordinator starts no
-        others.
+        """Cancels the jobs of this run. Returns how many there were.
 
         Raises:
             CkptError: some could not be canceled; the message names them.
         """
-        from huggingface_hub import cancel_job
-
-        # Between two jobs there is nothing to cancel.
-        with suppress(OSError), self.logging_dir.open(_CANCELED, "w") as file:
-            file.write(str(time.time()))
         jobs = self._alive()
         left = []
         why = ""
         for job in jobs:
             try:
                 retrying.OPENING.run(
-                    partial(cancel_job, job_id=job.id, namespace=self.namespace, token=self.token),
+                    partial(self._hub.cancel_job, job_id=job.id, namespace=self.namespace),
                     f"Job {job.url} could not be canceled",
                 )
             except Exception as error:
@@ -289,28 +274,11 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             )
         return len(jobs)
 
-    def _run_dependency(self) -> None:
-        if self.depends is None:
-            return
-        try:
-            self.depends.run()  # it takes part in jobs that run already
-            left = self.depends.get_incomplete_ranks(skip_completed=True)
-            if left and not isinstance(limit_reached(self.depends.pipeline), GoalReached):
-                raise CkptError(
-                    f"{len(left)} of {self.depends.tasks} tasks of what it depends on are not "
-                    "complete."
-                )
-        except CkptError as error:
-            if not self.run_on_dependency_fail:
-                raise
-            logger.warning(f"{error} Going on all the same (run_on_dependency_fail).")
-
     def _work_through(self) -> None:
         """Raises:
         GivenUp: some ranks were given up.
         CkptError: no other job would help.
         """
-        self._began = time.time()
         with (
             Interruption([signal.SIGTERM]),
             self._as_worker()._open_claims(runs_all=False) as claims,
@@ -326,7 +294,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                     )
                 raise
             if given_up := claims.given_up():
-                raise given_up_error(given_up, self.tasks)
+                raise self.given_up_error(given_up)
 
     def _keep_jobs(self, claims: Claims) -> None:
         """Keeps at most ``workers`` jobs alive, one for each free rank, until no rank and no job is
@@ -417,12 +385,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         return retries
 
     def _start(self, alive: dict[str, _Job], number: int, retries: int) -> None:
-        with (
-            suppress(OSError, ValueError),  # there is none
-            self.logging_dir.open(_CANCELED, "r") as file,
-        ):
-            if float(file.read()) > self._began:
-                raise CkptError("This run was canceled. Run the same command again to resume.")
         reached = self._progress()
         for _ in range(number):
             try:
@@ -446,8 +408,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             alive[job.id] = job
 
     def _submit(self, reached: dict[int, Progress], retries: int) -> _Job:
-        from huggingface_hub import run_uv_job
-
         launch = uuid.uuid4().hex
         env = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONUNBUFFERED": "1", **(self.env or {})}
         own = {
@@ -456,7 +416,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             job_launch.TIMEOUT: f"{self._seconds():g}",
         }
         labels = {"datatrove_job_name": self.job_name, **(self.labels or {}), _LABEL: self._label}
-        job = run_uv_job(
+        job = self._hub.run_uv_job(
             job_launch.__file__,
             script_args=[self._folder, self._bundle_name],
             dependencies=self.dependencies,
@@ -468,18 +428,21 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             timeout=self.timeout,
             labels=labels,
             namespace=self.namespace,
-            token=self.token,
         )
         logger.info(f"Started job {job.url}.")
         return _Job(job.id, job.url, launch, self._settings, reached, retries)
 
-    def _alive(self) -> list[_Job]:
-        from huggingface_hub import JobInfo, list_jobs
+    @property
+    def _hub(self) -> Any:
+        from huggingface_hub import HfApi
 
-        def ask() -> list[JobInfo]:
+        return HfApi(token=self.token)
+
+    def _alive(self) -> list[_Job]:
+        def ask() -> list[Any]:
             labels = {_LABEL: self._label}
-            whose = {"namespace": self.namespace, "token": self.token}
-            return [*list_jobs(status=[*_ALIVE], labels=labels, **whose)]
+            alive = ["SCHEDULING", "RUNNING"]
+            return [*self._hub.list_jobs(status=alive, labels=labels, namespace=self.namespace)]
 
         found = []
         for job in self._asked("The jobs cannot be listed", ask):
@@ -490,15 +453,9 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         return found
 
     def _stage(self, job: _Job) -> str:
-        from huggingface_hub import inspect_job
-
-        def ask() -> str:
-            return str(
-                inspect_job(job_id=job.id, namespace=self.namespace, token=self.token).status.stage
-            )
-
+        ask = partial(self._hub.inspect_job, job_id=job.id, namespace=self.namespace)
         try:
-            return self._asked(f"Job {job.url} cannot be looked at", ask)
+            return str(self._asked(f"Job {job.url} cannot be looked at", ask).status.stage)
         except CkptError as error:
             if retrying.http_status(error.__cause__) == 404:
                 return "DELETED"
@@ -621,16 +578,6 @@ def _wanted(most: int, alive: int, at_work: int, free: int) -> int:
         free: ranks. Each job that is not at work yet takes one.
     """
     return min(most, min(at_work, alive) + free) - alive
-
-
-def _kept(**settings: Any) -> Iterator[tuple[str, str, str]]:
-    for key, values in settings.items():
-        if isinstance(values, str):
-            values = [values]
-        if not isinstance(values, dict):
-            values = dict(enumerate(values or ()))
-        for name, value in values.items():
-            yield key, str(name), str(value)
 
 
 def _shown(jobs: Iterable[_Job]) -> str:

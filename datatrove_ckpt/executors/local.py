@@ -16,13 +16,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, chdir, closing, nullcontext
 from copy import copy, deepcopy
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import multiprocess
 from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
@@ -33,6 +33,13 @@ from datatrove.utils.stats import MetricStats, MetricStatsDict, PipelineStats
 from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
+from datatrove_ckpt.claims.claims import (
+    Claims,
+    Progress,
+    may_hold_claims,
+    new_owner,
+    open_store,
+)
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.declared import Count, CountOrAll, check, check_value, one_of
 from datatrove_ckpt.common.formatting import plural, plural_is
@@ -48,6 +55,7 @@ from datatrove_ckpt.errors import (
     UnexpectedExit,
     WorkerDied,
 )
+from datatrove_ckpt.generation.final_stats import finished_documents
 from datatrove_ckpt.generation.limits import limit_reached
 from datatrove_ckpt.generation.user_code import no_exit
 from datatrove_ckpt.process import signals
@@ -59,11 +67,10 @@ from datatrove_ckpt.process.screen import RunProgress, Screen
 from datatrove_ckpt.process.task_errors import failure_note, task_of_many
 from datatrove_ckpt.process.task_log import log_of_many
 from datatrove_ckpt.process.workers import TaskList, Tasks, Workers, end_as, in_turn
+from datatrove_ckpt.run_folder.reached import reached
+from datatrove_ckpt.run_folder.run_plan import RunPlan
 from datatrove_ckpt.runner import InferenceRunner
 from datatrove_ckpt.user_code.script_names import nothing_carried
-
-if TYPE_CHECKING:
-    from datatrove_ckpt.claims.claims import Claims, Progress
 
 _DEPENDENCY_POLL = 120.0  # seconds
 _CLAIMS_POLL = 2.0  # seconds
@@ -80,20 +87,73 @@ _Done = Callable[[int, PipelineStats], None]
 """Takes each complete rank, with its statistics."""
 
 
-def prepare(executor: PipelineExecutor, kind: type) -> None:
-    """Checks what ``executor`` depends on, and lets complete ranks run that retry dead letters.
+class OwnExecutor(PipelineExecutor):  # type: ignore[misc]  # datatrove has no types
+    """What the executors of this package have besides those of datatrove."""
 
-    Raises:
-        ConfigError: the executor in ``depends`` is of another kind.
-    """
-    given = executor.depends
-    if given is not None and not isinstance(given, kind):
-        raise ConfigError(f"depends: must be a {kind.__name__}; it is a {type(given).__name__}.")
-    if any(getattr(step, "retry_dead_letters", False) for step in executor.pipeline):
-        executor.skip_completed = False
+    pipeline: list[PipelineStep]
+    skip_completed: bool
+
+    def _prepare(self, kind: type) -> None:
+        """Checks what this executor depends on, and lets complete ranks run that retry dead
+        letters.
+
+        Raises:
+            ConfigError: the executor in ``depends`` is of another kind.
+        """
+        given = self.depends
+        if given is not None and not isinstance(given, kind):
+            raise ConfigError(
+                f"depends: must be a {kind.__name__}; it is a {type(given).__name__}."
+            )
+        if any(runner.retry_dead_letters for runner in self._runners):
+            self.skip_completed = False
+
+    @property
+    def _runners(self) -> list[InferenceRunner]:
+        return [step for step in self.pipeline if isinstance(step, InferenceRunner)]
+
+    @property
+    def _folder(self) -> str:
+        return str(self.logging_dir.resolve_paths("")).rstrip("/")
+
+    def _run_dependency(self) -> None:
+        """Raises:
+        CkptError: ranks of ``depends`` are not complete, and no other machine runs them.
+        """
+        first = self.depends
+        if first is None:
+            return
+        if not first._launched:
+            logger.info("Running first what this executor depends on.")
+            first.run()
+        if isinstance(limit_reached(first.pipeline), GoalReached):
+            return
+        while left := first.get_incomplete_ranks(skip_completed=True):
+            if getattr(first, "local_tasks", first.world_size) == first.world_size:
+                raise not_complete(first, left)
+            logger.info(f"Waiting for {plural(len(left), 'task')} that this executor depends on.")
+            time.sleep(_DEPENDENCY_POLL)
+
+    def _ends_by_limit(self) -> bool:
+        """Whether the run has as many documents as it shall have (``until``), so that it ends well.
+
+        Raises:
+            LimitReached: the run may cost no more.
+        """
+        reached = limit_reached(self.pipeline)
+        if reached is not None and not isinstance(reached, GoalReached):
+            raise reached
+        return reached is not None
+
+    def given_up_error(self, causes: dict[int, str]) -> GivenUp:
+        named = "".join(f"\n  task {rank}: {why}" for rank, why in sorted(causes.items()))
+        return GivenUp(
+            f"{len(causes)} of {self.world_size} tasks are not complete, because they were given "
+            f"up:{named}\nCorrect the cause, and run the job again, not as a worker, to resume."
+        )
 
 
-class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrove has no types
+class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc]
     """Runs the ranks of a pipeline on this machine.
 
     All arguments but the last two are those of datatrove's ``LocalPipelineExecutor``. With
@@ -109,8 +169,6 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             InferenceRunners, or one with reuse_servers=False.
     """
 
-    pipeline: list[PipelineStep]
-    skip_completed: bool
     _is_worker = False  # ends when no rank is free
     # Claims of ranks that this process took; None: the ranks were given.
     _claims: Claims | None = None
@@ -132,7 +190,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         check_value("start_method", one_of(methods), self.start_method)
         self.max_rank_attempts = max_rank_attempts
         self.ranks_at_once = ranks_at_once
-        prepare(self, DatatroveExecutor)
+        self._prepare(DatatroveExecutor)
 
     def run(self) -> PipelineStats | None:
         """Runs every rank that is not complete. When it returns, all are complete, and the output
@@ -169,7 +227,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             if not self.logging_dir.exists("stats.json"):  # a kill came before it was written
                 self._write_stats(stats_of_complete(self.logging_dir, local), local)
             return None
-        if ends_by_limit(self.pipeline):
+        if self._ends_by_limit():
             return None
         self.save_executor_as_json()
         complete = len(local) - len(ranks)
@@ -195,16 +253,12 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 break
         # Ranks that run again have their old markers.
         is_cut = bool(left) or (not self.skip_completed and complete < len(local))
-        if is_cut and ends_by_limit(self.pipeline):
+        if is_cut and self._ends_by_limit():
             return stats
         if complete < len(local):  # other processes have completed the others
             stats = stats_of_complete(self.logging_dir, local)
         if left:
-            raise CkptError(
-                f"{len(left)} of {self.world_size} tasks have ended, but are not marked as "
-                f"complete; task {left[0]} is the first. See its log in "
-                f"{self.logging_dir.resolve_paths('logs')}, and run the same command again."
-            )
+            raise not_complete(self, left)
         self._write_stats(stats, local)
         if self.local_tasks > 1:  # the only one has said its own
             logger.success(stats.get_repr(f"All {self.local_tasks} tasks"))
@@ -228,7 +282,6 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 drained.
         """
         from datatrove_ckpt.run_folder.findings import check_before_worker
-        from datatrove_ckpt.run_folder.run_plan import RunPlan
 
         check_before_worker(RunPlan(self))
         worker = copy(self)
@@ -304,44 +357,15 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     def _screen(
         self, ranks: int, complete: int, stats: PipelineStats
     ) -> Screen | nullcontext[None]:
-        from datatrove_ckpt.generation.final_stats import finished_documents
-
         if not self._runners:
             return nullcontext()
         interval = min(runner.config.metric_interval for runner in self._runners)
         return Screen(RunProgress(ranks, complete, finished_documents(stats.stats)), interval)
 
-    @property
-    def _runners(self) -> list[InferenceRunner]:
-        return [step for step in self.pipeline if isinstance(step, InferenceRunner)]
-
-    @property
-    def _may_have_workers(self) -> bool:
-        if not self._runners or any(
-            runner.checkpoints_local_dir is None for runner in self._runners
-        ):
-            return False
-        from datatrove_ckpt.claims.claims import may_hold_claims
-
-        return (
-            self.skip_completed
-            and self.local_tasks == self.world_size > 1
-            and may_hold_claims(self._folder)
-        )
-
-    @property
-    def _folder(self) -> str:
-        return str(self.logging_dir.resolve_paths(""))
-
     def _open_claims(self, runs_all: bool, screen: Screen | None = None) -> closing[Claims]:
         """Makes this process known to the others. ``runs_all``: no other process may run a rank."""
-        from datatrove_ckpt.claims.claims import Claims, new_owner, open_store
-        from datatrove_ckpt.generation.final_stats import finished_documents
-
         owner = new_owner(runs_all)
-        store = open_store(
-            f"{self._folder.rstrip('/')}/claims", owner, self.logging_dir.fs.storage_options
-        )
+        store = open_store(f"{self._folder}/claims", owner, self.logging_dir.fs.storage_options)
         apart = copy(self)
         apart.logging_dir = _own_listings(self.logging_dir)
         before = set(self.get_incomplete_ranks(range(self.world_size)))
@@ -368,8 +392,6 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
     def reached(self, rank: int) -> Progress:
         """Returns how far a rank is."""
-        from datatrove_ckpt.run_folder.reached import reached
-
         runners = self._runners
         urls = [one.checkpoints_remote_dir for one in runners]
         # Read only without a mirror: a variable in it may not be set here.
@@ -382,7 +404,14 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         Without workers, no rank is claimed: a worker that would join sees this process, and is
         refused.
         """
-        if not self._may_have_workers:
+        folders = [runner.checkpoints_local_dir for runner in self._runners]
+        may_have_workers = (
+            self.skip_completed
+            and self.local_tasks == self.world_size > 1
+            and may_hold_claims(self._folder)
+            and None not in folders
+        )
+        if not folders or not may_have_workers:
             self._run_all(ranks, screen, done)
             return
         with ExitStack() as stack:
@@ -471,7 +500,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 )
             given_up = claims.given_up()
             if given_up:
-                raise given_up_error(given_up, self.world_size)
+                raise self.given_up_error(given_up)
             if not self._is_worker:
                 claims.clear()
 
@@ -484,16 +513,21 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             self._in_workers(ranks, screen, overlap, done)
             return False
         limit_met = threading.Event()
-        wanted = iter(ranks)
-        if self._claims is not None:
-            wanted = iter(self._claims.next, None)
+        given = iter(ranks)
+
+        def take() -> int | None:
+            if limit_met.is_set():
+                return None
+            if self._claims is not None:
+                return self._claims.next()
+            return next(given, None)
 
         def make_executor() -> LocalPipelineExecutor:
             copied = copy(self)
             copied.pipeline = deepcopy(self.pipeline)
             return copied
 
-        tasks = TaskList(_unless(limit_met, wanted), done)
+        tasks = TaskList(iter(take, None), done)
         self._work_through(tasks, make_executor, 0, overlap, limit_met)
         return limit_met.is_set()
 
@@ -603,8 +637,6 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     def _in_workers(
         self, ranks: Sequence[int], screen: Screen | None, overlap: bool, done: _Done
     ) -> None:
-        from datatrove_ckpt.run_folder.run_plan import RunPlan
-
         kept = [identity.kept for identity in RunPlan(self).identities]
         context = multiprocess.get_context(self.start_method)
         context.set_forkserver_preload(["__main__", "datatrove_ckpt.executors.local", _RANK])
@@ -657,28 +689,6 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 "workers=1."
             ) from error
 
-    def _run_dependency(self) -> None:
-        if self.depends is None:
-            return
-        if not self.depends._launched:
-            logger.info("Running first what this executor depends on.")
-            self.depends.run()
-        if isinstance(limit_reached(self.depends.pipeline), GoalReached):
-            return
-        alone = self.depends.local_tasks == self.depends.world_size
-        while left := len(self.depends.get_incomplete_ranks(skip_completed=True)):
-            if alone:  # nobody else will run them
-                raise CkptError(
-                    f"{left} of {self.depends.world_size} tasks of the executor in depends are not "
-                    "complete. Their logs are in "
-                    f"{self.depends.logging_dir.resolve_paths('logs')}. Run that one again first."
-                )
-            logger.info(
-                f"{left} of {self.depends.world_size} tasks that this executor depends on are not "
-                "complete yet."
-            )
-            time.sleep(_DEPENDENCY_POLL)
-
 
 def _work(
     pickled: bytes, identities: Sequence[JsonObject], overlap: bool, slot: int, ranks: Tasks
@@ -686,27 +696,16 @@ def _work(
     """Runs ranks in a worker, with the parent's ``identities``."""
     make_executor: Callable[[], LocalPipelineExecutor] = partial(ForkingPickler.loads, pickled)
     executor = make_executor()
-    from datatrove_ckpt.run_folder.run_plan import RunPlan
-
     RunPlan(executor).check_code(identities)
     executor._work_through(ranks, make_executor, slot, overlap, threading.Event())
 
 
-def _unless(stopped: threading.Event, ranks: Iterator[int]) -> Iterator[int]:
-    while not stopped.is_set() and (rank := next(ranks, None)) is not None:
-        yield rank
-
-
-def ends_by_limit(pipeline: Sequence[object]) -> bool:
-    """Whether the run has as many documents as it shall have (``until``), so that it ends well.
-
-    Raises:
-        LimitReached: the run may cost no more.
-    """
-    reached = limit_reached(pipeline)
-    if reached is not None and not isinstance(reached, GoalReached):
-        raise reached
-    return reached is not None
+def not_complete(executor: PipelineExecutor, left: Sequence[int]) -> CkptError:
+    logs = executor.logging_dir.resolve_paths("logs")
+    return CkptError(
+        f"{len(left)} of {executor.world_size} tasks are not complete; task {left[0]} is the "
+        f"first. Their logs are in {logs}. Run the same command again to resume."
+    )
 
 
 def raise_limit_reached(pipeline: Sequence[object], left: Sequence[int]) -> None:
@@ -757,12 +756,3 @@ def _as_counted(value: dict[str, float] | float) -> MetricStats:
     if value:
         return MetricStats(value, value, 1, 1, 1)
     return MetricStats(0, 1, 0, 0, 0)
-
-
-def given_up_error(causes: dict[int, str], tasks: int) -> GivenUp:
-    named = "".join(f"\n  task {rank}: {why}" for rank, why in sorted(causes.items()))
-    return GivenUp(
-        f"{len(causes)} of {tasks} tasks are not complete, because they were given "
-        f"up:{named}\nCorrect the cause, and "
-        "run the job again, not as a worker, to resume."
-    )

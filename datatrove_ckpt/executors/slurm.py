@@ -14,11 +14,16 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
 
@@ -27,6 +32,7 @@ from datatrove.executor.slurm import launch_slurm_job, requeue_handler
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
+from datatrove_ckpt.claims import claims
 from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.common.declared import Count, CountOrAll, check
 from datatrove_ckpt.common.formatting import plural, plural_is, ranges
@@ -34,19 +40,19 @@ from datatrove_ckpt.common.retrying import code_of_rank
 from datatrove_ckpt.errors import CkptError, ConfigError, GoalReached
 from datatrove_ckpt.executors.local import (
     LocalPipelineExecutor,
-    given_up_error,
-    prepare,
+    OwnExecutor,
     raise_limit_reached,
 )
 from datatrove_ckpt.generation.limits import limit_reached
 from datatrove_ckpt.process import task_errors
 from datatrove_ckpt.process.slurm_job import job_id_in_environment
+from datatrove_ckpt.run_folder.run_plan import RunPlan
 
 _LAST_JOB = "DATATROVE_CKPT_LAST_JOB"
 _MOST_WORKERS = 1000  # Slurm's own limit on an array is 1001, unless a cluster has another
 
 
-class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrove has no types
+class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc]
     """Runs the tasks of a pipeline in a job array of workers.
 
     All arguments but the last two are those of datatrove's ``SlurmPipelineExecutor``, with these
@@ -70,8 +76,6 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         "stagger_max_array_jobs",
         "tasks_per_job",
     )
-    pipeline: list[PipelineStep]
-    skip_completed: bool
     workers: int
     array_id: str | int | None = None
     job_id: str | int | None
@@ -107,7 +111,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             raise ConfigError(
                 f"logging_dir: {folder}: no variable is filled in here. Write the path itself."
             )
-        prepare(self, DatatroveExecutor)
+        self._prepare(DatatroveExecutor)
         self.max_rank_attempts = max_rank_attempts
         self.ranks_at_once = ranks_at_once
         self._worker()  # which checks them
@@ -122,7 +126,6 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 job, tasks that are not complete, or an error of ``check_after_run``.
         """
         from datatrove_ckpt.run_folder import findings
-        from datatrove_ckpt.run_folder.run_plan import RunPlan
 
         if _LAST_JOB in os.environ:
             with _saying_errors():
@@ -133,6 +136,77 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         else:
             findings.check_before_run(RunPlan(self))
             self.launch_job()
+
+    def check(self, plan: RunPlan) -> None:
+        """Raises:
+        ConfigError: there is no sbatch.
+        """
+        if shutil.which("sbatch") is None:
+            raise ConfigError(
+                "SlurmPipelineExecutor submits with sbatch, which is not on this machine's PATH. "
+                "Run this on a login node of the cluster, or leave Slurm out (class_path: "
+                "LocalPipelineExecutor). --dry-run shows the script anywhere.",
+                setting="executor",
+            )
+
+    def script(self) -> str:
+        """Returns the sbatch script. Creates no folder, unlike ``launch_job``."""
+        ranks = self.get_incomplete_ranks()
+        if not ranks:
+            return f"# nothing to submit: {plural_is(self.tasks, 'task')} complete"
+        preview = copy(self)
+        with TemporaryDirectory() as folder:
+            preview.slurm_logs_folder = folder
+            arguments = preview.get_sbatch_args(len(ranks))
+            command = f"launch_pickled_pipeline {self.logging_dir.resolve_paths('executor.pik')}"
+            if self.with_srun:
+                options = [f"--{key}={value}" for key, value in (self.srun_args or {}).items()]
+                srun = " ".join(["srun", *options, "-l", "-n", str(self.nodes_per_task)])
+                command = f"{srun} {command}"
+            text: str = preview.get_launch_file_contents(arguments, command)
+        return text.replace(folder, str(self.slurm_logs_folder))
+
+    def submit(self, looks: Sequence[str], command: str) -> str:
+        """Submits the jobs, and returns the closing line for the user.
+
+        Args:
+            looks: commands that show how far the run is.
+            command: adds workers.
+
+        Raises:
+            CkptError: sbatch failed.
+        """
+        # Jobs inherit PYTHONPATH, so that a node finds the rollout's module.
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")])
+        )
+        waiting = len(self.get_incomplete_ranks())
+        try:
+            self.launch_job()
+        except subprocess.CalledProcessError as error:
+            there = " Nothing was submitted."
+            if self.array_id is not None:
+                there = (
+                    f" Already submitted: job {self.array_id}, without the job that checks the run "
+                    "after it."
+                )
+            raise CkptError(
+                f"sbatch ended with exit code {error.returncode}; its message is above.{there} The "
+                f"script is in {self.logging_dir.resolve_paths('launch_script.slurm')}."
+            ) from error
+        if self.array_id is None:
+            return f"Nothing was submitted: {plural_is(self.tasks, 'task')} complete."
+        more = ""
+        if self.pulls:
+            more = f" To add workers, now or later: {command}"
+        return (
+            f"Submitted job {self.array_id}: {plural(self.count_elements(waiting), 'worker')} for "
+            f"{waiting} of {plural(self.tasks, 'task')}. Logs: "
+            f"{Path(self.slurm_logs_folder).absolute()} and "
+            f"{self.logging_dir.resolve_paths('logs')}. To watch it: "
+            f"{'; '.join([f'squeue -j {self.array_id}', *looks])}. Job {self.job_id} checks the "
+            f"run after it: COMPLETED means that every document is there.{more}"
+        )
 
     @property
     def pulls(self) -> bool:
@@ -166,7 +240,6 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
     def _check(self) -> None:
         from datatrove_ckpt.run_folder import findings
-        from datatrove_ckpt.run_folder.run_plan import RunPlan
 
         worker = self._worker()
         plan = RunPlan(worker)
@@ -184,13 +257,11 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         )
 
     def _not_complete(self, left: list[int]) -> CkptError:
-        from datatrove_ckpt.claims import claims
-
-        reader = claims.open_store(f"{str(self.logging_dir.resolve_paths('')).rstrip('/')}/claims")
+        reader = claims.open_store(f"{self._folder}/claims")
         causes = claims.given_up(reader)
         at_work = [worker for worker in claims.claimants(reader) if worker.is_alive]
         if causes and not at_work:
-            return given_up_error(causes, self.tasks)
+            return self.given_up_error(causes)
         text = f"{plural_is(len(left), 'task')} not complete: {ranges(left)}."
         if at_work:
             names = ", ".join(worker.process for worker in at_work)

@@ -1,5 +1,5 @@
 """The asynchronous core of a rank: reads documents, runs rollouts, keeps answers, records results.
 
 Start at ``rank.py``, then ``scheduler.py`` (from the first document to the last commit, and an
-early stop), then ``generate.py`` (one call of a rollout's ``generate``).
+early stop), then ``requests.py`` (one request of a rollout).
 """

@@ -6,7 +6,6 @@ each start:
 
 - PIL images: mode, size and pixels of the first frame. Most images have no encoded bytes any more.
 - numpy arrays of objects or records, torch tensors: type, shape and content
-- bytearray, memoryview, array.array; deques
 - the decoders of videos and sound that ``datasets`` makes: their encoded bytes, or else the name of
   their file
 
@@ -16,10 +15,8 @@ must not refuse its own input.
 
 from __future__ import annotations
 
-import array
 import base64
 import sys
-from collections import deque
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -136,17 +133,12 @@ class _Description:
                 return self._hash(encoded["bytes"])
             # A cache may be elsewhere on the next node.
             return safe_text(encoded.get("path")).rpartition("/")[2]
-        if isinstance(value, bytearray | memoryview | array.array):
-            view = memoryview(value)
-            return f"{view.format} {view.shape} {self._hash(view.tobytes())}"
         if isinstance(value, np.ndarray | np.generic):
             if value.dtype.hasobject:
                 content = self._items(value.ravel().tolist())
             else:
                 content = self._hash(value.tobytes())
             return f"{value.dtype} {value.shape} {content}"
-        if isinstance(value, deque):
-            return self._items(list(value))
         return ""
 
     def _image(self, image: Any) -> str:

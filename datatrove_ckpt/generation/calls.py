@@ -7,12 +7,10 @@ import contextvars
 import inspect
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from loguru import logger
 
 from datatrove_ckpt.checkpoint.ledger import OTHERS
 from datatrove_ckpt.checkpoint.request_cache import Answer, payload_hash
@@ -43,22 +41,6 @@ class Call:
     time_limit: float | None
     keep_errors: type[Exception] | tuple[type[Exception], ...]
 
-    @property
-    def mistake(self) -> str:
-        """Says which argument is none of its kind; "" if all are."""
-        kinds = self.keep_errors if isinstance(self.keep_errors, tuple) else (self.keep_errors,)
-        if not isinstance(self.name, str) or not callable(self.function):
-            return (
-                "generate.once takes a name, a function (not its result), and what to give it, as "
-                "in generate.once('search', search, query)"
-            )
-        if not all(isinstance(kind, type) for kind in kinds):
-            return (
-                f"generate.once({self.name!r}): keep_errors takes classes of errors, such as "
-                f"(TimeoutError, OSError), and not {self.keep_errors!r}"
-            )
-        return ""
-
     def digest(self, code: str) -> str:
         """Hashes the call.
 
@@ -87,7 +69,6 @@ class Calls:
         self._counts = counts
         self._shutdown = shutdown
         self._threads = asyncio.Semaphore(_THREADS)
-        self._late: list[Future[Any]] = []
 
     async def make(self, call: Call) -> Answer:
         """Returns what is saved of the call.
@@ -148,11 +129,7 @@ class Calls:
 
         try:
             running = in_thread(work, "datatrove-ckpt call")
-            try:
-                result, error = await asyncio.wrap_future(running)
-            except asyncio.CancelledError:
-                self._note_late(running)
-                raise
+            result, error = await asyncio.wrap_future(running)
         finally:
             # Of a thread that goes on after its time limit, too: else all calls would end up
             # waiting for threads that hang.
@@ -160,14 +137,6 @@ class Calls:
         if error is not None:
             raise error
         return result
-
-    def _note_late(self, thread: Future[Any]) -> None:
-        self._late = [thread, *(other for other in self._late if not other.done())]
-        if len(self._late) == _THREADS:
-            logger.warning(
-                f"{_THREADS} functions of generate.once still run after their time limits, and "
-                "take memory and CPU: give them limits of their own, such as a timeout."
-            )
 
 
 def _saved(name: str, result: object) -> bytes:

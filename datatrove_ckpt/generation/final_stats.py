@@ -15,8 +15,8 @@ from datatrove_ckpt.checkpoint.commits import read_commits, sum_commits
 from datatrove_ckpt.checkpoint.layout import (
     COMMITS,
     SHARD,
-    rank_folder,
-    retry_folders,
+    RankAddress,
+    folders_of,
 )
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Done, Sums
 from datatrove_ckpt.readers.shard import ShardRecord
@@ -34,12 +34,11 @@ def sum_rank(rank: int, root: Path, opened: Path | None = None) -> Done:
         CheckpointCorrupt: a commit is damaged.
     """
     total = Done()
-    for parent in (root, *retry_folders(root)):
-        folder = rank_folder(parent, rank)
+    for folder in folders_of(root, rank):
         if folder == opened:
             continue
         done = sum_commits(read_commits(folder / COMMITS).values())
-        if parent != root:
+        if RankAddress.of(folder).retry:
             done = done.of_retry()
         total += done
     return total

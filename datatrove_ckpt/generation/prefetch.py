@@ -179,7 +179,6 @@ class DocumentSource:
         self._documents = iter(documents)
         self._keep_as_read = keep_as_read
         self._reading = Reading(revisions=revisions)
-        self._last_position: Position | None = None
         self._previous: SourceDocument | None = None
         self._in_order = True
         self._saved: tuple[int, int] | None = None
@@ -292,7 +291,7 @@ class DocumentSource:
                 self._shard = record.to_json()
             last = self._previous
             if last is not None:
-                last.resumable = self._in_order and self._last_position is not None
+                last.resumable = self._in_order and position_of(last.document) is not None
                 last.stats = last.stats or self._stats.saved(ended=True)
         except BaseException as error:  # the rank raises whatever the reader raised
             end_fork(pid, error)
@@ -321,12 +320,11 @@ class DocumentSource:
         known. Mostly it is known long before its chunk is committed; otherwise, a resume counts.
         """
         position = position_of(source.document)
-        last = self._last_position
-        self._last_position = position
         previous = self._previous
         self._previous = source
         if previous is None:
             return
+        last = position_of(previous.document)
         if self._in_order and position is not None and last is not None and last < position:
             previous.resumable = True
             return

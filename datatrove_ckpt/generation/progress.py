@@ -71,8 +71,8 @@ class RankReporter:
         interval: seconds between two log lines.
 
     Attributes:
-        own: what this attempt did. The scheduler counts documents, ``Requests`` failures and cached
-            answers, and clients what they send.
+        own: what this attempt did. The scheduler counts documents, ``Requests`` failures,
+            ``Answers`` those that were cached, and clients what they send.
         clients: of the models whose servers are ready.
         outages: the outage clocks of the servers, also while they are not ready.
         last: the last progress; empty before the end.

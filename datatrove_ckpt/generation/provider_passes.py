@@ -51,7 +51,7 @@ from datatrove_ckpt.inference.client.provider_batches import (
     RemoteBatch,
     Undecided,
 )
-from datatrove_ckpt.inference.servers.host import ExternalServers
+from datatrove_ckpt.inference.servers.endpoints import ExternalServers
 from datatrove_ckpt.process.shutdown import Shutdown
 
 T = TypeVar("T")

@@ -132,11 +132,10 @@ class Quality:
         return self._is_refusal(choice, text, reason)
 
     def _is_refusal(self, choice: JsonObject, text: str, reason: str) -> bool:
-        return reason in _REFUSAL_REASONS or self._is_refusing(text) or bool(choice.get("refusal"))
-
-    def _is_refusing(self, text: str) -> bool:
-        """Whether a text without blanks at its start begins as refusals do."""
-        if _REFUSAL.match(text, 0, _BEGINNING):
+        """``text``: without blanks at its start."""
+        if _REFUSAL.match(text, 0, _BEGINNING) or reason in _REFUSAL_REASONS:
+            return True
+        if choice.get("refusal"):
             return True
         if not self._refusals:
             return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,8 +36,8 @@ from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CkptError, ConfigError, LimitReached
 from datatrove_ckpt.errors.names import use
 from datatrove_ckpt.generation.blocked_loop import warn_when_blocked
-from datatrove_ckpt.generation.export.exporter import Exports, check_monitoring
-from datatrove_ckpt.generation.failures import Failures, next_retry, offer_skipping, taken_letters
+from datatrove_ckpt.generation.dead_letters import next_retry, taken_letters
+from datatrove_ckpt.generation.failures import Failures
 from datatrove_ckpt.generation.final_stats import fill_stats, sum_rank
 from datatrove_ckpt.generation.finished_from import FinishedDocuments, OldRuns
 from datatrove_ckpt.generation.input_columns import input_types
@@ -46,6 +46,8 @@ from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.quality import Quality
 from datatrove_ckpt.generation.raised_errors import first_of, raised_for_scripts
+from datatrove_ckpt.generation.rank_requests import RankRequests
+from datatrove_ckpt.generation.remedies import offer_skipping
 from datatrove_ckpt.generation.results import Results
 from datatrove_ckpt.generation.run_identity import servers_digest
 from datatrove_ckpt.generation.scheduler import Scheduler
@@ -146,7 +148,7 @@ class _Run:
         rank = self.rank
         for config in step.models.values():
             check_servers(config)
-        check_monitoring(step.monitoring)
+        step.monitoring.check_packages()
         if step.finished_from:
             with self.preemption.interruptible():
                 old = OldRuns(step, step.identity(self.world_size))
@@ -312,7 +314,11 @@ class _Run:
         shutdown = preemption.shutdown
         completed = False
         progress = RankReporter(rank, checkpoint, shutdown, step.model.metric_interval)
-        exports = Exports(step, rank, checkpoint, progress, shutdown)
+        exports = ExitStack()
+        if step.monitoring.metrics_port is not None:
+            from datatrove_ckpt.generation.prometheus import shown_rank
+
+            exports.enter_context(shown_rank(step, rank, checkpoint, progress, shutdown))
         try:
             self._log_start(checkpoint)
             with preemption.interruptible():
@@ -413,21 +419,17 @@ class _Run:
         ends_well = False
         try:
             with shared_arguments(step.shared_context, preemption) as shared:
-                scheduler = Scheduler(
+                requests = RankRequests(
                     step.models,
                     checkpoint,
                     progress,
                     preemption.shutdown,
-                    self.has_batches,
                     Quality(step.refusals),
                     limits,
                     step.code().digest,
-                    self.rank,
-                    bind_shared(step.rollout_fn, shared),
-                    servers,
-                    failures,
-                    results,
                 )
+                rollout_fn = bind_shared(step.rollout_fn, shared)
+                scheduler = Scheduler(requests, self.rank, rollout_fn, servers, failures, results)
                 await scheduler.run(documents)
                 ends_well = True
                 if not scheduler.parked:

@@ -18,7 +18,7 @@ from loguru import logger
 
 from datatrove_ckpt.common.exact_json import loads
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.generate import Answers
+from datatrove_ckpt.generation.answers import Answers
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import check_first
 from datatrove_ckpt.output.documents import encode_finished, is_plain, writes_media

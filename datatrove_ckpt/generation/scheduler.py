@@ -17,7 +17,6 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import NoReturn
 
 from datatrove.data import Document
@@ -27,10 +26,7 @@ from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.numbers import WHY_DROPPED, Outcome
 from datatrove_ckpt.common.formatting import plural
-from datatrove_ckpt.common.memory import ByteBudget
 from datatrove_ckpt.common.redaction import note_sent
-from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.inference_config import FIRST_LIMIT
 from datatrove_ckpt.errors import (
     CheckpointError,
     CkptError,
@@ -40,118 +36,22 @@ from datatrove_ckpt.errors import (
     causes,
     named,
 )
-from datatrove_ckpt.generation.failures import Failures, RetriedDocument, drops
-from datatrove_ckpt.generation.generate import Answers, Model, Parked, RankRequests, Requests
+from datatrove_ckpt.generation.answers import Answers, Parked
+from datatrove_ckpt.generation.dead_letters import RetriedDocument
+from datatrove_ckpt.generation.document_limit import DocumentLimit
+from datatrove_ckpt.generation.failures import Failures, drops
+from datatrove_ckpt.generation.generate import BoundGenerate
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
+from datatrove_ckpt.generation.rank_requests import Model, RankRequests
+from datatrove_ckpt.generation.requests import Requests
 from datatrove_ckpt.generation.results import DROPPED, Results
 from datatrove_ckpt.generation.user_code import exit_error, name_of
-from datatrove_ckpt.inference.client.routing import WINDOW, Router, Sender
+from datatrove_ckpt.inference.client.routing import Sender
 from datatrove_ckpt.inference.servers.host import ServerHost
 from datatrove_ckpt.process.event_loop import end_fork, in_own_thread
 from datatrove_ckpt.process.host_loop import host_loop
-from datatrove_ckpt.process.open_files import requests_at_once
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
 from datatrove_ckpt.rollouts import Rollout
-
-# How many documents may be in work at once: as many as have places for their requests, and a few
-# more, so that there is a choice for each server. Rollouts that do other work between requests need
-# more, so the number grows by one whenever a request could be sent, none waits, and no document may
-# start, as in TCP's slow start. Large documents also share a budget of bytes.
-
-
-_SMALL = 1 << 16  # bytes of a document that count for nothing
-_IDLE_SECONDS = 1.0
-
-
-def most_documents(config: InferenceConfig, *others: InferenceConfig) -> int:
-    """Returns the most documents in work: as many as all models have room for."""
-    if config.limits_documents and config.max_concurrent_documents is not None:
-        return config.max_concurrent_documents
-    texts = [
-        one.texts_for(requests_at_once(one.max_concurrent_generations, one.servers))
-        for one in (config, *others)
-    ]
-    documents = max(1, sum(texts) // config.rollouts_per_document)
-    if any(one.servers > 1 for one in (config, *others)):
-        documents += WINDOW
-    return documents
-
-
-class DocumentLimit:
-    """Holds back documents: ``acquire`` before each, in one task; ``release`` after each.
-
-    Args:
-        media: the budget of bytes of all ranks that share this process.
-    """
-
-    def __init__(
-        self, config: InferenceConfig, *others: InferenceConfig, media: ByteBudget
-    ) -> None:
-        self._most = most_documents(config, *others)
-        self._rollouts = config.rollouts_per_document
-        self._models: list[tuple[InferenceConfig, Router]] = []
-        self._size = self._most
-        self._is_fixed = config.limits_documents
-        self._elsewhere = 0  # documents that do other work than requests
-        if not self._is_fixed:
-            self._size = min(self._most, max(1, FIRST_LIMIT // self._rollouts))
-        self._in_work = 0
-        self._room: asyncio.Future[None] | None = None
-        self._bytes = media
-
-    async def acquire(self, size: int) -> None:
-        if size > _SMALL:
-            await self._bytes.acquire(size)
-        while self._in_work >= self._size:
-            # One wake-up for each turn of the event loop: a semaphore has one for each document.
-            self._room = asyncio.get_running_loop().create_future()
-            if self._is_idle():
-                # Rollouts may wait for more documents, to send their requests together.
-                ended, _ = await asyncio.wait([self._room], timeout=_IDLE_SECONDS)
-                if not ended and self._is_idle():
-                    self._elsewhere += self._size
-                    self._size = min(self._most, 2 * self._size)
-            else:
-                await self._room
-        self._room = None
-        self._in_work += 1
-
-    def release(self, size: int) -> None:
-        if size > _SMALL:
-            self._bytes.release(size)
-        self._in_work -= 1
-        self._wake()
-
-    def follow(self, config: InferenceConfig, router: Router, sender: Sender) -> None:
-        """Follows the places at the servers of a model, up and down."""
-        self._models.append((config, router))
-        if not self._is_fixed:
-            sender.on_change = partial(self._follow, router, sender)
-            self._follow(router, sender)
-
-    def _is_idle(self) -> bool:
-        """Whether no server has a request, and none waits."""
-        routers = [router for _, router in self._models]
-        busy = any(router.in_flight or router.waiting for router in routers)
-        return bool(routers) and not self._is_fixed and not busy
-
-    def _follow(self, router: Router, sender: Sender) -> None:
-        is_full = self._in_work >= self._size or self._room is not None
-        if is_full and not router.waiting and router.in_flight < router.capacity:
-            self._elsewhere += 1
-        texts = sum(config.texts_for(each.capacity) for config, each in self._models)
-        places = texts // self._rollouts
-        if any(len(each.targets) > 1 for _, each in self._models):
-            places += WINDOW
-        self._size = min(self._most, max(1, places) + self._elsewhere)
-        sender.may_grow = self._size < self._most
-        if self._in_work < self._size:
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._room is not None and not self._room.done():
-            self._room.set_result(None)
-
 
 # How often the loop looks at what other threads do for the rank. Being told of each change would
 # cost more: the disk writes hundreds of groups in a second.
@@ -161,9 +61,10 @@ _MANY = 100  # documents of which one at least should be kept
 
 
 @dataclass(eq=False)
-class Scheduler(RankRequests):
+class Scheduler:
     """Runs the rollout function on one rank's documents. ``rollout_fn``: the step's, bound."""
 
+    requests: RankRequests
     rank: int
     rollout_fn: Rollout
     servers: ServerHost
@@ -171,12 +72,15 @@ class Scheduler(RankRequests):
     results: Results
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        first, *others = self.configs.values()
-        self._rollouts = range(first.rollouts_per_document)
+        requests = self.requests
+        self.checkpoint = requests.checkpoint
+        self.observer = requests.observer
+        self.shutdown = requests.shutdown
+        self._configs = [*requests.configs.values()]
+        self._rollouts = range(self._configs[0].rollouts_per_document)
         self.parked = 0
         self._dropped = 0
-        self._document_limit = DocumentLimit(first, *others, media=self.servers.media)
+        self._document_limit = DocumentLimit(self._configs, self.servers.media)
         self._server_needed = asyncio.Event()
         self._is_ending = False
         self._loop = asyncio.get_running_loop()
@@ -194,14 +98,15 @@ class Scheduler(RankRequests):
             # The server loads its model while a reader that cannot seek counts documents.
             self._server_needed.set()
         async with asyncio.TaskGroup() as background:
-            serving = [background.create_task(self._serve(model)) for model in self.models.values()]
+            models = self.requests.models.values()
+            serving = [background.create_task(self._serve(model)) for model in models]
             watch = background.create_task(self._watch())
             stop = background.create_task(stop_when_requested(self, serving, watch))
             await self._run_documents(documents)
             await self._save(documents)
             if self.shutdown.has_failed:  # or the stop has begun to close the checkpoint
                 await wait_until_cancelled()
-            self.has_ended = True
+            self.requests.has_ended = True
             for task in (*serving, watch, stop):
                 task.cancel()
 
@@ -212,12 +117,12 @@ class Scheduler(RankRequests):
             if documents.error is not None:
                 self.shutdown.fail(documents.error)
                 await wait_until_cancelled()
-            self.all_started = True
+            self.requests.all_started = True
             host = host_loop()
             if host is not None:
                 host.has_admitted = True
-            while self.documents:
-                await asyncio.wait([*self.documents.values()])
+            while self.requests.documents:
+                await asyncio.wait([*self.requests.documents.values()])
             if self.shutdown.has_failed:
                 await wait_until_cancelled()
         except BaseException:
@@ -237,7 +142,7 @@ class Scheduler(RankRequests):
             return
         self._is_ending = True
         patience = _PATIENCE_FAST if self.shutdown.is_fast else _PATIENCE
-        left = [*self.documents.values()]
+        left = [*self.requests.documents.values()]
         for seconds in patience:
             left = [task for task in left if not task.done()]
             for task in left:
@@ -285,14 +190,15 @@ class Scheduler(RankRequests):
                 if self.shutdown.is_stopping or self.shutdown.aborted:
                     await wait_until_cancelled()
                 work = self._process(source, slot)
-                self.documents[slot.ordinal] = self._loop.create_task(work)
+                self.requests.documents[slot.ordinal] = self._loop.create_task(work)
 
     async def _wait_for_goal(self) -> None:
         # With nothing in work, a kill has left finished documents in chunks that lack others.
-        while self.limits.may_suffice() and (self.documents or self.checkpoint.publishing):
+        requests = self.requests
+        while requests.limits.may_suffice() and (requests.documents or self.checkpoint.publishing):
             self.checkpoint.hurry()
             await self.next_look()
-            self.limits.look()
+            requests.limits.look()
             if self.shutdown.is_stopping:
                 return
 
@@ -305,10 +211,9 @@ class Scheduler(RankRequests):
         host = host_loop()
         order = 0 if host is None else host.order
         sender = Sender(self.shutdown, order, observer.server, observer.own)
-        configs = [*self.configs.values()]
         served = self.servers.lend(
             model.config,
-            configs,
+            self._configs,
             self.rank,
             sender,
             observer.outages.append,
@@ -335,7 +240,7 @@ class Scheduler(RankRequests):
             if self.shutdown.aborted and self.shutdown.failure is not None:
                 raise self.shutdown.failure
             if not self.checkpoint.congested:
-                self.storage_free.set()
+                self.requests.storage_free.set()
             await self.next_look()
 
     async def next_look(self) -> None:
@@ -360,15 +265,16 @@ class Scheduler(RankRequests):
             self.shutdown.fail(error)
         finally:
             # A callback of the task would take a turn of the event loop of its own.
-            self.documents.pop(slot.ordinal, None)
+            self.requests.documents.pop(slot.ordinal, None)
             self._document_limit.release(source.size)
 
     async def _run_document(self, source: SourceDocument, slot: ChunkSlot) -> Finished:
         document = source.document
-        answers = Answers(self, slot, source.id, len(self._rollouts))
+        rank = self.requests
+        answers = Answers(rank, slot, source.id, len(self._rollouts))
         if isinstance(document, RetriedDocument):
             answers.is_suspect = document.letter["kind"] == RequestFailed.__name__
-        requests = [Requests(self, answers, index) for index in self._rollouts]
+        requests = [Requests(rank, answers, index, rank.model) for index in self._rollouts]
         taken = self.failures.taken_letter(source, slot.ordinal)
         if taken is not None:
             return answers.finished("dead", source.fingerprint, taken)
@@ -400,7 +306,7 @@ class Scheduler(RankRequests):
             note_sent(answers.payloads)
             note_sent([getattr(cause, "payload", None) for cause in causes(error)])
             letter = self.failures.letter_or_raise(
-                source, slot, error, answers.hashes, answers.rejections
+                source, slot.ordinal, error, answers.hashes, answers.rejections
             )
             return answers.finished("dead", source.fingerprint, letter)
         outcome: Outcome = "dropped" if data == DROPPED else "written"
@@ -444,7 +350,7 @@ class Scheduler(RankRequests):
 
     async def _run_rollout(self, document: Document, request: Requests) -> object:
         try:
-            result = await self.rollout_fn(document, request)
+            result = await self.rollout_fn(document, BoundGenerate(request))
         except BaseException as error:
             end_fork(self._pid, error)
             if drops(error):
@@ -490,20 +396,21 @@ async def stop_when_requested(
     """
     shutdown = rank.shutdown
     checkpoint = rank.checkpoint
+    requests = rank.requests
     await shutdown.requested()
     # No document is admitted, and the router sends no request: both look at the shutdown.
-    models = [model for model in rank.models.values() if model.client.done()]
+    models = [model for model in requests.models.values() if model.client.done()]
     clients = [model.client.result() for model in models]
     in_flight = sum(client.in_flight for client in clients)
     running = f"{in_flight} requests"
-    if rank.calls.running:
-        running += f" and {plural(rank.calls.running, 'call')}"
+    if requests.calls.running:
+        running += f" and {plural(requests.calls.running, 'call')}"
     if not clients:
         for task in serving:  # a model may need minutes to load
             task.cancel()
     elif shutdown.is_finishing:
         logger.info(f"{shutdown.failure} Still answered: {running}.")
-    elif shutdown.failure is None or in_flight or rank.calls.running:
+    elif shutdown.failure is None or in_flight or requests.calls.running:
         why = shutdown.cause or f"The task has failed ({type(shutdown.failure).__name__})"
         logger.warning(
             f"{why}: {running} in flight have {shutdown.drain_seconds:g} s to be "
@@ -541,13 +448,14 @@ async def _drained(rank: Scheduler, models: Sequence[Model]) -> None:
     rank.checkpoint.hurry()
     # Over when no request or call is in flight, none begins any more, and every document waits for
     # one. Twice: an answer that has just come still has to be passed to its rollout.
+    requests = rank.requests
     quiet = 0.0
     while quiet < _GRACE_SECONDS:
         await rank.next_look()
         in_flight = any(model.client.result().in_flight and not model.is_dead for model in models)
-        if in_flight or rank.calls.running:
+        if in_flight or requests.calls.running:
             quiet = 0.0
-        elif quiet and rank.waiting == len(rank.documents):
+        elif quiet and requests.waiting == len(requests.documents):
             break
         else:
             quiet += _LOOK_SECONDS

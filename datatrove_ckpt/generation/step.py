@@ -22,6 +22,7 @@ from datatrove_ckpt.checkpoint.identity import RunIdentity, recorded_settings
 from datatrove_ckpt.checkpoint.limits import Limits
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.declared import Count, NotNegative, Positive, Seconds, check
+from datatrove_ckpt.common.launchers import launcher
 from datatrove_ckpt.common.object_store import check_mirror
 from datatrove_ckpt.common.redaction import Veiled
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
@@ -401,29 +402,23 @@ class Step(PipelineStep):
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """Copies without the pickle's parts: modules among the script's names cannot be copied."""
-        from datatrove.executor import JobsPipelineExecutor, SlurmPipelineExecutor
-
-        kinds = {
-            type(outer)
-            for outer in memo.values()
-            if isinstance(outer, JobsPipelineExecutor | SlurmPipelineExecutor)
-        }
-        if kinds:
+        outer = next((copied for copied in memo.values() if launcher(copied).sends_pickle), None)
+        if outer is not None:
             # Refuses a submission before datatrove copies it and opens ``executor.pik``.
             names: script_names.ScriptNames | None = self.__getstate__().get("_script_names")
             carried: Iterable[object] = ()
             if names is not None:
                 script_names.say_left(names)
                 carried = names.values.values()
-            sent = any(hasattr(kind, "sends_own_modules") for kind in kinds)
-            script_names.say_missing(self.rollout_fn, *carried, sent=sent)
-        if JobsPipelineExecutor in kinds:
-            logger.warning(
-                "datatrove's JobsPipelineExecutor: its jobs have this package only if "
-                "dependencies names a release, resume only with checkpoints_remote_dir, don't "
-                "drain before their timeout, and get no key of api_key_env unless secrets has it. "
-                "datatrove_ckpt.JobsPipelineExecutor does all of that."
-            )
+            if not hasattr(outer, "sends_own_modules"):
+                script_names.say_missing(self.rollout_fn, *carried)
+                if launcher(outer).has_own_disks:
+                    logger.warning(
+                        "datatrove's JobsPipelineExecutor: its jobs have this package only if "
+                        "dependencies names a release, resume only with checkpoints_remote_dir, "
+                        "don't drain before their timeout, and get no key of api_key_env unless "
+                        "secrets has it. datatrove_ckpt.JobsPipelineExecutor does all of that."
+                    )
         copied = memo[id(self)] = self.changed()
         copied.__dict__.update(deepcopy(self.__dict__, memo))
         return copied

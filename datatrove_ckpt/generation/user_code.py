@@ -17,7 +17,7 @@ import types
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from datatrove.data import Document
 
@@ -25,13 +25,11 @@ from datatrove_ckpt.common.formatting import safe_repr
 from datatrove_ckpt.config.templates import fill, lacks
 from datatrove_ckpt.errors import ConfigError, UnexpectedExit
 from datatrove_ckpt.process.event_loop import end_fork
+from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.rollouts import InvalidMedia, PromptRollout, ReadyMade, Rollout
 from datatrove_ckpt.rollouts.media import MEDIA
 from datatrove_ckpt.rollouts.source import prompt_source
-
-if TYPE_CHECKING:
-    from datatrove_ckpt.process.preemption import Preemption
 
 _EXITS = (SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError)
 
@@ -76,7 +74,6 @@ Shared = dict[str, Any]
 SharedManager = AbstractContextManager[Shared]
 SharedContext = Shared | Callable[[], Shared | SharedManager] | SharedManager | None
 
-_YIELDS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 _ADVICE = "Write `async def rollout(document, generate)`, and `await generate(payload)` in it"
 
 
@@ -98,12 +95,6 @@ def check_rollout(rollout_fn: Rollout, context: SharedContext) -> None:
         raise ConfigError(
             f"{rollout_fn.__name__} is a class; give an object of it: {rollout_fn.__name__}(...).",
             setting="rollout_fn",
-        )
-    code = getattr(_function(rollout_fn), "__code__", None)
-    # types.coroutine makes generators that can be awaited.
-    if code and code.co_flags & _YIELDS and not code.co_flags & inspect.CO_ITERABLE_COROUTINE:
-        raise ConfigError(
-            f"{_shown(rollout_fn)} must not yield; return the result.", setting="rollout_fn"
         )
     _check_call(
         rollout_fn,

@@ -34,7 +34,6 @@ from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
 from datatrove_ckpt.mirror import manifests
 
-_MAX_BYTES = 2**26
 _THREADS = 32
 
 
@@ -105,7 +104,7 @@ def read_job(url: str) -> Json:
     """
     store = ObjectStore(url)
     try:
-        return parse_run(f"{store.url}/{layout.JOB}", store.read(layout.JOB, _MAX_BYTES) or b"")
+        return parse_run(f"{store.url}/{layout.JOB}", store.read(layout.JOB, 2**26) or b"")
     except CheckpointCorrupt:
         return {}
 

@@ -66,10 +66,6 @@ FORMAT = 1
 MAX_OBJECT_BYTES = 16 * 2**20
 """An object is put from memory, in one request."""
 
-_MAX_MANIFEST_BYTES = 64 * 2**20
-_MAX_OWNERSHIP_BYTES = 2**16
-# A row of the request cache may be larger than an object should be, and is uploaded whole.
-_MAX_PART_BYTES = 2**30
 # [0-9], because \d also matches the digits of other scripts.
 _NAME = re.compile(r"(generation|claim)-([0-9]{8,18})-([0-9a-f]{16})\.json")
 _OBJECT = re.compile(r"[0-9a-f]{16}-[0-9]{6,18}")
@@ -147,7 +143,8 @@ class Part:
         if (
             not _OBJECT.fullmatch(part.name)
             or not is_count(part.size)
-            or not 0 < part.size <= _MAX_PART_BYTES
+            # A row of the request cache may be larger than an object should be.
+            or not 0 < part.size <= 2**30
         ):
             raise ValueError(
                 f"it names {part.name!r} of {part.size!r} bytes, which is no object of a mirror"
@@ -188,14 +185,16 @@ class Manifest:
     def to_json(self, when: str) -> bytes:
         files = {name: [part.to_json() for part in parts] for name, parts in self.files.items()}
         answers = [part.to_json() for part in self.answers]
-        fields = {
-            "run": self.run,
-            "files": files,
-            "answers": answers,
-            "finished": self.finished,
-            "when": when,
-        }
-        return orjson.dumps({"format": FORMAT, **fields})
+        return orjson.dumps(
+            {
+                "format": FORMAT,
+                "run": self.run,
+                "files": files,
+                "answers": answers,
+                "finished": self.finished,
+                "when": when,
+            }
+        )
 
     @classmethod
     def from_json(cls, body: bytes, where: str) -> Manifest:
@@ -305,18 +304,12 @@ class Seal:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        parents, _, folder = url.rstrip("/").rpartition("/")
-        parent = parents.rpartition("/")[2]
         # Not the whole URL: a mirror may be moved, and another node may mount it elsewhere.
-        self._place = folder
-        if layout.retry_number(parent) is not None:
-            self._place = f"{parent}/{folder}"
-        self._key: Secret | None = None
-        if MIRROR_KEY_VARIABLE in os.environ:
-            self._key = Secret(os.environ[MIRROR_KEY_VARIABLE])
-        self.is_on = self._key is not None
+        self._place = layout.RankAddress.of(url)
+        self._key = Secret(os.environ.get(MIRROR_KEY_VARIABLE, ""))
+        self.is_on = MIRROR_KEY_VARIABLE in os.environ
         """Whether there is a key."""
-        if self._key is not None and len(self._key.reveal()) < _LEAST_CHARACTERS:
+        if self.is_on and len(self._key.reveal()) < _LEAST_CHARACTERS:
             raise ConfigError(
                 f"{MIRROR_KEY_VARIABLE}: a key has at least {_LEAST_CHARACTERS} characters "
                 "(`openssl rand -hex 32` makes one). Unset the variable to mirror without a key."
@@ -327,7 +320,7 @@ class Seal:
 
         ``name``: of the version's object.
         """
-        if self._key is None:
+        if not self.is_on:
             return body
         return b'%s,"hmac":"%s"}' % (body[:-1], self._digest(name, body).encode())
 
@@ -340,7 +333,7 @@ class Seal:
         """
         sealed = _SEALED.fullmatch(body)
         which = f"{self._url}/{name}"
-        if self._key is None:
+        if not self.is_on:
             if sealed is not None:
                 raise ConfigError(
                     f"{MIRROR_KEY_VARIABLE} is not set, but {which} is sealed with a key. Export "
@@ -362,7 +355,6 @@ class Seal:
             )
 
     def _digest(self, name: str, body: bytes) -> str:
-        assert self._key is not None
         message = f"datatrove-ckpt mirror 1\n{self._place}\n{name}\n".encode() + body
         return hmac.digest(self._key.reveal().encode(), message, "sha256").hex()
 
@@ -426,7 +418,7 @@ class Versions:
             VersionMismatch: a newer version of this program wrote it. Older ones lack work, so none
                 of them is tried.
         """
-        body = unseal(self.store.read(version.file, _MAX_MANIFEST_BYTES) or b"")
+        body = unseal(self.store.read(version.file, 64 * 2**20) or b"")
         if body is None:
             raise Damaged("its manifest is damaged")
         if trusted:
@@ -492,8 +484,6 @@ class Uploads:
         self._versions = versions
         self._run: Json = {}
         self._files: dict[str, list[Part]] = {}
-        self._generation = -1
-        """Generation of the history that this process uploaded."""
         self._answers: list[tuple[Part, frozenset[int]]] = []
         self._object_count = 0
         self._published: Manifest | None = None
@@ -507,15 +497,6 @@ class Uploads:
 
     def uploaded_bytes(self, name: str) -> int:
         return sum(part.size for part in self._files.get(name, ()))
-
-    def forget_replaced(self, snapshot: Snapshot) -> None:
-        """Forgets the parts of a history that was replaced, so that it is uploaded again as a
-        whole.
-        """
-        # An earlier attempt may have replaced what it had uploaded.
-        if self._generation != snapshot.generation:
-            self._files.pop(layout.HISTORY, None)
-            self._generation = snapshot.generation
 
     def compact(self) -> None:
         """Forgets small parts where there are many of them, so that they are uploaded again as
@@ -646,7 +627,7 @@ class Uploads:
         """
         ownerships, versions = self._versions.listing()
         if ownerships and ownerships[-1] > self._ownership:
-            content = self._versions.store.read(ownerships[-1].file, _MAX_OWNERSHIP_BYTES)
+            content = self._versions.store.read(ownerships[-1].file, 2**16)
             other = (content or b"another process").decode(errors="replace")[:300]
             raise Fenced(
                 f"Another process has taken this task over: {printable(other)} owns the mirror "

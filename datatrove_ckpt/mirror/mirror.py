@@ -20,7 +20,6 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -31,8 +30,9 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import identity, layout
 from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, Interval
+from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.placement import Stopping
-from datatrove_ckpt.checkpoint.rank_files import CheckpointSource, Snapshot
+from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.common import object_store, retrying
 from datatrove_ckpt.common.declared import Seconds
 from datatrove_ckpt.common.retrying import failure_line
@@ -49,11 +49,6 @@ _POLL_SECONDS = 0.1
 STOP_SECONDS = 15.0
 # The limit once a stop is requested: a preempted job has half a minute for everything.
 DRAIN_SECONDS = 5.0
-# A commit between a snapshot and the opening of its journal, which takes microseconds, requires
-# another snapshot.
-_SNAPSHOT_ATTEMPTS = 20
-# New bytes up to this size are read at once, so their journal need not stay open.
-_READ_AT_ONCE_BYTES = 2**20
 # The shortest wait between two uploads: each asks the storage thread for a snapshot.
 _MIN_WAIT_SECONDS = 0.01
 
@@ -99,7 +94,7 @@ class RemoteMirror:
         self._failures = 0
         self._failure = "no answer"
 
-    def start(self, source: CheckpointSource) -> None:
+    def start(self, source: OpenCheckpoint) -> None:
         self._source = source
         self.shutdown.call(self._hurry)
         self._thread.start()
@@ -299,7 +294,10 @@ class RemoteMirror:
                 identity.parse_run(self.folder / layout.RUN, snapshot.run), snapshot
             )
             for name, file in grown.items():
-                for data in _blocks(file, snapshot.sizes[name] - uploads.uploaded_bytes(name)):
+                while (left := snapshot.sizes[name] - uploads.uploaded_bytes(name)) > 0:
+                    data = file.read(min(left, MAX_OBJECT_BYTES))
+                    if not data:
+                        raise EOFError(f"{name} is {left} bytes shorter than it was")
                     self._raise_if_interrupted(last)
                     self._look()
                     uploads.add(name, data)
@@ -321,19 +319,18 @@ class RemoteMirror:
         """Returns a snapshot, and the files that have grown since the last snapshot, each opened at
         its first new byte.
 
-        If a commit removes a journal before it is opened, or the history is replaced, a newer
-        snapshot is taken. An open journal stays readable after its removal.
+        If a commit removes a journal before it is opened, a newer snapshot is taken. An open
+        journal stays readable after its removal.
         """
         uploads.compact()
-        for attempts_left in reversed(range(_SNAPSHOT_ATTEMPTS)):
+        for attempts_left in reversed(range(20)):  # the opening of files takes microseconds
             snapshot = self._source.snapshot(uploads.last_answer)
-            uploads.forget_replaced(snapshot)
             grown: dict[str, IO[bytes]] = {}
             try:
                 for name, size in snapshot.sizes.items():
                     start = uploads.uploaded_bytes(name)
                     if start < size:
-                        grown[name] = self._open_at(name, start, size, snapshot.is_current, stack)
+                        grown[name] = self._open_at(name, start, size, stack)
                 return snapshot, grown
             except FileNotFoundError:
                 stack.close()
@@ -341,14 +338,10 @@ class RemoteMirror:
                     raise
         raise AssertionError
 
-    def _open_at(
-        self, name: str, start: int, size: int, is_current: Callable[[], bool], stack: ExitStack
-    ) -> IO[bytes]:
+    def _open_at(self, name: str, start: int, size: int, stack: ExitStack) -> IO[bytes]:
         file = stack.enter_context((self.folder / name).open("rb"))
-        if not is_current():
-            raise FileNotFoundError(f"{name} was replaced")
         file.seek(start)
-        if size - start > _READ_AT_ONCE_BYTES:
+        if size - start > 2**20:
             return file  # closed with the stack
         data = file.read(size - start)
         file.close()
@@ -362,12 +355,3 @@ def _answer(requests: deque[threading.Event], number: int) -> None:
 
 class _Interrupted(Exception):
     """This upload has been given up."""
-
-
-def _blocks(file: IO[bytes], size: int) -> Iterator[bytes]:
-    while size:
-        data = file.read(min(size, MAX_OBJECT_BYTES))
-        if not data:
-            raise EOFError(f"a file of the checkpoint is {size} bytes shorter than it was")
-        size -= len(data)
-        yield data

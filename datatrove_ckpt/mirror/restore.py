@@ -87,9 +87,8 @@ def restore_rank(url: str, root: Path, rank: int, retries: bool) -> None:
             names = ObjectStore(url).names()
         except OSError as error:
             raise unreadable(url, error, _WITHOUT) from error
-        for name in names:
-            if layout.retry_number(name) is not None:
-                restore(f"{url}/{name}/{folder}", root / name / folder)
+        for name in filter(layout.is_retry, names):
+            restore(f"{url}/{name}/{folder}", root / name / folder)
 
 
 def restore_outdated(url: str, root: Path, needed: Collection[int]) -> None:
@@ -264,9 +263,7 @@ def _refuse_unrelated(
 
 def _began_with_mirror(folder: Path) -> bool:
     """Whether a rank without commits was killed before its first version: it published nothing."""
-    root = folder.parent
-    if layout.retry_number(root.name) is not None:
-        root = root.parent
+    root = layout.checkpoints_of(folder)
     home = root / layout.HOME
     return (
         home.exists()
@@ -375,7 +372,7 @@ class MirrorReader:
         self._store = ObjectStore(url)
         self.url = self._store.url
         self.ranks: dict[str, CopiedRank] = {}
-        """By the rank's folder, such as "00000" or "retry-00001/00000"."""
+        """By the rank's address."""
         self._folder = folder
         self._wanted = wanted
 
@@ -410,7 +407,10 @@ class MirrorReader:
         def copy(version: Version) -> CopiedRank:
             manifest = mirrored.read_manifest(version)
             self._write(mirrored, manifest, self._folder / name)
-            return CopiedRank(version, _unix_seconds(manifest.when))
+            when = 0.0
+            with suppress(ValueError):
+                when = datetime.datetime.fromisoformat(manifest.when).timestamp()
+            return CopiedRank(version, when)
 
         copied = mirrored.newest(newer, copy, problems)
         if copied is None and problems and known is None:
@@ -448,14 +448,8 @@ def rank_names(store: ObjectStore) -> Iterator[str]:
     for name in store.names():
         if layout.is_rank(name):
             yield name
-        elif layout.retry_number(name) is not None:
+        elif layout.is_retry(name):
             yield from (f"{name}/{rank}" for rank in store.names(name) if layout.is_rank(rank))
-
-
-def _unix_seconds(when: str) -> float:
-    with suppress(ValueError):
-        return datetime.datetime.fromisoformat(when).timestamp()
-    return 0.0
 
 
 def restore_ranks(url: str, names: Iterable[str], folder: Path) -> None:
@@ -513,13 +507,9 @@ def upload_finished_ranks(url: str, root: Path) -> None:
         url: ``checkpoints_remote_dir``. ``check_job`` has refused the mirror of another run.
         root: ``checkpoints_local_dir``.
     """
-    roots = [root, *layout.retry_folders(root)]
-    folders = [
-        layout.rank_folder(each, rank) for each in roots for rank in layout.rank_numbers(each)
-    ]
     finished = {
-        f"{url}/{folder.relative_to(root)}": folder
-        for folder in folders
+        f"{url}/{layout.RankAddress.of(folder)}": folder
+        for folder in layout.rank_folders(root)
         if layout.is_finished(folder)
     }
     try:

@@ -45,6 +45,8 @@ Info = Mapping[str, Any]
 """What a file system of fsspec tells of a file."""
 
 
+_LIST_SECONDS = 600.0
+
 LAG_LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0)
 """Seconds before each further look at files that the hub does not show yet: it may list a folder as
 it was before its newest commits.
@@ -130,7 +132,7 @@ def listed(
         OutputFailed: the folder cannot be listed.
         Stopping: the calls were stopped.
     """
-    found = calls.retry("cannot be listed", look, policy)
+    found = calls.retry("cannot be listed", look, policy, _LIST_SECONDS)
     hub = calls.hub
     if hub is None:
         return found
@@ -140,7 +142,7 @@ def listed(
             break
         calls.sleep(seconds)
         newest = partial(hub.newest, [plain(file.path) for file in files])
-        found.show(calls.retry("cannot be listed", newest))
+        found.show(calls.retry("cannot be listed", newest, policy, _LIST_SECONDS))
     return found
 
 
@@ -352,7 +354,7 @@ class RankCommits:
         root: Path,
         rank: int,
         retries: Iterable[Path] | None = None,
-        read: Callable[[str, int, Path, Want], RankLedger] = read_rank,
+        read: Callable[[Path, Want], RankLedger] = read_rank,
     ) -> None:
         self.rank = rank
         self.files: list[CommittedFile] = []
@@ -361,11 +363,10 @@ class RankCommits:
         self.unfinished: set[tuple[str, int]] = set()
         if retries is None:
             retries = layout.retry_folders(root)
-        names = {root: ""} | {retry: retry.name for retry in retries}
-        for checkpoint, name in names.items():
+        for checkpoint in (root, *retries):
             folder = layout.rank_folder(checkpoint, rank)
             if folder.is_dir():
-                self._add(read(name, rank, folder, Want.COMMITS))
+                self._add(read(folder, Want.COMMITS))
 
     def _add(self, found: RankLedger) -> None:
         if found.damage is not None:
@@ -395,7 +396,7 @@ def published_names(root: Path, rank: int) -> set[str] | None:
 
     Commits are read after the intents, so the rank may be at work.
     """
-    folders = [layout.rank_folder(one, rank) for one in (root, *layout.retry_folders(root))]
+    folders = layout.folders_of(root, rank)
     intents = [Intents(folder) for folder in folders if folder.is_dir()]
     if not all(one.is_kept for one in intents):
         return None

@@ -208,16 +208,14 @@ def stem(template: str) -> str:
     return _ENDINGS.sub("", plain(template))
 
 
-def rank_and_chunk(match: re.Match[str]) -> tuple[tuple[str, int], int]:
-    """Returns the rank's key (the retry's folder or "", and rank) and the chunk index in a matched
-    name.
-    """
+def rank_and_chunk(match: re.Match[str]) -> tuple[layout.RankAddress, int]:
+    """Returns the rank and the chunk index in a matched name."""
     names = match.groupdict()
     retry, _, index = (names.get("chunk_index") or "0").rpartition("_")
     root = ""
     if retry:
         root = layout.retry_folder(Path(), int(retry.removeprefix("retry"))).name
-    return (root, int(names.get("rank") or 0)), int(index)
+    return layout.RankAddress(root, int(names.get("rank") or 0)), int(index)
 
 
 def writer_name(writer: DiskWriter) -> str:

@@ -45,8 +45,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from http import HTTPStatus
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -57,11 +55,12 @@ from loguru import logger
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.intents import Intents
-from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.checkpoint.lines import explained
+from datatrove_ckpt.checkpoint.open_checkpoint import RankLease
 from datatrove_ckpt.checkpoint.placement import Placement, Stopping, WaitingChunk
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import duration, no_bars_in_logs, plural, ranges
+from datatrove_ckpt.common.object_store import Creator
 from datatrove_ckpt.errors import OutputFailed, StorageFailed
 from datatrove_ckpt.output.committed import (
     FoundFiles,
@@ -236,7 +235,7 @@ class RemoteTarget(OutputTarget):
         super().__init__(folder, scratch)
         self._lease = lease
         self._calls = calls
-        self._creates_once = "mode" in signature(folder.fs.put_file).parameters
+        self._creator = Creator(folder.fs)
 
     def _retry(self, what: str, call: Callable[[], T]) -> T:
         """Calls until it works."""
@@ -245,21 +244,19 @@ class RemoteTarget(OutputTarget):
     def create(self, staged: Path, name: str) -> bool:
         if self._look_up(name):
             return False
-        if self._creates_once:
-            return self.upload(staged, name, mode="create")
-        return self.upload(staged, name)
+        return self.upload(staged, name, is_new=True)
 
     def replace(self, staged: Path, name: str) -> None:
         self.upload(staged, name)
 
-    def upload(self, local: Path, name: str, **options: object) -> bool:
-        """Returns False if there is a file of its name, and the options say not to replace it.
+    def upload(self, local: Path, name: str, is_new: bool = False, **options: object) -> bool:
+        """Returns False if the file must be new, and its name is taken.
 
         Raises:
             OutputFailed: the file could not be uploaded, or the remote one has another size.
         """
         size = local.stat().st_size
-        put = partial(self._put, local, name, **options)
+        put = partial(self._put, local, name, is_new, **options)
         if not self._retry(f"{name} could not be uploaded", put):
             return False
         remote_size = int(self._look_up(name).get("size", 0))
@@ -271,19 +268,12 @@ class RemoteTarget(OutputTarget):
             )
         return True
 
-    def _put(self, local: Path, name: str, **options: object) -> bool:
-        """Uploads and returns True; with the mode "create", an existing file stays."""
+    def _put(self, local: Path, name: str, is_new: bool, **options: object) -> bool:
         self._folder.makedirs(os.path.dirname(name), exist_ok=True)  # noqa: PTH120 (a remote path)
-        try:
-            self._folder.put_file(str(local), name, **options)
-        except OSError as error:
-            if retrying.is_taken(error):
-                return False
-            is_unknown = retrying.http_status(error) == HTTPStatus.NOT_IMPLEMENTED
-            if not is_unknown or not options.pop("mode", None):
-                raise
-            self._creates_once = False  # a store that knows no conditions
-            return self._put(local, name, **options)
+        put = partial(self._folder.put_file, str(local), name, **options)
+        if is_new:
+            return self._creator.write(put)
+        put()
         return True
 
     def info(self, name: str) -> Info:
@@ -335,9 +325,9 @@ class S3Target(RemoteTarget):
             found = (path.relative_to(left).parts for path in left.rglob("*") if path.is_file())
             self._abort_open_uploads({self._probe, *("/".join(parts[2:]) for parts in found)})
 
-    def upload(self, local: Path, name: str, **options: object) -> bool:
+    def upload(self, local: Path, name: str, is_new: bool = False, **options: object) -> bool:
         part = max(PART_BYTES, -(-local.stat().st_size // _MAX_PARTS))
-        is_uploaded = super().upload(local, name, chunksize=part, **options)
+        is_uploaded = super().upload(local, name, is_new, chunksize=part, **options)
         if local.stat().st_size >= 2 * PART_BYTES:
             self._abort_open_uploads({name})  # of failed attempts
         return is_uploaded
@@ -398,14 +388,13 @@ class BucketTarget(RemoteTarget):
     ) -> None:
         super().__init__(folder, scratch, lease, calls)
         no_bars_in_logs()
-        self._creates_once = False
         assert calls.hub is not None
         self._hub = calls.hub
 
     def _retry(self, what: str, call: Callable[[], T], seconds: float = _ANSWER_SECONDS) -> T:
         return self._calls.retry(what, call, retrying.HUB, seconds, self._lease)
 
-    def upload(self, local: Path, name: str, **options: object) -> bool:
+    def upload(self, local: Path, name: str, is_new: bool = False, **options: object) -> bool:
         hub = self._hub
         send = partial(hub.api().batch_bucket_files, hub.repo, add=[(local, hub.full_name(name))])
         self._retry(f"{name} could not be uploaded", send, seconds_to_send([local]))

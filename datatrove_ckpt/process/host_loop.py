@@ -14,12 +14,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextvars
-import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
+from datatrove_ckpt.common.threads import in_thread
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.shutdown import Shutdown
 
@@ -49,7 +50,7 @@ class HostLoop:
     servers: object = None
     order: int = 0
     rank: int | None = None
-    _parent: Shutdown | None = None
+    parent: Shutdown | None = None
     has_admitted: bool = False
     save: Callable[[], None] | None = None
     is_open: bool = False
@@ -73,7 +74,6 @@ class HostLoop:
             self._shutdown.raise_preempted()
 
     def attach(self, shutdown: Shutdown) -> None:
-        shutdown.parent = self._parent
         self._shutdown = shutdown
         self.has_admitted = False
         self._pass_on()
@@ -98,15 +98,12 @@ class HostLoop:
             yield
         finally:
             self.save = None
-            call_soon(self._loop, self._closing_started)
+            if self.parent is not None:
+                call_soon(self._loop, self._closings.enter_context, self.parent.closing())
 
     def detach(self) -> None:
         self.is_open = False
         call_soon(self._loop, self._closings.close)
-
-    def _closing_started(self) -> None:
-        if self._parent is not None:
-            self._closings.enter_context(self._parent.closing())
 
     def cancel(self) -> None:
         """Lets the rank drain. A second call ends the drain. On the caller's loop."""
@@ -155,33 +152,19 @@ async def run_hosted(
         asyncio.CancelledError: the caller was cancelled, and ``run`` has ended since.
         BaseException: what ``run`` raises.
     """
-    loop = asyncio.get_running_loop()
-    host = host or HostLoop(loop)
-    ended: asyncio.Future[BaseException | None] = loop.create_future()
+    host = host or HostLoop(asyncio.get_running_loop())
     context = contextvars.copy_context()
     context.run(_host.set, host)
-    results: list[_Result] = []
-
-    def work() -> None:
-        error: BaseException | None = None
-        try:
-            results.append(context.run(run))
-        except BaseException as raised:
-            error = raised
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(ended.set_result, error)
-
     # A daemon: if the loop ends without a cancellation, nothing ends the thread, as after kill -9.
-    threading.Thread(target=work, name=name, daemon=True).start()
+    work = asyncio.wrap_future(in_thread(partial(context.run, run), name))
     cancellation: asyncio.CancelledError | None = None
-    while not ended.done():
+    while not work.done():
         try:
-            await asyncio.shield(ended)
+            await asyncio.wait([work])
         except asyncio.CancelledError as error:
             cancellation = cancellation or error
             host.cancel()
     if cancellation is not None:
+        work.exception()  # else asyncio logs that nothing has read it
         raise cancellation
-    if (failure := ended.result()) is not None:
-        raise failure
-    return results[0]
+    return work.result()

@@ -27,13 +27,6 @@ _SPARE = 256
 # Under "auto", per server: more than any engine runs by default (vLLM 1024).
 _MOST_PER_SERVER = 4096
 _FEWEST = 64
-# SQLite needs up to this many at once, and closes them before it reports the error.
-_PROBED = 4
-_CODES = (errno.EMFILE, errno.ENFILE)
-_ADVICE = (
-    "Raise the limit where the tasks run (ulimit -n), or set a lower number for "
-    "max_concurrent_generations. Everything saved so far is kept: the same command resumes."
-)
 
 
 def files_needed(requests: int, servers: int) -> int:
@@ -120,32 +113,13 @@ def limits() -> tuple[int, int]:
     return soft, hard
 
 
-def is_caused_by_limit(error: BaseException) -> bool:
-    """Whether the error means that no more file could be opened.
-
-    Errors of SQLite ("unable to open database file") and of host lookups do not name the cause.
-    They count if no file can be opened now.
+def refuse_exhaustion(error: BaseException, what: str) -> None:
+    """Raises TooManyOpenFiles if the error means that no more file could be opened. ``what``: the
+    action that it prevented, as a clause.
     """
-    if isinstance(error, OSError) and (error.errno or 0) >= 0:
-        return error.errno in _CODES
-    return (isinstance(error, OSError) or type(error).__module__ == "sqlite3") and _is_exhausted()
-
-
-def limit_reached(what: str) -> TooManyOpenFiles:
-    """Makes the error for an action (a clause) that the limit prevented."""
-    return TooManyOpenFiles(
-        f"{what}: too many open files (this process may have {limits()[0]}). {_ADVICE}"
-    )
-
-
-def _is_exhausted() -> bool:
-    opened: list[int] = []
-    try:
-        for _ in range(_PROBED):
-            opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-    except OSError as error:
-        return error.errno in _CODES
-    finally:
-        for fd in opened:
-            os.close(fd)
-    return False
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        raise TooManyOpenFiles(
+            f"{what}: too many open files (this process may have {limits()[0]}). Raise the limit "
+            "where the tasks run (ulimit -n), or set a lower number for "
+            "max_concurrent_generations. Everything saved so far is kept: the same command resumes."
+        ) from error

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import multiprocess
@@ -36,7 +37,7 @@ from loguru import logger
 from datatrove_ckpt.common.redaction import secrets_among
 from datatrove_ckpt.errors import ConfigError, LimitReached, Preempted, printable
 from datatrove_ckpt.process import parent_watch, slurm_job
-from datatrove_ckpt.process.host_loop import host_loop, rank_of_many
+from datatrove_ckpt.process.host_loop import host_loop
 from datatrove_ckpt.process.screen import exit_now
 from datatrove_ckpt.process.shutdown import SAME_EVENT, Shutdown, get_within
 from datatrove_ckpt.process.signals import (
@@ -95,65 +96,58 @@ def check_notice(setting: Setting | None, signals: Sequence[str]) -> None:
         )
 
 
-class NoticeWatch:
-    """Polls for a notice in a thread every few seconds, and at a request to stop, until ``close``.
+@contextmanager
+def watched_notices(
+    setting: Setting, shutdown: Shutdown, came: Callable[[str], object]
+) -> Iterator[None]:
+    """Polls for a notice in a thread every few seconds, and at a request to stop.
 
     Args:
         came: called once, in the thread, with the text of the notice.
     """
+    closed: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    # A SIGTERM at the same time then gets its reason.
+    with shutdown.calling(lambda: closed.put(False)):
+        arguments = (setting, came, closed)
+        name = "datatrove-ckpt preemption notice"
+        threading.Thread(target=_watch_notices, args=arguments, name=name, daemon=True).start()
+        try:
+            yield
+        finally:
+            closed.put(True)
 
-    def __init__(self, setting: Setting, shutdown: Shutdown, came: Callable[[str], object]) -> None:
-        [(self._kind, self._value)] = setting.items()
-        self._came = came
-        self._command: subprocess.Popen[bytes] | None = None
-        self._closed: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        # A SIGTERM at the same time then gets its reason.
-        shutdown.call(lambda: self._closed.put(False))
-        threading.Thread(
-            target=self._watch, name="datatrove-ckpt preemption notice", daemon=True
-        ).start()
 
-    def close(self) -> None:
-        self._closed.put(True)
-        if (command := self._command) is not None:
-            command.kill()
+def _watch_notices(
+    setting: Setting, came: Callable[[str], object], closed: queue.SimpleQueue[bool]
+) -> None:
+    [(kind, value)] = setting.items()
+    ask = _CLOUDS.get(str(value), partial(_ask_command, value))
+    shown = f"{kind} {value if isinstance(value, str) else value[0]}"  # arguments may be long
+    is_warned = False
+    while True:
+        try:
+            notice = ask()
+            if notice is not None:
+                came(printable(f"a preemption notice ({shown}{notice and ': '}{notice})"))
+                return
+        except Exception as error:  # also of an answer that is not as the cloud documents it
+            if not is_warned:
+                is_warned = True
+                logger.warning(
+                    f"preemption_notice: {shown} cannot be asked: {type(error).__name__}: {error}. "
+                    f"The run goes on without notices, and tries again every {POLL_SECONDS:g} s."
+                )
+        with suppress(queue.Empty):
+            if get_within(closed, POLL_SECONDS):
+                return
 
-    def _watch(self) -> None:
-        # Arguments may be long.
-        shown = self._value if isinstance(self._value, str) else self._value[0]
-        what = f"a preemption notice ({self._kind} {shown}"
-        is_warned = False
-        while True:
-            try:
-                if self._kind == "command":
-                    notice = self._run(self._value)
-                else:
-                    notice = _CLOUDS[str(self._value)]()
-                if notice is not None:
-                    self._came(printable(f"{what}{notice and ': '}{notice})"))
-                    return
-            except Exception as error:  # also of an answer that is not as the cloud documents it
-                if not is_warned:
-                    is_warned = True
-                    logger.warning(
-                        f"preemption_notice: {self._kind} {shown} cannot be asked: "
-                        f"{type(error).__name__}: {error}. The run goes on without notices, and "
-                        f"tries again every {POLL_SECONDS:g} s."
-                    )
-            with suppress(queue.Empty):
-                if get_within(self._closed, POLL_SECONDS):
-                    return
 
-    def _run(self, command: Sequence[str]) -> str | None:
-        null = subprocess.DEVNULL
-        with subprocess.Popen(command, stdin=null, stdout=null, stderr=null) as process:
-            self._command = process
-            try:
-                if process.wait(_TIMEOUT) == 0:
-                    return ""
-                return None
-            finally:
-                process.kill()
+def _ask_command(command: Sequence[str]) -> str | None:
+    null = subprocess.DEVNULL
+    done = subprocess.run(
+        command, stdin=null, stdout=null, stderr=null, timeout=_TIMEOUT, check=False
+    )
+    return None if done.returncode else ""
 
 
 def _get(url: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
@@ -305,22 +299,24 @@ class Preemption:
     def __init__(
         self, signals: Sequence[str], drain_seconds: float, notice: Setting | None = None
     ) -> None:
-        self.shutdown = Shutdown(drain_seconds)
+        self._host = host_loop()
+        parent = None if self._host is None else self._host.parent
+        self.shutdown = Shutdown(drain_seconds, parent)
         self._names = signals
         self._setting = notice
         self._notice = ""
         self._handlers = Handlers(self._receive)
         self._received: list[int] = []
         self._interruptible = False
-        self._is_one_of_many = rank_of_many() is not None
+        self._is_one_of_many = self._host is not None and self._host.rank is not None
         # datatrove's executors have pools of multiprocessing.
         self._is_pool_worker = "PoolWorker" in multiprocess.current_process().name
         self._managers = parent_watch.managers()
         self._watches = ExitStack()
 
     def __enter__(self) -> Self:
-        if (host := host_loop()) is not None:
-            host.attach(self.shutdown)
+        if self._host is not None:
+            self._host.attach(self.shutdown)
         if self._is_pool_worker:
             parent_watch.die_with_parent()
             logger.info(
@@ -337,8 +333,9 @@ class Preemption:
         of_process = parent is not None and parent.handles_interrupt
         self.shutdown.handles_interrupt = of_process or signal.SIGINT in self._handlers.usual
         if self._setting is not None and not self._is_one_of_many:
-            watch = NoticeWatch(self._setting, self.shutdown, self._notice_came)
-            self._watches.callback(watch.close)
+            self._watches.enter_context(
+                watched_notices(self._setting, self.shutdown, self._notice_came)
+            )
         return self
 
     def __exit__(
@@ -347,8 +344,8 @@ class Preemption:
         error: BaseException | None,
         trace: object,
     ) -> None:
-        if (host := host_loop()) is not None:
-            host.detach()
+        if self._host is not None:
+            self._host.detach()
         self._watches.close()
         numbers = list(self._handlers.usual)
         self._handlers.restore()
@@ -429,9 +426,8 @@ class Preemption:
 
     @contextmanager
     def watched(self, save: Callable[[], None]) -> Iterator[None]:
-        host = host_loop()
-        if host is not None:  # the loop and the process are not ours to end
-            with host.saving(save):
+        if self._host is not None:  # the loop and the process are not ours to end
+            with self._host.saving(save):
                 yield
             return
         watch = LoopWatch(self.shutdown, save, self._hand_on)

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Self, TextIO
@@ -332,7 +332,11 @@ class BarTerminal:
         self._is_open = True
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
-            if _is_same_terminal(stream, self._fd):
+            is_same = False
+            with suppress(AttributeError, OSError, ValueError):  # it is closed, or has no file
+                device = os.fstat(stream.fileno()).st_rdev
+                is_same = stream.isatty() and device == os.fstat(self._fd).st_rdev
+            if is_same:
                 self._replaced[name] = above = Above(stream, self)
                 setattr(sys, name, above)
                 _move_logging(stream, above)
@@ -403,10 +407,6 @@ class Above:
             self._terminal.print(f"{lines}\n")
         return len(text)
 
-    def writelines(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.write(line)
-
     def flush(self) -> None:
         pending = self._pending
         self._pending = ""
@@ -444,12 +444,6 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def _is_same_terminal(stream: TextIO, fd: int) -> bool:
-    with suppress(AttributeError, OSError, ValueError):
-        return stream.isatty() and os.fstat(stream.fileno()).st_rdev == os.fstat(fd).st_rdev
-    return False
 
 
 def _move_logging(old: object, new: object) -> None:

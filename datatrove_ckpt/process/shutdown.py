@@ -57,12 +57,12 @@ class Shutdown:
 
     Args:
         drain_seconds: time for requests in flight once a stop is requested.
+        parent: of the process, if several ranks share it.
 
     Attributes:
         cause: a signal's name or the time limit; "" without a requested stop.
         failure: the error with which the rank fails.
         deadline: end of the drain (``time.monotonic``); infinite if the rank does not stop.
-        parent: of the process, if several ranks share it.
         late: the drain did not end in time, so servers are killed.
         given_up: how many requests were in flight when the drain ended.
         open_closings: how many ``closing`` blocks are open.
@@ -71,8 +71,9 @@ class Shutdown:
             KeyboardInterrupt.
     """
 
-    def __init__(self, drain_seconds: float = 0.0) -> None:
+    def __init__(self, drain_seconds: float = 0.0, parent: Shutdown | None = None) -> None:
         self.drain_seconds = drain_seconds
+        self.parent = parent
         self.cause = ""
         self.failure: BaseException | None = None
         self.deadline = math.inf
@@ -83,7 +84,6 @@ class Shutdown:
         self.open_closings = 0
         self.closed_at = 0.0
         self.handles_interrupt = False
-        self.parent: Shutdown | None = None
         self._began_at = 0.0
         self._unnoticed = False
         # Threads and signal handlers add and remove callbacks, which is atomic.

@@ -1,21 +1,12 @@
 """Answers of a given form: a JSON schema, a regular expression, or one of several texts.
 
-Each engine gets the form in its own field. Every answer is also checked: it may be cut off, and an
-endpoint may ignore the field.
-
-    engine      JSON schema               regex                       choice
-    vllm        structured_outputs.json   structured_outputs.regex    structured_outputs.choice
-    sglang      response_format           regex                       regex
-    llamacpp    json_schema               -                           grammar
-    openai      response_format           -                           -
-    none        -                         -                           -       (only checked)
+Each engine gets the form in its own field (``Engine.form_fields``). Every answer is also checked,
+because it may be cut off, and an endpoint may ignore the field.
 """
-
-from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -26,16 +17,12 @@ from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.interface import Payload
 
-if TYPE_CHECKING:
-    from jsonschema.protocols import Validator
-
 CANNED = "canned"
 """The "engine" of ``server_type: dummy``, whose answers have no form and are not checked."""
 _WITH_FIELDS = [
     engine.name for engine in ENGINES.values() if engine.is_known and not engine.is_canned
 ]
 
-_MANY_BLANKS = 64
 FENCE = re.compile(r"```\w*\n(.*)\n```", re.DOTALL)
 
 
@@ -121,7 +108,8 @@ def engine_of(server_type: str, form: AnswerForm) -> str:
         return server_type
     if form.kind == "json_schema":
         return "openai"  # vLLM, SGLang and llama.cpp take its field, too
-    *first, last = _WITH_FIELDS
+    given = {name: ENGINES[name].form_fields(form.kind, form.value) for name in _WITH_FIELDS}
+    *first, last = (name for name, fields in given.items() if isinstance(fields, dict))
     raise ConfigError(
         f"{form.kind}: engines have different fields for it, and behind server_type "
         f"{server_type!r} may be any of them. Set engine: {', '.join(first)} or {last}; or none, "
@@ -131,11 +119,11 @@ def engine_of(server_type: str, form: AnswerForm) -> str:
 
 def ends_in_blanks(text: str) -> bool:
     """Returns whether an answer ends in a long run of whitespace."""
-    return len(text) - len(text.rstrip()) >= _MANY_BLANKS
+    return len(text) - len(text.rstrip()) >= 64
 
 
 @lru_cache(maxsize=16)
-def _validator(schema: bytes) -> Validator:
+def _validator(schema: bytes) -> Any:
     try:
         from jsonschema.exceptions import SchemaError
         from jsonschema.validators import validator_for
@@ -153,7 +141,7 @@ def _validator(schema: bytes) -> Validator:
     return kind(content, registry=Registry())  # without one, a $ref would be downloaded
 
 
-def _problem(validator: Validator, text: str) -> str:
+def _problem(validator: Any, text: str) -> str:
     from jsonschema.exceptions import best_match
     from referencing.exceptions import Unresolvable
 

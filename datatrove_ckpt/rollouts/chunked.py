@@ -3,8 +3,6 @@
 The text is split where it hurts least.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 from bisect import bisect_left
@@ -162,8 +160,11 @@ class ChunkedRollout(ReadyMade):
     ) -> list[InferenceResult]:
         results: list[InferenceResult] = []
         for index, part in enumerate(parts):
-            if self.carry == "continue":
-                payload = self._continued(document, parts[index - 1], part, results)
+            if self.carry == "continue" and results:
+                before = f"{parts[index - 1]}{self.separator}{part}"
+                payload = self._payload(document, before)
+                payload["messages"].append({"role": "assistant", "content": results[-1].text})
+                payload |= {"continue_final_message": True, "add_generation_prompt": False}
             else:
                 payload = self._payload(document, part)
                 first = max(0, index - self.carried_parts)
@@ -175,15 +176,6 @@ class ChunkedRollout(ReadyMade):
                     ]
             results.append(await generate(payload))
         return results
-
-    def _continued(
-        self, document: Document, before: str, part: str, results: list[InferenceResult]
-    ) -> Payload:
-        if not results:
-            return self._payload(document, part)
-        payload = self._payload(document, f"{before}{self.separator}{part}")
-        payload["messages"].append({"role": "assistant", "content": results[-1].text})
-        return {**payload, "continue_final_message": True, "add_generation_prompt": False}
 
     def _payload(self, document: Document, part: str) -> Payload:
         return chat_payload(self.system_prompt, fill(self.prompt, document, part), self._params())

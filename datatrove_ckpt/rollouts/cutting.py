@@ -1,12 +1,8 @@
 """Cuts a text after a line, so that the message it is filled into fits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from datatrove_ckpt.rollouts.model_files import TokenCounter
-
-_LONG_TOKEN = 8  # characters
 
 
 def cut_to_chars(fill: Callable[[str], str], text: str, times: int, limit: int) -> str:
@@ -51,7 +47,7 @@ def cut_to_tokens(
 
 
 def _end_of(text: str, room: int, counter: TokenCounter) -> int:
-    size = _LONG_TOKEN * (room + 8)
+    size = 8 * (room + 8)  # few tokens are longer
     while True:
         starts = counter.starts(text[:size])
         if len(starts) > room:

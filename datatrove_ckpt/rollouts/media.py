@@ -4,8 +4,6 @@ The first bytes, never a name, decide a part's type. A part refers to the bytes,
 during sending (``inference/client/body.py``), and a hash in the cache key.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import io
@@ -20,7 +18,6 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
-from urllib.parse import unquote_to_bytes
 from weakref import WeakKeyDictionary
 
 import orjson
@@ -58,8 +55,8 @@ _MAX_FILE_BYTES = 2**28
 # All parsers see the same host in such a URL.
 _URL = re.compile(r"https?://([\w.-]+|\[[0-9a-f:.]+\])(:\d+)?([/?#]|\Z)", re.ASCII | re.IGNORECASE)
 _RIFF = {b"WEBP": "image/webp", b"WAVE": "audio/wav"}
-_DECODED_AT_ONCE = min(4, os.cpu_count() or 1)  # decoding a picture of 10 MB may take 500 MB
-_DECODERS = threading.BoundedSemaphore(_DECODED_AT_ONCE)
+# Decoding a picture of 10 MB may take 500 MB.
+_DECODERS = threading.BoundedSemaphore(min(4, os.cpu_count() or 1))
 _BUDGETS: WeakKeyDictionary[asyncio.AbstractEventLoop, ByteBudget] = WeakKeyDictionary()
 
 
@@ -171,15 +168,16 @@ def with_media(payload: Payload, parts: Sequence[Payload]) -> Payload:
     """Returns the payload, with the parts after the text of the user's last message."""
     if not parts:
         return payload
-    messages = payload["messages"]
-    at = max((number for number, one in enumerate(messages) if one["role"] == "user"), default=None)
-    if at is None:
-        return {**payload, "messages": [*messages, {"role": "user", "content": [*parts]}]}
-    content = messages[at].get("content") or []
+    messages = list(payload["messages"])
+    users = [number for number, one in enumerate(messages) if one["role"] == "user"]
+    if not users:
+        users = [len(messages)]
+        messages.append({"role": "user"})
+    content = messages[users[-1]].get("content") or []
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
-    message = {**messages[at], "content": [*content, *parts]}
-    return {**payload, "messages": [*messages[:at], message, *messages[at + 1 :]]}
+    messages[users[-1]] = {**messages[users[-1]], "content": [*content, *parts]}
+    return {**payload, "messages": messages}
 
 
 class _Medium(NamedTuple):
@@ -240,8 +238,6 @@ def _medium(value: object) -> _Medium:
 def _from_text(text: str, is_url: bool = False) -> _Medium:
     if text.startswith("data:"):
         head, _, content = text.partition(",")
-        if not head.endswith(";base64"):
-            return _Medium(name=head, data=unquote_to_bytes(content))
         try:
             data = base64.b64decode(content, validate=True)
         except Base64Error as error:

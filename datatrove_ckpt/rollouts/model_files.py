@@ -2,8 +2,6 @@
 hub.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
@@ -18,7 +16,6 @@ from datatrove_ckpt.errors import ConfigError
 _TOKENIZER = "tokenizer.json"
 _ADVICE = "Or set chars_per_token, and no tokenizer is needed"
 _loading = Lock()
-_LOCAL = ("/", ".", "~", "$")
 
 
 def _find_file(model: str, revision: str | None) -> Path:
@@ -32,7 +29,7 @@ def _find_file(model: str, revision: str | None) -> Path:
         ConfigError: there is no such file, or it cannot be downloaded.
     """
     path = Path(model)
-    is_local = model.startswith(_LOCAL)
+    is_local = model.startswith(("/", ".", "~", "$"))
     if is_local:
         path = expand_path("tokenizer", model)
     if path.is_file() and path.suffix == ".json":

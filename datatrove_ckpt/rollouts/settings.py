@@ -33,9 +33,6 @@ from datatrove_ckpt.rollouts.interface import Generate, Payload
 from datatrove_ckpt.rollouts.model_files import TokenCounter, load_counter
 from datatrove_ckpt.rollouts.source import prompt_source
 
-_CHAT_TEMPLATE_TOKENS = 64
-_SPECIAL_TOKENS = 8  # around a text, such as [CLS]
-
 
 @dataclass(kw_only=True)
 class ReadyMade:
@@ -60,7 +57,7 @@ class ReadyMade:
 
     def __post_init__(self) -> None:
         check(type(self), vars(self))
-        self._check_params("generation_params", self._own_params())
+        self._check_params("generation_params", getattr(self, "generation_params", None))
         if self.tokenizer is not None and self.chars_per_token is not None:
             raise ConfigError(
                 "tokenizer: is set together with chars_per_token; set only one of them."
@@ -75,11 +72,6 @@ class ReadyMade:
     def first_template(self) -> str:
         """The setting with the first request's template."""
         return "prompt"
-
-    def _own_params(self) -> Payload | None:
-        """The generation parameters, which are positional fields of subclasses."""
-        params: Payload | None = getattr(self, "generation_params", None)
-        return params
 
     def _check_params(self, setting: str, params: Payload | None) -> None:
         for name in self._set_elsewhere:
@@ -169,7 +161,8 @@ class ReadyMade:
         return source
 
     def _params(self) -> Payload:
-        return {**(self._own_params() or {})}
+        # They are a positional field of subclasses.
+        return {**(getattr(self, "generation_params", None) or {})}
 
     def value_of(self, result: object) -> object:
         """Returns what the result puts into the column of the answers."""
@@ -193,7 +186,7 @@ class WholeText(ReadyMade):
 
     def _left_for_the_prompt(self, config: InferenceConfig) -> int:
         """Returns the tokens for the prompt, if the answer takes none."""
-        return max(1, config.model_max_context - _SPECIAL_TOKENS)
+        return max(1, config.model_max_context - 8)  # for special tokens, such as [CLS]
 
     async def _filled_text(self, template: str, document: Document) -> str:
         """Returns the template with the document's values, for a request that takes one text."""
@@ -289,7 +282,7 @@ class OneRequest(WholeText):
             )
         left = config.model_max_context - int(answer)
         if config.use_chat:
-            left -= _CHAT_TEMPLATE_TOKENS
+            left -= 64  # for the chat template
         if left < 1:
             raise ConfigError(
                 f"max_prompt_tokens: max_tokens of {answer} leaves no room for a prompt in "

@@ -20,5 +20,5 @@ def cancel_batch(place: Place, rank: RankStatus, batch: Batch) -> str | None:
         with restored(place) as changed:
             folder = changed.folder / rank.folder.relative_to(place.folder)
             give_up(folder, batch.number)
-            upload(changed, [RankLedger(rank.root, rank.rank, folder)])
+            upload(changed, [RankLedger(folder)])
     return problem

@@ -67,14 +67,15 @@ class RemoteFailed(CkptError):
 _CONTENT = b"datatrove-ckpt"
 
 
-def probe_object(folder: DataFolder) -> tuple[float, str]:
+def probe_object(folder: DataFolder) -> Finding:
     """Uploads an object to a datatrove ``DataFolder``, compares its size as a run does, and deletes
-    it. Returns the seconds that the upload took, and why the object could not be deleted, or "".
+    it.
 
     Raises:
         RemoteFailed: the upload failed, or the object has a wrong size.
     """
     name = f"{PROBE}{secrets.token_hex(4)}"
+    url = folder.resolve_paths("")
     remote = folder.resolve_paths(name)
     try:
         with file_system_call():
@@ -87,18 +88,22 @@ def probe_object(folder: DataFolder) -> tuple[float, str]:
         with suppress(Exception):
             folder.rm_file(name)
         raise RemoteFailed(f"{remote} could not be written: {failure_line(error)}.") from error
-    left = ""
+    text = f"{url}: a small object was written in {duration(seconds)}"
+    finding = Finding("ok", "reachable", f"{text} and deleted.")
     try:
         with file_system_call():
             folder.rm_file(name)
     except OSError as error:
-        left = f"{remote} was written but could not be deleted (delete it by hand): "
-        left += f"{failure_line(error)}."
+        text = (
+            f"{remote} was written but could not be deleted: {failure_line(error)}. Delete it by "
+            "hand. A run deletes nothing in its output; in its mirror, allow it."
+        )
+        finding = Finding("warning", "reachable", text)
     if arrived != len(_CONTENT):
         raise RemoteFailed(
             f"{remote} has {arrived} bytes after its upload instead of {len(_CONTENT)}."
         )
-    return seconds, left
+    return finding
 
 
 def _upload(folder: DataFolder, name: str) -> DataFolder:
@@ -122,7 +127,6 @@ _LEAST_FREE = 1 << 26  # bytes, for one chunk
 _ON_ONE_NODE = (
     "Tasks may run on other nodes: if those do not see this folder, choose one that all nodes see."
 )
-_GRACE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -179,24 +183,21 @@ def file_system(folder: Path) -> FilesystemTraits:
 # Local folders -----------------------------------------------------------------------------------
 
 
-def check_checkpoints(folder: Path, files: int, mirrored: bool, moves: bool) -> Iterator[Finding]:
-    """Checks ``checkpoints_local_dir``.
-
-    ``files``: how many it gets. ``moves``: tasks may restart on other nodes.
-    """
+def check_checkpoints(folder: Path, mirrored: bool, moves: bool) -> Iterator[Finding]:
+    """Checks ``checkpoints_local_dir``. ``moves``: tasks may restart on other nodes."""
     yield from _try_locally(folder, _check_lock, _check_sqlite)
     yield _check_kind(file_system(folder), mirrored, moves)
-    yield check_room(folder, files)
+    yield check_room(folder)
 
 
-def check_local_output(folder: Path, files: int, moves: bool) -> Iterator[Finding]:
+def check_local_output(folder: Path, moves: bool) -> Iterator[Finding]:
     yield from _try_locally(folder)
     kind = file_system(folder)
     if not kind.lasts:
-        yield Finding("warning", "file system", f"{kind.name}. {' '.join(kind.concerns)}")
+        yield Finding("warning", "file system", f"{kind.name}. {kind.concern}")
     elif moves and not kind.shared:
         yield Finding("warning", "file system", f"{kind.name}. {_ON_ONE_NODE}")
-    yield check_room(folder, files)
+    yield check_room(folder)
 
 
 def _try_locally(folder: Path, *tries: Callable[[Path], Finding]) -> Iterator[Finding]:
@@ -212,7 +213,7 @@ def _try_locally(folder: Path, *tries: Callable[[Path], Finding]) -> Iterator[Fi
 
 
 def _check_kind(kind: FilesystemTraits, mirrored: bool, moves: bool) -> Finding:
-    text = " ".join([f"{kind.name}.", *kind.concerns])
+    text = f"{kind.name}. {kind.concern}".rstrip()
     if kind.unsupported:
         return Finding("problem", "file system", text)
     if not kind.lasts and mirrored:
@@ -225,26 +226,20 @@ def _check_kind(kind: FilesystemTraits, mirrored: bool, moves: bool) -> Finding:
         return Finding(
             "warning", "file system", f"{text} {_ON_ONE_NODE} Or set checkpoints_remote_dir."
         )
-    return Finding("warning" if kind.concerns else "ok", "file system", text)
+    return Finding("warning" if kind.concern else "ok", "file system", text)
 
 
-def check_room(folder: Path, files: int) -> Finding:
-    """Compares free bytes and inodes with the least that a run needs.
+def check_room(folder: Path) -> Finding:
+    """Compares free bytes with the least that a run needs.
 
-    The probe notices a quota that is used up.
+    The probe notices a quota that is used up, and a file system without inodes.
     """
     status = os.statvfs(existing_part(folder))
     free = status.f_bavail * status.f_frsize
-    state: State = "ok" if free >= _LEAST_FREE else "problem"
-    text = f"{byte_size(free)} free"
-    if status.f_files:  # some file systems have no inodes to count
-        text += f", {status.f_favail} inodes"
-        if status.f_favail < files:
-            state = "problem"
-            text += f". At least {files} inodes are needed"
-    if state == "ok":
-        return Finding(state, "room", f"{text}.")
-    return Finding(state, "room", f"{text}. Free some space, or choose another folder.")
+    text = f"{byte_size(free)} free."
+    if free >= _LEAST_FREE:
+        return Finding("ok", "room", text)
+    return Finding("problem", "room", f"{text} Free some space, or choose another folder.")
 
 
 def _check_lock(probe: Path) -> Finding:
@@ -271,12 +266,8 @@ def _check_sqlite(probe: Path) -> Finding:
 # Remote folders ----------------------------------------------------------------------------------
 
 
-def check_remote(place: str | DataFolder, deletes: bool = False) -> Iterator[Finding]:
-    """Writes an object to a folder of any kind, asks for its size, and deletes it.
-
-    Args:
-        deletes: the run also deletes objects there.
-    """
+def check_remote(place: str | DataFolder) -> Iterator[Finding]:
+    """Writes an object to a folder of any kind, asks for its size, and deletes it."""
     folder = get_datafolder(place)
     url = folder.resolve_paths("")
     hub = HubFolder.of(folder)
@@ -290,20 +281,10 @@ def check_remote(place: str | DataFolder, deletes: bool = False) -> Iterator[Fin
         )
         return
     try:
-        seconds, left = within(partial(probe_object, folder), url)
+        yield within(partial(probe_object, folder), url)
     except RemoteFailed as error:
         advice = "" if hub_refusal(error) else " Correct the address, the key or its permissions."
         yield Finding("problem", "reachable", f"{error}{advice}")
-        return
-    if left and deletes:
-        text = f"{left} The mirror deletes old versions: allow it."
-        yield Finding("problem", "reachable", text)
-    elif left:
-        text = f"{left} A run deletes nothing there, so this is no problem."
-        yield Finding("warning", "reachable", text)
-    else:
-        text = f"{url}: a small object was written in {duration(seconds)} and deleted."
-        yield Finding("ok", "reachable", text)
 
 
 def within(function: Callable[[], T], place: str) -> T:
@@ -314,11 +295,7 @@ def within(function: Callable[[], T], place: str) -> T:
             process alive.
     """
     result = in_thread(function, "datatrove-ckpt check")
-    try:
-        wait([result], REMOTE_SECONDS)
-    except KeyboardInterrupt:
-        wait([result], _GRACE_SECONDS)  # it removes its probe
-        raise
+    wait([result], REMOTE_SECONDS)
     if not result.done():
         raise RemoteFailed(
             f"{place}: there was no answer within {REMOTE_SECONDS:.0f} s. Check the network, or "
@@ -377,14 +354,14 @@ class FilesystemTraits(NamedTuple):
         name: its usual name.
         lasts: files survive a restart of this machine.
         shared: other machines see the same files.
-        concerns: warnings, one sentence each.
+        concern: a warning in a sentence.
         unsupported: a checkpoint cannot be kept on it.
     """
 
     name: str
     lasts: bool = True
     shared: bool = False
-    concerns: tuple[str, ...] = ()
+    concern: str = ""
     unsupported: bool = False
 
 
@@ -410,17 +387,17 @@ def traits(mount: Mount | None) -> FilesystemTraits:
         return FilesystemTraits(
             f"{mount.kind} (memory)",
             lasts=False,
-            concerns=("It is lost when the machine or container stops.",),
+            concern="It is lost when the machine or container stops.",
         )
     if mount.kind == "overlay":
         return FilesystemTraits(
             "overlay (a container's own layer)",
             lasts=False,
-            concerns=("It is lost when the container is removed: mount a volume.",),
+            concern="It is lost when the container is removed: mount a volume.",
         )
     if mount.kind in _NETWORK:
         return FilesystemTraits(
-            f"{_NETWORK[mount.kind]} (shared)", shared=True, concerns=_network_concerns(mount)
+            f"{_NETWORK[mount.kind]} (shared)", shared=True, concern=_network_concern(mount)
         )
     if (
         mount.kind.startswith("fuse")
@@ -431,27 +408,27 @@ def traits(mount: Mount | None) -> FilesystemTraits:
             "store by its URL."
         )
         return FilesystemTraits(
-            f"{mount.kind} (an object store)", shared=True, concerns=(text,), unsupported=True
+            f"{mount.kind} (an object store)", shared=True, concern=text, unsupported=True
         )
     return FilesystemTraits(f"{mount.kind} (local)")
 
 
-def _network_concerns(mount: Mount) -> tuple[str, ...]:
+def _network_concern(mount: Mount) -> str:
     local = sorted(mount.options & _LOCAL_LOCKS)
     if local:
         return (
             f"It is mounted with {local[0]}: locks do not keep out a process on another node; the "
             "other process is noticed only after it has started. Mount it with locks that all "
-            "nodes see (Lustre: flock; NFS: without nolock and local_lock).",
+            "nodes see (Lustre: flock; NFS: without nolock and local_lock)."
         )
     if mount.kind == "lustre" and "flock" not in mount.options:
         return (
             "It is mounted without flock: mount it with -o flock, or two processes for a task "
-            "notice each other late.",
+            "notice each other late."
         )
     if mount.kind == "nfs" and not any(option.startswith("vers=4") for option in mount.options):
         return (
             "Locks of NFS 3 need lockd (NLM) on the server and are lost when it restarts; NFS 4 "
-            "has its own.",
+            "has its own."
         )
-    return ()
+    return ""

@@ -12,7 +12,6 @@ from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.errors import CheckpointCorrupt, InputError
 from datatrove_ckpt.generation.final_stats import lines_with_error
 from datatrove_ckpt.generation.finished_from import OldRuns
-from datatrove_ckpt.run_folder.input_checks import rows_without_document
 from datatrove_ckpt.run_folder.run_plan import RunnerPlan
 
 
@@ -32,7 +31,7 @@ def closing_line(runner: RunnerPlan, root: Path, job: JobSums, started: float, c
     if not job.ranks:
         find_ranks(root)  # raises, and says why
     counts = job.counts
-    skipped = rows_without_document(root)
+    skipped = job.numbers.skipped
     _check_counts(root, counts, skipped)
     folder = runner.step.output_writer.output_folder.resolve_paths("")
     if not counts.read:

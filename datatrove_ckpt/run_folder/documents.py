@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import orjson
 from datatrove.io import DataFolder, get_datafolder
 
-from datatrove_ckpt.checkpoint.commits import OutputFile, read_commits
-from datatrove_ckpt.checkpoint.layout import (
-    RETRY_INPUT,
-    is_finished,
-    rank_folder,
-    retry_folders,
-)
+from datatrove_ckpt.checkpoint import layout
+from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.ledger import Want, read_ranks
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.common.retrying import failure_line, file_system_call
 from datatrove_ckpt.errors import OutputFailed
-from datatrove_ckpt.output.documents import is_first_row, number_column
+from datatrove_ckpt.output.documents import number_column
 from datatrove_ckpt.output.formats import format_of_file, from_cell
 from datatrove_ckpt.run_folder.report.page import shortened
 from datatrove_ckpt.run_folder.verify import find_output
@@ -31,7 +25,8 @@ from datatrove_ckpt.run_folder.where import Place
 
 _USUAL = ("text", "finish_reason", "usage", "reasoning", "logprobs")  # of any result
 _VECTOR = 3  # numbers of one that are shown
-Committed = tuple[DataFolder, str, Json]
+Committed = tuple[DataFolder, OutputFile, Json]
+"""An output folder, a file in it, and the ``run.json`` of its rank."""
 
 
 class ShownDocument(NamedTuple):
@@ -61,23 +56,19 @@ class ShownDocument(NamedTuple):
         return self._replace(id=shortened(id_, 200), text=text, answer=answer)
 
 
-def read_documents(place: Place, output: str | None = None) -> Iterator[ShownDocument]:
-    """Reads the output files. Args and raises: as ``output_files``; OutputFailed if one cannot be
-    read.
-    """
-    for folder, path, run in output_files(place, output):
-        answer_of: Callable[[Json], str] = partial(_answer, key=str(run.get("metadata_key")))
-        if run.get("explode"):
-            answer_of = _Items(run).answer
-        for row in read_rows(folder, path):
+def read_documents(place: Place) -> Iterator[ShownDocument]:
+    """Reads the output files. Raises as ``committed_files``; OutputFailed if one cannot be read."""
+    for folder, file, run in committed_files(place):
+        answer_of = _item if run.get("explode") else _answer
+        for row in read_rows(folder, file.path):
             name = row.get("id")
             if "text" not in row:  # a line of a batch file's output
                 name = row.get("custom_id", name)
             yield ShownDocument(
                 str(name),
                 str(row.get("text", "")),
-                answer_of(row),
-                path,
+                answer_of(row, run),
+                file.path,
                 columns=[*_columns(row)],
             )
 
@@ -90,28 +81,18 @@ def _columns(row: Json) -> Iterator[str]:
             yield name
 
 
-def output_files(place: Place, output: str | None = None) -> Iterator[Committed]:
-    """Yields the output folder, each file that is committed now, and its rank's ``run.json``.
-
-    Args:
-        output: the output folder, if it is not where ``run.json`` says.
+def committed_files(place: Place) -> Iterator[Committed]:
+    """Yields each file that is committed now.
 
     Raises:
         ConfigError: there is no checkpoint, or nothing says where the output is.
-        CheckpointCorrupt: the commits of a rank cannot be read.
+        CheckpointError: a rank cannot be read.
     """
-    for folder, file, run in committed_files(place, output):
-        yield folder, file.path, run
-
-
-def committed_files(
-    place: Place, output: str | None = None
-) -> Iterator[tuple[DataFolder, OutputFile, Json]]:
-    """Yields as ``output_files``, which see, with what the commits say about each file."""
-    ranks = list(read_ranks(place.folder, Want.SETTINGS))
-    folder = get_datafolder(output or find_output(place, ranks))
-    for rank in ranks:
-        for _, commit in sorted(read_commits(rank.commits_file).items()):
+    folder = get_datafolder(find_output(place))
+    for rank in read_ranks(place.folder, Want.SETTINGS | Want.COMMITS):
+        if rank.damage is not None:
+            raise rank.damage
+        for _, commit in sorted(rank.commits.items()):
             for file in commit.files:
                 yield folder, file, rank.run
 
@@ -121,14 +102,14 @@ def read_dead_letters(place: Place) -> Iterator[ShownDocument]:
 
     Raises ConfigError if there is no checkpoint.
     """
-    retries = retry_folders(place.folder)
+    retries = layout.retry_folders(place.folder)
     for rank in read_ranks(place.folder, Want.SETTINGS):
-        folders = [rank_folder(retry, rank.number) for retry in retries]
+        folders = [layout.rank_folder(retry, rank.number) for retry in retries]
         taken = {
             (letter["ordinal"], letter["attempts"])
             for folder in folders
-            if is_finished(folder)
-            for letter in _letters(folder / RETRY_INPUT)
+            if layout.is_finished(folder)
+            for letter in _letters(folder / layout.RETRY_INPUT)
         }
         for letter in _letters(rank.dead_letters_file):
             if (letter["ordinal"], letter["attempts"]) not in taken:
@@ -165,38 +146,32 @@ def read_rows(folder: DataFolder, path: str, with_media: bool = False) -> Iterat
         ) from error
 
 
-class _Items:
-    """The rows of a file of a run with ``explode``, in order."""
-
-    def __init__(self, run: Json) -> None:
-        self._key = str(run.get("metadata_key"))
-        self._column = str(run.get("answer") or "item")
-        self._number: str | None = None
-
-    def answer(self, row: Json) -> str:
-        """Returns the item: its own columns, or its text; else as ``_answer``."""
-        found = row.get("metadata")
-        if not isinstance(found, dict):
-            found = row
-        # Of a document's rows the first alone tells it from a column of the input.
-        if is_first_row(found, self._key) or self._number not in found:
-            number = str(row.get("id")).rpartition("/")[2]
-            self._number = number_column(found, number, self._column, self._key)
-        if self._number is None:
-            return _answer(row, self._key)
-        names = [*found]
-        own = {
-            name: found[name]
-            for name in names[names.index(self._number) + 1 :]
-            if found[name] is not None  # in a table, of other items
-        }
-        if [*own] == [self._column]:
-            return _text(own[self._column])
-        return _json(own)
+def _item(row: Json, run: Json) -> str:
+    """Returns the item of a row of a run with ``explode``: its own columns, or its text; else as
+    ``_answer``.
+    """
+    found = row.get("metadata")
+    if not isinstance(found, dict):
+        found = row
+    column = str(run.get("answer") or "item")
+    number = str(row.get("id")).rpartition("/")[2]
+    name = number_column(found, number, column, str(run.get("metadata_key")))
+    if name is None:
+        return _answer(row, run)
+    names = [*found]
+    own = {
+        name: found[name]
+        for name in names[names.index(name) + 1 :]
+        if found[name] is not None  # in a table, of other items
+    }
+    if [*own] == [column]:
+        return _text(own[column])
+    return _json(own)
 
 
-def _answer(row: Json, key: str) -> str:
+def _answer(row: Json, run: Json) -> str:
     """Returns the results as text; the whole row if it has none."""
+    key = str(run.get("metadata_key"))
     metadata = row.get("metadata")
     if not isinstance(metadata, dict):
         metadata = {}
@@ -214,9 +189,12 @@ def _text(result: object) -> str:
         return result
     if not isinstance(result, dict):
         return _json(result)
-    choices = _choices(result.get("choices"))
-    if choices:  # the first one is the result itself
-        result = {**result, "text": choices, "choices": None, "tool_calls": None}
+    choices = result.get("choices") or [{}]
+    if isinstance(choices, list) and all(
+        isinstance(choice, dict) and "text" in choice for choice in choices
+    ):  # the first one is the result itself
+        texts = "\n\n".join(map(_text, choices))
+        result = {**result, "text": texts, "choices": None, "tool_calls": None}
     text = result.get("text")
     if not isinstance(text, str):
         return _json(result)
@@ -228,14 +206,6 @@ def _text(result: object) -> str:
     if not beside:
         return text
     return f"{text}\n{_json(beside)}".lstrip("\n")
-
-
-def _choices(choices: object) -> str:
-    if not isinstance(choices, list) or not all(
-        isinstance(choice, dict) and "text" in choice for choice in choices
-    ):
-        return ""
-    return "\n\n".join(map(_text, choices))
 
 
 def _json(value: object) -> str:

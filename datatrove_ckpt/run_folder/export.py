@@ -28,7 +28,7 @@ from datatrove_ckpt.output.arrow_types import (
 from datatrove_ckpt.output.csv_writer import line
 from datatrove_ckpt.output.documents import for_orjson
 from datatrove_ckpt.output.formats import JSONL, PARQUET, format_of_file
-from datatrove_ckpt.run_folder.documents import Committed, committed_files, output_files, read_rows
+from datatrove_ckpt.run_folder.documents import Committed, committed_files, read_rows
 from datatrove_ckpt.run_folder.verify import REDO_KINDS, verify
 from datatrove_ckpt.run_folder.where import Place
 
@@ -43,13 +43,13 @@ _LINE = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_
 _OTHER_DOCUMENTS = (*REDO_KINDS, "duplicate", "overlap", "lost")  # kinds of problems
 
 
-def dataset(place: Place, output: str | None = None) -> datasets.Dataset:
-    """Returns a dataset of the committed files, which may be larger than the memory. Args and
-    raises: as ``output_files``; OutputFailed if no column can hold the values of JSON lines.
+def dataset(place: Place) -> datasets.Dataset:
+    """Returns a dataset of the committed files, which may be larger than the memory. Raises as
+    ``committed_files``; OutputFailed if no column can hold the values of JSON lines.
     """
     import datasets
 
-    files = list(committed_files(place, output))
+    files = list(committed_files(place))
     if not files:
         return datasets.Dataset.from_dict({})
     folder = files[0][0]
@@ -57,7 +57,7 @@ def dataset(place: Place, output: str | None = None) -> datasets.Dataset:
         return PARQUET.dataset([folder.resolve_paths(file.path) for _, file, _ in files])
     # The loader of JSON lines takes the types of the first file, and makes times of texts; that of
     # CSV makes numbers and nulls of texts.
-    schema = _schema(place, output)
+    schema = _schema(place)
     if not len(schema):
         return datasets.Dataset.from_dict({})
     return datasets.Dataset.from_generator(
@@ -83,29 +83,33 @@ def _whole_rows(
             yield {name: row.get(name) for name in columns}
 
 
-def _schema(place: Place, output: str | None) -> Schema:
-    """Returns columns that hold the values of all rows unchanged.
+def _schema(place: Place) -> Schema:
+    return _united(
+        (name, type_of([row.get(name) for row in rows], name))
+        for rows in _batches(place)
+        for name in dict.fromkeys(chain.from_iterable(rows))
+    )
+
+
+def _united(columns: Iterable[tuple[str, DataType]]) -> Schema:
+    """Returns columns that hold the values of all rows, or of all tables, unchanged.
 
     Raises OutputFailed: there are none.
     """
     import pyarrow as pa
 
     types = dict[str, DataType]()
-    for rows in _batches(place, output):
-        for name in dict.fromkeys(chain.from_iterable(rows)):
-            try:
-                found = type_of([row.get(name) for row in rows], name)
-                types[name] = unite(types.get(name, pa.null()), found, name)
-            except (NotUnited, ValueError, TypeError) as error:
-                raise _no_column(error) from error
+    try:
+        for name, kind in columns:
+            types[name] = unite(types.get(name), kind, name)
+    except (NotUnited, ValueError, TypeError) as error:
+        raise OutputFailed(
+            f"Nothing was exported: {error}. A .jsonl or .csv file takes them."
+        ) from error
     return pa.schema(types.items())
 
 
-def _no_column(error: Exception) -> OutputFailed:
-    return OutputFailed(f"Nothing was exported: {error}. A .jsonl or .csv file takes them.")
-
-
-def export(place: Place, target: str, output: str | None = None) -> int:
+def export(place: Place, target: str) -> int:
     """Writes all committed documents, task by task in the order of the input.
 
     A column of a CSV file is one that any document has; lists and dictionaries are JSON there.
@@ -122,9 +126,9 @@ def export(place: Place, target: str, output: str | None = None) -> int:
         CkptError: the output cannot be read.
     """
     if target.startswith(_HUB):
-        _refuse_changes(place, output)
+        _refuse_changes(place)
         with _named(target):
-            whole = dataset(place, output)
+            whole = dataset(place)
             whole.push_to_hub(target.removeprefix(_HUB), private=True)  # unless it is there
         return len(whole)
     path = Path(target)
@@ -134,24 +138,24 @@ def export(place: Place, target: str, output: str | None = None) -> int:
         )
     if path.exists():
         raise ConfigError(f"{target}: is there already. Remove it, or choose another name.")
-    _refuse_changes(place, output)
+    _refuse_changes(place)
     new = path.with_name(f"{path.name}.new")
     try:
         with _named(target):
             if path.suffix == ".csv":
-                count = _write_csv(place, new, output)
+                count = _write_csv(place, new)
             elif path.suffix == ".jsonl":
-                count = _write_lines(place, new, output)
+                count = _write_lines(place, new)
             else:
-                count = _write_parquet(place, new, output)
+                count = _write_parquet(place, new)
             new.rename(path)
     finally:
         new.unlink(missing_ok=True)
     return count
 
 
-def _refuse_changes(place: Place, output: str | None) -> None:
-    wrong = [one for one in verify(place, output).problems if one.kind in _OTHER_DOCUMENTS]
+def _refuse_changes(place: Place) -> None:
+    wrong = [one for one in verify(place).problems if one.kind in _OTHER_DOCUMENTS]
     if wrong:
         more = f" ({len(wrong)} such problems; datatrove-ckpt verify lists them)"
         raise OutputMismatch(f"Nothing was exported. {wrong[0]}{more if wrong[1:] else ''}")
@@ -168,10 +172,11 @@ def _named(target: str) -> Iterator[None]:
         raise OutputFailed(f"{target} was not written: {why or failure_line(error)}") from error
 
 
-def _write_lines(place: Place, path: Path, output: str | None) -> int:
+def _write_lines(place: Place, path: Path) -> int:
     count = 0
     with path.open("wb") as target:
-        for folder, name, _ in output_files(place, output):
+        for folder, committed, _ in committed_files(place):
+            name = committed.path
             known = format_of_file(name)
             if known is not JSONL:  # not by pandas, which rounds numbers
                 for row in read_rows(folder, name, with_media=True):
@@ -186,17 +191,17 @@ def _write_lines(place: Place, path: Path, output: str | None) -> int:
     return count
 
 
-def _write_parquet(place: Place, path: Path, output: str | None) -> int:
+def _write_parquet(place: Place, path: Path) -> int:
     import pyarrow as pa
     import pyarrow.parquet
 
-    files = [*output_files(place, output)]  # a run may commit more of them meanwhile
-    if files and format_of_file(files[0][1]) is PARQUET:
-        schema = _schema_of_tables(files)
+    files = [*committed_files(place)]  # a run may commit more of them meanwhile
+    if files and format_of_file(files[0][1].path) is PARQUET:
+        schema = _united(_columns(files))
         tables = _tables(files, schema)
     else:
-        schema = _schema(place, output)
-        tables = (_table(rows, schema) for rows in _batches(place, output))
+        schema = _schema(place)
+        tables = (_table(rows, schema) for rows in _batches(place))
     count = 0
     with pa.parquet.ParquetWriter(path, schema) as writer:
         for table in tables:
@@ -205,20 +210,13 @@ def _write_parquet(place: Place, path: Path, output: str | None) -> int:
     return count
 
 
-def _schema_of_tables(files: Sequence[Committed]) -> Schema:
-    """Raises OutputFailed: files have a column of types that no type holds."""
-    import pyarrow as pa
+def _columns(files: Iterable[Committed]) -> Iterator[tuple[str, DataType]]:
     import pyarrow.parquet
 
-    types = dict[str, DataType]()
-    for folder, name, _ in files:
-        with PARQUET.open(folder, name) as file, pa.parquet.ParquetFile(file) as parquet:
-            for column in parquet.schema_arrow:
-                try:
-                    types[column.name] = unite(types.get(column.name), column.type, column.name)
-                except NotUnited as error:
-                    raise _no_column(error) from error
-    return pa.schema(types.items())
+    for folder, committed, _ in files:
+        with PARQUET.open(folder, committed.path) as file:
+            for column in pyarrow.parquet.read_schema(file):
+                yield column.name, column.type
 
 
 def _tables(files: Sequence[Committed], schema: Schema) -> Iterator[Table]:
@@ -227,8 +225,8 @@ def _tables(files: Sequence[Committed], schema: Schema) -> Iterator[Table]:
     import pyarrow.parquet
 
     some: list[Table] = []
-    for folder, name, _ in files:
-        with PARQUET.open(folder, name) as file, pa.parquet.ParquetFile(file) as parquet:
+    for folder, committed, _ in files:
+        with PARQUET.open(folder, committed.path) as file, pa.parquet.ParquetFile(file) as parquet:
             size = 10 if "media" in parquet.schema_arrow.names else _ROWS
             for batch in parquet.iter_batches(size):
                 some.append(_with_schema(batch, schema))
@@ -266,8 +264,8 @@ def _table(rows: Sequence[Json], schema: Schema) -> Table:
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def _write_csv(place: Place, path: Path, output: str | None) -> int:
-    files = [*output_files(place, output)]  # a run may commit more of them meanwhile
+def _write_csv(place: Place, path: Path) -> int:
+    files = [*committed_files(place)]  # a run may commit more of them meanwhile
     columns = dict[str, None]()
     for row in _rows(files):
         columns |= dict.fromkeys(row)
@@ -281,11 +279,11 @@ def _write_csv(place: Place, path: Path, output: str | None) -> int:
 
 
 def _rows(files: Iterable[Committed]) -> Iterator[Json]:
-    for folder, path, _ in files:
-        yield from read_rows(folder, path, with_media=True)
+    for folder, committed, _ in files:
+        yield from read_rows(folder, committed.path, with_media=True)
 
 
-def _batches(place: Place, output: str | None) -> Iterator[list[Json]]:
-    rows = _rows(output_files(place, output))
+def _batches(place: Place) -> Iterator[list[Json]]:
+    rows = _rows(committed_files(place))
     while batch := list(islice(rows, _ROWS)):
         yield batch

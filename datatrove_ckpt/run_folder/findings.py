@@ -5,7 +5,7 @@ A run raises the first finding that refuses, before it starts anything; doctor p
 
 from __future__ import annotations
 
-import asyncio
+import copy
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -52,22 +52,19 @@ from datatrove_ckpt.errors import (
     TooManyDeadLetters,
 )
 from datatrove_ckpt.errors.names import name_copy, setting_name, use
-from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.final_stats import lines_with_error
 from datatrove_ckpt.generation.finished_from import OldRuns
 from datatrove_ckpt.generation.noted_requests import NotedRequest, unsent_prompts
 from datatrove_ckpt.generation.results import check_answer
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import check_first, try_media
-from datatrove_ckpt.inference.servers.host import EndpointAnswer, ExternalServers, check_servers
+from datatrove_ckpt.inference.servers.endpoints import EndpointAnswer, ExternalServers
+from datatrove_ckpt.inference.servers.host import check_servers
 from datatrove_ckpt.mirror.job import compare_mirrored_job
 from datatrove_ckpt.mirror.restore import find_outdated, restore_outdated
 from datatrove_ckpt.output.arrow_types import NO_TYPES
-from datatrove_ckpt.output.committed import (
-    RankCommits,
-    has_commits,
-)
-from datatrove_ckpt.output.documents import decode, encode
+from datatrove_ckpt.output.committed import RankCommits, has_commits, some
+from datatrove_ckpt.output.documents import encode
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access
 from datatrove_ckpt.output.hub_pace import COMMITS_PER_HOUR, HOUR
@@ -88,7 +85,6 @@ from datatrove_ckpt.run_folder.checks import (
     within,
 )
 from datatrove_ckpt.run_folder.input_checks import (
-    Sample,
     check_input,
     check_inputs_unchanged,
     note_steps,
@@ -233,10 +229,10 @@ def _find_wrong(runner: RunnerPlan, folder: Path, skipped: list[int]) -> dict[in
             continue
         else:
             why = "is not finished"
-        checkpoint = f"{folder}/{rank:05d}"
+        marker = plan.logging_dir.resolve_paths(f"completions/{rank:05d}")
         wrong[rank] = (
-            f"Task {rank} is marked as complete ({plan.marker(rank)}), but its checkpoint "
-            f"{checkpoint} {why}."
+            f"Task {rank} is marked as complete ({marker}), but its checkpoint "
+            f"{folder}/{rank:05d} {why}."
         )
     return wrong
 
@@ -386,9 +382,9 @@ def check_output_of_run(
     retries = retry_folders(checkpoints)
     job = JobSums()
 
-    def read(root: str, number: int, folder: Path, commits: Want) -> RankLedger:
-        rank = read_rank(root, number, folder, want | commits)
-        if number < tasks:
+    def read(folder: Path, commits: Want) -> RankLedger:
+        rank = read_rank(folder, want | commits)
+        if rank.number < tasks:
             job.add_rank(rank)
         return rank
 
@@ -475,7 +471,7 @@ def surroundings(plan: RunPlan, is_thorough: bool = False) -> Iterator[Finding]:
     yield from about("pipeline", check_steps, plan)
     yield from about("pipeline", plan.check_executor)
     yield from about(setting_name("logging_dir"), _check_logging_dir, plan, is_thorough)
-    sample = Sample()
+    sample: list[Document] = []
     runners = {runner.index: runner for runner in plan.runners}
     for index, step in enumerate(plan.pipeline):
         place = plan.place(index)
@@ -507,7 +503,9 @@ def refuse_file(setting: str, folder: str | Path) -> None:
         )
 
 
-def check_runner(runner: RunnerPlan, sample: Sample, is_thorough: bool = True) -> Iterator[Finding]:
+def check_runner(
+    runner: RunnerPlan, sample: list[Document], is_thorough: bool = True
+) -> Iterator[Finding]:
     plan = runner.plan
     place = plan.place(runner.index)
     step = runner.step
@@ -518,26 +516,27 @@ def check_runner(runner: RunnerPlan, sample: Sample, is_thorough: bool = True) -
         for config in step.models.values():
             subject = f"{place}{config.server_name('server')}"
             yield from about(subject, _check_server, runner, config, is_thorough)
-        if sample.documents:
-            yield from _costs(step, sample.documents)
-        yield from about(f"{place}monitoring", _check_monitoring, runner)
+        if sample:
+            yield from _costs(step, sample)
+        yield from about(f"{place}monitoring", step.monitoring.check_packages)
     for subject, check in (("checkpoints", _check_checkpoints), ("output", _check_output)):
         yield from about(f"{place}{subject}", check, runner, is_thorough, what="reachable")
     if is_thorough:
         yield from about(f"{place}output", _check_writer, runner, sample)
         if remote is not None:
-            yield from about(f"{place}mirror", check_remote, remote, True)
+            yield from about(f"{place}mirror", check_remote, remote)
     yield from about(f"{place}output", check_rules_of_hub, plan, step)
 
 
-def _check_prompt(runner: RunnerPlan, sample: Sample) -> Iterator[Finding]:
-    if sample.first and runner.index == 1:
-        first = decode(sample.first)
+def _check_prompt(runner: RunnerPlan, sample: list[Document]) -> Iterator[Finding]:
+    if sample and runner.index == 1:
+        documents = copy.deepcopy(sample)  # rollouts may change them
+        first = copy.deepcopy(sample[0])
         check_answer(runner.step, first)
         if runner.step.on_document_error == "stop":
             check_first(runner.step.rollout_fn, first)
             event_loop.run(try_media(runner.step.rollout_fn, first))
-        prompts = event_loop.run(unsent_prompts(runner.step.rollout_fn, sample.documents))
+        prompts = event_loop.run(unsent_prompts(runner.step.rollout_fn, documents))
         yield from check_prompts(prompts, runner.step.model.servers)
 
 
@@ -613,8 +612,7 @@ def _check_checkpoints(runner: RunnerPlan, is_thorough: bool) -> Iterator[Findin
         return
     folder = step.checkpoints_root
     mirrored = step.checkpoints_remote_dir is not None
-    files = _FILES_PER_RANK * plan.at_once
-    check = check_checkpoints(folder, files, mirrored, not plan.is_local)
+    check = check_checkpoints(folder, mirrored, not plan.is_local)
     yield from within(lambda: [*check], str(folder))
 
 
@@ -632,19 +630,17 @@ def _check_output(runner: RunnerPlan, is_thorough: bool) -> Iterator[Finding]:
         yield from check_remote(output)
     else:
         folder = Path(output.resolve_paths("")).absolute()
-        files = _STAGED_PER_RANK * runner.plan.at_once
-        check = check_local_output(folder, files, not runner.plan.is_local)
+        check = check_local_output(folder, not runner.plan.is_local)
         yield from within(lambda: [*check], str(folder))
 
 
-def _check_writer(runner: RunnerPlan, sample: Sample) -> Iterator[Finding]:
+def _check_writer(runner: RunnerPlan, sample: list[Document]) -> Iterator[Finding]:
     step = runner.step
     writer = runner.step.output_writer
     name = writer_name(writer)
-    if sample.first:
-        document = decode(sample.first)
-    else:
-        document = Document(text="text", id="id")
+    document = Document(text="text", id="id")
+    if sample:
+        document = copy.deepcopy(sample[0])
     document.metadata[step.metadata_key] = [_ANSWER] * step.config.rollouts_per_document
     try:
         WriterTrial(writer, NO_TYPES)(encode(document), document.id)
@@ -674,7 +670,7 @@ def check_rules_of_hub(plan: RunPlan, step: InferenceRunner) -> Iterator[Finding
             "an hour."
         )
     state: State = "ok"
-    if plan.tasks > _HOURS_OF_COMMITS * pace.per_hour:
+    if plan.tasks > 24 * pace.per_hour:  # more than a day
         state = "warning"
         text += (
             f" Each of {plural(plan.tasks, 'task')} makes one commit at least, which takes "
@@ -684,31 +680,18 @@ def check_rules_of_hub(plan: RunPlan, step: InferenceRunner) -> Iterator[Finding
     yield Finding(state, "commits", text)
 
 
-def _check_monitoring(runner: RunnerPlan) -> Iterator[Finding]:
-    if runner.step.monitoring.metrics_port is None:
-        return
-    check_monitoring(runner.step.monitoring)
-    yield Finding("ok", "ready", "everything that it needs is installed here.")
-
-
 # job checks --------------------------------------------------------------------------------------
 
-_SHOWN_MODELS = 5
 
-
-def check_endpoints(config: InferenceConfig) -> list[Finding]:
-    try:
-        answers = within(
-            lambda: asyncio.run(ExternalServers(config).ask()), setting_name("endpoint_url")
-        )
-    except CkptError as error:
-        return [Finding("problem", "endpoint", str(error))]
-    silent: State = "problem" if all(answer.cause for answer in answers) else "warning"
-    models = [str(one.model) for one in config.endpoints_by_name.values()]
-    return [
-        _check_answer(answer, config, model, silent)
-        for answer, model in zip(answers, models, strict=True)
-    ]
+def check_endpoints(config: InferenceConfig) -> Iterator[Finding]:
+    answers = within(
+        lambda: event_loop.run(ExternalServers(config).ask()), setting_name("endpoint_url")
+    )
+    silent: State = "warning"
+    if all(answer.cause for answer in answers):
+        silent = "problem"
+    for answer, endpoint in zip(answers, config.endpoints_by_name.values(), strict=True):
+        yield _check_answer(answer, config, str(endpoint.model), silent)
 
 
 def _check_answer(
@@ -732,12 +715,10 @@ def _check_answer(
             text = f"max_tokens is {asked}, and max_model_len of {answer.url} {context}: lower it."
             return Finding("problem", "endpoint", text)
         return Finding("ok", "endpoint", f"{answer.url} answers, and serves {model}.")
-    listed = ", ".join([*answer.models][:_SHOWN_MODELS]) + (
-        ", ..." if len(answer.models) > _SHOWN_MODELS else ""
-    )
+    listed = some([*answer.models], 5) or "none"
     text = (
-        f"{answer.url} does not list the model {model!r}; it lists {listed or 'none'}. Correct "
-        "the model's name."
+        f"{answer.url} does not list the model {model!r}; it lists {listed}. Correct the model's "
+        "name."
     )
     return Finding("problem", "endpoint", text)
 
@@ -751,13 +732,6 @@ def _check_open_files(requests: int, servers: int) -> Finding:
         f"{plural(requests, 'request')} at once need up to {needed}; the hard limit is {allowed}."
     )
     return Finding("ok", "open files", text)
-
-
-# run.json, commits.jsonl, the database and its log, last_chunk, dead letters, lock, journals and
-# staged files.
-_FILES_PER_RANK = 20
-_STAGED_PER_RANK = 4
-_HOURS_OF_COMMITS = 24
 
 
 # What a run does with them ------------------------------------------------------------------------

@@ -6,26 +6,22 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from datatrove.data import Document
 from datatrove.io import get_datafolder
 from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
-from loguru import logger
 
-from datatrove_ckpt.checkpoint.identity import check_shard, recorded_settings
+from datatrove_ckpt.checkpoint.identity import recorded_settings
 from datatrove_ckpt.checkpoint.layout import SHARD, is_finished, rank_folder, rank_numbers
 from datatrove_ckpt.checkpoint.ledger import JobSums
-from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.errors.names import setting_name, step_place
-from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.output.file_managers import missing_codec
 from datatrove_ckpt.readers import BatchReader, HuggingFaceDatasetReader
@@ -54,20 +50,7 @@ _SAMPLE_SECONDS = 2.0
 _TRIED_FILES = 3
 
 
-@dataclass
-class Sample:
-    """The first documents of the input.
-
-    Attributes:
-        documents: as they were read; a check may change them.
-        first: the first one as it was read, encoded; empty if there is none.
-    """
-
-    documents: Sequence[Document] = ()
-    first: bytes = b""
-
-
-def check_input(reader: BaseReader, plan: RunPlan, sample: Sample) -> Iterator[Finding]:
+def check_input(reader: BaseReader, plan: RunPlan, sample: list[Document]) -> Iterator[Finding]:
     """Reads the first documents with a copy of the reader, and looks whether each task has some.
 
     Args:
@@ -105,16 +88,10 @@ def check_input(reader: BaseReader, plan: RunPlan, sample: Sample) -> Iterator[F
         text = f"{where} holds no documents for this reader. {_advice(tried, names)}"
         yield Finding("problem", "readable", text)
         return
-    if not sample.documents:
-        sample.documents = documents
-        sample.first = as_read(documents[0]).data
+    if not sample:
+        sample += documents
     text = f"{where}: the first {plural(len(documents), 'document')} read."
     yield Finding("ok", "readable", text)
-    if is_dataset and reader.shares_rows(len(names)):
-        equal = f"each of {plural(tasks, 'task')} gets an equal part of the rows."
-        yield Finding("ok", "shares", equal)
-    else:
-        yield check_shares(len(names), tasks)
     if refused:
         shown = ", ".join(repr(names[index]) for index in list(refused)[:_TRIED_FILES])
         text = (
@@ -122,6 +99,17 @@ def check_input(reader: BaseReader, plan: RunPlan, sample: Sample) -> Iterator[F
             "is no input."
         )
         yield Finding("warning", "files", text)
+    if is_dataset and reader.shares_rows(len(names)):
+        equal = f"each of {plural(tasks, 'task')} gets an equal part of the rows."
+        yield Finding("ok", "shares", equal)
+        return
+    text = f"{plural(len(names), 'file')} for {plural(tasks, 'task')}."
+    if len(names) >= tasks:  # datatrove deals out whole files
+        yield Finding("ok", "shares", text)
+        return
+    idle = f"{tasks - len(names)} of {tasks} tasks have no input: {text}"
+    advice = f"Set tasks to {len(names)}, or split the input into at least {tasks} files."
+    yield Finding("warning", "shares", f"{idle} {advice}")
 
 
 def refuse_input(plan: RunPlan, index: int, step: object) -> None:
@@ -178,7 +166,10 @@ def list_files(place: str, reader: BaseDiskReader) -> Inputs:
         raise ConfigError(f"{where} contains no files{pattern}.")
     if folder.is_local():
         refuse_pointers(inputs)
-    check_codecs(where, reader, inputs.names)
+    for name in inputs.names:
+        advice = missing_codec(getattr(reader, "compression", None), name)
+        if advice:
+            raise ConfigError(f'{where}: "{name}" cannot be read: {advice}')
     return inputs
 
 
@@ -220,32 +211,6 @@ def _advice(reader: BaseDiskReader, names: list[str]) -> str:
     if text:
         return f"{names[0]!r}: {text}"
     return "Check the path of the input, its pattern, and text_key."
-
-
-def check_shares(files: int, tasks: int) -> Finding:
-    """Checks that each task has input: datatrove deals out whole files."""
-    text = f"{plural(files, 'file')} for {plural(tasks, 'task')}"
-    idle = tasks - files
-    if idle > 0:
-        advice = f"Set tasks to {files}, or split the input into at least {tasks} files."
-        return Finding(
-            "warning", "shares", f"{idle} of {tasks} tasks have no input: {text}. {advice}"
-        )
-    return Finding("ok", "shares", f"{text}.")
-
-
-def check_codecs(place: str, reader: object, names: Iterable[str]) -> None:
-    """Refuses compressed input files whose package is not installed. ``reader``: any step with a
-    ``data_folder``.
-
-    Raises:
-        ConfigError: names a file and the package.
-    """
-    compression = getattr(reader, "compression", None)
-    for name in names:
-        advice = missing_codec(compression, name)
-        if advice:
-            raise ConfigError(f'{place}: "{name}" cannot be read: {advice}')
 
 
 def note_steps(plan: RunPlan) -> None:
@@ -312,7 +277,6 @@ def _records(plan: RunPlan, root: Path) -> dict[int, ShardRecord]:
     for rank in rank_numbers(root):
         folder = rank_folder(root, rank)
         if is_finished(folder):
-            check_shard(folder)
             record = ShardRecord.read(folder / SHARD)
             if record is not None:
                 records[rank] = record
@@ -405,15 +369,6 @@ def _check_reader(
             "Put the input back, or process the new one as another run.",
             starts_over="with old results",
         )
-    touched = sum(
-        file.modified != now[name].modified for name, file in then.items() if name not in changed
-    )
-    if touched:
-        logger.warning(
-            f"{plural(touched, 'input file')} of finished tasks in {reader.data_folder.path}: the "
-            "time of the last change is another, size and samples of the content are the same. "
-            "They are taken as unchanged."
-        )
 
 
 def _difference(then: FileRecord, now: FileRecord | None) -> str:
@@ -437,14 +392,6 @@ def refuse_vanished_input(root: Path, job: JobSums) -> None:
                 f"The input file of task {rank} was gone before the task started. Put it back, and "
                 "process it as another run."
             )
-
-
-def rows_without_document(root: Path) -> SkippedLines:
-    skipped = SkippedLines()
-    for rank in rank_numbers(root):
-        record = ShardRecord.read(rank_folder(root, rank) / SHARD)
-        skipped += record.skipped if record else SkippedLines()
-    return skipped
 
 
 def input_names(folder: str, pattern: str | None) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, is_journal, rank_folder
+from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.claims.claims import Progress
 from datatrove_ckpt.mirror.job import newest_manifest
 
@@ -18,13 +18,13 @@ def reached(mirrors: Sequence[str], roots: Iterable[Path], rank: int) -> Progres
         manifest = newest_manifest(f"{url}/{rank:05d}")
         if manifest is not None:
             sizes += manifest.sizes.items()
-            sizes += [(CACHE, part.size) for part in manifest.answers]
+            sizes += [(layout.CACHE, part.size) for part in manifest.answers]
     if not mirrors:
-        for path in [path for root in roots for path in rank_folder(root, rank).glob("*")]:
+        for path in [path for root in roots for path in layout.rank_folder(root, rank).glob("*")]:
             with suppress(FileNotFoundError):  # a journal whose chunk was committed
                 sizes.append((path.name, path.stat().st_size))
     return (
-        sum(size for name, size in sizes if name == COMMITS),
-        sum(size for name, size in sizes if is_journal(name)),
-        sum(size for name, size in sizes if name.startswith(CACHE)),
+        sum(size for name, size in sizes if name == layout.COMMITS),
+        sum(size for name, size in sizes if layout.is_journal(name)),
+        sum(size for name, size in sizes if name.startswith(layout.CACHE)),
     )

@@ -11,9 +11,9 @@ from datatrove.data import Document
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts
 from datatrove_ckpt.output.documents import document_of
-from datatrove_ckpt.run_folder.documents import output_files, read_rows
+from datatrove_ckpt.run_folder.documents import committed_files, read_rows
 from datatrove_ckpt.run_folder.export import dataset
-from datatrove_ckpt.run_folder.read_state import read_run_state
+from datatrove_ckpt.run_folder.run_state import read_run_state
 from datatrove_ckpt.run_folder.where import open_place
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ class RunOutput:
 
     def _rows(self) -> Iterator[Json]:
         with open_place(self._run_folder) as place:
-            for folder, path, _ in output_files(place):
-                yield from read_rows(folder, path)
+            for folder, file, _ in committed_files(place):
+                yield from read_rows(folder, file.path)
 
 
 class OutputPath(RunOutput, PosixPath):

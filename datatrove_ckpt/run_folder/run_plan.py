@@ -15,7 +15,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from datatrove.executor import JobsPipelineExecutor, LocalPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
 from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
@@ -27,6 +26,7 @@ from datatrove_ckpt.checkpoint.layout import is_journal
 from datatrove_ckpt.claims.claims import refuse_for_claims
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import no_bars_in_logs
+from datatrove_ckpt.common.launchers import launcher
 from datatrove_ckpt.common.retrying import naming_hub
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, LimitReached
 from datatrove_ckpt.errors.names import name_copy, setting_name, setting_of, step_name, step_place
@@ -96,8 +96,7 @@ class RunPlan:
         local_ranks: those that this executor runs; the others belong to executors on other
             machines.
         is_local: the tasks run on this machine.
-        as_jobs: they run as Hugging Face Jobs, on disks that no other machine sees.
-        at_once: how many tasks run at once, at most.
+        as_jobs: they run on disks that no other machine sees.
         workers: as given; -1: one for each task.
         depends: the job that comes first.
         waits: another job has yet to create the input.
@@ -114,30 +113,25 @@ class RunPlan:
         self.tasks = int(executor.world_size)
         first = getattr(executor, "local_rank_offset", 0)
         self.local_ranks = range(first, first + getattr(executor, "local_tasks", self.tasks))
-        self.is_local = isinstance(executor, LocalPipelineExecutor)
-        self.as_jobs = isinstance(executor, JobsPipelineExecutor)
-        self.at_once: int = self.tasks
+        self.launcher = launcher(executor)
+        self.is_local = self.launcher.is_here
+        self.as_jobs = self.launcher.has_own_disks
         self.workers: int = getattr(executor, "workers", -1)
-        if self.workers > 0:
-            self.at_once = min(self.tasks, self.workers)
         self.logging_dir: DataFolder = executor.logging_dir
         depends = getattr(executor, "depends", None)
         self.depends = None if depends is None else RunPlan(depends)
         self.waits = bool(depends or getattr(executor, "depends_job_id", None))
         self._executor = executor
-        self.runners = self._find_runners(copies or {})
-        no_bars_in_logs()
-
-    def _find_runners(self, copies: Mapping[int, Path]) -> list[RunnerPlan]:
-        found: list[RunnerPlan] = []
+        self.runners: list[RunnerPlan] = []
         before: list[PipelineStep] = []
         for index, step in enumerate(self.pipeline):
             if isinstance(step, InferenceRunner):
-                found.append(RunnerPlan(self, index, step, before, copies.get(index)))
+                copy = (copies or {}).get(index)
+                self.runners.append(RunnerPlan(self, index, step, before, copy))
                 before = []
             else:
                 before.append(step)
-        return found
+        no_bars_in_logs()
 
     def place(self, index: int) -> str:
         """Returns what stands before the subjects of a step's checks, if there are several."""
@@ -148,8 +142,11 @@ class RunPlan:
     @property
     def identities(self) -> list[RunIdentity]:
         """Returns the identity of each step with a checkpoint."""
-        kept = [runner for runner in self.runners if runner.step.checkpoints_local_dir is not None]
-        return [runner.identity for runner in kept]
+        return [
+            runner.identity
+            for runner in self.runners
+            if runner.step.checkpoints_local_dir is not None
+        ]
 
     def check_code(self, parents: Sequence[JsonObject]) -> None:
         """Compares a worker's code with its parent's, before anything is paid for.
@@ -245,9 +242,6 @@ class RunPlan:
     def completed(self) -> list[int]:
         """Returns the ranks of this executor that have a marker, so that they do not run."""
         return sorted({*self.local_ranks}.difference(self.incomplete(self.local_ranks)))
-
-    def marker(self, rank: int) -> str:
-        return str(self.logging_dir.resolve_paths(f"completions/{rank:05d}"))
 
     def forget(self, rank: int) -> None:
         name = f"completions/{rank:05d}"

@@ -10,10 +10,13 @@ line per minute is due. A running rank has a process that holds its lock. Where 
 from __future__ import annotations
 
 import datetime
+import shlex
 import socket
 import statistics
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +24,7 @@ from typing import Literal, get_args
 
 import orjson
 
+from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.history import (
     RATE_SECONDS,
     WAITS_FOR_BATCHES,
@@ -29,19 +33,27 @@ from datatrove_ckpt.checkpoint.history import (
     Progress,
     Wait,
 )
-from datatrove_ckpt.checkpoint.layout import CACHE, RUN
-from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, few
-from datatrove_ckpt.checkpoint.limits import LIMITS, Limits, RunTotals
-from datatrove_ckpt.checkpoint.numbers import (
-    Buckets,
-    Rates,
-    RunNumbers,
+from datatrove_ckpt.checkpoint.identity import removed_ranks, settings_in
+from datatrove_ckpt.checkpoint.ledger import (
+    JobSums,
+    RankLedger,
+    Want,
+    check_readable,
+    few,
+    find_ranks,
+    read_rank,
 )
-from datatrove_ckpt.claims.claims import Claimant
+from datatrove_ckpt.checkpoint.limits import LIMITS, Limits, RunTotals, noted_limits
+from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.checkpoint.numbers import Buckets, Rates, RunNumbers
+from datatrove_ckpt.claims.claims import Claimant, claimants, given_up, open_store
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.formatting import duration, plural
+from datatrove_ckpt.common.formatting import duration, plural, without_flag
 from datatrove_ckpt.common.time_left import time_left
 from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
+from datatrove_ckpt.config.paths import COMMAND_FILE
+from datatrove_ckpt.errors import CheckpointLocked, CkptError
+from datatrove_ckpt.run_folder.where import Place
 
 State = Literal["damaged", "failed", "lost", "interrupted", "unfinished", "running", "finished"]
 """What a rank does now, in the order in which people want to know it.
@@ -66,10 +78,6 @@ Trouble = Literal[
     slow          it is far behind the median of the ranks that run and those that are finished
     unfinished    it is not finished, and no rank of the run goes on
 """
-
-
-_LEAST_DOCUMENTS = 10
-_LEAST_SECONDS = 10.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,11 +128,6 @@ class RankStatus(RunSums):
     last_commit: float | None = None
     holder: JsonObject | None = None
     is_copy: bool = False
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether averages count: few documents or seconds show chance or the start of servers."""
-        return self.work.documents >= _LEAST_DOCUMENTS and self.seconds >= _LEAST_SECONDS
 
     def need_attention(self, trouble: Trouble, reason: str) -> None:
         self.trouble = trouble
@@ -249,10 +252,12 @@ class RunState:
     @property
     def troubled(self) -> list[RankStatus]:
         """Ranks with trouble, the most urgent first."""
-        found = [rank for rank in (*self.ranks, *self.retries) if rank.trouble is not None]
-        return sorted(
-            found, key=lambda rank: (TROUBLES.index(rank.trouble or "slow"), rank.root, rank.rank)
-        )
+        return [
+            rank
+            for trouble in get_args(Trouble)
+            for rank in (*self.ranks, *self.retries)
+            if rank.trouble == trouble
+        ]
 
     @property
     def is_damaged(self) -> bool:
@@ -271,9 +276,6 @@ class RunState:
             and not self.totals.not_started
             and set(self.totals.states) == {"finished"}
         )
-
-
-TROUBLES: tuple[Trouble, ...] = get_args(Trouble)
 
 
 VERSION = 2
@@ -340,8 +342,13 @@ def add_up(ranks: list[RankStatus], now: float, tasks: int = 0) -> Totals:
     spans = sorted(span for rank in ranks for span in _spans(rank, now))
     if spans:
         totals.started = spans[0][0]
+    covered = 0.0
+    until = float("-inf")
+    for start, end in spans:
+        covered += max(0.0, end - max(start, until))
+        until = max(until, end)
     # Finished documents of a killed attempt show more of its time than its lines.
-    totals.working_seconds = max([_covered(spans), *(rank.seconds for rank in ranks)])
+    totals.working_seconds = max([covered, *(rank.seconds for rank in ranks)])
     _add_input(totals, ranks)
     if totals.working_seconds:
         done = totals.done.rates(totals.position.done)
@@ -397,15 +404,6 @@ def _spans(rank: RankStatus, now: float) -> Iterator[tuple[float, float]]:
         yield last.started, now
     else:
         yield last.started, last.ended or max(last.last_seen, rank.last_change)
-
-
-def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    covered = 0.0
-    until = float("-inf")
-    for start, end in spans:
-        covered += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return covered
 
 
 def _add_input(totals: Totals, ranks: list[RankStatus]) -> None:
@@ -522,7 +520,9 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
     else:
         _judge_ended(rank, attempt, now)
     if rank.state in ("lost", "running") and not rank.is_copy:  # it worked until then at least
-        changes = [at for name, at in ledger.written.items() if name not in (RUN, CACHE)]
+        changes = [
+            at for name, at in ledger.written.items() if name not in (layout.RUN, layout.CACHE)
+        ]
         rank.last_change = min(now, max(changes, default=0.0))
     words = (recent.last_at or 0.0, rank.last_commit or 0.0, rank.last_change)
     rank.last_word = max(words) or None
@@ -599,13 +599,21 @@ def find_slow(ranks: Sequence[RankStatus]) -> None:
     not wait for its last answers.
     """
     running = [
-        rank for rank in ranks if rank.state == "running" and rank.trouble is None and rank.has_rate
+        rank
+        for rank in ranks
+        if rank.state == "running"
+        and rank.trouble is None
+        and rank.has_rate
+        and not rank.wait.all_started
     ]
-    running = [rank for rank in running if not rank.wait.all_started]
-    measured = [rank for rank in ranks if rank.state == "finished" and rank.is_measured]
-    finished = [_speed(rank.work, rank.seconds) for rank in measured]
-    speeds = finished + [_speed(rank.rates) for rank in running]
-    peers = [(documents, tokens) for documents, tokens in speeds if tokens]
+    # Few documents or seconds show chance or the start of servers.
+    speeds = [
+        _speed(rank.work, rank.seconds)
+        for rank in ranks
+        if rank.state == "finished" and rank.work.documents >= 10 and rank.seconds >= 10
+    ]
+    speeds += [_speed(rank.rates) for rank in running]
+    peers = [speed for speed in speeds if speed[1]]
     if len(peers) < _MIN_PEERS:
         return
     documents, tokens = (statistics.median(numbers) for numbers in zip(*peers, strict=True))
@@ -630,3 +638,115 @@ def _speed(done: Rates | WorkCounts, seconds: float = 1.0) -> tuple[float, float
     return done.documents / seconds, (
         done.prompt_tokens + done.completion_tokens or done.requests
     ) / seconds
+
+
+# all ranks of a run ------------------------------------------------------------------------------
+
+# Limit for all ranks together: large files of many ranks are estimated.
+_BYTES = 1 << 24
+_MOST_BYTES = 1 << 23
+
+
+def wanted_files(name: str, size: int) -> bool:
+    return name not in (layout.CACHE, layout.RETRY_INPUT) and size <= _MOST_BYTES
+
+
+def _command_in(logs: Path) -> str:
+    """Returns the command that started a run; if its run folder was moved or copied since, with the
+    folder of now.
+    """
+    command, _, started_in = Path(logs, COMMAND_FILE).read_text().partition("\n")
+    if not started_in or (Path(started_in).exists() and logs.samefile(started_in)):
+        return command
+    elsewhere = without_flag(shlex.split(command), "--run-folder")
+    return shlex.join([*elsewhere, "--run-folder", str(logs.parent)])
+
+
+def read_run_state(place: Place, now: float | None = None) -> RunState:
+    """Reads the ranks of a place.
+
+    Raises ConfigError if there is none, or this user may not read one.
+    """
+    found = find_ranks(place.folder)
+    if now is None:
+        now = time.time()
+    state = RunState(place.what, place.is_copy, now)
+    state.logs = place.logging_dir
+    state.limits = noted_limits(place.folder)
+    if place.config:
+        state.command = shlex.join(["datatrove-ckpt", "run", *place.given])
+        state.tasks = place.tasks
+    elif place.logging_dir:
+        # Redaction may have hidden a quote of the command.
+        with suppress(OSError, ValueError):
+            state.command = _command_in(Path(place.logging_dir))
+    run: Json = {}
+    for folder in found:
+        wanted = Want.HISTORY | Want.JOURNALS | Want.LETTERS
+        if not run:
+            wanted |= Want.SETTINGS
+        ledger = read_rank(folder, wanted, _BYTES // len(found))
+        check_readable(place.folder, ledger)
+        copied_at = None
+        if place.mirror is not None:
+            copied = place.mirror.ranks.get(str(ledger.key))
+            # None: a refresh failed halfway.
+            copied_at = 0.0 if copied is None else copied.when
+        rank = rank_state(ledger, now, copied_at)
+        if ledger.root:
+            state.retries.append(rank)
+        else:
+            state.ranks.append(rank)
+            run = run or ledger.run
+    if run:
+        state.identity = {"format": run["format"], **settings_in(run)}
+        state.tasks = int(state.identity.get("tasks") or state.tasks)
+    numbers = {rank.rank for rank in state.ranks}
+    state.missing = [rank for rank in range(state.tasks) if rank not in numbers]
+    state.gone = removed_ranks(place.folder, state.missing)
+    state.foreign = [rank.rank for rank in state.ranks if 0 < state.tasks <= rank.rank]
+    state.ranks = [rank for rank in state.ranks if rank.rank not in state.foreign]
+    find_slow(state.ranks)
+    find_left(state.ranks + state.retries)
+    state.totals = add_up(state.ranks, state.read_at, state.tasks)
+    state.retried = add_up(state.retries, state.read_at)
+    words = [rank.last_word for rank in state.ranks + state.retries if rank.last_word is not None]
+    state.newest = max(words, default=None)
+    for sample in layout.sample_folders(place.folder):
+        for folder in layout.rank_folders(sample):
+            state.sampled += read_rank(folder, Want.HISTORY).numbers()
+    with suppress(OSError, CkptError):  # claims are hints
+        _read_claims(state, place)
+    return state
+
+
+def _read_claims(state: RunState, place: Place) -> None:
+    folder = place.logging_dir
+    if folder is None and not place.is_copy:
+        folder = str(place.folder.parent / "logs")
+    if folder is None or ("://" not in folder and not Path(folder, "claims").is_dir()):
+        return
+    store = open_store(f"{folder.rstrip('/')}/claims")
+    finished = {rank.rank for rank in state.ranks if rank.state == "finished"}
+    for worker in claimants(store):
+        left = [rank for rank in worker.ranks if rank not in finished]
+        if left or worker.is_alive:
+            state.workers.append(worker._replace(ranks=left))
+    state.given_up = given_up(store)
+
+
+def check_idle(place: Place, ranks: list[RankLedger]) -> None:
+    """Raises CheckpointLocked if a process works on the ranks, as far as the mirror shows."""
+    state = read_run_state(place)
+    running = {
+        (rank.root, rank.rank): rank.process
+        for rank in state.ranks + state.retries
+        if rank.state == "running"
+    }
+    for rank in ranks:
+        if rank.key in running:
+            raise CheckpointLocked(
+                f"{rank.place}: {running[rank.key]} works on this task, or was killed less than 20 "
+                f"minutes ago, as its mirror {place.what} shows. Wait for it to end, or stop it, "
+                "and run the same command again."
+            )

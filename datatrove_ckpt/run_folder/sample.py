@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, count, islice, pairwise
 from pathlib import Path
 
@@ -45,9 +45,9 @@ class SentSample:
 
     checkpoints: Path
     is_kept: bool
-    documents: list[tuple[Document, list[NotedRequest]]] = field(default_factory=list)
-    sizes: list[float] = field(default_factory=list)
-    total: float | None = None
+    documents: list[tuple[Document, list[NotedRequest]]]
+    sizes: list[float]
+    total: float | None
 
 
 def take_sample(plan: RunPlan, number: int, folder: Path) -> SentSample:

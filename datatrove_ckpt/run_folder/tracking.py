@@ -19,9 +19,8 @@ import xxhash
 from datatrove_ckpt.checkpoint.training_steps import Row
 from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.run_folder.read_state import read_run_state
-from datatrove_ckpt.run_folder.run_state import RunState, to_json
-from datatrove_ckpt.run_folder.training import TrainingState, read_training
+from datatrove_ckpt.run_folder.run_state import RunState, read_run_state, to_json
+from datatrove_ckpt.run_folder.training import read_training
 from datatrove_ckpt.run_folder.where import Place
 
 _JOB_TAG = "datatrove_ckpt.job"
@@ -215,7 +214,7 @@ class TrainingTracker(_Sending):
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         known = str(self.folder.absolute())
-        times = _times(state)
+        times = sorted(step.at for step in state.steps if step.at)
         started = min(times, default=time.time())
         name = self.name or self.folder.absolute().name
         job = TrackedJob(
@@ -236,10 +235,6 @@ class TrainingTracker(_Sending):
                 numbers = {key: value for key, value in metrics.items() if value is not None}
                 yield time.time(), numbers, step
                 self._sent[number:] = [(step, metrics)]
-
-
-def _times(state: TrainingState) -> list[float]:
-    return sorted(step.at for step in state.steps if step.at)
 
 
 def _is_quiet(times: Sequence[float]) -> bool:

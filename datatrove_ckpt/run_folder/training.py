@@ -9,19 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.training_steps import (
-    Manifest,
-    Row,
-    StepName,
-    check_files,
-    curve,
-    read_events,
-    read_manifest,
-    read_signs,
-    size_of,
-    steps_in,
-)
+from datatrove_ckpt.checkpoint import files, training_steps
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import byte_size
 from datatrove_ckpt.errors import CheckpointCorrupt, StorageFailed, VersionMismatch
@@ -58,7 +46,7 @@ class TrainingState:
 
     folder: str
     steps: list[SavedStep]
-    curve: list[Row]
+    curve: list[training_steps.Row]
     saved: JsonObject
     writer: str
     free_bytes: int
@@ -80,8 +68,8 @@ class TrainingState:
 
 def read_training(folder: Path, full: bool) -> TrainingState:
     """Reads the folder; with ``full`` each file of each step, else only file sizes."""
-    found = [(name, *_read(folder, name, full)) for name in steps_in(folder)]
-    left = set(steps_in(folder))  # a training removes steps
+    found = [(name, *_read(folder, name, full)) for name in training_steps.steps_in(folder)]
+    left = set(training_steps.steps_in(folder))  # a training removes steps
     training = ""
     steps = []
     for name, manifest, damage in reversed(found):
@@ -93,32 +81,34 @@ def read_training(folder: Path, full: bool) -> TrainingState:
         training = training or manifest["training"]
         if not damage and manifest["training"] != training:
             damage = f"{folder / str(name)} is of another training."
-        size = size_of(manifest)
+        size = training_steps.size_of(manifest)
         steps.append(
             SavedStep(name.step, str(name), size, manifest["at"], manifest["metrics"], damage)
         )
     steps.reverse()
-    events = list(read_events(folder))
+    events = list(training_steps.read_events(folder))
     saved = next((event for event in reversed(events) if event["event"] == "saved"), {})
     holder = files.lock_holder(folder / ".lock")
     writer = "" if holder is None else files.name_holder(holder)
     return TrainingState(
         str(folder),
         steps,
-        curve(events),
+        training_steps.curve(events),
         saved,
         writer,
         shutil.disk_usage(folder).free,
-        read_signs(folder),
+        training_steps.read_signs(folder),
     )
 
 
-def _read(folder: Path, name: StepName, full: bool) -> tuple[Manifest | None, str]:
+def _read(
+    folder: Path, name: training_steps.StepName, full: bool
+) -> tuple[training_steps.Manifest | None, str]:
     """Returns the manifest of a step, and what is wrong with the step."""
     manifest = None
     try:
-        manifest = read_manifest(folder, name)
-        check_files(folder, name, full)
+        manifest = training_steps.read_manifest(folder, name)
+        training_steps.check_files(folder, name, full)
     except (CheckpointCorrupt, VersionMismatch, StorageFailed, OSError) as error:
         return manifest, str(error)
     return manifest, ""

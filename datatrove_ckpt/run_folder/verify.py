@@ -16,18 +16,8 @@ from posixpath import dirname
 
 from datatrove.io import DataFolder, get_datafolder
 
+from datatrove_ckpt.checkpoint import identity, layout
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile
-from datatrove_ckpt.checkpoint.identity import (
-    RankBinding,
-    RunIdentity,
-    compare_runs,
-    name_tasks,
-    read_run,
-    recorded_output,
-    removed_ranks,
-    settings_in,
-)
-from datatrove_ckpt.checkpoint.layout import HOME, JOB, OWNER, RUN, rank_folder
 from datatrove_ckpt.checkpoint.ledger import (
     CHECKED,
     JobSums,
@@ -65,7 +55,8 @@ from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.owner import Homes, OutputOwnership
 from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.run_folder.where import Place, looks_like_mirror
+from datatrove_ckpt.process.gc_tuning import gc_paused
+from datatrove_ckpt.run_folder.where import Place
 
 REDO_KINDS = frozenset({"missing", "truncated", "grown", "altered"})
 """The kinds of problems after which ``repair`` lets a chunk be processed again."""
@@ -107,15 +98,13 @@ class Report:
     """What ``verify`` found.
 
     Attributes:
-        repair_command: the command that repairs the chunks to redo.
+        full: the files were read.
         ranks: without their commits, which ``chunks`` has.
         uncounted: the writers whose rows cannot be counted.
     """
 
-    checkpoints: Path
-    repair_command: str
-    output: str = ""
-    folder: DataFolder = field(init=False)
+    place: Place
+    full: bool
     ranks: list[RankLedger] = field(default_factory=list)
     sums: JobSums = field(default_factory=JobSums)
     chunks: list[CommittedChunk] = field(default_factory=list)
@@ -131,6 +120,26 @@ class Report:
                 self.problems.append(problem)
 
     @property
+    def checkpoints(self) -> Path:
+        return self.place.folder
+
+    @cached_property
+    def output(self) -> str:
+        return find_output(self.place)
+
+    @cached_property
+    def folder(self) -> DataFolder:
+        return get_datafolder(self.output)
+
+    @cached_property
+    def repair_command(self) -> str:
+        """The command that repairs the chunks to redo."""
+        command = repair_command(*self.place.given, output=self.place.named_output)
+        if self.full:
+            command += " --full"
+        return command
+
+    @property
     def goal(self) -> LimitReached | None:
         """Why the run is as finished as it shall be: ``until``."""
         until = noted_limits(self.checkpoints).until
@@ -139,7 +148,7 @@ class Report:
     @property
     def recorded(self) -> str:
         """The output folder of the last start."""
-        return recorded_output(self.checkpoints) or self.output
+        return identity.recorded_output(self.checkpoints) or self.output
 
     @property
     def accepted(self) -> list[Json]:
@@ -150,10 +159,10 @@ class Report:
     @cached_property
     def job(self) -> Json:
         """The content of ``job.json``; empty if it is missing or damaged."""
-        path = self.checkpoints / JOB
+        path = self.checkpoints / layout.JOB
         with suppress(CheckpointError):
             if path.exists():
-                return read_run(path)
+                return identity.read_run(path)
         return {}
 
     @property
@@ -180,28 +189,24 @@ class Report:
 # Ranks --------------------------------------------------------------------------------------------
 
 
-def verify(place: Place, output: str | None = None, full: bool = False) -> Report:
-    command = repair_command(*place.given, output=output)
-    if full:
-        command += " --full"
-    report = Report(place.folder, command)
+@gc_paused()  # commits of many ranks, and no garbage
+def verify(place: Place, full: bool = False) -> Report:
+    report = Report(place, full)
     for rank in read_ranks(place.folder, CHECKED):
         report.ranks.append(rank)
         report.sums.add_rank(rank)
         report.add(_check_rank(report, rank))
         rank.commits = {}  # there may be millions
-    report.output = output or find_output(place, report.ranks)
-    report.folder = get_datafolder(report.output)
     report.add(_check_settings(report))
     report.add(_check_ranks(report))
-    report.add(check_output(report, full, folder_is_given=output is not None))
+    report.add(check_output(report))
     if full:
         report.add(check_columns(report))
     return report
 
 
-def find_output(place: Place, ranks: list[RankLedger]) -> str:
-    """Returns the output folder of a run, as its checkpoint names it.
+def find_output(place: Place) -> str:
+    """Returns the output folder of a run, as the user or its checkpoint names it.
 
     A copied or renamed run folder has its own output: the recorded folder may be another run's.
 
@@ -209,11 +214,13 @@ def find_output(place: Place, ranks: list[RankLedger]) -> str:
         ConfigError: nothing names it, or it is gone, and what the checkpoint names is another
             run's.
     """
+    if place.named_output is not None:
+        return place.named_output
     checkpoints = place.folder
     what = place.given[0]
     if place.config and place.output is not None:  # whatever the checkpoint says
         return str(get_datafolder(place.output).resolve_paths(""))
-    recorded = recorded_output(checkpoints)
+    recorded = identity.recorded_output(checkpoints)
     if recorded is not None:
         now = checkpoints.absolute().with_name("output")
         other = other_run(checkpoints, recorded)
@@ -230,7 +237,7 @@ def find_output(place: Place, ranks: list[RankLedger]) -> str:
         return recorded
     if place.output is not None:
         return str(get_datafolder(place.output).resolve_paths(""))
-    for rank in ranks:
+    for rank in read_ranks(checkpoints, Want.SETTINGS):
         if rank.damage is not None:  # of a newer version, perhaps
             raise rank.damage
     raise ConfigError(f"{what}: no run.json says where the output is. Name it with --output.")
@@ -244,7 +251,7 @@ def other_run(checkpoints: Path, recorded: str) -> Path | None:
         and there.is_dir()
         and not there.samefile(checkpoints)
     )
-    if is_other and any(there.glob(f"[0-9]*/{RUN}")):
+    if is_other and any(there.glob(f"[0-9]*/{layout.RUN}")):
         return there.parent
     return None
 
@@ -307,11 +314,6 @@ def _check_dead_letters(rank: RankLedger) -> Iterator[Problem]:
             "from a copy."
         )
         yield Problem("dead_letters", message, *rank.key, path=str(path))
-    elif size > start and rank.state == "finished":
-        message = (
-            f"{path} has {size - start} bytes after the last dead letter that a commit covers."
-        )
-        yield Problem("dead_letters", message, *rank.key, path=str(path))
 
 
 def _list_unfinished(rank: RankLedger) -> Iterator[Problem]:
@@ -336,32 +338,34 @@ def _check_settings(report: Report) -> Iterator[Problem]:
     ranks = {rank.number: rank for rank in report.ranks if not rank.root and rank.settings}
     usual = next((rank.settings for rank in ranks.values()), {})
     if report.job:
-        usual = settings_in(report.job)
+        usual = identity.settings_in(report.job)
     others = {number: rank.run for number, rank in ranks.items() if rank.settings != usual}
-    found = compare_runs(others, _is_done, report.job, RunIdentity(usual), only_tasks=False)
+    found = identity.compare_runs(
+        others, _is_done, report.job, identity.RunIdentity(usual), only_tasks=False
+    )
     for number, changes in found.by_rank.items():
         rank = ranks[number]
         differences = "; ".join(line for change in changes for line in change.lines)
         message = f"was run with other settings than the job: {differences}."
-        yield Problem("identity", message, *rank.key, path=str(rank.folder / RUN))
+        yield Problem("identity", message, *rank.key, path=str(rank.folder / layout.RUN))
 
 
-def _is_done(rank: int) -> RankBinding:
-    return RankBinding(holds_work=True, is_finished=True, is_live=False)
+def _is_done(rank: int) -> identity.RankBinding:
+    return identity.RankBinding(holds_work=True, is_finished=True, is_live=False)
 
 
 def _check_ranks(report: Report) -> Iterator[Problem]:
     # A retry has only ranks with dead letters, so its ranks do not count.
     ranks = {rank.number for rank in report.ranks if not rank.root}
     missing = [rank for rank in range(report.tasks) if rank not in ranks]
-    removed = removed_ranks(report.checkpoints, missing)
+    removed = identity.removed_ranks(report.checkpoints, missing)
     tasks = plural(report.tasks, "task")
     not_started = [rank for rank in missing if rank not in removed]
     if not_started:
-        started = f"{len(not_started)} of {tasks}: {name_tasks(not_started)}."
+        started = f"{len(not_started)} of {tasks}: {identity.name_tasks(not_started)}."
         yield Problem("unfinished", f"not started: {started}")
     for rank in removed:
-        folder = str(rank_folder(report.checkpoints, rank))
+        folder = str(layout.rank_folder(report.checkpoints, rank))
         message = (
             f"{folder} is missing: its checkpoint was removed. Bring it back. If it is gone for "
             "good, have its documents processed, and paid, again: move the output files of task "
@@ -370,7 +374,7 @@ def _check_ranks(report: Report) -> Iterator[Problem]:
         yield Problem("rank", message, rank=rank, path=folder)
     for rank in sorted(ranks):
         if 0 < report.tasks <= rank:
-            folder = str(rank_folder(report.checkpoints, rank))
+            folder = str(layout.rank_folder(report.checkpoints, rank))
             message = f"is one too many: the run has {tasks}."
             yield Problem("rank", message, rank=rank, path=folder)
 
@@ -378,28 +382,8 @@ def _check_ranks(report: Report) -> Iterator[Problem]:
 # Output files -------------------------------------------------------------------------------------
 
 
-_OF_ANOTHER_NAME = (
-    "No file of this run has such a name. Move it out of the output folder, or "
-    "delete it if nothing else needs it."
-)
-_STAGED = (
-    "a process on its way to publish has left it, unless a task works just now. Remove it, since "
-    "readers of the folder may take it for output."
-)
-_OF_ANOTHER_JOB = (
-    "Another job has written it, or one whose checkpoint is lost: run refuses it. Choose another "
-    "output folder, bring that checkpoint back, or delete it if nothing else needs it."
-)
-
-
-def check_output(report: Report, full: bool, folder_is_given: bool) -> Iterator[Problem]:
-    """Compares the output files with the commits.
-
-    Args:
-        full: also read the files.
-        folder_is_given: the user named the output folder, so if it does not exist, its files are
-            missing.
-    """
+def check_output(report: Report) -> Iterator[Problem]:
+    """Compares the output files with the commits."""
     claims: dict[str, list[CommittedChunk]] = defaultdict(list)
     committed: dict[str, OutputFile] = {}
     for chunk in report.chunks:
@@ -411,8 +395,10 @@ def check_output(report: Report, full: bool, folder_is_given: bool) -> Iterator[
         look = partial(list_files, report.folder, committed)
         calls = StoppableCalls(report.output, report.hub)
         found = listed(calls, look, committed.values(), HUB_PROBE)
-        is_there = folder_is_given or not committed or found.sizes or report.hub is not None
-        if not (is_there or report.folder.exists("")):
+        is_there = not committed or found.sizes or report.hub is not None
+        # The files of a folder that the user names are missing.
+        is_named = report.place.named_output is not None
+        if not (is_there or is_named or report.folder.exists("")):
             raise OutputFailed(
                 f"the output folder {report.output} does not exist. If it was moved, give its "
                 "place with --output; if it is lost, give the same folder with --output, and all "
@@ -431,10 +417,8 @@ def check_output(report: Report, full: bool, folder_is_given: bool) -> Iterator[
             )
             yield Problem("duplicate", message, *claimants[0].rank.key, claimants[0].index, path)
     for chunk in report.chunks:
-        yield from _check_chunk(report, chunk, found, full)
-    uncommitted = _Uncommitted(report)
-    for path in sorted(names - committed.keys()):
-        yield from uncommitted.check(path)
+        yield from _check_chunk(report, chunk, found)
+    yield from _check_uncommitted(report, sorted(names - committed.keys()))
 
 
 def is_owned(report: Report) -> bool:
@@ -443,7 +427,7 @@ def is_owned(report: Report) -> bool:
     Raises OutputMismatch if it belongs to another one.
     """
     # An earlier release's run, or a copy of a mirror.
-    if not (report.checkpoints / HOME).exists():
+    if not (report.checkpoints / layout.HOME).exists():
         return False
     homes = Homes(report.checkpoints, None)
     try:
@@ -456,19 +440,18 @@ def is_owned(report: Report) -> bool:
 
 
 def _is_ours(report: Report, path: str) -> bool:
-    if OWNER in path:  # of a bucket's root, which has no place beside it, or of a folder below
+    # Of a bucket's root, which has no place beside it, or of a folder below.
+    if layout.OWNER in path:
         return True
     if not report.folder.is_local():
         return False
     return Path(report.folder.resolve_paths(path)).is_relative_to(report.checkpoints.absolute())
 
 
-def _check_chunk(
-    report: Report, chunk: CommittedChunk, found: FoundFiles, full: bool
-) -> Iterator[Problem]:
+def _check_chunk(report: Report, chunk: CommittedChunk, found: FoundFiles) -> Iterator[Problem]:
     is_right = True
     for file in chunk.files:
-        kind, text = _wrong(report, file, found, full)
+        kind, text = _wrong(report, file, found)
         if not kind:
             continue
         is_right = False
@@ -477,15 +460,15 @@ def _check_chunk(
             message += f" To redo it: {report.repair_command}, then run again."
         yield Problem(kind, message, *chunk.rank.key, chunk.index, file.path)
     # On the hub, a footer costs requests, and the hash suffices.
-    if full and is_right and report.hub is None:
+    if report.full and is_right and report.hub is None:
         yield from _check_documents(report, chunk)
 
 
-def _wrong(report: Report, file: OutputFile, found: FoundFiles, full: bool) -> tuple[str, str]:
+def _wrong(report: Report, file: OutputFile, found: FoundFiles) -> tuple[str, str]:
     """Returns kind and description of a file's problem; "" and "" if there is none."""
     if not found.is_right(file):
         return file_problem(file, found.size(file))
-    if not full and plain(file.path) not in found.touched:
+    if not report.full and plain(file.path) not in found.touched:
         return "", ""
     try:
         with file_system_call():
@@ -528,70 +511,70 @@ def _count_documents(folder: DataFolder, path: str) -> int:
         return known.count(file)
 
 
-class _Uncommitted:
+def _check_uncommitted(report: Report, paths: Iterable[str]) -> Iterator[Problem]:
     """Separates files that a run will still commit from foreign files."""
-
-    def __init__(self, report: Report) -> None:
-        self._report = report
-        self._committed = {(*chunk.rank.key, chunk.index) for chunk in report.chunks}
-        self._ranks = {rank.key: rank for rank in report.ranks}
-        self._look_again = cache(partial(_look_again, report.checkpoints))
-        self._published = cache(partial(published_names, report.checkpoints))
-        self._patterns = [output_pattern(template) for template in report.templates if template]
-
-    def check(self, path: str) -> Iterator[Problem]:
-        if not self._patterns:
-            return  # no run.json can be read
+    patterns = [output_pattern(template) for template in report.templates if template]
+    if not patterns:
+        return  # no run.json can be read
+    committed = {(*chunk.rank.key, chunk.index) for chunk in report.chunks}
+    ranks = {rank.key: rank for rank in report.ranks}
+    look_again = cache(partial(_look_again, report.checkpoints))
+    published_by = cache(partial(published_names, report.checkpoints))
+    for path in paths:
         if path.startswith(f"{STAGING}/"):
-            yield Problem("foreign", f"{path}: {_STAGED}", path=path)
-            return
-        matches = [*filter(None, (pattern.fullmatch(path) for pattern in self._patterns))]
-        if not matches and self._report.hub is not None:
-            return  # a repository holds a card, and other jobs' files
-        advice = f"{STRAY_ADVICE}." if matches else _OF_ANOTHER_NAME
+            message = (
+                f"{path}: a process on its way to publish has left it, unless a task works just "
+                "now. Remove it, since readers of the folder may take it for output."
+            )
+            yield Problem("foreign", message, path=path)
+            continue
+        matches = [*filter(None, (pattern.fullmatch(path) for pattern in patterns))]
+        advice = f"{STRAY_ADVICE}."
+        if not matches:
+            if report.hub is not None:
+                continue  # a repository holds a card, and other jobs' files
+            advice = (
+                "No file of this run has such a name. Move it out of the output folder, or delete "
+                "it if nothing else needs it."
+            )
         for match in matches:
             key, chunk_index = rank_and_chunk(match)
-            rank = self._ranks.get(key)
+            rank = ranks.get(key)
             if rank is not None and rank.state == "damaged":
-                return  # it may belong to a lost commit
-            now, files = self._look_again(key)
+                break  # it may belong to a lost commit
+            now, files = look_again(key)
             if path in files:
-                return  # committed meanwhile
+                break  # committed meanwhile
             rank = rank or now
             if rank is None:
-                if not key[0] and 0 < self._report.tasks <= key[1]:
+                if not key.retry and 0 < report.tasks <= key.rank:
                     continue  # it ran with more tasks before
-                place = name_place(*key)
                 advice = (
-                    f"It is named like a file of {place}, which has no checkpoint here: keep "
-                    "it until that is found."
+                    f"It is named like a file of {name_place(*key)}, which has no checkpoint here: "
+                    "keep it until that is found."
                 )
             elif rank.state != "finished":
-                published = self._published(key[1])
+                published = published_by(key.rank)
                 if published is not None and path not in published:
-                    advice = _of_another_job(self._report.checkpoints)
-                elif (*key, chunk_index) not in self._committed:
+                    advice = (
+                        "Another job has written it, or another node that has continued the task: "
+                        "if the run has a mirror, verify that, and keep the file until then. Else "
+                        "choose another output folder, bring the lost checkpoint back, or move the "
+                        "file out of the folder."
+                    )
+                elif (*key, chunk_index) not in committed:
                     message = f"{path} is published but not committed yet."
                     yield Problem("unfinished", message, *rank.key, chunk_index, path)
-                    return
-        yield Problem("foreign", f"{path} is named by no commit. {advice}", path=path)
+                    break
+        else:
+            yield Problem("foreign", f"{path} is named by no commit. {advice}", path=path)
 
 
-def _of_another_job(checkpoints: Path) -> str:
-    begun = Homes(checkpoints, None).kept
-    if begun is not None and ("://" in begun.home or looks_like_mirror(Path(begun.home))):
-        return (
-            f"Another node may have continued the task. The run's mirror, {begun.home}, knows: "
-            "verify that, and keep the file until then."
-        )
-    return _OF_ANOTHER_JOB
-
-
-def _look_again(checkpoints: Path, key: tuple[str, int]) -> tuple[RankLedger | None, set[str]]:
-    folder = rank_folder(checkpoints / key[0], key[1])
+def _look_again(checkpoints: Path, key: layout.RankAddress) -> tuple[RankLedger | None, set[str]]:
+    folder = checkpoints / str(key)
     if not folder.exists():
         return None, set()
-    now = read_rank(*key, folder, Want.COMMITS)
+    now = read_rank(folder, Want.COMMITS)
     return now, {file.path for commit in now.commits.values() for file in commit.files}
 
 

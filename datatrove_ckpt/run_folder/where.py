@@ -6,7 +6,6 @@ A mirror is copied into a temporary folder. Messages name the mirror instead.
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.checkpoint.lines import is_count
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import plural_or_no
+from datatrove_ckpt.common.launchers import LAUNCHERS
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CheckpointError, ConfigError
 from datatrove_ckpt.errors.names import name_copy
@@ -47,6 +47,7 @@ class Place:
         tasks: of the run, from a YAML file; else 0.
         logging_dir: the executor's, from a YAML file or a run folder.
         output: the output folder, likewise.
+        named_output: the output folder that the user names, wherever the others are.
         config: the YAML file's content; empty without a file.
     """
 
@@ -57,6 +58,7 @@ class Place:
     tasks: int = 0
     logging_dir: str | None = None
     output: str | None = None
+    named_output: str | None = None
     config: JsonObject = field(default_factory=dict)
 
     @property
@@ -82,6 +84,7 @@ def open_place(
     config: JsonObject | None = None,
     wanted: Callable[[str, int], bool] = lambda name, size: True,
     overrides: Sequence[str] = (),
+    output: str | None = None,
 ) -> Iterator[Place]:
     """Finds what the user named: a folder, a URL, or a YAML file. A mirror's copy is removed at the
     end.
@@ -90,6 +93,7 @@ def open_place(
         config: the content of the YAML file.
         wanted: which files of a mirror are needed, by name and size in bytes.
         overrides: of the file, as they are typed.
+        output: the output folder, if it is not where the run's files say.
 
     Raises:
         ConfigError: there is no such place, or the YAML file names none.
@@ -100,6 +104,7 @@ def open_place(
     else:
         place, url = _named(what)
     place.given += overrides
+    place.named_output = output
     if url is None:
         yield place
         return
@@ -258,64 +263,26 @@ def _text(value: object) -> str | None:
 
 
 def _runs_as_jobs(config: JsonObject) -> bool:
-    """Whether ranks run on Hugging Face Jobs, whose disks are invisible here."""
+    """Whether ranks run on disks that are invisible here."""
     executor = config.get("executor")
-    return isinstance(executor, dict) and str(executor.get("class_path")).endswith(
-        "JobsPipelineExecutor"
-    )
+    if not isinstance(executor, dict):
+        return False
+    name = str(executor.get("class_path")).rpartition(".")[2]
+    return name in LAUNCHERS and LAUNCHERS[name].has_own_disks
 
 
 def _not_begun(place: Place, where: object) -> ConfigError:
     what = place.given[0]
     if place.output and any(Path(place.output).glob("*")):
-        way = "start a new run in other folders"
-        mirror = _mirror_of(place)
-        if mirror is not None:
-            way = f"run the same command again: the mirror {mirror} has them"
         return ConfigError(
             f"{what}: {place.output} holds files, but no task has a checkpoint in {where}. Move "
-            f"the checkpoints back, or {way}."
+            "the checkpoints back; or, with checkpoints_remote_dir, run the same command again, "
+            "which restores them; or start a new run in other folders."
         )
     hint = "A submitted job may wait in its queue."
     if _runs_as_jobs(place.config):
         hint += " The log of one that has ended says why: hf jobs ps -a, hf jobs logs ID."
     return NotBegun(f"{what}: nothing has started yet: no task has a checkpoint in {where}. {hint}")
-
-
-def _mirror_of(place: Place) -> str | None:
-    """Returns the mirror that the run's last command named, if it has checkpoints and WHAT is no
-    YAML file, which names it itself.
-    """
-    if place.config or not place.logging_dir:
-        return None
-    steps = []
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        steps = json.loads(Path(place.logging_dir, "executor.json").read_bytes())["pipeline"]
-    for step in steps:
-        url = _text(step.get("checkpoints_remote_dir")) if isinstance(step, dict) else None
-        if url is None:
-            continue
-        from datatrove_ckpt.common.object_store import ObjectStore  # fsspec is slow to import
-        from datatrove_ckpt.mirror.restore import rank_names
-
-        for home in [url, *_homes(Path(str(place.output)))]:  # the URL may be a path of elsewhere
-            with suppress(OSError, ConfigError, CheckpointError):
-                if _URL.match(home):
-                    has_ranks = any(rank_names(ObjectStore(home)))
-                else:
-                    has_ranks = looks_like_mirror(Path(home))
-                if has_ranks:
-                    return home
-    return None
-
-
-def _homes(output: Path) -> Iterator[str]:
-    """Yields the places of the runs that own an output folder, each a mirror if it began with
-    one.
-    """
-    for record in output.parent.glob(f".{output.name}.{layout.OWNER}*"):
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            yield str(json.loads(record.read_bytes())["home"])
 
 
 def _kept_step(path: str, executor: JsonObject) -> tuple[int, JsonObject]:

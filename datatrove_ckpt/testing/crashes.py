@@ -3,8 +3,6 @@
 Disks that crash are subclasses of ``files.Disk`` that stand in for it during a test.
 """
 
-from __future__ import annotations
-
 import functools
 import shutil
 import sqlite3
@@ -39,7 +37,7 @@ EFFECTS = (
     "commit",
 )
 """The names of the effects on disk: methods of ``files.Disk``."""
-REMOTE_EFFECTS = ("put", "copy", "delete", "delete_tree")
+REMOTE_EFFECTS = ("put", "create", "copy", "delete", "delete_tree")
 """The names of the effects on a remote: methods of ``ObjectStore``."""
 
 Arguments = tuple[Any, ...]

@@ -1,7 +1,5 @@
 """FakeServer: answers like an OpenAI-compatible server, and counts the requests."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import Counter
@@ -62,7 +60,8 @@ class FakeServer:
         self._port = 0  # known once the server listens
         self._released = asyncio.Event()
         self._loop = asyncio.new_event_loop()
-        self._started = threading.Event()
+        app = web.Application(client_max_size=2**30)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
         self._thread = threading.Thread(target=self._serve, name="fake server", daemon=True)
 
     @property
@@ -71,7 +70,11 @@ class FakeServer:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        self._started.wait()
+        try:
+            asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -84,22 +87,15 @@ class FakeServer:
         self._loop.call_soon_threadsafe(self._released.set)
 
     def _serve(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        runner = self._loop.run_until_complete(self._start())
-        self._started.set()
         self._loop.run_forever()
-        self._loop.run_until_complete(runner.cleanup())
+        self._loop.run_until_complete(self._runner.cleanup())
         self._loop.close()
 
-    async def _start(self) -> web.AppRunner:
-        app = web.Application(client_max_size=2**30)
-        self._route(app.router)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0, reuse_address=True)
-        await site.start()
-        self._port = runner.addresses[0][1]
-        return runner
+    async def _start(self) -> None:
+        self._route(self._runner.app.router)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0, reuse_address=True).start()
+        self._port = self._runner.addresses[0][1]
 
     def _route(self, router: web.UrlDispatcher) -> None:
         router.add_get("/v1/models", self._models)

@@ -788,7 +788,8 @@ class TrainingCheckpoints:
         try:
             if not weights_only:
                 self._has_looked = True
-            chosen = self._choose(step)
+            loaded = self._loaded_while_checked(states)
+            chosen = self._choose(step, loaded)
             if chosen is None:
                 if step != "latest":
                     raise ConfigError(
@@ -798,7 +799,7 @@ class TrainingCheckpoints:
                 return None
             name, passed = chosen
             try:
-                self._load(name, reader, states, weights_only)
+                self._load(name, reader, states, loaded, weights_only)
             except CkptError as error:
                 if name in self._steps.names():
                     raise
@@ -838,7 +839,7 @@ class TrainingCheckpoints:
         return self._best.ordered(_metrics(manifests))[::-1]
 
     def _choose(
-        self, step: int | str | None, before: int | None = None
+        self, step: int | str | None, loaded: Contents, before: int | None = None
     ) -> tuple[StepName, list[str]] | None:
         """Returns the newest step (or the best one) that is meant, and is whole in all folders, and
         why others are not; None if no step is meant.
@@ -860,9 +861,9 @@ class TrainingCheckpoints:
         elif step != "latest":
             names = [name for name in names if name.step == step]
         for name in reversed(names):
-            damage = self._damage(name)
+            damage = self._damage(name, loaded)
             if damage and name not in set().union(*self._ranks.together(self._names)):
-                return self._choose(step, before)  # its training has removed it
+                return self._choose(step, loaded, before)  # its training has removed it
             if not damage:
                 self._damaged.discard(name)
                 self._steps.training = self._steps.manifest(name)["training"]
@@ -876,6 +877,12 @@ class TrainingCheckpoints:
         raise CheckpointCorrupt(
             f"{self._steps.folder} has no step that is whole: {' '.join(passed)}"
         )
+
+    def _loaded_while_checked(self, states: Mapping[str, Any]) -> Contents:
+        names = [key for key, state in states.items() if not isinstance(state, nn.Module)]
+        if not self._only_plain:  # a damaged file might run any code
+            names = []
+        return dict.fromkeys(f"states/{key}.pt" for key in names)
 
     def _names(self) -> list[StepName]:
         if not self._is_owner:
@@ -900,11 +907,11 @@ class TrainingCheckpoints:
             logger.warning(why)
             return names
 
-    def _damage(self, name: StepName) -> str:
+    def _damage(self, name: StepName, loaded: Contents) -> str:
         """Returns why a folder's copy of the step cannot be used."""
         differs = False
         while True:
-            found = self._ranks.together(partial(self._own_damage, name, differs))
+            found = self._ranks.together(partial(self._own_damage, name, loaded, differs))
             damage = next(filter(None, found), "")
             if damage:
                 return damage
@@ -914,7 +921,7 @@ class TrainingCheckpoints:
             if not differs:
                 return ""
 
-    def _own_damage(self, name: StepName, differs: bool) -> str:
+    def _own_damage(self, name: StepName, loaded: Contents, differs: bool) -> str:
         """Fetches a copy that is missing or differs from the remote.
 
         Raises:
@@ -923,9 +930,10 @@ class TrainingCheckpoints:
         if not self._is_owner:
             return ""
         damage = "It is not the same save on all nodes."
+        loaded |= dict.fromkeys(loaded)  # of another step, or save
         try:
             if not differs:
-                damage = self._steps.damage(name)
+                damage = self._steps.damage(name, loaded)
             if damage and self._steps.store is not None:
                 self._steps.lock()
                 READING.run(partial(self._steps.fetch, name), f"{name} cannot be fetched")
@@ -941,6 +949,7 @@ class TrainingCheckpoints:
         name: StepName,
         reader: Writer | None,
         states: Mapping[str, Any],
+        loaded: Contents,
         weights_only: bool = False,
     ) -> None:
         saved = {file for file in self._steps.manifest(name)["files"] if file.startswith("states/")}
@@ -955,8 +964,11 @@ class TrainingCheckpoints:
                         f"{key} is what an optimizer's state_dict() gave. Give the optimizer."
                     )
                 else:
-                    copies = isinstance(state, nn.Module)
-                    sharded.give(state, self._steps.load(name, f"{folder}.pt", copies))
+                    content = loaded.pop(f"{folder}.pt", None)
+                    if content is None:
+                        copies = isinstance(state, nn.Module)
+                        content = self._steps.load(name, f"{folder}.pt", copies)
+                    sharded.give(state, content)
             except CkptError:
                 raise
             except Exception as error:
@@ -1059,7 +1071,8 @@ class TrainingCheckpoints:
         self._has_looked = True
         self._claim()
 
-        chosen = self._choose(to, before)
+        loaded = self._loaded_while_checked(states)
+        chosen = self._choose(to, loaded, before)
         if chosen is None:
             wanted = to if before is None else f"before {before}"
             raise ConfigError(f"rollback: there is no step {wanted}.")
@@ -1075,7 +1088,7 @@ class TrainingCheckpoints:
             changed[_INPUT] = inputs
         # What may fail comes before the model changes, and what others see after it.
         self._ranks.together(partial(self._copy, old, new, changed, back))
-        self._load(old, reader, states)
+        self._load(old, reader, states, loaded)
         self._restored_input.clear()
         if loader is not None and not skip_input:
             self._load_input(loader, old)

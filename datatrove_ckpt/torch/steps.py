@@ -19,6 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.checkpoint.training_steps import (
@@ -26,6 +28,7 @@ from datatrove_ckpt.checkpoint.training_steps import (
     FORMAT,
     MANIFEST,
     SHARED,
+    CheckedFile,
     Entry,
     Manifest,
     StepName,
@@ -234,17 +237,26 @@ class Steps:
     def manifests(self) -> dict[StepName, Manifest]:
         return readable(self.names(), self.manifest)
 
-    def damage(self, name: StepName) -> str:
+    def damage(self, name: StepName, loaded: Contents) -> str:
         """Returns why the step in the folder cannot be used; "": it is whole.
+
+        ``loaded``: gets the contents of its files from a step that is whole: they are read once.
 
         Raises what ``check_files`` and ``check_training`` raise, but CheckpointCorrupt.
         """
+        contents: Contents = {}
+
+        def load(file: str, content: CheckedFile) -> None:
+            with suppress(Exception):  # the hash says why, or the load that follows
+                contents[file] = torch.load(content, map_location="cpu", weights_only=True)
+
         try:
-            check_files(self.folder, name)
+            check_files(self.folder, name, True, load, loaded)
             self.check_training(self.manifest(name), str(self.folder / str(name)))
         except CheckpointCorrupt as error:
             self._before = {}  # it may have the damaged file
             return str(error)
+        loaded |= contents
         self._note_whole(name)
         return ""
 
@@ -258,8 +270,6 @@ class Steps:
 
         ``mapped``: for a caller that copies all tensors: their memory is the file.
         """
-        import torch
-
         path = self.folder / str(name) / file
         if not path.is_file():
             raise ConfigError(f"{path.parent} holds no {path.stem!r}: it was saved without.")
@@ -421,8 +431,6 @@ def _write(path: Path, content: object) -> Entry:
             for block in content:
                 file.write(block)
         else:
-            import torch  # not to list steps
-
             torch.save(content, file)
     except RuntimeError as error:
         raise file.failed or error from error

@@ -57,9 +57,6 @@ _PACING = re.compile(r"(_?asyncio|concurrent|logging|loguru|_?queue|_?threading|
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 _BASES = (str, bytes, int, float)
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
-_BYTECODE = (
-    "without its source, code is compared by its bytecode, which differs between Python versions"
-)
 _MAX_OBJECTS = 5000
 _MAX_EXACT = 2**53
 
@@ -448,7 +445,7 @@ class _Walk:
                         unchanged = [one for one in bound if one.imports and not one.is_definition]
                         if chain in statement.passed:
                             unchanged += [one for one in bound if one.is_definition]
-                        if not bound or len(unchanged) < len(bound):
+                        if len(unchanged) < len(bound):
                             found.setdefault(key, []).append(statement)
         return self._changed[file]
 
@@ -566,10 +563,7 @@ class _Walk:
         return fields
 
     def notes(self) -> dict[str, str]:
-        notes = {}
-        for name, value in self.bytecode.items():
-            if str(value).startswith("bytecode "):
-                notes[name] = _BYTECODE
+        notes: dict[str, str] = {}
         for unit in self.units.values():
             for one in unit.statements[:1]:
                 way = " -> ".join(dict.fromkeys(unit.way))

@@ -31,7 +31,7 @@ from loguru import logger
 from datatrove_ckpt.common import redaction
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.user_code.description import cells
-from datatrove_ckpt.user_code.own_modules import is_installed, own_modules, places_of
+from datatrove_ckpt.user_code.own_modules import places_of
 from datatrove_ckpt.user_code.statements import loaded_names
 
 _collecting = threading.local()
@@ -97,26 +97,12 @@ def _stays(look: _Look, value: object) -> str:
 
 def restore(names: ScriptNames) -> None:
     main = sys.modules["__main__"]
-    if getattr(main, "__file__", None) == names.file:
-        return
-    vars(main).update(names.values)
-    for name, reason in names.left.items():
-        if name not in vars(main):
-            logger.warning(
-                f"The script's {name} is not in the pickled job, because {reason}. A rollout that "
-                "needs it fails with NameError: let the rollout read it (from an environment "
-                "variable, for example), or a module that it imports."
-            )
+    if getattr(main, "__file__", None) != names.file:
+        vars(main).update(names.values)
 
 
-def say_missing(*things: object, sent: bool) -> None:
-    """Logs which modules of the job only this script finds.
-
-    ``sent``: ``own_modules`` go along with the tasks.
-    """
-    along = set()
-    if sent:
-        along = {*own_modules(), "datatrove", "datatrove_ckpt"}
+def say_missing(*things: object) -> None:
+    """Logs which modules of the job only this script finds."""
     paths = [Path(entry).resolve() for entry in sys.path]
     modules = set()
     for thing in things:
@@ -125,17 +111,11 @@ def say_missing(*things: object, sent: bool) -> None:
         field = "__name__" if isinstance(thing, types.ModuleType) else "__module__"
         modules.add(str(getattr(thing, field, "")))
     tops = {name.partition(".")[0] for name in modules} - {"__main__"}
-    for name in sorted(tops - along):
+    for name in sorted(tops):
         if not (places := places_of(name)):
             continue
         folder = places[0].resolve().parent
-        if sent and not is_installed(places[0]):
-            logger.warning(
-                f"The rollout uses the module {name} of {folder}, and jobs lack it unless "
-                "`dependencies` installs it: what lies in the working folder or beside the script "
-                "goes along."
-            )
-        elif not sent and paths and folder == paths[0] and folder not in paths[1:]:
+        if paths and folder == paths[0] and folder not in paths[1:]:
             logger.warning(
                 f"The rollout uses the module {name} of {folder}, which is on the path of this "
                 "script alone. The tasks find it if they have it, too: `export "

@@ -323,7 +323,7 @@ class Statement:
         """Returns the names of the file that it mentions, with what it takes of them."""
         if self.is_import:
             return []
-        known = loaded_names(compile_tree([self.node])) | self.binds
+        known = loaded_names(compile_tree([self.node]))
         known |= {taken.bound for taken in self.imports}
         inside = {id(attribute.value) for attribute in self._of(ast.Attribute)}
         chains = [chain_of(node) for node in self._of(ast.expr) if id(node) not in inside]

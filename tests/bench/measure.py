@@ -4,7 +4,6 @@ report.
 
 import json
 import os
-import resource
 import shutil
 import statistics
 import subprocess
@@ -13,7 +12,6 @@ import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.bench.systems import cpu_seconds
 from tests.bench.tables import markdown
 
 ROOT = Path(__file__).parents[2]
@@ -51,10 +49,8 @@ def mock_server():
             process.terminate()
 
 
-def run_once(server, run, latency, documents, package=ROOT):
-    """One run in a fresh process, in an empty folder, of the package in the checkout
-    ``package``.
-    """
+def run_once(server, run, latency, documents):
+    """One run in a fresh process, in an empty folder."""
     # The folder holds the output, the checkpoints, and whose output it is.
     shutil.rmtree(run.folder, ignore_errors=True)
     Path(run.folder).mkdir(parents=True)
@@ -62,10 +58,8 @@ def run_once(server, run, latency, documents, package=ROOT):
     # Dirty pages of the run before are not this one's business.
     subprocess.run(["sync"], check=True)
     command = [sys.executable, "-P", str(ROOT / "tests/bench/systems.py"), json.dumps(vars(run))]
-    environment = {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{ROOT}"}
-    before = cpu_seconds(resource.RUSAGE_CHILDREN)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    whole = cpu_seconds(resource.RUSAGE_CHILDREN) - before
     if process.returncode:
         raise SystemExit(
             f"{process.stderr}\n{run.system} failed with exit code {process.returncode}: {run}"
@@ -79,7 +73,6 @@ def run_once(server, run, latency, documents, package=ROOT):
         "wall": wall,
         "rate": documents / wall,
         "cpu_per_1000": result["cpu"] / documents * 1000,
-        "whole_cpu_per_1000": whole / documents * 1000,
         "us": result["cpu"] / documents * 1e6,
         "tail": result["ended"] - counts["last"],
         "serving_rate": documents / (result["ended"] - counts["first"]),

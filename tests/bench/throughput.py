@@ -7,8 +7,7 @@ divided by a system's. The load of this machine changes none.
 
 ours       default settings
 before     the same at ``--against``
-best       the best of some numbers as ``max_concurrent_generations``, in brackets
-loop, datatrove    see ``throughput_run.py``
+datatrove  see ``throughput_run.py``
 
 What has missed its goal, or is more than 2 % slower than before, is listed below the table.
 ``--write`` also writes the table to docs/internals/benchmarks.md, and README's lines about it.
@@ -20,17 +19,30 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.bench import report, tables
-from tests.bench.commits import checkout
 from tests.bench.measure import ROOT
 from tests.bench.throughput_jobs import JOBS
 
-SYSTEMS = ("ours", "before", "best", "loop", "datatrove")
+SYSTEMS = ("ours", "before", "datatrove")
 _SLOWER = 0.98
+
+
+@contextmanager
+def checkout(commit, folder):
+    """A worktree of ``commit`` in ``folder``, removed afterwards."""
+    if (Path(commit) / "datatrove_ckpt").is_dir():
+        yield Path(commit).resolve()
+        return
+    git = ["git", "-C", str(ROOT), "worktree"]
+    subprocess.run([*git, "add", "--quiet", "--detach", str(folder), commit], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run([*git, "remove", "--force", str(folder)], check=True)
 
 
 @dataclass
@@ -48,21 +60,21 @@ class Results:
                 name, result = json.loads(line)
                 self._known[name] = result
 
-    def seconds(self, job, system, at_once=None):
-        name = json.dumps([job, system, self.seed, at_once])
+    def seconds(self, job, system):
+        name = json.dumps([job, system, self.seed])
         if name not in self._known:
-            self._known[name] = self._run(job, system, at_once)
+            self._known[name] = self._run(job, system)
             if self.path is not None:
                 with self.path.open("a") as file:
                     file.write(f"{json.dumps([name, self._known[name]])}\n")
         result = self._known[name]
-        print(f"{job}: {system} {at_once or ''}: {result}", file=sys.stderr, flush=True)
+        print(f"{job}: {system}: {result}", file=sys.stderr, flush=True)
         return result["seconds"]
 
-    def _run(self, job, system, at_once):
+    def _run(self, job, system):
         package = self.before if system == "before" else ROOT
         system = "ours" if system == "before" else system
-        arguments = json.dumps([job, system, self.seed, at_once])
+        arguments = json.dumps([job, system, self.seed])
         with tempfile.TemporaryDirectory(prefix="datatrove-ckpt-throughput-") as folder:
             # The other commit's package, with this one's tests.
             Path(folder, "datatrove_ckpt").symlink_to(Path(package, "datatrove_ckpt"))
@@ -82,26 +94,14 @@ class Results:
 
 
 def shares(name, results, systems):
-    """The share of the ideal of each system, and the number that was best."""
+    """The share of the ideal of each system."""
     job = JOBS[name]
     ideal = results.seconds(name, "ideal")
     found = {}
     for system in systems:
-        if system == "best":
-            found[system], number = max(
-                (ideal / results.seconds(name, "ours", number), number) for number in job.numbers
-            )
-            found["number"] = number
-        elif system != "datatrove" or (job.death is None and len(job.models) == 1):
+        if system != "datatrove" or (job.death is None and len(job.models) == 1):
             found[system] = ideal / results.seconds(name, system)
     return found
-
-
-def _cell(system, found):
-    if system not in found:
-        return None
-    text = f"{found[system]:.2f}"
-    return f"{text} ({found['number']})" if system == "best" else text
 
 
 def _missed(name, found):
@@ -134,7 +134,7 @@ def main():
         threads = stack.enter_context(ThreadPoolExecutor(options.processes))
         found = list(threads.map(lambda name: shares(name, results, options.systems), names))
     rows = [
-        [name, *(_cell(system, row) for system in options.systems)]
+        [name, *(f"{row[system]:.2f}" if system in row else None for system in options.systems)]
         for name, row in zip(names, found, strict=True)
     ]
     table = tables.markdown(["job", *options.systems], rows)

@@ -28,7 +28,6 @@ class Job:
         rows: makes the documents, each a text and the lengths of its answers.
         rollout: asks for one document.
         engine: what differs from ``H100``.
-        numbers: of requests in flight at a server, of which the best is looked for.
         goal: the share of the ideal that is expected of the default settings.
         tasks: that run at once, over the same servers.
         death: when the first server dies, and for how many seconds it is away. The ideal has all
@@ -39,7 +38,6 @@ class Job:
     rows: Callable[[random.Random], list[dict]]
     rollout: Callable
     engine: dict = field(default_factory=dict)
-    numbers: tuple[int, ...] = (64, 128, 256, 512)
     goal: float = 0.0
     tasks: int = 1
     death: tuple[float, float] | None = None
@@ -61,21 +59,18 @@ async def one_call(row, ask):
     return await ask(_payload([_user(row["text"])], row["answers"][0]))
 
 
-async def in_sequence(row, ask):
-    """Each call has the answers before it in its prompt."""
-    turns = [_user(row["text"])]
-    for number, tokens in enumerate(row["answers"]):
-        answer = await ask(_payload(turns, tokens))
-        turns = [*turns, {"role": "assistant", "content": answer}, _user(f"Go on, {number}.")]
+def in_sequence(tool_seconds=0.0):
+    """Each call has the answers before it in its prompt, and may wait for a tool before it."""
 
+    async def rollout(row, ask):
+        turns = [_user(row["text"])]
+        for number, tokens in enumerate(row["answers"]):
+            answer = await ask(_payload(turns, tokens))
+            if tool_seconds:
+                await asyncio.sleep(tool_seconds)
+            turns = [*turns, {"role": "assistant", "content": answer}, _user(f"Go on, {number}.")]
 
-async def with_tools(row, ask):
-    """As ``in_sequence``, with a tool that takes two seconds between two calls."""
-    turns = [_user(row["text"])]
-    for number, tokens in enumerate(row["answers"]):
-        answer = await ask(_payload(turns, tokens))
-        await asyncio.sleep(2.0)
-        turns = [*turns, {"role": "assistant", "content": answer}, _user(f"Go on, {number}.")]
+    return rollout
 
 
 async def in_parallel(row, ask):
@@ -113,47 +108,41 @@ def _lognormal(chance, mean, sigma=0.6):
     return max(8, mean * chance.lognormvariate(-sigma * sigma / 2, sigma))
 
 
-def rewriting(documents, prompt=500, answer=300, system=50):
+def rows_of(documents, text, answers):
+    """Makes rows of what both return by chance."""
+
     def rows(chance):
-        start = _text(random.Random("system"), system)
-        return [
-            {
-                "text": start + _text(chance, _lognormal(chance, prompt)),
-                "answers": [_lognormal(chance, answer)],
-            }
-            for _ in range(documents)
-        ]
+        return [{"text": text(chance), "answers": answers(chance)} for _ in range(documents)]
 
     return rows
+
+
+def rewriting(documents, prompt=500, answer=300, system=50):
+    start = _text(random.Random("system"), system)
+    return rows_of(
+        documents,
+        lambda chance: start + _text(chance, _lognormal(chance, prompt)),
+        lambda chance: [_lognormal(chance, answer)],
+    )
 
 
 def calls(documents, number, prompt=1500, answer=250):
-    def rows(chance):
-        return [
-            {
-                "text": _text(chance, _lognormal(chance, prompt, 0.3)),
-                "answers": [_lognormal(chance, answer, 0.4) for _ in range(number)],
-            }
-            for _ in range(documents)
-        ]
-
-    return rows
+    return rows_of(
+        documents,
+        lambda chance: _text(chance, _lognormal(chance, prompt, 0.3)),
+        lambda chance: [_lognormal(chance, answer, 0.4) for _ in range(number)],
+    )
 
 
 JUDGE_PROMPT = _text(random.Random("judge"), 300)
 
 
 def judged(documents, prompt=600, answer=300, judgement=20):
-    def rows(chance):
-        return [
-            {
-                "text": _text(chance, _lognormal(chance, prompt)),
-                "answers": [_lognormal(chance, answer), judgement],
-            }
-            for _ in range(documents)
-        ]
-
-    return rows
+    return rows_of(
+        documents,
+        lambda chance: _text(chance, _lognormal(chance, prompt)),
+        lambda chance: [_lognormal(chance, answer), judgement],
+    )
 
 
 def shared(groups, each=8, prompt=3000, answer=60, shuffled=False, system=0):
@@ -180,45 +169,29 @@ def shared(groups, each=8, prompt=3000, answer=60, shuffled=False, system=0):
 
 def system_prompts(documents, prompts, tokens=2000, answer=60, own=100):
     """Rows that begin with one of some texts; the first texts are the most frequent."""
-
-    def rows(chance):
-        starts = [_text(random.Random(f"system {number}"), tokens) for number in range(prompts)]
-        weights = [1 / (number + 1) for number in range(prompts)]
-        return [
-            {
-                "text": chance.choices(starts, weights)[0] + _text(chance, own),
-                "answers": [_lognormal(chance, answer, 0.3)],
-            }
-            for _ in range(documents)
-        ]
-
-    return rows
+    starts = [_text(random.Random(f"system {number}"), tokens) for number in range(prompts)]
+    weights = [1 / (number + 1) for number in range(prompts)]
+    return rows_of(
+        documents,
+        lambda chance: chance.choices(starts, weights)[0] + _text(chance, own),
+        lambda chance: [_lognormal(chance, answer, 0.3)],
+    )
 
 
 def reasoning(documents):
-    def rows(chance):
-        return [
-            {
-                "text": _text(chance, 200),
-                "answers": [min(16_000, _lognormal(chance, 2500, 1.0))],
-            }
-            for _ in range(documents)
-        ]
-
-    return rows
+    return rows_of(
+        documents,
+        lambda chance: _text(chance, 200),
+        lambda chance: [min(16_000, _lognormal(chance, 2500, 1.0))],
+    )
 
 
 def labels(documents):
-    def rows(chance):
-        return [
-            {
-                "text": _text(chance, _lognormal(chance, 600, 0.9)),
-                "answers": [chance.choice([2, 2, 2, 4, 30])],
-            }
-            for _ in range(documents)
-        ]
-
-    return rows
+    return rows_of(
+        documents,
+        lambda chance: _text(chance, _lognormal(chance, 600, 0.9)),
+        lambda chance: [chance.choice([2, 2, 2, 4, 30])],
+    )
 
 
 SMALL_MODEL = {
@@ -229,17 +202,15 @@ SMALL_MODEL = {
 }
 FP8 = {"base": 4.5e-3, "per_prompt_token": 1.7e-5, "per_cached_token": 2.8e-8, "blocks": 53_000}
 
-CALLS = (64, 128, 160, 192)
-
 # Of documents that are shared and shuffled, 150 a server are a little more than its cache holds.
 JOBS = {
     "rewriting, 1 server": Job(1, rewriting(2_500), one_call),
     "rewriting, 4 servers": Job(4, rewriting(8_000), one_call),
     "rewriting, 8 servers": Job(8, rewriting(20_000), one_call, goal=1.0),
-    "3 calls in sequence, 1 server": Job(1, calls(2_000, 3), in_sequence, goal=1.65, numbers=CALLS),
-    "3 calls in sequence, 8 servers": Job(8, calls(8_000, 3), in_sequence, goal=1.6, numbers=CALLS),
-    "10 calls in sequence, 1 server": Job(1, calls(400, 10), in_sequence),
-    "10 calls in sequence, 8 servers": Job(8, calls(1_600, 10), in_sequence),
+    "3 calls in sequence, 1 server": Job(1, calls(2_000, 3), in_sequence(), goal=1.65),
+    "3 calls in sequence, 8 servers": Job(8, calls(8_000, 3), in_sequence(), goal=1.6),
+    "10 calls in sequence, 1 server": Job(1, calls(400, 10), in_sequence()),
+    "10 calls in sequence, 8 servers": Job(8, calls(1_600, 10), in_sequence()),
     "8 rows share a document, 2 servers": Job(2, shared(375), one_call),
     "8 rows share a document, 4 servers": Job(4, shared(750), one_call),
     "8 rows share a document, 8 servers": Job(8, shared(1_500), one_call, goal=3.8),
@@ -255,23 +226,23 @@ JOBS = {
     ),
     "one prompt for all rows, 8 servers": Job(8, system_prompts(20_000, 1), one_call, goal=0.97),
     "64 system prompts, 8 servers": Job(8, system_prompts(10_000, 64), one_call),
-    "reasoning to 16k tokens, 1 server": Job(1, reasoning(700), one_call, numbers=(64, 128, 256)),
+    "reasoning to 16k tokens, 1 server": Job(1, reasoning(700), one_call),
     "labels, 8 servers": Job(8, labels(12_000), one_call),
     "prompts of 20,000 tokens, 8 servers": Job(
-        8, rewriting(1_000, prompt=20_000, answer=300), one_call, numbers=(8, 16, 24)
+        8, rewriting(1_000, prompt=20_000, answer=300), one_call
     ),
     "max-num-seqs 128, rewriting, 8 servers": Job(8, rewriting(8_000), one_call, {"places": 128}),
     "max-num-batched-tokens 2048, 3 calls, 8 servers": Job(
-        8, calls(4_000, 3), in_sequence, {"budget": 2048}
+        8, calls(4_000, 3), in_sequence(), {"budget": 2048}
     ),
     "a small model, rewriting, 8 servers": Job(8, rewriting(12_000), one_call, SMALL_MODEL),
     "fp8, rewriting, 8 servers": Job(8, rewriting(12_000), one_call, FP8),
     "one of 8 servers dies, and is back after 30 s, 3 calls": Job(
-        8, calls(6_000, 3), in_sequence, death=(30.0, 30.0)
+        8, calls(6_000, 3), in_sequence(), death=(30.0, 30.0)
     ),
     "a writer on 5 servers, a judge on 3": Job(
         {"writer": 5, "judge": 3}, judged(10_000), written_and_judged
     ),
-    "2 tasks over 8 servers, 3 calls": Job(8, calls(6_000, 3), in_sequence, tasks=2),
-    "tools (2 s) between 3 calls, 8 servers": Job(8, calls(6_000, 3), with_tools),
+    "2 tasks over 8 servers, 3 calls": Job(8, calls(6_000, 3), in_sequence(), tasks=2),
+    "tools (2 s) between 3 calls, 8 servers": Job(8, calls(6_000, 3), in_sequence(2.0)),
 }

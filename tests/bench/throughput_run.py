@@ -3,7 +3,6 @@
 ideal      all documents are at the engines at once, each call at the one with the fewest
 ours       datatrove_ckpt.InferenceRunner, which believes that it has launched the engines
 datatrove  datatrove's own InferenceRunner, which has one server: a task for each server
-loop       a plain aiohttp loop, each request to the next server in turn
 """
 
 import asyncio
@@ -14,17 +13,13 @@ import threading
 import time
 import types
 from contextlib import contextmanager
-from itertools import chain, cycle
+from itertools import chain
 from pathlib import Path
 from unittest import mock
 
 from tests.bench.throughput_jobs import JOBS
 from tests.simulated_servers import SimulatedServer
 from tests.virtual_time import VirtualTimeLoop
-
-# Requests in flight at each server, of the loop and of datatrove, whose default it is.
-AT_ONCE = 500
-
 
 _REAL_MONOTONIC = time.monotonic
 
@@ -57,7 +52,7 @@ def schedule_death(job, server):
     asyncio.get_running_loop().call_later(job.death[0], server.kill)
 
 
-async def ideal(job, seed, at_once):
+async def ideal(job, seed):
     loop = asyncio.get_running_loop()
     servers = servers_of(job)
     in_flight = {model: dict.fromkeys(own, 0) for model, own in servers.items()}
@@ -78,52 +73,6 @@ async def ideal(job, seed, at_once):
         for row in rows_of(job, seed):
             group.create_task(job.rollout(row, ask))
     return servers
-
-
-async def plain_loop(job, seed, at_once):
-    import aiohttp
-
-    servers = servers_of(job)
-    urls = {
-        model: cycle([await server.start() for server in own]) for model, own in servers.items()
-    }
-    if job.death is not None:
-        mortal = servers[""][0]
-        schedule_death(job, mortal)
-        restart = asyncio.create_task(_restart(job, mortal))
-    rows = iter(rows_of(job, seed))
-    most = (at_once or AT_ONCE) * sum(job.models.values())
-    places = asyncio.Semaphore(most)
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-
-        async def ask(payload, model=""):
-            while True:
-                url = f"{next(urls[model])}/v1/chat/completions"
-                try:
-                    async with (
-                        places,
-                        session.post(url, json={"model": "m", **payload}) as response,
-                    ):
-                        return (await response.json())["choices"][0]["message"]["content"]
-                except aiohttp.ClientError:
-                    await asyncio.sleep(0.1)
-
-        async def work():
-            for row in rows:
-                await job.rollout(row, ask)
-
-        await asyncio.gather(*(work() for _ in range(most)))
-    if job.death is not None:
-        restart.cancel()
-    return servers
-
-
-async def _restart(job, server):
-    await server.died.wait()
-    await asyncio.sleep(job.death[1])
-    await server.start()
 
 
 def documents(job, seed, task=0, tasks=1):
@@ -156,13 +105,11 @@ def writer():
     )
 
 
-def ours(job, seed, at_once):
+def ours(job, seed):
     from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
 
     servers = servers_of(job)
     settings = {"hang_timeout": 1e6, "reuse_servers": job.tasks > 1}
-    if at_once is not None:
-        settings["max_concurrent_generations"] = at_once
     models = {
         model: InferenceConfig("vllm", "m", replicas=count, **settings)
         for model, count in job.models.items()
@@ -192,13 +139,13 @@ def ours(job, seed, at_once):
 def _simulated(job, servers):
     """Lets the runner launch simulated servers, and its loops run in virtual time."""
     from datatrove_ckpt.generation import rank
-    from datatrove_ckpt.inference.servers import host
+    from datatrove_ckpt.inference.servers import supervision
     from datatrove_ckpt.run_folder import findings
 
     loops = types.SimpleNamespace(new_event_loop=virtual_loop)
     with (
         mock.patch.dict(sys.modules, uvloop=loops),
-        mock.patch.object(host, "InferenceServer", _launched(job, servers)),
+        mock.patch.object(supervision, "InferenceServer", _launched(job, servers)),
         mock.patch.object(rank, "check_servers"),
         mock.patch.object(findings, "check_servers"),
     ):
@@ -206,9 +153,9 @@ def _simulated(job, servers):
 
 
 def _launched(job, servers):
-    from datatrove_ckpt.inference.servers import host
+    from datatrove_ckpt.inference.servers import supervision
 
-    class Launched(host.InferenceServer):  # type: ignore[misc]
+    class Launched(supervision.InferenceServer):  # type: ignore[misc]
         """Believes that a simulated engine is its process."""
 
         @property
@@ -222,7 +169,7 @@ def _launched(job, servers):
                 schedule_death(job, self.engine)
             self.url = await self.engine.start()
 
-        async def take_over(self, config, rank):
+        async def take_over(self):
             return False
 
         async def watch(self):
@@ -238,7 +185,7 @@ def _launched(job, servers):
     return Launched
 
 
-def datatrove(job, seed, at_once):
+def datatrove(job, seed):
     from datatrove.pipeline.inference.run_inference import InferenceConfig, InferenceRunner
 
     servers = servers_of(job)
@@ -247,7 +194,7 @@ def datatrove(job, seed, at_once):
             server_type="endpoint",
             model_name_or_path="m",
             endpoint_url="http://127.0.0.1",
-            max_concurrent_generations=at_once or AT_ONCE,
+            max_concurrent_generations=500,
         )
         runner = InferenceRunner(rollout_of(job), config, writer(), records_per_chunk=1000)
         _start_before(runner, server, config)
@@ -270,14 +217,13 @@ def _start_before(runner, server, config):
     runner.run_async = run
 
 
-def run(job, system, seed, at_once=None):
+def run(job, system, seed):
     """Returns the result of one run. It leaves ``time.monotonic`` with the run's virtual time."""
-    if system in ("ours", "datatrove"):
-        by_model = {"ours": ours, "datatrove": datatrove}[system](job, seed, at_once)
-    else:
-        main = {"ideal": ideal, "loop": plain_loop}[system]
+    if system == "ideal":
         with asyncio.Runner(loop_factory=virtual_loop) as runner:
-            by_model = runner.run(main(job, seed, at_once))
+            by_model = runner.run(ideal(job, seed))
+    else:
+        by_model = {"ours": ours, "datatrove": datatrove}[system](job, seed)
     servers = [server for server in chain(*by_model.values()) if server.first is not None]
     prompts = sum(server.prompt_tokens for server in servers)
     return {
@@ -289,9 +235,9 @@ def run(job, system, seed, at_once=None):
 
 
 def main():
-    name, system, seed, at_once = json.loads(sys.argv[1])
+    name, system, seed = json.loads(sys.argv[1])
     began = time.perf_counter()
-    result = run(JOBS[name], system, seed, at_once)
+    result = run(JOBS[name], system, seed)
     print(json.dumps({**result, "took": time.perf_counter() - began}))
 
 

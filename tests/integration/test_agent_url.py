@@ -14,15 +14,14 @@ import orjson
 import pytest
 
 from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.generation import blocked_loop
-from datatrove_ckpt.generation import generate as generate_module
+from datatrove_ckpt.generation import answers, blocked_loop
 from datatrove_ckpt.generation.agent_url import serve
 from datatrove_ckpt.generation.noted_requests import noting
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.rollouts import Document
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_typed_ways import embeddings
-from tests.jobs import chat, letters, rejects, rows, run_job
+from tests.jobs import FailsFirst, chat, letters, rejects, rows, run_job
 from tests.patience import until, until_async
 
 
@@ -43,21 +42,17 @@ def results(folder):
 
 
 def test_what_an_agent_asks_is_saved_and_counted(tmp_path, server):
-    broken = SimpleNamespace(now=True)
+    fails = FailsFirst()
 
     async def rollout(document, generate):
         async with generate.url() as url:
             first = await asked(url, document.text, model="its own name")
             both = await asyncio.gather(*(asked(url, "equal", temperature=1) for _ in range(2)))
-        if broken.now:
-            raise ValueError
+        fails()
         said = [one["choices"][0]["message"]["content"] for one in (first, *both)]
         return [*said, first["model"]]
 
-    with pytest.raises(CkptError, match="ValueError"):
-        run_job(tmp_path, server, 1, rollout)
-    broken.now = False
-    run_job(tmp_path, server, 1, rollout)
+    fails.run_twice(tmp_path, server, 1, rollout)
     assert server.asked == {"text 0": 1, "equal": 2}
     assert {payload["model"] for payload in server.payloads} == {"fake"}
     (found,) = results(tmp_path)
@@ -156,25 +151,20 @@ def test_a_connection_that_is_left_open_fails_no_run(tmp_path, server):
 
 @pytest.mark.parametrize("differ", [False, True])
 def test_prompts_that_differ_after_a_kill_are_said(tmp_path, server, log, differ):
-    generate_module._warn_once.cache_clear()
+    answers.warn_once.cache_clear()
     server._status = rejects(["bad"])
-    broken = SimpleNamespace(now=True)
+    fails = FailsFirst()
 
     async def rollout(document, generate):
         async with generate.url() as url:
             await posted(url, chat("bad"))
-            await asked(url, f"{document.text}, said at {broken.now and differ}")
-            if not broken.now:
+            await asked(url, f"{document.text}, said at {fails.now and differ}")
+            if not fails.now:
                 await asked(url, "a further one")
-        if broken.now:
-            raise ValueError
+        fails()
         return 1
 
-    with pytest.raises(CkptError, match="ValueError"):
-        run_job(tmp_path, server, 1, rollout)
-    assert not any("time or random" in line for line in log)
-    broken.now = False
-    run_job(tmp_path, server, 1, rollout)
+    fails.run_twice(tmp_path, server, 1, rollout)
     assert sum("time or random" in line for line in log) == differ
 
 
@@ -213,7 +203,6 @@ def test_a_client_that_hangs_up_and_asks_again_pays_once(tmp_path, is_answered):
         ({"on_refusal": "drop"}, {}, 0),
         ({"on_refusal": "dead_letter"}, {}, 1),
     ],
-    ids=["rejected", "dropped", "dead letter"],
 )
 def test_an_agent_that_fails_because_its_request_was_refused_is_no_other_failure(
     tmp_path, server, setting, settings, lines

@@ -11,7 +11,7 @@ from datatrove.pipeline.inference.types import InferenceError
 
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerRefused
-from datatrove_ckpt.run_folder.read_state import read_run_state
+from datatrove_ckpt.run_folder.run_state import read_run_state
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget, ask, chat, documents, rows, run_job, runner
 from tests.rank_folders import place_at
@@ -54,8 +54,9 @@ def texts(folder):
     }
 
 
-def counts(folder):
-    return read_run_state(place_at(folder / "checkpoints")).together.counts
+def together(folder):
+    """The numbers of all tasks and attempts."""
+    return read_run_state(place_at(folder / "checkpoints")).together
 
 
 @pytest.mark.matrix(
@@ -101,7 +102,7 @@ def test_a_bad_answer_is_kept_retried_or_dropped(tmp_path, server, config, asked
     assert {*map(str, range(9))} - {*texts(tmp_path)} == {*gone}
     assert {name[-1]: times for name, times in server.asked.items() if times > 1} == asked
     number = server.asked.total()
-    found = counts(tmp_path)
+    found = together(tmp_path).counts
     assert (found.written, found.dropped) == (9 - len(gone), len(gone))
     assert (found.requests, found.prompt_tokens) == (number, 2 * number)
     sent = [one for one in server.payloads if one["messages"][0]["content"] == "text 3"]
@@ -118,7 +119,7 @@ def test_columns_of_quality_are_those_of_the_answer_that_a_retry_gave(tmp_path, 
     columns = {row["id"][-1]: [row["metadata"][name] for name in names] for row in rows(tmp_path)}
     assert columns["3"] == ["stop", "", 2]
     assert columns["4"] == ["stop", "looping", 180]
-    assert counts(tmp_path).cut_off == 2
+    assert together(tmp_path).counts.cut_off == 2
 
 
 def test_a_retry_that_the_server_rejects_leaves_the_answer_before_it(tmp_path, log):

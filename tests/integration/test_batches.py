@@ -11,12 +11,12 @@ import pytest
 from datatrove_ckpt import InferenceConfig, InferenceError, InferenceRunner
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.generation import batches
-from datatrove_ckpt.testing import FakeServer
+from datatrove_ckpt.testing import FakeServer, outputs
 from tests.integration.test_preemption import preempted, reraised  # noqa: F401
+from tests.integration.test_runner import commits
 from tests.integration.test_supervision import ENGINE
 from tests.integration.test_typed_ways import embeddings, vector_of
 from tests.jobs import Budget, documents, letters, rows, run_job, runner, writer
-from tests.yaml_jobs import read_rows
 
 
 def texts_of(payload):
@@ -49,10 +49,6 @@ def sizes(server):
     return [len(texts_of(payload)) for payload in server.payloads]
 
 
-def output(folder):
-    return [path.read_bytes() for path in sorted((folder / "output").glob("*.jsonl"))]
-
-
 def asked(server):
     return Counter(text for payload in server.payloads for text in texts_of(payload))
 
@@ -64,7 +60,7 @@ def test_texts_of_several_documents_share_requests(shared, tmp_path, monkeypatch
     shared.payloads.clear()
     config = {"texts_per_request": 8, "default_generation_params": {"temperature": 0.5}, "seed": 1}
     run_job(tmp_path, shared, 10, embed, config=config)
-    assert output(tmp_path) == output(tmp_path / "alone")
+    assert outputs(tmp_path / "output") == outputs(tmp_path / "alone" / "output")
     assert (sum(sizes(shared)), max(sizes(shared))) == (30, 8)
     assert len(shared.payloads) < 10
     assert asked(shared) == {"the same": 10} | {
@@ -75,10 +71,6 @@ def test_texts_of_several_documents_share_requests(shared, tmp_path, monkeypatch
         "model",
         "encoding_format",
     }
-
-
-def commits(folder):
-    return read_rows(folder / "checkpoints/00000/commits.jsonl")
 
 
 @pytest.mark.usefixtures("gathered")
@@ -134,7 +126,7 @@ def test_killed_at_every_request_and_resumed_the_bytes_are_the_same(shared, tmp_
         break
     else:
         pytest.fail("it never ends")
-    assert output(tmp_path) == output(tmp_path / "other")
+    assert outputs(tmp_path / "output") == outputs(tmp_path / "other" / "output")
     assert answered == {"the same": 6} | {
         f"text {i}{end}": 1 for i in range(6) for end in ("", " again")
     }
@@ -223,7 +215,7 @@ def test_what_a_shared_request_in_flight_at_a_stop_answers_is_kept(tmp_path, tex
             f"text {index}{end}": 1 for index in range(6) for end in ("", " again")
         }
         run_job(tmp_path / "other", server, 6, one_after_the_other)
-    assert output(tmp_path) == output(tmp_path / "other")
+    assert outputs(tmp_path / "output") == outputs(tmp_path / "other" / "output")
 
 
 # The engine of test_supervision, with embeddings. It dies of the text "die", and once of "die

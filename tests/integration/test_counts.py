@@ -18,8 +18,9 @@ from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest
 from datatrove_ckpt.errors import DocumentFailed
-from datatrove_ckpt.generation.generate import Answers, Requests
+from datatrove_ckpt.generation.answers import Answers
 from datatrove_ckpt.generation.prefetch import SourceDocument
+from datatrove_ckpt.generation.requests import Requests
 from datatrove_ckpt.output.chunk_writing import ChunkOutput
 from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.testing.crashes import WatchedDisk, disk_in_place

@@ -73,7 +73,7 @@ def test_a_dead_endpoint(found, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", without_dns)
     for url, says in (
         ("http://127.0.0.1:9", "/v1/models: Connection refused"),
-        ("http://no-such-host.invalid:8000", "/v1/models: no host of this name (DNS)"),
+        ("http://no-such-host.invalid:8000", "/v1/models: the host was not found (DNS)"),
     ):
         state, text = found(f"--pipeline.1.config.endpoint_url={url}")["server, endpoint"]
         assert state == "problem"
@@ -118,13 +118,6 @@ def test_what_an_endpoint_answers(found, monkeypatch, answer, state, says):
 # input -------------------------------------------------------------------------------------------
 
 
-def test_tasks_without_input(found):
-    state, text = found("--executor.tasks=100")["input, shares"]
-    assert state == "warning"
-    assert text.startswith("99 of 100 tasks have no input: 1 file for 100 tasks. Set tasks to 1")
-    assert found()["input, shares"] == ("ok", "1 file for 1 task.")
-
-
 def test_prompts_that_no_prefix_cache_can_help(found):
     texts = [f"{number} rains. " * 700 for number in range(60)] * 2
     rows = [json.dumps({"text": text, "id": str(row)}) for row, text in enumerate(texts)]
@@ -165,7 +158,7 @@ def test_a_check_that_fails_is_a_problem_and_no_traceback(found, monkeypatch):
         raise RuntimeError("of a kind\nthat nobody thought of")
 
     monkeypatch.setattr(findings, "check_checkpoints", fails)
-    monkeypatch.setattr(input_checks, "as_read", fails)
+    monkeypatch.setattr(input_checks, "list_files", fails)
     checks = found()
     message = "this could not be checked: RuntimeError: of a kind that nobody thought of."
     assert checks["checkpoints, reachable"] == ("problem", message)
@@ -240,11 +233,7 @@ def test_nothing_is_written_into_a_repository_where_each_write_is_a_commit(tmp_p
 
 
 def test_a_disk_with_too_little_room_is_a_problem(tmp_path, monkeypatch):
-    for size, inodes, state in (
-        (1 << 27, 100, "ok"),
-        (1 << 27, 19, "problem"),
-        (1 << 25, 100, "problem"),
-    ):
-        status = SimpleNamespace(f_bavail=size, f_frsize=1, f_files=1000, f_favail=inodes)
+    for size, state in ((1 << 27, "ok"), (1 << 25, "problem")):
+        status = SimpleNamespace(f_bavail=size, f_frsize=1)
         monkeypatch.setattr(os, "statvfs", lambda path, status=status: status)
-        assert checks.check_room(tmp_path, 20).state == state
+        assert checks.check_room(tmp_path).state == state

@@ -164,7 +164,7 @@ def test_a_dependency_that_failed_here_is_not_waited_for(tmp_path):
     )
     with pytest.raises(ValueError, match="no such row"):
         first.run()
-    with pytest.raises(CkptError, match="1 of 2 tasks of the executor in depends are not complete"):
+    with pytest.raises(CkptError, match="1 of 2 tasks are not complete; task 1 is"):
         LocalPipelineExecutor(
             [Step(tmp_path)], logging_dir=str(tmp_path / "logs"), depends=first
         ).run()

@@ -182,9 +182,9 @@ def test_a_run_that_is_not_finished_gives_its_complete_chunks(command, here):
 
 def test_columns_and_rows_are_of_the_same_chunks(run, command, monkeypatch):
     run()
-    found = [*documents.output_files(Place("x", Path("x/checkpoints"), ["x"]))]
+    found = [*documents.committed_files(Place("x", Path("x/checkpoints"), ["x"]))]
     looks = iter([found[:1], found])  # a run goes on, and its next document has one column more
-    monkeypatch.setattr(export, "output_files", lambda *given: iter(next(looks)))
+    monkeypatch.setattr(export, "committed_files", lambda *given: iter(next(looks)))
     assert command("export", "x", "all.csv").startswith("2 documents")
 
 

@@ -7,10 +7,9 @@ from datatrove.data import Document
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerRefused
 from datatrove_ckpt.rollouts import PromptRollout
-from datatrove_ckpt.run_folder.read_state import read_run_state
 from datatrove_ckpt.testing import FakeServer
+from tests.integration.test_bad_answers import LOOP, REFUSAL, together
 from tests.jobs import chat, rejects, rows, run_job, runner
-from tests.rank_folders import place_at
 
 ONE_BY_ONE = {"max_concurrent_documents": 1, "max_concurrent_generations": 1}
 ACCEPTS = {**ONE_BY_ONE, "accept_null_finish_reason": True}
@@ -71,8 +70,7 @@ def test_unusual_reasons_are_kept_as_the_server_gave_them_and_counted_over_all_a
         assert server.asked.total() == 10
     given = [row["metadata"]["rollout_results"][0]["finish_reason"] for row in rows(tmp_path)]
     assert given == reasons
-    place = place_at(tmp_path / "checkpoints")
-    counts = read_run_state(place).together.counts
+    counts = together(tmp_path).counts
     assert (counts.answers, counts.cut_off) == (9, 4)
     assert (counts.bad["looping"], counts.bad["refusing"]) == (1, 1), "as for on_loop, on_refusal"
     assert counts.odd_answers.endswith(
@@ -83,8 +81,8 @@ def test_unusual_reasons_are_kept_as_the_server_gave_them_and_counted_over_all_a
 
 def test_bad_answers_are_counted_over_all_attempts_and_said_where_they_are_many(tmp_path):
     answers = {
-        "text 0": "a word " * 90,
-        "text 1": "I'm sorry, but I can't assist with that.",
+        "text 0": LOOP,
+        "text 1": REFUSAL,
         "text 2": "A long answer of another kind. " * 3 + "It has more than a hundred characters.",
     }
     answers["text 3"] = answers["text 2"]
@@ -95,14 +93,13 @@ def test_bad_answers_are_counted_over_all_attempts_and_said_where_they_are_many(
     refuses = rejects(["text 5"], 401)
     with FakeServer(answer, refuses) as server, pytest.raises(ServerRefused):
         run_job(tmp_path, server, 8, config=ONE_BY_ONE, records_per_chunk=100)
-    place = place_at(tmp_path / "checkpoints")
-    counts = read_run_state(place).together.done
+    counts = together(tmp_path).done
     assert counts.answers == 5, "no chunk is complete"
     assert counts.reasons == {"stop": 5, "looping": 1, "refusing": 1, "repeating": 1}
     assert counts.lengths.total() == 5
     with FakeServer(answer) as server:
         run_job(tmp_path, server, 8, config=ONE_BY_ONE, records_per_chunk=100)
-    counts = read_run_state(place).together.done
+    counts = together(tmp_path).done
     assert counts.reasons == {"stop": 8, "looping": 1, "refusing": 1, "repeating": 1}
     assert counts.lengths.total() == 8
     assert counts.odd_answers == (
@@ -111,8 +108,8 @@ def test_bad_answers_are_counted_over_all_attempts_and_said_where_they_are_many(
 
 
 COLUMNS = {
-    "text 0": ("looping", "a word " * 90),
-    "text 1": ("refusing", "I'm sorry, but I can't assist with that."),
+    "text 0": ("looping", LOOP),
+    "text 1": ("refusing", REFUSAL),
     "text 2": ("", "A long answer of another kind. " * 3 + "A hundred characters more."),
     "text 3": ("", "A long answer of another kind. " * 3 + "A hundred characters more."),
     "text 4": ("empty", " "),
@@ -155,8 +152,7 @@ def test_an_answer_in_another_form_is_invalid_also_if_a_later_one_is_valid(tmp_p
         run_job(tmp_path, server, 2, rollout, quality=True)
     (row,) = rows(tmp_path)
     assert row["metadata"]["rollout_results_faults"] == "invalid"
-    place = place_at(tmp_path / "checkpoints")
-    counts = read_run_state(place).together.done
+    counts = together(tmp_path).done
     assert (counts.answers, counts.dropped) == (5, 1)
     assert counts.bad["invalid"] == 4
 

@@ -3,7 +3,6 @@ output.
 """
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -68,19 +67,6 @@ def run(here, command, server):
 
 def written():
     return sorted(row["id"] for row in rows(Path()))
-
-
-def test_the_markers_of_another_job_are_refused(run):
-    run()
-    error = run(
-        "--pipeline.1.checkpoints_local_dir=other",
-        "--pipeline.1.output_writer.output_folder=others",
-        code=1,
-    )
-    assert re.search(
-        r"logs/completions marks tasks 0, 1, 2 as complete, but .*/other holds no checkpoint", error
-    )
-    assert "choose another folder for the logs" in error
 
 
 def test_a_marked_task_whose_checkpoint_is_not_finished_runs(run):

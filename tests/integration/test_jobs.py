@@ -11,7 +11,6 @@ import random
 import signal
 import sys
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -272,9 +271,9 @@ def test_cancel_with_and_without_jobs(
     assert "No job of this run waits or runs" in command("run", "job.yaml", "--cancel")
     alive = SimpleNamespace(id="job7", url="http://hub/job7", environment={})
     canceled = []
-    monkeypatch.setattr("huggingface_hub.list_jobs", lambda **_: [alive])
+    monkeypatch.setattr("huggingface_hub.HfApi.list_jobs", lambda api, **_: [alive])
     monkeypatch.setattr(
-        "huggingface_hub.cancel_job", lambda **asked: canceled.append(asked["job_id"])
+        "huggingface_hub.HfApi.cancel_job", lambda api, **asked: canceled.append(asked["job_id"])
     )
     assert "Canceled 1 job. " in command("run", "job.yaml", "--cancel")
     assert canceled == ["job7"]
@@ -360,28 +359,15 @@ def test_jobs_with_other_settings_are_refused(hub, here, monkeypatch):
         executor._running()
 
 
-def test_a_cancellation_between_two_jobs_starts_no_other(hub, jobs, here, monkeypatch):
-    executor = an_executor(hub, here)
-    executor._began = time.time()
-    monkeypatch.setattr(executor, "_submit", lambda reached, retries: _Job("1", "url"))
-    alive = {}
-    assert executor.cancel() == 0
-    with pytest.raises(CkptError, match="This run was canceled"):
-        executor._start(alive, 1, 0)
-    executor._began = time.time()  # the same command again
-    executor._start(alive, 1, 0)
-    assert alive.keys() == {"1"}
-
-
 def test_jobs_that_cannot_be_canceled_are_named_and_the_others_are(hub, here, monkeypatch):
     executor, canceled = an_executor(hub, here), []
 
-    def cancel_job(job_id, **whose):
+    def cancel_job(api, job_id, **whose):
         if job_id == "1":
             raise PermissionError("not yours")
         canceled.append(job_id)
 
-    monkeypatch.setattr("huggingface_hub.cancel_job", cancel_job)
+    monkeypatch.setattr("huggingface_hub.HfApi.cancel_job", cancel_job)
     monkeypatch.setattr(executor, "_alive", lambda: [_Job(str(n), f"url{n}") for n in range(4)])
     with pytest.raises(
         CkptError,
@@ -449,11 +435,12 @@ def test_the_short_form_and_datatroves_own_executor(
     """What each would start. Jobs of datatrove's script unpack no package."""
     started = []
 
-    def run_uv_job(script, **arguments):
-        started.append({"script": Path(script).name, **arguments})
+    def run_uv_job(*words, **arguments):
+        started.append({"script": Path(words[-1]).name, **arguments})
         raise ConfigError("enough")
 
-    monkeypatch.setattr("huggingface_hub.run_uv_job", run_uv_job)
+    for ours_or_theirs in ("huggingface_hub.HfApi", "huggingface_hub"):
+        monkeypatch.setattr(f"{ours_or_theirs}.run_uv_job", run_uv_job)
     write_job(hub, "http://127.0.0.1:1", 2, 1)
     run = f"hf://buckets/{BUCKET}/short"
     short = {

@@ -135,9 +135,11 @@ def test_until_counts_what_is_written(server, tmp_path):
     async def every_second(document, generate):
         return await ask(document, generate) if int(document.id[3:]) % 2 else None
 
-    with pytest.raises(GoalReached, match="until: 5 is reached: 5 documents"):
-        run_job(tmp_path, server, 40, every_second, until=5)
-    assert ids(tmp_path) == [f"id {number}" for number in (1, 3, 5, 7, 9)]
+    for _ in range(2):
+        with pytest.raises(GoalReached, match="until: 5 is reached: 5 documents"):
+            run_job(tmp_path, server, 40, every_second, until=5)
+        assert ids(tmp_path) == [f"id {number}" for number in (1, 3, 5, 7, 9)]
+    assert {*server.asked.values()} == {1}
     run_job(tmp_path, server, 40, every_second)
     assert len(ids(tmp_path)) == 20
     run_job(tmp_path / "whole", server, 4, until=4)  # no error: all is done
@@ -204,15 +206,6 @@ def test_what_depends_on_a_run_that_until_ended_takes_its_output(server, here):
 def test_limits_that_cannot_work_are_refused(server, tmp_path, more, why):
     with pytest.raises(ConfigError, match=re.escape(why)):
         runner(tmp_path, server, **more)
-
-
-def test_a_limit_below_what_is_done_ends_the_run_and_is_doubled_from_there(server, command, here):
-    write(server)
-    command("run", "job.yaml", flag("until", 13))
-    asked = server.asked.total()
-    assert flag("until", 2 * written()) in command("run", "job.yaml", flag("until", 5))
-    assert flag("max_cost", 4 * asked) in command("run", "job.yaml", flag("max_cost", 1e-4), code=4)
-    assert server.asked.total() == asked
 
 
 @pytest.mark.parametrize("name", ["max_cost", "max_total_tokens"])
@@ -449,13 +442,3 @@ def test_limits_hold_under_kills(command, here, name, code, kind):
         whole = [str(int(path.name)) for path in Path("logs/completions").glob("*")]
         assert [each[task] for task in whole] == [3000] * len(whole)
         command("verify", "checkpoints", "--full", code=0 if name == "until" else 3)
-
-
-def test_a_step_whose_run_has_reached_its_limit_asks_nothing(server, tmp_path):
-    for _ in range(2):
-        with pytest.raises(GoalReached):
-            run_job(tmp_path, server, 40, until=4)
-        asked = server.asked.copy()
-        assert asked.total() < 40
-    assert len(ids(tmp_path)) >= 4
-    assert {*asked.values()} == {1}

@@ -55,6 +55,16 @@ def pages(number):
     ]
 
 
+def ask(folder, server, *documents, step=None, **rollout):
+    """Runs a rollout with these settings. ``step``: settings of the runner."""
+    asks = PromptRollout(**{"images": "media", **rollout})
+    runner(folder, server, asks, **(step or {})).run(documents)
+
+
+def part_of(url):
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 def parts(server, number=-1):
     return server.payloads[number]["messages"][-1]["content"]
 
@@ -80,10 +90,10 @@ def test_media_follow_the_text_and_their_bytes_are_not_written(server, tmp_path)
         "0",
         [media(picture(), "a", path="a.png"), media(WAV, "b"), media(PDF, path="x/c.pdf")],
     )
-    runner(tmp_path, server, PromptRollout(images="media")).run([document])
+    ask(tmp_path, server, document)
     assert parts(server) == [
         {"type": "text", "text": "Read."},
-        {"type": "image_url", "image_url": {"url": url_of(picture())}},
+        part_of(url_of(picture())),
         {
             "type": "input_audio",
             "input_audio": {"data": base64.b64encode(WAV).decode(), "format": "wav"},
@@ -102,7 +112,7 @@ def test_media_follow_the_text_and_their_bytes_are_not_written(server, tmp_path)
 def test_a_writer_that_saves_media_gets_them(server, tmp_path):
     template = "${rank}_chunk_${chunk_index}.jsonl"
     saves = JsonlWriter(str(tmp_path / "output"), template, compression=None, save_media_bytes=True)
-    runner(tmp_path, server, PromptRollout(images="media"), output_writer=saves).run(pages(1))
+    ask(tmp_path, server, *pages(1), step={"output_writer": saves})
     assert base64.b64decode(rows(tmp_path)[0]["media"][0]["media_bytes"]) == picture()
 
 
@@ -120,10 +130,9 @@ def test_a_writer_that_saves_media_gets_them(server, tmp_path):
 )
 def test_a_column_may_hold_each_form_of_a_picture(server, tmp_path, value):
     (tmp_path / "a.png").write_bytes(picture())
-    rollout = PromptRollout("What is it?", images="page", media_folder=str(tmp_path))
-    runner(tmp_path, server, rollout).run(
-        [Document("x", "0", metadata={"page": value, "other": 1})]
-    )
+    document = Document("x", "0", metadata={"page": value, "other": 1})
+    settings = {"prompt": "What is it?", "images": "page", "media_folder": str(tmp_path)}
+    ask(tmp_path, server, document, **settings)
     assert sent(server) == [picture()]
     assert parts(server)[0] == {"type": "text", "text": "What is it?"}
     (row,) = rows(tmp_path)
@@ -137,19 +146,15 @@ def test_a_url_of_an_allowed_host_is_sent_as_it_is_and_a_file_is_read_from_where
     (tmp_path / "all.bin").write_bytes(b"12345" + picture() + b"67")
     at = media(None, path="all.bin", offset=5, length=len(picture()))
     document = Document("Read.", "0", [media(None, url="https://example.com/a.png"), at])
-    rollout = PromptRollout(images="media", media_folder=str(tmp_path), media_urls=["example.com"])
-    runner(tmp_path, server, rollout).run([document])
-    assert parts(server, 0)[1] == {
-        "type": "image_url",
-        "image_url": {"url": "https://example.com/a.png"},
-    }
-    assert parts(server, 0)[2] == {"type": "image_url", "image_url": {"url": url_of(picture())}}
+    ask(tmp_path, server, document, media_folder=str(tmp_path), media_urls=["example.com"])
+    urls = ["https://example.com/a.png", url_of(picture())]
+    assert parts(server, 0)[1:] == list(map(part_of, urls))
 
 
 def test_media_join_the_last_user_message_of_a_conversation(server, tmp_path):
     said = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": "At what?"}]
     document = Document("x", "0", [media(picture())], {"said": said})
-    runner(tmp_path, server, PromptRollout(images="media", prompt_column="said")).run([document])
+    ask(tmp_path, server, document, prompt_column="said")
     first, second = server.payloads[0]["messages"]
     assert [part["type"] for part in first["content"]] == ["text", "image_url"]
     assert second == said[1]
@@ -223,11 +228,9 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_bad_medium_is_one_clear_dead_letter(server, tmp_path, folder):
-    rollout = PromptRollout(
-        images="media", media_folder=str(folder), media_urls=["example.com"], max_image_side=20
-    )
+    settings = {"media_folder": str(folder), "media_urls": ["example.com"], "max_image_side": 20}
     documents = [Document("bad", name, [bad]) for name, (bad, _) in BAD.items()] + pages(1)
-    runner(tmp_path, server, rollout, on_document_error="dead_letter").run(documents)
+    ask(tmp_path, server, *documents, step={"on_document_error": "dead_letter"}, **settings)
     found = letters(tmp_path)
     assert sorted(letter["id"] for letter in found) == sorted(BAD)
     for letter in found:
@@ -245,9 +248,8 @@ def test_a_run_that_stopped_at_a_url_goes_on_when_its_host_is_allowed(server, tm
     first = picture()
     value = url
     if column == "prompt_column":
-        part = {"type": "image_url", "image_url": {"url": url}}
         first = "first"
-        value = [{"role": "user", "content": ["Look.", part]}]
+        value = [{"role": "user", "content": ["Look.", part_of(url)]}]
     documents = [
         Document("first", "0", metadata={"at": first}),
         Document("Look.", "1", metadata={"at": value}),
@@ -277,8 +279,8 @@ def test_an_outage_of_the_storage_is_waited_for(server, tmp_path, monkeypatch):
     monkeypatch.setattr(LocalFileSystem, "open", flaky)
     monkeypatch.setattr(retrying, "READING", dataclasses.replace(retrying.READING, first=0.01))
     (tmp_path / "a.png").write_bytes(picture())
-    rollout = PromptRollout(images="media", media_folder=str(tmp_path))
-    runner(tmp_path, server, rollout).run([Document("x", "0", [media(None, path="a.png")])])
+    document = Document("x", "0", [media(None, path="a.png")])
+    ask(tmp_path, server, document, media_folder=str(tmp_path))
     assert sent(server) == [picture()]
     assert failures == []
 
@@ -286,14 +288,10 @@ def test_an_outage_of_the_storage_is_waited_for(server, tmp_path, monkeypatch):
 def test_a_file_is_read_only_below_a_folder_that_was_named(server, tmp_path):
     document = Document("x", "0", metadata={"page": str(tmp_path / "a.png")})
     with pytest.raises(ConfigError, match=r"names a file.*Set media_folder"):
-        runner(tmp_path, server, PromptRollout(images="page")).run([document])
+        ask(tmp_path, server, document, images="page")
     (tmp_path / "a.png").write_bytes(picture())
-    runner(
-        tmp_path,
-        server,
-        PromptRollout(images="page", media_folder=str(tmp_path)),
-        accept_changes=True,
-    ).run([document])
+    settings = {"images": "page", "media_folder": str(tmp_path)}
+    ask(tmp_path, server, document, step={"accept_changes": True}, **settings)
     assert sent(server) == [picture()]
 
 
@@ -302,18 +300,11 @@ def test_a_dead_letter_keeps_the_picture_for_a_retry(server, tmp_path):
     changes = {"skip_bad_requests": True}
     large = picture(1, (400, 300))
     document = Document("x", "0", [media(large, "a")])
-    runner(tmp_path, server, PromptRollout(images="media"), **changes).run([document])
+    ask(tmp_path, server, document, step=changes)
     (letter,) = letters(tmp_path)
     assert "base64" not in letter["error"] + letter["traceback"]
     server._status = lambda payload, times: None
-    runner(
-        tmp_path,
-        server,
-        PromptRollout(images="media"),
-        retry_dead_letters=True,
-        retry_errors=True,
-        **changes,
-    ).run([])
+    ask(tmp_path, server, step={"retry_dead_letters": True, "retry_errors": True, **changes})
     assert sent(server) == [large]
 
 

@@ -8,18 +8,17 @@ import sys
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.process import preemption
-from datatrove_ckpt.process.preemption import NoticeWatch, check_notice
+from datatrove_ckpt.process.preemption import check_notice, watched_notices
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.integration.test_managers import left_of
 from tests.patience import until
-from tests.processes import start, write_program
+from tests.processes import start
 
 AWS = {"action": "terminate", "time": "2026-11-24T08:22:00Z"}
 AZURE = {
@@ -111,36 +110,23 @@ def metadata(monkeypatch):
     monkeypatch.setattr(preemption, "POLL_SECONDS", 0.001)
     with metadata_server() as (metadata, url):
         monkeypatch.setattr(preemption, "METADATA", url)
-        yield metadata, url
+        yield metadata
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
 def test_a_notice_of_a_cloud_is_told_from_its_other_answers(metadata, cloud, monkeypatch):
-    served, _ = metadata
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # nobody is there
     others, real, text = CLOUDS[cloud]
     came = queue.SimpleQueue()
-    served.notice = others[0]
-    watch = NoticeWatch({"cloud": cloud}, Shutdown(), came.put)
-    for other in others:
-        served.notice, asked = other, served.asked
-        until(lambda asked=asked: served.asked >= asked + 3)
-    assert came.empty()
-    served.notice = real
-    assert came.get(timeout=300) == f"a preemption notice (cloud {cloud}: {text})"
-    watch.close()
-    assert served.refused == []
-
-
-def test_a_command_that_runs_when_a_rank_ends_is_killed(tmp_path, metadata):
-    pid = tmp_path / "pid"
-    write_program(
-        tmp_path / "check", f"#!/bin/sh\necho $$ > {pid}.new; mv {pid}.new {pid}; exec sleep 3600\n"
-    )
-    watch = NoticeWatch({"command": [str(tmp_path / "check")]}, Shutdown(), lambda what: None)
-    until(pid.exists)
-    watch.close()
-    until(lambda: not Path("/proc", pid.read_text().strip()).exists())
+    metadata.notice = others[0]
+    with watched_notices({"cloud": cloud}, Shutdown(), came.put):
+        for other in others:
+            metadata.notice, asked = other, metadata.asked
+            until(lambda asked=asked: metadata.asked >= asked + 3)
+        assert came.empty()
+        metadata.notice = real
+        assert came.get(timeout=300) == f"a preemption notice (cloud {cloud}: {text})"
+    assert metadata.refused == []
 
 
 @pytest.mark.parametrize(
@@ -198,21 +184,13 @@ if __name__ == "__main__":
         ("datatroves", 1),
     ],
 )
-def test_a_run_ends_as_on_sigterm_says_why_and_goes_on(tmp_path, module, workers):
+def test_a_run_ends_as_on_sigterm_says_why_and_goes_on(tmp_path, command, module, workers):
     (tmp_path / "script.py").write_text(SCRIPT)
     told = tmp_path / "told"
     with FakeServer(hold_after=2 * workers) as server:
-        command = [
-            sys.executable,
-            "script.py",
-            module,
-            str(workers),
-            server.url,
-            "test",
-            "-e",
-            str(told),
-        ]
-        process = start(command, cwd=tmp_path)
+        notice = ("test", "-e", str(told))
+        words = [sys.executable, "script.py", module, str(workers), server.url, *notice]
+        process = start(words, cwd=tmp_path)
         until(lambda: len(server.payloads) >= 6 * workers)
         told.touch()
         logs = [tmp_path / "logs/logs" / f"task_{rank:05d}.log" for rank in range(workers)]
@@ -223,16 +201,9 @@ def test_a_run_ends_as_on_sigterm_says_why_and_goes_on(tmp_path, module, workers
         assert left_of(process.pid) == []
         reason = "a preemption notice (command test)"
         assert any(f"interrupted by {reason}" in log.read_text() for log in logs)
-        status = subprocess.run(
-            [sys.executable, "-m", "datatrove_ckpt", "report", "checkpoints", "--output", "-"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert reason in status.stdout, status
+        assert reason in command("report", tmp_path / "checkpoints", "--output", "-")
         told.unlink()
-        again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        again = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert again.returncode == 0, again.stderr
         assert set(server.asked.values()) == {1}
         assert len(server.asked) == 18

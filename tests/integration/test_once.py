@@ -7,7 +7,6 @@ import time
 from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from datatrove_ckpt.common.redaction import remember
@@ -15,7 +14,7 @@ from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.generation import calls
 from datatrove_ckpt.rollouts import CallFailed
 from tests.integration.test_preemption import when_logged
-from tests.jobs import ask, rows, run_job
+from tests.jobs import FailsFirst, ask, rows, run_job
 from tests.patience import until_async
 
 
@@ -42,7 +41,6 @@ def in_a_thread(text):
         (in_a_thread, {}, [True, "text 0"]),
         (lambda text, **others: others, {"n": {"b": [1]}}, {"n": {"b": [1]}}),
     ],
-    ids=["coroutine", "partial", "asynchronous object", "thread", "keywords"],
 )
 def test_the_result_comes_back_as_json_has_it(tmp_path, server, function, kwargs, expected):
     async def rollout(document, generate):
@@ -69,8 +67,6 @@ def raises_stop(text):
             r"once\('call'\) cannot save a result that is no JSON.* of bytes",
         ),
         (lambda text: [math.nan], {}, r"once\('call'\) cannot save NaN"),
-        (lambda text: {"x": np.array([math.nan])}, {}, r"once\('call'\) cannot save NaN"),
-        (lambda text: np.float32("nan"), {}, r"once\('call'\) cannot save NaN"),
         (lambda text: "a" * 2000, {}, r"once\('call'\) has a result of .* and the limit is"),
         (raises_stop, {}, "StopIteration"),
         (
@@ -79,24 +75,9 @@ def raises_stop(text):
             r"the name and arguments of generate.once\('call', ...\).* must be JSON",
         ),
         ("text", {}, r"takes a name, a function \(not its result\).*test_once.py, line"),
-        (str.split, {"keep_errors": [OSError]}, r"takes classes of errors.*test_once.py, line"),
         (str.split, {"x": math.nan}, r"arguments of generate.once\('call', ...\).* NaN"),
         (lambda text: time.sleep(2), {"time_limit": 0.01}, r"once\('call'\) took longer than 0.01"),
         (sleeps, {"time_limit": 0.01}, "took longer than 0.01 s"),
-    ],
-    ids=[
-        "object",
-        "NaN",
-        "NaN in an array",
-        "NaN of numpy",
-        "size",
-        "StopIteration",
-        "arguments",
-        "no function",
-        "list of errors",
-        "NaN as argument",
-        "thread's time",
-        "time",
     ],
 )
 def test_a_call_that_cannot_be_saved_is_named(
@@ -156,19 +137,15 @@ def test_only_errors_that_are_kept_are_not_called_again(tmp_path, server, comman
 
 def test_equal_calls_of_a_rollout_are_told_apart_by_their_order(tmp_path, server):
     numbers = iter(range(100))
-    broken = SimpleNamespace(now=True)
+    fails = FailsFirst()
 
     async def rollout(document, generate):
         found = [await generate.once("draw", lambda: next(numbers)) for _ in range(3)]
         answer = await ask(document, generate)
-        if broken.now:
-            raise ValueError
+        fails()
         return [*found, answer.text]
 
-    with pytest.raises(CkptError, match="ValueError"):
-        run_job(tmp_path, server, 1, rollout)
-    broken.now = False
-    run_job(tmp_path, server, 1, rollout)
+    fails.run_twice(tmp_path, server, 1, rollout)
     assert rows(tmp_path)[0]["metadata"]["rollout_results"][0][:3] == [0, 1, 2]
 
 
@@ -206,7 +183,7 @@ def test_so_many_threads_run_at_once_and_no_more(tmp_path, server, monkeypatch):
 
 
 def test_a_call_that_waits_for_a_thread_loses_no_time_and_a_hanging_one_no_thread(
-    tmp_path, server, monkeypatch, log
+    tmp_path, server, monkeypatch
 ):
     monkeypatch.setattr(calls, "_THREADS", 1)
     end = threading.Event()
@@ -225,7 +202,6 @@ def test_a_call_that_waits_for_a_thread_loses_no_time_and_a_hanging_one_no_threa
 
     run_job(tmp_path, server, 1, rollout)
     assert rows(tmp_path)[0]["metadata"]["rollout_results"] == [[1, 2]]
-    assert any("still run after their time limits" in line for line in log)
 
 
 def test_no_call_begins_in_a_drain(tmp_path, server, monkeypatch):

@@ -48,6 +48,13 @@ def run(folder, provider, number=3, rollout=ask, **changes):
     run_job(folder, provider, number, rollout, **{"config": BATCHES, **changes})
 
 
+def waits(step, number=3):
+    """Runs until all batches are created."""
+    step.no_wait = True
+    with pytest.raises(WaitsForBatches, match="batch_"):
+        step.run(documents(number))
+
+
 def assert_paid_once(folder, provider, number=3, batches=None):
     assert len(rows(folder)) == number
     assert set(provider.billed.values()) == {1}
@@ -340,17 +347,11 @@ def test_the_wait_for_missing_answers_goes_on_in_the_next_process(
     with form() as provider:
         provider.hidden = "half"
         step = runner(tmp_path, provider, rollout, config={**config, "server_patience_seconds": 60})
-        step.no_wait = True
-
-        def waits():
-            with pytest.raises(WaitsForBatches):
-                step.run(documents(3))
-
         while not provider.reads:
-            waits()
+            waits(step)
         for _ in range(2):
             later(29)
-            waits()
+            waits(step)
         later(2)
         with pytest.raises(ServerRefused, match="which were paid for"):
             step.run(documents(3))
@@ -418,22 +419,16 @@ def test_a_batch_that_is_missing_for_a_while_is_awaited(tmp_path, later, form, r
     """And it was not missing since then when its answers come late."""
     with form() as provider:
         step = runner(tmp_path, provider, rollout, config={**config, "server_patience_seconds": 60})
-        step.no_wait = True
         provider.steps = 10**9
-
-        def look():
-            with pytest.raises(WaitsForBatches):
-                step.run(documents(3))
-
-        look()
+        waits(step)
         provider.forgotten |= provider.batches.keys()
-        look()
+        waits(step)
         provider.forgotten.clear()
         later(61)
-        look()
+        waits(step)
         provider.steps = 0
         provider.hidden = "file"
-        look()
+        waits(step)
         provider.hidden = ""
         later(30)
         step.no_wait = False
@@ -468,13 +463,10 @@ def test_a_kill_while_a_batch_is_given_up_sends_nothing_twice(tmp_path, later, p
     config = {**BATCHES, "server_patience_seconds": 60}
     reports = CrashReport()
     step = runner(folder, provider, config=config)
-    step.no_wait = True
     provider.steps = 10**9
-    with pytest.raises(WaitsForBatches):
-        step.run(documents(2))
+    waits(step, 2)
     provider.forgotten.add("batch_2")
-    with pytest.raises(WaitsForBatches):
-        step.run(documents(2))
+    waits(step, 2)
     later(61)
     provider.steps = 0
     state = provider.state()
@@ -661,7 +653,6 @@ def test_answers_in_an_unknown_form_are_paid_for_twice_at_most(tmp_path, provide
         ([["no", 1]], r"\['no', 1\]"),
         ({"data": [{"code": 7, "message": "no credit"}]}, "'message': 'no credit'"),
     ],
-    ids=["none", "text", "list", "dict"],
 )
 def test_why_a_batch_failed_is_shown_in_any_form(tmp_path, errors, cause, provider):
     provider.refuse = lambda batch: ["no credit"]
@@ -732,10 +723,8 @@ def test_limits_of_a_batch_are_kept_by_splitting(tmp_path, monkeypatch, provider
 def test_a_run_goes_on_without_batches_and_uses_what_was_paid(tmp_path, provider):
     provider.steps = 10**9
     step = runner(tmp_path, provider, three, config=BATCHES)
-    step.no_wait = True
     for _ in range(2):
-        with pytest.raises(WaitsForBatches, match="batch_"):
-            step.run(documents(4))
+        waits(step, 4)
     provider.steps = 0
     runner(tmp_path, provider, three).run(documents(4))
     assert len(rows(tmp_path)) == 4
@@ -832,15 +821,10 @@ def test_no_wait_ends_with_75_until_the_answers_are_there(here, command, job, pr
     assert not provider.payloads
 
 
-@pytest.mark.parametrize(
-    "form, kind, rollout, config",
-    [
-        (FakeProvider, BatchProvider, ask, BATCHES),
-        pytest.param(FakeMessages, MessageBatches, message, MESSAGES, marks=pytest.mark.slow),
-    ],
-)
-def test_what_is_paid_for_is_known_to_the_mirror_first(tmp_path, form, kind, rollout, config):
+@FORMS
+def test_what_is_paid_for_is_known_to_the_mirror_first(tmp_path, form, rollout, config):
     """The node is lost right after the provider has created the batch."""
+    kind = {FakeProvider: BatchProvider, FakeMessages: MessageBatches}[form]
     with form() as provider:
         provider.list_lag = 0.1
         mirror = {"checkpoints_remote_dir": str(tmp_path / "mirror"), "mirror_seconds": 600.0}

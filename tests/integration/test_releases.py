@@ -16,9 +16,9 @@ from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.lines import seal, unseal
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import VersionMismatch
-from datatrove_ckpt.generation.generate import _digest
+from datatrove_ckpt.generation.payloads import hash_payload
 from datatrove_ckpt.mirror.restore import restore
-from datatrove_ckpt.run_folder.read_state import read_run_state
+from datatrove_ckpt.run_folder.run_state import read_run_state
 from datatrove_ckpt.run_folder.verify import verify
 from datatrove_ckpt.run_folder.where import open_place
 from datatrove_ckpt.testing import FakeServer
@@ -126,12 +126,12 @@ def test_a_request_has_the_name_that_it_has_in_earlier_checkpoints():
     }
     payload |= {"temperature": 0.5, "logit_bias": {5: 1}}
     assert (
-        _digest(payload)
-        == _digest(payload | {"guided_json": {"a": 2, "b": 1}})
+        hash_payload(payload)
+        == hash_payload(payload | {"guided_json": {"a": 2, "b": 1}})
         == "64af03b0bbe4cd488518d223a9ade00a"
     )
     payload |= {"response_format": {"z": 1, "a": {"y": 2, "b": 3}}}
-    assert _digest(payload) == "1af8e64dee6aa9d099abd4a2cf019c82"
+    assert hash_payload(payload) == "1af8e64dee6aa9d099abd4a2cf019c82"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -81,6 +81,19 @@ def recording():
         server.shutdown()
 
 
+@pytest.fixture
+def proxied(recording, monkeypatch):
+    """A URL whose requests go through a proxy, which records them."""
+
+    def proxied():
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{recording.server_port}")
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        return "http://endpoint.example"
+
+    return proxied
+
+
 def step_of(folder, url, rollout, **settings):
     config = InferenceConfig(
         "endpoint", "fake", endpoint_url=url, api_key="of-the-config", **settings
@@ -115,16 +128,12 @@ def test_texts_share_a_request_only_with_those_of_the_same_extras(tmp_path, serv
 
 @pytest.mark.parametrize("is_default, is_proxied", [(False, True), (True, False)])
 def test_extras_are_merged_as_the_client_of_openai_merges_them(
-    tmp_path, recording, monkeypatch, is_default, is_proxied
+    tmp_path, recording, proxied, monkeypatch, is_default, is_proxied
 ):
     """Directly and through a proxy."""
     monkeypatch.setenv("KEPT", "1")
-    url = f"http://127.0.0.1:{recording.server_port}/v1?api-version=old&kept=${{KEPT}}"
-    if is_proxied:
-        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{recording.server_port}")
-        monkeypatch.delenv("no_proxy", raising=False)
-        monkeypatch.delenv("NO_PROXY", raising=False)
-        url = "http://endpoint.example/v1?api-version=old&kept=${KEPT}"
+    url = proxied() if is_proxied else f"http://127.0.0.1:{recording.server_port}"
+    url = f"{url}/v1?api-version=old&kept=${{KEPT}}"
     written = {"temperature": 0.1, "top_p": 0.5}
     payload, defaults = (
         ({}, {**written, **EXTRAS})
@@ -154,17 +163,12 @@ def test_extras_are_merged_as_the_client_of_openai_merges_them(
 
 
 @pytest.mark.parametrize("status", [400, 401, 500, 203, 0])
-def test_extras_are_in_no_file_and_no_line(tmp_path, recording, log, capfd, monkeypatch, status):
+def test_extras_are_in_no_file_and_no_line(tmp_path, recording, proxied, log, capfd, status):
     """The server quotes them, with 203 in an answer that cannot be read; the errors of aiohttp, such
     as at status 0, quote the URL.
     """
     Records.status = status
-    url = f"http://127.0.0.1:{recording.server_port}"
-    if not status:
-        monkeypatch.setenv("http_proxy", url)
-        monkeypatch.delenv("no_proxy", raising=False)
-        monkeypatch.delenv("NO_PROXY", raising=False)
-        url = "http://endpoint.example"
+    url = f"http://127.0.0.1:{recording.server_port}" if status else proxied()
     secrets = [f"k3y-of-a-header-{status}", f"team-7-of-many-{status}", f"q5e4r3y2-{status}"]
     headers = {"Authorization": f"Bearer {secrets[0]}", "X-Org": secrets[1]}
     extras = {"extra_headers": headers, "extra_query": {"code": secrets[2]}}

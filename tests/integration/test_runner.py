@@ -18,6 +18,7 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import (
+    FailsFirst,
     ask,
     chat,
     config,
@@ -119,15 +120,14 @@ def test_two_documents_with_one_id_are_two_documents(tmp_path):
     saved of them.
     """
     drawn = {}
-    fail = [True]
+    fails = FailsFirst()
 
     async def rollout(document, generate):
         result = await ask(document, generate)
         number = document.metadata["number"]
         assert drawn.setdefault(number, result.text) == result.text
-        if fail[0]:
-            await until_async(lambda: len(drawn) >= 3)
-            raise RuntimeError("not yet")
+        await until_async(lambda: len(drawn) >= 3)
+        fails()
         return result.text
 
     twins = [Document("same", "same", metadata={"number": number}) for number in range(3)]
@@ -136,7 +136,7 @@ def test_two_documents_with_one_id_are_two_documents(tmp_path):
         with pytest.raises(DocumentFailed, match="not yet"):
             step.run(copy.deepcopy(twins))
         assert not (tmp_path / "checkpoints/00000/chunk_00000.jsonl").exists()
-        fail[0] = False
+        fails.now = False
         step.run(twins)
     assert server.asked == {"same": 3}
     assert sorted(drawn.values()) == ["sample 0", "sample 1", "sample 2"]
@@ -152,21 +152,16 @@ def test_equal_sampling_calls_differ_and_stay_as_they_were_after_a_resume(tmp_pa
         drawn.append(f"sample {len(drawn)}")
         return drawn[-1]
 
-    fail = [True]
+    fails = FailsFirst()
 
     async def rollout(document, generate):
         payload = chat(document.text, temperature=1.0)
         texts = [(await generate(payload)).text for _ in range(3)]
-        if fail[0]:
-            raise RuntimeError("not yet")
+        fails()
         return texts
 
     with FakeServer(answer) as server:
-        step = runner(tmp_path, server, rollout)
-        with pytest.raises(DocumentFailed, match="not yet"):
-            step.run(documents(1))
-        fail[0] = False
-        step.run(documents(1))
+        fails.run_twice(tmp_path, server, 1, rollout)
     assert rows(tmp_path)[0]["metadata"]["rollout_results"] == [
         ["sample 0", "sample 1", "sample 2"]
     ]
@@ -194,25 +189,20 @@ def test_a_rejection_is_remembered_until_retry_errors_forgets_it(tmp_path):
 
 
 def test_one_rollout_that_raises_ends_its_siblings_and_keeps_what_they_were_answered(
-    tmp_path,
+    tmp_path, server
 ):
-    fail = [True]
+    fails = FailsFirst()
     turns = iter(range(100))
 
     async def rollout(document, generate):
         turn = next(turns)
         result = await generate(chat(f"rollout {turn % 2}"))
-        if fail[0] and turn % 2:
-            raise RuntimeError("the second rollout fails")
+        if turn % 2:
+            fails()
         return result
 
-    with FakeServer() as server:
-        step = runner(tmp_path, server, rollout, config={"rollouts_per_document": 2})
-        with pytest.raises(DocumentFailed, match="second rollout"):
-            step.run(documents(1))
-        fail[0] = False
-        step.run(documents(1))
-        assert server.asked["rollout 1"] == 1
+    fails.run_twice(tmp_path, server, 1, rollout, config={"rollouts_per_document": 2})
+    assert server.asked["rollout 1"] == 1
     assert len(rows(tmp_path)[0]["metadata"]["rollout_results"]) == 2
 
 

@@ -59,7 +59,7 @@ def said():
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch):
-    monkeypatch.setattr("datatrove_ckpt.inference.servers.host._PROBE_TIMEOUT", 0.3)  # seconds
+    monkeypatch.setattr("datatrove_ckpt.inference.servers.endpoints._PROBE_TIMEOUT", 0.3)  # seconds
     monkeypatch.setenv("KEY_OF_TEST", KEY)
     monkeypatch.setenv("CODE", quote(CODE, safe=""))
     for name in ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"):
@@ -147,7 +147,7 @@ async def start(config):
 
 
 async def complete(config):
-    from datatrove_ckpt.inference.servers.host import ExternalServers
+    from datatrove_ckpt.inference.servers.endpoints import ExternalServers
 
     servers = ExternalServers(config)
     async with client_of(

@@ -186,7 +186,7 @@ async def test_signals_to_the_whole_job_do_not_end_the_guardian():
             os.kill(engine, number)
         os.kill(orphan, signal.SIGKILL)  # which its guardian reaps, once it has had the signals
         await until_async(lambda: not Path(f"/proc/{orphan}").exists())
-        assert await server.answers(f"{running.url}/v1/models", running.api_key, 300.0)
+        assert await running.is_ready()
         assert running.is_running
 
 

@@ -16,7 +16,7 @@ from datatrove_ckpt.common.declared import meanings
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.errors import CheckpointMismatch, ServerRefused
 from datatrove_ckpt.generation import provider_passes
-from datatrove_ckpt.generation.generate import _digest
+from datatrove_ckpt.generation.payloads import hash_payload
 from datatrove_ckpt.generation.run_identity import code_identity
 from datatrove_ckpt.rollouts import (
     ChunkedRollout,
@@ -157,7 +157,7 @@ class Job:
 
     def payloads(self):
         """Hashes of what the server was sent since the last look."""
-        found = {_digest(payload) for payload in self.server.payloads}
+        found = {hash_payload(payload) for payload in self.server.payloads}
         self.server.payloads.clear()
         return found
 

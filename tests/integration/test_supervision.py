@@ -20,8 +20,8 @@ from aiohttp import web
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.client import routing
-from datatrove_ckpt.inference.servers import host, server
-from datatrove_ckpt.inference.servers.host import ServerPool
+from datatrove_ckpt.inference.servers import server, supervision
+from datatrove_ckpt.inference.servers.supervision import ServerPool
 from datatrove_ckpt.inference.servers.warm import RankModels
 from datatrove_ckpt.process.shutdown import Shutdown
 from tests.clients import client_of
@@ -107,9 +107,9 @@ def _quick(here, monkeypatch, policy):
     # that port.
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
     monkeypatch.setattr(server, "_PORTS", server._PORTS[worker::64])
-    monkeypatch.setattr(host, "_PROBE_INTERVAL", 0.1)
-    monkeypatch.setattr(host, "_PROBE_PAUSE", 0.02)
-    monkeypatch.setattr(host, "_DRAIN_MARGIN", 0.0)
+    monkeypatch.setattr(supervision, "_PROBE_INTERVAL", 0.1)
+    monkeypatch.setattr(supervision, "_PROBE_PAUSE", 0.02)
+    monkeypatch.setattr(supervision, "_DRAIN_MARGIN", 0.0)
     (here / "engine.py").write_text(ENGINE)
 
 
@@ -133,6 +133,12 @@ class Run:
         body = json.dumps({"messages": [{"role": "user", "content": question}]}).encode()
         return asyncio.create_task(self.client.complete(body))
 
+    async def waiting(self, number):
+        """So many requests that wait at the gate."""
+        tasks = [self.ask(f"wait {n}") for n in range(number)]
+        await until_async(lambda: sum(asked().values()) == number)
+        return tasks
+
     async def texts(self, tasks):
         return [
             completion.text.partition(" says ")[2] for completion in await asyncio.gather(*tasks)
@@ -143,7 +149,7 @@ class Run:
 async def running(settings):
     async with client_of(settings) as client:
         models = RankModels([settings], 0, keeps=False)
-        servers = ServerPool(settings, 0, client.servers, Shutdown(), models)
+        servers = ServerPool(0, client.servers, Shutdown(), models)
         async with servers.running() as watch:
             yield Run(client, servers, watch)
 
@@ -179,8 +185,7 @@ async def test_a_server_that_dies_is_restarted_and_everything_is_answered():
         run.client.sender.on_server = lambda what, name, url, why: (
             happened.append((what, name, bool(url))) or None
         )
-        tasks = [run.ask(f"wait {n}") for n in range(3)]
-        await until_async(lambda: sum(asked().values()) == 3)
+        tasks = await run.waiting(3)
         os.kill(engines()[0], signal.SIGKILL)
         await until_async(lambda: not run.servers.model_servers.router.targets[0].up)
         late = run.ask("late")  # waits while there is no server
@@ -188,15 +193,8 @@ async def test_a_server_that_dies_is_restarted_and_everything_is_answered():
         open_gate()
         assert await run.texts([*tasks, late]) == ["wait 0", "wait 1", "wait 2", "late"]
         assert asked() == {"wait 0": 2, "wait 1": 2, "wait 2": 2, "late": 1}
-        assert (
-            run.servers.supervisors[0].restarts,
-            run.client.sender.work.resent,
-            run.client.sender.work.retries,
-        ) == (
-            1,
-            3,
-            0,
-        )
+        work = run.client.sender.work
+        assert (run.servers.supervisors[0].restarts, work.resent, work.retries) == (1, 3, 0)
     assert happened == [("death", "0", False), ("restart", "0", False), ("ready", "0", True)]
 
 
@@ -219,15 +217,14 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    for module in (host, routing):
+    for module in (supervision, routing):
         monkeypatch.setattr(module, "time", made)
     return made
 
 
 async def test_a_server_that_is_stopped_hangs_and_is_restarted(clock, log):
     async with running(config(hang_timeout=0.8)) as run:
-        tasks = [run.ask(f"wait {n}") for n in range(3)]
-        await until_async(lambda: sum(asked().values()) == 3)
+        tasks = await run.waiting(3)
         os.kill(engines()[0], signal.SIGSTOP)
         # An answer to a probe may still be on its way.
         clock.passes = lambda: is_stopped(engines()[0])
@@ -372,8 +369,7 @@ async def test_the_work_of_a_dead_replica_goes_to_the_others_meanwhile(
 ):
     policy("RESTART", first=60.0)  # longer than the test
     async with running(config(replicas=2)) as run:
-        tasks = [run.ask(f"wait {n}") for n in range(4)]
-        await until_async(lambda: sum(asked().values()) == 4)
+        tasks = await run.waiting(4)
         dead, alive = engines()
         os.kill(dead, signal.SIGKILL)
         await until_async(lambda: sum(asked().values()) == 6)

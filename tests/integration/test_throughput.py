@@ -56,7 +56,7 @@ def test_shuffled_rows_wait_for_the_server_that_has_their_document(share_of_idea
 
 
 def test_new_documents_push_no_open_document_out_of_the_cache(share_of_ideal):
-    job = Job(1, calls(100, 3, prompt=500, answer=30), in_sequence, ENGINE)
+    job = Job(1, calls(100, 3, prompt=500, answer=30), in_sequence(), ENGINE)
     share, ours = share_of_ideal(job)
     assert share >= 1.5
     assert ours["cached"] >= 0.6
@@ -65,11 +65,11 @@ def test_new_documents_push_no_open_document_out_of_the_cache(share_of_ideal):
 
 def test_the_others_take_over_what_a_dead_server_had(share_of_ideal):
     rows = calls(100, 3, prompt=500, answer=30)
-    share, _ = share_of_ideal(Job(2, rows, in_sequence, ENGINE, death=(2.0, 3.0)))
+    share, _ = share_of_ideal(Job(2, rows, in_sequence(), ENGINE, death=(2.0, 3.0)))
     assert share >= 1.1
 
 
 def test_two_tasks_over_the_same_servers_push_nothing_out_of_their_caches(share_of_ideal):
     rows = calls(100, 3, prompt=500, answer=30)
-    share, _ = share_of_ideal(Job(2, rows, in_sequence, ENGINE, tasks=2))
+    share, _ = share_of_ideal(Job(2, rows, in_sequence(), ENGINE, tasks=2))
     assert share >= 1.4

@@ -235,10 +235,6 @@ OTHER_DAMAGE = {
             "dead_letters.jsonl holds 0 dead letters of this chunk instead of 1.",
         ],
     ),
-    "more dead letters": (
-        lambda job: (job / "checkpoints/00000/dead_letters.jsonl").open("a").write("{}\n"),
-        ["task 0: ", "dead_letters.jsonl has 3 bytes after the last dead letter"],
-    ),
 }
 
 
@@ -513,15 +509,6 @@ def test_a_crash_at_any_effect_of_a_repair_and_of_the_run_after_it_ends_in_the_s
         assert_same_output_after_crash(life, damaged, torn=torn, disk_type=disk_type, recoveries=0)
     )
     assert outputs(damaged / "output") == outputs(damaged.with_name("undamaged"))
-
-
-def test_a_dry_run_says_what_would_be_done_and_does_nothing(job, said):
-    remove(job)
-    before = outputs(job)
-    text = said("repair", job, "--dry-run")
-    assert text.splitlines()[0].startswith("task 0, chunk 1: take back its commit")
-    assert text.splitlines()[1] == "Nothing was done (--dry-run)."
-    assert outputs(job) == before
 
 
 @pytest.mark.matrix

@@ -40,7 +40,8 @@ def test_a_mirror_is_verified_and_repaired_and_the_next_node_makes_the_chunk_aga
         json.loads(command("verify", mirrored.remote, "--json", code=1))["checkpoints"]
         == mirrored.remote
     )
-    command("repair", mirrored.remote, "--dry-run")
+    said = command("repair", mirrored.remote, "--dry-run")
+    assert said.splitlines()[-1] == "Nothing was done (--dry-run)."
     command("verify", mirrored.remote, code=1)
     text = command("repair", mirrored.remote)
     assert "datatrove-ckpt-" not in text  # no name of a temporary folder

@@ -10,7 +10,7 @@ from datatrove_ckpt.inference.client.answers import (
     as_asked,
     way_to,
 )
-from datatrove_ckpt.run_folder.read_state import read_run_state
+from datatrove_ckpt.run_folder.run_state import read_run_state
 from tests.integration.test_ready_made_ways import in_pieces
 from tests.jobs import chat, rows, run_job
 from tests.rank_folders import place_at
@@ -65,14 +65,9 @@ async def ask_other_paths(document, generate):
 
 
 def test_any_path_of_the_server_is_cached_by_path_and_payload(server, tmp_path):
-    answer = {
-        "id": "e1",
-        "created": 5,
-        "data": [{"embedding": [0.5, 1]}],
-        "usage": {"prompt_tokens": 3},
-    }
+    kept = {"data": [{"embedding": [0.5, 1]}], "usage": {"prompt_tokens": 3}}
     server.paths = {
-        "/v1/embeddings": lambda payload: answer,
+        "/v1/embeddings": lambda payload: {"id": "e1", "created": 5, **kept},
         "/tokenize": lambda payload: {"tokens": [1, 2]},
     }
     config = {
@@ -90,10 +85,7 @@ def test_any_path_of_the_server_is_cached_by_path_and_payload(server, tmp_path):
     refused = in_pieces(tmp_path, server, ask_other_paths, config=config)
     assert rows(tmp_path) == rows(tmp_path / "other")
     (results,) = rows(tmp_path)[0]["metadata"]["rollout_results"]
-    assert results[0]["answer"] == {
-        "data": [{"embedding": [0.5, 1]}],
-        "usage": {"prompt_tokens": 3},
-    }
+    assert results[0]["answer"] == kept
     assert results[1:] == [{"tokens": [1, 2]}, "at 0.5, seeded: True"]
     assert len(server.payloads) == 8 + 8 + refused
 
@@ -152,13 +144,8 @@ def test_an_answer_is_cut_off_or_empty_if_one_of_its_choices_is(server, tmp_path
 
     def answer(payload):
         text, reason = lasts[int(payload["messages"][0]["content"][-1])]
-        choices = [("a", "stop"), (text, reason)]
-        return {
-            "choices": [
-                {"index": index, "message": {"content": text}, "finish_reason": reason}
-                for index, (text, reason) in enumerate(choices)
-            ]
-        }
+        last = {"index": 1, "message": {"content": text}, "finish_reason": reason}
+        return orjson.loads(_with_choices({"index": 0}, last))
 
     def embed(payload):
         is_zero = payload["input"] == "text 0"

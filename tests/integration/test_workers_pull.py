@@ -232,7 +232,7 @@ def test_a_run_goes_on_where_no_claims_can_be_written(server, command, monkeypat
         given.append(options)
         raise OSError("no such endpoint")
 
-    monkeypatch.setattr(claims_module, "open_store", fails)
+    monkeypatch.setattr(local, "open_store", fails)
     write(server)
     command("run", "job.yaml", f"--executor.logging_dir={Path.cwd()}/logs")
     assert log.said("cannot be seen: no such endpoint. Start none beside it.")

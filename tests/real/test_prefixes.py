@@ -16,7 +16,7 @@ import pytest
 from datatrove.data import Document
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.inference.servers.server import parse_metrics
+from datatrove_ckpt.inference.servers.admission import parse_metrics
 from tests.jobs import rows, writer
 from tests.patience import until
 from tests.real import environment

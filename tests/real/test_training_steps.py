@@ -6,6 +6,7 @@ Needs torch.
 import csv
 import json
 import math
+import random
 import re
 import threading
 import time
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.training_steps import CheckedFile, blocks, size_and_hash
 from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.run_folder import tracking
 from datatrove_ckpt.run_folder import training as training_module
@@ -212,9 +214,9 @@ def test_who_restores_while_a_training_makes_its_first_steps_holds_no_lock(tmp_p
         evaluator = opened(tmp_path)
         damage = evaluator._steps.damage
 
-        def check_during_a_save(name):
+        def check_during_a_save(name, loaded):
             training.save(60, model=model_of(0))
-            return damage(name)
+            return damage(name, loaded)
 
         monkeypatch.setattr(evaluator._steps, "damage", check_during_a_save)
         assert evaluator.restore(30, model=model_of(0), weights_only=True) == 30
@@ -449,6 +451,9 @@ def test_status_has_the_last_sign_of_each_rank_and_the_variables_of_nccl(
     found = re.search("ranks      2 of 2, the last sign .+ ago; the oldest (.+)", shown)
     assert found[1] == "16.7 h ago at step 43, rank 1 on node7"
     assert "NCCL       NCCL_DEBUG=INFO NCCL_DEBUG=WARN TORCH_NCCL_AUTH_TOKEN=***" in shown
+    page = command("report", str(folder), "-o", "-").out
+    for text in (found[1], "NCCL_DEBUG=WARN", "<td><bdi>node7</bdi></td>", "loss=2"):
+        assert text in page
     signs = json.loads(command("status", str(folder), "--json").out)["ranks"]
     assert [(sign["rank"], sign["step"]) for sign in signs] == [(0, 55), (1, 43)]
 
@@ -496,3 +501,48 @@ def test_the_commands_name_a_damaged_step_and_what_a_restore_takes_instead(tmp_p
     assert "A restore takes step 40" in command("status", str(folder)).out
     with opened(folder) as saved:
         assert saved.restore() == 40
+
+
+class Counted(CheckedFile):
+    again = 0
+
+    def read(self, size):
+        data = super().read(size)
+        self.again += len(data)
+        return data
+
+
+@pytest.mark.parametrize(
+    "places", [(), (0,), (0, 1 << 20), (0, 100), (5, 3 << 20), (3 << 20, 0), (2 << 20, 1 << 20)]
+)
+def test_the_hash_of_a_file_does_not_depend_on_what_was_read_before(tmp_path, places):
+    path = tmp_path / "file"
+    path.write_bytes(random.Random(0).randbytes(5 << 20))
+    with CheckedFile(path) as file:
+        for place in places:
+            file.seek(place)
+            file.readinto(bytearray(1 << 20))
+        assert file.entry() == size_and_hash(blocks(path))
+
+
+def test_a_file_that_is_loaded_while_it_is_checked_is_read_once(tmp_path):
+    path = tmp_path / "file.pt"
+    state = {str(number): torch.rand(1 << 20) for number in range(3)}
+    torch.save(state, path)
+    with Counted(path) as file:
+        found = torch.load(file)
+        assert file.entry() == size_and_hash(blocks(path))
+    assert file.again < path.stat().st_size / 50
+    assert all(torch.equal(found[key], state[key]) for key in state)
+
+
+def test_no_state_is_of_a_step_that_is_passed_over(tmp_path):
+    with opened(tmp_path) as saved:
+        for step in (1, 2):
+            saved.save(step, model=model_of(step), numbers={"step": torch.tensor(step)})
+    file = tmp_path / "step-00000002/states/model.pt"
+    file.write_bytes(file.read_bytes().replace(b"PK", b"KP"))
+    model, numbers = model_of(0), {"step": torch.tensor(0)}
+    with opened(tmp_path) as saved:
+        assert saved.restore(model=model, numbers=numbers) == 1
+    assert (weight(model), int(numbers["step"])) == (1, 1)

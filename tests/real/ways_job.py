@@ -17,7 +17,7 @@ from loguru import logger
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
-from datatrove_ckpt.generation.generate import Requests
+from datatrove_ckpt.generation.requests import Requests
 from datatrove_ckpt.rollouts import PromptRollout
 
 LABELS = ["bad", "fair", "good"]
@@ -55,7 +55,7 @@ def log_event(kind, name):
 
 
 async def send(requests, key, *more):
-    log_event("asked", f"{requests._answers.doc_id} {key.payload_hash}")
+    log_event("asked", f"{requests.answers.doc_id} {key.payload_hash}")
     return await _send(requests, key, *more)
 
 

@@ -9,16 +9,16 @@ from itertools import cycle
 import pytest
 
 from datatrove_ckpt.common.memory import ByteBudget
-from datatrove_ckpt.generation import scheduler
-from datatrove_ckpt.generation.scheduler import DocumentLimit, most_documents
+from datatrove_ckpt.generation import document_limit
+from datatrove_ckpt.generation.document_limit import DocumentLimit, most_documents
 from datatrove_ckpt.inference.client.plain import Response
 from datatrove_ckpt.inference.client.routing import Request, Router, Sender, Target
-from datatrove_ckpt.inference.servers import server as server_module
-from datatrove_ckpt.inference.servers.server import (
+from datatrove_ckpt.inference.client.urls import HiddenUrl
+from datatrove_ckpt.inference.servers import admission
+from datatrove_ckpt.inference.servers.admission import (
     Admission,
     Metrics,
     adapt_admission,
-    read_metrics,
 )
 from tests.clients import config, turns
 from tests.simulated_engine import Engine, Simulation
@@ -94,26 +94,34 @@ def test_a_sample_that_shows_nothing_new_changes_no_limit(seen, limit):
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
-    monkeypatch.setattr(server_module, "_SAMPLE_SECONDS", 0.0)
-    monkeypatch.setattr(server_module, "_WAIT_FOR_METRICS_SECONDS", 0.05)
+    monkeypatch.setattr(admission, "_SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr(admission, "_WAIT_FOR_METRICS_SECONDS", 0.05)
 
 
-async def adapted(read, until):
-    """The target whose limit ``adapt_admission`` adapts."""
-    target = Target()
-    following = asyncio.create_task(adapt_admission("Server 0", target, Router(1000), read))
-    async with asyncio.timeout(300):
-        while not until(target) and not following.done():
-            await asyncio.sleep(0)
-    assert not following.done(), following
-    following.cancel()
-    await asyncio.gather(following, return_exceptions=True)
-    return target
+@pytest.fixture
+def adapted(monkeypatch):
+    """Returns the target whose limit ``adapt_admission`` adapts. ``read``: gives the metrics."""
+
+    async def adapt(read, until):
+        if read is not None:
+            monkeypatch.setattr(admission, "read_metrics", lambda *_: read())
+        target = Target(url=HiddenUrl("http://127.0.0.1:1"))
+        names = config().engine.metrics
+        following = asyncio.create_task(adapt_admission("Server 0", target, Router(1000), names))
+        async with asyncio.timeout(300):
+            while not until(target) and not following.done():
+                await asyncio.sleep(0)
+        assert not following.done(), following
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        return target
+
+    return adapt
 
 
-async def test_without_metrics_the_answers_decide_and_a_line_says_why(log):
+async def test_without_metrics_the_answers_decide_and_a_line_says_why(adapted, log):
 
-    async def read(seconds):
+    async def read():
         return None
 
     await adapted(read, lambda target: target.pace is not None)
@@ -124,11 +132,13 @@ async def test_without_metrics_the_answers_decide_and_a_line_says_why(log):
     ) in said
 
 
-async def test_several_servers_behind_one_address_are_noticed_before_the_limit_runs_away(log):
+async def test_several_servers_behind_one_address_are_noticed_before_the_limit_runs_away(
+    adapted, log
+):
     limits = []
     tokens = cycle([1000, 900, 1100, 950])
 
-    async def read(seconds):
+    async def read():
         return Metrics(8, 0, next(tokens))
 
     def until(target):
@@ -141,11 +151,11 @@ async def test_several_servers_behind_one_address_are_noticed_before_the_limit_r
     assert "as a load balancer does" in log[0]
 
 
-async def test_metrics_that_stop_for_a_while_are_waited_for(log):
+async def test_metrics_that_stop_for_a_while_are_waited_for(adapted, log):
     reads = []
 
-    async def read(seconds):
-        reads.append(seconds)
+    async def read():
+        reads.append(True)
         await asyncio.sleep(0.001)
         return Metrics(8, 8, 1) if len(reads) == 1 else None
 
@@ -153,11 +163,11 @@ async def test_metrics_that_stop_for_a_while_are_waited_for(log):
     assert (target.limit, log) == (8, [])
 
 
-async def test_what_metrics_showed_of_the_cache_is_forgotten_when_they_stop_for_long():
+async def test_what_metrics_showed_of_the_cache_is_forgotten_when_they_stop_for_long(adapted):
     """Else a server that stops showing them when its cache is full would stay full."""
     pages = [Metrics(8, 8, 1, 0, 0.9)]
 
-    async def read(seconds):
+    async def read():
         await asyncio.sleep(0.001)
         return pages.pop() if pages else None
 
@@ -171,11 +181,11 @@ async def test_what_metrics_showed_of_the_cache_is_forgotten_when_they_stop_for_
     assert max(loads) > 1
 
 
-async def test_a_cache_that_no_running_request_takes_holds_back_no_document():
+async def test_a_cache_that_no_running_request_takes_holds_back_no_document(adapted):
     reads = []
 
-    async def read(seconds):
-        reads.append(seconds)
+    async def read():
+        reads.append(True)
         return Metrics(0, 0, len(reads), 0, 1.0)
 
     target = await adapted(read, lambda target: len(reads) > 2)
@@ -186,7 +196,7 @@ async def test_a_cache_that_no_running_request_takes_holds_back_no_document():
 @pytest.mark.parametrize("shown", ["NaN", "+Inf", "-Inf", "-1", "100", "1e308", "", "many"])
 @pytest.mark.parametrize("name", ["num_requests_running", "kv_cache_usage_perc"])
 async def test_whatever_the_metrics_show_a_server_gets_requests_and_a_document(
-    monkeypatch, name, shown
+    adapted, monkeypatch, name, shown
 ):
     reads = []
 
@@ -200,11 +210,8 @@ async def test_whatever_the_metrics_show_a_server_gets_requests_and_a_document(
         )
         return Response(200, page.encode())
 
-    async def read(seconds):
-        return await read_metrics("http://127.0.0.1:1", None, config().engine.metrics, seconds)
-
-    monkeypatch.setattr(server_module, "get", get)
-    target = await adapted(read, lambda target: len(reads) > 4)
+    monkeypatch.setattr(admission, "get", get)
+    target = await adapted(None, lambda target: len(reads) > 4)
     target.add_in_flight(0)
     assert target.limit >= 8
     assert target.load < 1
@@ -222,7 +229,7 @@ class Work:
     """
 
     def __init__(self, settings, rollout):
-        self.router = Router(most_documents(settings) * settings.rollouts_per_document)
+        self.router = Router(most_documents([settings]) * settings.rollouts_per_document)
         self.sender = Sender()
         self.router.senders.append(self.sender)
         self.target = Target()
@@ -230,7 +237,7 @@ class Work:
         self.router.targets.append(self.target)
         self.documents = 0
         self.most = 0
-        self.limit = DocumentLimit(settings, media=ByteBudget(1))
+        self.limit = DocumentLimit([settings], ByteBudget(1))
         self._settings = settings
         self._rollout = rollout
 
@@ -278,7 +285,7 @@ async def with_other_work(ask):
 
 
 async def test_documents_that_wait_for_each_other_before_they_ask_are_started(monkeypatch):
-    monkeypatch.setattr(scheduler, "_IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(document_limit, "_IDLE_SECONDS", 0.0)
     arrived = []
     all_here = asyncio.Event()
 
@@ -326,11 +333,11 @@ async def test_a_server_that_runs_nothing_more_gets_no_more_documents():
 async def test_a_number_is_kept(settings, documents):
     work = Work(config(**settings), with_other_work)
     await work.run(500)
-    assert most_documents(config(**settings)) == work.documents == documents
+    assert most_documents([config(**settings)]) == work.documents == documents
 
 
 def following_four_places(settings):
-    limit = DocumentLimit(settings, media=ByteBudget(1))
+    limit = DocumentLimit([settings], ByteBudget(1))
     router, sender = Router(4), Sender()
     router.senders.append(sender)
     target = router.add()

@@ -24,18 +24,18 @@ from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.layout import (
     DEAD_LETTERS,
+    RankAddress,
     journal_indices,
     journal_path,
     last_chunk_of,
     rank_folder,
     rank_numbers,
     retry_folder,
-    retry_number,
 )
 from datatrove_ckpt.checkpoint.limits import read_paid
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.numbers import Buckets, DocumentCounts, Seconds
-from datatrove_ckpt.checkpoint.rank_files import RankFiles
+from datatrove_ckpt.checkpoint.rank_files import RankFiles, StorageThread
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, recover
 from datatrove_ckpt.checkpoint.request_cache import (
     Answer,
@@ -45,7 +45,6 @@ from datatrove_ckpt.checkpoint.request_cache import (
     payload_hash,
     read_answers,
 )
-from datatrove_ckpt.checkpoint.storage import StorageThread
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, StorageFailed
 from datatrove_ckpt.process import open_files
 
@@ -387,7 +386,10 @@ def test_names_are_read_back_beyond_five_digits_and_other_names_are_left_out(
     for number in numbers:
         rank_folder(tmp_path, number).mkdir()
         journal_path(tmp_path, number).touch()
-        assert retry_number(retry_folder(tmp_path, number).name) == number
+        retry = retry_folder(tmp_path, number)
+        address = RankAddress.of(rank_folder(retry, 7))
+        assert address == (retry.name, 7)
+        assert str(address) == f"{retry.name}/00007"
     last_chunk_of(rank_folder(tmp_path, 0)).parent.mkdir()
     for name in (
         "retry-00001",
@@ -399,7 +401,7 @@ def test_names_are_read_back_beyond_five_digits_and_other_names_are_left_out(
         (tmp_path / name).touch()
     assert rank_numbers(tmp_path) == numbers
     assert journal_indices(tmp_path) == numbers
-    assert retry_number("00000") is None
+    assert str(RankAddress.of(rank_folder(tmp_path, 7))) == "00007"
 
 
 def test_a_rank_that_starts_while_its_lock_is_looked_at_is_not_refused(tmp_path, monkeypatch):

@@ -413,7 +413,7 @@ def test_a_process_of_this_host_that_has_ended_is_dead_at_once_on_object_stores(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.strip()
     store = job.make_store(owner)
-    assert store.put(Mark(0, 1, owner), b"{}")
+    assert store.put(Mark(0, 1, owner), {})
     assert Process(job).take_rank(0) is True
     assert Process(job).claims.free().ranks == [1, 2, 3]
 
@@ -470,8 +470,8 @@ def test_where_boot_and_namespace_are_unknown_only_beats_show_a_death(tmp_path, 
 
 def test_of_two_marks_of_one_number_the_first_counts(tmp_path):
     first, second = (Process(Job(on_disk(tmp_path))) for _ in range(2))
-    assert first.store.put(Mark(0, 1, first.owner), b"{}") is True
-    assert second.store.put(Mark(0, 1, second.owner), b"{}") is False
+    assert first.store.put(Mark(0, 1, first.owner), {}) is True
+    assert second.store.put(Mark(0, 1, second.owner), {}) is False
 
 
 def test_of_two_processes_that_take_a_rank_at_once_the_object_store_gives_it_to_one(
@@ -484,11 +484,11 @@ def test_of_two_processes_that_take_a_rank_at_once_the_object_store_gives_it_to_
 
     def other_writes_meanwhile(seconds):
         if seconds == 5.0:
-            won.append(second.store.put(Mark(0, 1, second.owner), b"{}"))
+            won.append(second.store.put(Mark(0, 1, second.owner), {}))
 
     clock = SimpleNamespace(time=time.time, sleep=other_writes_meanwhile)
     monkeypatch.setattr(claims_module, "time", clock)
-    won.append(first.store.put(Mark(0, 1, first.owner), b"{}"))
+    won.append(first.store.put(Mark(0, 1, first.owner), {}))
     assert sorted(won) == [False, True]
 
 

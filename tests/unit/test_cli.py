@@ -163,7 +163,7 @@ sys.meta_path.insert(0, Finder())
 _OF_A_RUN = {
     *("aiohttp", "httptools", "pyarrow", "datasets", "prometheus_client", "mlflow"),
     *("datatrove_ckpt.inference", "datatrove_ckpt.run_folder", "datatrove_ckpt.generation.rank"),
-    *("datatrove_ckpt.checkpoint.open_checkpoint", "datatrove_ckpt.generation.export"),
+    *("datatrove_ckpt.checkpoint.open_checkpoint", "datatrove_ckpt.generation.prometheus"),
     *("datatrove_ckpt.mirror.job", "datatrove_ckpt.cli.execution"),
 }
 _OF_A_FILE = {"datatrove_ckpt.cli", "datatrove_ckpt.readers", "datatrove_ckpt.checkpoint.recovery"}

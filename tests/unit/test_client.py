@@ -30,12 +30,13 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.inference.client import body as body_limits
 from datatrove_ckpt.inference.client import plain as plain_transport
 from datatrove_ckpt.inference.client import transport
-from datatrove_ckpt.inference.client.answers import Completion, RetryableError
+from datatrove_ckpt.inference.client.answers import CHAT, Completion, RetryableError
 from datatrove_ckpt.inference.client.body import Body, LargeAnswer
 from datatrove_ckpt.inference.client.client import CompletionClient, Outage, RequestClock
 from datatrove_ckpt.inference.client.plain import Transport
 from datatrove_ckpt.inference.client.routing import Request, Sender, Target
 from datatrove_ckpt.inference.client.urls import HiddenUrl, beside
+from datatrove_ckpt.testing import FakeServer
 from tests.clients import Sleeps, client_of, turns
 
 UNFINISHED_REASONS = [
@@ -294,11 +295,7 @@ BEYOND = "1" + "0" * 30
 )
 def test_token_counts_that_are_none_are_left_out(usage, kept):
     body = chat().replace(b'{"total_tokens": 3}', usage.encode())
-    assert usage.encode() in body
-    result = Outcome(answer(http(200, body))).result
-    assert isinstance(result, Completion)
-    assert result.usage == kept
-    orjson.dumps(result.usage)
+    assert CHAT.parse(body).usage == kept
 
 
 @pytest.mark.parametrize("status", [400, 413, 422, 431])
@@ -456,10 +453,6 @@ def test_a_server_that_never_gives_a_finish_reason_is_not_believed(server_type):
     assert outcome.client.answers == 0
 
 
-def html(body):
-    return http(200, body).replace(b"application/json", b"text/html")
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -472,7 +465,7 @@ def html(body):
     ],
 )
 def test_the_third_answer_of_an_unknown_form_ends_the_run_with_path_and_body(body):
-    outcome = Outcome(answer(html(body)), **KINDS["endpoint"])
+    outcome = Outcome(answer(http(200, body)), **KINDS["endpoint"])
     assert isinstance(outcome.result, ServerRefused)
     assert "/v1/chat/completions has sent 3 answers in a row" in str(outcome.result)
     assert "correct the endpoint's URL or the proxy" in str(outcome.result)
@@ -480,13 +473,12 @@ def test_the_third_answer_of_an_unknown_form_ends_the_run_with_path_and_body(bod
         str(outcome.result).strip("'").endswith(json.dumps(body.decode())[1:-1].replace('\\"', '"'))
     )
     assert len(outcome.server.requests) == 3
-    assert "text/html" in str(outcome.result) or body[:1] in b"{["
 
 
 async def test_after_the_third_such_answer_only_what_was_in_flight_is_paid():
     """Requests that wait for a place, or for their next attempt, are not sent."""
     async with talking(
-        answer(html(b"data: 1")), max_concurrent_generations=4, **KINDS["endpoint"]
+        answer(http(200, b"data: 1")), max_concurrent_generations=4, **KINDS["endpoint"]
     ) as (server, client, _):
         asked = [client.complete(b"%d" % number) for number in range(40)]
         errors = await asyncio.gather(*asked, return_exceptions=True)
@@ -494,30 +486,31 @@ async def test_after_the_third_such_answer_only_what_was_in_flight_is_paid():
         assert len(server.requests) <= 3 + 4
 
 
+LOOKS = [  # when, for how long the oldest request is in flight, answers until then, hangs
+    (500, 500, 0, 0),  # nothing was ever answered
+    (510, 5, 1, 0),
+    (629, 124, 1, 0),
+    (631, 126, 1, 121),
+    (640, 135, 1, 130),
+    (641, 136, 2, 0),  # answered, after 130 s
+    (2000, 0, 2, 0),  # nothing is in flight
+    (3000, 700, 2, 0),  # within six times the longest
+    (3200, 900, 2, 900),
+    (3300, 1000, 2, 0),  # requests fail: the outage has its own lines
+]
+
+
 def test_an_endpoint_that_hangs_is_told_once(log):
-    times = []
+    times = [0]
     outage = Outage(600, lambda: times[-1])
-
-    def look(now, busy, answers):
+    for now, busy, answers, hangs in LOOKS:
         times.append(now)
-        for _ in range(answers - outage.answers):
+        if answers > outage.answers:
             outage.answered()
+        if now == 3300:
+            outage.begun(False, 3201)
         outage.look(busy, 3600)
-        return round(outage.hangs)
-
-    assert look(500, 500, 0) == 0, "nothing was ever answered"
-    assert [look(510, 5, 1), look(629, 124, 1), look(631, 126, 1), look(640, 135, 1)] == [
-        0,
-        0,
-        121,
-        130,
-    ]
-    assert look(641, 136, 2) == 0, "answered, after 130 s"
-    assert look(2000, 0, 2) == 0, "nothing is in flight"
-    assert look(3000, 700, 2) == 0, "within six times the longest"
-    assert look(3200, 900, 2) == 900
-    outage.begun(False, 3201)
-    assert look(3300, 1000, 2) == 0, "requests fail: the outage has its own lines"
+        assert round(outage.hangs) == hangs, now
     assert [line.split(" ")[0] for line in log] == ["WARNING", "INFO", "WARNING"]
     assert "has not answered for 121 s, and its requests took 5 s at most." in log[0]
     assert "wait for 3600 s each (request_timeout), because they may be paid for." in log[0]
@@ -892,13 +885,11 @@ async def test_a_blank_line_behind_an_answer_is_no_answer(short, log, monkeypatc
     assert not log
 
 
-@pytest.mark.parametrize("coding", ["", "gzip"])
-def test_an_answer_that_is_too_long_is_refused(coding, monkeypatch):
+def test_an_answer_that_becomes_too_long_is_refused(monkeypatch):
     """1 MB of zeros is 1 kB in gzip; less than 1 MB has become 4 GB."""
     monkeypatch.setattr(body_limits, "LARGE_ANSWER_BYTES", 0)
     monkeypatch.setattr(body_limits, "MAX_ANSWER_BYTES", 300_000)
-    body = gzip.compress(bytes(1 << 20)) if coding else chat("x" * 400_000)
-    raw = http(200, body, f"Content-Encoding: {coding or 'identity'}")
+    raw = http(200, gzip.compress(bytes(1 << 20)), "Content-Encoding: gzip")
     outcome = Outcome(answer(raw), server_patience_seconds=1.0)
     assert isinstance(outcome.result, ServerUnavailable)
     assert "the body is longer than 300000 bytes" in str(outcome.result)
@@ -1024,3 +1015,14 @@ def test_a_header_of_the_request_replaces_the_clients_whatever_its_case():
     extras = {"extra_headers": {"Anthropic-version": "2030-01-01"}, "extra_query": {}}
     _, headers = beside(HiddenUrl("http://host"), own, extras)
     assert headers == {"x-api-key": "a key", "Anthropic-Version": "2030-01-01"}
+
+
+def test_a_fake_server_that_cannot_start_raises_and_leaves_no_thread():
+    class Broken(FakeServer):
+        def _route(self, router):
+            raise LookupError
+
+    broken = Broken()
+    with pytest.raises(LookupError), broken:
+        pass
+    assert not broken._thread.is_alive()

@@ -5,7 +5,7 @@ Prometheus means them.
 import json
 import re
 
-from datatrove_ckpt.generation.export.prometheus import PREFIX
+from datatrove_ckpt.generation.prometheus import PREFIX
 from tests.pages import ROOT, pages, section, table_rows
 from tests.unit.test_metrics import METRICS
 

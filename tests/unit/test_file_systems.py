@@ -60,11 +60,11 @@ def of(kind, options="rw", source="somewhere"):
 def test_what_is_wrong_with_a_file_system_is_said(kind, options, says):
     found = of(kind, options)
     if says is not None:
-        assert says in " ".join(found.concerns)
+        assert says in found.concern
     elif kind in ("ext4", "apfs"):
         assert found == FilesystemTraits(f"{kind} (local)")
     else:
-        assert (found.shared, found.concerns) == (True, ())
+        assert (found.shared, found.concern) == (True, "")
 
 
 def test_only_what_outlives_the_machine_lasts_and_only_object_stores_are_unsupported():

@@ -81,4 +81,4 @@ def test_ranks_that_hold_nothing_and_have_ended_refuse_nobody(tmp_path):
     first.finish()
     second.die()
     other.start(identity(tasks=4))
-    assert compare_job(tmp_path, identity()).ranks == [2], "it is at work"
+    assert compare_job(tmp_path, identity(), None, False).ranks == [2], "it is at work"

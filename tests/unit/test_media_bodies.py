@@ -11,7 +11,7 @@ import pytest
 
 from datatrove_ckpt.common.memory import ByteBudget, usable_memory
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.generation.scheduler import DocumentLimit
+from datatrove_ckpt.generation.document_limit import DocumentLimit
 from datatrove_ckpt.inference.client.body import Body
 from datatrove_ckpt.inference.client.plain import Response, Transport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
@@ -183,8 +183,8 @@ async def test_large_documents_wait_for_bytes_and_small_ones_do_not():
     )
     budget = ByteBudget(1_000_000)  # of all ranks of a process
     limit, of_another_rank = (
-        DocumentLimit(config, media=budget),
-        DocumentLimit(config, media=budget),
+        DocumentLimit([config], budget),
+        DocumentLimit([config], budget),
     )
     for _ in range(10):
         await limit.acquire(50_000)

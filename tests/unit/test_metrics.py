@@ -1,5 +1,6 @@
 """A rank's metrics: their names, their text, and the port."""
 
+import os
 import random
 import re
 import socket
@@ -18,8 +19,8 @@ from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.history import Spread
 from datatrove_ckpt.checkpoint.numbers import Buckets
 from datatrove_ckpt.common.work_counts import InputPosition
-from datatrove_ckpt.generation.export import prometheus
-from datatrove_ckpt.generation.export.prometheus import (
+from datatrove_ckpt.generation import prometheus
+from datatrove_ckpt.generation.prometheus import (
     PREFIX,
     RANK_LABELS,
     RankNow,
@@ -159,7 +160,7 @@ def get(host, port=PORT):
 
 
 def shown(host, rank, state="running"):
-    return metrics_port(host, PORT).shows(lambda: metrics(rank, state))
+    return metrics_port(os.getpid(), host, PORT).shows(lambda: metrics(rank, state))
 
 
 def test_ranks_of_a_process_are_at_one_port_and_one_that_has_ended_is_shown_for_a_while_and_once(

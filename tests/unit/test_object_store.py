@@ -1,24 +1,67 @@
-"""What every back end of the store does: mirrors, steps of trainings and claims rely on it."""
+"""What every store does: mirrors, steps of trainings, claims and owners of outputs rely on it.
+
+A new store is one more row of ``STORES``.
+"""
+
+import hashlib
+from collections.abc import Callable
+from itertools import groupby
+from typing import Any, NamedTuple
+from urllib.error import HTTPError
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
+from huggingface_hub import HfApi
 
 from datatrove_ckpt.common import object_store
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.testing.crashes import crash_at
 
 
-@pytest.fixture(params=["local", "memory", "bucket"])
-def store(request, tmp_path):
-    if request.param == "local":
-        yield ObjectStore(str(tmp_path / "store"))
-    elif request.param == "memory":
-        yield ObjectStore("memory://store")
-        MemoryFileSystem.store.clear()
-        MemoryFileSystem.pseudo_dirs[:] = [""]
-    else:
+class Kind(NamedTuple):
+    """A kind of store.
+
+    ``url``: takes a folder of the test. ``writes``: class and method of the library that writes a
+    small object. ``creates_once``: the store itself keeps a second creator from writing.
+    """
+
+    url: Callable[[Any], str]
+    writes: tuple[type, str]
+    creates_once: bool = False
+
+
+STORES = {
+    "disk": Kind(lambda folder: str(folder / "kept" / "store"), (LocalFileSystem, "pipe_file")),
+    "memory": Kind(lambda folder: "memory://store", (MemoryFileSystem, "pipe_file")),
+    # As S3 and Google Cloud Storage.
+    "conditions": Kind(lambda folder: "memory://store", (MemoryFileSystem, "pipe_file"), True),
+    "bucket": Kind(lambda folder: "hf://buckets/org/job/store", (HfApi, "batch_bucket_files")),
+}
+
+
+@pytest.fixture(params=STORES)
+def kind(request, monkeypatch, waits):
+    kind = STORES[request.param]
+    if request.param == "bucket":
         request.getfixturevalue("hub").create_repo("org/job", kind="bucket")
-        yield ObjectStore("hf://buckets/org/job/store", apart=True)
+    if request.param == "conditions":
+        monkeypatch.setattr(object_store, "CREATES_ONCE", {"memory"})
+    yield kind
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture
+def store(kind, tmp_path):
+    return ObjectStore(kind.url(tmp_path), apart=True)
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    seen = []
+    monkeypatch.setattr(object_store.time, "sleep", seen.append)
+    return seen
 
 
 def test_each_method_does_one_thing(store, tmp_path):
@@ -33,56 +76,92 @@ def test_each_method_does_one_thing(store, tmp_path):
     (tmp_path / "file").write_bytes(b"of a file")
     store.put("folder/deep/a", tmp_path / "file")
     store.copy("b", "folder/b", b"content")
+    store.create("folder/new", b"")
     assert [*store.names()] == ["b", "folder"]
-    assert [*store.names("folder")] == ["b", "deep"]
+    assert [*store.names("folder")] == ["b", "deep", "new"]
     assert store.names()["b"] > 0
     assert (store.read("b", 7), store.read("b", 6)) == (b"content", None)
     assert store.read("folder/b", 9) == b"content"
+    assert store.read("folder/new", 9) == b""
     assert b"".join(store.blocks("folder/deep/a")) == b"of a file"
+    told = store.md5("b")
+    assert len(told) != 32 or told == hashlib.md5(b"content").hexdigest()
     store.delete("b")
     assert [*store.names()] == ["folder"]
     store.delete_tree("folder")
     assert store.names() == {}
 
 
-def test_a_crash_at_each_effect_leaves_it_done_or_not_done(tmp_path):
-    folder, number, seen = tmp_path / "store", 0, []
-    while not seen or seen[-1]:
-        store = ObjectStore(str(folder))
-        store.delete_tree("")
-        store.put("a", b"old")
-        with crash_at(number, folder) as disk:
-            store.put("a", b"new")
-            store.copy("a", "c", b"new")
-            store.delete("a")
-            store.delete_tree("")
-        seen.append({name: store.read(name, 9) for name in store.names()})
-        number += 1
-    assert disk.crashed_at is None
-    assert seen == [{"a": b"old"}, {"a": b"new"}, {"a": b"new", "c": b"new"}, {"c": b"new"}, {}]
-
-
-@pytest.fixture
-def waits(monkeypatch):
-    seen = []
-    monkeypatch.setattr(object_store.time, "sleep", seen.append)
-    yield seen
-    MemoryFileSystem.store.clear()
-
-
-def test_who_comes_late_replaces_no_owner_where_the_store_can_tell(waits):
-    store = ObjectStore("memory://store")
+def test_who_creates_late_replaces_nothing(kind, store, waits):
     for name in (b"first", b"late"):
         store.create("owner", name)
-    assert (store.read("owner", 9), len(waits)) == (b"first", 2)
+    assert store.read("owner", 9) == b"first"
+    # The others are seen by all only after a while.
+    assert len(waits) == 2 * (not kind.creates_once)
 
 
-def test_an_older_library_without_conditions_puts_and_waits(waits, monkeypatch):
+def test_of_two_that_create_at_once_all_see_one(kind, store, waits, monkeypatch):
+    """The second one comes when the first one has looked, and is about to write."""
+    owner, name = kind.writes
+    write = getattr(owner, name)
+    late = [b"second"]
+
+    def other_first(*arguments, **options):
+        while late:
+            store.create("owner", late.pop())
+        return write(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, other_first)
+    store.create("owner", b"first")
+    assert not late
+    assert store.read("owner", 9) == (b"second" if kind.creates_once else b"first")
+    assert [*store.names()] == ["owner"]
+
+
+def test_a_store_with_the_protocol_of_s3_may_know_no_conditions(monkeypatch, waits):
     monkeypatch.setattr(object_store, "CREATES_ONCE", {"memory"})
     pipe = MemoryFileSystem.pipe_file
-    monkeypatch.setattr(
-        MemoryFileSystem, "pipe_file", lambda self, path, data: pipe(self, path, data)
-    )
+
+    def not_implemented(self, path, data, mode=None):
+        if mode:
+            raise HTTPError("", 501, "Not Implemented", {}, None)
+        pipe(self, path, data)
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", not_implemented)
     store = ObjectStore("memory://store")
     store.create("owner", b"me")
     assert (store.read("owner", 9), len(waits)) == (b"me", 1)
+
+
+def test_a_crash_at_each_effect_leaves_it_done_or_not_done_and_all_can_be_done_again(
+    store, tmp_path
+):
+    def effects():
+        store.delete_tree("")
+        store.put("a", b"new")
+        store.create("b", b"created")
+        store.create("b", b"late")
+        store.copy("a", "c", b"new")
+        store.delete("a")
+
+    def content():
+        return {name: store.read(name, 9) for name in store.names()}
+
+    (tmp_path / "kept").mkdir()
+    seen, disk = [], None
+    while disk is None or disk.crashed_at:
+        store.delete_tree("")
+        store.put("a", b"old")
+        with crash_at(len(seen), tmp_path / "kept") as disk:
+            effects()
+        seen.append(content())
+        effects()
+        assert content() == {"b": b"created", "c": b"new"}
+    assert [state for state, _ in groupby(seen)] == [
+        {"a": b"old"},
+        {},
+        {"a": b"new"},
+        {"a": b"new", "b": b"created"},
+        {"a": b"new", "b": b"created", "c": b"new"},
+        {"b": b"created", "c": b"new"},
+    ]

@@ -203,7 +203,7 @@ def test_an_owner_that_was_taken_over_after_it_published_commits_and_removes_not
     newer = placement.newer
     assert list(newer.resumed.journals) == [0]
     assert (tmp_path / "00000/chunk_00000.jsonl").stat().st_size > 0
-    assert newer.lease.read_rank("", 0, tmp_path / "00000", Want.COMMITS).commits == {}
+    assert newer.lease.read_rank(tmp_path / "00000", Want.COMMITS).commits == {}
     run(newer, 2)
     newer.close(completed=True)
     assert set(read_commits(tmp_path / "00000/commits.jsonl")) == {0}
@@ -273,7 +273,7 @@ def test_an_open_rank_knows_its_commits_but_reads_them_where_an_owner_before_it_
     run(checkpoint, 2)
 
     def known():
-        found = checkpoint.lease.read_rank("", 0, tmp_path / "00000", Want.COMMITS)
+        found = checkpoint.lease.read_rank(tmp_path / "00000", Want.COMMITS)
         assert found.run
         return set(found.commits)
 
@@ -337,7 +337,7 @@ def ledger_reads(folder, moment, want, monkeypatch):
     with monkeypatch.context() as patched:
         for module, name in READS:
             patched.setattr(module, name, partial(reading, getattr(module, name)))
-        rank = ledger.read_rank("", 0, folder / "00000", want)
+        rank = ledger.read_rank(folder / "00000", want)
     may_publish.set()
     checkpoint.close()
     assert rank.damage is None

@@ -241,6 +241,8 @@ def test_which_errors_are_permanent(error, permanent):
 class Uploads:
     """S3's open uploads."""
 
+    protocol = "s3"
+
     def __init__(self, *keys):
         self.open = [(key, f"id-{number}") for number, key in enumerate(keys)]
         self.refuses = ""
@@ -248,9 +250,6 @@ class Uploads:
     def split_path(self, path):
         bucket, _, key = path.removeprefix("s3://").partition("/")
         return bucket, key, None
-
-    def put_file(self, lpath, rpath, mode="overwrite"):
-        raise NotImplementedError
 
     def call_s3(self, method, Bucket, Key="", **arguments):
         if method == self.refuses:

@@ -113,8 +113,6 @@ SCRIPT = """
 import json
 
 PROMPT = "Rewrite: "
-API_KEY = "s3cret-s3cret"
-SETTINGS = {"headers": {"Authorization": "s3cret"}}
 lock = (number for number in range(3))
 unused = open
 text = "named like an attribute only"
@@ -127,7 +125,7 @@ class Words(Base):
     pass
 
 def helper(document):
-    return Words().shown(), document.text, lock, API_KEY, SETTINGS, __name__
+    return Words().shown(), document.text, lock, __name__
 
 async def rollout(document, generate):
     return helper(document)
@@ -142,17 +140,12 @@ def script(tmp_path, monkeypatch):
 def test_the_names_that_a_function_of_the_script_uses_are_found(script):
     found = script_names.collect(functools.partial(script.rollout))
     assert sorted(found.values) == ["PROMPT", "Words", "helper", "json"]
-    assert found.left["API_KEY"] == "it holds what looks like a secret (API_KEY)"
-    assert (
-        found.left["SETTINGS"]
-        == "it holds what looks like a secret (SETTINGS.headers.Authorization)"
-    )
-    assert found.left["lock"].startswith("it cannot be pickled (TypeError: ")
-    assert len(found.left) == 3
+    ((name, why),) = found.left.items()
+    assert (name, why[:34]) == ("lock", "it cannot be pickled (TypeError: c")
     assert found.file == script.__file__
 
 
-def test_names_are_put_only_where_the_script_is_not_loaded(script, monkeypatch, log):
+def test_names_are_put_only_where_the_script_is_not_loaded(script, monkeypatch):
     found = script_names.collect(script.rollout)
     script.PROMPT = "its own"
     script_names.restore(found)
@@ -163,9 +156,6 @@ def test_names_are_put_only_where_the_script_is_not_loaded(script, monkeypatch, 
     script_names.restore(found)
     assert {name for name in vars(launcher) if not name.startswith("__")} == set(found.values)
     assert vars(launcher)["PROMPT"] == "Rewrite: "
-    assert [line.split(" is not in the pickled job")[0] for line in log] == [
-        f"WARNING The script's {name}" for name in found.left
-    ]
 
 
 def test_a_function_of_a_module_carries_nothing(tmp_path, script):

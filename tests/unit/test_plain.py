@@ -22,6 +22,12 @@ from tests.unit.test_client import answer, http, never, serving, then_close
 GOOD = answer(http(200, b"good"))
 
 
+@pytest.fixture(autouse=True)
+def _no_exemptions(monkeypatch):
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @asynccontextmanager
 async def transport_to(*replies, **settings):
     async with serving(*replies) as (server, base):
@@ -53,12 +59,13 @@ def test_a_key_of_anthropic_is_sent_as_its_own_paths_want_it():
         assert headers_for(url, other) == {"Authorization": f"Bearer {other.reveal()}"}
 
 
-async def test_no_request_is_sent_before_the_answer_to_the_last_one():
+async def test_no_request_is_sent_before_the_answer_to_the_last_one(monkeypatch):
     async def later(server, writer):
         await server.closing.wait()
         writer.write(http(200, b"good"))
 
-    async with transport_to(later, keepalive=600.0) as (server, transport):
+    monkeypatch.setattr(plain, "_KEEPALIVE_SECONDS", 600.0)
+    async with transport_to(later) as (server, transport):
         waiting = [asyncio.create_task(transport.send(b"%d" % n)) for n in range(20)]
         for _ in waiting:
             await server.arrived.acquire()
@@ -88,8 +95,9 @@ async def test_a_connection_that_closes_is_replaced_and_no_request_fails(first):
         assert len(server.requests) == 2
 
 
-async def test_a_connection_that_idled_too_long_is_not_used():
-    async with transport_to(GOOD, keepalive=0.0) as (server, transport):
+async def test_a_connection_that_idled_too_long_is_not_used(monkeypatch):
+    monkeypatch.setattr(plain, "_KEEPALIVE_SECONDS", 0.0)
+    async with transport_to(GOOD) as (server, transport):
         for _ in range(3):
             await transport.send(b"one")
         assert server.connections == 3
@@ -164,11 +172,10 @@ def silent_address():
         yield full.getsockname()
 
 
-async def test_a_server_that_accepts_nobody_is_given_up_in_time():
+async def test_a_server_that_accepts_nobody_is_given_up_in_time(monkeypatch):
     with silent_address() as (_, port):
-        transport = Transport(
-            HiddenUrl(f"http://127.0.0.1:{port}"), None, 30.0, connect_timeout=0.2
-        )
+        monkeypatch.setattr(plain, "_CONNECT_SECONDS", 0.2)
+        transport = Transport(HiddenUrl(f"http://127.0.0.1:{port}"), None, 30.0)
         with pytest.raises(ConnectTimeout):
             await transport.send(b"one")
         await transport.close()
@@ -217,8 +224,6 @@ async def through(monkeypatch, status=200, tls=None):
     listener = await asyncio.start_server(proxy.handle, "127.0.0.1", 0, ssl=tls)
     address = f"me:pw@127.0.0.1:{listener.sockets[0].getsockname()[1]}"
     monkeypatch.setenv("https_proxy", f"https://{address}" if tls else address)
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
     yield proxy
     listener.close()
     await asyncio.gather(*proxy.pipes)
@@ -295,8 +300,6 @@ def test_a_connection_that_is_lost_in_its_handshake_is_one_error(
         server = await loop.create_server(lambda: HangsUp(at, self_signed), "127.0.0.1", 0)
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         monkeypatch.setenv("https_proxy", f"http://{address}")
-        for name in ("no_proxy", "NO_PROXY"):
-            monkeypatch.delenv(name, raising=False)
         transport = Transport(HiddenUrl(f"https://{address}"), None, 30.0, proxied)
         with pytest.raises(ConnectionError):
             await asyncio.wait_for(transport.send(b"one"), 20)
@@ -312,10 +315,9 @@ def test_a_proxy_that_does_not_answer_is_given_up_in_time(over, monkeypatch):
     async def main():
         address, *_ = silent.getsockname()
         monkeypatch.setenv("https_proxy", f"http://{address}:{silent.getsockname()[1]}")
-        for name in ("no_proxy", "NO_PROXY"):
-            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(plain, "_CONNECT_SECONDS", 0.05)
         url = HiddenUrl("https://a.invalid")
-        transport = Transport(url, None, 30.0, True, connect_timeout=0.05)
+        transport = Transport(url, None, 30.0, True)
         with pytest.raises(ConnectTimeout):
             await transport.send(b"one")
         await transport.close()

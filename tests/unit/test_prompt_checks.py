@@ -66,7 +66,6 @@ def test_an_instruction_after_the_document_is_said_with_what_its_move_would_save
         [f"{'b' * 80}{own_text(index, 2000)}" for index in range(9)],
         [f"{index}{own_text(index, 900)}" for index in range(9)],
     ],
-    ids=["none", "one", "one with text", "less than a block", "less than 5 %", "all differ"],
 )
 def test_where_there_is_nothing_to_say_nothing_is_said(prompts):
     assert said(prompts) == {}
@@ -102,7 +101,6 @@ def test_rows_that_share_a_text_and_are_apart_are_said_with_their_distance():
         ([*range(100), 0], 1),
         ([*range(100)], 1),
     ],
-    ids=["neighbours", "soon", "soon, with repeats", "two servers", "one pair", "all differ"],
 )
 def test_an_order_that_costs_nothing_is_not_mentioned(places, servers):
     assert "order" not in said(questions(places), servers)
@@ -124,7 +122,6 @@ def test_two_questions_about_a_text_that_fills_a_cache_are_neighbours():
         ChunkedRollout("{text}", system_prompt="You are brief. " * 20, max_chars_per_part=100),
         CompletionRollout("You are brief. " * 20 + "{text}"),
     ],
-    ids=["prompt", "with a form", "in chunks", "completion"],
 )
 def test_the_prompts_of_ready_made_rollouts_are_known_without_a_request(rollout_fn):
     prompts = prompts_of(rollout_fn, documents(20))

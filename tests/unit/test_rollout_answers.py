@@ -102,15 +102,14 @@ def test_each_engine_gets_its_own_fields(settings, server_type, fields):
     assert sent(PromptRollout(**settings), server_type) == fields
 
 
+DIFFERENT = "engines have different fields for it, and behind server_type 'endpoint' may be any of them. Set engine:"
+
+
 @pytest.mark.parametrize(
     "settings, server_type, error",
     [
-        (
-            {"regex": "a"},
-            "endpoint",
-            "regex: engines have different fields for it, and behind server_type 'endpoint'",
-        ),
-        ({"choice": ["a", "b"]}, "endpoint", "choice: engines have different fields for it"),
+        ({"regex": "a"}, "endpoint", f"regex: {DIFFERENT} vllm or sglang; or none"),
+        ({"choice": ["a"]}, "endpoint", f"choice: {DIFFERENT} llamacpp, vllm or sglang; or none"),
         ({"engine": "vlm"}, "vllm", 'engine: "vlm" is not one of llamacpp, '),
         ({"engine": "canned"}, "vllm", 'engine: "canned" is not one of llamacpp, '),
         (
@@ -181,25 +180,22 @@ def test_a_reference_out_of_the_schema_is_never_downloaded():
 # what follows ------------------------------------------------------------------------------------
 
 
-def test_the_model_is_shown_its_answer_if_that_is_wanted():
-    server = Answers("?", "no")
-    asyncio.run(PromptRollout(choice=["yes", "no"], show_error=True)(document(), server))
-    assert server.payloads[0]["messages"] == server.payloads[1]["messages"][:-2]
-    assert server.payloads[1]["messages"][-2:] == [
-        {"role": "assistant", "content": "?"},
-        {
-            "role": "user",
-            "content": "That answer is not valid: it is not one of yes, no. Answer again, correctly and completely, "
-            "and write nothing else.",
-        },
-    ]
+SHOWN = [
+    {"role": "assistant", "content": "?"},
+    {
+        "role": "user",
+        "content": "That answer is not valid: it is not one of yes, no. Answer again, correctly and completely, and write nothing else.",
+    },
+]
 
 
-def test_an_answer_that_was_cut_off_is_not_shown():
-    """The conversation would not fit into the context either."""
-    server = Answers("?", "no", reason="length")
+@pytest.mark.parametrize("reason, shown", [("stop", SHOWN), ("length", [])])
+def test_the_model_is_shown_its_answer_if_that_is_wanted_and_it_was_not_cut_off(reason, shown):
+    """With a long answer the conversation would not fit into the context either."""
+    server = Answers("?", "no", reason=reason)
     asyncio.run(PromptRollout(choice=["yes", "no"], show_error=True)(document(), server))
-    assert server.payloads[0] == server.payloads[1]
+    first, second = (one["messages"] for one in server.payloads)
+    assert second == [*first, *shown]
 
 
 def test_a_document_without_a_valid_answer_may_be_dropped_and_canned_answers_are_not_checked():

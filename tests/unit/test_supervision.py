@@ -16,15 +16,11 @@ from datatrove_ckpt.config import InferenceConfig, inference_config
 from datatrove_ckpt.config.inference_config import ENGINES, visible_gpus
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.inference.client.routing import Death, Request, Router, Sender
+from datatrove_ckpt.inference.client.routing import Death, Request, Router, Sender, Target
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers import node
-from datatrove_ckpt.inference.servers.server import (
-    Metrics,
-    parse_metrics,
-    read_metrics,
-    request_health,
-)
+from datatrove_ckpt.inference.servers.admission import Metrics, parse_metrics, read_metrics
+from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.inference.servers.warm import RankModels
 from datatrove_ckpt.process.shutdown import Shutdown
 from tests.clients import config, turns
@@ -362,7 +358,8 @@ async def test_a_probe_for_which_no_file_is_left_says_nothing_about_its_server(
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", at_the_limit)
-    url = "http://127.0.0.1:1"
-    assert await request_health(url, None, ENGINES["vllm"], 1.0) is None
-    page = HiddenUrl(f"{url}/metrics")
-    assert await read_metrics(page, None, ENGINES["vllm"].metrics, 1.0) is None
+    server = InferenceServer(config(), 0)
+    server.url = "http://127.0.0.1:1"
+    assert await server.problem(1.0) is None
+    target = Target(url=HiddenUrl(server.url))
+    assert await read_metrics(target, ENGINES["vllm"].metrics, 1.0) is None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from datatrove_ckpt.run_folder import read_state
+from datatrove_ckpt.run_folder import run_state
 from datatrove_ckpt.run_folder.tracking import Tracker
 from tests.rank_folders import done, failed, minute, minutes, place_at, start, stopped, write_rank
 
@@ -30,7 +30,7 @@ class Run:
 def now(monkeypatch):
     """Its last number is the time."""
     moments = [T]
-    monkeypatch.setattr(read_state.time, "time", lambda: moments[-1])
+    monkeypatch.setattr(run_state.time, "time", lambda: moments[-1])
     return moments
 
 

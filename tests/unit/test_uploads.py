@@ -131,37 +131,6 @@ def test_answers_whose_upload_failed_are_uploaded_again(tmp_path, monkeypatch):
     assert mirrored.uploads.last_answer == 1
 
 
-def test_of_a_file_that_was_replaced_everything_is_uploaded_again(tmp_path):
-    """Also if that happened twice between two snapshots, or before this process uploaded
-    anything.
-    """
-
-    def of(generation):
-        return Snapshot(
-            b"",
-            {"history.jsonl": 3, "commits.jsonl": 3},
-            frozenset(),
-            [],
-            1,
-            generation,
-        )
-
-    uploads = Uploads(Versions(str(tmp_path / "00000")))
-    uploads.start_version(
-        {"format": FORMAT, "owner": {"nonce": "0" * 16, "host": "here", "pid": 1, "earlier": {}}},
-        of(0),
-    )
-    left = []
-    for generation in (0, 0, 2, 2, 3):
-        uploads.forget_replaced(of(generation))
-        left.append(
-            (uploads.uploaded_bytes("history.jsonl"), uploads.uploaded_bytes("commits.jsonl"))
-        )
-        uploads.add("history.jsonl", b"abc")
-        uploads.add("commits.jsonl", b"abc")
-    assert left == [(0, 0), (3, 3), (0, 6), (3, 9), (0, 12)]
-
-
 @pytest.mark.parametrize(
     "earlier, contained",
     [

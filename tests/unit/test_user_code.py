@@ -76,14 +76,6 @@ async def one_parameter(document): ...
 async def three_parameters(document, generate, lexicon): ...
 
 
-async def yields(document, generate):
-    yield await ask(document, generate)
-
-
-def yields_plainly(document, generate):
-    yield ask(document, generate)
-
-
 @pytest.mark.parametrize(
     "rollout, context, says",
     [
@@ -99,12 +91,6 @@ def yields_plainly(document, generate):
             "rollout(document, generate, words=...) (shared_context gives the names)",
         ),
         (ask, {"document": 1}, "multiple values for argument 'document'"),
-        (yields, None, "yields(document, generate) must not yield; return the result."),
-        (
-            functools.partial(yields_plainly),
-            None,
-            "yields_plainly(document, generate) must not yield",
-        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_signature(tmp_path, server, rollout, context, says):

@@ -2,7 +2,6 @@
 the run.
 """
 
-import json
 import os
 from pathlib import Path
 
@@ -232,24 +231,6 @@ def test_output_without_its_checkpoint_is_no_run_that_waits(tmp_path):
         with pytest.raises(ConfigError, match="but no task has a checkpoint") as error:
             open_place(what, content).__enter__()
         assert type(error.value) is ConfigError
-
-
-@pytest.mark.parametrize("where", ["folder", "relative", "memory://"])
-def test_output_without_its_checkpoint_names_the_mirror_that_has_it(tmp_path, where):
-    url = f"{tmp_path}/m" if where != "memory://" else "memory://where/m"
-    for name in ("logs", "output"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "output/00000_chunk_00000.jsonl").touch()
-    kept = "elsewhere" if where == "relative" else url
-    pipeline = [{}, {"checkpoints_remote_dir": kept}]
-    (tmp_path / "logs/executor.json").write_text(json.dumps({"pipeline": pipeline}))
-    (tmp_path / ".output.datatrove-ckpt-owner-1").write_text(json.dumps({"home": url}))
-    refused("or start a new run in other folders", str(tmp_path))
-    mirror(f"{url}/00000")
-    for what in (tmp_path, tmp_path / "checkpoints"):
-        refused(f"or run the same command again: the mirror {url} has them[.]$", str(what))
-    (tmp_path / "logs/executor.json").write_text(json.dumps({"pipeline": [{}]}))
-    refused("or start a new run in other folders", str(tmp_path))
 
 
 def test_logs_in_a_checkpoint_folder_are_no_run_that_waits(tmp_path):

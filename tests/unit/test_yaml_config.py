@@ -15,6 +15,7 @@ from datatrove_ckpt import InferenceConfig, LocalPipelineExecutor
 from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.yaml_config import build, load
 from datatrove_ckpt.cli.yaml_text import read_value
+from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts import EmbedRollout, PromptRollout
 from tests import golden
@@ -163,7 +164,8 @@ def test_a_mistake_is_one_line_with_its_place(job, old, new):
     said = mistake(job, (old, new))
     assert "\n" not in said
     assert "hunter2" not in said
-    golden.hold("yaml", new.rpartition("\n")[2].strip() or old, said)
+    place = new.rpartition("\n")[2].strip() or old
+    golden.hold("yaml", place, said, ENGINES=", ".join(ENGINES))
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ class Dummy(Engine):
 class Endpoint(AnyProgram):
     """Servers that run already, which any program may be.
 
-    ``inference/servers/host.py`` waits for them.
+    ``inference/servers/endpoints.py`` waits for them.
     """
 
     name = "endpoint"

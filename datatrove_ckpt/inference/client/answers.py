@@ -15,8 +15,6 @@ Arrays are kept exactly, as base64 of little-endian float32 values. An answer th
 has NaN or infinity (null in JSON), is retried.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import json
@@ -97,7 +95,6 @@ class RetryableError(Exception):
         status: the HTTP status; 0 if there was none, or if it was 2xx.
         refusal: what to raise if the server refuses other requests, too.
         quoted: a part of the answer, which may hold secrets.
-        quoted_as: how to write it once its secrets are hidden, which escapes would not let be seen.
     """
 
     cause: str
@@ -109,7 +106,6 @@ class RetryableError(Exception):
     timed_out: bool = False
     refusal: ServerRefused | None = None
     quoted: str = ""
-    quoted_as: Callable[[str], str] = str
 
     def __str__(self) -> str:
         return self.cause
@@ -117,7 +113,8 @@ class RetryableError(Exception):
     def quote(self) -> None:
         """Adds the quoted part to the cause, cut after its secrets are hidden."""
         if self.quoted:
-            self.cause += f": {self.quoted_as(excerpt(self.quoted, 8 * _SHOWN))[:_SHOWN]}"
+            # Escapes would not let secrets be seen.
+            self.cause += f": {excerpt(self.quoted, 8 * _SHOWN)!r}"[: _SHOWN + 2]
             self.quoted = ""
 
     @property
@@ -176,6 +173,10 @@ class Way(NamedTuple):
     extras: Extras | None = None
     tiers: Sequence[str] = ()
     lacks_model: bool = False
+
+    @property
+    def generates(self) -> bool:
+        return self.path in ("chat/completions", "completions")
 
 
 def way_to(path: str) -> Way:
@@ -474,19 +475,13 @@ def read_json(raw: bytes) -> object:
         answer = parse_json(raw)
     except UnicodeDecodeError:
         # Replacement characters would corrupt a text that looks complete.
-        raise UnknownForm(
-            "the answer holds bytes that are not UTF-8, which JSON must be", quoted_as=repr
-        ) from None
+        raise UnknownForm("the answer holds bytes that are not UTF-8, as JSON must be") from None
     except (ValueError, RecursionError) as error:
         kind: type[RetryableError] = UnknownForm
         is_lines = str(error).startswith("Extra data")
         if raw.lstrip()[:1] in (b"", b"{", b"[") and not is_lines:  # perhaps cut off
             kind = RetryableError
-        raise kind(
-            "the answer is not JSON",
-            quoted=raw.decode(errors="replace"),
-            quoted_as=repr,
-        ) from None
+        raise kind("the answer is not JSON", quoted=raw.decode(errors="replace")) from None
     if type(answer) is dict and (answer.get("error") or answer.get("object") == "error"):
         _refuse_error("the answer", answer.get("error") or answer.get("message") or "error")
     return answer

@@ -50,8 +50,6 @@ Many requests may compete for a small rate, so failures of a busy server (429, 4
 ten times the patience. A busy server that has worked on a request for a minute counts as reachable.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import math
@@ -746,8 +744,7 @@ class CompletionClient:
         except RetryableError as failure:
             note_sent(way.extras)  # which the answer may quote
             if isinstance(failure, UnknownForm):
-                failure.quoted = f"{response.form} ".lstrip()
-                failure.quoted += response.body.decode(errors="replace")
+                failure.quoted = response.body.decode(errors="replace")
             failure.quote()
             if isinstance(failure, UnknownForm):
                 self._refuse_form(transport, failure)

@@ -1,7 +1,5 @@
 """Limits of a provider: so many requests, and so many tokens, a minute."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time
@@ -13,7 +11,6 @@ from datatrove_ckpt.config.endpoints import EndpointConfig
 
 MINUTE_SECONDS = 60.0
 _MARGIN = 1.01  # a provider sees requests a little later, or earlier, than they are sent
-_BYTES_PER_TOKEN = 4
 _WEIGHT = 1 / 8  # of the newest answer in the mean
 
 
@@ -57,7 +54,7 @@ class MinuteLimits:
         """Counts a request of so many bytes, with the tokens that it is expected to take."""
         sent = Sent(time.monotonic())
         self._sent.append(sent)
-        self._count(sent, 1, self._mean or size / _BYTES_PER_TOKEN)
+        self._count(sent, 1, self._mean or size / 4)  # bytes of a token
         return sent
 
     def answered(self, sent: Sent, tokens: int) -> None:

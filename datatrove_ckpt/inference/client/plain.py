@@ -53,18 +53,14 @@ _MAX_SEARCHES = 100  # each costs 1 us per kB
 _BLANK = b"\r\n"  # no answer
 # Of everything but the body: header, trailer, sizes of chunks. llhttp keeps a field until its end.
 _MAX_FRAMING_BYTES = 1 << 24
-_MAX_PROXY_HEAD = 1 << 16
 
 _WAIT_FIELDS = frozenset(name.encode() for name in WAIT_FIELDS)
 _FIELDS = _WAIT_FIELDS | {
-    b"connection",
     b"content-encoding",
     b"content-length",
-    b"content-type",
     b"transfer-encoding",
 }
 
-_INTERIM = (100, 102, 103)  # come before the answer, and have no body
 # 200, header fields that are not read, and one length.
 _SILENT = (
     rb"(?:(?!(?:proxy-)?connection:|content-(?:encoding|length):|transfer-encoding:|upgrade:|x-ratelimit-)"
@@ -84,14 +80,12 @@ class Response(NamedTuple):
 
     Attributes:
         wait: the seconds that an error asks to wait.
-        form: content type and coding; "" for an answer that is probably JSON.
         quotas: what is left of the server's limits.
     """
 
     status: int
     body: bytes
     wait: float | None = None
-    form: str = ""
     quotas: tuple[Quota, ...] = ()
 
 
@@ -128,7 +122,6 @@ class ResponseParser:
         self.status = 0
         self.reusable = False
         self._wait: float | None = None
-        self._form = ""
         self._quotas: tuple[Quota, ...] = ()
         self._body = bytearray()
         self._framing_bytes = 0
@@ -144,7 +137,7 @@ class ResponseParser:
         )
 
     def response(self) -> Response:
-        return Response(self.status, bytes(self._body), self._wait, self._form, self._quotas)
+        return Response(self.status, bytes(self._body), self._wait, self._quotas)
 
     def feed(self, data: bytes) -> bool:
         """Whether the response is complete with these bytes.
@@ -198,14 +191,12 @@ class ResponseParser:
         fields = self._fields
         if status == 101:
             self._refuse("the server wants to switch to another protocol")
-        if version in ("1.1", "1.0") and status in _INTERIM:
-            return
-        if version not in ("1.1", "1.0") or status < 200:
+        is_interim = status in (100, 102, 103)  # these come before the answer, and have no body
+        if version not in ("1.1", "1.0") or (status < 200 and not is_interim):
             self._refuse(f"not HTTP/1.1: version {version}, status {status}")
-        packing = fields.get(b"content-encoding", b"")
-        form = b"%b %b" % (fields.get(b"content-type", b""), packing)
-        self._form = form.decode("latin-1").strip()
-        self._large = LargeAnswer(packing)
+        if is_interim:
+            return
+        self._large = LargeAnswer(fields.get(b"content-encoding", b""))
         coding = fields.get(b"transfer-encoding")
         length = fields.get(b"content-length")
         if status in (204, 304):
@@ -223,9 +214,7 @@ class ResponseParser:
             self._ends_at_close = True
         # A proxy may disagree with us about where such a response ends.
         ambiguous = coding is not None and length is not None
-        # llhttp checks for "close" in HTTP/1.1 only.
-        closes = b"close" in fields.get(b"connection", b"").lower()
-        self.reusable = llhttp.should_keep_alive() and not closes and not ambiguous
+        self.reusable = llhttp.should_keep_alive() and not ambiguous
         if not _WAIT_FIELDS.isdisjoint(fields):
             texts = {name.decode(): value.decode("latin-1") for name, value in fields.items()}
             self._quotas = quotas(texts)
@@ -253,10 +242,12 @@ class _StopParsing(Exception):
 
 # Up to this size, one ``send`` of a copy is cheaper than two.
 _MAX_COPIED_BYTES = 1 << 16
-# uvicorn's socket queues 2048 connections; the kernel retries others after 1 s.
-_MAX_CONCURRENT_CONNECTS = 1000
 # Thousands of connections are opened, and each lookup takes a thread.
 _ADDRESS_CACHE_SECONDS = 10.0
+_CONNECT_SECONDS = 30.0
+# An idle connection is then closed instead of used again: uvicorn closes it after 5 s, and a
+# request sent then fails.
+_KEEPALIVE_SECONDS = 4.0
 # No response to a request: the server closes an idle connection.
 _REQUEST_TIMEOUT = (b"HTTP/1.1 408", b"HTTP/1.0 408")
 # Unlike ``socket.recv``, this keeps the GIL, which a busy thread would return after 150 us.
@@ -419,7 +410,7 @@ class _Tunnel(asyncio.Protocol):
         self._received += data
         if b"\r\n\r\n" in self._received:
             self.head.set_result(self._received)
-        elif len(self._received) > _MAX_PROXY_HEAD:
+        elif len(self._received) > 1 << 16:
             self.head.set_exception(ConnectionError("the proxy's answer is too long"))
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -447,9 +438,6 @@ class Transport:
     Args:
         timeout: seconds from sending a request to the end of its response.
         proxied: use the proxy that the environment sets for the URL.
-        connect_timeout: seconds to establish a connection.
-        keepalive: seconds after which an idle connection is closed instead of used again. uvicorn
-            closes it after 5 s, and a request sent then fails.
 
     Attributes:
         unasked: how often bytes arrived without a request.
@@ -465,8 +453,6 @@ class Transport:
         timeout: float,
         proxied: bool = False,
         method: str = "POST",
-        connect_timeout: float = 30.0,
-        keepalive: float = 4.0,
     ) -> None:
         self.url = url
         self.api_key = api_key
@@ -479,8 +465,7 @@ class Transport:
         self._searches = 0
         self._was_first_repeated = False
         self._timeout = timeout
-        self._connect_timeout = min(connect_timeout, timeout)
-        self._keepalive = keepalive
+        self._connect_timeout = min(_CONNECT_SECONDS, timeout)
         self._method = method
         self._proxy = proxy_of(url) if proxied else None
         self._peer = self._proxy or url
@@ -495,7 +480,8 @@ class Transport:
         # timer is enough.
         self._in_flight: dict[_Connection, float] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._connecting = asyncio.Semaphore(_MAX_CONCURRENT_CONNECTS)
+        # uvicorn's socket queues 2048 connections; the kernel retries others after 1 s.
+        self._connecting = asyncio.Semaphore(1000)
         self._lookup: asyncio.Future[list[Any]] | None = None
         self._lookup_started_at = 0.0
         self._last_connected: object = None
@@ -504,7 +490,7 @@ class Transport:
         """Returns the response, whatever its status.
 
         Raises:
-            ConnectTimeout: no connection within ``connect_timeout``.
+            ConnectTimeout: no connection in time.
             TimeoutError: no response within ``timeout``.
             OSError: the connection was refused or broke, the response was malformed, or the client
                 was closed.
@@ -547,9 +533,7 @@ class Transport:
     def explain(self, error: Exception) -> str:
         number = getattr(error, "errno", None)
         if isinstance(error, socket.gaierror):
-            text = f"the name of the host was not found (DNS): {error.strerror}"
-            if number == socket.EAI_NONAME:
-                text = "no host of this name (DNS)"
+            text = f"the host was not found (DNS): {error.strerror}"
         elif number and not isinstance(error, ssl.SSLError):
             text = os.strerror(number)
         else:
@@ -603,7 +587,7 @@ class Transport:
 
     def _take_idle(self) -> _Connection | None:
         """Returns the most recently used connection, so that spare ones reach their idle limit."""
-        oldest = self._loop.time() - self._keepalive
+        oldest = self._loop.time() - _KEEPALIVE_SECONDS
         while self._idle:
             connection = self._idle.pop()
             if self.unasked or not connection.usable or connection.idle_since <= oldest:

@@ -4,8 +4,6 @@ They send and receive, and keep nothing: ``generation/provider_passes.py`` has t
 effects. Files are streamed in both directions.
 """
 
-from __future__ import annotations
-
 import asyncio
 from codecs import BOM_UTF8
 from collections.abc import AsyncGenerator, Set
@@ -24,11 +22,7 @@ from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.inference.client.answers import RetryableError, parse_json
 from datatrove_ckpt.inference.client.urls import HiddenUrl, proxy_of
 
-_SECONDS = 3600.0  # an upload of 200 MB over a slow line
-_SILENT_SECONDS = 300.0
-_CONNECT_SECONDS = 30.0
 _BLOCK = 1 << 16
-_PAGE = 100
 _MANY = 1 << 40
 _SHOWN = 2000
 _NOT_FOUND = (404, 410)
@@ -107,9 +101,8 @@ class BatchProvider:
         self._session = aiohttp.ClientSession(
             headers=headers,
             cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(
-                total=_SECONDS, sock_connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS
-            ),
+            # In all for an upload of 200 MB over a slow line.
+            timeout=aiohttp.ClientTimeout(total=3600.0, sock_connect=30.0, sock_read=300.0),
             # Without a proxy, aiohttp would add what ~/.netrc has for the host.
             trust_env=proxy_of(url) is not None,
         )
@@ -157,7 +150,7 @@ class BatchProvider:
         Raises:
             Undecided: see there.
         """
-        query = {"limit": str(_PAGE)}
+        query = {"limit": "100"}
         seen: set[str] = set()
         while True:
             page = await self._ask("GET", self._path, params=query)

@@ -252,6 +252,7 @@ class Target:
 
     Args:
         bit: stands for this server in sets of servers.
+        probe: of a server that this process has launched.
 
     Attributes:
         name: of an endpoint whose name each answer tells; else "".

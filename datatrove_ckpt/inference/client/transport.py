@@ -3,8 +3,6 @@
 Errors raised here have no cause, because its frames would hold the API key.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import re
@@ -18,18 +16,16 @@ from datatrove_ckpt.inference.client.answers import RetryableError
 from datatrove_ckpt.inference.client.body import AnyBody, Body
 from datatrove_ckpt.inference.client.plain import ConnectTimeout, Response, Transport
 from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl
-from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
+from datatrove_ckpt.process.open_files import refuse_exhaustion
 
 # 203: a proxy changed something. 202, 204 and 206 lack the answer or a part.
 _ANSWERED = frozenset({200, 201, 203})
-_SHOWN_BODY = 2000
 # The whole body of llama.cpp's 500 for a text that it cannot embed.
 _TOO_LARGE = re.compile(
     rb'\s*\{"error":\{"code":500,"message":"input \(\d+ tokens\) is too large to process\. '
     rb"increase the physical batch "
     rb'size \(current batch size: \d+\)","type":"server_error"\}\}\s*'
 )
-_CONTENT_TOO_LARGE = 413
 
 
 class ExchangeFailed(Exception):
@@ -62,8 +58,7 @@ async def get(
 
 
 def _failure(transport: Transport, error: Exception) -> ExchangeFailed:
-    if is_caused_by_limit(error):
-        raise limit_reached(f"No connection to {transport.url}") from None
+    refuse_exhaustion(error, f"No connection to {transport.url}")
     return ExchangeFailed(redact(transport.explain(error)), type(error).__name__)
 
 
@@ -109,8 +104,8 @@ def _error(response: Response, transport: Transport, model: str) -> RetryableErr
     url = transport.url
     status = response.status
     if status == 500 and _TOO_LARGE.fullmatch(response.body):
-        status = _CONTENT_TOO_LARGE
-    text = excerpt(response.body.decode(errors="replace"), _SHOWN_BODY)
+        status = 413
+    text = excerpt(response.body.decode(errors="replace"), 2000)
     if status in retrying.REJECTED:
         return RequestRejected(status, text)
     text = " ".join(text.split())

@@ -12,7 +12,6 @@ from yarl import URL
 from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.errors import ConfigError
 
-_PUBLIC_QUERY = "api-version"
 _VERSION = re.compile(r"v\d+[a-z0-9]*")
 _WHOLE = ("completions", "embeddings")  # of an address that is a path's own
 
@@ -79,7 +78,7 @@ class HiddenUrl:
     def secrets(self) -> Iterator[str]:
         """Values of the query, the password or a lone user, and as aiohttp sends these."""
         url = self._url
-        found = [value or name for name, value in url.query.items() if name != _PUBLIC_QUERY]
+        found = [value or name for name, value in url.query.items() if name != "api-version"]
         for text in (*found, url.password or url.user or ""):
             yield text
             yield text.replace(" ", "+")

@@ -13,8 +13,6 @@ server's process group is killed.
 With one thread and only the standard library it starts in 20 ms, and uses 10 MB.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -8,8 +8,6 @@ Any further ``--name=value`` sets the plain field of that name in llama.cpp's co
 ``--pooling-type=mean`` for LLAMA_POOLING_TYPE_MEAN.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal
@@ -18,9 +16,6 @@ from enum import Enum
 from typing import Any
 
 from datatrove_ckpt.config.inference_config import API_KEY_VARIABLE, HOST, usable_cores
-
-# Warnings and errors; the default, 3, logs a page per request.
-_WARNINGS = 2
 
 # Of xllamacpp.CommonParams, which has no type hints.
 CommonParams = Any
@@ -47,14 +42,12 @@ def flags_set(params: CommonParams, arguments: list[str] | None) -> CommonParams
         "fields of common_params"
     )
     parser = argparse.ArgumentParser(usage=usage, allow_abbrev=False)
-    parser.add_argument("--model", required=True, help="GGUF file")
-    parser.add_argument("--alias", required=True, help="the model's name in requests and answers")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--alias", required=True)
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--context", type=int, default=2048, help="tokens per request")
-    parser.add_argument("--parallel", type=int, default=1, help="requests in work at once")
-    parser.add_argument(
-        "--threads", type=int, default=usable_cores(), help="threads; default: all usable cores"
-    )
+    parser.add_argument("--context", type=int, default=2048)  # tokens of a request
+    parser.add_argument("--parallel", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=usable_cores())
     given, fields = parser.parse_known_args(arguments)
     params.model.path = given.model
     params.model_alias = {given.alias}
@@ -65,7 +58,7 @@ def flags_set(params: CommonParams, arguments: list[str] | None) -> CommonParams
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = given.threads
     params.endpoint_metrics = True
     params.ui = False
-    params.verbosity = _WARNINGS
+    params.verbosity = 2  # warnings and errors; 3, the default, logs a page per request
     key = os.environ.pop(API_KEY_VARIABLE, None)
     if key:
         params.api_keys = [key]

@@ -12,8 +12,6 @@ engine that another part has ended, and restarts the server, on all nodes. When 
 ends, ``srun --kill-on-bad-exit`` ends the others, and the same command resumes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket
@@ -29,7 +27,6 @@ from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.process.shutdown import Shutdown
 
 _START = b"s"
-_RETRY_DELAY = 0.5  # seconds
 # Seconds of silence, seconds between probes, failed probes: a host that loses power closes no
 # connection.
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
@@ -152,7 +149,7 @@ async def _connect(
                         if hasattr(socket, name):
                             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
                     return reader, writer
-                await asyncio.sleep(_RETRY_DELAY)
+                await asyncio.sleep(0.5)
     except TimeoutError:
         logger.warning(
             f"The head node did not listen at {head} on port {port} (master_port + 1) within "

@@ -8,8 +8,6 @@ Process ids are reused, so a process is identified by id and start time. Each ho
 its own records in a shared folder. Without /proc (macOS) nothing is recorded or killed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import json
@@ -33,6 +31,7 @@ from datatrove_ckpt.common.places import process_place
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import VISIBLE_GPUS, visible_gpus
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.inference.servers.guarded import close_descriptor, own_descriptor
 from datatrove_ckpt.inference.servers.guardian import Process, process_table
 from datatrove_ckpt.process.event_loop import in_own_thread
 
@@ -88,10 +87,6 @@ class ServerRecord:
             )
         except (OSError, ValueError, TypeError, KeyError):
             return None
-
-    def remove(self) -> None:
-        with suppress(OSError):
-            self._path.unlink(missing_ok=True)
 
     def owns(self, process: Process) -> bool:
         """Whether a process is provably one of this server's."""
@@ -155,7 +150,12 @@ def end_leftovers() -> None:
                     f"Ended what a killed run had left on this node: {', '.join(killed)} of the "
                     f"server of {record.name}, whose runner was process {record.runner[0]}."
                 )
-            record.remove()
+            remove_record(record.guardian[0])
+
+
+def remove_record(guardian: int) -> None:
+    with suppress(OSError, ConfigError):
+        (_folder() / f"{guardian}.json").unlink(missing_ok=True)
 
 
 def _folder() -> Path:
@@ -163,34 +163,6 @@ def _folder() -> Path:
     folder = runtime_folder() / "servers" / (process_place() or "unknown")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
-
-
-# Descriptors that forks close: a copy of a lifeline pipe would keep a server running, and a copy of
-# a lock a GPU taken. Programs get only ``pass_fds``.
-
-
-_ours: set[int] = set()
-
-
-def own_descriptor(descriptor: int) -> int:
-    """Returns the descriptor, which forks close from now on. Close it with ``close_descriptor``."""
-    _ours.add(descriptor)
-    return descriptor
-
-
-def close_descriptor(descriptor: int) -> None:
-    """Closes a descriptor of this process, unless a fork has closed it already."""
-    if descriptor in _ours:
-        _ours.discard(descriptor)
-        os.close(descriptor)
-
-
-def _close_all() -> None:
-    while _ours:
-        os.close(_ours.pop())
-
-
-os.register_at_fork(after_in_child=_close_all)
 
 
 # The folder on this node for locks on GPUs and records of servers.
@@ -221,7 +193,6 @@ def runtime_folder(part: str = "") -> Path:
 
 # Seconds. The server of a rank that was killed takes up to ten to end.
 _LEASE_TIMEOUT = 60.0
-_LEASE_POLL = 0.2  # seconds
 
 
 @dataclass
@@ -275,12 +246,9 @@ async def _share_gpus(
     visible = visible_gpus()
     is_local = os.environ.get("DATATROVE_EXECUTOR", "LOCAL") == "LOCAL"
     ranks_share_them = is_local and any(config.engine.leases_gpus for config in configs)
-    divided = ranks_share_them or sum(config.replicas for config in configs) > 1
-    if (
-        not visible
-        or not leases
-        or not (divided or any(config.gpus is not None for config in configs))
-    ):
+    divided = sum(config.replicas for config in configs) > 1
+    given = any(config.gpus is not None for config in configs)
+    if not visible or not leases or not (ranks_share_them or divided or given):
         return
     needed = sum(config.gpus_each * config.replicas for config in configs)
     if needed > len(visible):
@@ -320,7 +288,7 @@ async def _lock_gpus(visible: list[str], needed: int) -> list[tuple[str, int]]:
                 f"tasks on this node hold too many of them (locks in {folder}). Run fewer workers "
                 "at once."
             )
-        await asyncio.sleep(_LEASE_POLL)
+        await asyncio.sleep(0.2)
 
 
 def _try_lock_gpus(folder: Path, visible: list[str], needed: int) -> list[tuple[str, int]] | None:

@@ -16,8 +16,6 @@ Servers that serve a model on several nodes are not kept: their other parts belo
 end with the rank. A fork of this process has no warm servers: it would stop its parent's.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import os
@@ -29,7 +27,6 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import chain, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import xxhash
 from loguru import logger
@@ -38,12 +35,9 @@ from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.inference.servers.node import GpuLease, lease_gpus
+from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.process.event_loop import in_own_thread
 from datatrove_ckpt.process.shutdown import Shutdown
-
-if TYPE_CHECKING:
-    from datatrove_ckpt.inference.servers.server import InferenceServer
-
 
 _PORT = 1  # any, but one for all
 
@@ -53,9 +47,7 @@ class ServerSet:
     """The servers of one model. ``settings``: see ``server_settings``."""
 
     settings: str
-    rank: int
     servers: list[InferenceServer]
-    model: str = ""
 
 
 # A signal handler may close the servers while its thread holds the lock.
@@ -109,10 +101,11 @@ def server_settings(config: InferenceConfig, gpus: Sequence[int]) -> str:
 
 def _keep(servers: ServerSet) -> bool:
     """Returns False if the servers cannot be kept: then the caller must stop them."""
+    model = servers.servers[0].config.name
     with _lock:
-        if servers.model in _warm or not any(server.is_running for server in servers.servers):
+        if model in _warm or not any(server.is_running for server in servers.servers):
             return False
-        _warm[servers.model] = servers
+        _warm[model] = servers
         _end_with_process(os.getpid())
     return True
 
@@ -185,9 +178,9 @@ class RankModels:
         warm = self._warm.pop(config.name, None)
         return warm.servers if warm else [], self._leases.pop(config.name, [])
 
-    def keep(self, config: InferenceConfig, servers: list[InferenceServer]) -> bool:
-        settings = self._settings[config.name]
-        return settings is not None and _keep(ServerSet(settings, self._rank, servers, config.name))
+    def keep(self, servers: list[InferenceServer]) -> bool:
+        settings = self._settings[servers[0].config.name]
+        return settings is not None and _keep(ServerSet(settings, servers))
 
     def close(self) -> None:
         """Releases what no model took."""
@@ -207,8 +200,8 @@ class RankModels:
                 continue
             others.append(warm)
             logger.info(
-                f"Task {self._rank} needs other servers than task {warm.rank}, whose servers are "
-                "stopped."
+                f"Task {self._rank} needs other servers than task {warm.servers[0].rank}, whose "
+                "servers are stopped."
             )
         await in_own_thread(_stop, others)
         return await lease_gpus(self._configs, self._warm)

@@ -68,8 +68,8 @@ def report_page(run: RunState) -> str:
             # Retries read documents that were read before: they are not summed.
             *_charts([history.minutes for history in histories[: len(run.ranks)]]),
             *_quality(run.together.done, spreads),
-            *_attempts(ranks),
-            *_spreads(spreads, requests),
+            _attempts(ranks),
+            _spreads(spreads, requests),
         ],
     )
 
@@ -77,8 +77,7 @@ def report_page(run: RunState) -> str:
 def _history(path: Path, most: int) -> History:
     """Returns the history, without attempts if it is damaged: ``status`` names the damage."""
     with suppress(StorageFailed):
-        if path.is_file():
-            return read_history(str(path), most)
+        return read_history(str(path), most)
     return History()
 
 
@@ -173,8 +172,7 @@ def _quality(done: DocumentCounts, spreads: Iterable[Spread]) -> Iterator[Markup
         f"median and {figure(lengths['p95'])} at the 95th percentile, rounded up by a fifth at "
         "most. Bad answers are at least so many."
     )
-    if rows:
-        yield table("Answers", ("", "answers#", "share#"), rows, note)
+    yield table("Answers", ("", "answers#", "share#"), rows, note)
     examples: dict[str, list[list[str]]] = {}
     for spread in spreads:
         for kind, found in spread.examples.items():
@@ -184,16 +182,15 @@ def _quality(done: DocumentCounts, spreads: Iterable[Spread]) -> Iterator[Markup
         for kind in done.bad
         for document, text in examples.get(kind, [])[:_EXAMPLES]
     ]
-    if rows:
-        note = f"The first answers that were found bad, at most {_EXAMPLES} of a kind."
-        yield table("Bad answers", ("what", "document", "answer"), rows, note)
+    note = f"The first answers that were found bad, at most {_EXAMPLES} of a kind."
+    yield table("Bad answers", ("what", "document", "answer"), rows, note)
 
 
 def _named(kind: str) -> str:
     return kind.replace("_", " ")
 
 
-def _attempts(ranks: Iterable[RankStatus]) -> Iterator[Markup]:
+def _attempts(ranks: Iterable[RankStatus]) -> Markup:
     ended = [
         (f"{rank.root}/{rank.rank}".lstrip("/"), attempt)
         for rank in ranks
@@ -215,15 +212,14 @@ def _attempts(ranks: Iterable[RankStatus]) -> Iterator[Markup]:
         if one.in_flight is not None:
             in_flight = figure(one.in_flight)
         rows.append([rank, *times, one.how_it_ended, one.place, in_flight])
-    if rows:
-        yield table("Attempts that ended early", columns, rows, note)
+    return table("Attempts that ended early", columns, rows, note)
 
 
 _SHARES = (0.5, 0.9, 0.99, 1.0)
 
 
-def _spreads(spreads: Sequence[Spread], requests: int) -> Iterator[Markup]:
-    """Yields latency and tokens of all requests that servers answered, from the histograms of each
+def _spreads(spreads: Sequence[Spread], requests: int) -> Markup:
+    """Returns latency and tokens of all requests that servers answered, from the histograms of each
     attempt.
 
     ``requests``: of all documents. Those of the last minutes before a kill are in no histogram.
@@ -245,8 +241,7 @@ def _spreads(spreads: Sequence[Spread], requests: int) -> Iterator[Markup]:
         "at most."
     )
     columns = ("", *(f"{100 * share:.3g} % at most#" for share in _SHARES[:-1]), "all at most#")
-    if rows:
-        yield table("Requests", columns, rows, note)
+    return table("Requests", columns, rows, note)
 
 
 _MAX_NAME = 160
@@ -292,9 +287,11 @@ def page(
 
 
 def table(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], note: str = ""
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str = ""
 ) -> Markup:
-    """Returns a table. A column whose title ends with "#" is of numbers."""
+    """Returns a table; nothing without a row. A column whose title ends with "#" is of numbers."""
+    if not rows:
+        return Markup()
     kinds = ["n" if column.endswith("#") else None for column in columns]
     heads = [
         element("th", column.removesuffix("#"), class_=kind)

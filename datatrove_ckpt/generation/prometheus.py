@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from math import inf
@@ -29,10 +30,18 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.history import Progress, Spread
 from datatrove_ckpt.checkpoint.numbers import Buckets, DocumentCounts
+from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
+from datatrove_ckpt.common.formatting import error_text
 from datatrove_ckpt.common.work_counts import WorkCounts
+from datatrove_ckpt.config.monitoring import name_of_folder
+from datatrove_ckpt.generation.progress import RankReporter
+from datatrove_ckpt.generation.step import Step
+from datatrove_ckpt.process.shutdown import Shutdown
+from datatrove_ckpt.process.slurm_job import job_id
 
 _KEEP_ENDED_SECONDS = 120.0
 _PORTS = 1000  # that are tried
+_ENDS = {"done": "done", "stopped": "stopped", "error": "failed"}
 _MOST_REASONS = 20  # a server may say anything
 
 PREFIX = "datatrove_ckpt_"
@@ -338,7 +347,12 @@ class ShownRanks:
 
 
 @cache
-def _port(process: int, host: str, first: int) -> ShownRanks:
+def metrics_port(process: int, host: str, first: int) -> ShownRanks:
+    """Returns the ranks that this process shows. A fork has another one.
+
+    Raises:
+        OSError: no port is free.
+    """
     shown = ShownRanks()
     registry = CollectorRegistry()
     registry.register(shown)
@@ -357,10 +371,42 @@ def _port(process: int, host: str, first: int) -> ShownRanks:
     raise OSError(f"metrics_port: no port of {host} is free from {first} on")
 
 
-def metrics_port(host: str, first: int) -> ShownRanks:
-    """Returns the ranks that this process shows. A fork has another one.
+@contextmanager
+def shown_rank(
+    step: Step, rank: int, checkpoint: OpenCheckpoint, reporter: RankReporter, shutdown: Shutdown
+) -> Iterator[None]:
+    """Shows a rank inside the block, as its ``monitoring`` says. Nothing here may end a run."""
+    started_at = time.time()
+    config = step.monitoring
+    folder = step.output_writer.output_folder.resolve_paths("")
+    if step.checkpoints_local_dir is not None:
+        folder = str(step.checkpoints_root)
+    name = config.run_name or name_of_folder(folder)
+    if step.retry_dead_letters:
+        name = f"{name} (retry)"
 
-    Raises:
-        OSError: no port is free.
-    """
-    return _port(os.getpid(), host, first)
+    def now() -> RankNow:
+        progress = reporter.progress()
+        checkpoint.fill_in(progress)
+        state = "starting"
+        if reporter.end is not None:
+            progress.in_flight = progress.waiting = progress.in_work = 0
+            state = _ENDS[reporter.end.why]
+        elif shutdown.is_requested:
+            state = "stopping"
+        elif reporter.clients:
+            state = "running"
+        host = socket.gethostname()
+        spread = reporter.spread()
+        return RankNow(name, rank, host, job_id() or "", started_at, state, progress, spread)
+
+    with ExitStack() as stack:
+        try:
+            port = metrics_port(os.getpid(), config.metrics_host, config.metrics_port or 0)
+            stack.enter_context(port.shows(now))
+        except Exception as error:  # such as too many open files
+            logger.warning(
+                f"monitoring: could not be started: {error_text(error)}. The run goes on without "
+                "it."
+            )
+        yield

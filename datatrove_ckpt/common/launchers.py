@@ -1,0 +1,40 @@
+"""How the launchers of tasks differ: datatrove's executors, and ours, which have their names.
+
+No other module asks which class an executor is. They ask for a row here, and for methods that only
+some executors have: ``check``, ``run_ranks``, ``run_worker``, ``submit`` and ``script``,
+``cancel``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Attributes:
+    is_here: the tasks run on this machine.
+    has_own_disks: the disk of a task goes with it, and no other machine sees it.
+    submits: ``run`` returns while the tasks wait or run.
+    sends_pickle: the tasks load the executor in another Python, without this script.
+    """
+
+    is_here: bool = False
+    has_own_disks: bool = False
+    submits: bool = False
+    sends_pickle: bool = False
+
+
+LAUNCHERS = {
+    "LocalPipelineExecutor": Launcher(is_here=True),
+    "RayPipelineExecutor": Launcher(),
+    "SlurmPipelineExecutor": Launcher(submits=True, sends_pickle=True),
+    "JobsPipelineExecutor": Launcher(has_own_disks=True, sends_pickle=True),
+}
+
+
+def launcher(executor: object) -> Launcher:
+    for kind in type(executor).__mro__:
+        if kind.__name__ in LAUNCHERS:
+            return LAUNCHERS[kind.__name__]
+    return Launcher()

@@ -1,0 +1,276 @@
+"""One document's answers: those that are kept, what they count, and a wait for a batch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import lru_cache
+
+import orjson
+from loguru import logger
+
+from datatrove_ckpt.checkpoint.batch_log import OF_BATCH
+from datatrove_ckpt.checkpoint.chunks import ChunkSlot
+from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Outcome, Work
+from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
+from datatrove_ckpt.common.finish_reasons import ENDINGS, USUAL
+from datatrove_ckpt.common.redaction import redact
+from datatrove_ckpt.errors import CkptError, RequestRejected
+from datatrove_ckpt.generation.quality import INVALID, REPEATING, choices_of
+from datatrove_ckpt.generation.rank_requests import RankRequests
+from datatrove_ckpt.inference.client.answers import Way, token_counts
+from datatrove_ckpt.output.documents import Result
+from datatrove_ckpt.rollouts import Payload
+from datatrove_ckpt.rollouts.answers import ends_in_blanks, is_cut_off
+
+_PARKED_SECONDS = 0.05
+_CANCELLED_AGAIN_SECONDS = 1.0
+_SHOWN_REASON = 60  # characters
+# An answer that calls a tool has no text.
+_CALLS = frozenset({"tool_calls", "function_call"})
+
+
+class Parked(Exception):
+    """The document ends unrecorded: its requests are parked for a batch."""
+
+
+class Answers:
+    """One document's answers: those that are cached, and what its rollouts took.
+
+    Attributes:
+        parked: its requests that wait for a batch.
+        batch_answers: how many answers of batches the rollout has come to.
+        rejections: its requests that the server has rejected.
+        failure: stops the rank.
+        hashes, payloads: of the last request of each rollout.
+        requests: of each rollout, those that ended.
+        found: of each rollout, its requests and calls that earlier attempts have kept.
+        tokens: prompt and completion tokens of each answer in turn.
+        failed: requests without an answer.
+        order, is_suspect: see ``attempts.Request``.
+        cut_off, empty: answers that ended at max_tokens, and answers without a text, or with a
+            vector of zeros.
+        reasons: answers by finish_reason, and by what is wrong with them.
+        results: of all answers but those that a retry has replaced. A rollout may have marked them
+            as invalid.
+    """
+
+    failure: CkptError | None = None
+    failed = cut_off = empty = 0
+    parked = batch_answers = 0
+    is_suspect = False
+    _cached: asyncio.Future[dict[AnswerKey, Answer]] | None = None
+    _pending = 0
+
+    def __init__(self, rank: RankRequests, slot: ChunkSlot, doc_id: str, rollouts: int) -> None:
+        self.slot = slot
+        self.order = slot.ordinal
+        self.doc_id = doc_id
+        self.rejections: list[RequestRejected] = []
+        self.occurrences: dict[tuple[int, str], int] = {}
+        self.hashes = [""] * rollouts
+        self.payloads: list[Payload] = [{}] * rollouts
+        self.requests = [0] * rollouts
+        self.found = [0] * rollouts
+        self.tokens: list[int] = []
+        self.reasons: dict[str, int] = {}
+        self.results: list[Result] = []
+        self._rank = rank
+
+    async def cached(self) -> dict[AnswerKey, Answer]:
+        """Returns what earlier attempts have kept."""
+        if self._cached is None:
+            self._cached = asyncio.wrap_future(self._rank.checkpoint.lookup(self.slot))
+        return await asyncio.shield(self._cached)
+
+    async def kept(self, key: AnswerKey) -> Answer | None:
+        """Returns what earlier attempts have kept of one request or call."""
+        if not self.slot.cached:
+            return None
+        answer = (await self.cached()).get(key)
+        self.found[key.rollout_idx] += answer is not None
+        return answer
+
+    def fail(self, failure: CkptError) -> None:
+        """Stops the rank, after a drain. The document ends unrecorded."""
+        self.failure = failure
+        self._rank.shutdown.fail(failure)
+
+    @property
+    def have_ended(self) -> bool:
+        """Whether this document's requests have ended.
+
+        A rollout that swallows its cancellation must not keep the loop busy, and tasks that it left
+        behind must not send requests.
+        """
+        return self.failure is not None or self._rank.has_ended or self._rank.shutdown.aborted
+
+    def finished(
+        self, outcome: Outcome, fingerprint: str, document: bytes, kept: int = 0
+    ) -> Finished:
+        """Returns the finished document. ``kept``: number of rollouts with a result."""
+        requests = self.requests
+        tokens = self.tokens
+        work = None  # the usual case is a shorter line: see Finished.work
+        usual = 1 if outcome == "written" else 0
+        is_usual = len(requests) == 1 and requests[0] <= 1 and not self.failed and kept == usual
+        if not is_usual:  # copies, because cancelled rollouts may still count
+            work = Work(kept, self.failed, requests.copy(), tokens.copy())
+        return Finished(
+            self.slot.ordinal,
+            outcome,
+            fingerprint,
+            document,
+            sum(requests),
+            sum(tokens[::2]),
+            sum(tokens[1::2]),
+            work,
+            ends=(len(tokens) // 2, self.cut_off, self.empty),
+            reasons=self.counted_reasons(),
+        )
+
+    def counted_reasons(self) -> dict[str, int]:
+        """Returns ``reasons`` with the invalid answers."""
+        reasons = self.reasons.copy()  # cancelled rollouts may still count
+        invalid = [str(result.text) for result in self.results if result.is_invalid]
+        if invalid:
+            reasons[INVALID] = len(invalid)
+            self._rank.observer.example(INVALID, self.doc_id, invalid[0])
+        return reasons
+
+    def count_cached(self, result: Result) -> None:
+        self._rank.observer.own.cached += 1
+        self.tokens += token_counts(result.usage or {})[:2]
+
+    def count(self, rollout_idx: int, result: Result, way: Way, question: str = "") -> None:
+        """Counts an answer, and finds what is wrong with it. ``question``: the last message."""
+        choices = choices_of(result)
+        self.results.append(result)
+        reasons = [choice["finish_reason"] for choice in choices]
+        result.reasons = [
+            reason if reason in USUAL else redact(reason)[:_SHOWN_REASON]
+            for reason in filter(None, reasons)
+        ]
+        is_cut = self._count_reasons(result, reasons)
+        faults: list[str] = []
+        result.faults = faults
+        is_empty = False
+        if way.generates:
+            quality = self._rank.quality
+            for choice in choices:
+                text = choice["text"]
+                if isinstance(text, str):
+                    text = text.strip()
+                if not text and choice["finish_reason"] not in _CALLS:
+                    is_empty = True
+                faults += quality.faults(choice, question)
+            for fault in faults:
+                self.reasons[fault] = self.reasons.get(fault, 0) + 1
+            if is_cut:
+                faults.append("cut_off")
+        elif way.is_shared and result.answer is not None:
+            is_empty = not result.answer["embeddings"][0].strip("A=")  # zeros in base64
+        self.empty += is_empty
+        if is_empty:
+            faults.append("empty")
+        if way.generates:
+            for fault in faults:
+                self._rank.observer.example(fault, self.doc_id, str(result.text))
+            quality.note(bool(faults))
+        self.requests[rollout_idx] += 1
+
+    def _count_reasons(self, result: Result, reasons: Sequence[str | None]) -> bool:
+        """Returns whether an answer is cut off."""
+        for name in result.reasons:
+            self.reasons[name] = self.reasons.get(name, 0) + 1
+        if ENDINGS.issuperset(reasons) or not any(map(is_cut_off, reasons)):
+            return False
+        self.cut_off += 1
+        if ends_in_blanks(str(result.text)):
+            warn_once(
+                "An answer ended in blanks until max_tokens cut it off. More tokens do not help: "
+                'see "Answers of a given form" in docs/rollouts.md.'
+            )
+        return True
+
+    def quality(self) -> tuple[str, str, int]:
+        """Returns the finish_reasons and the faults of its answers, and their completion tokens,
+        without those that a retry has replaced.
+
+        They depend on the document's own answers alone, in any order: so not on whether another
+        document has the same answer.
+        """
+        results = self.results
+        reasons = {reason for result in results for reason in result.reasons}
+        found = {fault for result in results for fault in result.faults}
+        if any(result.is_invalid for result in results):
+            found.add(INVALID)
+        faults = [name for name in DocumentCounts().bad if name in found and name != REPEATING]
+        tokens = sum(token_counts(result.usage or {})[1] for result in results)
+        return ", ".join(sorted(reasons)), ", ".join(faults), tokens
+
+    def endpoints(self) -> str:
+        """Returns the ``endpoints`` that gave its answers; "" if none did."""
+        found = {getattr(result, "endpoint", "") for result in self.results}
+        return ", ".join(sorted(found - {""}))
+
+    def next_key(self, rollout_idx: int, digest: str) -> AnswerKey:
+        """Returns the key of one more request of a rollout with this hash."""
+        request = rollout_idx, digest
+        key = AnswerKey(rollout_idx, digest, self.occurrences.get(request, 0))
+        self.occurrences[request] = key.occurrence + 1
+        return key
+
+    def count_failed(self, rollout_idx: int) -> None:
+        self.failed += 1
+        self.requests[rollout_idx] += 1
+
+    def park(self) -> None:
+        """Counts a parked request. The document is dropped once it has nothing else to do: the
+        rollout may still send other requests.
+        """
+        loop = asyncio.get_running_loop()
+        self._parked_at = loop.time()
+        self.parked += 1
+        if self.parked == 1:
+            loop.call_later(_PARKED_SECONDS, self._drop)
+
+    def _drop(self) -> None:
+        task = self._rank.documents.get(self.slot.ordinal)
+        if task is None or task.done():
+            return
+        loop = asyncio.get_running_loop()
+        seconds = _PARKED_SECONDS
+        if loop.time() >= self._parked_at + _PARKED_SECONDS and not self._pending:
+            task.cancel()
+            seconds = _CANCELLED_AGAIN_SECONDS
+        loop.call_later(seconds, self._drop)
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the rollout repeats a request of its last pass that has an answer."""
+        run = self._rank.checkpoint.run  # the same code has parked the request
+        if self.batch_answers or self._cached is None or not self._cached.done():
+            return True
+        for answer in self._cached.result().values():
+            if answer.result is not None:
+                fields = orjson.loads(answer.result)
+                if not OF_BATCH.isdisjoint(fields) and fields["run"] == run:
+                    return False
+        return True
+
+    def request_started(self) -> None:
+        self._pending += 1
+        if self._pending == 1:
+            self._rank.waiting += 1
+
+    def request_finished(self) -> None:
+        self._pending -= 1
+        if not self._pending:
+            self._rank.waiting -= 1
+
+
+@lru_cache(maxsize=100)
+def warn_once(text: str) -> None:
+    logger.warning(text)

@@ -1,0 +1,191 @@
+"""Dead letters: the documents that could not be processed, and their retries.
+
+A line has a document's cause, and its data for a retry. A chunk's dead letters are appended to
+``dead_letters.jsonl`` at its commit. A retry writes the untaken letters to
+``retry-00001/<rank>/input.jsonl``, and processes this file like other input, with a checkpoint in
+that folder. A document that fails again waits for the next retry.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+from datatrove.data import Document
+from datatrove.pipeline.inference.types import InferenceError
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.identity import read_run
+from datatrove_ckpt.checkpoint.layout import (
+    CACHE,
+    COMMITS,
+    DEAD_LETTERS,
+    RETRIES,
+    RETRY_INPUT,
+    RUN,
+    folders_of,
+    is_finished,
+    rank_folder,
+    retry_folder,
+    retry_folders,
+)
+from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.formatting import likely_mistake, safe_text
+from datatrove_ckpt.common.redaction import redact
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError, RequestRejected
+from datatrove_ckpt.generation.as_read import as_read
+from datatrove_ckpt.generation.prefetch import SourceDocument
+from datatrove_ckpt.output.documents import decode
+from datatrove_ckpt.readers.positions import position_state
+
+Letter = JsonObject
+"""A line of ``dead_letters.jsonl``; its ``document`` is as ``documents.encode`` wrote it."""
+
+
+def failure_of(error: BaseException) -> str | BaseException:
+    """Returns what failed: of datatrove's ``InferenceError`` its ``error``."""
+    if isinstance(error, InferenceError):
+        failure: str | BaseException = error.error
+        return failure
+    return error
+
+
+def cause_of(error: BaseException) -> str:
+    failure = failure_of(error)
+    text = safe_text(failure)
+    if isinstance(failure, RequestRejected):
+        text = failure.cause
+    text = redact(text)
+    if isinstance(failure, CkptError | str):
+        return text
+    return f"{type(failure).__name__}: {text}{likely_mistake(failure)}"
+
+
+def dead_letter(
+    source: SourceDocument, ordinal: int, error: BaseException, payload_hashes: list[str]
+) -> bytes:
+    """Returns a line of ``dead_letters.jsonl``, without its line break.
+
+    Args:
+        payload_hashes: of the last request of each rollout.
+    """
+    document = source.document
+    kept = source.as_read or as_read(document).data
+    earlier: Letter = getattr(document, "letter", {})
+    head: Letter = {
+        "ordinal": earlier.get("ordinal", ordinal),
+        "id": source.id,
+        "error": cause_of(error),
+        "kind": type(failure_of(error)).__name__,
+        "attempts": earlier.get("attempts", 0) + 1,
+        "position": earlier.get("position", position_state(document)),
+        "payload_hashes": [digest for digest in payload_hashes if digest],
+        "traceback": redact(safe_text("".join(traceback.format_exception(error)))),
+    }
+    return b'%s,"document":%s}' % (orjson.dumps(head)[:-1], kept)
+
+
+def read_letters(path: Path) -> Iterator[Letter]:
+    """Yields the letters of a file. A missing file has none."""
+    if path.exists():
+        with path.open("rb") as file:
+            for line in file:
+                yield orjson.loads(line)
+
+
+Attempt = tuple[int, int]
+"""A document's ordinal, and the attempt that failed, counted from 1."""
+
+
+def _attempt_of(letter: Letter) -> Attempt:
+    return letter["ordinal"], letter["attempts"]
+
+
+def taken_letters(root: Path, rank: int) -> dict[Attempt, bytes]:
+    """Returns the letters of a rank that its retries have taken, as lines."""
+    return {
+        _attempt_of(letter): orjson.dumps(letter)
+        for folder in folders_of(root, rank)
+        for letter in read_letters(folder / RETRY_INPUT)
+    }
+
+
+class Retry:
+    """One pass over a rank's dead letters. Iterates over their documents.
+
+    Attributes:
+        root: the pass's ``checkpoints_local_dir``.
+        prefix: stands before the chunk index in the names of its output files.
+    """
+
+    def __init__(self, root: Path, number: int, rank: int) -> None:
+        self.root = retry_folder(root, number)
+        self.prefix = f"retry{number}_"
+        self.folder = rank_folder(self.root, rank)
+        self.input = self.folder / RETRY_INPUT
+
+    def __iter__(self) -> Iterator[Document]:
+        for letter in read_letters(self.input):
+            document = decode(orjson.dumps(letter.pop("document")))
+            yield RetriedDocument(document, letter)
+
+    @property
+    def is_finished(self) -> bool:
+        done = sum(commit.counts.read for commit in read_commits(self.folder / COMMITS).values())
+        letters = sum(1 for _ in read_letters(self.input))
+        return done == letters and not (self.folder / CACHE).exists()
+
+
+def next_retry(root: Path, rank: int) -> Retry | None:
+    """Resumes an interrupted retry, or starts another. None: there is nothing to retry.
+
+    Raises:
+        CheckpointMismatch: the rank itself is not finished; its own documents come first.
+        VersionMismatch, CheckpointCorrupt: see ``read_run``.
+    """
+    folder = rank_folder(root, rank)
+    if (folder / RUN).exists():
+        read_run(folder / RUN)
+    if not is_finished(folder):
+        raise CheckpointMismatch(
+            f"Task {rank} in {root} is not finished. Run it to its end first, without "
+            "retry_dead_letters."
+        )
+    folders = [folder]
+    last = 0
+    for path in retry_folders(root):
+        number = int(path.name.removeprefix(RETRIES))
+        retry = Retry(root, number, rank)
+        if not retry.input.exists():
+            continue  # of other ranks
+        if not retry.is_finished:
+            return retry
+        folders.append(retry.folder)
+        last = number
+    taken = taken_letters(root, rank)
+    letters = [
+        letter
+        for each in folders
+        for letter in read_letters(each / DEAD_LETTERS)
+        if _attempt_of(letter) not in taken
+    ]
+    if not letters:
+        return None
+    letters.sort(key=_attempt_of)  # chunks are committed in any order
+    retry = Retry(root, last + 1, rank)
+    files.disk.make_dirs(retry.folder, files.PRIVATE_FOLDER)
+    files.disk.replace(retry.input, b"".join(orjson.dumps(letter) + b"\n" for letter in letters))
+    return retry
+
+
+class RetriedDocument(Document):  # type: ignore[misc]
+    """A document that was a dead letter before."""
+
+    __slots__ = ("letter",)
+
+    def __init__(self, document: Document, letter: Letter) -> None:
+        super().__init__(document.text, document.id, document.media, document.metadata)
+        self.letter = letter

@@ -1,0 +1,113 @@
+"""Decides how many documents may be in work at once.
+
+As many as have places for their requests, and a few more, so that there is a choice for each
+server. Rollouts that do other work between requests need more, so the number grows by one whenever
+a request could be sent, none waits, and no document may start, as in TCP's slow start. Large
+documents also share a budget of bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+
+from datatrove_ckpt.common.memory import ByteBudget
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.inference_config import FIRST_LIMIT
+from datatrove_ckpt.inference.client.routing import WINDOW, Router, Sender
+from datatrove_ckpt.process.open_files import requests_at_once
+
+_SMALL = 1 << 16  # bytes of a document that count for nothing
+_IDLE_SECONDS = 1.0
+
+
+def most_documents(configs: Sequence[InferenceConfig]) -> int:
+    """Returns the most documents in work: as many as all models have room for."""
+    config = configs[0]
+    if config.limits_documents and config.max_concurrent_documents is not None:
+        return config.max_concurrent_documents
+    texts = [
+        one.texts_for(requests_at_once(one.max_concurrent_generations, one.servers))
+        for one in configs
+    ]
+    documents = max(1, sum(texts) // config.rollouts_per_document)
+    if any(one.servers > 1 for one in configs):
+        documents += WINDOW
+    return documents
+
+
+class DocumentLimit:
+    """Holds back documents: ``acquire`` before each, in one task; ``release`` after each.
+
+    Args:
+        configs: of the models, the rollout's ``generate`` first.
+        media: the budget of bytes of all ranks that share this process.
+    """
+
+    def __init__(self, configs: Sequence[InferenceConfig], media: ByteBudget) -> None:
+        config = configs[0]
+        self._most = most_documents(configs)
+        self._rollouts = config.rollouts_per_document
+        self._models: list[tuple[InferenceConfig, Router]] = []
+        self._size = self._most
+        self._is_fixed = config.limits_documents
+        self._elsewhere = 0  # documents that do other work than requests
+        if not self._is_fixed:
+            self._size = min(self._most, max(1, FIRST_LIMIT // self._rollouts))
+        self._in_work = 0
+        self._room: asyncio.Future[None] | None = None
+        self._bytes = media
+
+    async def acquire(self, size: int) -> None:
+        if size > _SMALL:
+            await self._bytes.acquire(size)
+        while self._in_work >= self._size:
+            # One wake-up for each turn of the event loop: a semaphore has one for each document.
+            self._room = asyncio.get_running_loop().create_future()
+            if self._is_idle():
+                # Rollouts may wait for more documents, to send their requests together.
+                ended, _ = await asyncio.wait([self._room], timeout=_IDLE_SECONDS)
+                if not ended and self._is_idle():
+                    self._elsewhere += self._size
+                    self._size = min(self._most, 2 * self._size)
+            else:
+                await self._room
+        self._room = None
+        self._in_work += 1
+
+    def release(self, size: int) -> None:
+        if size > _SMALL:
+            self._bytes.release(size)
+        self._in_work -= 1
+        self._wake()
+
+    def follow(self, config: InferenceConfig, router: Router, sender: Sender) -> None:
+        """Follows the places at the servers of a model, up and down."""
+        self._models.append((config, router))
+        if not self._is_fixed:
+            sender.on_change = partial(self._follow, router, sender)
+            self._follow(router, sender)
+
+    def _is_idle(self) -> bool:
+        """Whether no server has a request, and none waits."""
+        routers = [router for _, router in self._models]
+        busy = any(router.in_flight or router.waiting for router in routers)
+        return bool(routers) and not self._is_fixed and not busy
+
+    def _follow(self, router: Router, sender: Sender) -> None:
+        is_full = self._in_work >= self._size or self._room is not None
+        if is_full and not router.waiting and router.in_flight < router.capacity:
+            self._elsewhere += 1
+        texts = sum(config.texts_for(each.capacity) for config, each in self._models)
+        places = texts // self._rollouts
+        if any(len(each.targets) > 1 for _, each in self._models):
+            places += WINDOW
+        self._size = min(self._most, max(1, places) + self._elsewhere)
+        sender.may_grow = self._size < self._most
+        if self._in_work < self._size:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)

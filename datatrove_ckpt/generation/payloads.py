@@ -1,0 +1,75 @@
+"""A request's payload: how it is hashed, seeded and written."""
+
+from __future__ import annotations
+
+import orjson
+import xxhash
+
+from datatrove_ckpt.checkpoint.request_cache import payload_hash
+from datatrove_ckpt.config.generation_params import PAYLOAD_JSON, refuse_unsendable
+from datatrove_ckpt.inference.client.body import AnyBody, Body
+from datatrove_ckpt.output.documents import has_nan, trim
+from datatrove_ckpt.rollouts import Payload
+from datatrove_ckpt.rollouts.media import media_key, split_media
+
+# The hash of a payload with one of these depends on the order of the keys inside.
+_WITH_SCHEMA = frozenset({"response_format", "structured_outputs", "json_schema"})
+
+
+def hash_payload(payload: Payload) -> str:
+    """Hashes a payload, whatever the order of its keys.
+
+    Raises:
+        ConfigError: JSON cannot express the payload.
+    """
+    option = PAYLOAD_JSON | orjson.OPT_SORT_KEYS
+    fields = payload
+    if not _WITH_SCHEMA.isdisjoint(payload):
+        option = PAYLOAD_JSON
+        fields = dict(sorted(payload.items()))
+    try:
+        data = orjson.dumps(fields, option=option, default=media_key)
+    except TypeError:
+        refuse_unsendable(payload, default=media_key)
+        raise
+    if data.find(b"null") >= 0 and has_nan(payload):  # orjson writes null for NaN
+        refuse_unsendable(payload, default=media_key)
+    return payload_hash(data)
+
+
+def body_of(payload: Payload) -> AnyBody:
+    try:
+        return trim(orjson.dumps(payload, option=PAYLOAD_JSON))
+    except TypeError:  # there are media in it: ``hash_payload`` has refused all else
+        return Body(*split_media(payload, PAYLOAD_JSON))
+
+
+def question_of(payload: Payload) -> str:
+    """Returns the text of the last message, or the prompt, if it is a text."""
+    try:
+        question = payload["messages"][-1]["content"]
+    except (LookupError, TypeError):  # messages may be whatever orjson writes: dataclasses, too
+        question = payload.get("prompt")
+    if isinstance(question, list):
+        question = "\n".join(str(part.get("text", "")) for part in question if type(part) is dict)
+    return question if isinstance(question, str) else ""
+
+
+def request_seed(
+    seed: int, ordinal: int, doc_id: str, rollout_idx: int, digest: str, occurrence: int
+) -> int:
+    """Returns the ``seed`` of a request: 0 to 2**31 - 1, which vLLM, SGLang, llama.cpp and OpenAI
+    all take.
+
+    Engines that honour seeds repeat their sample when a request is sent again. With one seed for
+    all, two rollouts of a document would be one sample.
+
+    Args:
+        seed: ``InferenceConfig.seed``.
+        ordinal: separates documents whose ids repeat.
+        digest: the payload's, without a seed. The number of the call would depend on the order of
+            parallel calls.
+        occurrence: counts equal payloads within one rollout, from 0.
+    """
+    request = orjson.dumps([seed, ordinal, doc_id, rollout_idx, digest, occurrence])
+    return int(xxhash.xxh3_64_intdigest(request)) >> (64 - 31)

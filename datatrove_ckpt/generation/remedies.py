@@ -1,0 +1,150 @@
+"""What to do about a document or a request that failed: a sentence, and the settings that do it.
+
+A server's words choose a remedy, and decide nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from datatrove_ckpt.common.formatting import plural, safe_repr
+from datatrove_ckpt.common.retrying import OF_ONE_TEXT
+from datatrove_ckpt.config.generation_params import max_tokens_of
+from datatrove_ckpt.errors import (
+    CkptError,
+    RequestFailed,
+    RequestRejected,
+    ServerRefused,
+    ServerUnavailable,
+    causes,
+)
+from datatrove_ckpt.generation.raised_errors import DocumentFailed
+from datatrove_ckpt.generation.step import Step
+from datatrove_ckpt.generation.user_code import name_of
+from datatrove_ckpt.rollouts import InvalidAnswer
+
+_ACCEPTED = {"accept_changes": True}
+_AS_DEAD_LETTERS = {"on_document_error": "dead_letter"}
+_RUN_AGAIN = "Fix the cause and run the same command again."
+_WITHOUT_SUCH = (
+    "To go on without such documents, as dead letters, set on_document_error to dead_letter."
+)
+
+# As vLLM, SGLang, llama.cpp and OpenAI word it.
+_TOO_LONG = re.compile(
+    r"(?:context.(?:length|size|window)|max(?:imum)?.(?:model|context|sequence|input).len"
+    r"|exceed_context_size|longer than the (?:model|maximum))(?:\D{0,20}(\d+))?",
+    re.IGNORECASE,
+)
+_PROMPT_TOKENS = re.compile(
+    r"(\d+) (?:(?:tokens )?(?:in|from) (?:the|your) (?:input|messages|prompt)"
+    r"|(?:input|prompt) tokens)"
+)
+
+
+def shown(doc_id: str, ordinal: int) -> str:
+    return f"document {safe_repr(doc_id)} (number {ordinal} of this task)"
+
+
+def way_out(error: BaseException, step: Step) -> tuple[str, list[Mapping[str, object]]]:
+    """Returns what to do about a document that failed."""
+    way, changes = _way_out(error)
+    if step.checkpoints_local_dir is None:
+        return way, changes
+    is_ready_made = type(step.rollout_fn).__module__ == InvalidAnswer.__module__
+    if not step.accept_changes and not is_ready_made:
+        way += (
+            f" If you change the code of the rollout {name_of(step.rollout_fn)} for that, set "
+            "accept_changes: what is done and paid is kept, and the new code works on the "
+            "documents that are not done."
+        )
+        return way, [_ACCEPTED, *changes]
+    if any(isinstance(cause, InvalidAnswer) for cause in causes(error)):
+        way = (
+            "These answers are saved, too, so the same command fails again. "
+            f"{_WITHOUT_SUCH} A new run drops them with invalid_answer: drop."
+        )
+        return way, [_AS_DEAD_LETTERS]
+    return way, changes
+
+
+def _way_out(error: BaseException) -> tuple[str, list[Mapping[str, object]]]:
+    rejected = next((cause for cause in causes(error) if isinstance(cause, RequestRejected)), None)
+    if rejected is None:
+        if any(isinstance(cause, RequestFailed) for cause in causes(error)):
+            return f"{_RUN_AGAIN} {_WITHOUT_SUCH}", [_AS_DEAD_LETTERS]
+        return _RUN_AGAIN, []
+    way = ""
+    payload = getattr(error, "payload", None) or {}
+    if too_long := _TOO_LONG.search(rejected.body):
+        context = int(too_long[1] or 0)
+        asked = max_tokens_of(payload)
+        prompt = 1
+        if found := _PROMPT_TOKENS.search(rejected.body):
+            prompt = int(found[1])
+        if asked + prompt > context > prompt:
+            lower = min(context // 2, context - prompt)
+            way = (
+                f"max_tokens is {asked}, and the model's context, which holds the prompt, too, "
+                f"{context}. To continue, lower it, to {lower} for example, and set accept_changes."
+            )
+            return way, [{"max_tokens": lower, **_ACCEPTED}]
+        way = (
+            "The prompt is longer than the model's context. ChunkedRollout splits long documents. "
+        )
+    if "schema" in rejected.body.lower() and "response_format" in payload:
+        way = (
+            "Correct the schema, and set accept_changes. A strict schema, as of OpenAI's API, "
+            "requires each of its properties, with the type null if it may be missing, and has "
+            "additionalProperties: false."
+        )
+        return way, [_ACCEPTED]
+    fault = "If the server was at fault, correct it"
+    if rejected.remembered:
+        fault = "The server was not asked this time"
+    way += f"{fault}; to send the request again, set retry_errors."
+    return way, [{"retry_errors": True}]
+
+
+def offer_skipping(error: BaseException) -> None:
+    """Adds to the error how to continue without documents whose requests are rejected.
+
+    Only for a rank that has answers: otherwise all its requests may be rejected.
+    """
+    rejected = any(isinstance(cause, RequestRejected) for cause in causes(error))
+    if isinstance(error, DocumentFailed) and rejected:
+        error.args += (
+            " To go on without each document whose request is rejected, as a dead letter, set "
+            "skip_bad_requests.",
+        )
+        error.changes = [{"skip_bad_requests": True}, *error.changes]
+
+
+def unanswered(doc_id: str, ordinal: int, error: CkptError, others: int) -> CkptError:
+    """Returns the error that stops the rank after a server failed for a request of this
+    document.
+
+    Args:
+        others: requests that were answered, if no further one could be.
+    """
+    document = shown(doc_id, ordinal)
+    is_away = isinstance(error, ServerUnavailable)
+    facts = str(error)
+    if others and (is_away or (isinstance(error, ServerRefused) and error.status in OF_ONE_TEXT)):
+        facts = f"{error.args[0]} {plural(others, 'other request')} had answers."
+    elif is_away:
+        return ServerUnavailable(f"{error} One of the requests that wait is that of {document}.")
+    elif not isinstance(error, RequestFailed):
+        return error
+    message = (
+        f"A request of {document} has no answer. {facts} This does not show that the document is "
+        "at fault, so it makes no dead letter. If the server is, correct it, and run the same "
+        "command again. To go on without this document, let the rollout return None for it before "
+        "any request, and set accept_changes."
+    )
+    if isinstance(error, RequestFailed):
+        return DocumentFailed(message, error=error, changes=[_ACCEPTED])
+    error.args = (message,)
+    error.changes = [_ACCEPTED]
+    return error

@@ -1,0 +1,412 @@
+"""Answers one rollout's requests to a model: from the request cache, a batch or a server.
+
+A server's answer is cached. Everything here runs on the event loop of ``scheduler.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import orjson
+from datatrove.pipeline.inference.types import InferenceError
+from datatrove.pipeline.inference.types import ServerError as RolloutServerError
+
+from datatrove_ckpt.checkpoint.batch_log import (
+    ANSWER,
+    FAILURE,
+    OF_BATCH,
+    ParkedRequest,
+    RequestId,
+)
+from datatrove_ckpt.checkpoint.identity import NOT_ANSWERING
+from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
+from datatrove_ckpt.common import BATCH, JsonObject
+from datatrove_ckpt.common.formatting import plural
+from datatrove_ckpt.common.redaction import shown
+from datatrove_ckpt.common.retrying import REJECTED
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.generation_params import PAYLOAD_JSON, merged
+from datatrove_ckpt.errors import (
+    CkptError,
+    ConfigError,
+    RequestFailed,
+    RequestPoisoned,
+    RequestRejected,
+    ServerDied,
+    ServerRefused,
+    ServerUnavailable,
+    named,
+)
+from datatrove_ckpt.generation.answers import Answers
+from datatrove_ckpt.generation.payloads import body_of, hash_payload, question_of, request_seed
+from datatrove_ckpt.generation.rank_requests import Model, RankRequests
+from datatrove_ckpt.generation.remedies import unanswered
+from datatrove_ckpt.inference.client.answers import (
+    Completion,
+    RetryableError,
+    UnknownForm,
+    Way,
+    as_asked,
+    unfinished,
+)
+from datatrove_ckpt.inference.client.body import AnyBody, Body
+from datatrove_ckpt.inference.client.routing import Request
+from datatrove_ckpt.output.documents import Result, result_of, trim
+from datatrove_ckpt.process.shutdown import wait_until_cancelled
+from datatrove_ckpt.rollouts import Payload
+
+_UNKNOWN_FORMS = 2  # batches with such an answer to one request
+_MOST_SIZES = 1000  # params may be others for each document
+_IN_TIERS = ("chat/completions", "completions", "responses")
+# Keys of what is hashed, never sent.
+_WAY = "$way"
+_MODEL = "$model"
+_QUERY = "$query"
+_RETRY = "$retry"
+
+
+class Requests:
+    """The requests of one rollout to one model."""
+
+    def __init__(
+        self, rank: RankRequests, answers: Answers, rollout_idx: int, model: Model
+    ) -> None:
+        self.rank = rank
+        self.answers = answers
+        self.rollout_idx = rollout_idx
+        self.model = model
+        self.config = model.config
+
+    def count_finished(self, result: object) -> None:
+        """Counts a result of an old output."""
+        if isinstance(result, Result):
+            self.answers.count_cached(result)
+            self.answers.count(self.rollout_idx, result, self.model.usual)
+
+    async def answered(
+        self, payload: Payload, way: Way, whole: bool = False, retry_of: Sequence[object] = ()
+    ) -> Result:
+        """Returns the cached answer, or sends the payload.
+
+        ``retry_of``: what separates a retry from equal requests; () for others.
+
+        Raises:
+            InferenceError: the request cannot be answered; ``error`` says why.
+            datatrove's ServerError: no request can be answered, or ``accept_null_finish_reason`` is
+            proved wrong.
+        """
+        if self.answers.have_ended:
+            await wait_until_cancelled()
+        config = self.config
+        generates = way.generates
+        answers = self.answers
+        rollout_idx = self.rollout_idx
+        model = config.model_name_or_path
+        if whole:
+            model = payload.get("model") or model
+        # The order in which datatrove sends: engines answer in the order of a schema.
+        payload = {**payload, "model": model}
+        if generates:
+            for name, value in config.default_generation_params.items():
+                payload.setdefault(name, value)
+        try:
+            sent, extras = merged(payload)
+            if extras:
+                way = way._replace(extras=extras)
+            if way.path in _IN_TIERS and type(sent.get("service_tier")) is list:
+                way = way._replace(tiers=sent.pop("service_tier"))  # the client adds one of them
+            digest = self.digest(sent, way, retry_of)
+        except ConfigError as error:
+            raise failed(error, payload) from error
+        key = answers.next_key(rollout_idx, digest)
+        if config.seed is not None and generates and "seed" not in sent:
+            sent["seed"] = request_seed(config.seed, answers.slot.ordinal, answers.doc_id, *key)
+            key = key._replace(payload_hash=self.digest(sent, way, retry_of))
+        # Before any await: the rollout may change its payload while it waits.
+        if config.other_models and sent.get("model") == config.model_name_or_path:
+            way = way._replace(lacks_model=True)  # the client adds the endpoint's name
+            sent = {name: value for name, value in sent.items() if name != "model"}
+        body = body_of(sent)
+        answers.hashes[rollout_idx] = key.payload_hash
+        answers.payloads[rollout_idx] = payload
+        answer = await answers.kept(key)
+        try:
+            result = None if answer is None else _from_cache(answer, config)
+            if result is None:
+                if generates:
+                    way = as_asked(way, sent)
+                result = await self._send(key, body, sent, payload, way, answer)
+            else:
+                answers.count_cached(result)
+                self._check_size(result, sent, way)
+            if config.accept_null_finish_reason and generates and result.finish_reason:
+                raise self._disproved(result.finish_reason)
+        except (RequestRejected, InferenceError) as error:
+            answers.count_failed(rollout_idx)
+            if isinstance(error, RequestRejected):
+                named(error, config.name)
+                answers.rejections.append(error)
+                raise failed(error, payload) from error
+            raise
+        answers.count(rollout_idx, result, way, question_of(payload))
+        return result
+
+    async def _send(
+        self,
+        key: AnswerKey,
+        body: AnyBody,
+        sent: Payload,
+        payload: Payload,
+        way: Way,
+        cached: Answer | None,
+    ) -> Result:
+        rank = self.rank
+        model = self.model
+        answers = self.answers
+        try:
+            completion = None
+            if cached is not None and cached.error_message is not None:
+                answers.is_suspect = True
+            if cached is not None or model.config.provider_batches:
+                completion = await self._batched(key, body, way, cached)
+            if completion is None:
+                answers.request_started()
+                try:
+                    if model.client.done():
+                        client = model.client.result()
+                    else:
+                        client = await rank.observer.until(model.config.name, model.client)
+                    if model.batches is not None and way.is_shared:
+                        completion = await model.batches.complete(client, sent, way, answers)
+                    else:
+                        request = Request(
+                            client.sender, answers.doc_id, answers.order, body, answers.is_suspect
+                        )
+                        completion = await client.complete(body, way, request)
+                finally:
+                    answers.request_finished()
+        except CkptError as error:
+            await self._raise(error, key, payload)
+        if "service_tier" in sent and not completion.service_tier:
+            completion.service_tier = str(sent["service_tier"] or "")
+        tokens = rank.observer.answered(completion, model.config)
+        rank.limits.look()
+        self._check_size(completion, sent, way)
+        fields = _fields(completion, sent)
+        source = {"response_id": completion.response_id, "model": completion.model}
+        if completion.endpoint:
+            source["endpoint"] = completion.endpoint
+        await self.keep(key, Answer(trim(orjson.dumps({**fields, **source})), None))
+        answers.tokens += tokens
+        return _result(fields, **source)
+
+    async def _raise(self, error: CkptError, key: AnswerKey, payload: Payload) -> NoReturn:
+        """Raises what the rollout gets for a request without an answer, and keeps a rejection."""
+        rank = self.rank
+        model = self.model
+        rank.observer.own.failed += 1
+        if isinstance(error, RequestRejected):
+            await self.keep(key, Answer(None, f"{error.status} {error.body}"))
+            raise error
+        at_fault = isinstance(error, RequestFailed) and error.is_documents
+        if at_fault:
+            model.client.result().sender.at_fault.add(self.answers.slot.ordinal)
+            # Then the next attempt needs no other requests to compare with. Earlier versions, too,
+            # send a request with this status again.
+            await self.keep(key, Answer(None, f"0 {error}"))
+        if at_fault or isinstance(error, RequestPoisoned):
+            raise failed(named(error, model.config.name), payload) from error
+        model.is_dead = model.is_dead or isinstance(error, ServerDied | ServerUnavailable)
+        stopped = self._stopped(error)
+        if isinstance(error, RequestFailed):
+            raise failed(error, payload) from error
+        raise stopped from error
+
+    async def _batched(
+        self, key: AnswerKey, body: AnyBody, way: Way, cached: Answer | None
+    ) -> Completion | None:
+        """Returns the answer of a batch; None if the request must be sent now. Otherwise parks it,
+        and never returns.
+
+        Raises:
+            RequestFailed: no batch has answered it.
+        """
+        config = self.config
+        answers = self.answers
+        fields: JsonObject = {}
+        if cached is not None and cached.result is not None:
+            fields = orjson.loads(cached.result)
+        attempts = 0
+        limit = config.request_max_attempts
+        if not OF_BATCH.isdisjoint(fields):
+            answers.batch_answers += 1
+            attempts = fields["attempt"]
+            cause = fields.get(FAILURE)
+            if ANSWER in fields:
+                try:
+                    completion = way.parse(orjson.dumps(fields[ANSWER]))
+                    if completion.finish_reason or config.accept_null_finish_reason:
+                        completion.service_tier = BATCH  # its price
+                        return completion
+                    raise unfinished(None)
+                except RetryableError as error:
+                    error.quote()
+                    cause = str(error)
+                    if isinstance(error, UnknownForm):  # it was paid for
+                        limit = min(limit, _UNKNOWN_FORMS)
+            if config.provider_batches and attempts >= limit:
+                raise RequestFailed(
+                    f"Given up after {attempts} batches "
+                    f"(request_max_attempts={config.request_max_attempts}; {_UNKNOWN_FORMS} for "
+                    f"answers in an unknown form). Last cause: {cause}"
+                )
+        rank = self.rank
+        if config.provider_batches:
+            if way.path.startswith("/") or way.extras:
+                raise ConfigError(
+                    "provider_batches: a batch has requests to paths below /v1, without "
+                    "extra_headers and extra_query."
+                )
+            await rank.wait_for_storage()
+            content = b"".join(body) if isinstance(body, Body) else body
+            slot = answers.slot
+            request_id = RequestId(slot.chunk.index, slot.ordinal, key, attempts + 1)
+            request = ParkedRequest(config.name, f"/v1/{way.path}", request_id, content)
+            rank.checkpoint.park(request)
+            answers.park()
+            await wait_until_cancelled()
+        return None
+
+    def digest(self, payload: Payload, way: Way, retry_of: Sequence[object] = ()) -> str:
+        """Hashes payload, way and model.
+
+        The usual way, and the only model, add nothing to the payload's hash.
+        """
+        if not NOT_ANSWERING.isdisjoint(payload) and way.path in _IN_TIERS:
+            payload = {name: value for name, value in payload.items() if name not in NOT_ANSWERING}
+        if way.name != self.model.usual.name:
+            payload = {**payload, _WAY: way.name}
+        if way.extras and way.extras["extra_query"]:
+            payload = {**payload, _QUERY: way.extras["extra_query"]}
+        if retry_of:
+            payload = {**payload, _RETRY: retry_of}
+        return hash_payload({**payload, _MODEL: self.config.name} if self.config.name else payload)
+
+    def _disproved(self, reason: str) -> RolloutServerError:
+        """Stops the rank. The answer is cached, so each further attempt ends here, too."""
+        client = self.model.client
+        believed = client.result().without_reason if client.done() else 0
+        error = ServerRefused(
+            f"An answer has the finish_reason {reason!r}, but accept_null_finish_reason is for "
+            "servers that never give one. So answers without one may be cut off. This attempt has "
+            f"taken {believed} of them as complete, and earlier ones may have taken more. Remove "
+            "the setting, and start over, so that everything is asked again. "
+            "(Or continue here with accept_changes: then look for null among the finish_reasons "
+            "of documents that are finished already, because those stay as they are.)",
+            starts_over="anew",
+        )
+        return self._stopped(error)
+
+    def _check_size(self, answered: Completion | Result, payload: Payload, way: Way) -> None:
+        """Stops the rank if a vector, not yet cached, has another size than the first one."""
+        if not way.is_shared:
+            return
+        assert answered.answer is not None
+        size = len(answered.answer["embeddings"][0]) * 3 // 16  # base64 of float32
+        sizes = self.model.sizes
+        if len(sizes) >= _MOST_SIZES:
+            sizes.clear()
+        first = sizes.setdefault(
+            orjson.dumps({**payload, "input": None}, option=PAYLOAD_JSON), size
+        )
+        if first != size:
+            name = answered.model or self.config.model_name_or_path
+            error = ServerRefused(
+                f"{name!r} has answered embed() with {plural(size, 'number')}, and before with "
+                f"{first}, for the same params. So its servers have, or had, different models. "
+                "This answer is not kept; when all servers have the model of the first one, run "
+                "the same command again. If that is the wrong one, start over.",
+                starts_over="anew",
+            )
+            raise self._stopped(error)
+
+    def _stopped(self, error: CkptError) -> RolloutServerError:
+        named(error, self.model.config.name)
+        answers = self.answers
+        rank = self.rank
+        others = 0  # requests that were answered, if only documents that may be at fault are left
+        if rank.all_started and self.model.client.done():
+            client = self.model.client.result()
+            if len(rank.documents) <= client.sender.most_at_fault:
+                others = client.answers
+        answers.fail(unanswered(answers.doc_id, answers.slot.ordinal, error, others))
+        return RolloutServerError(error)
+
+    async def keep(self, key: AnswerKey, answer: Answer) -> None:
+        rank = self.rank
+        answers = self.answers
+        rank.checkpoint.put_answer(answers.slot, answers.doc_id, key, answer)
+        if rank.checkpoint.congested:
+            await rank.wait_for_storage()
+
+
+def failed(error: Exception, payload: Payload) -> InferenceError:
+    """Returns datatrove's error.
+
+    Its text goes to logs and dead letters, without the payload's secrets.
+    """
+    failed = InferenceError(None, error, payload=shown("payload", payload))
+    failed.payload = payload
+    return failed
+
+
+def _from_cache(answer: Answer, config: InferenceConfig) -> Result | None:
+    """Returns the cached answer; None if it must be requested again.
+
+    Raises:
+        RequestRejected: the cached answer is a rejection.
+    """
+    if answer.result is not None:
+        fields = orjson.loads(answer.result)  # of earlier versions, datatrove's alone
+        if not OF_BATCH.isdisjoint(fields):
+            return None
+        source = [fields.pop(name, "") for name in ("response_id", "model", "endpoint")]
+        result = _result(fields, *source)
+        if result.finish_reason or config.accept_null_finish_reason:
+            return result
+        return None
+    status, _, body = (answer.error_message or "").partition(" ")
+    if int(status) not in REJECTED:  # 0.1 kept a 402 or a 405 like a 400
+        return None
+    raise RequestRejected(int(status), body, remembered=True)
+
+
+def _fields(completion: Completion, payload: Payload) -> JsonObject:
+    """Returns what is kept of an answer.
+
+    The fields depend on the payload, too, so that a table has its columns before the first tool
+    call.
+    """
+    asks_for_more = payload.get("tools") or payload.get("logprobs")
+    fields: JsonObject = {
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "usage": completion.usage,
+        "reasoning": completion.reasoning,
+    }
+    if completion.answer is not None:
+        fields["answer"] = completion.answer
+    elif asks_for_more or completion.tool_calls or completion.logprobs or completion.choices:
+        fields |= {
+            name: getattr(completion, name) for name in ("tool_calls", "logprobs", "choices")
+        }
+    return fields
+
+
+def _result(fields: JsonObject, response_id: str, model: str, endpoint: str = "") -> Result:
+    result: Result = result_of(fields, Result)
+    result.response_id = response_id
+    result.model = model
+    result.endpoint = endpoint
+    return result

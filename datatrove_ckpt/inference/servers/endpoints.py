@@ -1,0 +1,222 @@
+"""Servers that run already: they are only checked, before the first request."""
+
+import asyncio
+import os
+import re
+import time
+from dataclasses import dataclass
+
+import orjson
+from loguru import logger
+
+from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common.redaction import Secret
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.errors import ConfigError, ServerRefused, ServerStartFailed
+from datatrove_ckpt.inference.client.client import EndpointAccess, Outage
+from datatrove_ckpt.inference.client.transport import ExchangeFailed, get, key_hint
+from datatrove_ckpt.inference.client.urls import HiddenUrl
+from datatrove_ckpt.process.screen import has_terminal
+
+_OTHER_SCHEME = ("ProtocolError", "SSLError", "ResetError")  # how these exchanges fail
+NEW_RUN_SECONDS = 30.0
+"""How long a new run at a terminal waits where nothing listens, at the usual patience."""
+_PROBE_TIMEOUT = 10.0  # seconds
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+
+
+@dataclass(frozen=True)
+class EndpointAnswer:
+    """The answer of an endpoint to GET /v1/models.
+
+    Attributes:
+        url: without credentials and query string.
+        cause: why it cannot be used; "" if it can.
+        refused: it refuses the key, or speaks http where the URL has https, or the other way round.
+        api: the URL, or its /v1; None: not known yet.
+        models: the listed names, each with its ``max_model_len``, if the server lists it; None: no
+            list, as with some gateways.
+        is_absent: the connection was refused, so nothing listens there.
+    """
+
+    url: str
+    cause: str = ""
+    refused: bool = False
+    api: HiddenUrl | None = None
+    models: dict[str, object] | None = None
+    is_absent: bool = False
+
+
+class ExternalServers:
+    """The endpoints of a config.
+
+    Args:
+        config: of its ready window, at most ``server_patience_seconds`` count.
+        is_new: no request of the run has been answered yet.
+
+    Attributes:
+        outage: since when ``start`` has had no answer.
+
+    Raises:
+        ConfigError: an endpoint_url is not a URL, or the key is not set.
+    """
+
+    def __init__(self, config: InferenceConfig, is_new: bool = False) -> None:
+        self.config = config
+        self._is_new = is_new
+        self.outage = Outage(ready_window(config), time.monotonic, config.name)
+        self.endpoints = [
+            EndpointAccess(name, one, _with_environment(one.url), config.endpoint_api_key(one))
+            for name, one in config.endpoints_by_name.items()
+        ]
+
+    async def ask(self) -> list[EndpointAnswer]:
+        asked = (_ask(one.url, one.api_key) for one in self.endpoints)
+        return list(await asyncio.gather(*asked))
+
+    async def start(self) -> None:
+        """Waits until one of the URLs answers GET /v1/models, or /models below its own path.
+
+        Every status except 401, 403, 429 and 5xx counts as an answer: some gateways do not list
+        models. An endpoint gets no requests before it is known whether its API is below /v1.
+
+        Where nothing listens, it may be a wrong port: at a terminal a new run waits only for
+        ``NEW_RUN_SECONDS``. A job may start beside its server, which loads a model for minutes.
+
+        Raises:
+            ServerRefused: see ``EndpointAnswer.refused``; of all of them.
+            ServerStartFailed: no server answered in time.
+        """
+        window = self.outage.patience
+        started = time.monotonic()
+        failures = 0
+        while True:
+            answers = await self.ask()
+            causes = self._causes(answers)
+            if len(causes) < len(answers):
+                self.outage.answered()
+                if causes:
+                    logger.warning(
+                        f"{self.config.said}{len(causes)} of {len(answers)} endpoints do not "
+                        f"answer: {'; '.join(causes)}. Those that refuse get no requests, nor do "
+                        "those whose path has no version: their API may be there or below /v1."
+                    )
+                asked = zip(self.endpoints, answers, strict=True)
+                self.endpoints = [one._replace(url=got.api) for one, got in asked if got.api]
+                return
+            failures = failures + 1
+            advice = ""
+            self.outage.patience = window
+            if self._may_be_wrong and all(answer.is_absent for answer in answers):
+                self.outage.patience = min(window, NEW_RUN_SECONDS)
+                advice = " To wait for a server that starts later: server_patience_seconds: 1800."
+            self.outage.begun(": HTTP " not in causes[0], started)
+            delay = retrying.ENDPOINT.wait(failures)
+            if delay > self.outage.left():
+                each = "".join(f"  {cause}\n" for cause in causes)
+                raise ServerStartFailed(
+                    f"No endpoint was ready within {self.outage.patience:g} s:\n{each}Check that "
+                    "the server runs, that this machine can reach it, and its URL. One that "
+                    f"answers 429 limits requests: start later.{advice}"
+                )
+            self.outage.show(causes[0])
+            await asyncio.sleep(delay)
+
+    @property
+    def _may_be_wrong(self) -> bool:
+        is_usual = self.config.server_patience_seconds == InferenceConfig.server_patience_seconds
+        return self._is_new and is_usual and has_terminal()
+
+    def _causes(self, answers: list[EndpointAnswer]) -> list[str]:
+        """Returns what is wrong with the endpoints that do not answer.
+
+        Raises:
+            ServerRefused: see ``EndpointAnswer.refused``.
+        """
+        if all(answer.refused for answer in answers):
+            raise ServerRefused(f"{answers[0].url} {answers[0].cause}.")
+        return [
+            f"{one.url}: {answer.cause}"
+            for one, answer in zip(self.endpoints, answers, strict=True)
+            if answer.cause
+        ]
+
+
+def ready_window(config: InferenceConfig) -> float:
+    return min(
+        config.server_patience_seconds,
+        config.server_ready_max_attempts * config.server_ready_delay_sec,
+    )
+
+
+async def _ask(url: HiddenUrl, api_key: Secret | None) -> EndpointAnswer:
+    """Requests the URL, and then its /v1 if that may be the API."""
+    target = url.api("models")
+    below = url.api("/v1")
+    api = None if url.may_lack_version else url
+    try:
+        response = await get(target, api_key, _PROBE_TIMEOUT, proxied=True)
+        if api is None and response.status not in (200, *retrying.SERVER.retried):
+            found = await get(below.api("models"), api_key, _PROBE_TIMEOUT, proxied=True)
+            if found.status in (200, *retrying.SERVER.retried):
+                response = found
+                url = below
+                target = below.api("models")
+    except ExchangeFailed as error:
+        if error.kind.endswith(_OTHER_SCHEME) and (scheme := await _other_scheme(target)):
+            cause = f"speaks {scheme}: correct its URL"
+            return EndpointAnswer(str(target), cause, True)
+        is_absent = error.kind == ConnectionRefusedError.__name__
+        return EndpointAnswer(str(target), str(error), api=api, is_absent=is_absent)
+    status = response.status
+    if status in retrying.SERVER.retried:  # another answer may come later
+        cause = f"HTTP {status}{', which means too many requests' if status == 429 else ''}"
+        return EndpointAnswer(str(target), cause, api=api)
+    if status in (401, 403):
+        return EndpointAnswer(str(target), f"{key_hint(url, api_key)} (HTTP {status})", True)
+    return EndpointAnswer(
+        str(target), api=url, models=_listed(response.body) if status == 200 else None
+    )
+
+
+async def _other_scheme(target: HiddenUrl) -> str:
+    """Returns http for https, and https for http, if the server speaks it; else ""."""
+    scheme = "http" if target.reveal().scheme == "https" else "https"
+    url = HiddenUrl(target.reveal().with_scheme(scheme).with_user(None).with_query(None))
+    try:
+        await get(url, None, _PROBE_TIMEOUT, proxied=True)
+    except ExchangeFailed as error:
+        if error.kind != "SSLCertVerificationError":
+            return ""
+    return scheme
+
+
+def _listed(body: bytes) -> dict[str, object] | None:
+    try:
+        data = orjson.loads(memoryview(body))["data"]
+        found = {
+            str(one["id"]): one.get("max_model_len")
+            for one in data
+            if isinstance(one, dict) and "id" in one
+        }
+        if isinstance(data, list):
+            return found
+        return None
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _with_environment(url: str) -> HiddenUrl:
+    """Returns the URL with each ``${NAME}`` replaced by that environment variable, stripped.
+
+    Raises:
+        ConfigError: a variable is not set, or this is no URL.
+    """
+    for name in _VARIABLE.findall(url):
+        if name not in os.environ:
+            raise ConfigError(
+                f"{url} names the environment variable {name}, which is "
+                "not set. Export it where the tasks run.",
+                setting="endpoint_url",
+            )
+    return HiddenUrl(_VARIABLE.sub(lambda name: os.environ[name[1]].strip(), url), url)

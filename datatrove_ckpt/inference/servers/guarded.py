@@ -1,0 +1,119 @@
+"""A server's process, as its runner holds it: by a pipe to the server's guardian."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from datatrove_ckpt.inference.servers import guardian
+
+# Seconds beyond the server's own stop timeout: it needs at most ten to kill the remaining
+# processes.
+_GUARDIAN_MARGIN = 12.0
+
+
+class GuardedProcess:
+    """A server's process below its guardian, as the runner sees it. It belongs to no event loop.
+
+    Args:
+        log: a file descriptor for the output of both.
+        locks: file descriptors that the server inherits.
+        stop_timeout: seconds between SIGTERM and SIGKILL.
+
+    Attributes:
+        pid: the guardian's.
+        lifeline: the end of a pipe that keeps the server running; None: stop requested.
+
+    Raises:
+        OSError: no process could be created.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        env: dict[str, str],
+        log: int,
+        locks: Sequence[int],
+        stop_timeout: float,
+    ) -> None:
+        self._stop_timeout = stop_timeout
+        lifeline_end, lifeline = os.pipe()
+        # The guardian stops the server when this end closes, even by kill -9.
+        self.lifeline: int | None = own_descriptor(lifeline)
+        guarded = ("--stop-timeout", str(stop_timeout), "--", *argv)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", guardian.__file__, *guarded],
+                stdin=lifeline_end,
+                stdout=log,
+                stderr=log,
+                env=env,
+                pass_fds=locks,
+                start_new_session=True,  # Ctrl-C is for the runner
+            )
+        except BaseException:
+            self.request_stop()
+            raise
+        finally:
+            os.close(lifeline_end)
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The server's exit code, 128 + n after signal n; -n if signal n ended the guardian."""
+        return self._process.poll()
+
+    async def wait(self) -> int:
+        """Several tasks may wait."""
+        while (code := self._process.poll()) is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)  # an event would belong to one loop
+        return code
+
+    def request_stop(self) -> None:
+        """Sends SIGTERM, and SIGKILL to what is left after the timeout."""
+        if self.lifeline is not None:
+            close_descriptor(self.lifeline)
+            self.lifeline = None
+
+    def request_kill(self) -> None:
+        if self.lifeline is not None:
+            with contextlib.suppress(BrokenPipeError):  # the guardian has ended
+                os.write(self.lifeline, guardian.KILL_NOW)
+        self.request_stop()
+
+    def wait_until_stopped(self) -> int:
+        try:
+            return self._process.wait(self._stop_timeout + _GUARDIAN_MARGIN)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+
+# Descriptors that forks close: a copy of a lifeline pipe would keep a server running, and a copy of
+# a lock a GPU taken. Programs get only ``pass_fds``.
+
+
+_ours: set[int] = set()
+
+
+def own_descriptor(descriptor: int) -> int:
+    """Returns the descriptor, which forks close from now on. Close it with ``close_descriptor``."""
+    _ours.add(descriptor)
+    return descriptor
+
+
+def close_descriptor(descriptor: int) -> None:
+    """Closes a descriptor of this process, unless a fork has closed it already."""
+    if descriptor in _ours:
+        _ours.discard(descriptor)
+        os.close(descriptor)
+
+
+def _close_all() -> None:
+    while _ours:
+        os.close(_ours.pop())
+
+
+os.register_at_fork(after_in_child=_close_all)

@@ -1,0 +1,108 @@
+"""What the log of a server says: what it does, and why it has not started.
+
+Engines bury the cause in tracebacks, and each wrong guess costs a start-up on a GPU node.
+"""
+
+import re
+from pathlib import Path
+
+from datatrove_ckpt.common.formatting import as_line, cut
+from datatrove_ckpt.config.inference_config import (
+    ENGINES,
+    GPU_FULL,
+    PORT_TAKEN,
+    TOO_FEW_GPUS,
+    Cause,
+)
+
+# At the end of the log: vLLM prints the cause well before its last traceback.
+_SEARCHED_BYTES = 256 * 1024
+_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
+_EXTRAS = {engine.package: engine.name for engine in ENGINES.values()}
+_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+_COMMON = (
+    (
+        Cause(
+            "The server does not know a flag or its value. Check model_kwargs against its "
+            "--help. To leave out a flag of ours that an old version lacks, set model_kwargs "
+            "{flag: null}.",
+            True,
+        ),
+        r"unrecognized arguments|invalid choice:|ambiguous option|expected (?:one|at least one) "
+        r"argument"
+        r"|arguments are required|ignored explicit argument|invalid \w+ value:",
+    ),
+    (PORT_TAKEN, r"address already in use|errno 98\b"),
+    (
+        Cause(
+            "The model hub refuses access. Accept the model's licence and export HF_TOKEN.", True
+        ),
+        r"gated ?repo|access to model .* is restricted|401 client error",
+    ),
+    (
+        Cause(
+            "There is no such model. Check its name: a name on the hub, or a folder on this node.",
+            True,
+        ),
+        r"repository ?not ?found|not a valid model identifier|incorrect "
+        r"path_or_model_id|hfvalidationerror",
+    ),
+    (
+        Cause("The model brings its own code. If you trust it, set trust_remote_code: true.", True),
+        r"contains custom code which must be executed|(?:pass the argument|set the option) "
+        r".?trust_remote_code",
+    ),
+    (TOO_FEW_GPUS, r"invalid device ordinal|no cuda gpus are available"),
+    (GPU_FULL, r"cuda out of memory|outofmemoryerror"),
+)
+# Causes of all engines: a user's script may start any.
+_CAUSES = (*(cause for engine in ENGINES.values() for cause in engine.causes), *_COMMON)
+
+
+def find_cause(exit_code: int | None, log: str) -> Cause | None:
+    if exit_code == 127:
+        return Cause("The command was not found, or is not executable.", permanent=True)
+    if missing := _MODULE.search(log):
+        name = missing[1]
+        if name in _EXTRAS:
+            package = f"'datatrove-ckpt[{_EXTRAS[name]}]'"
+        else:
+            package = name.partition(".")[0]
+        return Cause(
+            f"The Python package {name!r} is missing. Run: pip install {package}", permanent=True
+        )
+    for cause, pattern in _CAUSES:
+        if exit_code is not None and re.search(pattern, log, re.IGNORECASE):
+            return cause
+    if exit_code == 137:
+        return Cause(
+            "It was killed (SIGKILL), perhaps out of main memory. See dmesg, or ask Slurm for more "
+            "--mem."
+        )
+    return None
+
+
+def read_log(path: Path, start: int) -> str:
+    """Returns what was written to the log since byte ``start``, or its end; empty if there is no
+    log.
+    """
+    try:
+        with path.open("rb") as log:
+            size = log.seek(0, 2)
+            log.seek(max(start, size - _SEARCHED_BYTES))
+            return log.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def last_line(log: str) -> str:
+    """Returns the last line that says something, fit for a terminal; of a progress bar its last
+    state.
+    """
+    for line in reversed(log.replace("\r", "\n").split("\n")):
+        shown = as_line(_ESCAPE.sub("", line)).strip()
+        if shown:
+            return cut(shown, 200)
+    return ""

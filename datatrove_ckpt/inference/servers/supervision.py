@@ -1,0 +1,357 @@
+"""Launched servers: keeps those of one model running, and restarts one that dies or hangs."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from loguru import logger
+
+from datatrove_ckpt.common import retrying
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.inference_config import Nodes
+from datatrove_ckpt.errors import ServerDied, ServerStartFailed
+from datatrove_ckpt.inference.client import routing
+from datatrove_ckpt.inference.client.client import ModelServers, hang_after
+from datatrove_ckpt.inference.client.urls import HiddenUrl
+from datatrove_ckpt.inference.servers.admission import Metrics, adapt_admission, read_metrics
+from datatrove_ckpt.inference.servers.multi_node import HeadNode
+from datatrove_ckpt.inference.servers.server import NO_ANSWER, InferenceServer
+from datatrove_ckpt.inference.servers.warm import RankModels
+from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
+
+# All times are seconds.
+_PROBE_INTERVAL = 5.0
+_PROBE_TIMEOUT = 10.0
+_PROBES = 3  # in a row
+_PROBE_PAUSE = 0.3
+# Added to the time for requests in flight after a SIGTERM.
+_DRAIN_MARGIN = 5.0
+_RESTART_WINDOW_SECONDS = 3600.0  # for ``server_max_restarts``
+_LONG_AGO = -1.0
+_METRICS_TIMEOUT = 5.0
+
+
+@dataclass(eq=False, repr=False)
+class ServerSupervisor:
+    """Keeps one server running: starts it, watches it, and restarts it when it dies or hangs.
+
+    Requests that were in flight are then sent again. A server counts as dead when
+
+    - its process ends;
+    - its health address answers 5xx or refuses connections, probed after failures that may be the
+      server's fault, and every few seconds while requests are in flight: vLLM's HTTP process may
+      outlive its engine;
+    - it has requests, and for ``hang_timeout`` seconds it answered none and counted no tokens, or
+      for ``hang_after``, once it has answered.
+
+    It may be restarted ``server_max_restarts`` times within an hour, apart from deaths that are
+    attributed to a request.
+
+    Args:
+        server: an earlier rank may have started it.
+        shutdown: the rank's: after a requested stop the server is not restarted.
+    """
+
+    server: InferenceServer
+    model_servers: ModelServers
+    shutdown: Shutdown
+
+    def __post_init__(self) -> None:
+        self.target = self.model_servers.router.add(self.probe)
+        self.restarts = 0
+        self.config = self.model_servers.config
+        self._name = f"{self.config.said}Server {self.server.replica} of task {self.server.rank}"
+        self._death = routing.Death("")
+        self._death_cause: asyncio.Future[str]
+        self._recent_restarts = self.server.restarted_at
+        self._probing: asyncio.Task[None] | None = None
+        self._probed_since = _LONG_AGO
+        self._watching = False
+        self._longest = 0.0
+
+    async def start(self) -> None:
+        if await self.server.take_over():
+            self._tell("reused")
+        else:
+            self._tell("restart" if self.restarts else "start")
+            await self.server.start()
+            self._tell("ready")
+        self._death_cause = asyncio.get_running_loop().create_future()
+        self.model_servers.mark_up(self.target, HiddenUrl(self.server.url), self.server.api_key)
+
+    def _tell(self, what: str, why: str = "") -> None:
+        url = self.server.url if what in ("ready", "reused") else None
+        self.model_servers.tell(
+            what, self.config.server_name(self.server.replica), url, why.partition("\n")[0]
+        )
+
+    async def stop(self) -> None:
+        await self.model_servers.disconnect(self.target)
+        with self.shutdown.closing():
+            # It has no time to stop by itself.
+            is_late = self.shutdown.is_fast or self.shutdown.late
+            await (self.server.kill() if is_late else self.server.stop())
+
+    async def supervise(self) -> NoReturn:
+        """Raises ServerDied once the server may not be restarted again."""
+        while True:
+            cause = await self._until_death()
+            self._tell("death", cause)
+            await self.model_servers.disconnect(self.target)
+            if self.shutdown.is_stopping:
+                # A cluster signals the server, too, which may end before us.
+                logger.info(f"{self._name} has ended. It is not restarted, because the run ends.")
+                await wait_until_cancelled()
+            logger.warning(
+                f"{self._name} is given up: {cause}\n{self._death.in_flight} requests are sent "
+                "again."
+            )
+            await self.server.kill()
+            await self._restart(cause)
+
+    async def _until_death(self) -> str:
+        self._watching = True
+        self._exit_code: int | None = None
+        watchers = [self._watch_process(), self._watch_health(), self._watch_progress()]
+        if self.config.follows_metrics:
+            router = self.model_servers.router
+            names = self.config.engine.metrics
+            watchers.append(adapt_admission(self._name, self.target, router, names))
+        tasks = [asyncio.create_task(watcher) for watcher in watchers]
+        waits: list[asyncio.Future[str] | asyncio.Task[None]] = [self._death_cause, *tasks]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()  # raises only if a watcher has a bug
+            cause = await self._death_cause
+        finally:
+            started = [*tasks, *([self._probing] if self._probing else [])]
+            for task in started:
+                task.cancel()
+            await asyncio.gather(*started, return_exceptions=True)
+        return await self.server.report(cause, self._exit_code)
+
+    def mark_dead(self, cause: str) -> None:
+        if not self._death_cause.done():
+            self._death = self.model_servers.router.mark_dead(self.target, cause)
+            self._death_cause.set_result(cause)
+
+    async def _restart(self, cause: str) -> None:
+        while True:
+            await asyncio.sleep(self._next_backoff(cause))
+            if self.shutdown.is_stopping:
+                await wait_until_cancelled()
+            self.restarts += 1
+            try:
+                await self.start()
+            except ServerStartFailed as error:
+                cause = str(error)
+                logger.warning(f"{self._name} could not be restarted: {cause}")
+            else:
+                number = len(self._recent_restarts)
+                logger.info(
+                    f"{self._name} is back (restart {number} of {self.config.server_max_restarts})."
+                )
+                return
+
+    def _next_backoff(self, cause: str) -> float:
+        """Raises ServerDied after too many restarts within the window."""
+        now = time.monotonic()
+        allowed = self.config.server_max_restarts
+        while self._recent_restarts and self._recent_restarts[0] < now - _RESTART_WINDOW_SECONDS:
+            self._recent_restarts.popleft()
+        # The request is a dead letter now, so the next start should work.
+        if self._death.attributed:
+            self._death = routing.Death("")
+            return retrying.RESTART.first
+        if len(self._recent_restarts) >= allowed:
+            raise ServerDied(
+                f"{self._name} was restarted {len(self._recent_restarts)} times within "
+                f"{_RESTART_WINDOW_SECONDS:g} s, and died again (server_max_restarts={allowed}). "
+                f"Last cause: {cause}"
+            )
+        self._recent_restarts.append(now)
+        return retrying.RESTART.wait(len(self._recent_restarts))
+
+    async def _watch_process(self) -> None:
+        self._exit_code = await self.server.watch()
+        self.mark_dead(f"died with exit code {self._exit_code}")
+
+    async def _watch_health(self) -> None:
+        while True:
+            await asyncio.sleep(_PROBE_INTERVAL)
+            if self.target.attempts:
+                await self.probe(_LONG_AGO, False)
+
+    async def _watch_progress(self) -> None:
+        interval = min(self.config.hang_timeout / 4, 30.0)
+        last: Metrics | None = None
+        while True:
+            await asyncio.sleep(interval)
+            last = await self._check_progress(last, min(interval, _METRICS_TIMEOUT))
+
+    async def _check_progress(self, last: Metrics | None, seconds: float) -> Metrics | None:
+        """Marks the server dead if it hangs. Returns its metrics; None without any, or requests."""
+        metrics = None
+        if self.target.attempts:
+            metrics = await read_metrics(self.target, self.config.engine.metrics, seconds)
+        quiet = time.monotonic() - self.target.alive_at
+        if metrics is not None and last is not None and metrics.tokens != last.tokens:
+            self._longest = max(self._longest, quiet)
+            quiet = 0.0
+            self.target.mark_alive()
+        in_flight = len(self.target.attempts)
+        timeout = self.config.hang_timeout
+        # Without token counts a long answer looks like a hang; a user's setting is obeyed.
+        is_usual = timeout == InferenceConfig.hang_timeout
+        if is_usual and metrics is not None and metrics.tokens and self.target.accepted_at:
+            timeout = min(timeout, hang_after(self._longest))
+        if in_flight and quiet >= timeout:
+            self.mark_dead(
+                f"hangs: it has {in_flight} requests, and answered none and counted no token for "
+                f"{timeout:g} s (hang_timeout={self.config.hang_timeout:g})"
+            )
+        return metrics
+
+    async def probe(self, since: float, until_proof: bool) -> None:
+        """Returns once the server is known to be alive. If it is dead, the waiting attempts are
+        aborted.
+
+        A vLLM that received SIGTERM answers 500 to new requests, and reports itself healthy. So the
+        proof of health is an answer to an attempt that started after ``since``, or that the server
+        still runs after the time that a SIGTERM leaves it.
+
+        Args:
+            since: when the failed attempt started.
+            until_proof: wait for that proof.
+        """
+        if not self._watching or self._death_cause.done():
+            return
+        if self._probing is None or self._probing.done():
+            self._probed_since = _LONG_AGO
+            self._probing = asyncio.create_task(self._run_probes())
+        self._probed_since = max(self._probed_since, since)
+        await asyncio.wait([self._probing])
+        if self.shutdown.is_stopping:
+            return  # nothing is sent again
+        deadline = time.monotonic() + self.config.server_drain_sec + _DRAIN_MARGIN
+        while until_proof and self.target.accepted_at <= since and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(_PROBE_PAUSE)
+
+    async def _run_probes(self) -> None:
+        problem: str | None = None
+        for number in range(_PROBES):
+            if number:
+                await asyncio.sleep(_PROBE_PAUSE)
+            problem = await self.server.problem(_PROBE_TIMEOUT)
+            if problem is None:
+                return
+        # A server too busy to answer a probe is dead only if it has answered no request since the
+        # youngest failed attempt started.
+        if problem != NO_ANSWER or self.target.alive_at <= self._probed_since:
+            self.mark_dead(
+                f"is dead, although its process is running: its health address {problem}"
+            )
+
+
+@dataclass(eq=False, repr=False)
+class ServerPool:
+    rank: int
+    model_servers: ModelServers
+    shutdown: Shutdown
+    models: RankModels
+    supervisors: list[ServerSupervisor] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+        """Runs servers in this block. After a good end, they may stay for the next rank.
+
+        Yields a function to await: it raises ServerDied once none is left, and none may be
+        restarted.
+        """
+        config = self.model_servers.config
+        async with AsyncExitStack() as stack:
+            nodes = Nodes.from_environment()
+            if nodes.count > 1:
+                head = await stack.enter_async_context(HeadNode(config))
+            servers, leases = await self.models.get(config)
+            for server in servers:
+                # It may differ from the earlier rank's in what is no part of the command.
+                server.config = config
+                server.rank = self.rank
+            servers = servers or [
+                InferenceServer(config, self.rank, index, lease, nodes)
+                for index, lease in enumerate(leases)
+            ]
+            if nodes.count > 1:
+                servers[0].on_launch = head.start_workers
+            ends_well = False
+            try:
+                self.supervisors += [
+                    ServerSupervisor(server, self.model_servers, self.shutdown)
+                    for server in servers
+                ]
+                await _run_all(supervisor.start() for supervisor in self.supervisors)
+                supervision = asyncio.create_task(self._supervise())
+                try:
+                    yield lambda: asyncio.shield(supervision)
+                    ends_well = True
+                finally:
+                    supervision.cancel()
+                    await asyncio.gather(supervision, return_exceptions=True)
+            finally:
+                await self._end(servers, ends_well)
+
+    async def _supervise(self) -> None:
+        left = len(self.supervisors)
+
+        async def supervise(supervisor: ServerSupervisor) -> None:
+            nonlocal left
+            try:
+                await supervisor.supervise()
+            except ServerDied as error:
+                left -= 1
+                if not left:
+                    raise
+                logger.error(
+                    f"{error}\nThe run goes on without this server, with {left} of "
+                    f"{len(self.supervisors)}."
+                )
+
+        try:
+            await _run_all(supervise(supervisor) for supervisor in self.supervisors)
+        except ServerDied as error:
+            self.model_servers.router.fail(str(error))
+            raise
+
+    async def _end(self, servers: list[InferenceServer], ends_well: bool) -> None:
+        for supervisor in self.supervisors:
+            self.model_servers.router.mark_dead(supervisor.target, "the run ends")
+        if ends_well and self.models.keep(servers):
+            await asyncio.gather(
+                *(
+                    self.model_servers.disconnect(supervisor.target)
+                    for supervisor in self.supervisors
+                )
+            )
+            return
+        try:
+            await asyncio.gather(*(supervisor.stop() for supervisor in self.supervisors))
+        finally:
+            for server in servers:
+                server.lease.close()
+
+
+async def _run_all(work: Iterable[Awaitable[None]]) -> None:
+    """Raises the first error, without an exception group, and cancels the others."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -105,5 +105,6 @@ def _make(folder: HubFolder, private: bool | None, only_look: bool) -> str:
         folder.api().create_bucket(folder.repo, private=private, exist_ok=True)
     else:
         folder.api().create_repo(folder.repo, private=private, repo_type=folder.kind, exist_ok=True)
-    logger.info(f"{folder.url}: made the {how} {kind} {folder.repo}, which was not there.")
-    return f"{folder.url}: made the {how} {kind}."
+    made = f"{folder.url}: made the {how} {kind} {folder.repo}, which was not there."
+    logger.info(made)
+    return made

@@ -438,12 +438,10 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if state is None:
             return None
         where = f"The saved position in {self.data_folder.path}"
-        if (state.get("reader"), state.get("version")) != (self.format, READER_VERSION):
-            raise misfit(
-                f"{where} was made by reader {state.get('reader')!r} (version "
-                f"{state.get('version')}), and this is {self.format!r} (version "
-                f"{READER_VERSION})."
-            )
+        made_by = f"{state.get('reader')!r} (version {state.get('version')})"
+        ours = f"{self.format!r} (version {READER_VERSION})"
+        if made_by != ours:
+            raise misfit(f"{where} was made by reader {made_by}, and this is {ours}.")
         then = dict(state["options"])
         now = self._options()
         if "shard" in state:

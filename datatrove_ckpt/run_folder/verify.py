@@ -394,7 +394,10 @@ def check_output(report: Report) -> Iterator[Problem]:
         is_owned(report)
         look = partial(list_files, report.folder, committed)
         calls = StoppableCalls(report.output, report.hub)
-        found = listed(calls, look, committed.values(), HUB_PROBE)
+        policy = None
+        if report.hub is None:  # the hub may limit requests, and then asks to wait
+            policy = HUB_PROBE
+        found = listed(calls, look, committed.values(), policy)
         is_there = not committed or found.sizes or report.hub is not None
         # The files of a folder that the user names are missing.
         is_named = report.place.named_output is not None

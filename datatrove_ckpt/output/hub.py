@@ -214,16 +214,15 @@ class HubFolder:
                     revision=self.revision,
                     repo_type=self.kind,
                 )
-            files = [
-                entry
+            return {
+                entry.path.removeprefix(start): _hub_file(entry)
                 for entry in entries
                 if hasattr(entry, "size") and entry.path.startswith(start)
-            ]
+            }
         except EntryNotFoundError as error:  # a folder appears with its first file
             if http_status(error) not in (404, None):
                 raise
             return {}
-        return {file.path.removeprefix(start): _hub_file(file) for file in files}
 
     def commit(
         self,

@@ -42,6 +42,11 @@ class StoppableCalls:
     def __init__(self, where: str, hub: HubFolder | None = None) -> None:
         self.hub = hub
         self.where = where
+        self._explain: Callable[[BaseException], str] = retrying.failure_line
+        self._advice: Callable[[BaseException], str] = storage_advice
+        if hub is not None:
+            self._explain = hub_failure
+            self._advice = hub.advice
         self._stopped: Future[Any] = Future()  # Any: it is waited for with any result
 
     @property
@@ -105,24 +110,18 @@ class StoppableCalls:
             if lease is not None:
                 lease.check()
 
-        explain = retrying.failure_line
         if self.hub is not None:
-            explain = hub_failure
             policy = policy or retrying.HUB_LOOK
             at_most_seconds = at_most_seconds or policy.patience
         stoppable = replace(policy or retrying.STORAGE, sleep=pause)
         run = partial(self.run, call, at_most_seconds)
         try:
-            return stoppable.run(run, f"{self.where}: {what}", explain)
+            return stoppable.run(run, f"{self.where}: {what}", self._explain)
         except OSError as error:
             raise self.failed(what, error) from error
 
     def failed(self, what: str, error: OSError) -> OutputFailed:
         """Returns the error for a call that is not tried again."""
-        explained = retrying.failure_line(error)
-        advice = storage_advice(error)
-        if self.hub is not None:
-            explained = hub_failure(error)
-            advice = self.hub.advice(error)
         kept = "Nothing that was saved is lost: run the same command again."
-        return OutputFailed(f"{self.where}: {what}: {explained}. {advice} {kept}")
+        explained = f"{self._explain(error)}. {self._advice(error)}"
+        return OutputFailed(f"{self.where}: {what}: {explained} {kept}")

@@ -7,11 +7,8 @@ import datetime
 import gzip
 import io
 import json
-from decimal import Decimal
-from uuid import UUID
 
 import pytest
-from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.readers import CSVReader, JsonlReader, ParquetReader
@@ -173,36 +170,6 @@ def test_csv_with_another_delimiter_is_read_as_pandas_reads_it(tmp_path, server,
 
 
 DAY = datetime.date(2026, 1, 2)
-
-
-def run_table(folder, server, table, kind):
-    """Runs the table as a file of the kind. Returns the output."""
-    (folder / "data").mkdir()
-    write_table(folder / "data" / f"a.{kind}", table, 2, stream=True)
-    output = ParquetWriter(str(folder / "output"), "${chunk_index}.parquet", expand_metadata=True)
-    step = runner(folder, server, records_per_chunk=3, output_writer=output)
-    step.run(reader_of(folder / "data", kind).run())
-    return pq.read_table(folder / "output")
-
-
-UUIDS = pa.array([UUID(int=1), None], pa.uuid())
-TEXTS = [str(UUID(int=1)), None]
-
-
-@pytest.mark.parametrize(
-    "values, expected",
-    [
-        (pa.array([Decimal("100"), None], pa.decimal128(5, -2)), [Decimal("100"), None]),
-        (pa.array(["a", None], pa.dictionary(pa.int8(), pa.string())), ["a", None]),
-        (pa.ListArray.from_arrays([0, 2, 2], UUIDS), [TEXTS, []]),
-        (pa.StructArray.from_arrays([UUIDS], ["u"]), [{"u": TEXTS[0]}, {"u": None}]),
-    ],
-)
-def test_a_type_that_no_value_can_have_becomes_the_type_of_its_values(
-    tmp_path, server, values, expected
-):
-    table = pa.table({"text": ["a", "b"], "v": values})
-    assert run_table(tmp_path, server, table, "arrow")["v"].to_pylist() == expected
 
 
 TABLES = {

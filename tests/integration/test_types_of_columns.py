@@ -137,6 +137,27 @@ def test_columns_come_back_as_they_went_in(tmp_path, server, kind):
         assert output[name].to_pylist() == expected[name].to_pylist(), name
 
 
+UUIDS = pa.array([UUID(int=1), None], pa.uuid())
+TEXTS = [str(UUID(int=1)), None]
+
+
+@pytest.mark.parametrize(
+    "values, expected",
+    [
+        (pa.array([Decimal("100"), None], pa.decimal128(5, -2)), [Decimal("100"), None]),
+        (pa.array(["a", None], pa.dictionary(pa.int8(), pa.string())), ["a", None]),
+        (pa.ListArray.from_arrays([0, 2, 2], UUIDS), [TEXTS, []]),
+        (pa.StructArray.from_arrays([UUIDS], ["u"]), [{"u": TEXTS[0]}, {"u": None}]),
+    ],
+)
+def test_a_type_that_no_value_can_have_becomes_the_type_of_its_values(
+    tmp_path, server, values, expected
+):
+    table = pa.table({"text": ["a", "b"], "v": values})
+    files = run(tmp_path, server, table, kind="arrow")
+    assert read(files)["v"].to_pylist() == expected
+
+
 @pytest.mark.parametrize(
     "ids", [[None, None, "c", "d"], ["", "", "c", ""], ["", "b", None, "d"], [0, None, None, None]]
 )

@@ -82,7 +82,8 @@ def _blocks(request, monkeypatch):
 def rows(count, first=0):
     """Every seventh row has no text. No row has an id, so the default ids are compared."""
     return [
-        {"text": f"text {i}" if i % 7 else "", "number": i} for i in range(first, first + count)
+        {"text": f"text {i}" if i % 7 else "", "name": f"n{i}", "number": i}
+        for i in range(first, first + count)
     ]
 
 

@@ -1,7 +1,5 @@
 """``datatrove-ckpt batches``: lists the batches of a run at a provider, and cancels them."""
 
-from __future__ import annotations
-
 import argparse
 
 from datatrove_ckpt.cli.printing import say

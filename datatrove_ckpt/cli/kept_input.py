@@ -2,8 +2,6 @@
 it: standard input, and objects of Python.
 """
 
-from __future__ import annotations
-
 import filecmp
 import json
 from collections.abc import Iterable, Iterator, Mapping

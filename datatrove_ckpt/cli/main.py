@@ -8,8 +8,6 @@ without datatrove.
 No traceback of an error of this package reaches the terminal. The task's log file keeps one.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import inspect

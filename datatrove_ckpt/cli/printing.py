@@ -1,7 +1,5 @@
 """What commands print, and how an error ends them. No foreign text speaks to the terminal."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

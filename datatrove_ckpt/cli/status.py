@@ -1,7 +1,5 @@
 """``datatrove-ckpt status``: the state of a whole run. Imports no datatrove."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """``status``, ``show``, ``report``, ``verify`` and ``doctor`` of a training's checkpoints."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import time

@@ -10,8 +10,6 @@ alternatives.
             init_args: {data_folder: documents}
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib

@@ -4,8 +4,6 @@ docstring of its class.
 The checks of Python and YAML use it, ``--help``, the completion of a shell, and docs/settings.md.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

@@ -4,8 +4,6 @@ The table at the end has waiting times for each service. Only this module reads 
 the libraries below fsspec.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import random

@@ -1,7 +1,5 @@
 """What becomes of an answer that loops, refuses or is cut off: ``on_loop`` and so on."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 from datatrove_ckpt.common import JsonObject

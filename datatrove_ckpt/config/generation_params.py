@@ -2,8 +2,6 @@
 typing error.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Collection

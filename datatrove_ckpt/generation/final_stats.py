@@ -4,8 +4,6 @@ They cover all attempts and retries, and come from the checkpoint, because the s
 run another rank before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

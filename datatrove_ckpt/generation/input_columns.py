@@ -8,8 +8,6 @@ its values, as where a step or a rollout has changed it. A task that wrote outpu
 such files goes on without them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from io import BytesIO
 from pathlib import Path

@@ -4,8 +4,6 @@ Each test takes microseconds, is made of the text alone, and errs on the side of
 numbers are at least so many.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 

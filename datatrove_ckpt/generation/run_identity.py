@@ -7,8 +7,6 @@ Functions that a pickle holds by value (of the script, nested, lambdas) are desc
 when the job was made; imported functions as this process has imported them.
 """
 
-from __future__ import annotations
-
 import operator
 import re
 import secrets

@@ -11,8 +11,6 @@ publication, shows a newer owner. If the mirror does not answer, it publishes: n
 take the rank over meanwhile.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import os

@@ -9,8 +9,6 @@ A rank with more documents waits at half of the number without loss: the other h
 their end, which block GPUs.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import re

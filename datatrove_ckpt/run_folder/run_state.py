@@ -7,8 +7,6 @@ line per minute is due. A running rank has a process that holds its lock. Where 
 (in a mirror's copy, and on some file systems), a rank runs as long as its history grows.
 """
 
-from __future__ import annotations
-
 import datetime
 import shlex
 import socket

@@ -1,7 +1,5 @@
 """The embedded llama.cpp, in a process of its own (``inference/servers/llamacpp.py``)."""
 
-from __future__ import annotations
-
 import re
 import sys
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The user's script, canned answers, and servers that run already."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -4,8 +4,6 @@
 With several tokenizer processes (``tokenizer-worker-num``) SGLang accepts no key at all.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """vLLM's OpenAI server. The flags are those of vLLM 0.33."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import shutil

@@ -22,7 +22,7 @@ from datatrove.io import DataFolder
 from fsspec.implementations.memory import MemoryFileSystem
 
 import datatrove_ckpt
-from datatrove_ckpt.cli import short_form
+from datatrove_ckpt.cli import job_input
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.yaml_text import dump
@@ -380,14 +380,14 @@ def test_each_file_is_a_task_here_if_that_is_worth_it():
     assert expanded()["tasks"] == 1
     for number in range(3):
         with Path(f"documents/{number}.jsonl").open("w") as file:
-            file.truncate(short_form._LEAST_BYTES)
+            file.truncate(job_input.LEAST_BYTES)
     assert expanded()["tasks"] == expanded(input="documents/*.jsonl")["tasks"] == 3
     assert expanded(input="documents/0.jsonl")["tasks"] == 1
     Path("documents/b.jsonl").write_text("")
     Path("documents/0.jsonl").write_text("")
     assert expanded()["tasks"] == 2
     with Path("documents/0.jsonl").open("w") as file:
-        file.truncate(short_form._LEAST_BYTES * 200)
+        file.truncate(job_input.LEAST_BYTES * 200)
     assert expanded()["tasks"] == 5
     for number in range(100):
         Path(f"documents/more-{number}.jsonl").touch()

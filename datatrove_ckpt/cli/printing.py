@@ -22,11 +22,6 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.errors.names import with_originals
 
-
-def takes_unicode() -> bool:
-    return "utf" in (getattr(sys.stdout, "encoding", None) or "").lower()
-
-
 _INDENT = re.compile(r"(?: +\w* +)?")
 
 

@@ -21,8 +21,6 @@ from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.common.redaction import HIDDEN, may_name_secret, shown
 from datatrove_ckpt.errors import ConfigError
 
-Parameter = inspect.Parameter
-
 
 @dataclass(frozen=True)
 class Range:
@@ -48,13 +46,13 @@ Seconds = Price | Literal["auto"]
 
 
 @functools.cache
-def parameters_of(cls: Any) -> tuple[dict[str, Parameter], bool]:
+def parameters_of(cls: Any) -> tuple[dict[str, inspect.Parameter], bool]:
     """Returns the parameters of a constructor, and whether it takes any others, too.
 
     A constructor of this package hands its ``**options`` on to the next class, but for those that
     its class has ``omitted``.
     """
-    parameters: dict[str, Parameter] = {}
+    parameters: dict[str, inspect.Parameter] = {}
     for base in cls.__mro__:
         if "__init__" not in vars(base):
             continue

@@ -2,6 +2,7 @@
 typing error.
 """
 
+import difflib
 import math
 import re
 from collections.abc import Callable, Collection
@@ -12,7 +13,6 @@ import orjson
 from loguru import logger
 
 from datatrove_ckpt.common import JsonObject, declared
-from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.errors import ConfigError
 
 # OPT_NON_STR_KEYS because the keys of logit_bias are integers.
@@ -26,7 +26,9 @@ _KINDS: dict[str, Any] = {
     "top_p": declared.Share | None,
     "service_tier": str | list[str] | None,
 }
-_SHORTEST = 4  # letters of a name that may be mistyped
+# Share of equal letters: of a name with one typing error, and of one that only resembles another.
+_MISTYPED = 0.88
+_LIKE = 0.8
 _EXTRAS = frozenset({"extra_body", "extra_headers", "extra_query"})
 # A header field, unless it says how the body is to be read.
 _FIELD = re.compile(
@@ -140,39 +142,22 @@ def _near_miss(name: str) -> str:
     """Returns the hint for a parameter that is refused, or ""."""
     if name in REQUEST_PARAMETERS:
         return ""
-    near = [known for known in REQUEST_PARAMETERS if _is_mistyped(_bare(name), _bare(known))]
-    if near:
-        return did_you_mean(name.lower(), near, 0)
-    hint = did_you_mean(name.lower(), REQUEST_PARAMETERS, 0.8)
-    if hint:
-        logger.warning(
-            f"The request parameter {name!r} is not one that we know{hint} It is sent as it is, "
-            "and many servers ignore what they do not know."
-        )
+    known = {_bare(one): one for one in REQUEST_PARAMETERS}
+    near = difflib.get_close_matches(_bare(name), known, 1, _LIKE)
+    if not near:
+        return ""
+    hint = f', did you mean "{known[near[0]]}"?'
+    if difflib.SequenceMatcher(None, near[0], _bare(name)).ratio() > _MISTYPED:
+        return hint
+    logger.warning(
+        f"The request parameter {name!r} is not one that we know{hint} It is sent as it is, "
+        "and many servers ignore what they do not know."
+    )
     return ""
 
 
 def _bare(name: str) -> str:
     return re.sub("[_-]", "", name).lower()
-
-
-def _is_mistyped(given: str, known: str) -> bool:
-    """Whether they are equal, or one letter is inserted, left out, changed or swapped with the
-    next. Of short names, as ``top_k``, a changed letter makes another name.
-    """
-    if given == known:
-        return True
-    if abs(len(given) - len(known)) > 1 or len(known) < _SHORTEST:
-        return False
-    start = 0
-    while given[start : start + 1] == known[start : start + 1]:
-        start += 1
-    left = given[start:]
-    right = known[start:]
-    if len(left) != len(right):
-        return left[1:] == right or left == right[1:]
-    is_changed = left[1:] == right[1:] and len(known) > _SHORTEST
-    return is_changed or (left[1::-1] == right[:2] and left[2:] == right[2:])
 
 
 def check_generation_params(key: str, params: JsonObject) -> None:

@@ -428,7 +428,7 @@ def status() -> None:
 
 
 @_command(
-    "batches",
+    "status",
     _argument("ACTION", "list, or cancel", choices=("list", "cancel")),
     _WHAT,
 )

@@ -1,4 +1,4 @@
-"""``datatrove-ckpt status``: the state of a whole run. Imports no datatrove."""
+"""``datatrove-ckpt status``: the state of a whole run, and ``batches``. Imports no datatrove."""
 
 import argparse
 import shutil
@@ -24,7 +24,15 @@ from datatrove_ckpt.run_folder.run_state import (
     to_json,
     wanted_files,
 )
-from datatrove_ckpt.run_folder.topics import age, counted, progress_of, ranks_of, topics
+from datatrove_ckpt.run_folder.topics import (
+    age,
+    counted,
+    describe_batch,
+    open_batches,
+    progress_of,
+    ranks_of,
+    topics,
+)
 from datatrove_ckpt.run_folder.where import NotBegun
 
 
@@ -45,6 +53,36 @@ def status(arguments: argparse.Namespace) -> int:
             shown += ["", *table([*state.ranks, *state.retries], state.read_at)]
         say("\n".join(shown))
     return int(state.is_damaged)
+
+
+def batches(arguments: argparse.Namespace) -> int:
+    with place_of(arguments, wanted_files) as place:
+        state = read_run_state(place)
+        found = list(open_batches(state))
+        for rank, batch in found:
+            say(describe_batch(rank, batch, state.read_at))
+        if not found:
+            say("No batch is open.")
+        if arguments.action == "list" or not found:
+            return 0
+        from datatrove_ckpt.run_folder.batches import cancel_batch  # slow to import
+
+        problems = []
+        for rank, batch in found:
+            problem = cancel_batch(place, rank, batch)
+            if problem is not None:
+                problems.append(problem)
+                continue
+            say(
+                f"The provider has forgotten {batch.id}. It is given up: the next run sends its "
+                "requests, and pays for them, again."
+            )
+    if problems:
+        say(
+            "\n".join(filter(None, problems))
+            or "All are being canceled, and listed until the run collects them."
+        )
+    return int(any(problems))
 
 
 MAX_TROUBLED = 20

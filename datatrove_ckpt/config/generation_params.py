@@ -1,5 +1,6 @@
 """Parameters of requests, such as ``temperature``: refuses impossible ones, and known ones with a
-typing error.
+typing error. Also what becomes of an answer that loops, refuses or is cut off: ``on_loop`` and so
+on may send its request again with other parameters.
 """
 
 import difflib
@@ -7,7 +8,7 @@ import math
 import re
 from collections.abc import Callable, Collection
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import orjson
 from loguru import logger
@@ -55,6 +56,13 @@ REQUEST_PARAMETERS = frozenset(
     xtc_threshold
     """.split()  # noqa: SIM905
 )
+
+
+BAD_ANSWERS = ("on_loop", "on_refusal", "on_cut_off")
+"""The settings. The first one that an answer is a case of applies: loops are often cut off."""
+BadAnswerSetting = Literal["keep", "retry", "drop", "dead_letter"] | JsonObject
+_Then = Literal["keep", "drop", "dead_letter"]
+_NEVER_CHANGED = ("messages", "prompt", "model", "n", "extra_body", "extra_headers", "extra_query")
 
 
 def max_tokens_of(params: JsonObject) -> int:
@@ -173,3 +181,39 @@ def check_generation_params(key: str, params: JsonObject) -> None:
         raise ConfigError("answers are read as a whole; remove it.", setting=f"{key}.stream")
     for name, kind in _KINDS.items():
         declared.check_value(f"{key}.{name}", kind, params.get(name))
+
+
+class AnswerPolicy(NamedTuple):
+    """What becomes of a bad answer.
+
+    Attributes:
+        retries: further requests, at most.
+        params: what is set in the payload of these requests.
+        then: what becomes of an answer that is still bad.
+    """
+
+    retries: int
+    params: JsonObject
+    then: _Then
+
+
+def answer_policy(setting: str, value: BadAnswerSetting) -> AnswerPolicy:
+    """Returns what a setting says.
+
+    Raises:
+        ConfigError: it cannot work.
+    """
+    if value == "retry":
+        value = {"retry": 1}
+    if not isinstance(value, dict):
+        return AnswerPolicy(0, {}, value)
+    params = dict(value)
+    retries = params.pop("retry", None)
+    then = params.pop("then", "keep")
+    declared.check_value(f"{setting}.retry", declared.Count, retries)
+    declared.check_value(f"{setting}.then", _Then, then)
+    for name in _NEVER_CHANGED:
+        if name in params:
+            raise ConfigError("a retry cannot change it.", setting=f"{setting}.{name}")
+    check_generation_params(setting, params)
+    return AnswerPolicy(retries, params, then)

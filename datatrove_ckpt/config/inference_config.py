@@ -32,12 +32,6 @@ from datatrove_ckpt.common.declared import (
 )
 from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Secret, names_secret
 from datatrove_ckpt.common.work_counts import Tokens
-from datatrove_ckpt.config.bad_answers import (
-    BAD_ANSWERS,
-    AnswerPolicy,
-    BadAnswerSetting,
-    answer_policy,
-)
 from datatrove_ckpt.config.endpoints import (
     EndpointConfig,
     check_url,
@@ -46,7 +40,14 @@ from datatrove_ckpt.config.endpoints import (
     key_in,
     read_prices,
 )
-from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
+from datatrove_ckpt.config.generation_params import (
+    BAD_ANSWERS,
+    TOKEN_LIMITS,
+    AnswerPolicy,
+    BadAnswerSetting,
+    answer_policy,
+    check_generation_params,
+)
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
 
 
@@ -215,7 +216,10 @@ class InferenceConfig:
     on_loop: BadAnswerSetting = "keep"
     on_refusal: BadAnswerSetting = "keep"
 
-    # No fields: they tell a model of several about the others. See ``models.py``.
+    # No fields. Those of (identity) and (request) that came later: a run's identity has them where
+    # they differ from their default, so that runs that began before them go on.
+    compared = ("seed", "accept_null_finish_reason", *BAD_ANSWERS)
+    # These tell a model of several about the others. See ``models.py``.
     name = ""
     models = tuple[str, ...]()
     neighbours = 0  # other models' servers on these cores

@@ -270,19 +270,21 @@ def _fields_of_models(models: Mapping[str, InferenceConfig]) -> JsonObject:
 
 def _config_fields(config: InferenceConfig) -> JsonObject:
     flags = answering_flags(config.engine, config.model_kwargs)
-    return {
+    fields = {
         "model": config.model_name_or_path,
         "canned_answers": config.engine.is_canned,
         "use_chat": config.use_chat,
         "default_generation_params": _plain(config.default_generation_params),
         "model_kwargs": {name: _plain(value) for name, value in flags.items()},
         "rollouts_per_document": config.rollouts_per_document,
-        # Left out when it is None: older checkpoints continue.
-        **({} if config.seed is None else {"seed": config.seed}),
-        **({"accept_null_finish_reason": True} if config.accept_null_finish_reason else {}),
-        **{name: _plain(getattr(config, name)) for name in config.answer_policies},
-        **({ENDPOINT_MODELS: config.other_models} if config.other_models else {}),
     }
+    for name in config.compared:
+        value = getattr(config, name)
+        if value != InferenceConfig.__dataclass_fields__[name].default:
+            fields[name] = _plain(value)
+    if config.other_models:
+        fields[ENDPOINT_MODELS] = config.other_models
+    return fields
 
 
 def _plain(value: object) -> object:

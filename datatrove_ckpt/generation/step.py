@@ -24,7 +24,6 @@ from datatrove_ckpt.common.launchers import launcher
 from datatrove_ckpt.common.object_store import check_mirror
 from datatrove_ckpt.common.redaction import Veiled
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
-from datatrove_ckpt.config.bad_answers import ON_REFUSAL
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.config.paths import expand_path
@@ -332,7 +331,7 @@ class Step(PipelineStep):
             keys["explode"] = True
         if self.quality:
             keys["quality"] = True
-        acts = any(ON_REFUSAL in one.answer_policies for one in self.models.values())
+        acts = any("on_refusal" in one.answer_policies for one in self.models.values())
         if self.quality or (acts and self.refusals):
             keys["refusals"] = [*self.refusals]
         if getattr(self.rollout_fn, "chat_texts", None):  # also beside rollout_version

@@ -1,5 +1,7 @@
 """Stops a task when the run has reached ``until``, ``max_cost`` or ``max_total_tokens``."""
 
+from __future__ import annotations
+
 import asyncio
 import os
 import shutil
@@ -12,16 +14,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.interval import Interval, Tuning
 from datatrove_ckpt.checkpoint.layout import COMMITS, HISTORY, PAID
 from datatrove_ckpt.checkpoint.limits import NO_TOTALS, RunTotals, TotalsReader
-from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.errors import CkptError, ConfigError, LimitReached
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.process.shutdown import Shutdown
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 
 # A look at 10,000 tasks takes 0.1 s on a local disk, and seconds on others.
 _LOOKS = Tuning(share=0.02, shortest=0.1, longest=60.0, first=1.0)

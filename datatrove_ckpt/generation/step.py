@@ -2,13 +2,15 @@
 pickle.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.writers.disk_base import DiskWriter
@@ -48,10 +50,12 @@ from datatrove_ckpt.process.open_files import requests_at_once
 from datatrove_ckpt.process.preemption import Preemption, Setting, check_notice
 from datatrove_ckpt.process.shutdown import DRAIN_SECONDS, SIGNALS, check_signals
 from datatrove_ckpt.process.task_errors import safe_log
-from datatrove_ckpt.readers.step_records import StepRecord, describe_pipeline
 from datatrove_ckpt.rollouts import BatchRollout, EmbedRollout, PromptRollout, Rollout, for_config
 from datatrove_ckpt.rollouts.interface import FIELDS
 from datatrove_ckpt.user_code import script_names
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.readers.step_records import StepRecord
 
 
 @dataclass(eq=False, repr=False)
@@ -352,6 +356,8 @@ class Step(PipelineStep):
 
     def note_steps_before(self, steps: Sequence[object]) -> None:
         """Describes the steps before this one, for the records of the ranks that will finish."""
+        from datatrove_ckpt.readers.step_records import describe_pipeline
+
         self.steps_before = describe_pipeline(steps, code_of)
 
     def __init_subclass__(cls, **kwargs: object) -> None:

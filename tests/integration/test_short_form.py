@@ -815,24 +815,32 @@ def test_the_command_that_is_printed_for_a_max_tokens_above_the_context_continue
         assert main(shlex.split(printed)) == 0
 
 
-def test_a_prompt_above_the_context_is_not_blamed_on_max_tokens(capfd):
+@pytest.mark.parametrize(
+    "error, settings, said, unsaid",
+    [
+        (
+            _REQUESTED.format(prompt=2060, asked=10, total=2070),
+            {"max_tokens": 10},
+            "The prompt is longer than the model's context.",
+            "max_tokens is",
+        ),
+        (
+            "Invalid schema for response_format 'answer'",
+            {"json_schema": {"type": "object", "properties": {"a": {}}}},
+            "Correct the schema, and set accept_changes. A strict schema",
+            "If the server was at fault",
+        ),
+    ],
+)
+def test_a_refused_request_is_explained_by_what_the_server_says(
+    error, settings, said, unsaid, command
+):
     with FakeServer(status=lambda payload, times: 400) as server:
-        server.error = _REQUESTED.format(prompt=2060, asked=10, total=2070)
-        write(server)
-        assert main(["run", "job.yaml", "--max-tokens", "10"]) == 1
-        said = capfd.readouterr().err
-        assert "The prompt is longer than the model's context." in said
-        assert "max_tokens is" not in said
-
-
-def test_a_schema_that_a_strict_server_refuses_is_to_be_corrected(capfd):
-    with FakeServer(status=lambda payload, times: 400) as server:
-        server.error = "Invalid schema for response_format 'answer'"
-        write(server, json_schema={"type": "object", "properties": {"a": {}}})
-        assert main(["run", "job.yaml"]) == 1
-    said = capfd.readouterr().err
-    assert "Correct the schema, and set accept_changes. A strict schema" in said
-    assert "If the server was at fault" not in said
+        server.error = error
+        write(server, **settings)
+        told = command("run", "job.yaml", code=1).err
+    assert said in told
+    assert unsaid not in told
 
 
 def test_documents_without_a_valid_answer_are_left_out_by_the_command_that_is_printed(capfd):

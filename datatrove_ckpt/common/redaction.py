@@ -9,8 +9,6 @@ refusing a job costs more, so ``is_surely_secret`` is exact, and finds no more. 
 never find less, because ``run.json`` holds hashes of what it finds.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import hmac
@@ -324,7 +322,7 @@ class Secret:
         self.variable = variable
 
     @classmethod
-    def in_environment(cls, value: str) -> Secret:
+    def in_environment(cls, value: str) -> "Secret":
         variable = f"{_OUR_VARIABLES}{secrets.token_hex(4).upper()}"
         os.environ[variable] = value
         return cls(value, variable)

@@ -40,8 +40,6 @@ Rollouts see datatrove's own ``InferenceError`` and ``ServerError``. Their ``err
 one of the errors above. This room imports no other room.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -418,7 +416,7 @@ class RequestRejected(RequestError):
         code, _, message, _ = self.args
         return f"{message} ({code})"
 
-    def __reduce__(self) -> tuple[type[RequestRejected], tuple[int, str, bool], dict[str, object]]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.status, self.body, self.remembered), {"args": self.args}
 
 

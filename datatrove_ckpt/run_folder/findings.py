@@ -39,7 +39,6 @@ from datatrove_ckpt.checkpoint.layout import (
 from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, Want, read_rank
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import duration, error_text, plural
-from datatrove_ckpt.common.retrying import RetryPolicy
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import max_tokens_of
 from datatrove_ckpt.config.paths import existing_part, expand_path
@@ -324,7 +323,7 @@ def check_access_of(runner: RunnerPlan, hub: HubFolder, only_look: bool = False)
 
 
 def check_output(
-    plan: RunPlan, without: Collection[str] = (), policy: RetryPolicy | None = None
+    plan: RunPlan, without: Collection[str] = (), policy: retrying.RetryPolicy | None = None
 ) -> None:
     """Compares the output of all ranks, also those that datatrove skips, with their checkpoints,
     before a run.
@@ -355,7 +354,7 @@ def check_output_of_run(
     runner: RunnerPlan,
     checkpoints: Path,
     first_starts: Iterable[int] = (),
-    policy: RetryPolicy | None = None,
+    policy: retrying.RetryPolicy | None = None,
     want: Want = Want.COMMITS,
 ) -> JobSums:
     """Lists the output folder once. Returns the sums over the ranks of the job; all committed files

@@ -204,8 +204,7 @@ def _expanded(content: Node, only_look: bool, rows: object) -> Node:
             _place(name, value, places)
     # This machine cannot see how a run elsewhere began, nor its files.
     if not job.is_remote:
-        if not (begun and _began_with_texts(job.root)):
-            _allow_no_text(reader, rollout)
+        _allow_no_text(job, begun, reader, rollout)
         if not (begun or job.task == "batch" or "answer" in content):
             runner["answer"] = _answer(job_input, reader, rollout, only_look)
     runner["checkpoints_local_dir"] = "checkpoints" if job.is_remote else f"{job.root}/checkpoints"
@@ -265,12 +264,17 @@ def _as_batch(
     return replace(job, task="batch", model=model)
 
 
-def _allow_no_text(reader: Node, rollout: object) -> None:
+def _allow_no_text(job: ShortJob, begun: Node, reader: Node, rollout: object) -> None:
     """Lets the reader keep rows without a text, if the prompt names neither the text nor the column
-    that was given as ``text_key`` alone.
+    that was given as ``text_key`` alone, and the last start of the run did not skip such rows.
     """
     if not isinstance(rollout, dict) or reader["class_path"] in FILES_AS_DOCUMENTS:
         return
+    if begun:
+        with suppress(OSError, LookupError, TypeError, ValueError):
+            executor = orjson.loads((job.root / "logs" / "executor.json").read_bytes())
+            if executor["pipeline"][0]["text_key"] is not None:
+                return
     given = rollout["init_args"]
     templates = [given[name] for name in ("prompt", "judge_prompt") if given.get(name)]
     keys: set[str] = set()
@@ -281,14 +285,6 @@ def _allow_no_text(reader: Node, rollout: object) -> None:
     is_by_column = given.get("prompt_column") is not None and text_key is None
     if is_by_column or (templates and "text" not in keys and text_key in (None, *keys)):
         reader["init_args"]["text_key"] = None
-
-
-def _began_with_texts(root: Path) -> bool:
-    """Returns whether the last start of a run skipped rows without a text."""
-    with suppress(OSError, LookupError, TypeError, ValueError):
-        executor = orjson.loads(Path(root, "logs", "executor.json").read_bytes())
-        return executor["pipeline"][0]["text_key"] is not None
-    return False
 
 
 def _check_place(job: ShortJob) -> None:

@@ -11,6 +11,8 @@
 ``fast_stop``: neither this module nor a callback may lock or log.
 """
 
+from __future__ import annotations
+
 import asyncio
 import math
 import queue

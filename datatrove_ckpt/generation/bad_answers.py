@@ -2,8 +2,6 @@
 ``on_cut_off`` say.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from copy import deepcopy
 

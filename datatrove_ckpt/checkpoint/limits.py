@@ -30,8 +30,6 @@ from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.errors import CkptError, GoalReached, LimitReached
 
-LIMITS = ("until", "max_cost", "max_total_tokens")
-"""The settings. An attempt that one of them stopped has it as the ``what`` of its ``End``."""
 _FILE = "limits.json"
 
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     OutputFormat = str
 else:
     OutputFormat = Literal[*BY_NAME]
-SAMPLING = ("max_tokens", "temperature", "top_p", "stop", "service_tier")
-"""Those that become ``default_generation_params``."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ import orjson
 from datatrove_ckpt.checkpoint.identity import recorded_settings
 from datatrove_ckpt.cli import kept_input
 from datatrove_ckpt.cli.job_input import FILES_AS_DOCUMENTS, READERS, JobInput, node
-from datatrove_ckpt.cli.job_settings import SAMPLING, ShortJob
+from datatrove_ckpt.cli.job_settings import ShortJob
 from datatrove_ckpt.cli.yaml_config import (
     OTHER_NAMES,
     SHORT_NAMES,
@@ -64,6 +64,8 @@ _TASKS: dict[str, tuple[str, Node]] = {
     "classify": ("ClassifyRollout", {}),
     "batch": ("BatchRollout", {}),
 }
+# Those that become ``default_generation_params``.
+_SAMPLING = ("max_tokens", "temperature", "top_p", "stop", "service_tier")
 NAMES = [field.name for field in fields(ShortJob)]
 _ROLLOUTS = [name for name in SHORT_NAMES if name.endswith("Rollout")]
 _BY_FORM = (
@@ -385,7 +387,7 @@ def _server(job: ShortJob, content: Node, only_look: bool) -> Node:
             what = "the name that the endpoint knows"
         raise ConfigError(f"model: is missing; give {what}.")
     config: Node = {"server_type": "endpoint", "model_name_or_path": job.model}
-    given = {name: getattr(job, name) for name in SAMPLING if getattr(job, name) is not None}
+    given = {name: getattr(job, name) for name in _SAMPLING if getattr(job, name) is not None}
     for other in ("generation_params", "default_generation_params"):
         others = content.get(other)
         if isinstance(others, dict) and given.keys() & others:

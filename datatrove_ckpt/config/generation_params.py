@@ -58,8 +58,6 @@ REQUEST_PARAMETERS = frozenset(
 )
 
 
-BAD_ANSWERS = ("on_loop", "on_refusal", "on_cut_off")
-"""The settings. The first one that an answer is a case of applies: loops are often cut off."""
 BadAnswerSetting = Literal["keep", "retry", "drop", "dead_letter"] | JsonObject
 _Then = Literal["keep", "drop", "dead_letter"]
 _NEVER_CHANGED = ("messages", "prompt", "model", "n", "extra_body", "extra_headers", "extra_query")

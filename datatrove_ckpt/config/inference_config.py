@@ -41,7 +41,6 @@ from datatrove_ckpt.config.endpoints import (
     read_prices,
 )
 from datatrove_ckpt.config.generation_params import (
-    BAD_ANSWERS,
     TOKEN_LIMITS,
     AnswerPolicy,
     BadAnswerSetting,
@@ -49,6 +48,9 @@ from datatrove_ckpt.config.generation_params import (
     check_generation_params,
 )
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
+
+# The first one that an answer is a case of applies: loops are often cut off.
+_BAD_ANSWERS = ("on_loop", "on_refusal", "on_cut_off")
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,7 @@ class InferenceConfig:
 
     # No fields. Those of (identity) and (request) that came later: a run's identity has them where
     # they differ from their default, so that runs that began before them go on.
-    compared = ("seed", "accept_null_finish_reason", *BAD_ANSWERS)
+    compared = ("seed", "accept_null_finish_reason", *_BAD_ANSWERS)
     # These tell a model of several about the others. See ``models.py``.
     name = ""
     models = tuple[str, ...]()
@@ -385,7 +387,7 @@ class InferenceConfig:
     @property
     def answer_policies(self) -> dict[str, AnswerPolicy]:
         """The policies that do something, by their settings, in the order in which they apply."""
-        policies = {name: answer_policy(name, getattr(self, name)) for name in BAD_ANSWERS}
+        policies = {name: answer_policy(name, getattr(self, name)) for name in _BAD_ANSWERS}
         return {name: one for name, one in policies.items() if one.retries or one.then != "keep"}
 
     @property

@@ -33,7 +33,6 @@ from datatrove_ckpt.config.templates import BARE
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.output.names import writer_name
 from datatrove_ckpt.user_code.description import (
-    NOTHING,
     PIPELINE,
     CodeDescription,
     describe,
@@ -56,8 +55,7 @@ _CONSTANTS = (str, int, float, bytes, type(None))
 _OTHER_NAME = "an endpoint names a model that is new to the run; set it only if it is the same one"
 CHAT_TEXTS = "rollout_fn.chat_texts"
 """The field of runs that take JSON in ``prompt_column`` for the chat that it is."""
-ENDPOINT_COLUMN = "endpoint_column"
-"""The field of runs that began with ``endpoints``."""
+_NOTHING = CodeDescription({}, {}, {}, [], frozenset(), [])
 _SETTING = re.compile(r"(rollout_fn|shared_context)\.(?!.* code$)")
 
 
@@ -106,12 +104,12 @@ def code_identity(
         rollout_version: replaces the description.
     """
     if rollout_version is not None:
-        named = NOTHING._replace(fields={"rollout_version": rollout_version})
+        named = _NOTHING._replace(fields={"rollout_version": rollout_version})
         return CodeIdentity(named, version=_VERSION)
     # A job that was queued before an upgrade.
     if when_made is not None and when_made.version != _VERSION:
         if when_made.made is None:  # version 5 and before: the code could not be described
-            return CodeIdentity(NOTHING, version=_UNDESCRIBED)
+            return CodeIdentity(_NOTHING, version=_UNDESCRIBED)
         return when_made
     things = (rollout_fn, shared_context, output_writer)
     shared = shared_context if isinstance(shared_context, dict) else {}

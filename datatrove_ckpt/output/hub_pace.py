@@ -15,9 +15,6 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-COMMITS_PER_HOUR = 128
-"""What the hub allows to a free account."""
-
 HOUR = 3600.0
 
 _SPREAD_SECONDS = 2.0  # the hub's dates may be rounded down

@@ -66,7 +66,7 @@ from datatrove_ckpt.output.committed import RankCommits, has_commits, some
 from datatrove_ckpt.output.documents import encode
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access
-from datatrove_ckpt.output.hub_pace import COMMITS_PER_HOUR, HOUR
+from datatrove_ckpt.output.hub_pace import HOUR
 from datatrove_ckpt.output.names import writer_name
 from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.writer_trial import WriterTrial
@@ -420,6 +420,7 @@ def check_output_of_run(
     return job
 
 
+_COMMITS_PER_HOUR = 128  # what the hub allows to a free account
 _USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
 _ANSWER = {"text": "An answer.", "finish_reason": "stop", "usage": _USAGE}
 
@@ -667,9 +668,9 @@ def check_rules_of_hub(plan: RunPlan, step: InferenceRunner) -> Iterator[Finding
         return
     pace = step.hub_pace
     text = f"all tasks together keep to {pace.per_hour} per hour (hub_commits_per_hour)."
-    if pace.per_hour > COMMITS_PER_HOUR:
+    if pace.per_hour > _COMMITS_PER_HOUR:
         text += (
-            f" The hub allows {COMMITS_PER_HOUR} to a free account, and refuses more for up to "
+            f" The hub allows {_COMMITS_PER_HOUR} to a free account, and refuses more for up to "
             "an hour."
         )
     state: State = "ok"

@@ -318,9 +318,6 @@ class CodeDescription(NamedTuple):
     left: list[str]
 
 
-NOTHING = CodeDescription({}, {}, {}, [], frozenset(), [])
-
-
 class Unit(NamedTuple):
     """The statements that bind or change a name.
 

@@ -1,7 +1,5 @@
 """The rest of ``datatrove-ckpt run``: runs the executor, and ends with one clear message."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import shlex

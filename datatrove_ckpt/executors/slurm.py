@@ -10,8 +10,6 @@
 datatrove deals tasks out to elements if tasks have several nodes, or retry dead letters.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

@@ -6,8 +6,6 @@ a request could be sent, none waits, and no document may start, as in TCP's slow
 documents also share a budget of bytes.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from functools import partial

@@ -8,8 +8,6 @@ Each process has a port of its own: the first free port from ``metrics_port`` on
 runs, an ended rank is shown for two more minutes, because Prometheus may scrape only every minute.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

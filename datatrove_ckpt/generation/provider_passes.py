@@ -5,8 +5,6 @@ uploads the files, creates batches, waits, and puts the answers into the request
 effects is in ``checkpoint/batch_log.py``. Then the rank is taken again, which is a resume.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

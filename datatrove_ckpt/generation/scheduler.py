@@ -10,8 +10,6 @@ swallows the error, which must not turn an outage into dropped documents. If not
 all work ends at once (``Shutdown.abort``).
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Sequence

@@ -2,8 +2,6 @@
 steps write.
 """
 
-from __future__ import annotations
-
 import posixpath
 import re
 from collections.abc import Iterator, Sequence

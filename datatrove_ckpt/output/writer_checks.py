@@ -1,7 +1,5 @@
 """What a runner refuses of a writer, before anything runs."""
 
-from __future__ import annotations
-
 import re
 
 from datatrove.pipeline.writers.disk_base import DiskWriter

@@ -14,8 +14,6 @@ second: srun passes a signal on to tasks that Slurm has already signalled.
 ``loop.add_signal_handler`` would need a loop first, and could not restore the old handler.
 """
 
-from __future__ import annotations
-
 import _thread
 import asyncio
 import json

@@ -16,8 +16,6 @@ waits without end for a worker that exits. A handler that exits, such as Ray's, 
 SystemExit in a rollout, and fail its document.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

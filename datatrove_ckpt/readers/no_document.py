@@ -2,27 +2,22 @@
 change.
 """
 
-from __future__ import annotations
-
 import codecs
 import csv
 import io
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import IO, TYPE_CHECKING, NoReturn
+from typing import IO, NoReturn
 
 import orjson
 from datatrove.io import DataFolder
 from datatrove.pipeline.readers import CSVReader, IpcReader, ParquetReader
+from datatrove.pipeline.readers.base import BaseDiskReader
 from fsspec.spec import AbstractBufferedFile
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import DocumentNotSerializable, InputError
 from datatrove_ckpt.readers.compressed import codec_of, decompressed
-
-if TYPE_CHECKING:
-    from datatrove.pipeline.readers.base import BaseDiskReader
-
 
 MAX_LINE_BYTES = 2**28
 """Limit of a JSONL line or CSV field, in bytes.

@@ -3,8 +3,6 @@
 A ``FilePosition`` is (pages read,).
 """
 
-from __future__ import annotations
-
 import io
 import threading
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ A ``FilePosition`` is (1,): the file is read. Its text is not kept, so the base 
 size and fingerprint.
 """
 
-from __future__ import annotations
-
 from datatrove.pipeline.readers.base import BaseDiskReader
 
 from datatrove_ckpt.checkpoint.skipped import WITHOUT_TEXT

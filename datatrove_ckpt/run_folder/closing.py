@@ -1,7 +1,5 @@
 """The last line of ``run``: what all ranks and all attempts have done, and what to do next."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

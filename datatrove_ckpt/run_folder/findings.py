@@ -39,7 +39,6 @@ from datatrove_ckpt.checkpoint.layout import (
 from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, Want, read_rank
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import duration, error_text, plural
-from datatrove_ckpt.common.retrying import RetryPolicy
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import max_tokens_of
 from datatrove_ckpt.config.paths import existing_part, expand_path
@@ -67,7 +66,7 @@ from datatrove_ckpt.output.committed import RankCommits, has_commits, some
 from datatrove_ckpt.output.documents import encode
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access
-from datatrove_ckpt.output.hub_pace import COMMITS_PER_HOUR, HOUR
+from datatrove_ckpt.output.hub_pace import HOUR
 from datatrove_ckpt.output.names import writer_name
 from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.writer_trial import WriterTrial
@@ -324,7 +323,7 @@ def check_access_of(runner: RunnerPlan, hub: HubFolder, only_look: bool = False)
 
 
 def check_output(
-    plan: RunPlan, without: Collection[str] = (), policy: RetryPolicy | None = None
+    plan: RunPlan, without: Collection[str] = (), policy: retrying.RetryPolicy | None = None
 ) -> None:
     """Compares the output of all ranks, also those that datatrove skips, with their checkpoints,
     before a run.
@@ -355,7 +354,7 @@ def check_output_of_run(
     runner: RunnerPlan,
     checkpoints: Path,
     first_starts: Iterable[int] = (),
-    policy: RetryPolicy | None = None,
+    policy: retrying.RetryPolicy | None = None,
     want: Want = Want.COMMITS,
 ) -> JobSums:
     """Lists the output folder once. Returns the sums over the ranks of the job; all committed files
@@ -421,6 +420,7 @@ def check_output_of_run(
     return job
 
 
+_COMMITS_PER_HOUR = 128  # what the hub allows to a free account
 _USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
 _ANSWER = {"text": "An answer.", "finish_reason": "stop", "usage": _USAGE}
 
@@ -668,9 +668,9 @@ def check_rules_of_hub(plan: RunPlan, step: InferenceRunner) -> Iterator[Finding
         return
     pace = step.hub_pace
     text = f"all tasks together keep to {pace.per_hour} per hour (hub_commits_per_hour)."
-    if pace.per_hour > COMMITS_PER_HOUR:
+    if pace.per_hour > _COMMITS_PER_HOUR:
         text += (
-            f" The hub allows {COMMITS_PER_HOUR} to a free account, and refuses more for up to "
+            f" The hub allows {_COMMITS_PER_HOUR} to a free account, and refuses more for up to "
             "an hour."
         )
     state: State = "ok"

@@ -32,8 +32,6 @@ A damaged commit log
     again, and their dead letters are overwritten with spaces. The damaged log is copied first.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack

@@ -7,8 +7,6 @@ line per minute is due. A running rank has a process that holds its lock. Where 
 (in a mirror's copy, and on some file systems), a rank runs as long as its history grows.
 """
 
-from __future__ import annotations
-
 import datetime
 import shlex
 import socket
@@ -43,7 +41,7 @@ from datatrove_ckpt.checkpoint.ledger import (
     find_ranks,
     read_rank,
 )
-from datatrove_ckpt.checkpoint.limits import LIMITS, Limits, RunTotals, noted_limits
+from datatrove_ckpt.checkpoint.limits import Limits, RunTotals, noted_limits
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.numbers import Buckets, Rates, RunNumbers
 from datatrove_ckpt.claims.claims import Claimant, claimants, given_up, open_store
@@ -585,7 +583,7 @@ def _judge_ended(rank: RankStatus, attempt: AttemptSummary, now: float) -> None:
         rank.need_attention("failed", f"{ago} on {attempt.host}: {attempt.what}")
     elif attempt.why == "stopped":
         rank.state = "interrupted"
-        if attempt.what not in (WAITS_FOR_BATCHES, *LIMITS):
+        if attempt.what not in (WAITS_FOR_BATCHES, "until", "max_cost", "max_total_tokens"):
             reason = f"{attempt.how_it_ended} {ago}; what it did is saved"
             rank.need_attention("interrupted", reason)
     else:

@@ -4,8 +4,6 @@ docs/cli.md has the kinds of problems. Commits are read before the output folder
 chunk that a run finishes in between never counts as missing.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress

@@ -49,7 +49,7 @@ from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.config.inference_config import FIRST_LIMIT, REQUESTS_WITHOUT_METRICS
 from datatrove_ckpt.errors import ServerDied
 from datatrove_ckpt.inference.client.body import AnyBody, Body
-from datatrove_ckpt.inference.client.minute_limits import NOTHING_SENT, MinuteLimits, Sent
+from datatrove_ckpt.inference.client.minute_limits import MinuteLimits, Sent
 from datatrove_ckpt.inference.client.plain import Transport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.shutdown import Shutdown
@@ -67,6 +67,7 @@ _MARGIN = 0.25  # seconds by which a provider's window may end later than it say
 _TOGETHER = 0.1  # seconds within which a provider may get requests in another order
 _WEIGHT = 1 / 8  # of the newest answer in the mean number of tokens
 _GROWTH = 1 / 8  # of a limit in a round trip, once it was halved
+_NOTHING_SENT = Sent(-math.inf)
 
 HealthProbe = Callable[[float, bool], Awaitable[None]]
 """Returns once the server is known to be alive. If it is dead, the attempt that waits for the probe
@@ -180,7 +181,7 @@ class Request:
     is_shared: bool = False
     deaths: list[Death] = field(default_factory=list)
     age: float = 0.0
-    counted: Sent = NOTHING_SENT
+    counted: Sent = _NOTHING_SENT
 
     def copy(self) -> Request:
         return Request(

@@ -162,7 +162,7 @@ def table(ranks: Sequence[RankStatus], now: float, bars: bool = True) -> Iterato
 def _row(rank: RankStatus, now: float, bars: bool) -> str:
     name = f"{rank.root}/{rank.rank}".lstrip("/")
     shown = rank.trouble or rank.state
-    share = rank.share
+    share = 1.0 if rank.state == "finished" else rank.position.share
     done = rate = left = word = ""
     if share is not None:
         done = f"{percent(share):>7}"

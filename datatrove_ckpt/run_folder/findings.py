@@ -22,7 +22,6 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged
 from datatrove_ckpt.checkpoint.identity import (
-    JobChanges,
     compare_job,
     name_tasks,
     note_output,
@@ -205,7 +204,24 @@ def _find_wrong(runner: RunnerPlan, folder: Path, skipped: list[int]) -> dict[in
         found.empty += others.empty
     kept = [rank for rank in skipped if rank not in found.empty]
     if found.changes:
-        _refuse_changes(found, runner, folder, kept, len(ranks))
+        advice = ""
+        done = [rank for rank in found.ranks if rank in kept]
+        if done:
+            advice = (
+                f"Finished with the old settings: {name_tasks(done)}. What is finished stays as it "
+                "is. "
+            )
+        may_mix = not found.is_layout and len(kept) < len(ranks)
+        if not (step.accept_changes and may_mix):
+            if len(kept) == len(ranks):
+                advice = (
+                    "All tasks are finished, so the new settings would change no output any more. "
+                    "For dead letters alone, retry_dead_letters takes the new settings. "
+                )
+            made_by = f"The checkpoints in {folder} ({name_tasks(found.ranks)}) were"
+            raise refusal(made_by, found.changes, advice, may_mix)
+        if advice:
+            logger.warning(advice)
     missing = [rank for rank in kept if not (rank_folder(folder, rank) / RUN).exists()]
     if missing:
         markers = plan.logging_dir.resolve_paths("completions")
@@ -235,34 +251,6 @@ def _find_wrong(runner: RunnerPlan, folder: Path, skipped: list[int]) -> dict[in
             f"{folder}/{rank:05d} {why}."
         )
     return wrong
-
-
-def _refuse_changes(
-    found: JobChanges, runner: RunnerPlan, folder: Path, skipped: list[int], tasks: int
-) -> None:
-    """Raises, unless the changes are accepted and there is a task that they can be applied to."""
-    advice = ""
-    kept = [rank for rank in found.ranks if rank in skipped]
-    if kept:
-        advice = (
-            f"Finished with the old settings: {name_tasks(kept)}. What is finished stays as it is. "
-        )
-    may_mix = not found.is_layout and len(skipped) < tasks
-    if runner.step.accept_changes and may_mix:
-        if advice:
-            logger.warning(advice)
-        return
-    if len(skipped) == tasks:
-        advice = (
-            "All tasks are finished, so the new settings would change no output any more. For dead "
-            "letters alone, retry_dead_letters takes the new settings. "
-        )
-    raise refusal(
-        f"The checkpoints in {folder} ({name_tasks(found.ranks)}) were",
-        found.changes,
-        advice,
-        may_mix,
-    )
 
 
 def earlier_runs(

@@ -134,12 +134,6 @@ class RankStatus(RunSums):
         self.reason = reason
 
     @property
-    def share(self) -> float | None:
-        if self.state == "finished":
-            return 1.0
-        return self.position.share
-
-    @property
     def goes_on(self) -> bool:
         return self.state == "finished" or (
             self.state == "running" and self.trouble not in ("silent", "stuck")

@@ -404,7 +404,32 @@ def carry_out(plan: RepairPlan, report: Report) -> None:
         keep = {problem.path for problem in plan.foreign}
         remove_output(report.folder, [name for name in names if name not in keep])
         for redo in plan.redo:
-            _carry_out(redo)
+            rank = redo.rank
+            letters_end = redo.letters_end
+            if redo.before is None:
+                # Files of lost commits are the rank's own, and unnamed now.
+                files.disk.remove(rank.folder / PUBLISHING)
+            # From here on a run accepts only a log with the commits to keep.
+            _claim(rank).take(len(redo.kept))
+            if rank.last_chunk_file.exists():
+                files.disk.remove(rank.last_chunk_file)
+                files.disk.sync_dir(rank.last_chunk_file.parent)
+            if redo.before is None and rank.commits_file.exists():
+                with explained("read", rank.commits_file):
+                    data = rank.commits_file.read_bytes()
+                files.disk.replace(files.free_name(rank.commits_file, ".damaged-"), data)
+            kept = [
+                replace(commit, dead_letters_size=min(commit.dead_letters_size, letters_end))
+                for commit in redo.kept
+            ]
+            files.disk.replace(
+                rank.commits_file, b"".join(seal(commit.to_json()) for commit in kept)
+            )
+            if (
+                rank.dead_letters_file.exists()
+                and rank.dead_letters_file.stat().st_size > letters_end
+            ):
+                files.disk.truncate(rank.dead_letters_file, letters_end)
 
 
 def _claim(rank: RankLedger) -> RunClaim:
@@ -418,27 +443,3 @@ def _blanked(rank: RankLedger, ranges: list[tuple[int, int]], size: int) -> Iter
         yield b" " * (end - start)
         at = end
     yield from rank.dead_letters(at, size)
-
-
-def _carry_out(redo: Redo) -> None:
-    rank = redo.rank
-    letters_end = redo.letters_end
-    if redo.before is None:
-        # Files of lost commits are the rank's own, and unnamed now.
-        files.disk.remove(rank.folder / PUBLISHING)
-    # From here on a run accepts only a log with the commits to keep.
-    _claim(rank).take(len(redo.kept))
-    if rank.last_chunk_file.exists():
-        files.disk.remove(rank.last_chunk_file)
-        files.disk.sync_dir(rank.last_chunk_file.parent)
-    if redo.before is None and rank.commits_file.exists():
-        with explained("read", rank.commits_file):
-            data = rank.commits_file.read_bytes()
-        files.disk.replace(files.free_name(rank.commits_file, ".damaged-"), data)
-    kept = [
-        replace(commit, dead_letters_size=min(commit.dead_letters_size, letters_end))
-        for commit in redo.kept
-    ]
-    files.disk.replace(rank.commits_file, b"".join(seal(commit.to_json()) for commit in kept))
-    if rank.dead_letters_file.exists() and rank.dead_letters_file.stat().st_size > letters_end:
-        files.disk.truncate(rank.dead_letters_file, letters_end)

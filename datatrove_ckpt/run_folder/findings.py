@@ -496,7 +496,7 @@ def refuse_file(setting: str, folder: str | Path) -> None:
 
 
 def check_runner(
-    runner: RunnerPlan, sample: list[Document], is_thorough: bool = True
+    runner: RunnerPlan, sample: list[Document], is_thorough: bool
 ) -> Iterator[Finding]:
     plan = runner.plan
     place = plan.place(runner.index)
@@ -578,7 +578,13 @@ def _check_server(
         return
     yield Finding("note", "requests", f"{config.places} (max_concurrent_generations).")
     if config is runner.step.model:
-        yield _check_open_files(*runner.step.requests_and_servers())
+        requests, servers = runner.step.requests_and_servers()
+        needed = files_needed(requests, servers)
+        allowed = limits()[1]
+        text = too_low(requests, servers, needed, allowed)
+        if allowed >= needed:
+            text = f"{requests} at once need up to {needed}; the hard limit is {allowed}."
+        yield Finding("ok" if allowed >= needed else "problem", "open files", text)
     if config.server_log_folder is not None:
         expand_path("server_log_folder", config.server_log_folder)
     if is_endpoint and ready.state == "ok":
@@ -713,17 +719,6 @@ def _check_answer(
         "name."
     )
     return Finding("problem", "endpoint", text)
-
-
-def _check_open_files(requests: int, servers: int) -> Finding:
-    needed = files_needed(requests, servers)
-    allowed = limits()[1]
-    if allowed < needed:
-        return Finding("problem", "open files", too_low(requests, servers, needed, allowed))
-    text = (
-        f"{plural(requests, 'request')} at once need up to {needed}; the hard limit is {allowed}."
-    )
-    return Finding("ok", "open files", text)
 
 
 # What a run does with them ------------------------------------------------------------------------

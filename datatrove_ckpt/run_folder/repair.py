@@ -217,16 +217,6 @@ class RepairPlan:
     def ranks(self) -> list[RankLedger]:
         return [redo.rank for redo in self.redo]
 
-    def add(self, redo: Redo) -> None:
-        self.left += [
-            f"{name_place(*redo.rank.key, index)}: cannot be redone: it was made before the input "
-            "grew or records_per_chunk changed, and would not end where the next chunk starts. "
-            f"Start this task over: remove {redo.rank.folder} and its output."
-            for index in redo.stuck
-        ]
-        if redo.before is None or redo.commits:
-            self.redo.append(redo)
-
     def describe(self) -> Iterator[str]:
         yield from (f"not repaired: {text}" for text in self.left)
         for redo in self.redo:
@@ -265,8 +255,16 @@ def make_plan(report: Report, logging_dir: str | None) -> RepairPlan:
         except CheckpointError as error:
             plan.left.append(f"{rank.place}: cannot be redone: {error}")
             continue
-        if redo is not None:
-            plan.add(redo)
+        if redo is None:
+            continue
+        plan.left += [
+            f"{name_place(*rank.key, index)}: cannot be redone: it was made before the input grew "
+            "or records_per_chunk changed, and would not end where the next chunk starts. Start "
+            f"this task over: remove {rank.folder} and its output."
+            for index in redo.stuck
+        ]
+        if redo.before is None or redo.commits:
+            plan.redo.append(redo)
     redone = {(*redo.rank.key, commit.chunk_index) for redo in plan.redo for commit in redo.commits}
     plan.left += [
         str(problem)

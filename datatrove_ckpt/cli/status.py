@@ -194,7 +194,7 @@ def table(ranks: Sequence[RankStatus], now: float) -> Iterator[str]:
 def _row(rank: RankStatus, now: float) -> str:
     name = f"{rank.root}/{rank.rank}".lstrip("/")
     shown = rank.trouble or rank.state
-    share = rank.share
+    share = 1.0 if rank.state == "finished" else rank.position.share
     done = rate = left = word = ""
     if share is not None:
         done = f"{filled_cells(share, _TABLE_BAR, _REST)} {percent(share):>7}"

@@ -132,12 +132,6 @@ class RankStatus(RunSums):
         self.reason = reason
 
     @property
-    def share(self) -> float | None:
-        if self.state == "finished":
-            return 1.0
-        return self.position.share
-
-    @property
     def goes_on(self) -> bool:
         return self.state == "finished" or (
             self.state == "running" and self.trouble not in ("silent", "stuck")
@@ -424,13 +418,10 @@ def _add_input(totals: Totals, ranks: list[RankStatus]) -> None:
         total += total * others // len(known)
         totals.total_is_estimated = True
     totals.position = InputPosition(done, total, units.pop())
-    totals.time_left = _time_left(totals, ranks, total - done)
-
-
-def _time_left(totals: Totals, ranks: list[RankStatus], rest: int) -> float | None:
-    """Without the work of ranks at a halt, but at least what the last rank needs."""
     if totals.rates.input <= 0:
-        return None
+        return
+    # Without the work of ranks at a halt, but at least what the last rank needs.
+    rest = total - done
     halted = [rank for rank in ranks if not rank.goes_on]
     totals.halted = len(halted)
     for rank in halted:
@@ -438,7 +429,7 @@ def _time_left(totals: Totals, ranks: list[RankStatus], rest: int) -> float | No
             rest -= rank.position.total - rank.position.done
     quiet = min((rank.wait.quiet for rank in ranks if rank.state == "running"), default=0.0)
     slowest = [rank.time_left for rank in ranks if rank.time_left is not None]
-    return time_left(max(0, rest), totals.rates.input, quiet, slowest)
+    totals.time_left = time_left(max(0, rest), totals.rates.input, quiet, slowest)
 
 
 SILENT_SECONDS = 180.0

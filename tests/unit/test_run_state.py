@@ -226,7 +226,6 @@ def test_the_sums_of_a_run(tmp_path, running):
 def test_the_run_tells_its_number_of_ranks_and_only_else_the_yaml_file(tmp_path):
     write_rank(tmp_path / "new", history=[start(T)], tasks=3)
     assert read(tmp_path / "new", tasks=5, config={"executor": {}}).totals.not_started == 2
-    assert read(tmp_path / "new").totals.not_started == 2
     write_rank(tmp_path / "unknown", history=[start(T)])
     assert read(tmp_path / "unknown", tasks=5, config={"executor": {}}).totals.not_started == 4
 

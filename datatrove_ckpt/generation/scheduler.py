@@ -210,7 +210,8 @@ class Scheduler:
         observer = self.observer
         host = host_loop()
         order = 0 if host is None else host.order
-        sender = Sender(self.shutdown, order, observer.server, observer.own)
+        changed = self._document_limit.changed
+        sender = Sender(self.shutdown, order, observer.server, observer.own, changed)
         served = self.servers.lend(
             model.config,
             self._configs,

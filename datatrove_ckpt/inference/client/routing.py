@@ -112,10 +112,10 @@ class Sender:
         shutdown: the rank's. Once the rank stops, its requests are not sent any more.
         order: requests of the sender with the lowest order are sent first.
         work: what the rank has done. Its clients count there what they send.
+        on_change: called when targets may have more or fewer places than before.
 
     Attributes:
         at_fault: numbers of documents whose requests fail while others are answered.
-        on_change: called when targets may have more or fewer places than before.
         may_grow: it is also called when a target could take a request, and none waits.
     """
 
@@ -123,8 +123,8 @@ class Sender:
     order: int = 0
     on_server: OnServer | None = None
     work: WorkCounts = field(default_factory=WorkCounts)
+    on_change: Callable[[Sender], None] | None = None
     at_fault: set[int] = field(default_factory=set)
-    on_change: Callable[[], None] | None = None
     may_grow: bool = False
 
     def count_error(self, kind: str, endpoint: str) -> None:
@@ -647,7 +647,7 @@ class Router:
         for sender in self.senders:
             is_due = resized or (sender.may_grow and not waiting)
             if is_due and sender.on_change is not None:
-                sender.on_change()
+                sender.on_change(sender)
 
     def _look_later(self, when: float) -> None:
         """No answer tells that a limit leaves room again."""

@@ -16,6 +16,7 @@ from datatrove_ckpt.errors import (
     ServerStartFailed,
 )
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
+from tests import jobs
 from tests.histories import read_history
 from tests.integration.test_supervision import ENGINE
 from tests.jobs import ask, chat, config, documents, letters, rows, writer
@@ -45,26 +46,13 @@ def judges():
         yield server
 
 
-def runner(
-    folder,
-    writes,
-    judges,
-    rollout=generate_and_judge,
-    **changes,
-):
+def runner(folder, writes, judges, rollout=generate_and_judge, **changes):
     """``writer`` and ``judge`` hold changes to their configs."""
     models = {
         "writer": config(writes, **changes.pop("writer", {})),
         "judge": config(judges, **changes.pop("judge", {})),
     }
-    changes.setdefault("records_per_chunk", 2)
-    return InferenceRunner(
-        rollout,
-        models,
-        writer(folder),
-        checkpoints_local_dir=str(folder / "checkpoints"),
-        **changes,
-    )
+    return jobs.runner(folder, models, rollout, **changes)
 
 
 @pytest.mark.matrix("step", [17, 1])

@@ -39,6 +39,12 @@ def chat(content, **more):
     return {"messages": [{"role": "user", "content": content}], **more}
 
 
+def texts_of(payload):
+    """The texts of a request for vectors."""
+    texts = payload["input"]
+    return texts if isinstance(texts, list) else [texts]
+
+
 async def ask(document, generate):
     """One request: the document's text."""
     return await generate(chat(document.text))

@@ -17,7 +17,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentFaile
 from datatrove_ckpt.inference.client import client, minute_limits
 from datatrove_ckpt.inference.client.minute_limits import MinuteLimits
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import Budget, ask, chat, documents, rows, run_job, runner
+from tests.jobs import Budget, ask, chat, documents, rows, run_job, runner, texts_of
 from tests.yaml_jobs import job_yaml, write_job
 
 VECTOR = [0.25, -1.5, 3.0]
@@ -54,9 +54,9 @@ class Provider(FakeServer):
         return self.key != request.headers.get("Authorization", "").removeprefix("Bearer ")
 
     def _vectors(self, payload):
-        texts = payload["input"] if isinstance(payload["input"], list) else [payload["input"]]
-        data = [{"index": index, "embedding": VECTOR} for index in range(len(texts))]
-        return {"data": data, "usage": {"prompt_tokens": len(texts), "total_tokens": len(texts)}}
+        number = len(texts_of(payload))
+        data = [{"index": index, "embedding": VECTOR} for index in range(number)]
+        return {"data": data, "usage": {"prompt_tokens": number, "total_tokens": number}}
 
 
 def _question(payload):

@@ -43,6 +43,12 @@ def request(text="", order=0):
     return Request(order=order, body=body(text) if text else b"")
 
 
+async def release(made, target):
+    """Ends a request at the server, and lets those go that may."""
+    made.release(target, Request())
+    await turns(5)
+
+
 async def waiting(made, *requests):
     """Tasks that have come to the router, in this order."""
     tasks = []
@@ -125,11 +131,9 @@ async def test_requests_wait_while_the_caches_are_full_and_open_documents_go_fir
         target = await made.acquire(request(order=order))
     new, later = await waiting(made, request(order=9), request(order=3))
     assert (new.done(), later.done()) == (False, False)
-    made.release(target, Request())
-    await turns(5)
+    await release(made, target)
     assert (new.done(), later.done()) == (False, True)
-    made.release(target, Request())
-    await turns(5)
+    await release(made, target)
     assert new.done()
 
 
@@ -158,8 +162,7 @@ async def test_a_server_without_requests_takes_a_document_whatever_its_metrics_s
     assert {first, second} == {*made.targets}
     (third,) = await waiting(made, request(order=3))
     assert not third.done()
-    made.release(first, Request())
-    await turns(5)
+    await release(made, first)
     assert third.done()
 
 
@@ -192,14 +195,12 @@ async def with_a_full_window():
 async def test_no_more_than_the_window_goes_ahead_of_a_request():
     made, home, other, held = await with_a_full_window()
     (late,) = await waiting(made, request("two", WINDOW + 1))
-    made.release(other, Request())
-    await turns(5)
+    await release(made, other)
     assert not late.done()
     assert made.take(request("three", WINDOW + 2)) is None
     assert made.take(request("two", 0)) is other
     made.release(other, Request())
-    made.release(home, Request())
-    await turns(5)
+    await release(made, home)
     assert held[0].done()
     assert late.done()
 
@@ -216,8 +217,7 @@ async def test_waiting_requests_are_looked_at_only_if_one_may_go(monkeypatch):
     made.take(request())
     made.release(other, Request())
     assert len(looked_up) == 1
-    made.release(home, Request())
-    await turns(5)
+    await release(made, home)
     assert held[0].done()
 
 
@@ -428,11 +428,9 @@ async def test_a_quarantined_request_is_alone_and_the_youngest_goes_first():
     old, young, normal = acquire(made, quarantined(9)), acquire(made, quarantined(1)), acquire(made)
     await turns(5)
     assert not any(task.done() for task in (old, young, normal))
-    made.release(target, Request())
-    await turns(5)
+    await release(made, target)
     assert (young.done(), old.done(), normal.done()) == (True, False, False)
-    made.release(target, Request())
-    await turns(5)
+    await release(made, target)
     assert (old.done(), normal.done()) == (True, False)
     made.release(target, Request())
     await normal
@@ -459,8 +457,7 @@ async def test_the_members_of_a_group_whose_server_died_run_alone():
     for task in again:
         await turns(5)
         assert made.targets[0].in_flight == 1
-        made.release(await task, Request())
-    await turns(5)
+        await release(made, await task)
     assert made.targets[0].in_flight > 1  # the others continue in groups
 
 

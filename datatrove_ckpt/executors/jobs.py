@@ -45,7 +45,6 @@ from datatrove_ckpt.common.redaction import (
 )
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp, GoalReached
 from datatrove_ckpt.executors.local import (
-    LocalPipelineExecutor,
     OwnExecutor,
     stats_of_complete,
 )
@@ -178,7 +177,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
 
     def _work(self) -> None:
         try:
-            self._as_worker().run_worker()
+            self._worker(max_rank_attempts=self.max_retries + 1).run_worker()
         except GivenUp as error:  # the coordinator ends with it
             logger.error(str(error))
         except Exception as error:
@@ -189,14 +188,6 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
                 file.write(orjson.dumps(task_errors.failure_note(error)))
             if not isinstance(error, GoalReached):
                 raise
-
-    def _as_worker(self) -> LocalPipelineExecutor:
-        attempts = self.max_retries + 1
-        worker = LocalPipelineExecutor(
-            self.pipeline, self.tasks, 1, self.logging_dir, max_rank_attempts=attempts
-        )
-        worker.skip_completed = True  # the markers of ranks that run again are gone
-        return worker
 
     def check(self, plan: RunPlan) -> None:
         """Raises:
@@ -279,10 +270,8 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         GivenUp: some ranks were given up.
         CkptError: no other job would help.
         """
-        with (
-            Interruption([signal.SIGTERM]),
-            self._as_worker()._open_claims(runs_all=False) as claims,
-        ):
+        worker = self._worker(max_rank_attempts=self.max_retries + 1)
+        with Interruption([signal.SIGTERM]), worker._open_claims(runs_all=False) as claims:
             claims.clear()
             try:
                 self._keep_jobs(claims)
@@ -483,7 +472,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
 
     def _progress(self) -> dict[int, Progress]:
         ranks = self._left(range(self.tasks))
-        reached = self._as_worker().reached
+        reached = self._worker().reached
 
         def look() -> dict[int, Progress]:
             with ThreadPoolExecutor(_THREADS) as threads:

@@ -35,14 +35,9 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from datatrove_ckpt.claims.claims import Claims, Progress, refuse_for_claims
-from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common import redaction, retrying
 from datatrove_ckpt.common.declared import Count, CountFromZero, CountOrAll, check
 from datatrove_ckpt.common.formatting import plural, plural_is, seconds_of
-from datatrove_ckpt.common.redaction import (
-    MIRROR_KEY_VARIABLE,
-    may_hold_secret,
-    may_name_secret,
-)
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp, GoalReached
 from datatrove_ckpt.executors.local import (
     OwnExecutor,
@@ -144,8 +139,8 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         }
         for key, values in in_files.items():
             for name, value in values.items():
-                is_named = key == "env" and may_name_secret(name)
-                if is_named or may_hold_secret(str(value)):
+                is_named = key == "env" and redaction.may_name_secret(name)
+                if is_named or redaction.may_hold_secret(str(value)):
                     raise ConfigError(
                         f"{key}: {name}: its value may be a secret, and {key} is kept in files. "
                         "Use secrets."
@@ -520,7 +515,9 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             for endpoint in config.endpoints_by_name.values()
             if endpoint.api_key_env
         )
-        names |= dict.fromkeys([MIRROR_KEY_VARIABLE] if MIRROR_KEY_VARIABLE in os.environ else [])
+        names |= dict.fromkeys(
+            [redaction.MIRROR_KEY_VARIABLE] if redaction.MIRROR_KEY_VARIABLE in os.environ else []
+        )
         wanted = {"HF_TOKEN": self.token or get_token() or None, **names, **(self.secrets or {})}
         found = {
             name: os.environ.get(name) if value is None else value for name, value in wanted.items()

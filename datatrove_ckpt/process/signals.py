@@ -162,10 +162,7 @@ def end_by(number: int) -> NoReturn:
 
 def _receive_between_ranks(number: int) -> None:
     between_ranks.restore()
-    if signal.getsignal(number) is signal.SIG_DFL:
-        requeue_if_preempted()
-    with job_id_in_environment():
-        signal.raise_signal(number)
+    raise_again([number])
 
 
 between_ranks = Handlers(_receive_between_ranks)

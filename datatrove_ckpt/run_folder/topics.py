@@ -287,7 +287,7 @@ def _whole_cost(state: RunState) -> str:
     whole = estimate(paid, done, position.total)
     not_paid = max(0, totals.done.requests - totals.work.requests)
     of_samples = min(state.sampled.work.requests, not_paid)
-    factor = 1 + of_samples / totals.work.requests
+    factor = 1 + of_samples / max(1, totals.work.requests)
     return f"; {whole.text(figure, factor)} for the whole input"
 
 

@@ -2,6 +2,7 @@
 
 import datetime
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -25,6 +26,7 @@ from tests.rank_folders import (
     minutes,
     start,
     stopped,
+    work,
     write_rank,
 )
 
@@ -176,6 +178,15 @@ def test_attempts_are_counted_with_the_time_of_those_that_saved_nothing(tmp_path
     state = read(tmp_path, T + 100)
     assert topic(state, "attempts").startswith("2; 15 s together")
     assert state.totals.working_seconds == 15.0
+
+
+def test_a_cost_without_a_counted_request_estimates_the_whole(tmp_path):
+    """A kill may lose the count of the answers whose cost is known."""
+    paid = work(10, requests=0, cost=5_000_000_000)
+    write_rank(
+        tmp_path, history=[start(T), replace(minute(T + 1, 10, 100), total=paid), stopped(T + 2)]
+    )
+    assert "; about 50 for the whole input" in topic(read(tmp_path, T + 100), "paid")
 
 
 @pytest.mark.parametrize("uncertain, said", [(0, ""), (1, "at least ")])

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from datatrove_ckpt.checkpoint.interval import daly as daly
     from datatrove_ckpt.checkpoint.interval import efficiency as efficiency
     from datatrove_ckpt.checkpoint.interval import young as young
-    from datatrove_ckpt.cli.short_form import run as run
+    from datatrove_ckpt.cli.python_job import run as run
     from datatrove_ckpt.config import InferenceConfig as InferenceConfig
     from datatrove_ckpt.config import MonitoringConfig as MonitoringConfig
     from datatrove_ckpt.errors import CkptError as CkptError
@@ -51,7 +51,7 @@ _MODULES = {
     "RolloutFunction": _TYPES,
     "ServerError": _TYPES,
     "SlurmPipelineExecutor": f"{__name__}.executors.slurm",
-    "run": "datatrove_ckpt.cli.short_form",
+    "run": "datatrove_ckpt.cli.python_job",
     **dict.fromkeys(("daly", "efficiency", "young"), f"{__name__}.checkpoint.interval"),
     "doctor": f"{__name__}.run_folder.findings",
 }

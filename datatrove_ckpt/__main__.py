@@ -3,8 +3,6 @@
 Ctrl-C prints one message even during imports, which take a second.
 """
 
-from __future__ import annotations
-
 import sys
 
 

@@ -5,8 +5,6 @@ the step holds only the user's settings; everything that a rank needs is made in
 there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 

@@ -39,6 +39,12 @@ def chat(content, **more):
     return {"messages": [{"role": "user", "content": content}], **more}
 
 
+def texts_of(payload):
+    """The texts of a request for vectors."""
+    texts = payload["input"]
+    return texts if isinstance(texts, list) else [texts]
+
+
 async def ask(document, generate):
     """One request: the document's text."""
     return await generate(chat(document.text))
@@ -99,16 +105,17 @@ def writer(folder, compression=None, **changes):
 
 
 def runner(folder, server, rollout=ask, **changes):
-    """A runner with checkpoints below ``folder``; ``config`` holds changes to the config."""
+    """A runner with checkpoints below ``folder``; ``config`` holds changes to the config.
+
+    ``server``: or the config, or those of several models.
+    """
     changes.setdefault("checkpoints_local_dir", str(folder / "checkpoints"))
     changes.setdefault("output_writer", writer(folder))
     changes.setdefault("records_per_chunk", 2)
     settings = changes.pop("config", {})
-    return InferenceRunner(
-        rollout,
-        config(server, **settings),
-        **changes,
-    )
+    if not isinstance(server, InferenceConfig | dict):
+        server = config(server, **settings)
+    return InferenceRunner(rollout, server, **changes)
 
 
 def run_job(folder, server, number, *rollout, **changes):

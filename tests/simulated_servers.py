@@ -8,6 +8,7 @@ import asyncio
 import json
 import math
 
+from tests.bench import mock_server
 from tests.simulated_engine import BLOCK, Engine, Request
 
 _BYTES = 4  # of a token
@@ -267,15 +268,13 @@ def _texts(text):
     return hashes
 
 
-class _Connection(asyncio.Protocol):
+class _Connection(mock_server.Server):
     def __init__(self, server):
         self._server = server
-        self._received = b""
         self._request = None
-        self._transport = None
 
     def connection_made(self, transport):
-        self._transport = transport
+        super().connection_made(transport)
         self._server._connections.add(transport)
 
     def connection_lost(self, error):
@@ -283,39 +282,23 @@ class _Connection(asyncio.Protocol):
         if self._request is not None:
             self._server.abort(self._request)
 
-    def data_received(self, data):
-        self._received += data
-        while True:
-            head, end, rest = self._received.partition(b"\r\n\r\n")
-            if not end:
-                return
-            lines = head.lower().split(b"\r\n")
-            fields = dict(line.split(b": ", 1) for line in lines[1:])
-            length = int(fields.get(b"content-length", b"0"))
-            if len(rest) < length:
-                return
-            self._received = rest[length:]
-            self._closes = fields.get(b"connection") == b"close"
-            self._handle(lines[0], rest[:length])
-
-    def _handle(self, line, body):
-        if line.startswith(b"post "):
-            self._request = self._server.ask(json.loads(body), self._send)
-        elif b"/metrics" in line:
+    def _handle(self, head, body, close):
+        self._close = close
+        if head.startswith(b"POST "):
+            self._request = self._server.ask(json.loads(body), self._reply)
+        elif b"/metrics" in head:
             page = self._server.metrics()
-            self._send(page or b"", 200 if page else 404)
+            self._reply(page or b"", 200 if page else 404)
         else:
-            self._send(b'{"object": "list", "data": [{"id": "m", "object": "model"}]}')
+            self._reply(b'{"object": "list", "data": [{"id": "m", "object": "model"}]}')
 
-    def _send(self, body, status=200, fields=()):
+    def _reply(self, body, status=200, fields=()):
         self._request = None
         head = [
             f"HTTP/1.1 {status} X",
             "Content-Type: application/json",
             f"Content-Length: {len(body)}",
             *fields,
-            *(["Connection: close"] if self._closes else []),
+            *(["Connection: close"] if self._close else []),
         ]
-        self._transport.write("\r\n".join(head).encode() + b"\r\n\r\n" + body)
-        if self._closes:
-            self._transport.close()
+        self._send("\r\n".join(head).encode() + b"\r\n\r\n" + body, self._close)

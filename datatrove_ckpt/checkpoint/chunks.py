@@ -6,8 +6,6 @@ them. An earlier attempt may have finished a chunk without committing it.
 A ``Chunk`` belongs to one thread at a time: event loop, storage thread, publisher, storage thread.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -7,8 +7,6 @@ Without this file (an earlier release, a mirror, or commits that ``repair`` rebu
 published any content. Then ``ChunkOutput.prepare`` once accepts all files under the rank's names.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import cached_property

@@ -12,8 +12,6 @@ raise the interval to the maximum.
 of all unsaved work. A save stops the work for C seconds, and a restart takes R seconds.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from dataclasses import dataclass

@@ -40,7 +40,7 @@ from datatrove_ckpt.checkpoint.identity import (
 from datatrove_ckpt.checkpoint.journal import read_finished
 from datatrove_ckpt.checkpoint.limits import NO_TOTALS, RunTotals, read_paid
 from datatrove_ckpt.checkpoint.lines import RESTORE, Json, explained, is_count, read_shard
-from datatrove_ckpt.checkpoint.numbers import NUMBERS, Buckets, DocumentCounts, RunNumbers
+from datatrove_ckpt.checkpoint.numbers import Buckets, DocumentCounts, RunNumbers
 from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
 from datatrove_ckpt.common.formatting import as_line, cut, number_range
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError, causes
@@ -200,8 +200,9 @@ class RankLedger:
             assert self.history.last is not None
             done = self.history.last.documents
             committed = self.committed.counts
+            numbers = DocumentCounts.__slots__[:-2]
             return DocumentCounts(
-                *(max(0, getattr(done, name) - getattr(committed, name)) for name in NUMBERS),
+                *(max(0, getattr(done, name) - getattr(committed, name)) for name in numbers),
                 reasons=done.reasons - committed.reasons,
                 lengths=Buckets(done.lengths - committed.lengths),
             )

@@ -21,18 +21,15 @@ from typing import NamedTuple
 
 import orjson
 
-from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.commits import scan_commits
 from datatrove_ckpt.checkpoint.history import Progress, read_latest
-from datatrove_ckpt.checkpoint.layout import COMMITS, HISTORY, PAID, RankAddress, rank_folders
 from datatrove_ckpt.checkpoint.lines import explained, seal, unseal
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.errors import CkptError, GoalReached, LimitReached
 
-LIMITS = ("until", "max_cost", "max_total_tokens")
-"""The settings. An attempt that one of them stopped has it as the ``what`` of its ``End``."""
 _FILE = "limits.json"
 
 
@@ -189,10 +186,10 @@ def _totals_of(folder: Path) -> RunTotals:
     Raises:
         CkptError: they cannot be read.
     """
-    commits, _ = scan_commits(folder / COMMITS)
+    commits, _ = scan_commits(folder / layout.COMMITS)
     written = sum(commit.counts.written for commit in commits.values())
-    paid = read_paid(folder / PAID)  # first: what removes it writes the history before
-    latest = read_latest(folder / HISTORY) or Progress()
+    paid = read_paid(folder / layout.PAID)  # first: what removes it writes the history before
+    latest = read_latest(folder / layout.HISTORY) or Progress()
     return paid.or_more(RunTotals.of(written, latest.total))
 
 
@@ -214,9 +211,11 @@ class TotalsReader:
     def read(self) -> dict[str, RunTotals]:
         """Returns the totals by folder, such as "00000" or "retry-00001/00000"."""
         with suppress(OSError):  # the first rank makes the folder
-            for folder in rank_folders(self.root):
-                name = str(RankAddress.of(folder))
-                stamps = tuple(_stamp(folder / file) for file in (COMMITS, HISTORY, PAID))
+            for folder in layout.rank_folders(self.root):
+                name = str(layout.RankAddress.of(folder))
+                stamps = tuple(
+                    _stamp(folder / file) for file in (layout.COMMITS, layout.HISTORY, layout.PAID)
+                )
                 if stamps != self._stamps.get(name):
                     with suppress(CkptError, OSError):  # what was read before still holds
                         self._totals[name] = _totals_of(folder)

@@ -7,8 +7,6 @@ A kill leaves a prefix without a line break. Power loss may also replace any blo
 bytes (``may_be_torn``), about which ``commits`` is stricter than ``read_lines``.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import sqlite3

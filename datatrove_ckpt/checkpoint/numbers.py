@@ -276,9 +276,6 @@ class DocumentCounts(Added):
         return text
 
 
-NUMBERS = DocumentCounts.__slots__[:-2]
-
-
 class Sums(NamedTuple):
     """Sums of whole numbers.
 

@@ -11,8 +11,6 @@ only read. A document that needs an answer moves its old answers to the rank's o
 input would look as if the input had shrunk, and a mirror would upload them.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Iterator

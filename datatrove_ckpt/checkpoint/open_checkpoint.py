@@ -484,9 +484,11 @@ class OpenCheckpoint:
     def fail(self, error: BaseException) -> None:
         self.error = error
 
-    def change(self, change: Callable[[RankFiles], T]) -> T:
-        """Changes the rank's batches. Waits for the storage thread. See ``RankFiles.batches``."""
-        return self._storage.ask(change, self._files)
+    def change(self, change: Callable[..., T], *arguments: object) -> T:
+        """Calls ``change`` with the files of the rank, such as its batches. Waits for the storage
+        thread.
+        """
+        return self._storage.ask(change, self._files, *arguments)
 
     def flush(self) -> None:
         """Returns when everything that was handed over is on the disk."""

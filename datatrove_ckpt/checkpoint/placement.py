@@ -5,8 +5,6 @@ uploaded files of many chunks. A chunk's journal and staged files stay until the
 its commit line follows.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -7,8 +7,6 @@ slow. A write survives kill -9 at once. Syncs run at most every ``sync_seconds``
 what it needs. Grouping on the event loop's side was no faster (measured), and needs a timer.
 """
 
-from __future__ import annotations
-
 import os
 import queue
 import socket

@@ -19,8 +19,6 @@ Writing the output twice is harmless, because its bytes depend on the journal on
 only after the reader has read the chunk's documents again, unchanged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path

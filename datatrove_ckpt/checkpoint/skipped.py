@@ -1,7 +1,5 @@
 """Counts of input lines and rows that became no document, kept with positions and the history."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from datatrove_ckpt.common.formatting import plural

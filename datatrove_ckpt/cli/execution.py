@@ -1,7 +1,5 @@
 """The rest of ``datatrove-ckpt run``: runs the executor, and ends with one clear message."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import shlex
@@ -34,8 +32,8 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.errors.names import form
 from datatrove_ckpt.executors.local import not_complete, raise_limit_reached
+from datatrove_ckpt.process import task_errors
 from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
-from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
 from datatrove_ckpt.run_folder import card, findings
 from datatrove_ckpt.run_folder.closing import closing_line
 from datatrove_ckpt.run_folder.run_plan import RunPlan, check_steps, note_workers
@@ -145,7 +143,7 @@ def _checked_run(
         # The signal may have ended datatrove's own processes first.
         if interruption.number:
             return _interrupted(interruption, arguments.command)
-        own: Exception | None = own_error(error)
+        own: Exception | None = task_errors.own_error(error)
         if own is None and isinstance(error, OSError):
             own = _explained(error, plan)
         if own is None:
@@ -156,7 +154,7 @@ def _checked_run(
             code = retrying.code_of_rank(own)
         return fail(own, code)
     finally:
-        say_errors_later(False)
+        task_errors.say_errors_later(False)
     return 0
 
 
@@ -188,7 +186,7 @@ def _execute(
 ) -> int:
     """Runs or submits the tasks. Returns how many dead letters are left, as far as it is known."""
     # Pickled with the executor into pool workers and cluster jobs.
-    executor._quiet = QuietErrors(said_later=True)
+    executor._quiet = task_errors.QuietErrors(said_later=True)
     if arguments.worker:
         completed = plural(executor.run_worker(), "task")
         say(f"This worker has completed {completed}, and no task is free now.")

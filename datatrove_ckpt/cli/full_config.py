@@ -1,7 +1,5 @@
 """The long form of a job as ``--dry-run`` and ``--print-config`` print it, without secrets."""
 
-from __future__ import annotations
-
 from datatrove_ckpt.cli.yaml_config import MASK, import_name, leaves
 from datatrove_ckpt.cli.yaml_text import dump
 from datatrove_ckpt.common import JsonObject

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from datatrove_ckpt.common import JsonObject
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
     OutputFormat = str
 else:
     OutputFormat = Literal[*BY_NAME]
-SAMPLING = ("max_tokens", "temperature", "top_p", "stop", "service_tier")
-"""Those that become ``default_generation_params``."""
 
 
 @dataclass(frozen=True)
@@ -74,3 +73,18 @@ class ShortJob:
     @property
     def is_elsewhere(self) -> bool:
         return self.slurm is not None or self.kubernetes is not None or self.jobs is not None
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the run folder is a URL."""
+        return "://" in self.run_folder
+
+    @property
+    def root(self) -> Path:
+        """The run folder. Of one that is a URL, only its name means anything."""
+        return Path(self.run_folder).expanduser()
+
+    @property
+    def below(self) -> str:
+        """The run folder, for names below it."""
+        return self.run_folder.rstrip("/") if self.is_remote else str(self.root)

@@ -2,8 +2,6 @@
 it: standard input, and objects of Python.
 """
 
-from __future__ import annotations
-
 import filecmp
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -36,7 +34,7 @@ def keep_lines(lines: Iterable[bytes], run_folder: Path, name: str) -> Path:
     return path
 
 
-def keep_rows(rows: object, run_folder: str | Path) -> Path:
+def keep_rows(rows: object, run_folder: Path) -> Path:
     """Writes a table as Parquet, with its types, or else texts or dictionaries as JSON lines,
     unless a run has begun with them.
 
@@ -47,21 +45,15 @@ def keep_rows(rows: object, run_folder: str | Path) -> Path:
     Raises:
         ConfigError: it is none of these, a row does not fit, or the run began with other rows.
     """
-    if "://" in str(run_folder):
-        raise ConfigError(
-            "run(): input: rows of Python are kept in run_folder, which must be a folder of this "
-            f"machine; it is {run_folder}. Write the rows to a file, and give its path."
-        )
-    folder = Path(run_folder).expanduser()
     is_series = hasattr(rows, "to_frame")
     if hasattr(rows, "to_parquet") or (hasattr(rows, "__arrow_c_stream__") and not is_series):
-        return _keep_table(rows, folder)
+        return _keep_table(rows, run_folder)
     if not isinstance(rows, Iterable) or isinstance(rows, Mapping | bytes):
         raise ConfigError(
-            "run(): input: takes a path, a list or an iterator of texts or dictionaries, a "
+            "input: takes a path, a list or an iterator of texts or dictionaries, a "
             f"DataFrame, or a dataset (one split); it is {type(rows).__name__}."
         )
-    return keep_lines(_lines(rows), folder, "rows")
+    return keep_lines(_lines(rows), run_folder, "rows")
 
 
 def _lines(rows: Iterable[object]) -> Iterator[bytes]:
@@ -70,14 +62,14 @@ def _lines(rows: Iterable[object]) -> Iterator[bytes]:
             row = {"text": row}
         if not isinstance(row, Mapping):
             raise ConfigError(
-                f"run(): input: row {number} is neither a text nor a dictionary: {safe_repr(row)}"
+                f"input: row {number} is neither a text nor a dictionary: {safe_repr(row)}"
             )
         try:
             line = json.dumps(dict(row)).encode() + b"\n"
             _refuse_other_keys(dict(row))
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"run(): input: row {number} does not fit into JSON: {error}. A DataFrame, a "
+                f"input: row {number} does not fit into JSON: {error}. A DataFrame, a "
                 "pyarrow.Table or a Dataset keeps its types."
             ) from None
         yield line

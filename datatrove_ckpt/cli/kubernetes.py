@@ -1,7 +1,5 @@
 """``datatrove-ckpt k8s``: prints a job for ``kubectl apply -f -``."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from pathlib import Path

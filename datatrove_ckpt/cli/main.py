@@ -8,8 +8,6 @@ without datatrove.
 No traceback of an error of this package reaches the terminal. The task's log file keeps one.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import inspect
@@ -93,9 +91,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = flag.removeprefix("--").replace("-", "_")
         is_known = kinds is not None or "." in flag or name in OTHER_NAMES
         if not is_known and (hint or not equals):
-            commands = [name for name, _, _, _ in _COMMANDS if flag in _own_flags([name])]
-            if commands:
-                hint = f"; it is one of {', '.join(commands)}."
             if flag.removeprefix("--") in _own_flags(given):
                 hint = "; give its value alone."
             parser.error(f"{flag}: there is no such flag{hint or '.'}")
@@ -433,7 +428,7 @@ def status() -> None:
 
 
 @_command(
-    "batches",
+    "status",
     _argument("ACTION", "list, or cancel", choices=("list", "cancel")),
     _WHAT,
 )

@@ -4,8 +4,6 @@ The model is in ``checkpoint/interval.py``. A save costs the ``pause_seconds`` i
 stops, not the time of writes beside it.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from statistics import median

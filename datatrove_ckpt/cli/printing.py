@@ -1,7 +1,5 @@
 """What commands print, and how an error ends them. No foreign text speaks to the terminal."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -23,11 +21,6 @@ from datatrove_ckpt.errors import (
     WaitsForBatches,
 )
 from datatrove_ckpt.errors.names import with_originals
-
-
-def takes_unicode() -> bool:
-    return "utf" in (getattr(sys.stdout, "encoding", None) or "").lower()
-
 
 _INDENT = re.compile(r"(?: +\w* +)?")
 

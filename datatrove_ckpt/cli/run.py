@@ -3,10 +3,8 @@
 ``execution.py`` does the rest of ``run``.
 """
 
-from __future__ import annotations
-
 import argparse
-from typing import TYPE_CHECKING
+from typing import Any
 
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import note, say, say_result
@@ -14,9 +12,6 @@ from datatrove_ckpt.cli.short_form import Node, make_executor
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.common.formatting import plural, plural_or_no
 from datatrove_ckpt.errors import ConfigError
-
-if TYPE_CHECKING:
-    from datatrove.executor.base import PipelineExecutor
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -45,9 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     return execute(executor, content, arguments)
 
 
-def _as_worker(
-    executor: PipelineExecutor, content: Node, arguments: argparse.Namespace
-) -> PipelineExecutor:
+def _as_worker(executor: Any, content: Node, arguments: argparse.Namespace) -> Any:
     """Raises:
     ConfigError: other flags do not fit, or each worker would have a ``logging_dir`` of its own.
     """

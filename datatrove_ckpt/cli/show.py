@@ -1,13 +1,12 @@
 """``datatrove-ckpt show``, ``export``, ``run --sample`` and ``report``."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import tempfile
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from datatrove.executor.base import PipelineExecutor
 
 from datatrove_ckpt.cli.printing import say, wrapped, write_page
 from datatrove_ckpt.cli.what import place_of
@@ -19,10 +18,6 @@ from datatrove_ckpt.run_folder.export import export as write_export
 from datatrove_ckpt.run_folder.report.page import report_page
 from datatrove_ckpt.run_folder.run_state import read_run_state, wanted_files
 from datatrove_ckpt.run_folder.where import Place
-
-if TYPE_CHECKING:
-    from datatrove.executor.base import PipelineExecutor
-
 
 _MOST = 600  # characters of a text; an answer may have twice as many
 

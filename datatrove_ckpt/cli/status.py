@@ -1,6 +1,4 @@
-"""``datatrove-ckpt status``: the state of a whole run. Imports no datatrove."""
-
-from __future__ import annotations
+"""``datatrove-ckpt status``: the state of a whole run, and ``batches``. Imports no datatrove."""
 
 import argparse
 import shutil
@@ -9,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from datatrove_ckpt.checkpoint.ledger import name_place
-from datatrove_ckpt.cli.printing import say, takes_unicode, wrapped
+from datatrove_ckpt.cli.printing import say, wrapped
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.common.formatting import (
     duration,
@@ -26,16 +24,23 @@ from datatrove_ckpt.run_folder.run_state import (
     to_json,
     wanted_files,
 )
-from datatrove_ckpt.run_folder.topics import age, counted, progress_of, ranks_of, topics
+from datatrove_ckpt.run_folder.topics import (
+    age,
+    counted,
+    describe_batch,
+    open_batches,
+    progress_of,
+    ranks_of,
+    topics,
+)
 from datatrove_ckpt.run_folder.where import NotBegun
 
 
 def status(arguments: argparse.Namespace) -> int:
-    bars = takes_unicode()
     try:
         with place_of(arguments, wanted_files) as place:
             state = read_run_state(place)
-            shown = list(describe(state, bars))
+            shown = list(describe(state))
     except NotBegun as waiting:
         state = RunState(arguments.what, False, time.time())
         shown = [str(waiting)]
@@ -45,9 +50,39 @@ def status(arguments: argparse.Namespace) -> int:
         if sys.stdout.isatty():
             shown = list(wrapped(shown, shutil.get_terminal_size().columns))
         if arguments.all and state.ranks:
-            shown += ["", *table([*state.ranks, *state.retries], state.read_at, bars)]
+            shown += ["", *table([*state.ranks, *state.retries], state.read_at)]
         say("\n".join(shown))
     return int(state.is_damaged)
+
+
+def batches(arguments: argparse.Namespace) -> int:
+    with place_of(arguments, wanted_files) as place:
+        state = read_run_state(place)
+        found = list(open_batches(state))
+        for rank, batch in found:
+            say(describe_batch(rank, batch, state.read_at))
+        if not found:
+            say("No batch is open.")
+        if arguments.action == "list" or not found:
+            return 0
+        from datatrove_ckpt.run_folder.batches import cancel_batch  # slow to import
+
+        problems = []
+        for rank, batch in found:
+            problem = cancel_batch(place, rank, batch)
+            if problem is not None:
+                problems.append(problem)
+                continue
+            say(
+                f"The provider has forgotten {batch.id}. It is given up: the next run sends its "
+                "requests, and pays for them, again."
+            )
+    if problems:
+        say(
+            "\n".join(filter(None, problems))
+            or "All are being canceled, and listed until the run collects them."
+        )
+    return int(any(problems))
 
 
 MAX_TROUBLED = 20
@@ -57,15 +92,12 @@ _REST = "░"
 _LABEL = 10
 
 
-def describe(state: RunState, bars: bool = True) -> Iterator[str]:
-    """Yields sums, and the ranks that need attention.
-
-    ``bars``: the output takes their characters.
-    """
+def describe(state: RunState) -> Iterator[str]:
+    """Yields sums, and the ranks that need attention."""
     yield f"{state.what}: {ranks_of(state)}; {age(state)}"
     share = 1.0 if state.is_finished else state.totals.position.share
     bar = ""
-    if bars and share is not None:
+    if share is not None:
         bar = f"{filled_cells(share, _BAR, _REST)} "
     yield f"  {bar}{progress_of(state)}"
     for topic, text in topics(state):
@@ -150,24 +182,22 @@ def _places(ranks: Sequence[RankStatus]) -> str:
 _TABLE_BAR = 10
 
 
-def table(ranks: Sequence[RankStatus], now: float, bars: bool = True) -> Iterator[str]:
+def table(ranks: Sequence[RankStatus], now: float) -> Iterator[str]:
     yield (
         f"{'task':>6}  {'state':<11}  {'input':<{_TABLE_BAR + 8}}  {'documents':>11}  "
         f"{'per second':>10}  {'left':>8}  {'changed':>8}  notes"
     )
     for rank in ranks:
-        yield _row(rank, now, bars)
+        yield _row(rank, now)
 
 
-def _row(rank: RankStatus, now: float, bars: bool) -> str:
+def _row(rank: RankStatus, now: float) -> str:
     name = f"{rank.root}/{rank.rank}".lstrip("/")
     shown = rank.trouble or rank.state
-    share = rank.share
+    share = 1.0 if rank.state == "finished" else rank.position.share
     done = rate = left = word = ""
     if share is not None:
-        done = f"{percent(share):>7}"
-        if bars:
-            done = f"{filled_cells(share, _TABLE_BAR, _REST)} {done}"
+        done = f"{filled_cells(share, _TABLE_BAR, _REST)} {percent(share):>7}"
     if rank.state == "running" and rank.rates.documents:
         rate = figure(rank.rates.documents)
     if rank.time_left is not None:

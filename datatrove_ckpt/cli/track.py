@@ -1,7 +1,5 @@
 """``datatrove-ckpt track``: sends what a job does to MLflow, until no task is at work."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """``status``, ``show``, ``report``, ``verify`` and ``doctor`` of a training's checkpoints."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import time
@@ -9,7 +7,7 @@ from collections.abc import Iterator
 from operator import itemgetter
 from pathlib import Path
 
-from datatrove_ckpt.cli.printing import say, say_result, takes_unicode, write_page
+from datatrove_ckpt.cli.printing import say, say_result, write_page
 from datatrove_ckpt.common.formatting import byte_size, duration, figure, plural, plural_or_no
 from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.run_folder.report.page import clock, page, table
@@ -21,7 +19,6 @@ from datatrove_ckpt.run_folder.training import (
 )
 
 _BARS = "▁▂▃▄▅▆▇█"
-_ASCII = "_.-=*#"
 
 
 def status(arguments: argparse.Namespace) -> int:
@@ -139,8 +136,7 @@ def _plot(state: TrainingState, name: str) -> Iterator[tuple[str, str]]:
     points = [(step, value) for step, value in found if value is not None and math.isfinite(value)]
     if points:
         values = [value for _, value in points]
-        bars = _BARS if takes_unicode() else _ASCII
-        drawn = plotted(values, bars)
+        drawn = plotted(values, _BARS)
         ends = ", ".join(f"{figure(value)} at {step}" for step, value in (points[0], points[-1]))
         yield name, f"{drawn} {ends}; least {figure(min(values))}"
 

@@ -1,7 +1,5 @@
 """``datatrove-ckpt verify`` and ``repair``: what they print, and how they end."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import asdict
 

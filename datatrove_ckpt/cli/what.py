@@ -1,7 +1,5 @@
 """WHAT on the command line: the place that a command looks at."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from contextlib import AbstractContextManager

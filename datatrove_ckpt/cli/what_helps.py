@@ -1,7 +1,5 @@
 """The commands that help against an error, added to it as notes."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -10,8 +10,6 @@ alternatives.
             init_args: {data_folder: documents}
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib
@@ -27,7 +25,6 @@ import yaml  # type: ignore[import-untyped]
 from datatrove_ckpt.cli import yaml_text
 from datatrove_ckpt.common import JsonObject, redaction
 from datatrove_ckpt.common.declared import (
-    Parameter,
     alternatives,
     check_value,
     in_words,
@@ -119,8 +116,6 @@ def load(path: str | Path) -> JsonObject:
         hint = ""
         if re.search("character '[@`%]|mapping values", str(problem)):
             hint = " Does a text need quotes?"
-        if "'\\t'" in str(problem):
-            hint = " Indent with spaces, not with tabs."
         if Path(path).suffix not in (".yaml", ".yml"):
             hint = " Is it the input? Then write --input before it."
         raise ConfigError(f"{path}{where}: not valid YAML: {problem}.{hint}") from None
@@ -202,7 +197,7 @@ def construct(cls: type[_Built], given: object, label: str) -> _Built:
     absent = [
         f'"{key}"'
         for key, one in parameters.items()
-        if one.default is Parameter.empty and key not in values
+        if one.default is inspect.Parameter.empty and key not in values
     ]
     if absent:
         raise ConfigError(f"{label}: missing key {', '.join(absent)}.")
@@ -456,7 +451,7 @@ def _kinds_inside(node: object, kinds: Sequence[object], key: str) -> list[objec
     return alternatives(hint or Any)
 
 
-ANYTHING = Parameter("any", Parameter.KEYWORD_ONLY, annotation=Any)
+ANYTHING = inspect.Parameter("any", inspect.Parameter.KEYWORD_ONLY, annotation=Any)
 """An argument that goes into ``**kwargs``."""
 
 

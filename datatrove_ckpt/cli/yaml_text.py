@@ -2,8 +2,6 @@
 ``20:00:00`` a Slurm time limit, ``1e-5`` a number.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Hashable

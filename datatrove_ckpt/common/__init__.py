@@ -1,7 +1,5 @@
 """Shared by every room: texts for people, redaction of secrets, retries."""
 
-from __future__ import annotations
-
 from typing import Any
 
 BATCH = "batch"

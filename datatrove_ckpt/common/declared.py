@@ -4,8 +4,6 @@ docstring of its class.
 The checks of Python and YAML use it, ``--help``, the completion of a shell, and docs/settings.md.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json
@@ -22,8 +20,6 @@ from typing import Annotated, Any, Literal
 from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.common.redaction import HIDDEN, may_name_secret, shown
 from datatrove_ckpt.errors import ConfigError
-
-Parameter = inspect.Parameter
 
 
 @dataclass(frozen=True)
@@ -50,13 +46,13 @@ Seconds = Price | Literal["auto"]
 
 
 @functools.cache
-def parameters_of(cls: Any) -> tuple[dict[str, Parameter], bool]:
+def parameters_of(cls: Any) -> tuple[dict[str, inspect.Parameter], bool]:
     """Returns the parameters of a constructor, and whether it takes any others, too.
 
     A constructor of this package hands its ``**options`` on to the next class, but for those that
     its class has ``omitted``.
     """
-    parameters: dict[str, Parameter] = {}
+    parameters: dict[str, inspect.Parameter] = {}
     for base in cls.__mro__:
         if "__init__" not in vars(base):
             continue

@@ -4,8 +4,6 @@ orjson makes floats of integers beyond 64 bits, and refuses NaN, infinity and lo
 json, pandas and datasets read.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

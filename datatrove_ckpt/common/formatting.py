@@ -1,7 +1,5 @@
 """Numbers and errors as text for people, and sizes from text."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

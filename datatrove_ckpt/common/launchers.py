@@ -5,8 +5,6 @@ some executors have: ``check``, ``run_ranks``, ``run_worker``, ``submit`` and ``
 ``cancel``.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

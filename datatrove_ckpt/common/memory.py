@@ -1,7 +1,5 @@
 """The memory that this process may use, and budgets for media."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections import deque

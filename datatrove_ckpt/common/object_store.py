@@ -10,8 +10,6 @@ which it caches and which may lag; so no known name is looked up there. A mirror
 only be read: each put would be a commit, and the hub allows 128 an hour.
 """
 
-from __future__ import annotations
-
 import errno
 import math
 import re

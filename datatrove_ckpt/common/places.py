@@ -2,8 +2,6 @@
 that a lock is seen or that a process id means the same process.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -9,8 +9,6 @@ refusing a job costs more, so ``is_surely_secret`` is exact, and finds no more. 
 never find less, because ``run.json`` holds hashes of what it finds.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import hmac
@@ -197,20 +195,22 @@ def without_secrets(name: str, value: object, found: Collection[str] | None = No
     """
     if found is None:
         found = environment_secrets(is_surely_secret).values()
-    return _replaced(name, value, hashed, found)
+    return _replaced(name, value, True, found)
 
 
-def _replaced(
-    name: str, value: object, put: Callable[[str, object], object], found: Collection[str] = ()
-) -> Any:
-    """Puts something in the place of each secret, and of each text that holds a ``found`` one."""
+def _replaced(name: str, value: object, is_hashed: bool, found: Collection[str] = ()) -> Any:
+    """Puts a hash, or ``HIDDEN``, in the place of each secret, and of each text that holds a
+    ``found`` one.
+    """
     holds_one = isinstance(value, str) and any(secret in value for secret in found)
     if holds_one or is_secret(name, value):
-        return put(name, value)
+        return hashed(name, value) if is_hashed else HIDDEN
     if isinstance(value, dict):
-        return {key: _replaced(f"{name}.{key}", part, put, found) for key, part in value.items()}
+        return {
+            key: _replaced(f"{name}.{key}", part, is_hashed, found) for key, part in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_replaced(name, part, put, found) for part in value]
+        return [_replaced(name, part, is_hashed, found) for part in value]
     return value
 
 
@@ -291,11 +291,7 @@ class Veiled:
 def shown(name: str, value: object) -> Any:
     """Returns what JSON shows of a value: no secrets, and only the types of objects."""
     plain = json.loads(json.dumps(value, skipkeys=True, default=_shown_object))
-    return _replaced(name, plain, _hidden)
-
-
-def _hidden(name: str, value: object) -> str:
-    return HIDDEN
+    return _replaced(name, plain, False)
 
 
 def _shown_object(value: object) -> object:
@@ -324,7 +320,7 @@ class Secret:
         self.variable = variable
 
     @classmethod
-    def in_environment(cls, value: str) -> Secret:
+    def in_environment(cls, value: str) -> "Secret":
         variable = f"{_OUR_VARIABLES}{secrets.token_hex(4).upper()}"
         os.environ[variable] = value
         return cls(value, variable)

@@ -4,13 +4,9 @@ The table at the end has waiting times for each service. Only this module reads 
 the libraries below fsspec.
 """
 
-from __future__ import annotations
-
 import math
-import os
 import random
 import re
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,24 +20,7 @@ from loguru import logger
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import duration, error_text
-from datatrove_ckpt.errors import (
-    CheckpointMismatch,
-    CkptError,
-    ConfigError,
-    DocumentError,
-    GivenUp,
-    GoalReached,
-    InputError,
-    LimitReached,
-    OutputFailed,
-    OutputMismatch,
-    Preempted,
-    RequestFailed,
-    ServerError,
-    StorageFailed,
-    WaitsForBatches,
-    causes,
-)
+from datatrove_ckpt.errors import CkptError, StorageFailed, causes
 
 T = TypeVar("T")
 
@@ -560,26 +539,12 @@ MIRROR = RetryPolicy(first=1.0, longest=16.0)
 
 
 def code_of_rank(error: BaseException) -> int:
-    """Returns the exit code of a rank or worker that an error stopped, for a scheduler such as
-    Kubernetes.
-
-    2 and 4 stop all, 3 this one; 143 restarts it always, 1 a few times; 75 means "later", as in
-    sysexits.
+    """Returns the exit code of a rank or worker that an error stopped: that of its class, but 1 if
+    its cause may pass.
     """
-    if isinstance(error, Preempted):  # a time limit or a notice
-        return 128 + signal.SIGTERM
-    if isinstance(error, WaitsForBatches):
-        return os.EX_TEMPFAIL
-    if isinstance(error, LimitReached):
-        return 0 if isinstance(error, GoalReached) else 4
-    if READING.passes(error):  # the hub, or S3, is away
+    code: int = getattr(error, "exit_code", 1)
+    if code in (2, 3) and READING.passes(error):  # the hub, or S3, is away
         return 1
-    if isinstance(error, ConfigError | CheckpointMismatch):
-        return 2
-    may_pass = any(
-        isinstance(one, OutputFailed | RequestFailed | ServerError | StorageFailed)
-        for one in causes(error)
-    )
-    if isinstance(error, DocumentError | GivenUp | InputError | OutputMismatch) and not may_pass:
-        return 3
-    return 1
+    if code == 3 and any(getattr(one, "may_pass", False) for one in causes(error)):
+        return 1
+    return code

@@ -1,7 +1,5 @@
 """Threads for calls that cannot be stopped."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """How long work still takes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 _LONGEST = 1e9  # seconds: a longer time is chance

@@ -2,8 +2,6 @@
 it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +16,7 @@ class Added:
     __slots__ = ()
     __dataclass_fields__: Any
 
-    def __add__(self, other: Added) -> Self:
+    def __add__(self, other: Any) -> Self:
         values = self.fields()
         for name, value in values.items():
             if isinstance(value, bool):

@@ -1,7 +1,5 @@
 """Endpoints: servers that run already, with what their providers allow and charge."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping
@@ -55,7 +53,7 @@ class EndpointConfig:
         check_variable(self.api_key_env)
 
     @classmethod
-    def made_of(cls, given: Any, place: str, model: str) -> EndpointConfig:
+    def made_of(cls, given: Any, place: str, model: str) -> "EndpointConfig":
         """Returns the endpoint of a mapping, with the file of its prices read.
 
         Args:

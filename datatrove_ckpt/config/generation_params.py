@@ -1,20 +1,19 @@
 """Parameters of requests, such as ``temperature``: refuses impossible ones, and known ones with a
-typing error.
+typing error. Also what becomes of an answer that loops, refuses or is cut off: ``on_loop`` and so
+on may send its request again with other parameters.
 """
 
-from __future__ import annotations
-
+import difflib
 import math
 import re
 from collections.abc import Callable, Collection
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import orjson
 from loguru import logger
 
 from datatrove_ckpt.common import JsonObject, declared
-from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.errors import ConfigError
 
 # OPT_NON_STR_KEYS because the keys of logit_bias are integers.
@@ -28,7 +27,9 @@ _KINDS: dict[str, Any] = {
     "top_p": declared.Share | None,
     "service_tier": str | list[str] | None,
 }
-_SHORTEST = 4  # letters of a name that may be mistyped
+# Share of equal letters: of a name with one typing error, and of one that only resembles another.
+_MISTYPED = 0.88
+_LIKE = 0.8
 _EXTRAS = frozenset({"extra_body", "extra_headers", "extra_query"})
 # A header field, unless it says how the body is to be read.
 _FIELD = re.compile(
@@ -55,6 +56,11 @@ REQUEST_PARAMETERS = frozenset(
     xtc_threshold
     """.split()  # noqa: SIM905
 )
+
+
+BadAnswerSetting = Literal["keep", "retry", "drop", "dead_letter"] | JsonObject
+_Then = Literal["keep", "drop", "dead_letter"]
+_NEVER_CHANGED = ("messages", "prompt", "model", "n", "extra_body", "extra_headers", "extra_query")
 
 
 def max_tokens_of(params: JsonObject) -> int:
@@ -142,39 +148,22 @@ def _near_miss(name: str) -> str:
     """Returns the hint for a parameter that is refused, or ""."""
     if name in REQUEST_PARAMETERS:
         return ""
-    near = [known for known in REQUEST_PARAMETERS if _is_mistyped(_bare(name), _bare(known))]
-    if near:
-        return did_you_mean(name.lower(), near, 0)
-    hint = did_you_mean(name.lower(), REQUEST_PARAMETERS, 0.8)
-    if hint:
-        logger.warning(
-            f"The request parameter {name!r} is not one that we know{hint} It is sent as it is, "
-            "and many servers ignore what they do not know."
-        )
+    known = {_bare(one): one for one in REQUEST_PARAMETERS}
+    near = difflib.get_close_matches(_bare(name), known, 1, _LIKE)
+    if not near:
+        return ""
+    hint = f', did you mean "{known[near[0]]}"?'
+    if difflib.SequenceMatcher(None, near[0], _bare(name)).ratio() > _MISTYPED:
+        return hint
+    logger.warning(
+        f"The request parameter {name!r} is not one that we know{hint} It is sent as it is, "
+        "and many servers ignore what they do not know."
+    )
     return ""
 
 
 def _bare(name: str) -> str:
     return re.sub("[_-]", "", name).lower()
-
-
-def _is_mistyped(given: str, known: str) -> bool:
-    """Whether they are equal, or one letter is inserted, left out, changed or swapped with the
-    next. Of short names, as ``top_k``, a changed letter makes another name.
-    """
-    if given == known:
-        return True
-    if abs(len(given) - len(known)) > 1 or len(known) < _SHORTEST:
-        return False
-    start = 0
-    while given[start : start + 1] == known[start : start + 1]:
-        start += 1
-    left = given[start:]
-    right = known[start:]
-    if len(left) != len(right):
-        return left[1:] == right or left == right[1:]
-    is_changed = left[1:] == right[1:] and len(known) > _SHORTEST
-    return is_changed or (left[1::-1] == right[:2] and left[2:] == right[2:])
 
 
 def check_generation_params(key: str, params: JsonObject) -> None:
@@ -190,3 +179,39 @@ def check_generation_params(key: str, params: JsonObject) -> None:
         raise ConfigError("answers are read as a whole; remove it.", setting=f"{key}.stream")
     for name, kind in _KINDS.items():
         declared.check_value(f"{key}.{name}", kind, params.get(name))
+
+
+class AnswerPolicy(NamedTuple):
+    """What becomes of a bad answer.
+
+    Attributes:
+        retries: further requests, at most.
+        params: what is set in the payload of these requests.
+        then: what becomes of an answer that is still bad.
+    """
+
+    retries: int
+    params: JsonObject
+    then: _Then
+
+
+def answer_policy(setting: str, value: BadAnswerSetting) -> AnswerPolicy:
+    """Returns what a setting says.
+
+    Raises:
+        ConfigError: it cannot work.
+    """
+    if value == "retry":
+        value = {"retry": 1}
+    if not isinstance(value, dict):
+        return AnswerPolicy(0, {}, value)
+    params = dict(value)
+    retries = params.pop("retry", None)
+    then = params.pop("then", "keep")
+    declared.check_value(f"{setting}.retry", declared.Count, retries)
+    declared.check_value(f"{setting}.then", _Then, then)
+    for name in _NEVER_CHANGED:
+        if name in params:
+            raise ConfigError("a retry cannot change it.", setting=f"{setting}.{name}")
+    check_generation_params(setting, params)
+    return AnswerPolicy(retries, params, then)

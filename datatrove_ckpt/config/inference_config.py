@@ -32,12 +32,6 @@ from datatrove_ckpt.common.declared import (
 )
 from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Secret, names_secret
 from datatrove_ckpt.common.work_counts import Tokens
-from datatrove_ckpt.config.bad_answers import (
-    BAD_ANSWERS,
-    AnswerPolicy,
-    BadAnswerSetting,
-    answer_policy,
-)
 from datatrove_ckpt.config.endpoints import (
     EndpointConfig,
     check_url,
@@ -46,8 +40,17 @@ from datatrove_ckpt.config.endpoints import (
     key_in,
     read_prices,
 )
-from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
+from datatrove_ckpt.config.generation_params import (
+    TOKEN_LIMITS,
+    AnswerPolicy,
+    BadAnswerSetting,
+    answer_policy,
+    check_generation_params,
+)
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
+
+# The first one that an answer is a case of applies: loops are often cut off.
+_BAD_ANSWERS = ("on_loop", "on_refusal", "on_cut_off")
 
 
 @dataclass(frozen=True)
@@ -67,16 +70,6 @@ class WayTo:
     def payload(self, values: tuple[object, ...], params: Mapping[str, object]) -> JsonObject:
         named = dict(zip(self.names, values, strict=True))
         return {**named, **self.fixed, **params}
-
-
-# As OpenAI's own client does. A server that does not know base64 answers with numbers.
-EMBED = WayTo("/v1/embeddings", ("input",), {"encoding_format": "base64"})
-
-VLLM_WAYS = {
-    "embed": EMBED,
-    "classify": WayTo("/classify", ("input",)),
-    "score": WayTo("/score", ("text_1", "text_2")),  # each request to /v1/score logs a warning
-}
 
 
 @dataclass
@@ -225,7 +218,10 @@ class InferenceConfig:
     on_loop: BadAnswerSetting = "keep"
     on_refusal: BadAnswerSetting = "keep"
 
-    # No fields: they tell a model of several about the others. See ``models.py``.
+    # No fields. Those of (identity) and (request) that came later: a run's identity has them where
+    # they differ from their default, so that runs that began before them go on.
+    compared = ("seed", "accept_null_finish_reason", *_BAD_ANSWERS)
+    # These tell a model of several about the others. See ``models.py``.
     name = ""
     models = tuple[str, ...]()
     neighbours = 0  # other models' servers on these cores
@@ -391,7 +387,7 @@ class InferenceConfig:
     @property
     def answer_policies(self) -> dict[str, AnswerPolicy]:
         """The policies that do something, by their settings, in the order in which they apply."""
-        policies = {name: answer_policy(name, getattr(self, name)) for name in BAD_ANSWERS}
+        policies = {name: answer_policy(name, getattr(self, name)) for name in _BAD_ANSWERS}
         return {name: one for name, one in policies.items() if one.retries or one.then != "keep"}
 
     @property
@@ -617,6 +613,42 @@ class Launch(NamedTuple):
     def key_variable(self) -> Variables:
         return {API_KEY_VARIABLE: self.api_key}
 
+    def command(
+        self,
+        start: tuple[str, ...],
+        flags: Mapping[str, object],
+        given: Kwargs,
+        env: Variables | None = None,
+        takes_key: bool = True,
+    ) -> EngineCommand:
+        """Returns the program with the flags of ours that the user does not set, then the user's.
+
+        Those are written as ``--name=value``, which a value like "-1" needs.
+        """
+        argv = list(start)
+        for name, value in flags.items():
+            if name not in given:
+                argv += _flag(name, value)
+        for name, value in given.items():
+            if value is not None:
+                argv.append("=".join(_flag(name, value)))
+        if env is None:
+            env = self.key_variable
+        return EngineCommand(tuple(argv), env, takes_key)
+
+
+def _flag(name: str, value: object) -> list[str]:
+    """Returns a flag and its value in datatrove's mapping."""
+    if value is None:
+        return []
+    if value is True:
+        return [f"--{name}"]
+    if value is False:
+        return [f"--no-{name}"]
+    if isinstance(value, dict | list):
+        return [f"--{name}", json.dumps(value)]
+    return [f"--{name}", str(value)]
+
 
 class MetricNames(NamedTuple):
     """The names at /metrics.
@@ -643,19 +675,6 @@ class Cause(NamedTuple):
     permanent: bool = False
 
 
-PORT_TAKEN = Cause("The port was taken by another process. A new start takes another port.")
-CONTEXT_TOO_LONG = Cause(
-    "model_max_context is more than the model or the GPU's memory allows. Lower it.", True
-)
-TOO_FEW_GPUS = Cause(
-    "There are too few GPUs. tp * dp * pp must not exceed the GPUs of this task (nvidia-smi).", True
-)
-GPU_FULL = Cause(
-    "The GPU's memory is full. Lower model_max_context or gpu-memory-utilization (model_kwargs), "
-    "raise tp, or stop other programs on the GPU (nvidia-smi)."
-)
-
-
 class Engine:
     """One value of ``server_type``. A subclass sets what differs, and has no state.
 
@@ -671,12 +690,29 @@ class Engine:
         metrics: None: it has none.
         task_flags: ``model_kwargs`` that a task of the short form needs, by its name.
         ways: how to ask for what is no text, by the names of ``generate``'s methods. One that is
-            missing it lacks. ``inference.client.answers`` must know the form of the answers.
+            missing it lacks. ``inference.client.answers`` must know the form of the answers. These
+            are vLLM's.
         drain_seconds: it can finish its requests after a SIGTERM, and gets at least so long.
-        causes: of failed starts, each with a pattern in its log, ignoring case.
+        causes: of failed starts, each with a pattern in its log, ignoring case; the four above are
+            those of several engines.
         address_flags: of its address and key, which ``model_kwargs`` may not name.
         answering_flags: that change its answers, so they belong to the run's identity.
     """
+
+    PORT_TAKEN = Cause("The port was taken by another process. A new start takes another port.")
+    CONTEXT_TOO_LONG = Cause(
+        "model_max_context is more than the model or the GPU's memory allows. Lower it.", True
+    )
+    TOO_FEW_GPUS = Cause(
+        "There are too few GPUs. tp * dp * pp must not exceed the GPUs of this task (nvidia-smi).",
+        True,
+    )
+    GPU_FULL = Cause(
+        "The GPU's memory is full. Lower model_max_context or gpu-memory-utilization "
+        "(model_kwargs), raise tp, or stop other programs on the GPU (nvidia-smi)."
+    )
+    # As OpenAI's own client does. A server that does not know base64 answers with numbers.
+    EMBED = WayTo("/v1/embeddings", ("input",), {"encoding_format": "base64"})
 
     name: ClassVar[str]
     package: ClassVar[str] = ""
@@ -687,7 +723,11 @@ class Engine:
     leases_gpus: ClassVar[bool] = False
     metrics: ClassVar[MetricNames | None] = None
     task_flags: ClassVar[Mapping[str, Kwargs]] = {}
-    ways: ClassVar[Mapping[str, WayTo]] = {}
+    ways: ClassVar[Mapping[str, WayTo]] = {
+        "embed": EMBED,
+        "classify": WayTo("/classify", ("input",)),
+        "score": WayTo("/score", ("text_1", "text_2")),  # each request to /v1/score logs a warning
+    }
     drain_seconds: ClassVar[float] = 0.0
     causes: ClassVar[tuple[tuple[Cause, str], ...]] = ()
     address_flags: ClassVar[tuple[str, ...]] = ("host", "port", "api-key")
@@ -825,35 +865,6 @@ def visible_gpus() -> list[str]:
         ]
     devices = [path for path in _DEV.iterdir() if _GPU_DEVICE.fullmatch(path.name)]
     return [str(index) for index in range(len(devices))]
-
-
-def arguments(flags: Mapping[str, object], given: Kwargs) -> tuple[str, ...]:
-    """Returns our flags that the user does not set, then the user's flags."""
-    ours = [
-        part for name, value in flags.items() if name not in given for part in flag(name, value)
-    ]
-    users = [part for name, value in given.items() for part in flag(name, value, joined=True)]
-    return (*ours, *users)
-
-
-def flag(name: str, value: object, *, joined: bool = False) -> tuple[str, ...]:
-    """One flag as argv, in datatrove's mapping.
-
-    ``joined``: ``--name=value``, which a value like "-1" needs.
-    """
-    if value is None:
-        return ()
-    if value is True:
-        return (f"--{name}",)
-    if value is False:
-        return (f"--no-{name}",)
-    if isinstance(value, dict | list):
-        text = json.dumps(value)
-    else:
-        text = str(value)
-    if joined:
-        return (f"--{name}={text}",)
-    return (f"--{name}", text)
 
 
 def dashed(name: str) -> str:

@@ -5,8 +5,6 @@ The first is the rollout's ``generate``, the others are ``generate.judge`` and s
 own servers.
 """
 
-from __future__ import annotations
-
 import copy
 import keyword
 import re

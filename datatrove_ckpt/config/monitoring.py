@@ -1,7 +1,5 @@
 """MonitoringConfig: what a run tells other systems while it works."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from datatrove_ckpt.common.declared import Port, check

@@ -1,7 +1,5 @@
 """Expands ``~`` and ``$NAME`` in paths of settings where the task runs."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

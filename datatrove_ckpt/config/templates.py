@@ -3,8 +3,6 @@
 Only the template is parsed, never a document, so braces in a document have no meaning.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from functools import lru_cache

@@ -40,10 +40,10 @@ Rollouts see datatrove's own ``InferenceError`` and ``ServerError``. Their ``err
 one of the errors above. This room imports no other room.
 """
 
-from __future__ import annotations
-
 import json
+import os
 import re
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -90,7 +90,16 @@ class CkptError(Exception):
             way first. The command line prints them as whole commands.
         starts_over: a run from the beginning helps, which may take over the old results. The
             message ends with how to start it.
+
+    Attributes:
+        exit_code: of a rank or worker that the error stops, for a scheduler such as Kubernetes. 2
+            and 4 stop all, 3 this one; 143 restarts it always, 1 a few times; 75 means "later", as
+            in sysexits.
+        may_pass: what it stopped is worth another attempt.
     """
+
+    exit_code = 1
+    may_pass = False
 
     def __init__(
         self,
@@ -141,6 +150,8 @@ class ConfigError(CkptError, ValueError):
     It is also a ValueError, because datatrove raises that for the same mistakes.
     """
 
+    exit_code = 2
+
 
 class CheckpointError(CkptError):
     """Base of the errors about a checkpoint folder."""
@@ -167,6 +178,8 @@ class CheckpointMismatch(CheckpointError):
     ``checkpoints_local_dir``.
     """
 
+    exit_code = 2
+
 
 class VersionMismatch(CheckpointMismatch):
     """Another version of this package wrote the checkpoint or its mirror; this version cannot
@@ -182,6 +195,8 @@ class OutputMismatch(CheckpointError):
 
     The message names files, and the command that has missing files made again.
     """
+
+    exit_code = 3
 
 
 class CheckpointLocked(CheckpointError):
@@ -205,6 +220,8 @@ class StorageFailed(CheckpointError):
     again.
     """
 
+    may_pass = True
+
 
 class InputError(CkptError):
     """An input file is damaged or cut off, or none of its lines is a document. The message names
@@ -213,9 +230,13 @@ class InputError(CkptError):
     The rank is not complete. Correct the setting or the file, and run the same command again.
     """
 
+    exit_code = 3
+
 
 class DocumentError(CkptError):
     """Base of the errors about documents or their output files."""
+
+    exit_code = 3
 
 
 class DocumentFailed(DocumentError):
@@ -257,6 +278,8 @@ class OutputFailed(DocumentError):
     fails), and run the same command again.
     """
 
+    may_pass = True
+
 
 class TooManyOpenFiles(CkptError):
     """No more file or connection could be opened. Everything saved before is safe.
@@ -280,6 +303,8 @@ class GivenUp(CkptError):
     corrected.
     """
 
+    exit_code = 3
+
 
 class WorkerDied(CkptError):
     """The worker processes of some tasks were killed, ``max_rank_attempts`` times each, or could
@@ -295,12 +320,16 @@ class Preempted(CkptError):
     Finished work is saved; the same command resumes.
     """
 
+    exit_code = 128 + signal.SIGTERM
+
 
 class WaitsForBatches(CkptError):
     """Batches of requests are at the provider, and ``--no-wait`` ends the run meanwhile.
 
     Run the same command again later: it collects the answers.
     """
+
+    exit_code = os.EX_TEMPFAIL
 
 
 class LimitReached(CkptError):
@@ -309,6 +338,8 @@ class LimitReached(CkptError):
     Finished work is saved; the same command with a higher limit resumes.
     """
 
+    exit_code = 4
+
 
 class GoalReached(LimitReached):
     """``until`` ended the run: at least so many documents are in the output files.
@@ -316,9 +347,13 @@ class GoalReached(LimitReached):
     The same command with a higher number resumes.
     """
 
+    exit_code = 0
+
 
 class ServerError(CkptError):
     """Base of the errors about an inference server as a whole."""
+
+    may_pass = True
 
 
 class ServerStartFailed(ServerError):
@@ -381,7 +416,7 @@ class RequestRejected(RequestError):
         code, _, message, _ = self.args
         return f"{message} ({code})"
 
-    def __reduce__(self) -> tuple[type[RequestRejected], tuple[int, str, bool], dict[str, object]]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.status, self.body, self.remembered), {"args": self.args}
 
 
@@ -392,6 +427,7 @@ class RequestFailed(RequestError):
     decides. Otherwise it stops the rank (``DocumentFailed``).
     """
 
+    may_pass = True
     is_documents = False
 
 

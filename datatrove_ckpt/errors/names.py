@@ -4,8 +4,6 @@ The short form of a job has other names for some settings of datatrove's. The fo
 process, whose ranks share it; a step carries it into worker processes and jobs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -35,17 +35,11 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from datatrove_ckpt.claims.claims import Claims, Progress, refuse_for_claims
-from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common import redaction, retrying
 from datatrove_ckpt.common.declared import Count, CountFromZero, CountOrAll, check
 from datatrove_ckpt.common.formatting import plural, plural_is, seconds_of
-from datatrove_ckpt.common.redaction import (
-    MIRROR_KEY_VARIABLE,
-    may_hold_secret,
-    may_name_secret,
-)
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp, GoalReached
 from datatrove_ckpt.executors.local import (
-    LocalPipelineExecutor,
     OwnExecutor,
     stats_of_complete,
 )
@@ -145,8 +139,8 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         }
         for key, values in in_files.items():
             for name, value in values.items():
-                is_named = key == "env" and may_name_secret(name)
-                if is_named or may_hold_secret(str(value)):
+                is_named = key == "env" and redaction.may_name_secret(name)
+                if is_named or redaction.may_hold_secret(str(value)):
                     raise ConfigError(
                         f"{key}: {name}: its value may be a secret, and {key} is kept in files. "
                         "Use secrets."
@@ -178,7 +172,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
 
     def _work(self) -> None:
         try:
-            self._as_worker().run_worker()
+            self._worker(max_rank_attempts=self.max_retries + 1).run_worker()
         except GivenUp as error:  # the coordinator ends with it
             logger.error(str(error))
         except Exception as error:
@@ -189,14 +183,6 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
                 file.write(orjson.dumps(task_errors.failure_note(error)))
             if not isinstance(error, GoalReached):
                 raise
-
-    def _as_worker(self) -> LocalPipelineExecutor:
-        attempts = self.max_retries + 1
-        worker = LocalPipelineExecutor(
-            self.pipeline, self.tasks, 1, self.logging_dir, max_rank_attempts=attempts
-        )
-        worker.skip_completed = True  # the markers of ranks that run again are gone
-        return worker
 
     def check(self, plan: RunPlan) -> None:
         """Raises:
@@ -279,10 +265,8 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         GivenUp: some ranks were given up.
         CkptError: no other job would help.
         """
-        with (
-            Interruption([signal.SIGTERM]),
-            self._as_worker()._open_claims(runs_all=False) as claims,
-        ):
+        worker = self._worker(max_rank_attempts=self.max_retries + 1)
+        with Interruption([signal.SIGTERM]), worker._open_claims(runs_all=False) as claims:
             claims.clear()
             try:
                 self._keep_jobs(claims)
@@ -483,7 +467,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
 
     def _progress(self) -> dict[int, Progress]:
         ranks = self._left(range(self.tasks))
-        reached = self._as_worker().reached
+        reached = self._worker().reached
 
         def look() -> dict[int, Progress]:
             with ThreadPoolExecutor(_THREADS) as threads:
@@ -531,7 +515,9 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             for endpoint in config.endpoints_by_name.values()
             if endpoint.api_key_env
         )
-        names |= dict.fromkeys([MIRROR_KEY_VARIABLE] if MIRROR_KEY_VARIABLE in os.environ else [])
+        names |= dict.fromkeys(
+            [redaction.MIRROR_KEY_VARIABLE] if redaction.MIRROR_KEY_VARIABLE in os.environ else []
+        )
         wanted = {"HF_TOKEN": self.token or get_token() or None, **names, **(self.secrets or {})}
         found = {
             name: os.environ.get(name) if value is None else value for name, value in wanted.items()

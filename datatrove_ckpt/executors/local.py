@@ -134,6 +134,11 @@ class OwnExecutor(PipelineExecutor):  # type: ignore[misc]  # datatrove has no t
             logger.info(f"Waiting for {plural(len(left), 'task')} that this executor depends on.")
             time.sleep(_DEPENDENCY_POLL)
 
+    def _worker(self, **options: Any) -> LocalPipelineExecutor:
+        worker = LocalPipelineExecutor(self.pipeline, self.tasks, 1, self.logging_dir, **options)
+        worker.skip_completed = True  # the markers of ranks that run again are gone
+        return worker
+
     def _ends_by_limit(self) -> bool:
         """Whether the run has as many documents as it shall have (``until``), so that it ends well.
 

@@ -10,8 +10,6 @@
 datatrove deals tasks out to elements if tasks have several nodes, or retry dead letters.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shutil
@@ -114,7 +112,7 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         self._prepare(DatatroveExecutor)
         self.max_rank_attempts = max_rank_attempts
         self.ranks_at_once = ranks_at_once
-        self._worker()  # which checks them
+        self._element()  # which checks them
 
     def run(self) -> None:
         """Submits workers, and the job that checks the run after them. Inside of a job: does its
@@ -219,29 +217,24 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
             return
         for name in self.requeue_signals or ():
             signal.signal(signal.Signals[name], _requeue)
-        completed = self._worker().run_worker()
+        completed = self._element().run_worker()
         logger.info(
             f"This worker has completed {plural(completed, 'task')}, and no task is free now."
         )
 
-    def _worker(self) -> LocalPipelineExecutor:
-        worker = LocalPipelineExecutor(
-            self.pipeline,
-            self.tasks,
-            1,
-            self.logging_dir,
+    def _element(self) -> LocalPipelineExecutor:
+        worker = self._worker(
             randomize_start_duration=self.randomize_start_duration,
             max_rank_attempts=self.max_rank_attempts,
             ranks_at_once=self.ranks_at_once,
         )
-        worker.skip_completed = True
         worker.get_distributed_env = self.get_distributed_env  # of Slurm: steps see where they run
         return worker
 
     def _check(self) -> None:
         from datatrove_ckpt.run_folder import findings
 
-        worker = self._worker()
+        worker = self._element()
         plan = RunPlan(worker)
         # It restores what only the mirror and other nodes have.
         findings.remove_markers(findings.check_job(plan))

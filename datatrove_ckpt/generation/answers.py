@@ -1,7 +1,5 @@
 """One document's answers: those that are kept, what they count, and a wait for a batch."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from functools import lru_cache

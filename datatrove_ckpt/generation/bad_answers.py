@@ -2,14 +2,11 @@
 ``on_cut_off`` say.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from copy import deepcopy
 
 from datatrove.pipeline.inference.types import InferenceError
 
-from datatrove_ckpt.config.bad_answers import ON_CUT_OFF, ON_LOOP, ON_REFUSAL
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS
 from datatrove_ckpt.errors import BadAnswer, ConfigError, RequestRejected, named
 from datatrove_ckpt.generation.answers import warn_once
@@ -19,7 +16,7 @@ from datatrove_ckpt.output.documents import Result
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
 from datatrove_ckpt.rollouts import Payload
 
-_BAD = {ON_LOOP: "is looping", ON_REFUSAL: "is a refusal", ON_CUT_OFF: "is cut off"}
+_BAD = {"on_loop": "is looping", "on_refusal": "is a refusal", "on_cut_off": "is cut off"}
 
 
 async def acceptable(requests: Requests, payload: Payload, way: Way, whole: bool) -> Result:

@@ -17,8 +17,6 @@ Each text has its own cache key, row, counters and errors, as if it were alone.
                                                               texts is cancelled
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Warns of a rollout that blocks the event loop, where an agent would wait for itself."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import defaultdict

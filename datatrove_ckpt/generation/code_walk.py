@@ -1,7 +1,5 @@
 """What release 0.2.0 pickled with a step: its executor.pik names this class."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 

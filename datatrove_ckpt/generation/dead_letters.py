@@ -6,8 +6,6 @@ A line has a document's cause, and its data for a retry. A chunk's dead letters 
 that folder. A document that fails again waits for the next retry.
 """
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Iterator
 from pathlib import Path

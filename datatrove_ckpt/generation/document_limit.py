@@ -6,11 +6,8 @@ a request could be sent, none waits, and no document may start, as in TCP's slow
 documents also share a budget of bytes.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 
 from datatrove_ckpt.common.memory import ByteBudget
 from datatrove_ckpt.config import InferenceConfig
@@ -49,7 +46,7 @@ class DocumentLimit:
         config = configs[0]
         self._most = most_documents(configs)
         self._rollouts = config.rollouts_per_document
-        self._models: list[tuple[InferenceConfig, Router]] = []
+        self._models: dict[Sender, tuple[InferenceConfig, Router]] = {}
         self._size = self._most
         self._is_fixed = config.limits_documents
         self._elsewhere = 0  # documents that do other work than requests
@@ -83,25 +80,26 @@ class DocumentLimit:
         self._wake()
 
     def follow(self, config: InferenceConfig, router: Router, sender: Sender) -> None:
-        """Follows the places at the servers of a model, up and down."""
-        self._models.append((config, router))
-        if not self._is_fixed:
-            sender.on_change = partial(self._follow, router, sender)
-            self._follow(router, sender)
+        """Follows the places at the servers of a model, up and down, as ``changed`` says."""
+        self._models[sender] = config, router
+        self.changed(sender)
 
     def _is_idle(self) -> bool:
         """Whether no server has a request, and none waits."""
-        routers = [router for _, router in self._models]
+        routers = [router for _, router in self._models.values()]
         busy = any(router.in_flight or router.waiting for router in routers)
         return bool(routers) and not self._is_fixed and not busy
 
-    def _follow(self, router: Router, sender: Sender) -> None:
+    def changed(self, sender: Sender) -> None:
+        if self._is_fixed or sender not in self._models:
+            return
+        _, router = self._models[sender]
         is_full = self._in_work >= self._size or self._room is not None
         if is_full and not router.waiting and router.in_flight < router.capacity:
             self._elsewhere += 1
-        texts = sum(config.texts_for(each.capacity) for config, each in self._models)
+        texts = sum(config.texts_for(each.capacity) for config, each in self._models.values())
         places = texts // self._rollouts
-        if any(len(each.targets) > 1 for _, each in self._models):
+        if any(len(each.targets) > 1 for _, each in self._models.values()):
             places += WINDOW
         self._size = min(self._most, max(1, places) + self._elsewhere)
         sender.may_grow = self._size < self._most

@@ -8,8 +8,6 @@ A taken letter stays a letter when its chunk is redone (after ``repair``): other
 would be in the output twice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -4,20 +4,13 @@ They cover all attempts and retries, and come from the checkpoint, because the s
 run another rank before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 
 from datatrove.utils.stats import MetricStats, MetricStatsDict, Stats, TimingStats
 
+from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.commits import read_commits, sum_commits
-from datatrove_ckpt.checkpoint.layout import (
-    COMMITS,
-    SHARD,
-    RankAddress,
-    folders_of,
-)
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Done, Sums
 from datatrove_ckpt.readers.shard import ShardRecord
 from datatrove_ckpt.rollouts.batch import BatchRollout
@@ -34,11 +27,11 @@ def sum_rank(rank: int, root: Path, opened: Path | None = None) -> Done:
         CheckpointCorrupt: a commit is damaged.
     """
     total = Done()
-    for folder in folders_of(root, rank):
+    for folder in layout.folders_of(root, rank):
         if folder == opened:
             continue
-        done = sum_commits(read_commits(folder / COMMITS).values())
-        if RankAddress.of(folder).retry:
+        done = sum_commits(read_commits(folder / layout.COMMITS).values())
+        if layout.RankAddress.of(folder).retry:
             done = done.of_retry()
         total += done
     return total
@@ -48,7 +41,7 @@ def fill_stats(stats: Stats, done: Done, folder: Path) -> None:
     """Sets the numbers of a step. ``folder``: of the rank, which is no retry."""
     counts = done.counts
     work = done.work
-    skipped = (ShardRecord.read(folder / SHARD) or ShardRecord()).skipped
+    skipped = (ShardRecord.read(folder / layout.SHARD) or ShardRecord()).skipped
     found = {
         "prompt_tokens": metric(work.prompt_tokens, "request"),
         "completion_tokens": metric(work.completion_tokens, "request"),

@@ -10,8 +10,6 @@ temporary file, because gzip cannot seek and datatrove's rows are unordered. Eac
 of memory, 40 while sorted.
 """
 
-from __future__ import annotations
-
 import gzip
 import os
 import re

@@ -35,6 +35,8 @@ _EXAMPLE = '{"messages": [{"role": "user", "content": document.text}]}'
 
 
 class BoundGenerate:
+    """``generate`` of one rollout of a document."""
+
     __slots__ = ("_requests",)
 
     def __init__(self, requests: Requests) -> None:

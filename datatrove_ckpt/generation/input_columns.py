@@ -8,8 +8,6 @@ its values, as where a step or a rollout has changed it. A task that wrote outpu
 such files goes on without them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from io import BytesIO
 from pathlib import Path
@@ -17,8 +15,7 @@ from pathlib import Path
 from datatrove.data import Document
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
-from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.layout import COLUMNS, COMMITS, rank_folder, rank_numbers
+from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.errors import CheckpointCorrupt, InputError
 from datatrove_ckpt.output.arrow_types import NO_TYPES, DataType, NotUnited, Schema, Types, unite
 from datatrove_ckpt.output.chunk_writing import infers_schema
@@ -44,10 +41,10 @@ def input_types(documents: Iterable[Document], folder: Path, writer: DiskWriter)
     has_columns = infers_schema(writer) or is_table
     if not has_columns or not is_usual(writer):
         return NO_TYPES
-    path = folder / COLUMNS
+    path = folder / layout.COLUMNS
     if not path.exists():
-        shared = folder.parent / COLUMNS
-        if (folder / COMMITS).exists() or not _is_made(documents, shared):
+        shared = folder.parent / layout.COLUMNS
+        if (folder / layout.COMMITS).exists() or not _is_made(documents, shared):
             return NO_TYPES
         _kept(shared)
         files.keep_first(path, shared.read_bytes())
@@ -64,7 +61,10 @@ def _is_made(documents: Iterable[Document], shared: Path) -> bool:
     if shared.exists():
         return True
     root = shared.parent
-    if any((rank_folder(root, rank) / COMMITS).exists() for rank in rank_numbers(root)):
+    if any(
+        (layout.rank_folder(root, rank) / layout.COMMITS).exists()
+        for rank in layout.rank_numbers(root)
+    ):
         return False
     types = _found_types(documents)
     if types:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from loguru import logger
 
+from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.interval import Interval, Tuning
-from datatrove_ckpt.checkpoint.layout import COMMITS, HISTORY, PAID
 from datatrove_ckpt.checkpoint.limits import NO_TOTALS, RunTotals, TotalsReader
 from datatrove_ckpt.errors import CkptError, ConfigError, LimitReached
 from datatrove_ckpt.generation.step import Step
@@ -100,7 +100,7 @@ class MirrorTotals(TotalsReader):
 
 
 def _is_wanted(name: str, size: int) -> bool:
-    return name in (COMMITS, HISTORY, PAID)
+    return name in (layout.COMMITS, layout.HISTORY, layout.PAID)
 
 
 @lru_cache(8)

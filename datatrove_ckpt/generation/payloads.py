@@ -1,7 +1,5 @@
 """A request's payload: how it is hashed, seeded and written."""
 
-from __future__ import annotations
-
 import orjson
 import xxhash
 

@@ -361,34 +361,27 @@ class DocumentSource:
 
     def _skip(self, point: ResumePoint) -> None:
         started = time.monotonic()
+        how = "by seeking"
         if point.position is not None and self._may_seek:
             self._reading = Reading(point.position, self._revisions)
             with self._reading:
                 first = list(itertools.islice(self._documents, 1))
             self._documents = itertools.chain(first, self._documents)
-            if self._reading.resumed:
-                self._stats.resume(point.position)
-                seconds = time.monotonic() - started
-                logger.info(
-                    f"Skipped {point.next_ordinal} finished documents by seeking, in {seconds:.2f} "
-                    "s."
-                )
-                return
-        with self._reading:
-            self._skip_by_reading(point)
-        if self._stateful_steps:
-            steps = ", ".join(self._stateful_steps)
-            why = f"{steps} may keep state from one document to the next. If not, set seek=True."
+        if point.position is not None and self._reading.resumed:
+            self._stats.resume(point.position)
         else:
+            with self._reading:
+                self._skip_by_reading(point)
             why = (
-                "this reader cannot seek. Those of datatrove_ckpt.readers can, and take the same "
-                "arguments."
+                "this reader cannot seek. Those of datatrove_ckpt.readers can, with the same "
+                "arguments"
             )
+            if self._stateful_steps:
+                steps = ", ".join(self._stateful_steps)
+                why = f"{steps} may keep state from one document to the next. If not, set seek=True"
+            how = f"by reading them, because {why}"
         seconds = time.monotonic() - started
-        logger.info(
-            f"Skipped {point.next_ordinal} finished documents by reading them, in {seconds:.1f} s, "
-            f"because {why}"
-        )
+        logger.info(f"Skipped {point.next_ordinal} finished documents in {seconds:.2f} s, {how}.")
 
     def _skip_by_reading(self, point: ResumePoint) -> None:
         for ordinal in range(point.next_ordinal):

@@ -8,8 +8,6 @@ Each process has a port of its own: the first free port from ``metrics_port`` on
 runs, an ended rank is shown for two more minutes, because Prometheus may scrape only every minute.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import socket
@@ -58,16 +56,16 @@ class Metric(NamedTuple):
     """A metric of one rank.
 
     Attributes:
-        kind: its class of prometheus-client.
         values: by the values of its own labels, or the only one. None: not known.
         labels: its own, besides ``RANK_LABELS``.
+        kind: its class of prometheus-client.
     """
 
-    kind: Any
     name: str
     help: str
     values: Mapping[Any, float] | Histogram | float | None
     labels: tuple[str, ...] = ()
+    kind: Any = GaugeMetricFamily
 
 
 @dataclass(frozen=True)
@@ -122,79 +120,68 @@ def _of_documents(done: DocumentCounts, rank: RankNow) -> tuple[Metric, ...]:
     progress = rank.progress
     return (
         Metric(
-            GaugeMetricFamily,
             "rank_info",
             "Always 1; its labels tell where the task works.",
             {(__version__, rank.host, rank.job): 1.0},
             ("version", "host", "job"),
         ),
         Metric(
-            GaugeMetricFamily,
             "rank_state",
             f"1 for the state that the task is in, one of {', '.join(STATES)}.",
             {(state,): int(state == rank.state) for state in STATES},
             ("state",),
         ),
         Metric(
-            GaugeMetricFamily,
             "attempt_start_timestamp_seconds",
             "When this attempt of the task started, in Unix seconds.",
             rank.started_at,
         ),
         Metric(
-            GaugeMetricFamily,
             "rank_documents",
             "Documents that all attempts of the task have finished.",
             {(outcome,): getattr(done, outcome) for outcome in ("written", "dropped", "dead")},
             ("outcome",),
         ),
         Metric(
-            GaugeMetricFamily,
             "rank_tokens",
             "Tokens of the documents that all attempts of the task have finished.",
             _tokens(done),
             ("type",),
         ),
         Metric(
-            GaugeMetricFamily,
             "rank_answers",
             "Answers of these documents: all, and the bad ones by what is wrong with them.",
             {(kind,): count for kind, count in {"all": done.answers, **done.bad}.items()},
             ("kind",),
         ),
         Metric(
-            GaugeMetricFamily,
             "rank_finish_reasons",
             "Answers of these documents by finish_reason.",
             {(reason,): count for reason, count in [*done.endings.items()][:_MOST_REASONS]},
             ("reason",),
         ),
         Metric(
-            GaugeMetricFamily,
             "input_done_ratio",
             "Part of the rank's input that is done, from 0 to 1; missing if not known.",
             progress.position.share,
         ),
         Metric(
-            GaugeMetricFamily,
             "tasks_with_input",
             "Tasks of the run that have an input; missing if not known.",
             progress.position.tasks,
         ),
         Metric(
-            GaugeMetricFamily,
             "rank_cost",
             "Cost of all attempts' answers, at the prices of the settings; missing without them.",
             progress.total.cost / 1e9 or None,
         ),
         Metric(
-            CounterMetricFamily,
             "documents_total",
             "Documents that this attempt has finished.",
             progress.own.documents,
+            kind=CounterMetricFamily,
         ),
         Metric(
-            GaugeMetricFamily,
             "documents_in_progress",
             "Documents that rollouts work on now.",
             progress.in_work,
@@ -206,87 +193,83 @@ def _of_requests(progress: Progress, spread: Spread) -> tuple[Metric, ...]:
     own = progress.own
     return (
         Metric(
-            CounterMetricFamily,
             "requests_total",
             "Requests of this attempt that ended at a server.",
             {("answered",): own.requests, ("failed",): own.failed},
             ("outcome",),
+            kind=CounterMetricFamily,
         ),
         Metric(
-            GaugeMetricFamily,
             "requests_in_flight",
             "Requests that servers work on now.",
             progress.in_flight,
         ),
         Metric(
-            GaugeMetricFamily,
             "server_places",
             "Requests that the servers have room for now.",
             progress.places,
         ),
         Metric(
-            GaugeMetricFamily,
             "requests_waiting",
             "Requests that wait for a server, a free slot or their next attempt now.",
             progress.waiting,
         ),
         Metric(
-            GaugeMetricFamily,
             "unanswered_seconds",
             "For so long servers have answered no request, although some failed.",
             progress.silence.seconds,
         ),
         Metric(
-            CounterMetricFamily,
             "request_retries_total",
             "Requests sent again in this attempt: after an error, or because their server was "
             "lost.",
             {("error",): own.retries, ("server_lost",): own.resent},
             ("cause",),
+            kind=CounterMetricFamily,
         ),
         Metric(
-            CounterMetricFamily,
             "request_errors_total",
             "Requests of this attempt that failed once, by kind of error.",
             {(kind,): count for kind, count in own.errors.items()},
             ("kind",),
+            kind=CounterMetricFamily,
         ),
         Metric(
-            CounterMetricFamily,
             "cache_hits_total",
             "Requests of this attempt that the request cache answered.",
             own.cached,
+            kind=CounterMetricFamily,
         ),
         Metric(
-            CounterMetricFamily,
             "tokens_total",
             "Tokens of this attempt's answers, as servers count them.",
             _tokens(own),
             ("type",),
+            kind=CounterMetricFamily,
         ),
         Metric(
-            CounterMetricFamily,
             "server_restarts_total",
             "Restarts of model servers in this attempt.",
             own.restarts,
+            kind=CounterMetricFamily,
         ),
         Metric(
-            HistogramMetricFamily,
             "request_duration_seconds",
             "Time from sending a request to its answer.",
             _histogram(spread.milliseconds, 22, 1000.0),  # 1 ms to 35 min
+            kind=HistogramMetricFamily,
         ),
         Metric(
-            HistogramMetricFamily,
             "request_prompt_tokens",
             "Prompt tokens of each answer.",
             _histogram(spread.prompt_tokens, 18),
+            kind=HistogramMetricFamily,
         ),
         Metric(
-            HistogramMetricFamily,
             "request_completion_tokens",
             "Completion tokens of each answer.",
             _histogram(spread.completion_tokens, 18),
+            kind=HistogramMetricFamily,
         ),
     )
 
@@ -294,9 +277,10 @@ def _of_requests(progress: Progress, spread: Spread) -> tuple[Metric, ...]:
 def families(ranks: Sequence[RankNow]) -> Iterator[Family]:
     """The metrics of some ranks, each metric once."""
     for same in zip(*map(metrics, ranks), strict=True):
-        kind, name, text, _, labels = same[0]
-        family = kind(PREFIX + name, text, labels=(*RANK_LABELS, *labels))
-        for rank, (_, _, _, values, _) in zip(ranks, same, strict=True):
+        first = same[0]
+        family = first.kind(PREFIX + first.name, first.help, labels=(*RANK_LABELS, *first.labels))
+        for rank, metric in zip(ranks, same, strict=True):
+            values = metric.values
             of_rank = (rank.run, str(rank.rank))
             if isinstance(values, tuple):
                 family.add_metric(of_rank, *values)

@@ -5,15 +5,12 @@ uploads the files, creates batches, waits, and puts the answers into the request
 effects is in ``checkpoint/batch_log.py``. Then the rank is taken again, which is a resume.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import IO, TypeVar
 
 import orjson
@@ -352,13 +349,13 @@ class ProviderPasses:
                             found.add(request)
                             rows += _rows(provider, request, answer, batch.run)
                         if len(rows) >= _ROWS:
-                            await self._change(partial(_put, rows))
+                            await self._change(RankFiles.write, rows, {})
                             rows = []
-                await self._change(partial(_put, rows))
+                await self._change(RankFiles.write, rows, {})
                 rows = []
             except Gone as error:
                 gone = f"It has no file {file} ({error}). "
-        await self._change(lambda rank: rank.sync())
+        await self._change(RankFiles.sync)
         if strange:
             logger.warning(f"Batch {remote.id} has answers that are not of this run: {strange}")
         config = self._configs[batch.model]
@@ -380,7 +377,7 @@ class ProviderPasses:
             if remote.status not in ENDED or await self._is_awaited(batch, missing):
                 return False
         if len(found) < batch.requests and (is_short or remote.status not in UNSENT):
-            await self._change(partial(_fail_others, batch, found))
+            await self._change(_fail_others, batch, found)
         await self._note(batch, "read")
         if is_short:
             raise ServerRefused(
@@ -395,8 +392,8 @@ class ProviderPasses:
 
     # the storage thread --------------------------------------------------------------------------
 
-    async def _change(self, change: Callable[[RankFiles], T]) -> T:
-        return await asyncio.to_thread(self._checkpoint.change, change)
+    async def _change(self, change: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.to_thread(self._checkpoint.change, change, *arguments)
 
     async def _note(self, batch: Batch, state: str, **fields: object) -> None:
         await self._change(lambda rank: rank.batches.note(batch.number, state, **fields))
@@ -405,11 +402,7 @@ class ProviderPasses:
         return await self._change(lambda rank: rank.batches.open)
 
 
-def _put(rows: list[CachedRequest], rank: RankFiles) -> None:
-    rank.write(rows, {})
-
-
-def _fail_others(batch: Batch, found: set[RequestId], rank: RankFiles) -> None:
+def _fail_others(rank: RankFiles, batch: Batch, found: set[RequestId]) -> None:
     rows = []
     for request in rank.batches.requests(batch.number):
         if request in found:
@@ -419,7 +412,7 @@ def _fail_others(batch: Batch, found: set[RequestId], rank: RankFiles) -> None:
         if answer is None or attempts_of(answer) < request.attempt:
             failure = kept_for_rollout(FAILURE, _NO_LINE, request.attempt, batch.run)
             rows.append(request.row(failure))
-    _put(rows, rank)
+    rank.write(rows, {})
     rank.sync()
 
 

@@ -4,8 +4,6 @@ Each test takes microseconds, is made of the text alone, and errs on the side of
 numbers are at least so many.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 
@@ -13,7 +11,6 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.numbers import FAULTS
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.config.bad_answers import ON_CUT_OFF, ON_LOOP
 from datatrove_ckpt.output.documents import Result
 from datatrove_ckpt.rollouts.answers import is_cut_off
 
@@ -124,10 +121,10 @@ class Quality:
 
     def _is_case_of(self, setting: str, choice: JsonObject) -> bool:
         reason = _reason_of(choice)
-        if setting == ON_CUT_OFF:
+        if setting == "on_cut_off":
             return is_cut_off(reason)
         text = _text_of(choice)
-        if setting == ON_LOOP:
+        if setting == "on_loop":
             return _is_loop(text, reason)
         return self._is_refusal(choice, text, reason)
 

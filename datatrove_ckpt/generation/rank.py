@@ -13,7 +13,6 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
@@ -55,6 +54,7 @@ from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import bind_shared, name_of, no_exit, shared_arguments
 from datatrove_ckpt.inference.servers.host import ServerHost, check_servers
 from datatrove_ckpt.inference.servers.warm import one_rank
+from datatrove_ckpt.mirror.mirror import RemoteMirror
 from datatrove_ckpt.output.chunk_writing import ChunkOutput, prepare_arrow
 from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.writer_checks import (
@@ -72,9 +72,6 @@ from datatrove_ckpt.readers.pipeline import steps_before
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.step_stats import StepStats
 from datatrove_ckpt.rollouts import ReadyMade
-
-if TYPE_CHECKING:
-    from datatrove_ckpt.mirror.mirror import RemoteMirror
 
 _STARTS_OVER = (
     "There is no checkpoint (checkpoints_local_dir is not set): the same command starts over."
@@ -266,7 +263,6 @@ class _Run:
         if (remote := step.checkpoints_remote_dir) is None:
             return None
         from datatrove_ckpt.mirror.job import join_mirrored_job
-        from datatrove_ckpt.mirror.mirror import RemoteMirror
 
         root = self.root
         job = None

@@ -1,7 +1,5 @@
 """What all requests of a rank share: its models, its checkpoint, its counters and its end."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass

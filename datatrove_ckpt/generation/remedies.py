@@ -3,8 +3,6 @@
 A server's words choose a remedy, and decide nothing.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

@@ -3,8 +3,6 @@
 A server's answer is cached. Everything here runs on the event loop of ``scheduler.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NoReturn
 

@@ -5,8 +5,6 @@ results replace what stands at ``metadata_key``, as datatrove's do. With ``explo
 a list, of which ``output`` makes rows.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress

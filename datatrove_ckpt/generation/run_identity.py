@@ -7,8 +7,6 @@ Functions that a pickle holds by value (of the script, nested, lambdas) are desc
 when the job was made; imported functions as this process has imported them.
 """
 
-from __future__ import annotations
-
 import operator
 import re
 import secrets
@@ -35,7 +33,6 @@ from datatrove_ckpt.config.templates import BARE
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.output.names import writer_name
 from datatrove_ckpt.user_code.description import (
-    NOTHING,
     PIPELINE,
     CodeDescription,
     describe,
@@ -58,8 +55,7 @@ _CONSTANTS = (str, int, float, bytes, type(None))
 _OTHER_NAME = "an endpoint names a model that is new to the run; set it only if it is the same one"
 CHAT_TEXTS = "rollout_fn.chat_texts"
 """The field of runs that take JSON in ``prompt_column`` for the chat that it is."""
-ENDPOINT_COLUMN = "endpoint_column"
-"""The field of runs that began with ``endpoints``."""
+_NOTHING = CodeDescription({}, {}, {}, [], frozenset(), [])
 _SETTING = re.compile(r"(rollout_fn|shared_context)\.(?!.* code$)")
 
 
@@ -108,12 +104,12 @@ def code_identity(
         rollout_version: replaces the description.
     """
     if rollout_version is not None:
-        named = NOTHING._replace(fields={"rollout_version": rollout_version})
+        named = _NOTHING._replace(fields={"rollout_version": rollout_version})
         return CodeIdentity(named, version=_VERSION)
     # A job that was queued before an upgrade.
     if when_made is not None and when_made.version != _VERSION:
         if when_made.made is None:  # version 5 and before: the code could not be described
-            return CodeIdentity(NOTHING, version=_UNDESCRIBED)
+            return CodeIdentity(_NOTHING, version=_UNDESCRIBED)
         return when_made
     things = (rollout_fn, shared_context, output_writer)
     shared = shared_context if isinstance(shared_context, dict) else {}
@@ -272,19 +268,21 @@ def _fields_of_models(models: Mapping[str, InferenceConfig]) -> JsonObject:
 
 def _config_fields(config: InferenceConfig) -> JsonObject:
     flags = answering_flags(config.engine, config.model_kwargs)
-    return {
+    fields = {
         "model": config.model_name_or_path,
         "canned_answers": config.engine.is_canned,
         "use_chat": config.use_chat,
         "default_generation_params": _plain(config.default_generation_params),
         "model_kwargs": {name: _plain(value) for name, value in flags.items()},
         "rollouts_per_document": config.rollouts_per_document,
-        # Left out when it is None: older checkpoints continue.
-        **({} if config.seed is None else {"seed": config.seed}),
-        **({"accept_null_finish_reason": True} if config.accept_null_finish_reason else {}),
-        **{name: _plain(getattr(config, name)) for name in config.answer_policies},
-        **({ENDPOINT_MODELS: config.other_models} if config.other_models else {}),
     }
+    for name in config.compared:
+        value = getattr(config, name)
+        if value != InferenceConfig.__dataclass_fields__[name].default:
+            fields[name] = _plain(value)
+    if config.other_models:
+        fields[ENDPOINT_MODELS] = config.other_models
+    return fields
 
 
 def _plain(value: object) -> object:

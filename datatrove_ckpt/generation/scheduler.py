@@ -10,8 +10,6 @@ swallows the error, which must not turn an outage into dropped documents. If not
 all work ends at once (``Shutdown.abort``).
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Sequence
@@ -210,7 +208,8 @@ class Scheduler:
         observer = self.observer
         host = host_loop()
         order = 0 if host is None else host.order
-        sender = Sender(self.shutdown, order, observer.server, observer.own)
+        changed = self._document_limit.changed
+        sender = Sender(self.shutdown, order, observer.server, observer.own, changed)
         served = self.servers.lend(
             model.config,
             self._configs,
@@ -292,7 +291,7 @@ class Scheduler:
                 results = await self._run_rollouts(document, requests)
             self._raise_if_stopping(answers)
             if answers.parked:
-                raise self._not_repeatable()
+                raise Parked
             kept = [result for result in results if result is not None]
             self.results.put_quality(document, answers)
             data = await self.results.encode(document, kept, slot.chunk.index, source.id)
@@ -302,7 +301,13 @@ class Scheduler:
             self._raise_if_stopping(answers)
             error: BaseException = raised
             if answers.parked:
-                error = self._not_repeatable()
+                error = ConfigError(
+                    f"{name_of(self.rollout_fn)} did not use an answer of its last pass, and sent "
+                    "other requests, so each pass would be paid for. With provider_batches, a "
+                    "rollout must send the same requests for a document each time: no random "
+                    "numbers, no time in its prompts (a seed may come from document.id)",
+                    setting="rollout_fn",
+                )
             note_sent(answers.payloads)
             note_sent([getattr(cause, "payload", None) for cause in causes(error)])
             letter = self.failures.letter_or_raise(
@@ -327,15 +332,6 @@ class Scheduler:
             raise answers.failure
         if answers.parked and answers.is_repeatable:
             raise Parked
-
-    def _not_repeatable(self) -> ConfigError:
-        return ConfigError(
-            f"{name_of(self.rollout_fn)} did not use an answer of its last "
-            "pass, and sent other requests, so each pass would be paid for. With "
-            "provider_batches, a rollout must send the same requests for a document each time: "
-            "no random numbers, no time in its prompts (a seed may come from document.id)",
-            setting="rollout_fn",
-        )
 
     async def _run_rollouts(self, document: Document, requests: Sequence[Requests]) -> list[object]:
         # The first rollout that raises cancels the others, whose further requests would be wasted.

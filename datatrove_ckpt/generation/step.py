@@ -26,7 +26,6 @@ from datatrove_ckpt.common.launchers import launcher
 from datatrove_ckpt.common.object_store import check_mirror
 from datatrove_ckpt.common.redaction import Veiled
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
-from datatrove_ckpt.config.bad_answers import ON_REFUSAL
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.config.paths import expand_path
@@ -34,7 +33,6 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.names import form
 from datatrove_ckpt.generation.run_identity import (
     CHAT_TEXTS,
-    ENDPOINT_COLUMN,
     CodeIdentity,
     code_identity,
     code_of,
@@ -48,7 +46,7 @@ from datatrove_ckpt.output.hub_writers import with_our_uploads
 from datatrove_ckpt.output.writer_checks import check_output_folder, check_writer
 from datatrove_ckpt.process.open_files import requests_at_once
 from datatrove_ckpt.process.preemption import Preemption, Setting, check_notice
-from datatrove_ckpt.process.shutdown import DRAIN_SECONDS, SIGNALS, check_signals
+from datatrove_ckpt.process.shutdown import SIGNALS, check_signals
 from datatrove_ckpt.process.task_errors import safe_log
 from datatrove_ckpt.rollouts import BatchRollout, EmbedRollout, PromptRollout, Rollout, for_config
 from datatrove_ckpt.rollouts.interface import FIELDS
@@ -56,6 +54,9 @@ from datatrove_ckpt.user_code import script_names
 
 if TYPE_CHECKING:
     from datatrove_ckpt.readers.step_records import StepRecord
+
+
+_ENDPOINT_COLUMN = "endpoint_column"  # the field of runs that began with ``endpoints``
 
 
 @dataclass(eq=False, repr=False)
@@ -75,7 +76,8 @@ class Step(PipelineStep):
     retry_dead_letters: bool = False
     seek: bool | None = None
     sync_seconds: Seconds = 1.0
-    drain_seconds: NotNegative = DRAIN_SECONDS
+    # Slurm kills 30 s (KillWait) after SIGTERM: 10 s are left to stop the server and requeue.
+    drain_seconds: NotNegative = 20.0
     drain_signals: Sequence[str] = SIGNALS
     retry_errors: bool = False
     accept_changes: bool = False
@@ -206,7 +208,7 @@ class Step(PipelineStep):
         if isinstance(prompt, PromptRollout) and prompt.chat_texts and sent_chats_as_texts(begun):
             self.rollout_fn = prompt.as_before()
         if begun:
-            self.tells_endpoints = ENDPOINT_COLUMN in begun
+            self.tells_endpoints = _ENDPOINT_COLUMN in begun
 
     def _begun(self) -> JsonObject:
         """Returns the settings with which the run began, if it did."""
@@ -335,13 +337,13 @@ class Step(PipelineStep):
             keys["explode"] = True
         if self.quality:
             keys["quality"] = True
-        acts = any(ON_REFUSAL in one.answer_policies for one in self.models.values())
+        acts = any("on_refusal" in one.answer_policies for one in self.models.values())
         if self.quality or (acts and self.refusals):
             keys["refusals"] = [*self.refusals]
         if getattr(self.rollout_fn, "chat_texts", None):  # also beside rollout_version
             keys[CHAT_TEXTS] = True
         if self.tells_endpoints:
-            keys[ENDPOINT_COLUMN] = True
+            keys[_ENDPOINT_COLUMN] = True
         return run_identity(
             self.code(), self.models, self.output_writer, chunk, keys, world_size, self._begun()
         )

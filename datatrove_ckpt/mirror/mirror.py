@@ -11,8 +11,6 @@ publication, shows a newer owner. If the mirror does not answer, it publishes: n
 take the rank over meanwhile.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import os
@@ -35,7 +33,6 @@ from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.common import object_store, retrying
 from datatrove_ckpt.common.declared import Seconds
-from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import ConfigError, StorageFailed, TooManyOpenFiles
 from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Uploads, Versions
 from datatrove_ckpt.process import job_launch
@@ -231,7 +228,7 @@ class RemoteMirror:
             try:
                 uploads.list_as_owner()
             except (OSError, ConfigError) as error:  # the next upload says so
-                self._failure = failure_line(error)
+                self._failure = retrying.failure_line(error)
                 if isinstance(error, OSError) and retrying.STORAGE.passes(error):
                     return
             self._known_until = now + _SEEN_SECONDS
@@ -246,7 +243,7 @@ class RemoteMirror:
         except (OSError, EOFError, ConfigError, StorageFailed, TooManyOpenFiles) as error:
             if isinstance(error, ConfigError) and not (self._uploads and self._uploads.owns_mirror):
                 raise
-            self._failure = failure_line(error)
+            self._failure = retrying.failure_line(error)
             if job_launch.LAUNCH in os.environ and retrying.http_status(error) in (401, 403):
                 raise StorageFailed(
                     f"{self.url} refuses this job's token ({retrying.library_line(error)}), and "

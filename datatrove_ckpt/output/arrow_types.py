@@ -8,8 +8,6 @@ times of any unit, times of any two zones (as UTC), dictionaries with their valu
 and lists of these.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from contextlib import suppress

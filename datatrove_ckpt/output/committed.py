@@ -8,8 +8,6 @@ a file of the template may be. Object stores that can list by prefix list the na
 the hub, the common folder of all names is listed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import os

@@ -1,7 +1,5 @@
 """CSV files: a line of column names, then a row for each document."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Sequence

@@ -11,8 +11,6 @@ Documents get to a user's writer without copies. datatrove's default adapter cop
 other owner, and is read with dicts in place of dataclasses.
 """
 
-from __future__ import annotations
-
 import base64
 import copy
 import dataclasses

@@ -10,8 +10,6 @@
 ``whoami-v2`` was rejected: it does not show whether the token fits this repository, and is limited.
 """
 
-from __future__ import annotations
-
 import shlex
 
 from loguru import logger

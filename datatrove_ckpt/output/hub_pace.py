@@ -9,16 +9,11 @@ A rank with more documents waits at half of the number without loss: the other h
 their end, which block GPUs.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import re
 from dataclasses import dataclass
 from typing import NamedTuple
-
-COMMITS_PER_HOUR = 128
-"""What the hub allows to a free account."""
 
 HOUR = 3600.0
 

@@ -5,8 +5,6 @@ so a chunk could not be published in one step. Parquet writers with a folder on 
 their settings, and their class names, which are in the run's identity.
 """
 
-from __future__ import annotations
-
 from inspect import signature
 
 from datatrove.pipeline.writers import ParquetWriter

@@ -5,8 +5,6 @@ untrusted metadata: the name must stay inside the output folder, outside our fol
 system; "/" in a value makes a subfolder.
 """
 
-from __future__ import annotations
-
 import posixpath
 import re
 from collections.abc import Mapping

@@ -10,8 +10,6 @@ rank starts, resumes and is complete, and before a job. Committed files that are
 another content, are refused likewise.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Calls into libraries that cannot be stopped: a rank that stops leaves their threads behind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace

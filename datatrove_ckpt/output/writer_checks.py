@@ -4,8 +4,6 @@ Folders that must differ are a step's output, its checkpoint, what the job reads
 steps write.
 """
 
-from __future__ import annotations
-
 import posixpath
 import re
 from collections.abc import Iterator, Sequence

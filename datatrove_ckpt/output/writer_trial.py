@@ -5,8 +5,6 @@ strings. So a document that is not plain JSON is first written to memory, while 
 a dead letter.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable

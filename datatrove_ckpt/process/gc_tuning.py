@@ -5,8 +5,6 @@ these collections find nothing, take a third of a run's CPU time, and stop the e
 (measured). With the settings here, cycles of a user's rollout wait longer.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading

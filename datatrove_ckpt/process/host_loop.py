@@ -9,8 +9,6 @@ a second ends it. Everything is saved before the cancellation is raised. A loop 
 the rank's tasks, and nothing is drained.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextvars

@@ -4,8 +4,6 @@ uv installs nothing from hf://, so the package's zip comes through fsspec, as th
 does.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -5,8 +5,6 @@ limit is often 1024, and a process may raise it up to the hard limit. It is rais
 needed: some programs walk through all numbers up to the limit, and ``select`` fails above 1024.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

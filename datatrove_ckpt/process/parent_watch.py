@@ -4,8 +4,6 @@ Ray kills an actor with SIGKILL, and gives the rank to another actor at once. A 
 would hold the rank's lock, and its server the GPUs, for an unused result.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal

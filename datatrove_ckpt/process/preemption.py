@@ -14,8 +14,6 @@ second: srun passes a signal on to tasks that Slurm has already signalled.
 ``loop.add_signal_handler`` would need a loop first, and could not restore the old handler.
 """
 
-from __future__ import annotations
-
 import _thread
 import asyncio
 import json
@@ -36,18 +34,10 @@ from loguru import logger
 
 from datatrove_ckpt.common.redaction import secrets_among
 from datatrove_ckpt.errors import ConfigError, LimitReached, Preempted, printable
-from datatrove_ckpt.process import parent_watch, slurm_job
+from datatrove_ckpt.process import parent_watch, signals, slurm_job
 from datatrove_ckpt.process.host_loop import host_loop
 from datatrove_ckpt.process.screen import exit_now
 from datatrove_ckpt.process.shutdown import SAME_EVENT, Shutdown, get_within
-from datatrove_ckpt.process.signals import (
-    Handlers,
-    between_ranks,
-    handle_between_ranks,
-    in_main_thread,
-    may_handle,
-    raise_again,
-)
 from datatrove_ckpt.process.workers import worker_slot
 
 # Preemption notices: this node goes away soon. A notice is taken as a SIGTERM.
@@ -66,9 +56,9 @@ _TIMEOUT = 5.0  # seconds, of a request or a command
 _AZURE_ENDS = {"Preempt", "Terminate", "Redeploy", "Reboot"}  # not Freeze, a pause of seconds
 
 
-def check_notice(setting: Setting | None, signals: Sequence[str]) -> None:
+def check_notice(setting: Setting | None, drain_signals: Sequence[str]) -> None:
     """Args:
-        signals: those that drain a rank.
+        drain_signals: names of the signals that drain a rank.
 
     Raises:
         ConfigError: ``preemption_notice`` cannot work.
@@ -90,7 +80,7 @@ def check_notice(setting: Setting | None, signals: Sequence[str]) -> None:
                 f"{name}: takes {{'cloud': NAME}}, one of {', '.join(_CLOUDS)}, or {{'command': "
                 f"[program, ...]}}; it is {setting!r}."
             )
-    if "SIGTERM" not in signals:
+    if "SIGTERM" not in drain_signals:
         raise ConfigError(
             f"{name}: is taken as a SIGTERM, which is not in drain_signals. Add it there."
         )
@@ -288,7 +278,7 @@ class Preemption:
     """``with Preemption(...) as preemption:`` around the whole run of a rank.
 
     Args:
-        signals: names of the signals to handle.
+        names: of the signals to handle.
         notice: ``preemption_notice``.
 
     Raises:
@@ -297,15 +287,15 @@ class Preemption:
     """
 
     def __init__(
-        self, signals: Sequence[str], drain_seconds: float, notice: Setting | None = None
+        self, names: Sequence[str], drain_seconds: float, notice: Setting | None = None
     ) -> None:
         self._host = host_loop()
         parent = None if self._host is None else self._host.parent
         self.shutdown = Shutdown(drain_seconds, parent)
-        self._names = signals
+        self._names = names
         self._setting = notice
         self._notice = ""
-        self._handlers = Handlers(self._receive)
+        self._handlers = signals.Handlers(self._receive)
         self._received: list[int] = []
         self._interruptible = False
         self._is_one_of_many = self._host is not None and self._host.rank is not None
@@ -323,10 +313,10 @@ class Preemption:
                 "This task runs in a worker of multiprocessing's pool: signals end it like kill "
                 "-9, without a drain. With datatrove_ckpt.LocalPipelineExecutor, tasks drain."
             )
-        if in_main_thread():
-            between_ranks.restore()
+        if signals.in_main_thread():
+            signals.between_ranks.restore()
             numbers = [signal.Signals[name] for name in self._names]
-            self._handlers.install(filter(may_handle, numbers))
+            self._handlers.install(filter(signals.may_handle, numbers))
         elif not (self._is_one_of_many or self._is_pool_worker):
             logger.info("This task runs in a thread: signals end it at once, without a drain.")
         parent = self.shutdown.parent  # its rollouts run in the main thread
@@ -350,7 +340,7 @@ class Preemption:
         numbers = list(self._handlers.usual)
         self._handlers.restore()
         if not self.shutdown.is_requested:
-            handle_between_ranks(numbers)
+            signals.handle_between_ranks(numbers)
             return
         if error is not None and not isinstance(
             error, Preempted | KeyboardInterrupt | LimitReached
@@ -361,7 +351,7 @@ class Preemption:
         # A signal to the group has ended them; datatrove's executor would fail in its ``finally``
         # block.
         managers_ended = not all(manager.is_alive() for manager in self._managers)
-        raise_again(self._received, at_once=managers_ended)
+        signals.raise_again(self._received, at_once=managers_ended)
         if self._received[:1] == [signal.SIGINT]:
             raise KeyboardInterrupt
         if error is None or isinstance(error, KeyboardInterrupt):

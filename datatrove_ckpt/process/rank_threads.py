@@ -11,8 +11,6 @@ At its end a rank waits minutes for its last long answers, with nearly idle serv
 The loop runs in the main thread, and each rank's blocking work in a thread (``host_loop.py``).
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -8,8 +8,6 @@ Each rank reports a ``RankProgress`` about once a second. The work of an attempt
 only its growth counts.
 """
 
-from __future__ import annotations
-
 import contextvars
 import os
 import select

@@ -29,8 +29,6 @@ T = TypeVar("T")
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
 """Request a stop by default."""
-# Slurm kills 30 s (KillWait) after SIGTERM: 10 s are left to stop the server and requeue the job.
-DRAIN_SECONDS = 20.0
 SAME_EVENT = 1.0
 """Seconds: signals that follow the first one within this time are the same request to stop."""
 

@@ -16,8 +16,6 @@ waits without end for a worker that exits. A handler that exits, such as Ray's, 
 SystemExit in a rollout, and fail its document.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -164,10 +162,7 @@ def end_by(number: int) -> NoReturn:
 
 def _receive_between_ranks(number: int) -> None:
     between_ranks.restore()
-    if signal.getsignal(number) is signal.SIG_DFL:
-        requeue_if_preempted()
-    with job_id_in_environment():
-        signal.raise_signal(number)
+    raise_again([number])
 
 
 between_ranks = Handlers(_receive_between_ranks)

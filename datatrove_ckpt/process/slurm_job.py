@@ -5,8 +5,6 @@ A step that ends earlier, as it should, makes its job FAILED, which Slurm does n
 must request it. Only a preempted job, not a cancelled one, has a PreemptTime and still runs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

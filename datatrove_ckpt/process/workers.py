@@ -46,12 +46,12 @@ from multiprocess.reduction import ForkingPickler
 from datatrove_ckpt.common.formatting import plural, safe_text
 from datatrove_ckpt.common.memory import WORKERS_VARIABLE
 from datatrove_ckpt.errors import CkptError, Preempted, UnexpectedExit, WorkerDied
+from datatrove_ckpt.process import signals
 from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.parent_watch import die_with_parent
 from datatrove_ckpt.process.screen import TICK_SECONDS, RankProgress, Screen, reporting_to
 from datatrove_ckpt.process.shutdown import SAME_EVENT
-from datatrove_ckpt.process.signals import Handlers, may_handle, raise_again
 
 
 class Tasks(Protocol):
@@ -204,7 +204,7 @@ class Workers:
     def __post_init__(self) -> None:
         self.lost: dict[int, str] = {}
         self.signal = 0
-        self._numbers = sorted(filter(may_handle, set(self.numbers)))
+        self._numbers = sorted(filter(signals.may_handle, set(self.numbers)))
         self._workers: list[_Process] = []
         self._tasks: deque[int] = deque()
         self._deaths: Counter[int] = Counter()
@@ -215,7 +215,7 @@ class Workers:
         self._requests = 0
         self._to_pass_on: deque[int] = deque()
         self._came = 0.0
-        self._handlers = Handlers(self._receive)
+        self._handlers = signals.Handlers(self._receive)
 
     def __enter__(self) -> Self:
         self._handlers.install(self._numbers)
@@ -426,7 +426,7 @@ def end_as(number: int) -> NoReturn:
     Raises:
         Preempted: it does not end this process. Or see ``raise_again``.
     """
-    raise_again([number])
+    signals.raise_again([number])
     raise Preempted(
         f"Stopped by {signal.Signals(number).name}. Run the same command again to resume."
     )
@@ -499,7 +499,7 @@ def work(
     # While signals are blocked: an interrupted start of a loop prints a traceback.
     fsspec.asyn.get_loop()
     worker = _Worker(connection)
-    Handlers(worker.receive).install(numbers)
+    signals.Handlers(worker.receive).install(numbers)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
     with reporting_to(worker.report, below_bar), gc_tuned():
         worker.serve(run, slot)

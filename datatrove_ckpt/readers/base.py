@@ -7,8 +7,6 @@ A step holds plain data only, because datatrove copies and pickles it. It may ru
 each run forgets where the previous run ended.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from functools import partial

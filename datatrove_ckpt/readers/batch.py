@@ -3,8 +3,6 @@
 {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
 """
 
-from __future__ import annotations
-
 import copy
 from itertools import islice
 from typing import Any

@@ -4,8 +4,6 @@ A ``FilePosition`` is (rows, hash of these rows). A resume reads the file from i
 compares the hash.
 """
 
-from __future__ import annotations
-
 import codecs
 import csv
 import io

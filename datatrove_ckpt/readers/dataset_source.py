@@ -25,7 +25,6 @@ from loguru import logger
 from xxhash import xxh3_64_hexdigest
 
 from datatrove_ckpt.common import JsonObject, retrying
-from datatrove_ckpt.common.retrying import http_status
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.input_errors import explain_hub_error
 from datatrove_ckpt.readers.inputs import Inputs, fingerprint
@@ -161,7 +160,9 @@ class DatasetInputs(Inputs):
             # An HTTP server may refuse HEAD.
             if found is None and not isinstance(error, FileNotFoundError):
                 return {name: {"size": 0}}
-            if found is None or (http_status(error) is None and not isinstance(error, OSError)):
+            if found is None or (
+                retrying.http_status(error) is None and not isinstance(error, OSError)
+            ):
                 raise
             raise InputError(
                 explain_hub_error(found["repository"], error, found["commit"])

@@ -4,8 +4,6 @@ The unit is stored bytes, because a listing has them; the format converts its pl
 opens no file, and costs nothing per document.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Sequence

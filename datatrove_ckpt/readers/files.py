@@ -1,7 +1,5 @@
 """The reader of the files of a folder, or of a dataset on the Hugging Face hub."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Iterable
 from os import PathLike, fspath

@@ -1,7 +1,5 @@
 """Explains errors of the hub and of S3 about an input."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 

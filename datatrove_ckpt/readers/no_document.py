@@ -2,15 +2,14 @@
 change.
 """
 
-from __future__ import annotations
-
 import codecs
 import csv
 from contextlib import closing, suppress
-from typing import IO, TYPE_CHECKING, NoReturn
+from typing import IO, NoReturn
 
 import orjson
 from datatrove.pipeline.readers import CSVReader, IpcReader, ParquetReader
+from datatrove.pipeline.readers.base import BaseDiskReader
 from fsspec.spec import AbstractBufferedFile
 
 from datatrove_ckpt.common import JsonObject
@@ -20,10 +19,6 @@ from datatrove_ckpt.readers.block_file import TableFile
 from datatrove_ckpt.readers.compressed import open_content
 from datatrove_ckpt.readers.extent import FileExtent
 from datatrove_ckpt.readers.parquet_blocks import ParquetBlocks
-
-if TYPE_CHECKING:
-    from datatrove.pipeline.readers.base import BaseDiskReader
-
 
 MAX_LINE_BYTES = 2**28
 """Limit of a JSONL line or CSV field, in bytes.

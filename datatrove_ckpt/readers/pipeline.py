@@ -5,8 +5,6 @@ For readers that do not seek, it notes files, and refuses an input without docum
 count skipped rows.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

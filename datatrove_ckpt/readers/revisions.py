@@ -5,8 +5,6 @@ records the commit of a branch or tag in the job's checkpoint folder. The file i
 link: the first link wins, whole.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

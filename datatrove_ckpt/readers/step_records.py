@@ -4,8 +4,6 @@ A false alarm would refuse a good run, so the description has only a step's pack
 plain settings of stateless steps.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

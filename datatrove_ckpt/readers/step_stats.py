@@ -8,8 +8,6 @@ The last position holds the stats at the end of the input (``ended``). A retry o
 not run these steps, and takes their stats from ``shard.json``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from numbers import Integral

@@ -4,8 +4,6 @@ A ``FilePosition`` is (documents of the file that were read,). Their content is 
 base compares the file by size and fingerprint.
 """
 
-from __future__ import annotations
-
 import io
 import threading
 from collections.abc import Iterator

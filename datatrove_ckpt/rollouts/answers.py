@@ -15,7 +15,7 @@ from datatrove_ckpt.common.finish_reasons import CUT_OFF
 from datatrove_ckpt.common.formatting import missing_package
 from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.rollouts.interface import Payload
+from datatrove_ckpt.rollouts.interface import InferenceResult, Payload
 
 CANNED = "canned"
 """The "engine" of ``server_type: dummy``, whose answers have no form and are not checked."""
@@ -82,9 +82,9 @@ class AnswerForm(NamedTuple):
             )
         return found
 
-    def read(self, text: str) -> tuple[str, str]:
+    def read(self, answer: InferenceResult) -> tuple[str, str]:
         """Returns the answer's text without what surrounds it, and what is wrong with it, or ""."""
-        text = text.strip()
+        text = str(answer.text).strip()
         problem = self._problem(text)
         fenced = FENCE.fullmatch(text)
         if problem and fenced:

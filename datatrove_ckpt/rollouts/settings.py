@@ -303,7 +303,9 @@ class OneRequest(WholeText):
         """
         if not self.form.kind or self.form_for == CANNED:
             return await generate(payload)
-        return await self._ask_until(self._read, self.form.kind, self.show_error, generate, payload)
+        return await self._ask_until(
+            self.form.read, self.form.kind, self.show_error, generate, payload
+        )
 
     def value_of(self, result: object) -> object:
         value = super().value_of(result)
@@ -313,9 +315,6 @@ class OneRequest(WholeText):
             return orjson.loads(value)
         except ValueError:  # a canned answer, or an old one
             return value
-
-    def _read(self, answer: InferenceResult) -> tuple[str, str]:
-        return self.form.read(str(answer.text))
 
     async def _ask_until(
         self,

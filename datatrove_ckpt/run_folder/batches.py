@@ -1,7 +1,5 @@
 """Cancels a batch of a run at its provider."""
 
-from __future__ import annotations
-
 import asyncio
 
 from datatrove_ckpt.checkpoint.batch_log import Batch, give_up

@@ -5,8 +5,6 @@
 README, its YAML header included, stays as it is.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import re

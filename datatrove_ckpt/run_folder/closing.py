@@ -1,7 +1,5 @@
 """The last line of ``run``: what all ranks and all attempts have done, and what to do next."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 
@@ -38,14 +36,13 @@ def closing_line(runner: RunnerPlan, root: Path, job: JobSums, started: float, c
         return f"There are no documents in the input, so there is no output in {folder}."
     retries = (commit.counts for commit in job.retried if commit.at >= started)
     again = sum(retries, DocumentCounts())
-    retried = (
-        f"{plural(again.read, 'dead letter')}: {again.read - again.dead} succeeded, "
-        f"{again.dead} still dead"
-    )
     idle = job.ranks - len(job.known)
     work = ""
     if again.read:
-        work = f" Retried {retried}."
+        work = (
+            f" Retried {plural(again.read, 'dead letter')}: {again.read - again.dead} succeeded, "
+            f"{again.dead} still dead."
+        )
     elif runner.step.retry_dead_letters and not counts.dead:
         work = " There was no dead letter to retry."
     errors = lines_with_error(runner.step.rollout_fn, counts)

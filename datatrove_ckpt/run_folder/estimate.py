@@ -1,7 +1,5 @@
 """Estimates of a sum over a whole input, from a part of it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

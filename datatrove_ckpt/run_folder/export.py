@@ -57,7 +57,7 @@ def dataset(place: Place) -> datasets.Dataset:
         return PARQUET.dataset([folder.resolve_paths(file.path) for _, file, _ in files])
     # The loader of JSON lines takes the types of the first file, and makes times of texts; that of
     # CSV makes numbers and nulls of texts.
-    schema = _schema(place)
+    schema = _united(_columns_of_rows(place))
     if not len(schema):
         return datasets.Dataset.from_dict({})
     return datasets.Dataset.from_generator(
@@ -83,12 +83,10 @@ def _whole_rows(
             yield {name: row.get(name) for name in columns}
 
 
-def _schema(place: Place) -> Schema:
-    return _united(
-        (name, type_of([row.get(name) for row in rows], name))
-        for rows in _batches(place)
-        for name in dict.fromkeys(chain.from_iterable(rows))
-    )
+def _columns_of_rows(place: Place) -> Iterator[tuple[str, DataType]]:
+    for rows in _batches(place):
+        for name in dict.fromkeys(chain.from_iterable(rows)):
+            yield name, type_of([row.get(name) for row in rows], name)
 
 
 def _united(columns: Iterable[tuple[str, DataType]]) -> Schema:
@@ -197,10 +195,10 @@ def _write_parquet(place: Place, path: Path) -> int:
 
     files = [*committed_files(place)]  # a run may commit more of them meanwhile
     if files and format_of_file(files[0][1].path) is PARQUET:
-        schema = _united(_columns(files))
+        schema = _united(_columns_of_tables(files))
         tables = _tables(files, schema)
     else:
-        schema = _schema(place)
+        schema = _united(_columns_of_rows(place))
         tables = (_table(rows, schema) for rows in _batches(place))
     count = 0
     with pa.parquet.ParquetWriter(path, schema) as writer:
@@ -210,7 +208,7 @@ def _write_parquet(place: Place, path: Path) -> int:
     return count
 
 
-def _columns(files: Iterable[Committed]) -> Iterator[tuple[str, DataType]]:
+def _columns_of_tables(files: Iterable[Committed]) -> Iterator[tuple[str, DataType]]:
     import pyarrow.parquet
 
     for folder, committed, _ in files:

@@ -22,7 +22,6 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged
 from datatrove_ckpt.checkpoint.identity import (
-    JobChanges,
     compare_job,
     name_tasks,
     note_output,
@@ -39,7 +38,6 @@ from datatrove_ckpt.checkpoint.layout import (
 from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, Want, read_rank
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import duration, error_text, plural
-from datatrove_ckpt.common.retrying import RetryPolicy
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import max_tokens_of
 from datatrove_ckpt.config.paths import existing_part, expand_path
@@ -67,7 +65,7 @@ from datatrove_ckpt.output.committed import RankCommits, has_commits, some
 from datatrove_ckpt.output.documents import encode
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access
-from datatrove_ckpt.output.hub_pace import COMMITS_PER_HOUR, HOUR
+from datatrove_ckpt.output.hub_pace import HOUR
 from datatrove_ckpt.output.names import writer_name
 from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.writer_trial import WriterTrial
@@ -205,7 +203,24 @@ def _find_wrong(runner: RunnerPlan, folder: Path, skipped: list[int]) -> dict[in
         found.empty += others.empty
     kept = [rank for rank in skipped if rank not in found.empty]
     if found.changes:
-        _refuse_changes(found, runner, folder, kept, len(ranks))
+        advice = ""
+        done = [rank for rank in found.ranks if rank in kept]
+        if done:
+            advice = (
+                f"Finished with the old settings: {name_tasks(done)}. What is finished stays as it "
+                "is. "
+            )
+        may_mix = not found.is_layout and len(kept) < len(ranks)
+        if not (step.accept_changes and may_mix):
+            if len(kept) == len(ranks):
+                advice = (
+                    "All tasks are finished, so the new settings would change no output any more. "
+                    "For dead letters alone, retry_dead_letters takes the new settings. "
+                )
+            made_by = f"The checkpoints in {folder} ({name_tasks(found.ranks)}) were"
+            raise refusal(made_by, found.changes, advice, may_mix)
+        if advice:
+            logger.warning(advice)
     missing = [rank for rank in kept if not (rank_folder(folder, rank) / RUN).exists()]
     if missing:
         markers = plan.logging_dir.resolve_paths("completions")
@@ -235,34 +250,6 @@ def _find_wrong(runner: RunnerPlan, folder: Path, skipped: list[int]) -> dict[in
             f"{folder}/{rank:05d} {why}."
         )
     return wrong
-
-
-def _refuse_changes(
-    found: JobChanges, runner: RunnerPlan, folder: Path, skipped: list[int], tasks: int
-) -> None:
-    """Raises, unless the changes are accepted and there is a task that they can be applied to."""
-    advice = ""
-    kept = [rank for rank in found.ranks if rank in skipped]
-    if kept:
-        advice = (
-            f"Finished with the old settings: {name_tasks(kept)}. What is finished stays as it is. "
-        )
-    may_mix = not found.is_layout and len(skipped) < tasks
-    if runner.step.accept_changes and may_mix:
-        if advice:
-            logger.warning(advice)
-        return
-    if len(skipped) == tasks:
-        advice = (
-            "All tasks are finished, so the new settings would change no output any more. For dead "
-            "letters alone, retry_dead_letters takes the new settings. "
-        )
-    raise refusal(
-        f"The checkpoints in {folder} ({name_tasks(found.ranks)}) were",
-        found.changes,
-        advice,
-        may_mix,
-    )
 
 
 def earlier_runs(
@@ -324,7 +311,7 @@ def check_access_of(runner: RunnerPlan, hub: HubFolder, only_look: bool = False)
 
 
 def check_output(
-    plan: RunPlan, without: Collection[str] = (), policy: RetryPolicy | None = None
+    plan: RunPlan, without: Collection[str] = (), policy: retrying.RetryPolicy | None = None
 ) -> None:
     """Compares the output of all ranks, also those that datatrove skips, with their checkpoints,
     before a run.
@@ -355,7 +342,7 @@ def check_output_of_run(
     runner: RunnerPlan,
     checkpoints: Path,
     first_starts: Iterable[int] = (),
-    policy: RetryPolicy | None = None,
+    policy: retrying.RetryPolicy | None = None,
     want: Want = Want.COMMITS,
 ) -> JobSums:
     """Lists the output folder once. Returns the sums over the ranks of the job; all committed files
@@ -417,6 +404,7 @@ def check_output_of_run(
     return job
 
 
+_COMMITS_PER_HOUR = 128  # what the hub allows to a free account
 _USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
 _ANSWER = {"text": "An answer.", "finish_reason": "stop", "usage": _USAGE}
 
@@ -504,7 +492,7 @@ def refuse_file(setting: str, folder: str | Path) -> None:
 
 
 def check_runner(
-    runner: RunnerPlan, sample: list[Document], is_thorough: bool = True
+    runner: RunnerPlan, sample: list[Document], is_thorough: bool
 ) -> Iterator[Finding]:
     plan = runner.plan
     place = plan.place(runner.index)
@@ -586,7 +574,13 @@ def _check_server(
         return
     yield Finding("note", "requests", f"{config.places} (max_concurrent_generations).")
     if config is runner.step.model:
-        yield _check_open_files(*runner.step.requests_and_servers())
+        requests, servers = runner.step.requests_and_servers()
+        needed = files_needed(requests, servers)
+        allowed = limits()[1]
+        text = too_low(requests, servers, needed, allowed)
+        if allowed >= needed:
+            text = f"{requests} at once need up to {needed}; the hard limit is {allowed}."
+        yield Finding("ok" if allowed >= needed else "problem", "open files", text)
     if config.server_log_folder is not None:
         expand_path("server_log_folder", config.server_log_folder)
     if is_endpoint and ready.state == "ok":
@@ -664,9 +658,9 @@ def check_rules_of_hub(plan: RunPlan, step: InferenceRunner) -> Iterator[Finding
         return
     pace = step.hub_pace
     text = f"all tasks together keep to {pace.per_hour} per hour (hub_commits_per_hour)."
-    if pace.per_hour > COMMITS_PER_HOUR:
+    if pace.per_hour > _COMMITS_PER_HOUR:
         text += (
-            f" The hub allows {COMMITS_PER_HOUR} to a free account, and refuses more for up to "
+            f" The hub allows {_COMMITS_PER_HOUR} to a free account, and refuses more for up to "
             "an hour."
         )
     state: State = "ok"
@@ -721,17 +715,6 @@ def _check_answer(
         "name."
     )
     return Finding("problem", "endpoint", text)
-
-
-def _check_open_files(requests: int, servers: int) -> Finding:
-    needed = files_needed(requests, servers)
-    allowed = limits()[1]
-    if allowed < needed:
-        return Finding("problem", "open files", too_low(requests, servers, needed, allowed))
-    text = (
-        f"{plural(requests, 'request')} at once need up to {needed}; the hard limit is {allowed}."
-    )
-    return Finding("ok", "open files", text)
 
 
 # What a run does with them ------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 some.
 """
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Iterator, Sequence

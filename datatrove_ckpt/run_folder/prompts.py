@@ -4,8 +4,6 @@ Engines keep prompts from their beginning, until others need the room. So equal 
 where prompts begin with it, and soon after each other.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 

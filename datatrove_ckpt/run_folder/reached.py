@@ -1,7 +1,5 @@
 """How far a rank is: the ``Progress`` by which claims tell whether an attempt was in vain."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path

@@ -32,8 +32,6 @@ A damaged commit log
     again, and their dead letters are overwritten with spaces. The damaged log is copied first.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -217,16 +215,6 @@ class RepairPlan:
     def ranks(self) -> list[RankLedger]:
         return [redo.rank for redo in self.redo]
 
-    def add(self, redo: Redo) -> None:
-        self.left += [
-            f"{name_place(*redo.rank.key, index)}: cannot be redone: it was made before the input "
-            "grew or records_per_chunk changed, and would not end where the next chunk starts. "
-            f"Start this task over: remove {redo.rank.folder} and its output."
-            for index in redo.stuck
-        ]
-        if redo.before is None or redo.commits:
-            self.redo.append(redo)
-
     def describe(self) -> Iterator[str]:
         yield from (f"not repaired: {text}" for text in self.left)
         for redo in self.redo:
@@ -265,8 +253,16 @@ def make_plan(report: Report, logging_dir: str | None) -> RepairPlan:
         except CheckpointError as error:
             plan.left.append(f"{rank.place}: cannot be redone: {error}")
             continue
-        if redo is not None:
-            plan.add(redo)
+        if redo is None:
+            continue
+        plan.left += [
+            f"{name_place(*rank.key, index)}: cannot be redone: it was made before the input grew "
+            "or records_per_chunk changed, and would not end where the next chunk starts. Start "
+            f"this task over: remove {rank.folder} and its output."
+            for index in redo.stuck
+        ]
+        if redo.before is None or redo.commits:
+            plan.redo.append(redo)
     redone = {(*redo.rank.key, commit.chunk_index) for redo in plan.redo for commit in redo.commits}
     plan.left += [
         str(problem)
@@ -404,7 +400,32 @@ def carry_out(plan: RepairPlan, report: Report) -> None:
         keep = {problem.path for problem in plan.foreign}
         remove_output(report.folder, [name for name in names if name not in keep])
         for redo in plan.redo:
-            _carry_out(redo)
+            rank = redo.rank
+            letters_end = redo.letters_end
+            if redo.before is None:
+                # Files of lost commits are the rank's own, and unnamed now.
+                files.disk.remove(rank.folder / PUBLISHING)
+            # From here on a run accepts only a log with the commits to keep.
+            _claim(rank).take(len(redo.kept))
+            if rank.last_chunk_file.exists():
+                files.disk.remove(rank.last_chunk_file)
+                files.disk.sync_dir(rank.last_chunk_file.parent)
+            if redo.before is None and rank.commits_file.exists():
+                with explained("read", rank.commits_file):
+                    data = rank.commits_file.read_bytes()
+                files.disk.replace(files.free_name(rank.commits_file, ".damaged-"), data)
+            kept = [
+                replace(commit, dead_letters_size=min(commit.dead_letters_size, letters_end))
+                for commit in redo.kept
+            ]
+            files.disk.replace(
+                rank.commits_file, b"".join(seal(commit.to_json()) for commit in kept)
+            )
+            if (
+                rank.dead_letters_file.exists()
+                and rank.dead_letters_file.stat().st_size > letters_end
+            ):
+                files.disk.truncate(rank.dead_letters_file, letters_end)
 
 
 def _claim(rank: RankLedger) -> RunClaim:
@@ -418,27 +439,3 @@ def _blanked(rank: RankLedger, ranges: list[tuple[int, int]], size: int) -> Iter
         yield b" " * (end - start)
         at = end
     yield from rank.dead_letters(at, size)
-
-
-def _carry_out(redo: Redo) -> None:
-    rank = redo.rank
-    letters_end = redo.letters_end
-    if redo.before is None:
-        # Files of lost commits are the rank's own, and unnamed now.
-        files.disk.remove(rank.folder / PUBLISHING)
-    # From here on a run accepts only a log with the commits to keep.
-    _claim(rank).take(len(redo.kept))
-    if rank.last_chunk_file.exists():
-        files.disk.remove(rank.last_chunk_file)
-        files.disk.sync_dir(rank.last_chunk_file.parent)
-    if redo.before is None and rank.commits_file.exists():
-        with explained("read", rank.commits_file):
-            data = rank.commits_file.read_bytes()
-        files.disk.replace(files.free_name(rank.commits_file, ".damaged-"), data)
-    kept = [
-        replace(commit, dead_letters_size=min(commit.dead_letters_size, letters_end))
-        for commit in redo.kept
-    ]
-    files.disk.replace(rank.commits_file, b"".join(seal(commit.to_json()) for commit in kept))
-    if rank.dead_letters_file.exists() and rank.dead_letters_file.stat().st_size > letters_end:
-        files.disk.truncate(rank.dead_letters_file, letters_end)

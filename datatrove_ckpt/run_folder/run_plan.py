@@ -336,12 +336,13 @@ def lost_with_disk(plan: RunPlan, is_kept: Callable[[str], bool]) -> list[str]:
         (setting_of("output_folder", place), writer.output_folder)
         for place, writer in writers_of(plan.pipeline)
     ]
-    local = [
-        (name, folder)
+    lost = [
+        name
         for name, folder in folders
-        if isinstance(folder, DataFolder) and folder.is_local()
+        if isinstance(folder, DataFolder)
+        and folder.is_local()
+        and not is_kept(folder.resolve_paths(""))
     ]
-    lost = [name for name, folder in local if not is_kept(folder.resolve_paths(""))]
     for runner in plan.runners:
         step = runner.step
         mirror = runner.step.checkpoints_remote_dir

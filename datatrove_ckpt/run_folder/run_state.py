@@ -7,8 +7,6 @@ line per minute is due. A running rank has a process that holds its lock. Where 
 (in a mirror's copy, and on some file systems), a rank runs as long as its history grows.
 """
 
-from __future__ import annotations
-
 import datetime
 import shlex
 import socket
@@ -43,7 +41,7 @@ from datatrove_ckpt.checkpoint.ledger import (
     find_ranks,
     read_rank,
 )
-from datatrove_ckpt.checkpoint.limits import LIMITS, Limits, RunTotals, noted_limits
+from datatrove_ckpt.checkpoint.limits import Limits, RunTotals, noted_limits
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.numbers import Buckets, Rates, RunNumbers
 from datatrove_ckpt.claims.claims import Claimant, claimants, given_up, open_store
@@ -132,12 +130,6 @@ class RankStatus(RunSums):
     def need_attention(self, trouble: Trouble, reason: str) -> None:
         self.trouble = trouble
         self.reason = reason
-
-    @property
-    def share(self) -> float | None:
-        if self.state == "finished":
-            return 1.0
-        return self.position.share
 
     @property
     def goes_on(self) -> bool:
@@ -426,13 +418,10 @@ def _add_input(totals: Totals, ranks: list[RankStatus]) -> None:
         total += total * others // len(known)
         totals.total_is_estimated = True
     totals.position = InputPosition(done, total, units.pop())
-    totals.time_left = _time_left(totals, ranks, total - done)
-
-
-def _time_left(totals: Totals, ranks: list[RankStatus], rest: int) -> float | None:
-    """Without the work of ranks at a halt, but at least what the last rank needs."""
     if totals.rates.input <= 0:
-        return None
+        return
+    # Without the work of ranks at a halt, but at least what the last rank needs.
+    rest = total - done
     halted = [rank for rank in ranks if not rank.goes_on]
     totals.halted = len(halted)
     for rank in halted:
@@ -440,7 +429,7 @@ def _time_left(totals: Totals, ranks: list[RankStatus], rest: int) -> float | No
             rest -= rank.position.total - rank.position.done
     quiet = min((rank.wait.quiet for rank in ranks if rank.state == "running"), default=0.0)
     slowest = [rank.time_left for rank in ranks if rank.time_left is not None]
-    return time_left(max(0, rest), totals.rates.input, quiet, slowest)
+    totals.time_left = time_left(max(0, rest), totals.rates.input, quiet, slowest)
 
 
 SILENT_SECONDS = 180.0
@@ -585,7 +574,7 @@ def _judge_ended(rank: RankStatus, attempt: AttemptSummary, now: float) -> None:
         rank.need_attention("failed", f"{ago} on {attempt.host}: {attempt.what}")
     elif attempt.why == "stopped":
         rank.state = "interrupted"
-        if attempt.what not in (WAITS_FOR_BATCHES, *LIMITS):
+        if attempt.what not in (WAITS_FOR_BATCHES, "until", "max_cost", "max_total_tokens"):
             reason = f"{attempt.how_it_ended} {ago}; what it did is saved"
             rank.need_attention("interrupted", reason)
     else:

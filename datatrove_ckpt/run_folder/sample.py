@@ -4,8 +4,6 @@ The answers stay with the checkpoints, and the job's ranks take them for equal r
 ``checkpoint/old_answers.py``). No identity is fixed by that: the prompt may still change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass

@@ -1,11 +1,10 @@
 """The sums of a run as lines of text: ``status`` prints them, and a report begins with them."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
+from datatrove_ckpt.checkpoint.batch_log import Batch, read_batches
 from datatrove_ckpt.checkpoint.layout import BATCHES
 from datatrove_ckpt.checkpoint.ledger import few, name_place
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts
@@ -13,9 +12,6 @@ from datatrove_ckpt.common import BATCH
 from datatrove_ckpt.common.formatting import duration, figure, percent, plural, ranges, short
 from datatrove_ckpt.run_folder.estimate import estimate
 from datatrove_ckpt.run_folder.run_state import RankStatus, RunState, State, Totals
-
-if TYPE_CHECKING:
-    from datatrove_ckpt.checkpoint.batch_log import Batch
 
 _SHOWN_CAUSES = 5
 _SHOWN_WORKERS = 20
@@ -75,8 +71,6 @@ def open_batches(state: RunState) -> Iterator[tuple[RankStatus, Batch]]:
     """Yields the batches at a provider, with their tasks."""
     for rank in state.ranks + state.retries:
         if (rank.folder / BATCHES).exists():
-            from datatrove_ckpt.checkpoint.batch_log import read_batches  # few runs need it
-
             for batch in read_batches(rank.folder)[0].values():
                 if batch.is_open:
                     yield rank, batch
@@ -293,7 +287,7 @@ def _whole_cost(state: RunState) -> str:
     whole = estimate(paid, done, position.total)
     not_paid = max(0, totals.done.requests - totals.work.requests)
     of_samples = min(state.sampled.work.requests, not_paid)
-    factor = 1 + of_samples / totals.work.requests
+    factor = 1 + of_samples / max(1, totals.work.requests)
     return f"; {whole.text(figure, factor)} for the whole input"
 
 

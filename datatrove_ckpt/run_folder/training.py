@@ -1,7 +1,5 @@
 """Reads the folder of a training's checkpoints, also during the training."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field

@@ -4,8 +4,6 @@ docs/cli.md has the kinds of problems. Commits are read before the output folder
 chunk that a run finishes in between never counts as missing.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -268,20 +266,6 @@ def _check_rank(report: Report, rank: RankLedger) -> Iterator[Problem]:
         kind = "commits" if isinstance(rank.damage, CommitsDamaged) else "corrupt"
         yield Problem(kind, str(rank.damage), *rank.key)
         return
-    is_countable = is_known(str(rank.run.get("output_writer")))
-    for commit in rank.commits.values():
-        # ``explode`` may have changed in the middle of the run.
-        rows = sum(file.rows for file in commit.files) or commit.counts.written
-        chunk = CommittedChunk(
-            rank, commit.chunk_index, commit.files, rows if is_countable else None
-        )
-        report.chunks.append(chunk)
-    yield from _check_ordinals(rank)
-    yield from _check_dead_letters(rank)
-    yield from _list_unfinished(rank)
-
-
-def _check_ordinals(rank: RankLedger) -> Iterator[Problem]:
     for kind, what, index in misplaced(rank.commits):
         if kind == "gap":
             if rank.state != "finished":
@@ -292,31 +276,30 @@ def _check_ordinals(rank: RankLedger) -> Iterator[Problem]:
             f"{rank.folder} and its output."
         )
         yield Problem(kind, message, *rank.key, index)
-
-
-def _check_dead_letters(rank: RankLedger) -> Iterator[Problem]:
-    """Checks that dead letters of a commit lie between recorded sizes."""
-    path = rank.dead_letters_file
+    is_countable = is_known(str(rank.run.get("output_writer")))
+    letters = rank.dead_letters_file
     start = 0
     for commit in rank.commits.values():
+        rows = None
+        if is_countable:  # ``explode`` may have changed in the middle of the run
+            rows = sum(file.rows for file in commit.files) or commit.counts.written
+        report.chunks.append(CommittedChunk(rank, commit.chunk_index, commit.files, rows))
+        # Dead letters of a commit lie between recorded sizes.
         found = rank.count_dead_letters(start, commit.dead_letters_size)
         start = commit.dead_letters_size
         if found != commit.counts.dead:
             message = (
-                f"{path} holds {plural(found, 'dead letter')} of this chunk instead of "
+                f"{letters} holds {plural(found, 'dead letter')} of this chunk instead of "
                 f"{commit.counts.dead}. Restore it from a copy; the output is not affected."
             )
-            yield Problem("dead_letters", message, *rank.key, commit.chunk_index, str(path))
-    size = path.stat().st_size if path.exists() else 0
+            yield Problem("dead_letters", message, *rank.key, commit.chunk_index, str(letters))
+    size = letters.stat().st_size if letters.exists() else 0
     if size < start:
         message = (
-            f"{path} has {size} bytes instead of the {start} that commits name. Restore it "
+            f"{letters} has {size} bytes instead of the {start} that commits name. Restore it "
             "from a copy."
         )
-        yield Problem("dead_letters", message, *rank.key, path=str(path))
-
-
-def _list_unfinished(rank: RankLedger) -> Iterator[Problem]:
+        yield Problem("dead_letters", message, *rank.key, path=str(letters))
     if rank.state == "finished":
         return
     journals = rank.open_journals

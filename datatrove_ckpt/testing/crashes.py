@@ -17,9 +17,8 @@ from unittest.mock import patch
 
 import xxhash
 
-from datatrove_ckpt.checkpoint import files, numbers
+from datatrove_ckpt.checkpoint import files, layout, numbers
 from datatrove_ckpt.checkpoint.history import parse_line
-from datatrove_ckpt.checkpoint.layout import CACHE, HISTORY, LOCK
 from datatrove_ckpt.checkpoint.lines import whole_lines
 from datatrove_ckpt.common.object_store import ObjectStore
 
@@ -364,15 +363,15 @@ def _state(folder: Path) -> str:
     """
     digest = xxhash.xxh3_128()
     for name, content in outputs(folder).items():
-        if name.endswith(f"/{LOCK}") or f"{CACHE}-" in name:
+        if name.endswith(f"/{layout.LOCK}") or f"{layout.CACHE}-" in name:
             continue
         digest.update(name.encode())
-        if name.endswith(f"/{HISTORY}"):
+        if name.endswith(f"/{layout.HISTORY}"):
             # Of a history only the last byte decides what the next attempt does.
             records = map(parse_line, whole_lines(content))
             kinds = [getattr(record, "KIND", None) for record in records]
             content = repr((content[-1:], kinds)).encode()
-        if name.endswith(CACHE):
+        if name.endswith(layout.CACHE):
             content = _rows(folder / name)
         digest.update(content)
     return str(digest.hexdigest())
@@ -388,7 +387,7 @@ def _dump(contents: tuple[tuple[str, bytes], ...]) -> bytes:
     with tempfile.TemporaryDirectory() as copy:
         for name, content in contents:
             (Path(copy) / name).write_bytes(content)
-        with closing(sqlite3.connect(Path(copy) / CACHE)) as connection:
+        with closing(sqlite3.connect(Path(copy) / layout.CACHE)) as connection:
             return "".join(sorted(connection.iterdump())).encode()
 
 

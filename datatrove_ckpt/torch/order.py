@@ -25,14 +25,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
-if TYPE_CHECKING:
-    from datatrove_ckpt.torch.blocks import Block
+from datatrove_ckpt.torch.blocks import Block
 
 Numbers = npt.NDArray[np.int64]
 

@@ -1,7 +1,5 @@
 """The ranks of a training: how they agree, and which of them write to which folder."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import linecache

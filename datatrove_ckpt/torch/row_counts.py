@@ -7,8 +7,6 @@ change and sample of the counted file (``Inputs.sample``). Reading notices a wro
 may be deleted at any time.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import uuid

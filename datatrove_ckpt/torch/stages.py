@@ -4,8 +4,6 @@ Iterators here are no generators: an error of a function would end these, and th
 would be missing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -15,8 +15,6 @@ A rollout is given values of partials, closures and attributes, and the function
 user in them.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import collections
@@ -318,9 +316,6 @@ class CodeDescription(NamedTuple):
     imported: list[tuple[str, str, str]]
     known: frozenset[str]
     left: list[str]
-
-
-NOTHING = CodeDescription({}, {}, {}, [], frozenset(), [])
 
 
 class Unit(NamedTuple):

@@ -7,8 +7,6 @@ one without (a namespace package)  its .py files: such a folder may hold all tha
 hidden files, environments         never
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import io
 import os

@@ -113,10 +113,9 @@ class Server(asyncio.Protocol):
             body = bytes(self._received[end + 4 : self._needed])
             del self._received[: self._needed]
             self._needed = 0
-            self._handle(head, body)
+            self._handle(head, body, _CLOSE.search(head) is not None)
 
-    def _handle(self, head, body):
-        close = _CLOSE.search(head) is not None
+    def _handle(self, head, body, close):
         _, path, _ = head.split(b" ", 2)
         if head.startswith(b"POST"):
             counts = self.counts

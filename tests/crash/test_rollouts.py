@@ -6,9 +6,8 @@ import asyncio
 
 import pytest
 from datatrove.data import Document
-from datatrove.pipeline.writers import JsonlWriter
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.rollouts import (
     CallFailed,
     ChunkedRollout,
@@ -19,7 +18,7 @@ from datatrove_ckpt.rollouts import (
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
 from tests.crash.test_every_effect import OF_FILES
 from tests.integration.test_typed_ways import PATHS
-from tests.jobs import chat
+from tests.jobs import chat, runner
 from tests.pages import blocks
 
 pytestmark = pytest.mark.usefixtures("code_described_once")
@@ -87,13 +86,8 @@ def test_a_rollout_of_several_requests_ends_the_same_after_a_kill(ram, rollout):
     def attempt(folder):
         more = RETRIES if rollout is retried else {}
         config = InferenceConfig("endpoint", "fake", endpoint_url=[first.url, second.url], **more)
-        writer = JsonlWriter(
-            str(folder / "output"), "${rank}_${chunk_index}.jsonl", compression=None
-        )
-        settings = {"checkpoints_local_dir": str(folder / "checkpoints"), "records_per_chunk": 1}
-        InferenceRunner(rollout, config, writer, explode=rollout is pairs, **settings).run(
-            [Document(text="It rained. It snowed.", id="a", metadata={"tests": ""})]
-        )
+        step = runner(folder, config, rollout, explode=rollout is pairs, records_per_chunk=1)
+        step.run([Document(text="It rained. It snowed.", id="a", metadata={"tests": ""})])
 
     with FakeServer(answer) as first, FakeServer(answer) as second:
         first.paths = second.paths = PATHS

@@ -53,18 +53,6 @@ def test_the_card_says_what_made_the_output_and_loads_it(
 
 
 @pytest.mark.slow
-def test_a_card_is_rendered_as_the_site_renders_pages(here, server, command):
-    render = pytest.importorskip("markdown").markdown  # of the extra docs
-    write_input(here, ["a"])
-    command(*RUN, "--endpoint", server.url)
-    html = render((here / "r/card.md").read_text(), extensions=["tables", "fenced_code"])
-    assert "<td>Say | &lt;b" in html
-    assert html.count("<h2>") == 4
-    assert html.count("<pre>") == 2
-    assert "<li>documents: 1 done" in html
-
-
-@pytest.mark.slow
 def test_the_card_of_local_servers_has_their_gpu_hours(here, command, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     write_input(here, ["a"])

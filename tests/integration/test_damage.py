@@ -7,7 +7,6 @@ import json
 import random
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -106,18 +105,7 @@ class Half:
 
 @pytest.fixture(scope="module")
 def half(tmp_path_factory, server):
-    shm = Path("/dev/shm")
-    on_disk = tmp_path_factory.mktemp("half")
-    return Half(
-        Path(tempfile.mkdtemp(dir=shm, prefix="datatrove-ckpt-")) if shm.is_dir() else on_disk,
-        server,
-    )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cleared(half):
-    yield
-    shutil.rmtree(half.job.parent, ignore_errors=True)
+    return Half(tmp_path_factory.mktemp("half"), server)
 
 
 # mutations ---------------------------------------------------------------------------------------

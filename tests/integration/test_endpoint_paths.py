@@ -7,11 +7,11 @@ import asyncio
 import pytest
 from aiohttp import web
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.inference.servers.endpoints import ExternalServers
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import ask, documents, writer
+from tests.jobs import run_job
 
 
 class Gateway(FakeServer):
@@ -62,7 +62,7 @@ def test_an_endpoint_is_found_at_its_path(tmp_path, api, given, lists_models):
     with Gateway(api, lists_models) as server:
         url = server.url
         config = InferenceConfig("endpoint", "m", endpoint_url=url + given)
-        InferenceRunner(ask, config, writer(tmp_path)).run(documents(2))
+        run_job(tmp_path, config, 2)
         asked = [path for path in server.requested if "completions" in path]
         assert asked == [f"{api}/chat/completions" + given[given.find("?") :] * ("?" in given)] * 2
         (found,) = asyncio.run(ExternalServers(config).ask())
@@ -74,7 +74,7 @@ def test_an_endpoint_of_which_it_is_not_known_where_its_api_is_gets_no_requests(
     with Gateway("/prefix/v1", fails=lambda path: 429 * path.startswith("/busy")) as server:
         urls = [f"{server.url}/busy", f"{server.url}/prefix"]
         config = InferenceConfig("endpoint", "m", endpoint_url=urls)
-        InferenceRunner(ask, config, writer(tmp_path)).run(documents(4))
+        run_job(tmp_path, config, 4)
     assert {path for path in server.requested if "completions" in path} == {
         "/prefix/v1/chat/completions"
     }
@@ -89,10 +89,10 @@ def test_a_server_that_wants_a_key_says_whether_one_was_sent(tmp_path, key, says
     with Gateway("/v1", fails=lambda path: 401 * path.endswith(refused)) as server:
         config = InferenceConfig("endpoint", "m", endpoint_url=server.url, api_key=key)
         with pytest.raises(ServerRefused, match=says):
-            InferenceRunner(ask, config, writer(tmp_path)).run(documents(2))
+            run_job(tmp_path, config, 2)
 
 
 def test_https_where_the_server_speaks_http_ends_at_once_and_says_so(tmp_path, server):
     config = InferenceConfig("endpoint", "m", endpoint_url=server.url.replace("http", "https"))
     with pytest.raises(ServerRefused, match=r"/v1/models speaks http: correct its URL"):
-        InferenceRunner(ask, config, writer(tmp_path)).run(documents(2))
+        run_job(tmp_path, config, 2)

@@ -11,13 +11,13 @@ import orjson
 import pytest
 from aiohttp import web
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.config.endpoints import EndpointConfig
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentFailed, ServerRefused
 from datatrove_ckpt.inference.client import client, minute_limits
 from datatrove_ckpt.inference.client.minute_limits import MinuteLimits
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import Budget, ask, chat, documents, rows, writer
+from tests.jobs import Budget, ask, chat, documents, rows, run_job, runner, texts_of
 from tests.yaml_jobs import job_yaml, write_job
 
 VECTOR = [0.25, -1.5, 3.0]
@@ -54,9 +54,9 @@ class Provider(FakeServer):
         return self.key != request.headers.get("Authorization", "").removeprefix("Bearer ")
 
     def _vectors(self, payload):
-        texts = payload["input"] if isinstance(payload["input"], list) else [payload["input"]]
-        data = [{"index": index, "embedding": VECTOR} for index in range(len(texts))]
-        return {"data": data, "usage": {"prompt_tokens": len(texts), "total_tokens": len(texts)}}
+        number = len(texts_of(payload))
+        data = [{"index": index, "embedding": VECTOR} for index in range(number)]
+        return {"data": data, "usage": {"prompt_tokens": number, "total_tokens": number}}
 
 
 def _question(payload):
@@ -79,10 +79,8 @@ def ends(*servers, **settings):
 
 
 def step(folder, endpoints, rollout=ask, *, config=None, **settings):
-    settings = {"records_per_chunk": 2, **settings}
-    settings.setdefault("checkpoints_local_dir", str(folder / "checkpoints"))
     config = InferenceConfig("endpoint", "org/m", endpoints=endpoints, **(config or {}))
-    return InferenceRunner(rollout, config, writer(folder), **settings)
+    return runner(folder, config, rollout, **settings)
 
 
 def told(folder):
@@ -196,14 +194,8 @@ def test_all_files_of_a_run_have_the_columns_with_which_it_began(
         for server in two:
             server._status = status
         config = InferenceConfig("endpoint", "org/m", max_concurrent_generations=3, **settings)
-        InferenceRunner(
-            without_one,
-            config,
-            writer(tmp_path),
-            records_per_chunk=2,
-            checkpoints_local_dir=str(tmp_path / "checkpoints"),
-            checkpoints_remote_dir=str(tmp_path / "mirror"),
-        ).run(documents(10))
+        mirror = str(tmp_path / "mirror")
+        run_job(tmp_path, config, 10, without_one, checkpoints_remote_dir=mirror)
 
     budget = Budget()
     budget.left = 5

@@ -173,8 +173,6 @@ def test_the_rollouts_of_the_docs_run(folder, command, block):
 # bash --------------------------------------------------------------------------------------------
 
 
-SAME_JOB = [[name, "configs/quickstart.yaml"] for name in ("run", "doctor")]
-"""They compare a job with what an earlier run has left, so they need its settings."""
 IN_ORDER = ("docs/tutorial.md", "docs/recipes.md", "docs/tasks.md")
 """``test_tutorial.py`` runs their lines, each after the ones before it."""
 
@@ -190,32 +188,35 @@ def type_in(line, more=()):
 
 
 @pytest.mark.slow
-def test_commands_run_as_they_stand(folder, capsys):
-    """Against the quick start, with fewer documents and shorter answers."""
+def test_commands_and_those_of_the_help_run_as_they_stand(folder, capsys, monkeypatch):
+    """Against the quick start, where a server with canned answers takes the model's place."""
     shutil.copytree(ROOT / "configs", "configs")
-    small = ["--pipeline.0.limit=2", "--pipeline.1.config.default_generation_params.max_tokens=5"]
-    small.append("--pipeline.1.config.model_kwargs.threads=1")  # see ON_ONE_CORE
-    assert main(["run", "configs/quickstart.yaml", *small]) == 0, capsys.readouterr().err
+    with Path("configs/quickstart.yaml").open("a") as job:
+        job.write("server_type: dummy\n")
+    monkeypatch.setenv("HOME", str(folder))
+    assert main(["run", "configs/quickstart.yaml"]) == 0, capsys.readouterr().err
     lines = {
         line: block
         for block in blocks("bash")
         if block.page not in IN_ORDER
         for line in block.lines
     }
+    lines |= dict.fromkeys(help_examples(), "--help")
     for line in [*RUN_ELSEWHERE, *commands()]:
         lines.pop(line, None)
     with FakeServer() as server:
         for line, block in lines.items():
-            if line.startswith("mkdir"):
+            # To a server: tests/real/test_tracking.py
+            if line.startswith(("mkdir", "datatrove-ckpt track")):
                 continue
-            name, *arguments = shlex.split(line.replace("http://127.0.0.1:8000", server.url))
+            line = line.replace("http://127.0.0.1:8000", server.url)
+            name, *arguments = shlex.split(line)
             if name == "export":
                 _run_export(line)
                 continue
             assert name == "datatrove-ckpt", f"{block}: no test runs {line!r}"
             on_cpu = "--endpoint" not in arguments and arguments[:2] == ["run", "--input"]
-            more = small if arguments[:2] in SAME_JOB or on_cpu else []
-            type_in(line.replace("http://127.0.0.1:8000", server.url), more)
+            type_in(line, ["--server-type=dummy"] if on_cpu else [])
     said = capsys.readouterr().out
     assert "\nno problem, " in said  # of doctor
     assert "\n  save every 2,367 s (Daly)" in said  # of plan
@@ -266,18 +267,6 @@ def help_examples():
         assert all(line.startswith(f"datatrove-ckpt {name}") for line in lines)
         found += lines
     return list(dict.fromkeys(found))
-
-
-@pytest.mark.slow
-def test_examples_in_the_help_run_as_typed(folder, monkeypatch):
-    """In a shell's words; a server with canned answers takes the model's place."""
-    shutil.copytree(ROOT / "configs", "configs")
-    with Path("configs/quickstart.yaml").open("a") as job:
-        job.write("server_type: dummy\n")
-    monkeypatch.setenv("HOME", str(folder))
-    for line in help_examples():
-        if not line.startswith("datatrove-ckpt track"):  # to a server: tests/real/test_tracking.py
-            type_in(line)
 
 
 def _run_export(line):

@@ -19,10 +19,10 @@ import orjson
 import pytest
 from aiohttp import web
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt import InferenceConfig
 from tests.bench.throughput_run import virtual_loop
 from tests.histories import read_history
-from tests.jobs import documents, rows, writer
+from tests.jobs import documents, rows, runner
 
 DOCUMENTS = 1150
 TOKENS = 117  # of a request and its answer, at most
@@ -221,10 +221,6 @@ PLANS = {
 TASKS = {"tasks in turn": 20}
 
 
-async def asks(document, generate):
-    return await generate({"messages": [{"role": "user", "content": document.text}]})
-
-
 @pytest.fixture
 def providers(plan):
     made = [Provider(number=number, **settings) for number, settings in enumerate(PLANS[plan])]
@@ -256,13 +252,9 @@ def test_a_run_over_several_endpoints_gets_nine_tenths_of_the_ideal_and_knows_it
     endpoints = [provider.settings for provider in providers]
     tasks = TASKS.get(plan, 1)
     for rank in range(tasks):
-        InferenceRunner(
-            asks,
-            InferenceConfig("endpoint", "m", endpoints=endpoints, request_timeout=TIMEOUT),
-            writer(tmp_path),
-            checkpoints_local_dir=str(tmp_path / "checkpoints"),
-            records_per_chunk=100,
-        ).run(documents(DOCUMENTS)[rank::tasks], rank, tasks)
+        config = InferenceConfig("endpoint", "m", endpoints=endpoints, request_timeout=TIMEOUT)
+        step = runner(tmp_path, config, records_per_chunk=100)
+        step.run(documents(DOCUMENTS)[rank::tasks], rank, tasks)
 
     seconds = max(provider.last for provider in providers)
     ideal = ideal_seconds(providers)

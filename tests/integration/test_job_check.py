@@ -38,31 +38,25 @@ def server():
         yield server
 
 
-class Run:
-    """``datatrove-ckpt run job.yaml ...`` in this process, with the exit code and what it
-    printed.
-    """
-
-    def __init__(self, command, server):
-        self._command = command
-        self.server = server
-
-    def __call__(self, *arguments, code=0):
-        self.server.asked.clear()
-        self.server.payloads.clear()
-        printed = self._command("run", "job.yaml", *arguments, code=code)
-        return printed.out if code == 0 else printed.err
-
-
 @pytest.fixture
 def run(here, command, server):
-    """A job of three tasks with four documents each, in the working folder."""
+    """Runs a job of three tasks with four documents each, in the working folder, and returns what
+    was printed.
+    """
     write_job(
         here,
         JOB.replace("URL", server.url),
         *([f"text {n}" for n in range(at, at + 4)] for at in (0, 4, 8)),
     )
-    return Run(command, server)
+
+    def execute(*arguments, code=0):
+        server.asked.clear()
+        server.payloads.clear()
+        printed = command("run", "job.yaml", *arguments, code=code)
+        return printed.out if code == 0 else printed.err
+
+    execute.server = server
+    return execute
 
 
 def written():

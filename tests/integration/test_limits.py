@@ -13,6 +13,7 @@ import signal
 import sys
 from collections import Counter
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 from urllib.error import HTTPError
@@ -55,6 +56,13 @@ def write(server, tasks=TASKS, documents=DOCUMENTS, chunk=CHUNK, executor=""):
     write_tasks(Path.cwd(), tasks, documents)
 
 
+@pytest.fixture
+def run(server, command, here):
+    """Writes the job; what it gives runs it."""
+    write(server)
+    return partial(command, "run", "job.yaml")
+
+
 def flag(name, value):
     return f"--pipeline.1.{name}={value}"
 
@@ -74,11 +82,10 @@ def paid(command):
 
 
 @pytest.mark.matrix("worker", [(), ("--worker",)])
-def test_until_ends_the_run_well_and_a_higher_one_goes_on(server, command, here, worker):
-    write(server)
+def test_until_ends_the_run_well_and_a_higher_one_goes_on(server, command, worker, run):
     for goal in (5, 5, 13):
         asked = server.asked.total()
-        said = command("run", "job.yaml", *worker, flag("until", goal))
+        said = run(*worker, flag("until", goal))
         assert f"until: {goal} is reached: " in said
         assert flag("until", 2 * written()) in said
         assert goal <= written() < goal + CHUNK
@@ -97,7 +104,7 @@ def test_until_ends_the_run_well_and_a_higher_one_goes_on(server, command, here,
     assert "Nothing runs. until: 13 is reached" in said
     command("export", "checkpoints", "all.jsonl")
     assert Path("all.jsonl").read_bytes().count(b"\n") == 14
-    command("run", "job.yaml")
+    run()
     assert not Path("checkpoints/limits.json").exists()
     assert {*server.asked.values()} == {1}
     assert server.asked.total() == written() == TASKS * DOCUMENTS
@@ -112,21 +119,20 @@ def test_until_ends_the_run_well_and_a_higher_one_goes_on(server, command, here,
     ],
 )
 def test_money_and_tokens_end_the_run_with_exit_code_4(
-    server, command, here, name, value, each, worker
+    server, command, name, value, each, worker, run
 ):
-    write(server)
     server._delay = lambda payload, times: 0.01
-    said = command("run", "job.yaml", *worker, flag(name, value), code=4)
+    said = run(*worker, flag(name, value), code=4)
     answers = server.asked.total()
     assert said.err.rstrip().splitlines()[-2].startswith(f"{name}: {value} is reached: ")
     assert flag(name, 2 * answers * each) in said
     assert value <= answers * each <= value + AT_ONCE * each
     assert paid(command) == (answers * COST, answers * TOKENS)
-    command("run", "job.yaml", *worker, flag(name, value), code=4)
+    run(*worker, flag(name, value), code=4)
     assert server.asked.total() == answers
     assert f"{name}: " in command("status", "checkpoints")
     assert "2 things" in command("verify", "checkpoints", code=3)
-    command("run", "job.yaml", flag(name, 1000 * value))
+    run(flag(name, 1000 * value))
     assert {*server.asked.values()} == {1}, "the drain takes its time, with drain_seconds: 0"
     assert paid(command) == (server.asked.total() * COST, server.asked.total() * TOKENS)
 
@@ -168,13 +174,10 @@ def test_chunks_that_a_stop_left_half_done_are_finished(server, tmp_path):
     assert ids(tmp_path) == [f"id {number}" for number in range(6)]
 
 
-def test_another_node_counts_the_tasks_that_it_did_not_run(server, command, here):
-    write(server)
+def test_another_node_counts_the_tasks_that_it_did_not_run(command, here, run):
     mirror = flag("checkpoints_remote_dir", here / "mirror")
     for node in ("checkpoints", "second"):
-        said = command(
-            "run", "job.yaml", mirror, flag("until", 10), flag("checkpoints_local_dir", node)
-        )
+        said = run(mirror, flag("until", 10), flag("checkpoints_local_dir", node))
         assert f"{written()} of {written()} documents are in " in said
         assert "no problem" in command("verify", node, "--full")
 
@@ -209,78 +212,69 @@ def test_limits_that_cannot_work_are_refused(server, tmp_path, more, why):
 
 
 @pytest.mark.parametrize("name", ["max_cost", "max_total_tokens"])
-def test_answers_without_usage_are_no_reason_to_go_on_without_a_limit(server, command, here, name):
+def test_answers_without_usage_are_no_reason_to_go_on_without_a_limit(server, name, run):
     server.usage = {"total": 1}
-    write(server)
-    said = command("run", "job.yaml", flag(name, 20), code=1)
+    said = run(flag(name, 20), code=1)
     assert f"error: {name}: cannot end this run" in said.err
     assert server.asked.total() <= AT_ONCE
-    command("run", "job.yaml")
+    run()
     assert {*server.asked.values()} == {1}
 
 
-def test_until_with_steps_after_it_is_refused(server, command, here):
-    write(server)
+def test_until_with_steps_after_it_is_refused(run):
     more = "      - class_path: JsonlReader\n        init_args: {data_folder: output}\n"
     with Path("job.yaml").open("a") as file:
         file.write(more)
-    said = command("run", "job.yaml", flag("until", 5), code=2)
+    said = run(flag("until", 5), code=2)
     assert "pipeline[1] InferenceRunner: until: ends the task" in said.err
 
 
-def test_until_does_not_end_a_sample(server, command, here):
-    write(server)
+def test_until_does_not_end_a_sample(run):
     seed = "--pipeline.1.config.seed=3"
-    assert "6 of 6 documents" in command("run", "job.yaml", "--sample", 6, flag("until", 2), seed)
+    assert "6 of 6 documents" in run("--sample", 6, flag("until", 2), seed)
 
 
-def test_dead_letters_are_not_retried_before_all_tasks_are_complete(server, command, here):
-    write(server)
+def test_dead_letters_are_not_retried_before_all_tasks_are_complete(server, run):
     refused = iter([400])
     server._status = lambda payload, times: next(refused, None)
-    job = ("run", "job.yaml", "--pipeline.1.on_document_error=dead_letter")
-    said = command(*job, flag("until", 5))
+    dead = flag("on_document_error", "dead_letter")
+    said = run(dead, flag("until", 5))
     assert "To see the dead letters: " in said
     assert "--retry-dead-letters" not in said
-    assert " --retry-dead-letters" in command(*job)
+    assert " --retry-dead-letters" in run(dead)
 
 
-def test_a_retry_of_dead_letters_ends_by_max_cost_too(server, command, here):
-    write(server)
-    job = ("run", "job.yaml", "--pipeline.1.on_document_error=dead_letter")
+def test_a_retry_of_dead_letters_ends_by_max_cost_too(server, run):
+    dead = flag("on_document_error", "dead_letter")
     server._status = lambda payload, times: 400
-    command(*job, code=1)
+    run(dead, code=1)
     server._status = lambda payload, times: None
-    retry = (*job, "--retry-dead-letters", "--pipeline.1.retry_errors=true")
-    assert "max_cost: 10 is reached: " in command(*retry, flag("max_cost", 10), code=4)
-    command(*retry, flag("max_cost", 1000))
+    retry = (dead, "--retry-dead-letters", "--pipeline.1.retry_errors=true")
+    assert "max_cost: 10 is reached: " in run(*retry, flag("max_cost", 10), code=4)
+    run(*retry, flag("max_cost", 1000))
     assert {*server.asked.values()} == {2}
     assert written() == TASKS * DOCUMENTS
 
 
 @pytest.mark.parametrize("name, value, code", [("until", 5, 0), ("max_cost", 10, 4)])
-def test_tasks_of_ray_that_a_limit_ended_have_not_failed(
-    server, command, here, monkeypatch, name, value, code
-):
-    def run(executor):  # it tells of no error
+def test_tasks_of_ray_that_a_limit_ended_have_not_failed(monkeypatch, name, value, code, run):
+    def run_all(executor):  # it tells of no error
         for rank in range(TASKS):
             with suppress(LimitReached):
                 executor._run_for_rank(rank)
 
-    write(server)
     job = Path("job.yaml").read_text().replace("Local", "Ray").replace("    workers: 1\n", "")
     Path("job.yaml").write_text(job)
-    monkeypatch.setattr(RayPipelineExecutor, "run", run)
-    said = command("run", "job.yaml", flag(name, value), code=code)
+    monkeypatch.setattr(RayPipelineExecutor, "run", run_all)
+    said = run(flag(name, value), code=code)
     assert f"{name}: {value} is reached: " in said.err
 
 
-def test_a_mirror_that_is_away_stops_nothing(server, command, here, monkeypatch):
-    write(server)
+def test_a_mirror_that_is_away_stops_nothing(here, monkeypatch, run):
     away = Mock(side_effect=StorageFailed("away"))
     monkeypatch.setattr("datatrove_ckpt.mirror.restore.MirrorReader.refresh", away)
     mirror = flag("checkpoints_remote_dir", here / "mirror")
-    command("run", "job.yaml", flag("until", 5), mirror, "--worker")
+    run(flag("until", 5), mirror, "--worker")
     assert away.called
     assert written() == 6
 

@@ -12,14 +12,12 @@ from importlib.util import find_spec
 import aiohttp
 import pytest
 from datatrove.data import Document
-from datatrove.pipeline.writers import JsonlWriter
 
-from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import RequestRejected
 from datatrove_ckpt.rollouts import PromptRollout, for_config
 from tests.clients import client_of
-from tests.jobs import started_server
+from tests.jobs import rows, runner, started_server
 from tests.real.faults import (
     Job,
     check_fault,
@@ -100,11 +98,8 @@ def test_answers_have_the_form_that_is_asked_for(tmp_path):
     async def both(document, generate):
         return [(await rollout(document, generate)).text for rollout in rollouts]
 
-    writer = JsonlWriter(str(tmp_path), "${rank}.jsonl", compression=None)
-    InferenceRunner(both, settings, writer).run([Document(text="It rained.", id="1")])
-    ((as_json, chosen),) = json.loads((tmp_path / "00000.jsonl").read_text())["metadata"][
-        "rollout_results"
-    ]
+    runner(tmp_path, settings, both).run([Document(text="It rained.", id="1")])
+    ((as_json, chosen),) = rows(tmp_path)[0]["metadata"]["rollout_results"]
     assert list(json.loads(as_json)) == ["why", "answer"], "in the schema's order"
     assert chosen in ("news", 'a "story"')
 

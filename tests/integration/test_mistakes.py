@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from datatrove_ckpt.cli import job_input
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.testing import FakeServer
 from tests import golden
@@ -72,6 +73,59 @@ run job.yaml --endpoint null --model gpt-4o
 run job.yaml --endpoint localhost:8000
 run job.yaml --output-format xlsx
 run job.yaml --on-document-error skip
+run job.yaml --tasks=many
+run job.yaml --prompt=null
+run job.yaml --prompt=null '--promtp=Say {text}'
+run job.yaml --prompt=null --server-type=dummy
+run job.yaml --system-prompt=@nowhere.txt
+run job.yaml --input=twice
+run job.yaml --input=linked
+run job.yaml --max-tokens=5 '--default-generation-params={max_tokens: 6}'
+run job.yaml --input=documents/a.csv
+run job.yaml --input=mixed
+run job.yaml --input=backup
+run job.yaml --input=dict
+run job.yaml --input=pictures
+run job.yaml --input=table/a.tsv
+run job.yaml --input=scans
+run job.yaml --input=nowhere/
+run job.yaml --rollout=my.rollout
+run job.yaml --model=null
+run job.yaml --run-folder=s3://b/x
+run job.yaml --run-folder=hf://buckets/a/b/x --jobs={} --slurm={}
+run job.yaml --jobs.tasks=8
+run job.yaml --slurm={} --workers=3
+run job.yaml --task=embedd
+run job.yaml --task=embed --rollout=chat
+run job.yaml --task=embed --max-tokens=5
+run job.yaml --prompt=null --task=batch --input=hf://datasets/o/n
+run job.yaml --task=classify --dimensions=5
+run job.yaml --api-key=sk-1
+run job.yaml --max-tokens=
+run job.yaml --limit=2 --limit 3
+run job.yaml --limit=0
+run job.yaml --concurrency=8
+run job.yaml --max-completion-tokens=8
+run job.yaml --base-url=http://x
+run job.yaml --endpoints '[{url: http://x}]'
+run job.yaml --endpoint null --endpoints '[http://x]'
+run job.yaml --endpoint null --endpoints '{url: http://x}'
+run job.yaml --endpoint null --endpoints '[]'
+run job.yaml --endpoint null --model null --endpoints '[{url: http://x}]'
+run job.yaml --tensor-parallel-size=4
+run job.yaml --json-schema=@nowhere.json
+run job.yaml --json-schema=@semicolons.csv
+run job.yaml --run-folder
+run job.yaml --limit --prompt x
+run job.yaml b.jsonl c.jsonl
+run job.yaml --prompt.x=1
+run job.yaml --top-k 5
+run job.yaml --carried-parts 2
+run job.yaml --rollout words.tell --prompt null --max-chars 9
+run job.yaml --rollout ./words.py:tell --prompt null
+run job.yaml --rollout words.py --prompt null
+run job.yaml --choice 'Sport, News'
+run job.yaml --monitoring '{port: 9}'
 run long.yaml --model m
 run tabs.yaml
 run unquoted.yaml
@@ -82,6 +136,11 @@ status runs/nothere
 export runs/x answers.xlsx
 """.strip().splitlines()
 
+STRAYS = """
+backup/README.md backup/a.jsonl backup/b.jsonl.bak dict/dataset_dict.json linked/a.jsonl mixed/a.jsonl mixed/b.csv
+pictures/README.md pictures/a.svg scans/a.pdf scans/b.png scans/b.svg table/a.tsv twice/a.jsonl twice/a.jsonl.gz
+"""
+"""Empty files of kinds that do not go together."""
 MINE = """
 def ask(generate, **payload):
     return generate(payload)
@@ -119,10 +178,12 @@ def job(here, server, monkeypatch):
         "documents/a.jsonl": row,
         "cases/a.jsonl": row,
         "cases/b.JSONL": row,
+        **dict.fromkeys(STRAYS.split(), ""),
     }
     for name, text in files.items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text(text)
+    Path("linked/there").symlink_to("../cases")
     Path("latin.csv").write_bytes("id,text\n1,café\n".encode("latin-1"))
     settings = {"prompt": "Say {text}", "endpoint": server.url, "model": "m"}
     settings |= {"run_folder": "runs/x", "input": "documents"}
@@ -141,7 +202,8 @@ def test_a_mistake_is_answered_by_a_line_about_it(server, capfd):
         told = re.search(r"^(?:datatrove-ckpt[a-z ]*: )?error: .*", said, re.MULTILINE | re.DOTALL)[
             0
         ]
-        golden.hold("mistakes", line, f"{code} {told}", URL=server.url)
+        suffixes = ", ".join(job_input._SUFFIXES)
+        golden.hold("mistakes", line, f"{code} {told}", URL=server.url, SUFFIXES=suffixes)
 
 
 def test_a_file_that_is_gone_before_its_task_starts_is_named(here, command):

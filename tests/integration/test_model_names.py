@@ -8,7 +8,6 @@ import re
 import orjson
 import pytest
 
-from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint.identity import fields_without_secrets
 from datatrove_ckpt.checkpoint.layout import CACHE
 from datatrove_ckpt.checkpoint.request_cache import RequestCache, payload_hash
@@ -19,7 +18,7 @@ from datatrove_ckpt.errors import (
     ServerRefused,
 )
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import chat, config, documents, letters, rejects, rows, writer
+from tests.jobs import chat, config, documents, letters, rejects, rows, run_job
 
 from .test_models import runner as runner_of_both
 from .test_models import says
@@ -45,10 +44,7 @@ async def first_then_second(document, generate):
 
 def attempt(folder, models, seed=None, **changes):
     configs = {name: config(server, seed=seed) for name, server in models.items()}
-    place = str(folder / "checkpoints")
-    InferenceRunner(
-        first_then_second, configs, writer(folder), checkpoints_local_dir=place, **changes
-    ).run(documents(1))
+    run_job(folder, configs, 1, first_then_second, **changes)
 
 
 @pytest.mark.parametrize("seed", [None, pytest.param(3, marks=pytest.mark.slow)])
@@ -84,16 +80,15 @@ def test_the_key_of_a_single_model_is_the_hash_of_its_payload(here, a):
     async def two(document, generate):
         return [(await generate(chat(text))).text for text in (document.text, "second")]
 
-    place = {"checkpoints_local_dir": str(here / "checkpoints")}
     with pytest.raises(ServerRefused):
-        InferenceRunner(two, config(a), writer(here), **place).run(documents(1))
+        run_job(here, a, 1, two)
     cache = RequestCache(here / "checkpoints/00000" / CACHE)
     (key,) = cache.answers(0)
     cache.close()
     sent = next(one for one in a.payloads if "second" not in str(one))
     assert key.payload_hash == payload_hash(orjson.dumps(sent, option=orjson.OPT_SORT_KEYS))
     a._status = lambda payload, times: None
-    InferenceRunner(two, {"writer": config(a)}, writer(here), **place).run(documents(1))
+    run_job(here, {"writer": config(a)}, 1, two)
     assert len([one for one in a.payloads if "second" not in str(one)]) == 1
 
 
@@ -108,12 +103,11 @@ async def by_paths(document, generate):
 
 def test_an_answer_stays_with_the_path_of_its_request(here, a, monkeypatch):
     a.paths["/other"] = lambda payload: {"from": "another path"}
-    place = {"checkpoints_local_dir": str(here / "checkpoints")}
     monkeypatch.setenv("ORDER", "/v1/chat/completions no-path")
     with pytest.raises(ConfigError, match="no-path"):
-        InferenceRunner(by_paths, config(a), writer(here), **place).run(documents(1))
+        run_job(here, a, 1, by_paths)
     monkeypatch.setenv("ORDER", "/other /v1/chat/completions")
-    InferenceRunner(by_paths, config(a), writer(here), **place).run(documents(1))
+    run_job(here, a, 1, by_paths)
     (row,) = rows(here)
     assert row["metadata"]["rollout_results"] == [
         {"/other": {"from": "another path"}, "/v1/chat/completions": "a on text 0"}

@@ -8,7 +8,7 @@ import re
 import pytest
 from datatrove.data import Document
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.errors import (
     ConfigError,
@@ -16,9 +16,10 @@ from datatrove_ckpt.errors import (
     ServerStartFailed,
 )
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
+from tests import jobs
 from tests.histories import read_history
 from tests.integration.test_supervision import ENGINE
-from tests.jobs import ask, chat, config, documents, letters, rows, writer
+from tests.jobs import chat, config, documents, letters, rows
 from tests.patience import until_async
 from tests.yaml_jobs import job_yaml, write_job
 
@@ -45,26 +46,13 @@ def judges():
         yield server
 
 
-def runner(
-    folder,
-    writes,
-    judges,
-    rollout=generate_and_judge,
-    **changes,
-):
+def runner(folder, writes, judges, rollout=generate_and_judge, **changes):
     """``writer`` and ``judge`` hold changes to their configs."""
     models = {
         "writer": config(writes, **changes.pop("writer", {})),
         "judge": config(judges, **changes.pop("judge", {})),
     }
-    changes.setdefault("records_per_chunk", 2)
-    return InferenceRunner(
-        rollout,
-        models,
-        writer(folder),
-        checkpoints_local_dir=str(folder / "checkpoints"),
-        **changes,
-    )
+    return jobs.runner(folder, models, rollout, **changes)
 
 
 @pytest.mark.matrix("step", [17, 1])
@@ -122,8 +110,7 @@ def of_scripts(folder):
 
     (folder / "engine.py").write_text(ENGINE)
     engine = InferenceConfig("custom", "m", model_kwargs={"server_script": "engine.py"})
-    models = {"writer": engine, "judge": engine}
-    return InferenceRunner(rollout, models, writer(folder), checkpoints_local_dir=str(folder / "c"))
+    return jobs.runner(folder, {"writer": engine, "judge": engine}, rollout)
 
 
 def test_a_judge_whose_server_dies_is_restarted_and_the_writer_is_not(here, policy, log):
@@ -134,7 +121,7 @@ def test_a_judge_whose_server_dies_is_restarted_and_the_writer_is_not(here, poli
         ["die once"],
         ["b"],
     ]
-    last = read_history(here / "c/00000/history.jsonl")
+    last = read_history(here / "checkpoints/00000/history.jsonl")
     assert last.last.own.restarts == 1
     (line,) = log.said("is given up")
     assert line.startswith("WARNING judge: Server 0 of task 0 is given up: ")
@@ -191,7 +178,7 @@ def test_a_name_that_cannot_be_one_is_refused(name):
 )
 def test_what_cannot_work_is_refused(here, models, said):
     with pytest.raises(ConfigError, match=said):
-        InferenceRunner(ask, models, writer(here))
+        jobs.runner(here, models)
 
 
 def test_a_model_that_is_not_there_is_named(here, writes, judges):

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -77,8 +76,8 @@ class Metadata:
         return 401, "refused"
 
 
-@contextmanager
-def metadata_server():
+@pytest.fixture
+def metadata(monkeypatch):
     metadata = Metadata()
 
     class Handler(BaseHTTPRequestHandler):
@@ -97,20 +96,12 @@ def metadata_server():
     # A daemon: else the SystemExit of a rank in this process ends the process a little later.
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
-    try:
-        yield metadata, f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-@pytest.fixture
-def metadata(monkeypatch):
     monkeypatch.setattr(preemption, "POLL_SECONDS", 0.001)
-    with metadata_server() as (metadata, url):
-        monkeypatch.setattr(preemption, "METADATA", url)
-        yield metadata
+    monkeypatch.setattr(preemption, "METADATA", f"http://127.0.0.1:{server.server_port}")
+    yield metadata
+    server.shutdown()
+    thread.join()
+    server.server_close()
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)

@@ -244,9 +244,6 @@ def test_a_script_that_would_read_its_own_output_is_refused_before_anything_is_a
     ):
         step.run(reader.run(None, 0, 1), 0, 1)
     assert not server.asked
-    beside = JsonlReader(str(tmp_path / "input"), glob_pattern="0.jsonl")
-    step.run(beside.run(None, 0, 1), 0, 1)
-    assert server.asked.total() == 1
 
 
 def test_a_killed_run_goes_on_in_another_form_with_each_document_once(tmp_path, server):

@@ -1,7 +1,7 @@
 """docs/pictures: the bar, ``status`` and the report of one real run, drawn from what they print.
 
-DATATROVE_CKPT_WRITE_PICTURES=1 writes them. Otherwise the lines in them are compared with those of
-the run.
+DATATROVE_CKPT_WRITE_PICTURES=1 writes them. Otherwise the run must still print each line in them; a
+further one needs no new picture.
 """
 
 import json
@@ -106,9 +106,8 @@ def keep(name, picture):
     if os.environ.get("DATATROVE_CKPT_WRITE_PICTURES"):
         path.parent.mkdir(exist_ok=True)
         path.write_text(picture)
-    assert shape(path.read_text()) == shape(picture), (
-        "DATATROVE_CKPT_WRITE_PICTURES=1 writes it anew"
-    )
+    gone = [word for word in shape(path.read_text()) if word not in shape(picture)]
+    assert not gone, "DATATROVE_CKPT_WRITE_PICTURES=1 writes it anew"
 
 
 @pytest.mark.alone  # how long it takes decides which numbers there are

@@ -8,6 +8,7 @@ import signal
 import time
 from codecs import BOM_UTF8
 from collections import defaultdict
+from typing import NamedTuple
 from unittest.mock import patch
 
 import orjson
@@ -290,16 +291,31 @@ def test_a_batch_that_is_refused_as_a_whole_blames_no_document(tmp_path, provide
     assert set(provider.billed.values()) == {1}
 
 
-FORMS = pytest.mark.parametrize(
-    "form, rollout, config",
-    [
-        (FakeProvider, ask, BATCHES),
-        pytest.param(FakeMessages, message, MESSAGES, marks=pytest.mark.slow),
-    ],
-)
+@pytest.fixture(params=["files", pytest.param("messages", marks=pytest.mark.slow)])
+def service(request):
+    """A provider of each form."""
+    if request.param == "files":
+        with FakeProvider() as provider:
+            yield Service(provider, ask, BATCHES, BatchProvider)
+    else:
+        with FakeMessages() as provider:
+            yield Service(provider, message, MESSAGES, MessageBatches)
 
 
-@FORMS
+class Service(NamedTuple):
+    provider: FakeProvider
+    rollout: object
+    config: dict
+    kind: type
+
+    def step(self, folder, config=None, **changes):
+        config = {**self.config, **(config or {})}
+        return runner(folder, self.provider, self.rollout, config=config, **changes)
+
+    def run(self, folder, **config):
+        self.step(folder, config).run(documents(3))
+
+
 @pytest.mark.parametrize(
     "hidden, comes_back",
     [
@@ -309,77 +325,66 @@ FORMS = pytest.mark.parametrize(
     ],
 )
 def test_answers_that_come_late_are_awaited_and_not_paid_for_again_by_itself(
-    tmp_path, monkeypatch, form, rollout, config, hidden, comes_back
+    tmp_path, monkeypatch, service, hidden, comes_back
 ):
-    config = {**config, "server_patience_seconds": 60}
-    with form() as provider:
-        provider.hidden = hidden
-        shown = provider._shown
-        looks = []
+    provider = service.provider
+    provider.hidden = hidden
+    shown = provider._shown
+    looks = []
 
-        def look(batch):
-            looks.append(batch)
-            if comes_back and len(looks) >= 6:
-                provider.hidden = ""
-            if not comes_back and len(looks) >= 5:
-                provider.hidden = "file"  # what was read stays
-            return shown(batch)
-
-        provider._shown = look
-        for module in (batch_log, provider_passes):  # two seconds from look to look
-            monkeypatch.setattr(module, "unix_seconds", lambda: 1e9 + 2 * len(looks))
-        if not comes_back:
-            with pytest.raises(ServerRefused, match="which were paid for"):
-                run(tmp_path, provider, rollout=rollout, config=config)
-            provider._shown = shown
+    def look(batch):
+        looks.append(batch)
+        if comes_back and len(looks) >= 6:
             provider.hidden = ""
-        run(tmp_path, provider, rollout=rollout, config=config)
+        if not comes_back and len(looks) >= 5:
+            provider.hidden = "file"  # what was read stays
+        return shown(batch)
+
+    provider._shown = look
+    for module in (batch_log, provider_passes):  # two seconds from look to look
+        monkeypatch.setattr(module, "unix_seconds", lambda: 1e9 + 2 * len(looks))
+    if not comes_back:
+        with pytest.raises(ServerRefused, match="which were paid for"):
+            service.run(tmp_path, server_patience_seconds=60)
+        provider._shown = shown
+        provider.hidden = ""
+    service.run(tmp_path, server_patience_seconds=60)
     assert len(rows(tmp_path)) == 3
     twice = 0 if comes_back else {"file": 3, "id": 3, "half": 2, "end": 1}[hidden]
     assert sum(provider.billed.values()) == 3 + twice
 
 
 @pytest.mark.matrix
-@FORMS
-def test_the_wait_for_missing_answers_goes_on_in_the_next_process(
-    tmp_path, later, form, rollout, config
-):
-    with form() as provider:
-        provider.hidden = "half"
-        step = runner(tmp_path, provider, rollout, config={**config, "server_patience_seconds": 60})
-        while not provider.reads:
-            waits(step)
-        for _ in range(2):
-            later(29)
-            waits(step)
-        later(2)
-        with pytest.raises(ServerRefused, match="which were paid for"):
-            step.run(documents(3))
+def test_the_wait_for_missing_answers_goes_on_in_the_next_process(tmp_path, later, service):
+    service.provider.hidden = "half"
+    step = service.step(tmp_path, {"server_patience_seconds": 60})
+    while not service.provider.reads:
+        waits(step)
+    for _ in range(2):
+        later(29)
+        waits(step)
+    later(2)
+    with pytest.raises(ServerRefused, match="which were paid for"):
+        step.run(documents(3))
 
 
-@FORMS
-def test_a_request_without_a_line_is_sent_as_often_as_one_that_fails(
-    tmp_path, form, rollout, config
-):
-    with form() as provider:
-        provider.outcome = lambda request: "lost" if "text 1" in str(request) else None
-        config = {**config, "request_max_attempts": 3}
-        with pytest.raises(Exception, match=r"after 3 batches.*no line for this request"):
-            run(tmp_path, provider, rollout=rollout, config=config)
+def test_a_request_without_a_line_is_sent_as_often_as_one_that_fails(tmp_path, service):
+    provider = service.provider
+    provider.outcome = lambda request: "lost" if "text 1" in str(request) else None
+    with pytest.raises(Exception, match=r"after 3 batches.*no line for this request"):
+        service.run(tmp_path, request_max_attempts=3)
     assert len(provider.batches) == 3
     assert set(provider.billed.values()) == {1}
 
 
-@FORMS
-def test_a_batch_whose_answers_have_other_ids_is_not_sent_again(tmp_path, form, rollout, config):
-    with form() as provider:
-        provider.prefix = b"gateway/"
-        for _ in range(2):
-            with pytest.raises(ServerRefused, match="gateway/"):
-                run(tmp_path, provider, rollout=rollout, config=config)
-        assert len(provider.batches) == 1
-        config = {**config, "provider_batches": False}
-        run(tmp_path, provider, rollout=rollout, config=config)
+def test_a_batch_whose_answers_have_other_ids_is_not_sent_again(tmp_path, service):
+    provider = service.provider
+    provider.prefix = b"gateway/"
+    for _ in range(2):
+        with pytest.raises(ServerRefused, match="gateway/"):
+            service.run(tmp_path)
+    assert len(provider.batches) == 1
+    service.run(tmp_path, provider_batches=False)
     assert len(rows(tmp_path)) == 3
     assert len(provider.payloads) == 3
 
@@ -414,25 +419,24 @@ def test_a_batch_that_is_forgotten_is_sent_again_once_the_user_gives_it_up(
     assert set(provider.billed.values()) == {2}
 
 
-@FORMS
-def test_a_batch_that_is_missing_for_a_while_is_awaited(tmp_path, later, form, rollout, config):
+def test_a_batch_that_is_missing_for_a_while_is_awaited(tmp_path, later, service):
     """And it was not missing since then when its answers come late."""
-    with form() as provider:
-        step = runner(tmp_path, provider, rollout, config={**config, "server_patience_seconds": 60})
-        provider.steps = 10**9
-        waits(step)
-        provider.forgotten |= provider.batches.keys()
-        waits(step)
-        provider.forgotten.clear()
-        later(61)
-        waits(step)
-        provider.steps = 0
-        provider.hidden = "file"
-        waits(step)
-        provider.hidden = ""
-        later(30)
-        step.no_wait = False
-        step.run(documents(3))
+    provider = service.provider
+    step = service.step(tmp_path, {"server_patience_seconds": 60})
+    provider.steps = 10**9
+    waits(step)
+    provider.forgotten |= provider.batches.keys()
+    waits(step)
+    provider.forgotten.clear()
+    later(61)
+    waits(step)
+    provider.steps = 0
+    provider.hidden = "file"
+    waits(step)
+    provider.hidden = ""
+    later(30)
+    step.no_wait = False
+    step.run(documents(3))
     assert_paid_once(tmp_path, provider)
 
 
@@ -821,28 +825,26 @@ def test_no_wait_ends_with_75_until_the_answers_are_there(here, command, job, pr
     assert not provider.payloads
 
 
-@FORMS
-def test_what_is_paid_for_is_known_to_the_mirror_first(tmp_path, form, rollout, config):
+def test_what_is_paid_for_is_known_to_the_mirror_first(tmp_path, service):
     """The node is lost right after the provider has created the batch."""
-    kind = {FakeProvider: BatchProvider, FakeMessages: MessageBatches}[form]
-    with form() as provider:
-        provider.list_lag = 0.1
-        mirror = {"checkpoints_remote_dir": str(tmp_path / "mirror"), "mirror_seconds": 600.0}
-        create = kind.create
-        first = runner(tmp_path / "first", provider, rollout, config=config, **mirror)
-        second = runner(tmp_path / "second", provider, rollout, config=config, **mirror)
+    provider = service.provider
+    provider.list_lag = 0.1
+    mirror = {"checkpoints_remote_dir": str(tmp_path / "mirror"), "mirror_seconds": 600.0}
+    create = service.kind.create
+    first = service.step(tmp_path / "first", **mirror)
+    second = service.step(tmp_path / "second", **mirror)
 
-        async def lost(self, *arguments):
-            await create(self, *arguments)
-            shutil.copytree(tmp_path / "mirror", tmp_path / "at the loss")
-            raise ServerRefused("the node is lost")
+    async def lost(self, *arguments):
+        await create(self, *arguments)
+        shutil.copytree(tmp_path / "mirror", tmp_path / "at the loss")
+        raise ServerRefused("the node is lost")
 
-        with patch.object(kind, "create", lost), pytest.raises(Exception, match="lost"):
-            first.run(documents(3))
-        shutil.rmtree(tmp_path / "mirror")
-        (tmp_path / "at the loss").rename(tmp_path / "mirror")
-        second.accept_changes = True  # another output folder
-        second.run(documents(3))
+    with patch.object(service.kind, "create", lost), pytest.raises(Exception, match="lost"):
+        first.run(documents(3))
+    shutil.rmtree(tmp_path / "mirror")
+    (tmp_path / "at the loss").rename(tmp_path / "mirror")
+    second.accept_changes = True  # another output folder
+    second.run(documents(3))
     assert_paid_once(tmp_path / "second", provider)
     assert len(provider.batches) == 1
 

@@ -10,8 +10,8 @@ import re
 import signal
 import sys
 import threading
-import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -83,22 +83,17 @@ def gate_opens(when):
     """The engine answers the texts that begin with "wait" once ``when`` is true; the test fails if
     it never is.
     """
-    found = []
 
     def watch():
-        deadline = time.monotonic() + 300
-        while not when() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        found.append(bool(when()))
-        Path("gate").touch()
+        try:
+            until(when)
+        finally:
+            Path("gate").touch()
 
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
+    with ThreadPoolExecutor(1) as threads:
+        opened = threads.submit(watch)
         yield
-    finally:
-        thread.join()
-    assert found == [True]
+    opened.result()
 
 
 def asked_all(*texts):

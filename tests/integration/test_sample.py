@@ -25,6 +25,11 @@ def words(seed, spread):
     return "word " * max(1, int(random.Random(str(seed)).lognormvariate(2.5, spread)))
 
 
+def job(server, given, *more):
+    words = ("run", "--input", given, "--prompt", "Say {text}", "--model", "m")
+    return (*words, "--endpoint", server.url, *more)
+
+
 def jsonl(folder, rows):
     write_rows(folder / "1.jsonl", rows)
 
@@ -96,11 +101,7 @@ def test_nine_times_in_ten_a_whole_run_takes_what_its_sample_says(tmp_path, comm
             return words(payload, spread)
 
         with FakeServer(answer) as server:
-            run = (
-                *("run", "--input", folder / "in", "--prompt", "Say {text}", "--model", "m"),
-                *("--endpoint", server.url, "--prices", PRICES),
-                *flags,
-            )
+            run = job(server, folder / "in", "--prices", PRICES, *flags)
             said = command(*run, "--run-folder", folder / "sampled", "--sample", 50).out
             command(*run, "--run-folder", folder / "run")
         work = command.json("status", folder / "run")["totals"]["work"]
@@ -127,10 +128,7 @@ def test_a_sample_of_the_whole_input_is_exact_and_says_what_is_wrong_with_its_an
         lambda payload, times: "" if payload["messages"][0]["content"] == "Say c" else "x"
     ) as server:
         server.finish_reason = "length"
-        said = command(
-            *("run", "--input", tmp_path, "--prompt", "Say {text}", "--model", "m"),
-            *("--endpoint", server.url, "--run-folder", tmp_path / "run", "--sample", 5),
-        ).out
+        said = command(*job(server, tmp_path), "--run-folder", tmp_path / "run", "--sample", 5).out
     assert "estimate for 2 documents:\n" in said
     assert likely(said, "requests") == (2, 2, 2)
     assert likely(said, "prompt tokens") == (5, 5, 5)
@@ -192,10 +190,8 @@ def test_the_run_takes_what_a_sample_was_answered(here, command, case):
 
 def test_the_cost_of_the_whole_input_counts_the_answers_of_samples(here, server, command):
     write_input(here, [f"text {number}" for number in range(10, 30)])
-    words = ["run", "--input", "input", "--prompt", "Say {text}", "--model", "m"]
-    words += ["--run-folder", "run", "--endpoint", server.url, "--prices", PRICES]
-    words += ["--records-per-chunk=1"]
-    words += ["--max-concurrent-generations=1"]
+    slow = ("--records-per-chunk=1", "--max-concurrent-generations=1")
+    words = job(server, "input", "--run-folder", "run", "--prices", PRICES, *slow)
     command(*words, "--sample", 5)
     command(*words, "--until", 8)
     estimated = re.search(r"; about ([\d.]+) for the whole input", command("status", "run").out)[1]
@@ -208,15 +204,14 @@ def test_the_cost_of_the_whole_input_counts_the_answers_of_samples(here, server,
 @pytest.mark.parametrize("state", ["runs", "damaged"])
 def test_a_sample_that_runs_or_is_damaged_is_left_out(here, server, command, state):
     write_input(here, ["a", "b"])
-    job = ("run", "--input", "input", "--prompt", "Say {text}", "--model", "m")
-    job = (*job, "--endpoint", server.url, "--run-folder", "run")
-    command(*job, "--sample", 1)
+    words = job(server, "input", "--run-folder", "run")
+    command(*words, "--sample", 1)
     folder = here / "run/checkpoints/sample-00001"
     with ExitStack() as stack:
         if state == "runs":
             stack.callback(files.Lock(folder / "00000/lock").release)
         else:
             (folder / "sampled.json").write_text("{")
-        said = command(*job)
+        said = command(*words)
     assert server.asked == {"Say a": 2, "Say b": 1}
     assert ("are not used" in said) == (state == "damaged")

@@ -35,7 +35,7 @@ CLASSES = ("identity", "request", "free")
 CHOOSE = """\
 {0}: the docstring must say in brackets what another value does to a run that has begun, as in "seed (request): ...".
 Choose
-    identity    it may change answers or output: it belongs to the identity (generation/run_identity.py)
+    identity    it may change answers or output: it belongs to the identity (InferenceConfig.compared, or generation/run_identity.py)
     request     likewise, and it is a part of the payload, whose hash is the key of an answer
     free        it changes neither
 """

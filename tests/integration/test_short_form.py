@@ -22,7 +22,7 @@ from datatrove.io import DataFolder
 from fsspec.implementations.memory import MemoryFileSystem
 
 import datatrove_ckpt
-from datatrove_ckpt.cli import short_form
+from datatrove_ckpt.cli import job_input
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.yaml_text import dump
@@ -187,96 +187,6 @@ def test_a_job_is_written_out_in_the_long_form(monkeypatch):
             golden.hold("long_form", f"{gpus} {flags}".strip(), "\n".join(changed))
 
 
-MISTAKES = (
-    "--tasks=many",
-    "--prompt=null",
-    "--prompt=null '--promtp=Say {text}'",
-    "--prompt=null --server-type=dummy",
-    "--system-prompt=@nowhere.txt",
-    "--input=twice",
-    "--input=linked",
-    "--max-tokens=5 '--default-generation-params={max_tokens: 6}'",
-    "--input=documents/a.csv",
-    "--input=mixed",
-    "--input=backup",
-    "--input=dict",
-    "--input=pictures",
-    "--input=table/a.tsv",
-    "--input=scans",
-    "--input=nowhere/",
-    "--rollout=my.rollout",
-    "--model=null",
-    "--run-folder=s3://b/x",
-    "--run-folder=hf://buckets/a/b/x --jobs={} --slurm={}",
-    "--jobs.tasks=8",
-    "--slurm={} --workers=3",
-    "--task=embedd",
-    "--task=embed --rollout=chat",
-    "--task=embed --max-tokens=5",
-    "--prompt=null --task=batch --input=hf://datasets/o/n",
-    "--task=classify --dimensions=5",
-    "--api-key=sk-1",
-    "--max-tokens=",
-    "--limit=2 --limit 3",
-    "--limit=0",
-    "--concurrency=8",
-    "--max-completion-tokens=8",
-    "--base-url=http://x",
-    "--endpoints '[{url: http://x}]'",
-    "--endpoint null --endpoints '[http://x]'",
-    "--endpoint null --endpoints '{url: http://x}'",
-    "--endpoint null --endpoints '[]'",
-    "--endpoint null --model null --endpoints '[{url: http://x}]'",
-    "--tensor-parallel-size=4",
-    "--json-schema=@nowhere.json",
-    "--json-schema=@documents/a.jsonl",
-    "--run-folder",
-    "--limit --prompt x",
-    "b.jsonl c.jsonl",
-    "--prompt.x=1",
-    "--top-k 5",
-    "--carried-parts 2",
-    "--rollout words.tell --prompt null --max-chars 9",
-    "--rollout ./words.py:tell --prompt null",
-    "--rollout words.py --prompt null",
-    "--choice 'Sport, News'",
-    "--json-schema schema.json",
-    "--monitoring '{port: 9}'",
-)
-
-
-def test_what_cannot_work_is_one_line(capsys):
-    strays = (
-        "both/a.jsonl",
-        "backup/a.jsonl",
-        "backup/b.jsonl.bak",
-        "backup/README.md",
-        "dict/dataset_dict.json",
-        "pictures/README.md",
-        "pictures/a.svg",
-        "table/a.tsv",
-        "scans/a.pdf",
-        "scans/b.png",
-        "scans/b.svg",
-        "twice/a.jsonl",
-        "twice/a.jsonl.gz",
-        "linked/a.jsonl",
-    )
-    for name in ("mixed/a.jsonl", "mixed/b.csv", *strays):
-        Path(name).parent.mkdir(exist_ok=True)
-        Path(name).touch()
-    Path("linked/there").symlink_to("../both")
-    write()
-    for flags in MISTAKES:
-        try:
-            code = main(["run", "job.yaml", *shlex.split(flags)])
-        except SystemExit as error:  # argparse's
-            code = error.code
-        said = capsys.readouterr().err.splitlines()
-        assert code == 2, flags
-        golden.hold("short_form", flags, said[-1], SUFFIXES=", ".join(short_form._SUFFIXES))
-
-
 @pytest.mark.parametrize(
     "settings, message",
     [
@@ -380,14 +290,14 @@ def test_each_file_is_a_task_here_if_that_is_worth_it():
     assert expanded()["tasks"] == 1
     for number in range(3):
         with Path(f"documents/{number}.jsonl").open("w") as file:
-            file.truncate(short_form._LEAST_BYTES)
+            file.truncate(job_input.LEAST_BYTES)
     assert expanded()["tasks"] == expanded(input="documents/*.jsonl")["tasks"] == 3
     assert expanded(input="documents/0.jsonl")["tasks"] == 1
     Path("documents/b.jsonl").write_text("")
     Path("documents/0.jsonl").write_text("")
     assert expanded()["tasks"] == 2
     with Path("documents/0.jsonl").open("w") as file:
-        file.truncate(short_form._LEAST_BYTES * 200)
+        file.truncate(job_input.LEAST_BYTES * 200)
     assert expanded()["tasks"] == 5
     for number in range(100):
         Path(f"documents/more-{number}.jsonl").touch()
@@ -905,24 +815,32 @@ def test_the_command_that_is_printed_for_a_max_tokens_above_the_context_continue
         assert main(shlex.split(printed)) == 0
 
 
-def test_a_prompt_above_the_context_is_not_blamed_on_max_tokens(capfd):
+@pytest.mark.parametrize(
+    "error, settings, said, unsaid",
+    [
+        (
+            _REQUESTED.format(prompt=2060, asked=10, total=2070),
+            {"max_tokens": 10},
+            "The prompt is longer than the model's context.",
+            "max_tokens is",
+        ),
+        (
+            "Invalid schema for response_format 'answer'",
+            {"json_schema": {"type": "object", "properties": {"a": {}}}},
+            "Correct the schema, and set accept_changes. A strict schema",
+            "If the server was at fault",
+        ),
+    ],
+)
+def test_a_refused_request_is_explained_by_what_the_server_says(
+    error, settings, said, unsaid, command
+):
     with FakeServer(status=lambda payload, times: 400) as server:
-        server.error = _REQUESTED.format(prompt=2060, asked=10, total=2070)
-        write(server)
-        assert main(["run", "job.yaml", "--max-tokens", "10"]) == 1
-        said = capfd.readouterr().err
-        assert "The prompt is longer than the model's context." in said
-        assert "max_tokens is" not in said
-
-
-def test_a_schema_that_a_strict_server_refuses_is_to_be_corrected(capfd):
-    with FakeServer(status=lambda payload, times: 400) as server:
-        server.error = "Invalid schema for response_format 'answer'"
-        write(server, json_schema={"type": "object", "properties": {"a": {}}})
-        assert main(["run", "job.yaml"]) == 1
-    said = capfd.readouterr().err
-    assert "Correct the schema, and set accept_changes. A strict schema" in said
-    assert "If the server was at fault" not in said
+        server.error = error
+        write(server, **settings)
+        told = command("run", "job.yaml", code=1).err
+    assert said in told
+    assert unsaid not in told
 
 
 def test_documents_without_a_valid_answer_are_left_out_by_the_command_that_is_printed(capfd):

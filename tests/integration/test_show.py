@@ -66,6 +66,7 @@ def test_output_of_every_kind_is_shown(kind, tmp_path, server, show):
 def test_dead_letters_are_shown_with_their_causes_until_a_retry_takes_them(tmp_path, server, show):
     assert not (tmp_path / "checkpoints").exists()
     settings = {"on_document_error": "dead_letter"}
+    retry = {"retry_dead_letters": True, "accept_changes": True, **settings}
     run_job(tmp_path, server, 4, fails_at(["id 1", "id 3"]), **settings)
     assert ids(show()) == ["id 0", "id 2"]
     said = show("--dead")
@@ -74,22 +75,13 @@ def test_dead_letters_are_shown_with_their_causes_until_a_retry_takes_them(tmp_p
         "1. id 1  (task 0)\n  text: text 1\n  failed: ValueError: cannot make sense of id 1\n"
         in said.out
     )
-    runner(
-        tmp_path,
-        server,
-        fails_at(["id 3"]),
-        retry_dead_letters=True,
-        accept_changes=True,
-        **settings,
-    ).run(None)
+    runner(tmp_path, server, fails_at(["id 3"]), **retry).run(None)
     assert ids(show("--dead")) == ["id 3"]
     assert ids(show()) == ["id 0", "id 2", "id 1"]
     with FakeServer(status=rejects(["text 3"], 401)) as refuses, pytest.raises(ServerRefused):
-        runner(tmp_path, refuses, retry_dead_letters=True, accept_changes=True, **settings).run(
-            None
-        )
+        runner(tmp_path, refuses, **retry).run(None)
     assert ids(show("--dead")) == ["id 3"]  # the retry has not finished
-    runner(tmp_path, server, retry_dead_letters=True, accept_changes=True, **settings).run(None)
+    runner(tmp_path, server, **retry).run(None)
     assert show("--dead", code=1).out == "There is no such dead letter.\n"
 
 

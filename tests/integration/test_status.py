@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from datatrove_ckpt.testing import FakeServer
-from tests.mirrors import Killed
+from tests.mirrors import Killed, known_ordinals
 from tests.rank_folders import write_rank
 from tests.yaml_jobs import ENDPOINT, job_yaml
 
@@ -112,7 +112,8 @@ def test_status_tells_the_truth_after_kills(tmp_path, said, kills):
             assert [one["number"] for one in state["attempts"] if one["without_a_word"]] == [
                 *range(1, attempt + 1)
             ]
-            assert state["counts"]["read"] + state["unfinished"]["read"] == finished(tmp_path)
+            finished, _ = known_ordinals(tmp_path / "checkpoints/00000")
+            assert state["counts"]["read"] + state["unfinished"]["read"] == len(finished)
             assert state["exact"]
         assert not killed._run_once(server, None)
         asked = server.asked
@@ -127,17 +128,3 @@ def test_status_tells_the_truth_after_kills(tmp_path, said, kills):
     # What was sent is at most what the server saw: the last minute of an attempt that was killed is
     # not known.
     assert totals["work"]["sent"] <= asked.total()
-
-
-def finished(folder):
-    """Documents in output files and journals, counted without our readers."""
-    rank = folder / "checkpoints/00000"
-    log = rank / "commits.jsonl"
-    lines = log.read_bytes().splitlines(keepends=True) if log.exists() else []
-    committed = [json.loads(line) for line in lines if line.endswith(b"\n")]
-    chunks = {commit["chunk_index"] for commit in committed}
-    documents = sum(commit["tally"]["read"] for commit in committed)
-    for path in rank.glob("chunk_*.jsonl"):
-        if int(path.stem.removeprefix("chunk_")) not in chunks:
-            documents += path.read_bytes().count(b"\n")
-    return documents

@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from PIL import Image
 
 from datatrove_ckpt.run_folder.run_output import OutputPath
 from datatrove_ckpt.testing import FakeServer
+from tests import processes
 from tests.integration.test_examples import ON_ONE_CORE, write_documents
 from tests.integration.test_typed_ways import PATHS
 from tests.pages import ROOT, blocks, section
@@ -49,7 +49,7 @@ def type_in(line, code=0):
 
 
 def printed(line, code, **options):
-    ended = subprocess.run(line, capture_output=True, text=True, **options)
+    ended = processes.run(line, **options)
     assert ended.returncode == code, f"{line} ended with {ended.returncode}: {ended.stderr}"
     return ended.stdout + ended.stderr
 

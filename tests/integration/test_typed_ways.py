@@ -12,7 +12,7 @@ import pytest
 from datatrove_ckpt import Classification
 from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import CkptError, ConfigError
-from tests.jobs import Budget, rows, run_job
+from tests.jobs import Budget, rows, run_job, texts_of
 
 DIMENSIONS = 4
 
@@ -24,7 +24,7 @@ def vector_of(text):
 
 
 def embeddings(payload):
-    texts = payload["input"] if isinstance(payload["input"], list) else [payload["input"]]
+    texts = texts_of(payload)
     data = [{"index": at, "embedding": vector_of(text)} for at, text in enumerate(texts)]
     if payload.get("encoding_format") == "base64":
         for row in data:
@@ -185,7 +185,7 @@ def test_a_vector_of_another_length_stops_the_rank_and_is_not_kept(
         return [shorter, await generate.embed([document.text, document.id])]
 
     def answer(payload):
-        texts = payload["input"] if isinstance(payload["input"], list) else [payload["input"]]
+        texts = texts_of(payload)
         length = 3 if others and "text 1" in texts else DIMENSIONS
         vectors = [vector_of(text)[: payload.get("dimensions", length)] for text in texts]
         return {"data": [{"index": at, "embedding": vector} for at, vector in enumerate(vectors)]}

@@ -394,9 +394,10 @@ def test_a_damaged_file_is_named_with_what_to_do_and_its_repaired_chunk_alone_is
 @pytest.mark.parametrize("chunks", [(0, 2), (0, 1, 2, 3), (2, 3)])
 def test_dead_letters_of_repaired_chunks_are_there_once(job, server, said, undamaged, chunks):
     for chunk in chunks:
-        chunk_file(job, chunk).unlink()
+        for rank in range(2):
+            chunk_file(job, chunk, rank).unlink()
     text = said("repair", job)
-    assert text.count("1 dead letter among them") == len({0, 2} & set(chunks))
+    assert text.count("1 dead letter among them") == 2 * len({0, 2} & set(chunks))
     said("verify", job, code=3)
     run(job, server)
     assert set(server.asked) == {

@@ -20,7 +20,7 @@ from datatrove.data import Document
 from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
 from datatrove.pipeline.readers import JsonlReader
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
+from datatrove_ckpt import InferenceConfig, LocalPipelineExecutor
 from datatrove_ckpt.errors import DocumentFailed
 from datatrove_ckpt.inference.servers import server, warm
 from datatrove_ckpt.inference.servers.guardian import process_table
@@ -55,11 +55,7 @@ def runner(folder="job", rollout=jobs.ask, **settings):
     config = InferenceConfig(model_name_or_path="m", **settings)
     # Absolute, because fsspec keeps one file system for equal paths, and each test has another
     # working directory.
-    writer, checkpoints = (
-        jobs.writer(Path(folder).absolute()),
-        str(Path(folder, "checkpoints").absolute()),
-    )
-    return InferenceRunner(rollout, config, writer, checkpoints_local_dir=checkpoints)
+    return jobs.runner(Path(folder).absolute(), config, rollout)
 
 
 def run(rank, *texts, **settings):

@@ -6,11 +6,12 @@ not.
 """
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 # The fixture builds a wheel, in an environment that pip makes for it.
@@ -29,7 +30,7 @@ def test_the_wheel_contains_every_file_of_the_package(tmp_path):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-compile", "--target"]
-    done = subprocess.run([*install, tmp_path / "target", source], capture_output=True, text=True)
+    done = processes.run([*install, tmp_path / "target", source])
     assert done.returncode == 0, done.stdout + done.stderr
 
     def files(folder):

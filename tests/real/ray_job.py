@@ -89,23 +89,7 @@ def running_workers():
     return pairs if len(pairs) == TASKS else []
 
 
-def kill_actor():
-    return _send(signal.SIGKILL, to_actor=True)
-
-
-def terminate_actor():
-    return _send(signal.SIGTERM, to_actor=True)
-
-
-def terminate_worker():
-    return _send(signal.SIGTERM, to_actor=False)
-
-
-def kill_worker():
-    return _send(signal.SIGKILL, to_actor=False)
-
-
-def _send(number, to_actor):
+def send(number, to_actor):
     """Gives the process in which the rank runs, which is to end in every case."""
     pairs = until(running_workers, 60, lambda: f"{len(rank_workers())} processes of {TASKS} ranks")
     actor, worker = pairs[0]
@@ -126,7 +110,7 @@ def play(folder, event, **settings):
             try:
                 job.until_held()
                 if event is not None:
-                    event().wait(30)
+                    send(*event).wait(30)
                     result["complete"] = job.complete()
             finally:
                 server.release()  # else the job waits without end
@@ -151,10 +135,10 @@ def play(folder, event, **settings):
 
 CASES = {
     "plain run of 2": (None, {}),
-    "kill -9 of the actor": (kill_actor, {}),
-    "SIGTERM to the actor": (terminate_actor, {}),
-    "SIGTERM to the task's process": (terminate_worker, {"time": LATE}),
-    "kill -9 of the task's process": (kill_worker, {"time": LATE}),
+    "kill -9 of the actor": ((signal.SIGKILL, True), {}),
+    "SIGTERM to the actor": ((signal.SIGTERM, True), {}),
+    "SIGTERM to the task's process": ((signal.SIGTERM, False), {"time": LATE}),
+    "kill -9 of the task's process": ((signal.SIGKILL, False), {"time": LATE}),
 }
 
 

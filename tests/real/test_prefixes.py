@@ -15,9 +15,9 @@ from urllib.request import Request, urlopen
 import pytest
 from datatrove.data import Document
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.inference.servers.admission import parse_metrics
-from tests.jobs import rows, writer
+from tests.jobs import rows, runner
 from tests.patience import until
 from tests.real import environment
 from tests.real.test_vllm import ENVIRONMENT, vllm_server
@@ -99,8 +99,7 @@ def test_rows_that_share_a_text_are_sent_where_its_blocks_are(tmp_path, urls):
         return answer.text
 
     config = InferenceConfig("endpoint", "tiny", endpoint_url=urls, use_chat=False)
-    checkpoints = str(tmp_path / "checkpoints")
-    step = InferenceRunner(rollout, config, writer(tmp_path), checkpoints_local_dir=checkpoints)
+    step = runner(tmp_path, config, rollout)
     with empty_caches(urls) as routed:
         step.run(Document(text, str(number)) for number, text in enumerate(prompts()))
 

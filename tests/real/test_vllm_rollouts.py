@@ -11,13 +11,12 @@ import re
 
 import pytest
 from datatrove.data import Document
-from datatrove.pipeline.writers import JsonlWriter
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.rollouts import ChunkedRollout, CompletionRollout, PromptRollout
+from tests.jobs import rows, runner
 from tests.real import environment
 from tests.real.test_vllm import vllm_server
-from tests.yaml_jobs import read_rows
 
 pytestmark = [
     pytest.mark.full,
@@ -59,14 +58,11 @@ def results(folder, url, rollout, text="It rained in Paris in 1999.", **changes)
         **changes,
     }
     config = InferenceConfig("endpoint", environment.model(), **settings)
-    writer = JsonlWriter(str(folder / "output"), "${rank}_${chunk_index}.jsonl", compression=None)
-    step = InferenceRunner(
-        rollout, config, writer, checkpoints_local_dir=str(folder / "checkpoints")
-    )
+    step = runner(folder, config, rollout, records_per_chunk=DOCUMENTS)
     step.run(Document(text=text, id=str(number)) for number in range(DOCUMENTS))
-    rows = read_rows(folder / "output/00000_00000.jsonl")
-    assert len(rows) == DOCUMENTS
-    return [row["metadata"]["rollout_results"][0] for row in rows]
+    found = [row["metadata"]["rollout_results"][0] for row in rows(folder)]
+    assert len(found) == DOCUMENTS
+    return found
 
 
 @pytest.mark.parametrize("engine", ["vllm", "openai"])

@@ -230,14 +230,14 @@ class Work:
 
     def __init__(self, settings, rollout):
         self.router = Router(most_documents([settings]) * settings.rollouts_per_document)
-        self.sender = Sender()
+        self.limit = DocumentLimit([settings], ByteBudget(1))
+        self.sender = Sender(on_change=self.limit.changed)
         self.router.senders.append(self.sender)
         self.target = Target()
         self.target.limit = 16
         self.router.targets.append(self.target)
         self.documents = 0
         self.most = 0
-        self.limit = DocumentLimit([settings], ByteBudget(1))
         self._settings = settings
         self._rollout = rollout
 
@@ -338,7 +338,7 @@ async def test_a_number_is_kept(settings, documents):
 
 def following_four_places(settings):
     limit = DocumentLimit([settings], ByteBudget(1))
-    router, sender = Router(4), Sender()
+    router, sender = Router(4), Sender(on_change=limit.changed)
     router.senders.append(sender)
     target = router.add()
     target.limit = 4

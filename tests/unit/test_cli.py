@@ -1,7 +1,6 @@
 """The command: exit codes, overrides, and errors without tracebacks."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -49,6 +48,9 @@ class Step(PipelineStep):
             raise RuntimeError(f"a bug {len(password)}")
         return ()
 """
+
+
+PATHS = os.pathsep.join([".", *filter(None, sys.path)])
 
 
 @pytest.fixture
@@ -142,21 +144,11 @@ class Finder:
 
 sys.meta_path.insert(0, Finder())
 """)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)]),
-    }
     (tmp_path / "job.yaml").write_text(
         "executor: {class_path: LocalPipelineExecutor, init_args: {pipeline: []}}\n"
     )
-    command = [
-        str(Path(sys.executable).with_name("datatrove-ckpt")),
-        "run",
-        str(tmp_path / "job.yaml"),
-    ]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, env=environment, timeout=400, check=False
-    )
+    command = [Path(sys.executable).with_name("datatrove-ckpt"), "run", "job.yaml"]
+    ended = processes.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": PATHS})
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
 
 
@@ -201,9 +193,7 @@ def test_what_is_needed_later_is_not_imported(tmp_path, code, later):
     """So ``--version`` takes a tenth of a second, and ``status`` two of them."""
     write_rank(tmp_path / "checkpoints", chunks=1, finished=True)
     code += f"\nimport sys; sys.exit(', '.join({later!r} & set(sys.modules)) or 0)"
-    ended = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    ended = processes.run([sys.executable, "-c", code], cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
 
 
@@ -219,10 +209,7 @@ executor = LocalPipelineExecutor([Step("own")], logging_dir="elsewhere", workers
 executor._quiet = pickle.loads(pickle.dumps(QuietErrors(said_later=True)))
 executor._run_for_rank(0)
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", *filter(None, sys.path)])}
-    ended = subprocess.run(
-        [sys.executable, "-c", task], capture_output=True, text=True, env=environment, check=False
-    )
+    ended = processes.run([sys.executable, "-c", task], env={**os.environ, "PYTHONPATH": PATHS})
     assert ended.returncode == 1
     assert "Traceback" not in ended.stderr
     assert ended.stderr.count("The prompt is another one.") == 1

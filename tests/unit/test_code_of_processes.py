@@ -184,31 +184,6 @@ rollout = make()
     assert sum(value == "Say" for value in fields.values()) == 2
 
 
-CHANCE = """
-import json, re, subprocess, tempfile, time
-from datatrove_ckpt.generation.run_identity import code_identity
-NAMES = {"one", "two", "three", "four", "five"}
-LABELS = list(NAMES)
-JOINED = ", ".join(NAMES)
-PATTERN = re.compile("|".join(NAMES))
-TABLE = {name: len(name) for name in NAMES}
-FIRST, *REST = NAMES
-NESTED = [(name, sorted(NAMES)) for name in NAMES]
-TEXT = str(NAMES)
-NOW = subprocess.check_output(["date", "+%N"]), time.time(), tempfile.mkdtemp(), object()
-async def rollout(document, generate):
-    return LABELS, JOINED, PATTERN, TABLE, FIRST, REST, NESTED, TEXT, NOW
-print(json.dumps(code_identity(rollout, None).fields, sort_keys=True))
-"""
-
-
-def test_the_order_of_a_set_and_the_output_of_a_command_are_no_edits(tmp_path):
-    (tmp_path / "script.py").write_text(CHANCE)
-    first = identity(tmp_path, "PYTHONHASHSEED=1")
-    assert "uses.NESTED code" in first
-    assert identity(tmp_path, "PYTHONHASHSEED=2") == first
-
-
 def test_a_start_parses_only_files_whose_text_holds_a_name_that_is_reached(tmp_path, monkeypatch):
     for number in range(200):
         lines = [f"def helper_{number}_{part}():\n    return {part}\n" for part in range(30)]

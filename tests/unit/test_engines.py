@@ -7,9 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from datatrove.pipeline.writers import JsonlWriter
 
-from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.engines import llamacpp
@@ -23,6 +21,7 @@ from datatrove_ckpt.inference.servers.server_log import find_cause
 from datatrove_ckpt.inference.servers.sglang_launch import Hidden
 from datatrove_ckpt.rollouts import PromptRollout
 from tests.golden import hold
+from tests.jobs import runner
 
 SECRET = "the-secret-key"
 KEY = Secret(SECRET)
@@ -38,10 +37,6 @@ def config(server_type="vllm", **settings):
 def command_of(config, found=None, nodes=SINGLE_NODE):
     """Without a look at what is installed."""
     return config.engine.command(Launch(config, found, 4321, KEY, nodes))
-
-
-def runner(config, rollout):
-    return InferenceRunner(rollout, config, JsonlWriter("out", "${rank}_${chunk_index}.jsonl"))
 
 
 def launch(config, nodes=SINGLE_NODE):
@@ -175,11 +170,11 @@ def test_a_schema_of_the_rollout_or_the_requests_keeps_blanks_out_of_json():
     }
     for engine, flags in known.items():
         form = config(engine)
-        runner(form, PromptRollout(json_schema=schema))
+        runner(Path("out"), form, PromptRollout(json_schema=schema))
         for made in (form, config(engine, default_generation_params=asked)):
             assert flags in " ".join(command_of(made).argv)
         free = config(engine)
-        runner(free, PromptRollout(regex="a+"))
+        runner(Path("out"), free, PromptRollout(regex="a+"))
         for made in (free, config(engine)):
             assert flags not in " ".join(command_of(made).argv)
 

@@ -14,10 +14,9 @@ from datatrove_ckpt.common.retrying import Quota, asked_wait, quotas
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.inference.client import client as client_module
 from datatrove_ckpt.inference.client import routing
-from datatrove_ckpt.inference.client.routing import Request, Sender
-from datatrove_ckpt.inference.servers.host import ServerHost
+from datatrove_ckpt.inference.client.routing import Request
 from datatrove_ckpt.process.open_files import files_needed, requests_at_once
-from datatrove_ckpt.process.shutdown import Shutdown
+from tests.clients import lent_client
 from tests.simulated_servers import SimulatedProvider, SimulatedServer
 from tests.virtual_time import VirtualTimeLoop
 
@@ -36,9 +35,10 @@ def in_virtual_time(monkeypatch):
     return run
 
 
-def lend(host, urls, number="auto"):
-    config = InferenceConfig("endpoint", "m", endpoint_url=urls, max_concurrent_generations=number)
-    return host.lend(config, [config], 0, Sender(), lambda outage: None)
+def client_for(urls, number="auto"):
+    return lent_client(
+        InferenceConfig("endpoint", "m", endpoint_url=urls, max_concurrent_generations=number)
+    )
 
 
 def body(text="x", tokens=5):
@@ -56,8 +56,7 @@ def seconds(mean):
 
 async def ask_for(minutes, provider, number="auto", workers=500):
     """Raises if a request ends the run."""
-    host = ServerHost(Shutdown())
-    async with lend(host, await provider.start(), number) as (client, _):
+    async with client_for(await provider.start(), number) as client:
         orders = count()
 
         async def work():
@@ -71,7 +70,6 @@ async def ask_for(minutes, provider, number="auto", workers=500):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    await host.close()
     provider.close()
     return provider.answered / provider.offered
 
@@ -117,16 +115,14 @@ def test_the_requests_in_flight_double_with_each_round_of_answers(in_virtual_tim
 
 
 async def seconds_for(documents, providers, number):
-    host = ServerHost(Shutdown())
     urls = [await provider.start() for provider in providers]
     loop = asyncio.get_running_loop()
-    async with lend(host, urls, number) as (client, _):
+    async with client_for(urls, number) as client:
         async with asyncio.TaskGroup() as group:
             for order in range(documents):
                 request = Request(client.sender, order=order)
                 group.create_task(client.complete(body(), request=request))
         taken = loop.time()
-    await host.close()
     for provider in providers:
         provider.close()
     return taken
@@ -202,12 +198,9 @@ async def job(clients, documents=240):
                 await client.complete(body(text, 60), request=request)
 
     async def run():
-        host = ServerHost(Shutdown())
-        async with lend(host, f"{url}/v1") as (client, _):
+        async with client_for(f"{url}/v1") as client:
             await asyncio.gather(*(work(client) for _ in range(100 // clients)))
-            limit = client.servers.router.targets[0].limit
-        await host.close()
-        return limit
+            return client.servers.router.targets[0].limit
 
     limits = await asyncio.gather(*(run() for _ in range(clients)))
     server.close()

@@ -4,7 +4,6 @@ install.
 
 import ast
 import re
-import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions, version
@@ -14,6 +13,7 @@ import pytest
 
 import datatrove_ckpt
 from datatrove_ckpt.user_code import statements
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -87,7 +87,7 @@ def test_a_type_checker_finds_the_package_outside_its_checkout(tmp_path):
         f"--cache-dir={tmp_path / 'cache'}",
         "job.py",
     ]
-    checked = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    checked = processes.run(command, cwd=tmp_path)
     found = [line.partition(": ")[2] for line in checked.stdout.splitlines()]
     assert found[:5] == [
         'note: Revealed type is "datatrove_ckpt.config.inference_config.InferenceConfig"',

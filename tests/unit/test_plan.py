@@ -3,6 +3,7 @@ command line.
 """
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -50,20 +51,16 @@ def test_the_plan_of_a_training_needs_no_file(command):
     assert found["lost"] == 1 - efficiency(daly(140, 6 * HOUR), 140, 6 * HOUR)
 
 
-def write_history(folder):
+def test_a_history_tells_what_a_training_costs_and_flags_go_before_it(
+    tmp_path, monkeypatch, command
+):
     """Three saves, four restarts an hour apart, and a line that a crash has cut."""
+    monkeypatch.chdir(tmp_path)
     lines = [{"event": "saved", "at": 0, "pause_seconds": pause} for pause in (1.2, 1.2, 9.0)]
     lines += [{"event": "restored", "at": 1.7e9 + number * HOUR} for number in range(4)]
     lines.append({"event": "ended", "at": 0})  # others are skipped
     text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "history.jsonl").write_text(f'{text}{{"event": "sav')
-
-
-def test_a_history_tells_what_a_training_costs_and_flags_go_before_it(
-    tmp_path, monkeypatch, command
-):
-    monkeypatch.chdir(tmp_path)
-    write_history(tmp_path)
+    Path("history.jsonl").write_text(f'{text}{{"event": "sav')
     measured = {"save_cost": 1.2, "mtbf": HOUR}
     assert command.json("plan", ".").items() >= measured.items()
     given = command.json("plan", tmp_path, "--mtbf", "2h", "--save-cost", "7s")

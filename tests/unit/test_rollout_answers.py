@@ -25,7 +25,7 @@ from datatrove_ckpt.rollouts import (
     for_config,
 )
 from tests.jobs import rows, run_job, runner
-from tests.unit.test_rollouts import asked, document
+from tests.unit.test_rollouts import Texts, asked, document
 
 SCHEMA = {
     "type": "object",
@@ -52,21 +52,8 @@ def sent(rollout, server_type):
     }
 
 
-class Answers:
-    """Gives these answers in turn, and remembers the payloads."""
-
-    def __init__(self, *answers, reason="stop"):
-        self.answers = list(answers)
-        self.payloads = []
-        self.reason = reason
-
-    async def __call__(self, payload):
-        self.payloads.append(payload)
-        return InferenceResult(self.answers[len(self.payloads) - 1], self.reason, {})
-
-
 def answer(rollout, *answers):
-    result = asyncio.run(rollout(document(), Answers(*answers)))
+    result = asyncio.run(rollout(document(), Texts(*answers)))
     return None if result is None else str(result.text)
 
 
@@ -166,7 +153,7 @@ def test_an_answer_that_was_cut_off_in_blanks_is_named_as_that():
         ("\n  " * 40, "it ends in blanks up to max_tokens"),
         ("\n", "it is not JSON"),
     ):
-        server = Answers('{"why":' + blanks, reason="length")
+        server = Texts('{"why":' + blanks, reason="length")
         with pytest.raises(InvalidAnswer, match=f"The last one: {problem}"):
             asyncio.run(rollout(document(), server))
 
@@ -192,9 +179,9 @@ SHOWN = [
 @pytest.mark.parametrize("reason, shown", [("stop", SHOWN), ("length", [])])
 def test_the_model_is_shown_its_answer_if_that_is_wanted_and_it_was_not_cut_off(reason, shown):
     """With a long answer the conversation would not fit into the context either."""
-    server = Answers("?", "no", reason=reason)
+    server = Texts("?", "no", reason=reason)
     asyncio.run(PromptRollout(choice=["yes", "no"], show_error=True)(document(), server))
-    first, second = (one["messages"] for one in server.payloads)
+    first, second = (one["messages"] for one in server.asked)
     assert second == [*first, *shown]
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.errors import ConfigError
@@ -21,7 +20,7 @@ from datatrove_ckpt.rollouts import (
 )
 from tests.clients import config
 from tests.pages import ROOT
-from tests.unit.test_rollouts import document
+from tests.unit.test_rollouts import Texts, document
 
 FROM_CONFIGS = {
     "score_pattern": re.search("score_pattern: '(.*)'", (ROOT / "configs/judge.yaml").read_text())[
@@ -38,18 +37,10 @@ class Classified:
     scores: dict[str, float]
 
 
-class Model:
-    """Gives one vector, one label, and these texts in turn; remembers what it was asked."""
+class Model(Texts):
+    """Also gives one vector and one label."""
 
     score = 0.7
-
-    def __init__(self, *texts):
-        self.texts = list(texts)
-        self.asked = []
-
-    async def __call__(self, payload):
-        self.asked.append(payload)
-        return InferenceResult(self.texts.pop(0), "stop", {"completion_tokens": 1})
 
     async def embed(self, text, **params):
         self.asked.append((text, params))
@@ -211,8 +202,8 @@ def test_without_a_score_the_judge_is_asked_again_and_told_what_is_wrong(setting
 def test_a_judgement_that_is_cut_off_is_no_score():
     class CutOff(Model):
         async def __call__(self, payload):
-            answer = await super().__call__(payload)
-            return InferenceResult(answer.text, "length" if self.texts else "stop", answer.usage)
+            self.reason = "length" if len(self.texts) > 1 else "stop"
+            return await super().__call__(payload)
 
     model = CutOff("3 reasons", "4")
     assert result(only(JudgeRollout(judge_prompt="Rate {text}")), model)["score"] == 4

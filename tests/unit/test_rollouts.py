@@ -14,6 +14,7 @@ from datatrove_ckpt.rollouts import (
     chat,
     split_text,
 )
+from tests.words import write_tokenizer
 
 ALLOWED = "allowed are {text}, {id}, {KEY} and {metadata[KEY]} for a key of the metadata, {KEY[0].NAME} for a part of it, and {{ or }} for a brace; beside [[DOCUMENT]] for the text, braces have no meaning."
 
@@ -50,17 +51,25 @@ def document(text="Rain falls.", **metadata):
     return Document(text=text, id="d1", metadata=metadata)
 
 
+class Texts:
+    """Gives these texts in turn, and remembers what it was asked."""
+
+    def __init__(self, *texts, reason="stop"):
+        self.texts = list(texts)
+        self.reason = reason
+        self.asked = []
+
+    async def __call__(self, payload):
+        self.asked.append(payload)
+        return InferenceResult(self.texts.pop(0), self.reason, {"completion_tokens": 1})
+
+
 def asked(rollout, given):
     """The one payload that a rollout sends."""
-    sent = []
-
-    async def generate(payload):
-        sent.append(payload)
-        return InferenceResult("", "stop", {})
-
-    asyncio.run(rollout(given, generate, anything_shared=1))
-    assert len(sent) == 1
-    return sent[0]
+    model = Texts("")
+    asyncio.run(rollout(given, model, anything_shared=1))
+    (sent,) = model.asked
+    return sent
 
 
 BRACES = "{id} {text.__class__} {} } {"
@@ -185,3 +194,74 @@ def test_the_text_of_a_long_message_is_cut_after_a_line_and_the_template_stays(t
     rollout = PromptRollout(prompt="Say: {text}. End.", max_chars=24)
     assert asked(rollout, document(text))["messages"][0]["content"] == expected
     assert len(expected) <= 24
+
+
+def requests(rollout, text):
+    """The payloads in turn, and the result. The n-th answer is "An"."""
+    model = Texts(*(f"A{number}" for number in range(1, 9)))
+    return model.asked, asyncio.run(rollout(document(text), model))
+
+
+def talks(rollout, text):
+    """Each request's messages, with the first letter of their roles."""
+    sent, _ = requests(rollout, text)
+    return [
+        [f"{one['role'][0]}: {one['content']}" for one in payload["messages"]] for payload in sent
+    ]
+
+
+# parts -------------------------------------------------------------------------------------------
+
+
+def test_parts_are_measured_in_tokens(tmp_path):
+    words = write_tokenizer(tmp_path / "words")
+    rollout = ChunkedRollout(max_tokens_per_part=4, tokenizer=words)
+    text = "One two three. Four.\n\nFive six seven eight nine ten."
+    parts = ["One two three.", "Four.\n\nFive six", "seven eight nine", "ten."]
+    assert talks(rollout, text) == [[f"u: {part}"] for part in parts]
+
+
+def test_parts_of_tokens_are_no_longer_than_they_may_be_and_lose_nothing():
+    text = (
+        "\n\n".join(f"Sentence {n} of a paragraph. " * (n % 7 + 1) for n in range(40)) + "x" * 300
+    )
+    starts = range(0, len(text), 3)  # three characters each
+    for limit in (1, 7, 60):
+        parts = split_text(text, limit, starts=starts)
+        assert max(map(len, parts)) <= 3 * limit + 2
+        assert "".join("".join(parts).split()) == "".join(text.split())
+
+
+def test_characters_per_token_estimate_the_parts():
+    text = "one two six ten"
+    estimated = ChunkedRollout(max_tokens_per_part=2, chars_per_token=3.5)
+    assert [talk[0] for talk in talks(estimated, text)] == [
+        f"u: {part}" for part in split_text(text, 7)
+    ]
+
+
+def test_a_conversation_carries_the_parts_before():
+    rollout = ChunkedRollout("Q {text}", "S", max_chars_per_part=3, carry="conversation")
+    assert talks(rollout, "one two six") == [
+        ["s: S", "u: Q one"],
+        ["s: S", "u: Q one", "a: A1", "u: Q two"],
+        ["s: S", "u: Q two", "a: A2", "u: Q six"],
+    ]
+    longer = ChunkedRollout(max_chars_per_part=3, carry="conversation", carried_parts=2)
+    assert talks(longer, "one two six")[2] == ["u: one", "a: A1", "u: two", "a: A2", "u: six"]
+
+
+def test_an_answer_is_continued():
+    rollout = ChunkedRollout("Q {text}", max_chars_per_part=3, separator="|", carry="continue")
+    sent, result = requests(rollout, "one two six")
+    assert [one["messages"] for one in sent[1:]] == [
+        [{"role": "user", "content": "Q one|two"}, {"role": "assistant", "content": "A1"}],
+        [{"role": "user", "content": "Q two|six"}, {"role": "assistant", "content": "A2"}],
+    ]
+    flags = {"continue_final_message": True, "add_generation_prompt": False}
+    assert [{name: one.get(name) for name in flags} for one in sent] == [
+        dict.fromkeys(flags),
+        flags,
+        flags,
+    ]
+    assert result.text == "A1|A2|A3"

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -14,12 +15,14 @@ from datatrove_ckpt.inference.client.minute_limits import MinuteLimits
 from datatrove_ckpt.inference.client.routing import (
     _REMEMBERED,
     WINDOW,
+    Death,
     MustDivide,
     Prefixes,
     Request,
     Router,
     Sender,
 )
+from datatrove_ckpt.process.shutdown import Shutdown
 from tests.clients import turns
 
 
@@ -38,6 +41,12 @@ def body(text):
 
 def request(text="", order=0):
     return Request(order=order, body=body(text) if text else b"")
+
+
+async def release(made, target):
+    """Ends a request at the server, and lets those go that may."""
+    made.release(target, Request())
+    await turns(5)
 
 
 async def waiting(made, *requests):
@@ -122,11 +131,9 @@ async def test_requests_wait_while_the_caches_are_full_and_open_documents_go_fir
         target = await made.acquire(request(order=order))
     new, later = await waiting(made, request(order=9), request(order=3))
     assert (new.done(), later.done()) == (False, False)
-    made.release(target, Request())
-    await turns(5)
+    await release(made, target)
     assert (new.done(), later.done()) == (False, True)
-    made.release(target, Request())
-    await turns(5)
+    await release(made, target)
     assert new.done()
 
 
@@ -155,8 +162,7 @@ async def test_a_server_without_requests_takes_a_document_whatever_its_metrics_s
     assert {first, second} == {*made.targets}
     (third,) = await waiting(made, request(order=3))
     assert not third.done()
-    made.release(first, Request())
-    await turns(5)
+    await release(made, first)
     assert third.done()
 
 
@@ -189,14 +195,12 @@ async def with_a_full_window():
 async def test_no_more_than_the_window_goes_ahead_of_a_request():
     made, home, other, held = await with_a_full_window()
     (late,) = await waiting(made, request("two", WINDOW + 1))
-    made.release(other, Request())
-    await turns(5)
+    await release(made, other)
     assert not late.done()
     assert made.take(request("three", WINDOW + 2)) is None
     assert made.take(request("two", 0)) is other
     made.release(other, Request())
-    made.release(home, Request())
-    await turns(5)
+    await release(made, home)
     assert held[0].done()
     assert late.done()
 
@@ -213,8 +217,7 @@ async def test_waiting_requests_are_looked_at_only_if_one_may_go(monkeypatch):
     made.take(request())
     made.release(other, Request())
     assert len(looked_up) == 1
-    made.release(home, Request())
-    await turns(5)
+    await release(made, home)
     assert held[0].done()
 
 
@@ -370,3 +373,106 @@ async def test_one_timer_waits_for_the_minute_however_often_its_end_moves(monkey
     assert sum(not timer.cancelled() for timer in timers) == 1
     for task in waits:
         task.cancel()
+
+
+# quarantine, and servers that fail ----------------------------------------------------------------
+
+
+def quarantined(age=0.0):
+    request = Request()
+    for _ in range(2):
+        request.record_death(Death("bang"), age)
+    return request
+
+
+def acquire(made, request=None):
+    return asyncio.create_task(made.acquire(request or Request()))
+
+
+async def test_a_server_whose_connection_failed_gets_a_request_only_when_no_other_can():
+    made = router(2, 100)
+    failed, other = made.targets
+    body = b'{"messages":' + b"x" * 1000
+    assert await made.acquire(Request(body=body)) is failed
+    failed.cooldown_until = time.monotonic() + 1000
+    assert [await made.acquire(Request(body=body)) for _ in range(4)] == [other] * 4
+    other.up = False
+    assert await made.acquire(Request(body=body)) is failed
+
+
+async def test_a_request_that_is_cancelled_as_it_gets_its_place_gives_it_back():
+    made = router(1, 1)
+    target = await made.acquire(Request())
+    cancelled, next_one = acquire(made), acquire(made)
+    await turns(5)
+    made.release(target, Request())  # which gives the place on
+    cancelled.cancel()
+    await turns(5)
+    assert (cancelled.cancelled(), next_one.done(), made.in_flight) == (True, True, 1)
+
+
+async def test_a_rank_that_stops_gets_no_place_even_if_one_is_free():
+    made = router(1, 1)
+    sender = Sender(Shutdown())
+    sender.shutdown.request("test")
+    assert made.take(Request(sender)) is None
+    waiting = acquire(made, Request(sender))
+    await turns(5)
+    assert (waiting.done(), made.in_flight) == (False, 0)
+    waiting.cancel()
+
+
+async def test_a_quarantined_request_is_alone_and_the_youngest_goes_first():
+    made = router(1, 100)
+    target = await made.acquire(Request())
+    old, young, normal = acquire(made, quarantined(9)), acquire(made, quarantined(1)), acquire(made)
+    await turns(5)
+    assert not any(task.done() for task in (old, young, normal))
+    await release(made, target)
+    assert (young.done(), old.done(), normal.done()) == (True, False, False)
+    await release(made, target)
+    assert (old.done(), normal.done()) == (True, False)
+    made.release(target, Request())
+    await normal
+
+
+async def test_the_members_of_a_group_whose_server_died_run_alone():
+    made = router(1, 100)
+    requests = [quarantined(n) for n in range(100)]
+    waiting = {request: acquire(made, request) for request in requests}
+    for expected in (1, 2, 4):
+        await turns(5)
+        group = [request for request, task in waiting.items() if task.done()]
+        assert len(group) == expected
+        if expected < 4:
+            for request in group:
+                made.release(waiting.pop(request).result(), Request())
+    death = made.mark_dead(made.targets[0], "bang")
+    for request in group:
+        request.record_death(death, 0)
+        made.release(waiting.pop(request).result(), Request())
+    assert made.targets[0].in_flight == 0
+    again = [acquire(made, request) for request in group]
+    made.targets[0].up = True
+    for task in again:
+        await turns(5)
+        assert made.targets[0].in_flight == 1
+        await release(made, await task)
+    assert made.targets[0].in_flight > 1  # the others continue in groups
+
+
+async def test_attributed_deaths_quarantine_no_other_request():
+    made = router(1, 100)
+    guilty, innocent = Request(), Request()
+    for _ in range(2):
+        death = Death("bang")
+        guilty.record_death(death, 0)
+        innocent.record_death(death, 0)
+    await made.acquire(guilty)
+    waiting = [acquire(made, innocent), acquire(made)]
+    await turns(5)
+    assert not any(task.done() for task in waiting)
+    made.attribute_deaths(guilty)
+    made.release(made.targets[0], Request())
+    await asyncio.gather(*waiting)
+    assert not innocent.is_quarantined

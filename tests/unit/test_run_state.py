@@ -2,6 +2,7 @@
 
 import datetime
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -25,6 +26,7 @@ from tests.rank_folders import (
     minutes,
     start,
     stopped,
+    work,
     write_rank,
 )
 
@@ -178,6 +180,15 @@ def test_attempts_are_counted_with_the_time_of_those_that_saved_nothing(tmp_path
     assert state.totals.working_seconds == 15.0
 
 
+def test_a_cost_without_a_counted_request_estimates_the_whole(tmp_path):
+    """A kill may lose the count of the answers whose cost is known."""
+    paid = work(10, requests=0, cost=5_000_000_000)
+    write_rank(
+        tmp_path, history=[start(T), replace(minute(T + 1, 10, 100), total=paid), stopped(T + 2)]
+    )
+    assert "; about 50 for the whole input" in topic(read(tmp_path, T + 100), "paid")
+
+
 @pytest.mark.parametrize("uncertain, said", [(0, ""), (1, "at least ")])
 def test_the_closing_line_says_at_least_where_an_end_made_it_uncertain(uncertain, said):
     sent = WorkCounts(sent=5, retries=1, completion_tokens=9)
@@ -226,7 +237,6 @@ def test_the_sums_of_a_run(tmp_path, running):
 def test_the_run_tells_its_number_of_ranks_and_only_else_the_yaml_file(tmp_path):
     write_rank(tmp_path / "new", history=[start(T)], tasks=3)
     assert read(tmp_path / "new", tasks=5, config={"executor": {}}).totals.not_started == 2
-    assert read(tmp_path / "new").totals.not_started == 2
     write_rank(tmp_path / "unknown", history=[start(T)])
     assert read(tmp_path / "unknown", tasks=5, config={"executor": {}}).totals.not_started == 4
 

@@ -1,13 +1,10 @@
-"""The parts of supervision, without a server: which target a request gets, what a lease contains,
-what metrics say.
-"""
+"""The parts of supervision, without a server: what a lease contains, what metrics say."""
 
 import asyncio
 import errno
 import itertools
 import subprocess
 import sys
-import time
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
@@ -16,130 +13,14 @@ from datatrove_ckpt.config import InferenceConfig, inference_config
 from datatrove_ckpt.config.inference_config import ENGINES, visible_gpus
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.inference.client.routing import Death, Request, Router, Sender, Target
+from datatrove_ckpt.inference.client.routing import Target
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers import node
 from datatrove_ckpt.inference.servers.admission import Metrics, parse_metrics, read_metrics
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.inference.servers.warm import RankModels
-from datatrove_ckpt.process.shutdown import Shutdown
-from tests.clients import config, turns
+from tests.clients import config
 from tests.jobs import leased_gpus
-
-# routing -----------------------------------------------------------------------------------------
-
-
-def router(targets=1, limit=100):
-    made = Router(limit)
-    for _ in range(targets):
-        target = made.add()
-        target.up = True
-        target.limit = limit
-    return made
-
-
-def quarantined(age=0.0):
-    request = Request()
-    for _ in range(2):
-        request.record_death(Death("bang"), age)
-    return request
-
-
-def acquire(made, request=None):
-    return asyncio.create_task(made.acquire(request or Request()))
-
-
-async def test_a_server_whose_connection_failed_gets_a_request_only_when_no_other_can():
-    made = router(2)
-    failed, other = made.targets
-    body = b'{"messages":' + b"x" * 1000
-    assert await made.acquire(Request(body=body)) is failed
-    failed.cooldown_until = time.monotonic() + 1000
-    assert [await made.acquire(Request(body=body)) for _ in range(4)] == [other] * 4
-    other.up = False
-    assert await made.acquire(Request(body=body)) is failed
-
-
-async def test_a_request_that_is_cancelled_as_it_gets_its_place_gives_it_back():
-    made = router(limit=1)
-    target = await made.acquire(Request())
-    cancelled, next_one = acquire(made), acquire(made)
-    await turns(5)
-    made.release(target, Request())  # which gives the place on
-    cancelled.cancel()
-    await turns(5)
-    assert (cancelled.cancelled(), next_one.done(), made.in_flight) == (True, True, 1)
-
-
-async def test_a_rank_that_stops_gets_no_place_even_if_one_is_free():
-    made = router(limit=1)
-    sender = Sender(Shutdown())
-    sender.shutdown.request("test")
-    assert made.take(Request(sender)) is None
-    waiting = acquire(made, Request(sender))
-    await turns(5)
-    assert (waiting.done(), made.in_flight) == (False, 0)
-    waiting.cancel()
-
-
-async def test_a_quarantined_request_is_alone_and_the_youngest_goes_first():
-    made = router()
-    target = await made.acquire(Request())
-    old, young, normal = acquire(made, quarantined(9)), acquire(made, quarantined(1)), acquire(made)
-    await turns(5)
-    assert not any(task.done() for task in (old, young, normal))
-    made.release(target, Request())
-    await turns(5)
-    assert (young.done(), old.done(), normal.done()) == (True, False, False)
-    made.release(target, Request())
-    await turns(5)
-    assert (old.done(), normal.done()) == (True, False)
-    made.release(target, Request())
-    await normal
-
-
-async def test_the_members_of_a_group_whose_server_died_run_alone():
-    made = router()
-    requests = [quarantined(n) for n in range(100)]
-    waiting = {request: acquire(made, request) for request in requests}
-    for expected in (1, 2, 4):
-        await turns(5)
-        group = [request for request, task in waiting.items() if task.done()]
-        assert len(group) == expected
-        if expected < 4:
-            for request in group:
-                made.release(waiting.pop(request).result(), Request())
-    death = made.mark_dead(made.targets[0], "bang")
-    for request in group:
-        request.record_death(death, 0)
-        made.release(waiting.pop(request).result(), Request())
-    assert made.targets[0].in_flight == 0
-    again = [acquire(made, request) for request in group]
-    made.targets[0].up = True
-    for task in again:
-        await turns(5)
-        assert made.targets[0].in_flight == 1
-        made.release(await task, Request())
-    await turns(5)
-    assert made.targets[0].in_flight > 1  # the others continue in groups
-
-
-async def test_attributed_deaths_quarantine_no_other_request():
-    made = router()
-    guilty, innocent = Request(), Request()
-    for _ in range(2):
-        death = Death("bang")
-        guilty.record_death(death, 0)
-        innocent.record_death(death, 0)
-    await made.acquire(guilty)
-    waiting = [acquire(made, innocent), acquire(made)]
-    await turns(5)
-    assert not any(task.done() for task in waiting)
-    made.attribute_deaths(guilty)
-    made.release(made.targets[0], Request())
-    await asyncio.gather(*waiting)
-    assert not innocent.is_quarantined
-
 
 # leases ------------------------------------------------------------------------------------------
 

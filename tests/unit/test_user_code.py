@@ -10,7 +10,6 @@ import pytest
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.user_code import bind_shared, check_rollout
 from datatrove_ckpt.rollouts import PromptRollout, chat
-from datatrove_ckpt.user_code.description import describe
 from tests.jobs import ask, documents, runner
 
 
@@ -119,22 +118,3 @@ def test_a_call_of_the_rollout_shows_no_shared_argument_in_a_traceback():
         return None
 
     assert "s3cret" not in repr(bind_shared(rollout, {"password": "s3cret"}))
-
-
-class Seen:
-    pass
-
-
-class Remembers:
-    def __init__(self):
-        self.seen = []
-
-    async def __call__(self, document, generate):
-        self.seen.append(Seen())
-
-
-def test_objects_that_a_rollout_collects_are_no_edit_at_the_next_run_in_the_process():
-    rollout = Remembers()
-    before = describe({"rollout_fn": rollout}).fields
-    rollout.seen.append(Seen())
-    assert describe({"rollout_fn": rollout}).fields == before

@@ -1,20 +1,13 @@
 """YAML that is written is read as what it was."""
 
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from datatrove_ckpt.cli.yaml_text import dump, read_value
-from tests.unit.test_documents import texts
-
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
-    max_leaves=5,
-)
+from tests.unit.test_documents import plain
 
 
 @settings(max_examples=40, deadline=None)
-@given(VALUES)
+@given(plain)
 def test_any_value_comes_back(value):
     assert read_value(dump(value)) == value
 

@@ -3,8 +3,6 @@
 Each is one file, and one row here. The short form takes the first installed one that leases GPUs.
 """
 
-from __future__ import annotations
-
 from datatrove_ckpt.config.engines.llamacpp import Llamacpp
 from datatrove_ckpt.config.engines.others import Custom, Dummy, Endpoint
 from datatrove_ckpt.config.engines.sglang import SGLang

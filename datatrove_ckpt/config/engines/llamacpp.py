@@ -1,7 +1,5 @@
 """The embedded llama.cpp, in a process of its own (``inference/servers/llamacpp.py``)."""
 
-from __future__ import annotations
-
 import re
 import sys
 from contextlib import suppress
@@ -10,8 +8,6 @@ from pathlib import Path
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.config.inference_config import (
-    EMBED,
-    PORT_TAKEN,
     Engine,
     EngineCommand,
     FormValue,
@@ -19,7 +15,6 @@ from datatrove_ckpt.config.inference_config import (
     Launch,
     MetricNames,
     WayTo,
-    arguments,
     usable_cores,
 )
 from datatrove_ckpt.config.paths import expand_path
@@ -32,7 +27,7 @@ HUB_SCHEME = "hf://"
 # The first of these in a repository is used.
 _QUANTISED = ("Q4_K_M", "Q4_0", "Q4_1", "Q5_K_M", "Q8_0", "F16", "BF16", "")
 _WAYS = {  # it serves no classes
-    "embed": EMBED,
+    "embed": Engine.EMBED,
     "score": WayTo("/v1/rerank", ("query", "documents")),
 }
 # The GGUF file says how vectors are pooled, or ``pooling_type`` in model_kwargs.
@@ -54,7 +49,7 @@ class Llamacpp(Engine):
     )
     task_flags = _TASK_FLAGS
     ways = _WAYS
-    causes = ((PORT_TAKEN, "couldn't bind|could not bind|failed to bind"),)
+    causes = ((Engine.PORT_TAKEN, "couldn't bind|could not bind|failed to bind"),)
 
     def find(self, config: InferenceConfig) -> str | None:
         self.require_package()
@@ -83,7 +78,7 @@ class Llamacpp(Engine):
             given.setdefault("n-batch", config.model_max_context)
             given.setdefault("n-ubatch", config.model_max_context)
             given.setdefault("kv-unified", True)
-        return EngineCommand((*start, *arguments(flags, given)), launch.key_variable)
+        return launch.command(start, flags, given)
 
     def form_fields(self, kind: str, value: FormValue) -> JsonObject | str:
         if kind == "json_schema":  # its /v1/completions knows no response_format

@@ -1,25 +1,15 @@
 """The user's script, canned answers, and servers that run already."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
-from datatrove_ckpt.config.inference_config import (
-    VLLM_WAYS,
-    Engine,
-    EngineCommand,
-    InferenceConfig,
-    Launch,
-    arguments,
-)
+from datatrove_ckpt.config.inference_config import Engine, EngineCommand, InferenceConfig, Launch
 from datatrove_ckpt.errors import ConfigError
 
 
 class AnyProgram(Engine):
     is_known = False
     health_path = "v1/models"  # which each must have, and /health need not be there
-    ways = VLLM_WAYS
 
 
 class Custom(AnyProgram):
@@ -50,9 +40,7 @@ class Custom(AnyProgram):
         given = dict(launch.config.model_kwargs or {})
         del given["server_script"]
         start = (launch.python, str(launch.found))
-        return EngineCommand(
-            (*start, *arguments({"port": launch.port}, given)), launch.key_variable
-        )
+        return launch.command(start, {"port": launch.port}, given)
 
 
 class Dummy(Engine):
@@ -63,7 +51,6 @@ class Dummy(Engine):
 
     name = "dummy"
     is_canned = True
-    ways = VLLM_WAYS
 
     def check(self, config: InferenceConfig) -> None:
         pass
@@ -74,9 +61,7 @@ class Dummy(Engine):
     def command(self, launch: Launch) -> EngineCommand:
         start = (sys.executable, "-m", "datatrove_ckpt.inference.servers.dummy")
         flags = {name: value for name, value in launch.flags.items() if name == "latency-ms"}
-        return EngineCommand(
-            (*start, *arguments({"port": launch.port}, flags)), launch.key_variable
-        )
+        return launch.command(start, {"port": launch.port}, flags)
 
 
 class Endpoint(AnyProgram):

@@ -4,16 +4,11 @@
 With several tokenizer processes (``tokenizer-worker-num``) SGLang accepts no key at all.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.config.inference_config import (
-    CONTEXT_TOO_LONG,
-    EMBED,
-    GPU_FULL,
     HOST,
     Engine,
     EngineCommand,
@@ -22,13 +17,12 @@ from datatrove_ckpt.config.inference_config import (
     MetricNames,
     Variables,
     WayTo,
-    arguments,
 )
 
 _LAUNCHER = Path(__file__).parents[2] / "inference" / "servers" / "sglang_launch.py"
 # Its /v1/score gives probabilities of tokens; a reranker's scores come from /v1/rerank.
 _WAYS = {
-    "embed": EMBED,
+    "embed": Engine.EMBED,
     "classify": WayTo("/v1/classify", ("input",)),
     "score": WayTo("/v1/rerank", ("query", "documents"), {"return_documents": False}),
 }
@@ -50,8 +44,8 @@ class SGLang(Engine):
     task_flags = _TASK_FLAGS
     ways = _WAYS
     causes = (
-        (CONTEXT_TOO_LONG, r"longer than the model's context length"),
-        (GPU_FULL, r"not enough memory\. please try to increase --mem-fraction"),
+        (Engine.CONTEXT_TOO_LONG, r"longer than the model's context length"),
+        (Engine.GPU_FULL, r"not enough memory\. please try to increase --mem-fraction"),
     )
 
     def command(self, launch: Launch) -> EngineCommand:
@@ -80,7 +74,7 @@ class SGLang(Engine):
         env: Variables = {"USE_TF": "0", "TRANSFORMERS_NO_TF": "1"}
         if takes_key:
             env |= launch.key_variable
-        return EngineCommand((*start, *arguments(flags, given)), env, takes_key)
+        return launch.command(start, flags, given, env, takes_key)
 
     def form_fields(self, kind: str, value: FormValue) -> JsonObject | str:
         if kind == "choice":

@@ -1,7 +1,5 @@
 """vLLM's OpenAI server. The flags are those of vLLM 0.33."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import shutil
@@ -13,11 +11,7 @@ from loguru import logger
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.config.inference_config import (
-    CONTEXT_TOO_LONG,
-    GPU_FULL,
     HOST,
-    TOO_FEW_GPUS,
-    VLLM_WAYS,
     Engine,
     EngineCommand,
     FormValue,
@@ -25,7 +19,6 @@ from datatrove_ckpt.config.inference_config import (
     Launch,
     MetricNames,
     Variables,
-    arguments,
 )
 
 # datatrove's scripts use Ray; our flags connect nodes without it, and exclude it.
@@ -52,23 +45,22 @@ class Vllm(Engine):
         "vllm:kv_cache_usage_perc",
     )
     task_flags = _TASK_FLAGS
-    ways = VLLM_WAYS
     drain_seconds = 30.0  # Slurm's KillWait
     causes = (
         (
-            CONTEXT_TOO_LONG,
+            Engine.CONTEXT_TOO_LONG,
             r"is greater than the derived max_model_len"
             r"|larger than the maximum number of tokens that can be stored|KV cache is needed, "
             r"which is larger than",
         ),
         (
-            TOO_FEW_GPUS,
+            Engine.TOO_FEW_GPUS,
             r"number of required gpus exceeds|world size \(?\d+\)? is larger than the number of "
             r"available gpus"
             r"|failed to infer device type|exceeds the (?:total )?number of available gpus",
         ),
         (
-            GPU_FULL,
+            Engine.GPU_FULL,
             r"no available memory for the cache blocks|free memory on device .* is less than "
             r"desired",
         ),
@@ -153,7 +145,7 @@ class Vllm(Engine):
             start = (launch.found, "serve")
         elif nodes.count > 1:  # the module of the server alone does not know --headless
             start = (launch.python, "-m", "vllm.entrypoints.cli.main", "serve")
-        return EngineCommand((*start, config.model_name_or_path, *arguments(flags, given)), env)
+        return launch.command((*start, config.model_name_or_path), flags, given, env)
 
     def form_fields(self, kind: str, value: FormValue) -> JsonObject | str:
         return {"structured_outputs": {"json" if kind == "json_schema" else kind: value}}

@@ -636,10 +636,7 @@ class CompletionClient:
             raise refusal
         if target.up:
             target.up = False
-            logger.warning(
-                f"{refusal} The other endpoints get its requests until the next start. Open: "
-                f"{', '.join(str(one.url) for one in others)}."
-            )
+            logger.warning(f"{refusal} The other endpoints get its requests until the next start.")
 
     async def _wait(self, seconds: float, failure: RetryableError) -> None:
         """Sleeps until the next attempt, but no longer than the patience with an outage."""

@@ -23,9 +23,6 @@ class Sent:
     tokens: float = 0.0
 
 
-NOTHING_SENT = Sent(-math.inf)
-
-
 class MinuteLimits:
     """The limits of one endpoint.
 

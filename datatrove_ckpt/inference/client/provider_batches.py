@@ -17,7 +17,6 @@ from loguru import logger
 
 from datatrove_ckpt.common import CUSTOM_ID, MESSAGES, JsonObject, retrying
 from datatrove_ckpt.common.redaction import Secret, excerpt, redact, remember
-from datatrove_ckpt.common.retrying import asked_wait
 from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.inference.client.answers import RetryableError, parse_json
 from datatrove_ckpt.inference.client.urls import HiddenUrl, proxy_of
@@ -274,7 +273,7 @@ class BatchProvider:
         if status in retrying.SERVER.retried:
             raise RetryableError(
                 f"HTTP {status} from {url}: {text}",
-                asked_wait=asked_wait(response.headers),
+                asked_wait=retrying.asked_wait(response.headers),
                 status=status,
             )
         refused = ServerRefused(

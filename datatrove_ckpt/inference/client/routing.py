@@ -49,7 +49,7 @@ from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.config.inference_config import FIRST_LIMIT, REQUESTS_WITHOUT_METRICS
 from datatrove_ckpt.errors import ServerDied
 from datatrove_ckpt.inference.client.body import AnyBody, Body
-from datatrove_ckpt.inference.client.minute_limits import NOTHING_SENT, MinuteLimits, Sent
+from datatrove_ckpt.inference.client.minute_limits import MinuteLimits, Sent
 from datatrove_ckpt.inference.client.plain import Transport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.shutdown import Shutdown
@@ -67,6 +67,7 @@ _MARGIN = 0.25  # seconds by which a provider's window may end later than it say
 _TOGETHER = 0.1  # seconds within which a provider may get requests in another order
 _WEIGHT = 1 / 8  # of the newest answer in the mean number of tokens
 _GROWTH = 1 / 8  # of a limit in a round trip, once it was halved
+_NOTHING_SENT = Sent(-math.inf)
 
 HealthProbe = Callable[[float, bool], Awaitable[None]]
 """Returns once the server is known to be alive. If it is dead, the attempt that waits for the probe
@@ -111,10 +112,10 @@ class Sender:
         shutdown: the rank's. Once the rank stops, its requests are not sent any more.
         order: requests of the sender with the lowest order are sent first.
         work: what the rank has done. Its clients count there what they send.
+        on_change: called when targets may have more or fewer places than before.
 
     Attributes:
         at_fault: numbers of documents whose requests fail while others are answered.
-        on_change: called when targets may have more or fewer places than before.
         may_grow: it is also called when a target could take a request, and none waits.
     """
 
@@ -122,8 +123,8 @@ class Sender:
     order: int = 0
     on_server: OnServer | None = None
     work: WorkCounts = field(default_factory=WorkCounts)
+    on_change: Callable[[Sender], None] | None = None
     at_fault: set[int] = field(default_factory=set)
-    on_change: Callable[[], None] | None = None
     may_grow: bool = False
 
     def count_error(self, kind: str, endpoint: str) -> None:
@@ -180,7 +181,7 @@ class Request:
     is_shared: bool = False
     deaths: list[Death] = field(default_factory=list)
     age: float = 0.0
-    counted: Sent = NOTHING_SENT
+    counted: Sent = _NOTHING_SENT
 
     def copy(self) -> Request:
         return Request(
@@ -646,7 +647,7 @@ class Router:
         for sender in self.senders:
             is_due = resized or (sender.may_grow and not waiting)
             if is_due and sender.on_change is not None:
-                sender.on_change()
+                sender.on_change(sender)
 
     def _look_later(self, when: float) -> None:
         """No answer tells that a limit leaves room again."""

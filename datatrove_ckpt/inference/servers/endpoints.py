@@ -170,8 +170,7 @@ async def _ask(url: HiddenUrl, api_key: Secret | None) -> EndpointAnswer:
         return EndpointAnswer(str(target), str(error), api=api, is_absent=is_absent)
     status = response.status
     if status in retrying.SERVER.retried:  # another answer may come later
-        cause = f"HTTP {status}{', which means too many requests' if status == 429 else ''}"
-        return EndpointAnswer(str(target), cause, api=api)
+        return EndpointAnswer(str(target), f"HTTP {status}", api=api)
     if status in (401, 403):
         return EndpointAnswer(str(target), f"{key_hint(url, api_key)} (HTTP {status})", True)
     return EndpointAnswer(

@@ -46,45 +46,31 @@ def check_servers(config: InferenceConfig) -> None:
 
 
 @asynccontextmanager
-async def running(
-    servers: ModelServers,
-    rank: int,
-    shutdown: Shutdown,
-    models: RankModels,
-    on_outage: Callable[[Outage], None],
-    is_new: bool,
+async def _connected(
+    servers: ModelServers, on_outage: Callable[[Outage], None], is_new: bool
 ) -> AsyncIterator[Watch]:
-    """Keeps the servers ready for requests in this block. See ``ServerHost.lend``."""
+    """Sends requests to the config's endpoints in this block. See ``ServerHost.lend``."""
     config = servers.config
-    logger.info(f"{config.said}Requests: {config.places} (max_concurrent_generations).")
+    endpoints = ExternalServers(config, is_new)
+    on_outage(endpoints.outage)
+    await endpoints.start()
+    servers.add_endpoints(endpoints.endpoints)
+    if config.endpoints is not None:
+        open_ones = {one.name for one in endpoints.endpoints}
+        for name in config.endpoints_by_name.keys() - open_ones:
+            servers.router.senders[0].count_error("left out at the start", name)
+    for index, one in enumerate(endpoints.endpoints):
+        servers.tell("ready", config.server_name(index), str(one.url), "")
     following: list[asyncio.Task[None]] = []
+    if config.max_concurrent_generations == "auto":
+        for target in servers.router.targets:
+            following.append(asyncio.create_task(follow_endpoint(target, servers.router)))
     try:
-        if config.server_type == "endpoint":
-            endpoints = ExternalServers(config, is_new)
-            on_outage(endpoints.outage)
-            await endpoints.start()
-            servers.add_endpoints(endpoints.endpoints)
-            if config.endpoints is not None:
-                open_ones = {one.name for one in endpoints.endpoints}
-                for name in config.endpoints_by_name.keys() - open_ones:
-                    servers.router.senders[0].count_error("left out at the start", name)
-            for index, one in enumerate(endpoints.endpoints):
-                servers.tell("ready", config.server_name(index), str(one.url), "")
-            if config.max_concurrent_generations == "auto":
-                router = servers.router
-                following += [
-                    asyncio.create_task(follow_endpoint(target, router))
-                    for target in router.targets
-                ]
-            yield wait_until_cancelled  # a failure of these servers shows in their answers
-        else:
-            async with ServerPool(rank, servers, shutdown, models).running() as watch:
-                yield watch
+        yield wait_until_cancelled  # a failure of these servers shows in their answers
     finally:
         for task in following:
             task.cancel()
         await asyncio.gather(*following, return_exceptions=True)
-        await servers.close()
 
 
 @dataclass
@@ -177,7 +163,12 @@ class ServerHost:
     ) -> None:
         if self._models is None:
             self._models = RankModels(configs, rank, self._keeps)
-        kept = running(one.servers, rank, self._shutdown, self._models, on_outage, is_new)
+        config = one.servers.config
+        logger.info(f"{config.said}Requests: {config.places} (max_concurrent_generations).")
+        if config.server_type == "endpoint":
+            kept = _connected(one.servers, on_outage, is_new)
+        else:
+            kept = ServerPool(rank, one.servers, self._shutdown, self._models).running()
         try:
             async with kept as watch:
                 one.ready.set_result(watch)
@@ -187,6 +178,8 @@ class ServerHost:
                 raise
             # Later ranks fail, too: these servers' leases are gone.
             one.ready.set_exception(error)
+        finally:
+            await one.servers.close()
 
     async def close(self, ends_well: bool = False) -> None:
         if ends_well:

@@ -7,13 +7,7 @@ import re
 from pathlib import Path
 
 from datatrove_ckpt.common.formatting import as_line, cut
-from datatrove_ckpt.config.inference_config import (
-    ENGINES,
-    GPU_FULL,
-    PORT_TAKEN,
-    TOO_FEW_GPUS,
-    Cause,
-)
+from datatrove_ckpt.config.inference_config import ENGINES, Cause, Engine
 
 # At the end of the log: vLLM prints the cause well before its last traceback.
 _SEARCHED_BYTES = 256 * 1024
@@ -34,7 +28,7 @@ _COMMON = (
         r"argument"
         r"|arguments are required|ignored explicit argument|invalid \w+ value:",
     ),
-    (PORT_TAKEN, r"address already in use|errno 98\b"),
+    (Engine.PORT_TAKEN, r"address already in use|errno 98\b"),
     (
         Cause(
             "The model hub refuses access. Accept the model's licence and export HF_TOKEN.", True
@@ -54,8 +48,8 @@ _COMMON = (
         r"contains custom code which must be executed|(?:pass the argument|set the option) "
         r".?trust_remote_code",
     ),
-    (TOO_FEW_GPUS, r"invalid device ordinal|no cuda gpus are available"),
-    (GPU_FULL, r"cuda out of memory|outofmemoryerror"),
+    (Engine.TOO_FEW_GPUS, r"invalid device ordinal|no cuda gpus are available"),
+    (Engine.GPU_FULL, r"cuda out of memory|outofmemoryerror"),
 )
 # Causes of all engines: a user's script may start any.
 _CAUSES = (*(cause for engine in ENGINES.values() for cause in engine.causes), *_COMMON)

@@ -1,0 +1,221 @@
+"""The input of a job in the short form: which reader it needs, and how many tasks it makes."""
+
+import os
+import posixpath
+import re
+from collections import Counter
+from collections.abc import Collection
+from contextlib import suppress
+from glob import escape, has_magic
+from itertools import islice
+from pathlib import Path, PurePosixPath
+
+from datatrove_ckpt.checkpoint.layout import is_input
+from datatrove_ckpt.cli.yaml_config import import_name
+from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.redaction import HIDDEN
+from datatrove_ckpt.common.retrying import failure_line
+from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.readers import READERS, JsonlReader, SeekingReader
+from datatrove_ckpt.readers.compressed import open_content, uncompressed
+
+_READERS = {reader.__name__: reader for reader in READERS}
+_SUFFIXES = {suffix: reader.__name__ for reader in READERS for suffix in reader.suffixes.split()}
+_DATASET = re.compile(r"hf://datasets/([^/@*]+/[^/@*]+)/?")
+_MOST_TASKS = 100
+LEAST_BYTES = 1 << 22
+"""Least size of a task on this machine, which takes far longer than its start."""
+_LOOKED_AT = 100  # lines
+
+
+def class_of(reader: JsonObject) -> type[SeekingReader]:
+    """Returns its class; JsonlReader if its files were not listed."""
+    return _READERS.get(reader["class_path"], JsonlReader)
+
+
+def node(class_path: str, **arguments: object) -> JsonObject:
+    return {"class_path": class_path, "init_args": arguments}
+
+
+class JobInput:
+    def __init__(self, given: str) -> None:
+        self._given = given
+        self._is_here = "://" not in given
+        self._folder, self._pattern = _split(given)
+
+    def reader(self, only_look: bool) -> JsonObject:
+        """Returns the reader. Lists the input only if its name does not show its format.
+
+        Raises:
+            ConfigError: there is no such input, or it needs no reader or several.
+        """
+        given = self._given
+        folder = self._folder
+        pattern = self._pattern
+        found = _DATASET.fullmatch(given)
+        if found is not None:
+            options = {"split": "train"}
+            return node(
+                "HuggingFaceDatasetReader",
+                dataset=found[1],
+                dataset_options=options,
+                streaming=True,
+            )
+        # Text before an "@" may be a password, which is refused below.
+        kind = ""
+        if pattern and "@" not in given:
+            kind = _kind(given)
+        is_told = kind and (has_magic(given) or not self._is_here or Path(given).is_file())
+        if is_told or only_look:
+            return node(kind, data_folder=folder, glob_pattern=pattern)
+        if self._is_here and pattern and not has_magic(given) and not Path(given).exists():
+            raise _is_absent(given)
+        if Path(given, "dataset_info.json").is_file():
+            return node("HuggingFaceDatasetReader", dataset=given, load_from_disk=True)
+        names = self._list(pattern or None)
+        input_names = [one for one in names if pattern or PurePosixPath(one).stem != "README"]
+        kinds = {_suffix(name): _kind(name) for name in input_names if _kind(name)}
+        known = sorted(kinds)
+        rows = [suffix for suffix in known if _READERS[kinds[suffix]].has_rows]
+        texts = [suffix for suffix in known if kinds[suffix] == "TextReader"]
+        if ".pdf" not in known:  # texts may have pictures beside them
+            known = texts or known
+        known = rows or known
+        problem = self._linked_folder() or self._problem(names, {one: kinds[one] for one in known})
+        if problem:
+            raise ConfigError(
+                f"input: {given} holds {problem}. Name files of one kind, such as "
+                "documents/*.jsonl."
+            )
+        if len(known) == 1:
+            pattern = pattern or f"**/*{known[0]}*"
+        return node(kinds[known[0]], data_folder=folder, glob_pattern=pattern or "**/*")
+
+    def _problem(self, names: list[str], kinds: dict[str, str]) -> str:
+        """Returns why no reader can read all files; "" if one can. ``kinds``: readers by suffix."""
+        known = list(kinds)
+        if Path(self._given, "dataset_dict.json").is_file():
+            return f"several splits, such as {Path(self._given, 'train')}"
+        if not names:
+            return "no file"
+        if not known:
+            return (
+                f"none of {', '.join(_SUFFIXES)} (rename .tsv files to .csv, and set delimiter: "
+                '"\\t")'
+            )
+        others = [name for name in names if _suffix(name) not in known]
+        is_of_rows = all(_READERS[kind].has_rows for kind in kinds.values())
+        several = len(known) > 1 and not self._pattern
+        if len({*kinds.values()}) > 1 or (several and is_of_rows):
+            return " and ".join(known)
+        if several and others:
+            return f"{others[0]} beside {' and '.join(known)}"
+        like = re.compile("|".join(map(re.escape, known)), re.IGNORECASE)  # as b.jsonl.bak
+        odd = [one for one in others if self._pattern or like.search(posixpath.basename(one))]
+        if odd:
+            return f"{odd[0]}, too"
+        twice = [name for name, times in Counter(map(uncompressed, names)).items() if times > 1]
+        if twice:
+            return f"{twice[0]} twice, compressed and not"
+        return ""
+
+    def _linked_folder(self) -> str:
+        if self._pattern or not self._is_here:
+            return ""
+        for at, folders, _ in os.walk(self._folder):
+            for name in folders:
+                path = Path(at, name)
+                inside = f"{at.removeprefix(self._folder)}/{name}"
+                if path.is_symlink() and is_input(inside, None):
+                    return f"a link to a folder, {path}, which readers do not follow"
+        return ""
+
+    def first_columns(self, reader: JsonObject) -> Collection[str]:
+        """Returns the names of the first document's metadata, if the input is one file: folders are
+        not listed for it.
+        """
+        path = Path(self._given)
+        if path.is_file():
+            with suppress(Exception):  # the checks before a start name what is wrong
+                rows = import_name(reader["class_path"], "")(**reader["init_args"])
+                columns: Collection[str] = next(iter(rows.read_file(path.name))).metadata
+                return columns
+        return ()
+
+    def first_request(self, reader: JsonObject) -> JsonObject:
+        """Returns the request of a batch file's first lines, of which some may be blank or damaged;
+        empty if the input is none.
+        """
+        if reader["class_path"] == "JsonlReader":
+            lines = import_name("JsonlReader", "")(**reader["init_args"])
+            lines.max_skipped = None
+            with suppress(CkptError, OSError):  # the checks before a start name what is wrong
+                for name in self._list(lines.glob_pattern)[:1]:
+                    with open_content(lines.data_folder, name, lines.compression) as file:
+                        for line in islice(file, _LOOKED_AT):
+                            row: JsonObject = lines.parse_row(line, name, 0)
+                            if isinstance(row, dict) and {"custom_id", "body"} <= row.keys():
+                                return row
+        return {}
+
+    def count_tasks(self, reader: JsonObject, is_elsewhere: bool) -> int:
+        """Returns how many tasks have work."""
+        if "glob_pattern" not in reader["init_args"]:  # a dataset
+            return _MOST_TASKS if is_elsewhere else 1
+        try:
+            names = self._list(reader["init_args"]["glob_pattern"])
+            tasks = min(len(names), _MOST_TASKS)
+            if self._is_here and not is_elsewhere:
+                size = sum(Path(self._folder, name).stat().st_size for name in names)
+                tasks = min(tasks, size // LEAST_BYTES)
+        except (ConfigError, OSError):
+            if is_elsewhere:
+                raise
+            tasks = 1  # the checks before a start name what is wrong
+        return max(1, tasks)
+
+    def _list(self, pattern: str | None) -> list[str]:
+        from datatrove_ckpt.run_folder.input_checks import input_names  # slow to import
+
+        try:
+            names = input_names(self._folder, pattern)
+        except Exception as error:  # botocore's errors have no common base
+            shown = re.sub(r"//[^/@]*@", f"//{HIDDEN}@", self._folder)
+            raise ConfigError(f"input: {shown} cannot be listed: {failure_line(error)}.") from None
+        if not names and self._is_here and not Path(self._folder).is_dir():
+            raise _is_absent(self._folder)
+        return names
+
+
+def _is_absent(given: str) -> ConfigError:
+    hint = ""
+    if "," in given:
+        hint = " Several files are a folder or a pattern, such as documents/*.jsonl."
+    return ConfigError(f"input: {Path(given).absolute()} does not exist.{hint}")
+
+
+def _suffix(name: str) -> str:
+    return uncompressed(name).suffix
+
+
+def _kind(name: str) -> str:
+    """Returns the reader of a file; "": none."""
+    return _SUFFIXES.get(_suffix(name).lower(), "")
+
+
+def _split(given: str) -> tuple[str, str]:
+    """Returns the folder of an input, and the pattern of its files; "": all."""
+    top = "."
+    if given.startswith("/"):
+        top = "/"
+    if has_magic(given) and not Path(given).exists():
+        parts = given.split("/")
+        for first, part in enumerate(parts):
+            if has_magic(part) and not Path("/".join(parts[: first + 1])).is_dir():
+                return "/".join(parts[:first]) or top, "/".join(parts[first:])
+    folder, _, name = given.rstrip("/").rpartition("/")
+    if not given.endswith("/") and _kind(name) and not Path(given).is_dir():
+        # The name itself would match all names with this end.
+        exactly = f"{escape(name[:-1])}[{name[-1]}]"
+        return folder or top, exactly
+    return given, ""

@@ -1,0 +1,62 @@
+"""``datatrove_ckpt.run``: a job in the short form as a call of Python."""
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from datatrove_ckpt.cli.job_settings import ShortJob
+from datatrove_ckpt.cli.short_form import expand
+from datatrove_ckpt.cli.what_helps import advise
+from datatrove_ckpt.cli.yaml_config import build
+from datatrove_ckpt.errors import CkptError
+from datatrove_ckpt.errors.names import written_in
+from datatrove_ckpt.run_folder.run_output import OutputPath, OutputUrl
+from datatrove_ckpt.run_folder.run_plan import RunPlan
+
+
+def run(
+    *,
+    run_folder: str | Path,
+    input: object,
+    prompt: str | None = None,
+    rollout: Callable[..., Awaitable[object]] | None = None,
+    model: str | None = None,
+    endpoint: str | list[str] | None = None,
+    **settings: object,
+) -> OutputPath | OutputUrl:
+    """Runs a job, or what is left of it. The arguments are those of ``ShortJob``; ``settings`` any
+    others, by name.
+
+    Args:
+        input: as in ``ShortJob``; or rows, which are written to the run folder: see ``keep_rows``.
+
+    Returns:
+        The folder of the output, as a path; of a ``run_folder`` that is a URL, a URL. Both read
+        what is there: see ``RunOutput``.
+
+    Raises:
+        ConfigError: a mistake in the arguments; nothing was started.
+        CkptError: see ``LocalPipelineExecutor.run``. The same call resumes.
+    """
+    rows = None
+    if not isinstance(input, str | Path):
+        rows = input
+        input = "-"
+    job = ShortJob(
+        str(run_folder), str(input), prompt, rollout=rollout, model=model, endpoint=endpoint
+    )
+    content = {name: value for name, value in vars(job).items() if value is not None}
+    for name, value in settings.items():
+        if isinstance(value, Path):
+            value = str(value)
+        if value is not None or name == "answer":
+            content[name] = value
+    with written_in("run()"):
+        executor = build(expand(content, rows=rows))
+        try:
+            executor.run()
+        except CkptError as error:
+            advise(error, RunPlan(executor))
+            raise
+    if job.is_remote:
+        return OutputUrl(f"{job.below}/output")
+    return OutputPath(job.below, "output")

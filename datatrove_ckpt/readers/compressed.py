@@ -5,8 +5,6 @@ frames. So zstd is decompressed here. gzip, bz2 and xz streams notice a missing 
 errors do not name the file.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import lzma
@@ -15,7 +13,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import PurePosixPath
-from typing import IO, TYPE_CHECKING, cast
+from typing import IO, Any, cast
 
 from datatrove.io import DataFolder
 from fsspec.compression import compr
@@ -23,9 +21,6 @@ from fsspec.utils import infer_compression
 
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.input_errors import naming_hub_input
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
 
 # Compressed bytes per call: a block of 4 bytes may become 128 kB.
 _ZSTD_BYTES = 2**14
@@ -142,7 +137,7 @@ class _ZstdFile(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: WriteableBuffer) -> int:
+    def readinto(self, buffer: Any) -> int:
         target = memoryview(buffer).cast("B")
         while not self._waiting and self._fill():
             pass

@@ -10,7 +10,6 @@ shards, and then rows (``IterableDataset.skip``), which the dataset reads. Only 
 continues some rows early with another batch size.
 """
 
-
 import copy
 import os
 import re

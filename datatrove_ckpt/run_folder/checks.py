@@ -232,7 +232,7 @@ def _check_kind(kind: FilesystemTraits, mirrored: bool, moves: bool) -> Finding:
 def check_room(folder: Path) -> Finding:
     """Compares free bytes with the least that a run needs.
 
-    The probe notices a quota that is used up, and a file system without inodes.
+    The probe notices a quota that is used up, and a file system without free inodes.
     """
     status = os.statvfs(existing_part(folder))
     free = status.f_bavail * status.f_frsize

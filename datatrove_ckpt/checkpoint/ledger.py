@@ -32,7 +32,6 @@ from datatrove_ckpt.checkpoint.commits import (
 from datatrove_ckpt.checkpoint.history import History, read_history
 from datatrove_ckpt.checkpoint.identity import (
     check_shard,
-    not_readable,
     run_with_secrets,
     settings_in,
     without_its_secrets,
@@ -43,7 +42,7 @@ from datatrove_ckpt.checkpoint.lines import RESTORE, Json, explained, is_count, 
 from datatrove_ckpt.checkpoint.numbers import Buckets, DocumentCounts, RunNumbers
 from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
 from datatrove_ckpt.common.formatting import as_line, cut, number_range
-from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError, causes
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
 OTHERS = "others"
 """The causes of dead letters that are too many to be named, in one."""
@@ -247,17 +246,13 @@ def find_ranks(checkpoints: Path) -> list[Path]:
     """Returns the folder of each rank, retries last.
 
     Raises:
-        ConfigError: there is no rank, or this user may not list them.
+        ConfigError: there is no rank.
+        StorageFailed: this user may not list them.
     """
-    try:
-        checkpoints.stat()
-        found = layout.rank_folders(checkpoints)
-    except PermissionError as error:
-        raise _not_permitted(checkpoints, error) from None
-    except (FileNotFoundError, NotADirectoryError):
+    with explained("read", checkpoints):
         if not checkpoints.exists():
-            raise ConfigError(f"{checkpoints} does not exist. {_GIVE}") from None
-        raise
+            raise ConfigError(f"{checkpoints} does not exist. {_GIVE}")
+        found = layout.rank_folders(checkpoints)
     if not found:
         raise ConfigError(
             f"{checkpoints} contains no checkpoint: there is no folder like 00000 in it. {_GIVE}"
@@ -268,27 +263,10 @@ def find_ranks(checkpoints: Path) -> list[Path]:
 def read_ranks(checkpoints: Path, want: Want) -> Iterator[RankLedger]:
     """Reads the ranks one after the other.
 
-    Raises:
-        ConfigError: there is no rank, or this user may not read one.
+    Raises ConfigError, StorageFailed: see ``find_ranks``.
     """
     for folder in find_ranks(checkpoints):
-        rank = read_rank(folder, want)
-        check_readable(checkpoints, rank)
-        yield rank
-
-
-def check_readable(checkpoints: Path, rank: RankLedger) -> None:
-    """Raises:
-    ConfigError: the rank's damage is a file that this user may not read.
-    """
-    for cause in causes(rank.damage):
-        if isinstance(cause, PermissionError):
-            raise _not_permitted(checkpoints, cause) from None
-
-
-def _not_permitted(checkpoints: Path, error: PermissionError) -> ConfigError:
-    share = f", or ask that user for: chmod -R g+rX {checkpoints}"
-    return ConfigError(not_readable(error.filename) + share)
+        yield read_rank(folder, want)
 
 
 @dataclass(slots=True)

@@ -327,15 +327,6 @@ def test_a_disk_without_room_for_what_is_paid_stops_the_rank(tmp_path, monkeypat
         rank_files.write([request(0)], {})
 
 
-def test_a_failed_write_is_kept_and_raised_to_whoever_submits_next(tmp_path):
-    storage, _ = make_storage(tmp_path)
-    storage.start()
-    storage.call(lambda: files.disk.append(tmp_path, b"x"))  # a folder
-    storage.stop()
-    with pytest.raises(StorageFailed, match="Is a directory"):
-        storage.put(request(0), 0)
-
-
 def test_a_sync_comes_within_sync_seconds_even_when_nothing_follows(tmp_path, monkeypatch):
     class Told(Interval):
         def took(self, duration):

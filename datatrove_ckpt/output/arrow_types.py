@@ -20,6 +20,8 @@ from uuid import UUID
 
 import numpy as np
 
+from datatrove_ckpt.common.lazy import pa
+
 # pyarrow has no types.
 DataType = Any
 Field = Any
@@ -59,8 +61,6 @@ def type_of(values: list[object], column: str, given: Types = NO_TYPES) -> DataT
         NotUnited: there is none without changing a value.
         ValueError, TypeError: a value has no type at all. Arrow's errors are of these kinds.
     """
-    import pyarrow as pa
-
     if column in given and holds(given[column], values):
         return given[column]
     by_type_alone = {bool: pa.bool_(), float: pa.float64(), str: pa.string(), bytes: pa.binary()}
@@ -80,8 +80,6 @@ def type_of(values: list[object], column: str, given: Types = NO_TYPES) -> DataT
 
 
 def _type_of_one(kind: type, values: list[Any], column: str, given: Types) -> DataType:
-    import pyarrow as pa
-
     if kind is dict:
         return _struct(values, column, given)
     if all(map(is_vector, values)):
@@ -116,8 +114,6 @@ def _type_of_one(kind: type, values: list[Any], column: str, given: Types) -> Da
 
 def holds(kind: DataType, values: Collection[Any]) -> bool:
     """Whether a column of the type gives each value back, also with its Python type."""
-    import pyarrow as pa
-
     if _UUID in str(kind) and str(kind) != _UUID:
         return False  # Arrow makes no lists and structs of them from values
     try:
@@ -136,8 +132,7 @@ def changed(kind: DataType, values: Collection[Any], loosely: bool = False) -> l
     Raises:
         ArrowException, ValueError, TypeError, OverflowError: Arrow refuses a value.
     """
-    from pyarrow import types
-
+    types = pa.types
     values = [value for value in values if value is not None]
     python_types = set(map(type, values))
     if python_types == {list} and is_any_list(kind):
@@ -165,8 +160,6 @@ def changed(kind: DataType, values: Collection[Any], loosely: bool = False) -> l
 
 def to_arrow(kind: DataType, values: list[Any]) -> Any:
     """Returns an Arrow array of the values. Raises what Arrow raises."""
-    import pyarrow as pa
-
     if has_other_form(kind):
         values = [for_arrow(value, kind) for value in values]
     return pa.array(values, kind)
@@ -227,8 +220,7 @@ def for_arrow(value: Any, kind: DataType) -> Any:
     """Returns the value with what Arrow takes alone, and JSON keeps in another form: tuples for the
     pairs of maps, and UUIDs.
     """
-    from pyarrow import types
-
+    types = pa.types
     if value is None or not has_other_form(kind):
         return value
     if isinstance(value, str) and str(kind) == _UUID:
@@ -276,8 +268,6 @@ def is_any_list(kind: DataType) -> bool:
 
 
 def _struct(values: list[dict[object, object]], column: str, given: Types) -> DataType:
-    import pyarrow as pa
-
     columns: dict[object, list[object]] = {}
     for value in values:
         for key, item in value.items():
@@ -314,8 +304,6 @@ def unite(old: DataType, new: DataType, column: str) -> DataType:
     Raises:
         NotUnited: there is none.
     """
-    import pyarrow as pa
-
     if old is None or old.equals(new) or pa.types.is_null(old):
         return new
     if pa.types.is_null(new):
@@ -339,8 +327,7 @@ def unite(old: DataType, new: DataType, column: str) -> DataType:
 
 
 def _is_encoded(kind: DataType) -> bool:
-    from pyarrow import types
-
+    types = pa.types
     return bool(types.is_dictionary(kind) or types.is_run_end_encoded(kind))
 
 
@@ -352,8 +339,6 @@ def _decoded(kind: DataType) -> DataType:
 
 def _unite_leaves(old: DataType, new: DataType) -> DataType | None:
     """Returns Arrow's common type of two different leaves, if no value changes."""
-    import pyarrow as pa
-
     types = pa.types
     both = (old, new)
     if all(map(is_text, both)):
@@ -385,8 +370,7 @@ def _unite_leaves(old: DataType, new: DataType) -> DataType | None:
 
 def with_float32(value: Any, kind: DataType) -> Any:
     """Returns the value with numbers and vectors of float32 as numpy's: writers keep that type."""
-    from pyarrow import types
-
+    types = pa.types
     if value is None:
         return None
     if types.is_struct(kind):

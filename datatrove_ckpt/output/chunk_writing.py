@@ -54,6 +54,7 @@ from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.open_checkpoint import RankLease
 from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
+from datatrove_ckpt.common.lazy import pa, pq
 from datatrove_ckpt.errors import CkptError, OutputFailed, OutputMismatch
 from datatrove_ckpt.output import formats
 from datatrove_ckpt.output.arrow_types import (
@@ -336,8 +337,6 @@ def omit_dictionaries(writer: DiskWriter) -> None:
     A dictionary of vectors costs 52 us and 580 bytes for 1024 floats (measured), and vectors
     outweigh other columns.
     """
-    import pyarrow.parquet as pq
-
     write = writer._write
 
     def write_row(row: Row, file: Any, filename: str) -> None:
@@ -368,8 +367,6 @@ def prepare_arrow(writer: DiskWriter) -> None:
     """
     if not isinstance(writer, ParquetWriter):
         return
-    import pyarrow as pa
-
     if (
         pa.default_memory_pool().backend_name == "mimalloc"
         and "ARROW_DEFAULT_MEMORY_POOL" not in os.environ
@@ -412,15 +409,11 @@ class ColumnTypes:
             self.types[name] = unite(self.types.get(name), kind, name)
 
     def schema(self) -> Schema:
-        import pyarrow as pa
-
         return pa.schema([_writable(pa.field(name, kind)) for name, kind in self.types.items()])
 
 
 def _writable(field: Field) -> Field:
     """Returns the field with text for no type, and a key in a dict without keys."""
-    import pyarrow as pa
-
     kind = field.type
     if pa.types.is_null(kind):
         return pa.field(field.name, pa.string(), metadata=_NO_VALUE)
@@ -435,8 +428,6 @@ def _writable(field: Field) -> Field:
 
 
 def raw_type(field: Field) -> DataType:
-    import pyarrow as pa
-
     kind = field.type
     if (field.metadata or {}).get(b"datatrove_ckpt"):
         return pa.null()
@@ -490,8 +481,6 @@ def name_culprit(
 def read_schema(folder: DataFolder, path: str) -> Schema | None:
     """Returns a Parquet file's schema; None if it cannot be read, or pyarrow is not installed."""
     try:
-        import pyarrow.parquet as pq
-
         with folder.open(path, "rb") as file:
             return pq.ParquetFile(file).schema_arrow
     except (ImportError, OSError, ValueError):
@@ -543,8 +532,6 @@ def misfits(first: Schema, later: Schema, inside: str = "") -> list[Misfit]:
 
 
 def _misfits(first: Field, later: Field, column: str) -> Iterator[Misfit]:
-    import pyarrow as pa
-
     old = first.type
     new = later.type
     if pa.types.is_null(new):
@@ -565,8 +552,6 @@ def _misfits(first: Field, later: Field, column: str) -> Iterator[Misfit]:
 
 
 def _takes(old: DataType, new: DataType, column: str) -> bool:
-    import pyarrow as pa
-
     if old.equals(new):
         return True
     try:
@@ -579,8 +564,6 @@ def _takes(old: DataType, new: DataType, column: str) -> bool:
 
 def _takes_empty_text(kind: DataType) -> bool:
     """Whether a loader converts a column of text without any value to the type."""
-    import pyarrow as pa
-
     try:
         pa.nulls(1, pa.string()).cast(kind)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError):

@@ -17,6 +17,7 @@ import orjson
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.exact_json import loads
+from datatrove_ckpt.common.lazy import pa, pq
 
 if TYPE_CHECKING:
     import datasets
@@ -121,21 +122,17 @@ class Parquet(Format):
         return {"expand_metadata": True, "compression": compression}
 
     def count(self, file: IO[bytes]) -> int:
-        import pyarrow.parquet
-
-        return int(pyarrow.parquet.ParquetFile(file).metadata.num_rows)
+        return int(pq.ParquetFile(file).metadata.num_rows)
 
     def rows(self, file: IO[bytes], with_media: bool = False) -> Rows:
-        import pyarrow.parquet
-
         from datatrove_ckpt.output.arrow_types import with_float32
 
-        with pyarrow.parquet.ParquetFile(file) as parquet:
+        with pq.ParquetFile(file) as parquet:
             wanted = [name for name in parquet.schema_arrow.names if with_media or name != "media"]
             has_float32 = "float" in str(parquet.schema_arrow)
             size = 10 if "media" in wanted else 1000
             for batch in parquet.iter_batches(size, columns=wanted):
-                kind = pyarrow.struct(list(batch.schema))
+                kind = pa.struct(list(batch.schema))
                 for row in batch.to_pylist():
                     if has_float32:
                         row = with_float32(row, kind)

@@ -11,14 +11,12 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
+from datatrove_ckpt.common.lazy import pa
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers.inputs import misfit
 from datatrove_ckpt.readers.positions import Row
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 Rows: TypeAlias = "pa.Table | list[Row | None]"
 """Rows of a file: a table, or for JSONL dicts, and None for a damaged line."""

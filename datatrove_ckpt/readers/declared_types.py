@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import TYPE_CHECKING
 
 from datatrove_ckpt.common.formatting import missing_package, safe_repr
+from datatrove_ckpt.common.lazy import pa
 from datatrove_ckpt.errors import ConfigError, DocumentNotSerializable
 from datatrove_ckpt.readers.positions import Row
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 _TEXTS = ("string", "large_string", "string_view")
 _BYTES = ("binary", "large_binary", "binary_view")
@@ -28,8 +25,6 @@ class DeclaredTypes:
     def __post_init__(self) -> None:
         if missing := missing_package("pyarrow"):
             raise ConfigError(f"types: {missing}")
-        import pyarrow as pa
-
         for name, kind in self.names.items():
             try:
                 self._kinds[name] = pa.type_for_alias(kind)
@@ -40,14 +35,10 @@ class DeclaredTypes:
                 ) from None
 
     def schema(self) -> pa.Schema:
-        import pyarrow as pa
-
         return pa.schema([*self._kinds.items()])
 
     def convert(self, row: Row) -> None:
         """Gives values their declared types, in place. Raises DocumentNotSerializable."""
-        import pyarrow as pa
-
         for name, kind in self._kinds.items():
             value = row.get(name)
             if value == "" and str(kind) not in (*_TEXTS, *_BYTES):
@@ -65,8 +56,6 @@ class DeclaredTypes:
 
 def _converted(value: object, kind: pa.DataType) -> object:
     """Raises ValueError, or an error of Arrow, ...: the value would not come back equal."""
-    import pyarrow as pa
-
     given = value
     if isinstance(value, int | float) and str(kind) in _TEXTS:
         given = json.dumps(value)  # Arrow writes 1.0 as 1

@@ -16,6 +16,7 @@ from datatrove.pipeline.readers.base import BaseDiskReader
 from fsspec.spec import AbstractBufferedFile
 
 from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.lazy import pa, pq
 from datatrove_ckpt.errors import DocumentNotSerializable, InputError
 from datatrove_ckpt.readers.compressed import codec_of, decompressed
 
@@ -138,9 +139,6 @@ def _explain_text(file: IO[bytes], reader: BaseDiskReader, name: str, damaged: b
 
 
 def _first_table_row(file: IO[bytes], magic: bytes) -> JsonObject | None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     batches: Iterable[pa.RecordBatch]
     if magic.startswith(b"PAR1"):
         batches = pq.ParquetFile(file, pre_buffer=False).iter_batches(batch_size=1)

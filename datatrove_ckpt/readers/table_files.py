@@ -22,6 +22,7 @@ import numpy.typing as npt
 from datatrove.io import DataFolder
 
 from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common.lazy import pa, pq
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.block_file import BlockFile, FileIndex, Group, changed, check_columns
 from datatrove_ckpt.readers.compressed import naming_damage
@@ -29,8 +30,6 @@ from datatrove_ckpt.readers.extent import FileExtent
 from datatrove_ckpt.readers.input_errors import naming_hub_input, refuse_equal_names
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     Batch: TypeAlias = pa.RecordBatch | pa.Table
 
 
@@ -132,8 +131,6 @@ class ArrowBlocks(TableFile):
     """One Arrow file or stream. ``stream``: see ``is_stream``."""
 
     def __init__(self, folder: DataFolder, name: str, stream: bool) -> None:
-        import pyarrow as pa
-
         self.name = name
         self._is_local = folder.is_local()
         self._readers: dict[tuple[str, ...], pa.RecordBatchFileReader] = {}
@@ -196,8 +193,6 @@ class ArrowBlocks(TableFile):
 
     def _groups(self) -> Iterator[Group]:
         """Yields the record batches, whose rows pyarrow knows only with the batch itself."""
-        import pyarrow as pa
-
         start = number = 0
         if not self._is_stream:
             self._source.seek(len(_FILE_MARK))
@@ -230,8 +225,6 @@ class ArrowBlocks(TableFile):
             raise EOFError(f"only {number} of its record batches are there")
 
     def _read(self, part: int, row: int, rows: int, columns: Sequence[str] | None) -> pa.Table:
-        import pyarrow as pa
-
         chosen: tuple[str, ...] = ()
         # Choosing columns copies them out of a mapped file.
         if columns is not None and not self._is_local and not self._is_stream:
@@ -246,8 +239,6 @@ class ArrowBlocks(TableFile):
         return pa.Table.from_batches([batch.slice(row, rows)])
 
     def _batch(self, number: int, columns: tuple[str, ...]) -> pa.RecordBatch:
-        import pyarrow as pa
-
         if self._is_stream:
             group = self.index.groups[number]
             self._source.seek(group.start)
@@ -320,8 +311,6 @@ class ParquetBlocks(TableFile):
     size = 4
 
     def __init__(self, folder: DataFolder, name: str, buffer: int = _BUFFER_BYTES) -> None:
-        import pyarrow.parquet as pq
-
         self.name = name
         self._run: _GroupReading | None = None
         self._source = opened(folder, name)
@@ -367,8 +356,6 @@ class ParquetBlocks(TableFile):
         self._source.close()
 
     def _read(self, part: int, row: int, rows: int, columns: Sequence[str] | None) -> pa.Table:
-        import pyarrow as pa
-
         found = self._seek(part, row, columns)
         table = pa.Table.from_batches(found.read(rows))
         self._run = found

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, cast
 from datatrove.pipeline.readers import ipc, parquet
 
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
+from datatrove_ckpt.common.lazy import pa
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
@@ -33,8 +34,6 @@ from datatrove_ckpt.readers.table_files import (
 )
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from datatrove_ckpt.readers.table_files import Batch
 
 
@@ -87,8 +86,6 @@ def _python_rows(batch: Batch, name: str) -> list[Row]:
     Raises:
         InputError: a value has no form in Python, or would lose digits.
     """
-    import pyarrow as pa
-
     shorter = {"time64[ns]": pa.time64("us"), "duration[ns]": pa.duration("us")}
     for field in batch.schema:
         if not any(kind in str(field.type) for kind in shorter):
@@ -112,8 +109,6 @@ def _python_rows(batch: Batch, name: str) -> list[Row]:
 
 def _leaves(column: pa.Array) -> Iterator[pa.Array]:
     """Yields the arrays of a column that hold its values."""
-    import pyarrow as pa
-
     parts = []
     if isinstance(column, pa.ChunkedArray):
         parts = column.chunks

@@ -14,6 +14,7 @@ from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.formatting import missing_package
+from datatrove_ckpt.common.lazy import pa, pq
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CkptError, ConfigError, OutputFailed, OutputMismatch
 from datatrove_ckpt.output.arrow_types import (
@@ -94,8 +95,6 @@ def _united(columns: Iterable[tuple[str, DataType]]) -> Schema:
 
     Raises OutputFailed: there are none.
     """
-    import pyarrow as pa
-
     types = dict[str, DataType]()
     try:
         for name, kind in columns:
@@ -192,9 +191,6 @@ def _write_lines(place: Place, path: Path) -> int:
 
 
 def _write_parquet(place: Place, path: Path) -> int:
-    import pyarrow as pa
-    import pyarrow.parquet
-
     files = [*committed_files(place)]  # a run may commit more of them meanwhile
     if files and format_of_file(files[0][1].path) is PARQUET:
         schema = _united(_columns_of_tables(files))
@@ -211,19 +207,14 @@ def _write_parquet(place: Place, path: Path) -> int:
 
 
 def _columns_of_tables(files: Iterable[Committed]) -> Iterator[tuple[str, DataType]]:
-    import pyarrow.parquet
-
     for folder, committed, _ in files:
         with PARQUET.open(folder, committed.path) as file:
-            for column in pyarrow.parquet.read_schema(file):
+            for column in pq.read_schema(file):
                 yield column.name, column.type
 
 
 def _tables(files: Sequence[Committed], schema: Schema) -> Iterator[Table]:
     """Yields the rows as row groups of a usual size, also where files are small or have media."""
-    import pyarrow as pa
-    import pyarrow.parquet
-
     some: list[Table] = []
     for folder, committed, _ in files:
         with PARQUET.open(folder, committed.path) as file, pa.parquet.ParquetFile(file) as parquet:
@@ -240,8 +231,6 @@ def _tables(files: Sequence[Committed], schema: Schema) -> Iterator[Table]:
 
 
 def _with_schema(batch: Table, schema: Schema) -> Table:
-    import pyarrow as pa
-
     columns = []
     for one in schema:
         if one.name not in batch.schema.names:
@@ -258,8 +247,6 @@ def _with_schema(batch: Table, schema: Schema) -> Table:
 
 
 def _table(rows: Sequence[Json], schema: Schema) -> Table:
-    import pyarrow as pa
-
     columns = [to_arrow(one.type, [row.get(one.name) for row in rows]) for one in schema]
     return pa.Table.from_arrays(columns, schema=schema)
 

@@ -45,24 +45,24 @@ def results_kept(checkpoints):
     """
     found = {}
     for rank in checkpoints.glob("[0-9]*"):
-        cached, finished, commits = _read(rank)
-        done = {*finished, *_committed(commits)}
+        cached, finished, commits = read_rank(rank)
+        done = {*finished, *committed(commits)}
         left = [(ordinal, result) for ordinal, result in cached if ordinal not in done]
         found[int(rank.name)] = done, left
     return found
 
 
 def _kept(rank):
-    cached, finished, commits = _read(rank)
-    committed = _committed(commits)
+    cached, finished, commits = read_rank(rank)
+    known = committed(commits)
     return (
         sum(commit.counts.requests for commit in commits)
-        + sum(requests for ordinal, requests in finished.items() if ordinal not in committed)
-        + sum(ordinal not in committed and ordinal not in finished for ordinal, _ in cached)
+        + sum(requests for ordinal, requests in finished.items() if ordinal not in known)
+        + sum(ordinal not in known and ordinal not in finished for ordinal, _ in cached)
     )
 
 
-def _read(rank):
+def read_rank(rank):
     # In the order in which an answer moves on, so that none is missed; those seen twice are told by
     # their ordinal.
     cached = _cached(rank / "replay.sqlite3")
@@ -75,7 +75,7 @@ def _read(rank):
     return cached, finished, read_commits(rank / "commits.jsonl").values()
 
 
-def _committed(commits):
+def committed(commits):
     return {
         ordinal
         for commit in commits
@@ -87,7 +87,7 @@ def _cached(path):
     """The ordinal and the result of each answer. Of a copy: the run has the file for itself."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for name in (path, path.with_name(f"{path.name}-wal")):
+            for name in path.parent.glob(f"{path.name}*"):
                 shutil.copy(name, folder)
             connection = sqlite3.connect(Path(folder, path.name))
             try:

@@ -9,19 +9,16 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.checkpoint.journal import Finished
-from datatrove_ckpt.checkpoint.lines import read_lines
 from datatrove_ckpt.errors import ServerUnavailable
 from datatrove_ckpt.mirror import mirror
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import STOPS_SOON, chat, documents, runner
+from tests.kept import committed, read_rank
 
 ONE_BY_ONE = {"max_concurrent_generations": 1, "max_concurrent_documents": 1}
 
@@ -140,16 +137,8 @@ def known_ordinals(rank):
     """The documents that commits and journals hold, and of how many answers of each the request
     cache knows.
     """
-    finished = set()
-    for commit in read_commits(rank / "commits.jsonl").values():
-        finished.update(range(commit.first_ordinal, commit.next_ordinal))
-    for path in rank.glob("chunk_*.jsonl"):
-        finished.update(Finished.from_body(line.body).ordinal for line in read_lines(path))
-    cache, cached = rank / "replay.sqlite3", Counter[int]()
-    if cache.exists():
-        with suppress(sqlite3.OperationalError):  # killed before there was a table
-            cached.update(row[0] for row in read_rows(cache))
-    return finished, cached
+    cached, finished, commits = read_rank(rank)
+    return {*finished, *committed(commits)}, Counter(ordinal for ordinal, _ in cached)
 
 
 def read_rows(path):

@@ -402,13 +402,8 @@ def read_run(path: Path) -> Json:
 
 def run_with_secrets(path: Path | str) -> Json:
     """Returns what ``read_run`` does, with the secrets that an earlier release may have written."""
-    try:
-        with explained("read", path), open(path, "rb") as file:  # noqa: PTH123 (speed)
-            data = file.read(_MAX_BYTES + 1)
-    except StorageFailed as error:
-        if isinstance(error.__cause__, PermissionError):
-            raise StorageFailed(f"{not_readable(path)}.") from error
-        raise
+    with explained("read", path), open(path, "rb") as file:  # noqa: PTH123 (speed)
+        data = file.read(_MAX_BYTES + 1)
     return parse_run(path, data)
 
 
@@ -430,13 +425,6 @@ def parse_run(path: Path | str, data: bytes) -> Json:
         if str(path).endswith(layout.JOB):
             advice = "Remove it: the next start makes it again from the tasks' run.json."
         raise CheckpointCorrupt(path, f" does not hold a run ({error}). {advice}") from error
-
-
-def not_readable(path: Path | str) -> str:
-    return (
-        f"{path}: permission denied. Checkpoints are private, because they hold documents and "
-        "answers. Run this command as the user who made them"
-    )
 
 
 def check_run(content: Json) -> Json:

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import orjson
 
-from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint import files, lines
 from datatrove_ckpt.checkpoint.layout import PUBLISHING
-from datatrove_ckpt.checkpoint.lines import read_lines, seal
 
 _ADVICE = (
     "Check that no other job writes to the output folder, then remove this file: uncommitted "
@@ -37,7 +36,7 @@ class Intents:
         self.is_kept = self.path.exists()
         self._hashes: defaultdict[str, set[str]] = defaultdict(set)
         self._whole = 0
-        for line in read_lines(self.path, _ADVICE):
+        for line in lines.read_lines(self.path, _ADVICE):
             self._note(orjson.loads(line.body))
             self._whole = line.offset + line.length
 
@@ -54,7 +53,7 @@ class Intents:
 
     def add(self, hashes: Mapping[str, str]) -> None:
         """Records the hashes by file name, and syncs them."""
-        self._file.append(seal(orjson.dumps(hashes)))
+        self._file.append(lines.seal(orjson.dumps(hashes)))
         self._file.sync()
         self._note(hashes)
         self.is_kept = True

@@ -19,7 +19,7 @@ from glob import has_magic
 from pathlib import Path
 from typing import NamedTuple
 
-from datatrove_ckpt.checkpoint.lines import RESTORE, explained
+from datatrove_ckpt.checkpoint import lines
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
 
 JOB = "job.json"
@@ -197,7 +197,11 @@ class RankListing:
     def __init__(self, folder: Path | str) -> None:
         self.folder = str(folder)
         self.entries: dict[str, os.DirEntry[str]] = {}
-        with explained("read", folder), suppress(FileNotFoundError), os.scandir(folder) as entries:
+        with (
+            lines.explained("read", folder),
+            suppress(FileNotFoundError),
+            os.scandir(folder) as entries,
+        ):
             self.entries = {entry.name: entry for entry in entries}
         self.journals = sorted(int(name[6:-6]) for name in self.entries if is_journal(name))
         for name in (*FILES, *map(journal_name, self.journals)):
@@ -293,7 +297,7 @@ def refuse_missing_run_json(folder: Path) -> None:
     if foreign:
         raise CheckpointMismatch(
             f"{folder} holds {', '.join(foreign)} but no {RUN}. If datatrove's own InferenceRunner "
-            f"made it: {continue_datatroves(folder.parent)} If {RUN} is lost: {RESTORE}"
+            f"made it: {continue_datatroves(folder.parent)} If {RUN} is lost: {lines.RESTORE}"
             "start this task over: move the folder away."
         )
 

@@ -19,7 +19,7 @@ from typing import Literal
 
 import orjson
 
-from datatrove_ckpt.checkpoint import files, layout
+from datatrove_ckpt.checkpoint import files, identity, layout, limits
 from datatrove_ckpt.checkpoint.commits import (
     MAX_GAP,
     Commit,
@@ -30,20 +30,13 @@ from datatrove_ckpt.checkpoint.commits import (
     scan_commits,
 )
 from datatrove_ckpt.checkpoint.history import History, read_history
-from datatrove_ckpt.checkpoint.identity import (
-    check_shard,
-    not_readable,
-    run_with_secrets,
-    settings_in,
-    without_its_secrets,
-)
+from datatrove_ckpt.checkpoint.identity import run_with_secrets
 from datatrove_ckpt.checkpoint.journal import read_finished
-from datatrove_ckpt.checkpoint.limits import NO_TOTALS, RunTotals, read_paid
 from datatrove_ckpt.checkpoint.lines import RESTORE, Json, explained, is_count, read_shard
 from datatrove_ckpt.checkpoint.numbers import Buckets, DocumentCounts, RunNumbers
 from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
 from datatrove_ckpt.common.formatting import as_line, cut, number_range
-from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError, causes
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
 OTHERS = "others"
 """The causes of dead letters that are too many to be named, in one."""
@@ -95,7 +88,7 @@ class RankLedger:
     holder: Json | None = None
     is_finished: bool = False
     history: History = field(default_factory=History)
-    paid: RunTotals = NO_TOTALS
+    paid: limits.RunTotals = limits.NO_TOTALS
     journals: dict[int, DocumentCounts] | None = field(default_factory=dict)
     open_chunks: list[int] = field(default_factory=list)
     committed: RunNumbers = field(default_factory=RunNumbers)
@@ -137,7 +130,7 @@ class RankLedger:
 
     @property
     def settings(self) -> Json:
-        return settings_in(self.run)
+        return identity.settings_in(self.run)
 
     @property
     def state(self) -> Literal["running", "finished", "unfinished", "damaged"]:
@@ -247,17 +240,13 @@ def find_ranks(checkpoints: Path) -> list[Path]:
     """Returns the folder of each rank, retries last.
 
     Raises:
-        ConfigError: there is no rank, or this user may not list them.
+        ConfigError: there is no rank.
+        StorageFailed: this user may not list them.
     """
-    try:
-        checkpoints.stat()
-        found = layout.rank_folders(checkpoints)
-    except PermissionError as error:
-        raise _not_permitted(checkpoints, error) from None
-    except (FileNotFoundError, NotADirectoryError):
+    with explained("read", checkpoints):
         if not checkpoints.exists():
-            raise ConfigError(f"{checkpoints} does not exist. {_GIVE}") from None
-        raise
+            raise ConfigError(f"{checkpoints} does not exist. {_GIVE}")
+        found = layout.rank_folders(checkpoints)
     if not found:
         raise ConfigError(
             f"{checkpoints} contains no checkpoint: there is no folder like 00000 in it. {_GIVE}"
@@ -268,27 +257,10 @@ def find_ranks(checkpoints: Path) -> list[Path]:
 def read_ranks(checkpoints: Path, want: Want) -> Iterator[RankLedger]:
     """Reads the ranks one after the other.
 
-    Raises:
-        ConfigError: there is no rank, or this user may not read one.
+    Raises ConfigError, StorageFailed: see ``find_ranks``.
     """
     for folder in find_ranks(checkpoints):
-        rank = read_rank(folder, want)
-        check_readable(checkpoints, rank)
-        yield rank
-
-
-def check_readable(checkpoints: Path, rank: RankLedger) -> None:
-    """Raises:
-    ConfigError: the rank's damage is a file that this user may not read.
-    """
-    for cause in causes(rank.damage):
-        if isinstance(cause, PermissionError):
-            raise _not_permitted(checkpoints, cause) from None
-
-
-def _not_permitted(checkpoints: Path, error: PermissionError) -> ConfigError:
-    share = f", or ask that user for: chmod -R g+rX {checkpoints}"
-    return ConfigError(not_readable(error.filename) + share)
+        yield read_rank(folder, want)
 
 
 @dataclass(slots=True)
@@ -361,7 +333,7 @@ def _read(rank: RankLedger, want: Want, most: int | None) -> None:
         run = run_with_secrets(found.path(layout.RUN))
         rank.run = {"owner": run.get("owner", {})}
         if Want.SETTINGS in want:
-            rank.run = without_its_secrets(run)
+            rank.run = identity.without_its_secrets(run)
     is_finished = found.is_finished
     if not rank.run and Want.JOURNALS in want:
         layout.refuse_missing_run_json(rank.folder)
@@ -369,7 +341,7 @@ def _read(rank: RankLedger, want: Want, most: int | None) -> None:
     if Want.HISTORY in want and layout.HISTORY in found.entries:
         rank.history = read_history(found.path(layout.HISTORY))
     if Want.HISTORY in want and layout.PAID in found.entries:
-        rank.paid = read_paid(rank.folder / layout.PAID)
+        rank.paid = limits.read_paid(rank.folder / layout.PAID)
     if Want.JOURNALS in want:
         rank.journals = _read_journals(rank, found, most)
     # Whatever the listing says: the files that were read before promise them.
@@ -492,7 +464,7 @@ class Expected:
         last = read_last_chunk(layout.last_chunk_of(folder)) if run else None
         documents = None
         if finished:
-            check_shard(folder)
+            identity.check_shard(folder)
             documents = read_shard(folder / layout.SHARD).get("documents")
         return cls(folder, known, last, documents if is_count(documents) else None)
 

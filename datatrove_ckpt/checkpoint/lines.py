@@ -53,7 +53,9 @@ def _advice(error: Exception, path: str | os.PathLike[str]) -> str:
         )
     if code in (errno.EACCES, errno.EPERM, errno.EROFS) or "readonly" in str(error):
         return (
-            "Give this user the permission (or mount it writable, or choose another folder) and "
+            "Checkpoints are private, because they hold documents and answers: run this command as "
+            "the user who made them, or let that user run chmod -R g+rX on the folder. Else give "
+            "this user the permission (or mount it writable, or choose another folder) and "
             "run the same command again."
         )
     return "Check the disk and run the same command again; everything saved so far is kept."

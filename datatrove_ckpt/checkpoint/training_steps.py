@@ -46,8 +46,7 @@ import xxhash
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.lines import explained
-from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.redaction import HIDDEN, is_surely_secret
+from datatrove_ckpt.common import JsonObject, redaction
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError, VersionMismatch
 
 Manifest = JsonObject
@@ -274,8 +273,8 @@ def _plain(value: object, place: str) -> object:
         return {str(key): _plain(each, f"{place}.{key}") for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(each, f"{place}.{number}") for number, each in enumerate(value)]
-    if is_surely_secret(place, value):
-        return HIDDEN
+    if redaction.is_surely_secret(place, value):
+        return redaction.HIDDEN
     is_number = isinstance(value, int | float) and math.isfinite(value)
     if is_number or isinstance(value, str | None):
         return value

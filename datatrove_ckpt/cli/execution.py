@@ -5,7 +5,6 @@ import errno
 import shlex
 import signal
 from collections.abc import Sequence
-from pathlib import Path
 
 from datatrove.executor.base import PipelineExecutor
 
@@ -172,8 +171,6 @@ def _explained(error: OSError, plan: RunPlan) -> Exception:
         path = path or " or ".join(map(str, [logs.resolve_paths(""), *roots]))
     elif error.errno not in _CLOSED or not isinstance(path, str):
         return error
-    elif any(Path(path).is_relative_to(root) for root in roots):
-        return StorageFailed(f"{identity.not_readable(path)}.")
     try:
         with explained("use", path):
             raise error

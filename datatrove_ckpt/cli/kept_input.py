@@ -11,6 +11,7 @@ from typing import Any
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.identity import recorded_settings
 from datatrove_ckpt.common.formatting import safe_repr
+from datatrove_ckpt.common.lazy import pa, pq
 from datatrove_ckpt.errors import ConfigError
 
 _FOLDER = "input"
@@ -96,9 +97,6 @@ def _keep_table(table: Any, run_folder: Path) -> Path:
     if hasattr(table, "to_parquet"):
         table.to_parquet(new)
     else:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         batches = pa.RecordBatchReader.from_stream(table)
         with pq.ParquetWriter(new, batches.schema) as file:
             for batch in batches:

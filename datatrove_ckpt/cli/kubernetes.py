@@ -50,9 +50,14 @@ def k8s(arguments: argparse.Namespace) -> int:
     for module in others:
         note(f"{module}: is not in the ConfigMap: it must be in the image.")
     printed = kubernetes.manifest(plan, job, files, workers)
-    _refuse_secrets(
-        *yaml_config.leaves(files["data"], "ConfigMap"), *yaml_config.leaves(printed["spec"], "Job")
-    )
+    in_files = yaml_config.leaves(files["data"], "ConfigMap")
+    for place, text in [*in_files, *yaml_config.leaves(printed["spec"], "Job")]:
+        if isinstance(text, str) and (yaml_config.MASK in text or may_hold_secret(text)):
+            raise ConfigError(
+                f"{place}: holds what may be a secret (`run --print-config` hides it), and this is "
+                "no place for one. Let the job read it from the environment, out of a Secret that "
+                f"{_SECTION}.secrets names."
+            )
     say(f"{dump(files)}---\n{dump(printed)}".rstrip())
     return 0
 
@@ -97,16 +102,3 @@ def kubernetes_job(content: short_form.Node, plan: run_plan.RunPlan) -> kubernet
             f"to at least {drain + saving:g}{shorter}."
         )
     return job
-
-
-def _refuse_secrets(*texts: tuple[str, object]) -> None:
-    """Raises:
-    ConfigError: names the first that holds what may be one.
-    """
-    for place, text in texts:
-        if isinstance(text, str) and (yaml_config.MASK in text or may_hold_secret(text)):
-            raise ConfigError(
-                f"{place}: holds what may be a secret (`run --print-config` hides it), and this is "
-                "no place for one. Let the job read it from the environment, out of a Secret that "
-                f"{_SECTION}.secrets names."
-            )

@@ -54,12 +54,11 @@ def show(arguments: argparse.Namespace) -> int:
 
 def export(arguments: argparse.Namespace) -> int:
     with place_of(arguments, output=arguments.output) as place:
-        count = write_export(place, arguments.target)
-        state = read_run_state(place)
+        count, report = write_export(place, arguments.target)
     left = ""
-    if not state.is_finished:
+    if report.unfinished:
         left = ". The run is not finished: these are the documents of its complete chunks"
-    noun = "row" if state.totals.rows else "document"
+    noun = "row" if report.sums.numbers.rows else "document"
     say(f"{plural(count, noun)} in {arguments.target}{left}.")
     return 0
 

@@ -1,26 +1,26 @@
-"""Packages that are imported when they are first used, because they are optional, or slow."""
-
-from __future__ import annotations
+"""Modules that are slow to import, and that few runs need: each is imported when a name of it is
+used first.
+"""
 
 from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+__all__ = ["pa", "pq"]
 
 
-class LazyModule(ModuleType):
-    """Stands for a module that may be missing: then its first use raises ImportError."""
+class _LazyModule:
+    def __init__(self, module: str) -> None:
+        self._module = module
 
-    def __getattr__(self, name: str) -> Any:
-        module = import_module(self.__name__)
-        vars(self).update(vars(module))
-        return getattr(module, name)
+    def __getattr__(self, name: str) -> object:
+        value = getattr(import_module(self._module), name)
+        setattr(self, name, value)
+        return value
 
 
 if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 else:
-    pa = LazyModule("pyarrow")
-    pq = LazyModule("pyarrow.parquet")
-
-__all__ = ["pa", "pq"]
+    pa = _LazyModule("pyarrow")
+    pq = _LazyModule("pyarrow.parquet")

@@ -26,9 +26,8 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
 
-from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common import JsonObject, redaction
 from datatrove_ckpt.common.formatting import missing_package, no_bars_in_logs
-from datatrove_ckpt.common.redaction import holds_credentials, refuse_variables
 from datatrove_ckpt.common.retrying import (
     file_system_call,
     http_status,
@@ -313,12 +312,12 @@ def check_url(key: str, url: str) -> None:
         ConfigError: fsspec has no file system of this name, its package is not installed, or the
             URL holds a secret or a variable.
     """
-    if holds_credentials(url):
+    if redaction.holds_credentials(url):
         raise ConfigError(
             f"{key}: the URL holds a user or a password, which would be written to files. Set "
             "credentials in the environment instead."
         )
-    refuse_variables(key, url)
+    redaction.refuse_variables(key, url)
     try:
         fsspec.get_filesystem_class(get_protocol(url))
     except (ImportError, ValueError) as error:

@@ -1,6 +1,5 @@
 """Endpoints: servers that run already, with what their providers allow and charge."""
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -10,7 +9,6 @@ from urllib.parse import parse_qsl
 
 from datatrove_ckpt.common import BATCH, JsonObject
 from datatrove_ckpt.common.declared import Count, Positive, Price, check, check_value, one_of
-from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.common.work_counts import Tokens
 from datatrove_ckpt.errors import ConfigError
 
@@ -102,21 +100,6 @@ def check_url(url: str, setting: str) -> None:
             "files. Export it as an environment variable, and write ${VARIABLE} in its place.",
             setting=setting,
         )
-
-
-def key_in(variable: str) -> Secret:
-    """Returns the key in an environment variable.
-
-    Raises:
-        ConfigError: it is not set.
-    """
-    key = Secret(os.environ.get(variable, ""))
-    if not key.reveal():
-        raise ConfigError(
-            f"api_key_env: the environment variable {variable} is not set. Export "
-            "it where the tasks run."
-        )
-    return key
 
 
 def read_prices(prices: JsonObject | str | None, model: str) -> JsonObject | None:

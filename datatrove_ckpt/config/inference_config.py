@@ -37,7 +37,6 @@ from datatrove_ckpt.config.endpoints import (
     check_url,
     check_variable,
     cost_of,
-    key_in,
     read_prices,
 )
 from datatrove_ckpt.config.generation_params import (
@@ -452,7 +451,12 @@ class InferenceConfig:
                 header.
         """
         if endpoint.api_key_env is not None:
-            key = key_in(endpoint.api_key_env)
+            key = Secret(os.environ.get(endpoint.api_key_env, ""))
+            if not key.reveal():
+                raise ConfigError(
+                    f"api_key_env: the environment variable {endpoint.api_key_env} is not set. "
+                    "Export it where the tasks run."
+                )
         elif isinstance(self.api_key, Secret):
             key = self.api_key
         else:

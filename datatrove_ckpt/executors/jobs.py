@@ -515,19 +515,17 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             for endpoint in config.endpoints_by_name.values()
             if endpoint.api_key_env
         )
-        names |= dict.fromkeys(
-            [redaction.MIRROR_KEY_VARIABLE] if redaction.MIRROR_KEY_VARIABLE in os.environ else []
-        )
+        if redaction.MIRROR_KEY_VARIABLE in os.environ:
+            names[redaction.MIRROR_KEY_VARIABLE] = None
         wanted = {"HF_TOKEN": self.token or get_token() or None, **names, **(self.secrets or {})}
         found = {
             name: os.environ.get(name) if value is None else value for name, value in wanted.items()
         }
         for name, value in found.items():
             if not value:
+                how = "Export"
                 if name == "HF_TOKEN":
                     how = "Log in (hf auth login), or export"
-                else:
-                    how = "Export"
                 raise ConfigError(
                     f"secrets: {name} is not set here, and the jobs need it. {how} it.",
                     setting="executor",

@@ -51,6 +51,7 @@ from datatrove_ckpt.errors import (
     GivenUp,
     GoalReached,
     LimitReached,
+    Preempted,
     ServerError,
     UnexpectedExit,
     WorkerDied,
@@ -66,7 +67,7 @@ from datatrove_ckpt.process.rank_threads import RankThreads
 from datatrove_ckpt.process.screen import RunProgress, Screen
 from datatrove_ckpt.process.task_errors import failure_note, task_of_many
 from datatrove_ckpt.process.task_log import log_of_many
-from datatrove_ckpt.process.workers import TaskList, Tasks, Workers, end_as, in_turn
+from datatrove_ckpt.process.workers import TaskList, Tasks, Workers, in_turn
 from datatrove_ckpt.run_folder.reached import reached
 from datatrove_ckpt.run_folder.run_plan import RunPlan
 from datatrove_ckpt.runner import InferenceRunner
@@ -111,6 +112,10 @@ class OwnExecutor(PipelineExecutor):  # type: ignore[misc]  # datatrove has no t
     @property
     def _runners(self) -> list[InferenceRunner]:
         return [step for step in self.pipeline if isinstance(step, InferenceRunner)]
+
+    @property
+    def _drain_seconds(self) -> float:
+        return max((runner.drain_seconds for runner in self._runners), default=0.0)
 
     @property
     def _folder(self) -> str:
@@ -387,8 +392,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
 
         alone = self._most_at_once == 1
         attempts = self.max_rank_attempts
-        drains = (runner.drain_seconds for runner in self._runners)
-        has_time = partial(has_time_for, max(drains, default=0.0))
+        has_time = partial(has_time_for, self._drain_seconds)
         return closing(
             Claims(
                 store, owner, incomplete, self.reached, attempts, alone, has_time, self._is_worker
@@ -647,14 +651,11 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         context.set_forkserver_preload(["__main__", "datatrove_ckpt.executors.local", _RANK])
         if self.start_method == "fork":
             import_module(_RANK)  # once, and not in each worker
-        runners = self._runners
-        numbers = {
-            *signals.STOP_SIGNALS,
-            *(signal.Signals[name] for step in runners for name in step.drain_signals),
-        }
+        drain_signals = (name for runner in self._runners for name in runner.drain_signals)
+        numbers = {*signals.STOP_SIGNALS, *(signal.Signals[name] for name in drain_signals)}
         # Pickled for every start method, so that each rank gets its own copy.
         work = partial(_work, self._pickled(), kept, overlap)
-        stop_seconds = max((runner.drain_seconds for runner in runners), default=0.0) + _TO_SAVE
+        stop_seconds = self._drain_seconds + _TO_SAVE
         # Markers of ranks that run again are of an earlier run.
         anew = set(ranks) - set(self.get_incomplete_ranks(ranks, skip_completed=True))
         attempts = self.max_rank_attempts
@@ -665,7 +666,11 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                 if stats is not None:
                     done(rank, stats)
         if workers.signal:
-            end_as(workers.signal)
+            signals.raise_again([workers.signal])
+            raise Preempted(
+                f"Stopped by {signal.Signals(workers.signal).name}. Run the same command again to "
+                "resume."
+            )
         again = {*self.get_incomplete_ranks(workers.lost, skip_completed=True), *anew}
         for rank in workers.lost.keys() - again:
             done(rank, _saved_stats(self.logging_dir, rank))

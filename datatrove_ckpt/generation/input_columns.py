@@ -16,6 +16,7 @@ from datatrove.data import Document
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint import files, layout
+from datatrove_ckpt.common.lazy import pa, pq
 from datatrove_ckpt.errors import CheckpointCorrupt, InputError
 from datatrove_ckpt.output.arrow_types import NO_TYPES, DataType, NotUnited, Schema, Types, unite
 from datatrove_ckpt.output.chunk_writing import infers_schema
@@ -68,15 +69,11 @@ def _is_made(documents: Iterable[Document], shared: Path) -> bool:
         return False
     types = _found_types(documents)
     if types:
-        import pyarrow as pa
-
         files.keep_first(shared, pa.schema(list(types.items())).serialize().to_pybytes())
     return bool(types)
 
 
 def _kept(path: Path) -> Schema:
-    import pyarrow as pa
-
     try:
         return pa.ipc.read_schema(pa.py_buffer(path.read_bytes()))
     except pa.ArrowException as error:
@@ -120,8 +117,6 @@ def _found_types(documents: Iterable[Document]) -> dict[str, DataType]:
 
 def _columns(reader: SeekingReader, schema: Schema) -> Iterator[tuple[str, DataType]]:
     """Yields each column's path in a document, as datatrove's adapter fills it, and its type."""
-    import pyarrow as pa
-
     own = {reader.text_key or "text": "text", reader.id_key: "id", "media": None}
     metadata: dict[str, DataType] = {}
     for field in schema:
@@ -142,9 +137,6 @@ def _columns(reader: SeekingReader, schema: Schema) -> Iterator[tuple[str, DataT
 
 def _written_type(kind: DataType) -> DataType | None:
     """Returns the type that Parquet gives back for it; None if Parquet has none."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     file = BytesIO()
     try:
         pq.write_table(pa.table({"": pa.array([], kind)}), file)

@@ -54,7 +54,7 @@ from datatrove_ckpt.checkpoint.request_cache import (
     CachedRequest,
     has_right_types,
 )
-from datatrove_ckpt.common.object_store import ObjectStore, needs_bucket
+from datatrove_ckpt.common import object_store
 from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Secret
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError, Fenced, printable
@@ -371,7 +371,7 @@ def without_seal(body: bytes) -> bytes:
 
 class Versions:
     def __init__(self, url: str) -> None:
-        self.store = ObjectStore(url)
+        self.store = object_store.ObjectStore(url)
         self.url = self.store.url
         self._seal = Seal(self.url)
 
@@ -532,7 +532,7 @@ class Uploads:
             self._ownership = Ownership(
                 1 + max((other.number for other in ownerships), default=0), self._nonce
             )
-        with needs_bucket(self._versions.url):
+        with object_store.needs_bucket(self._versions.url):
             owner = self._run["owner"]
             content = orjson.dumps({"host": owner["host"], "pid": owner["pid"]})
             self._versions.store.put(self._ownership.file, content)

@@ -33,7 +33,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, NoReturn, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import fsspec.asyn
 from loguru import logger
@@ -418,18 +418,6 @@ class Workers:
                     )
                 worker.signal(signal.SIGKILL)
                 worker.ends_by = math.inf
-
-
-def end_as(number: int) -> NoReturn:
-    """Gives the signal its usual effect.
-
-    Raises:
-        Preempted: it does not end this process. Or see ``raise_again``.
-    """
-    signals.raise_again([number])
-    raise Preempted(
-        f"Stopped by {signal.Signals(number).name}. Run the same command again to resume."
-    )
 
 
 def _cannot_start(why: str) -> WorkerDied:

@@ -61,8 +61,6 @@ class AnswerForm(NamedTuple):
             texts = self.value
             if not texts or not all(map(str.strip, texts)):
                 raise ConfigError(f"choice: {texts!r} is not a list of texts.")
-            if len({one.strip() for one in texts}) < len(texts):
-                raise ConfigError(f"choice: {texts!r} has a text twice.")
 
     def fields(self, engine: str) -> Payload:
         """Returns the payload keys that enforce the form.

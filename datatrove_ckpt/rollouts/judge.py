@@ -82,10 +82,6 @@ class JudgeRollout(PromptRollout):
             )
         super().__post_init__()
         self._check_params("judge_params", self.judge_params)
-        if self.lowest is not None and self.highest is not None and self.lowest > self.highest:
-            raise ConfigError(
-                f"lowest: is {self.lowest:g}, above highest, which is {self.highest:g}."
-            )
         try:
             re.compile(self.score_pattern or "")
         except re.error as error:

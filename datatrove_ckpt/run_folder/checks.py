@@ -232,7 +232,7 @@ def _check_kind(kind: FilesystemTraits, mirrored: bool, moves: bool) -> Finding:
 def check_room(folder: Path) -> Finding:
     """Compares free bytes with the least that a run needs.
 
-    The probe notices a quota that is used up, and a file system without inodes.
+    The probe notices a quota that is used up, and a file system without free inodes.
     """
     status = os.statvfs(existing_part(folder))
     free = status.f_bavail * status.f_frsize
@@ -311,20 +311,20 @@ MOUNTS = Path("/proc/mounts")
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 _NETWORK = {
-    "nfs": "NFS",
-    "nfs4": "NFS",
-    "lustre": "Lustre",
-    "gpfs": "GPFS",
-    "beegfs": "BeeGFS",
-    "ceph": "CephFS",
-    "cifs": "SMB",
-    "smb3": "SMB",
-    "wekafs": "WekaFS",
-    "fuse.glusterfs": "GlusterFS",
-    "fuse.juicefs": "JuiceFS",
-    "fuse.sshfs": "sshfs",
-    "9p": "9p",
-    "virtiofs": "virtiofs",
+    "nfs",
+    "nfs4",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "cifs",
+    "smb3",
+    "wekafs",
+    "fuse.glusterfs",
+    "fuse.juicefs",
+    "fuse.sshfs",
+    "9p",
+    "virtiofs",
 }
 _OBJECT_STORES = {
     "s3fs",
@@ -397,7 +397,7 @@ def traits(mount: Mount | None) -> FilesystemTraits:
         )
     if mount.kind in _NETWORK:
         return FilesystemTraits(
-            f"{_NETWORK[mount.kind]} (shared)", shared=True, concern=_network_concern(mount)
+            f"{mount.kind} (shared)", shared=True, concern=_network_concern(mount)
         )
     if (
         mount.kind.startswith("fuse")

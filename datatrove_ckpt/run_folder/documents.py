@@ -155,13 +155,13 @@ def _item(row: Json, run: Json) -> str:
         found = row
     column = str(run.get("answer") or "item")
     number = str(row.get("id")).rpartition("/")[2]
-    name = number_column(found, number, column, str(run.get("metadata_key")))
-    if name is None:
+    counter = number_column(found, number, column, str(run.get("metadata_key")))
+    if counter is None:
         return _answer(row, run)
     names = [*found]
     own = {
         name: found[name]
-        for name in names[names.index(name) + 1 :]
+        for name in names[names.index(counter) + 1 :]
         if found[name] is not None  # in a table, of other items
     }
     if [*own] == [column]:

@@ -30,7 +30,7 @@ from datatrove_ckpt.output.csv_writer import line
 from datatrove_ckpt.output.documents import for_orjson
 from datatrove_ckpt.output.formats import JSONL, PARQUET, format_of_file
 from datatrove_ckpt.run_folder.documents import Committed, committed_files, read_rows
-from datatrove_ckpt.run_folder.verify import REDO_KINDS, verify
+from datatrove_ckpt.run_folder.verify import REDO_KINDS, Report, verify
 from datatrove_ckpt.run_folder.where import Place
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _united(columns: Iterable[tuple[str, DataType]]) -> Schema:
     return pa.schema(types.items())
 
 
-def export(place: Place, target: str) -> int:
+def export(place: Place, target: str) -> tuple[int, Report]:
     """Writes all committed documents, task by task in the order of the input.
 
     A column of a CSV file is one that any document has; lists and dictionaries are JSON there.
@@ -115,7 +115,7 @@ def export(place: Place, target: str) -> int:
         target: a path that ends with .csv, .jsonl or .parquet, or ``hf://datasets/ORG/NAME``.
 
     Returns:
-        How many documents it wrote.
+        How many documents it wrote, and what ``verify`` found before.
 
     Raises:
         ConfigError: ``target`` is neither, or its file is there already.
@@ -123,11 +123,11 @@ def export(place: Place, target: str) -> int:
         CkptError: the output cannot be read.
     """
     if target.startswith(_HUB):
-        _refuse_changes(place)
+        report = _refuse_changes(place)
         with _named(target):
             whole = dataset(place)
             whole.push_to_hub(target.removeprefix(_HUB), private=True)  # unless it is there
-        return len(whole)
+        return len(whole), report
     path = Path(target)
     if path.suffix not in (".csv", ".jsonl", ".parquet"):
         raise ConfigError(
@@ -135,7 +135,7 @@ def export(place: Place, target: str) -> int:
         )
     if path.exists():
         raise ConfigError(f"{target}: is there already. Remove it, or choose another name.")
-    _refuse_changes(place)
+    report = _refuse_changes(place)
     new = path.with_name(f"{path.name}.new")
     try:
         with _named(target):
@@ -148,14 +148,16 @@ def export(place: Place, target: str) -> int:
             new.rename(path)
     finally:
         new.unlink(missing_ok=True)
-    return count
+    return count, report
 
 
-def _refuse_changes(place: Place) -> None:
-    wrong = [one for one in verify(place).problems if one.kind in _OTHER_DOCUMENTS]
+def _refuse_changes(place: Place) -> Report:
+    report = verify(place)
+    wrong = [one for one in report.problems if one.kind in _OTHER_DOCUMENTS]
     if wrong:
         more = f" ({len(wrong)} such problems; datatrove-ckpt verify lists them)"
         raise OutputMismatch(f"Nothing was exported. {wrong[0]}{more if wrong[1:] else ''}")
+    return report
 
 
 @contextmanager

@@ -36,7 +36,6 @@ from datatrove_ckpt.checkpoint.ledger import (
     JobSums,
     RankLedger,
     Want,
-    check_readable,
     few,
     find_ranks,
     read_rank,
@@ -675,7 +674,6 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
         if not run:
             wanted |= Want.SETTINGS
         ledger = read_rank(folder, wanted, _BYTES // len(found))
-        check_readable(place.folder, ledger)
         copied_at = None
         if place.mirror is not None:
             copied = place.mirror.ranks.get(str(ledger.key))

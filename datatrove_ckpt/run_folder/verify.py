@@ -212,13 +212,14 @@ def find_output(place: Place) -> str:
         ConfigError: nothing names it, or it is gone, and what the checkpoint names is another
             run's.
     """
-    if place.named_output is not None:
-        return place.named_output
     checkpoints = place.folder
     what = place.given[0]
-    if place.config and place.output is not None:  # whatever the checkpoint says
-        return str(get_datafolder(place.output).resolve_paths(""))
     recorded = identity.recorded_output(checkpoints)
+    named = place.named_output
+    if named is None and (place.config or recorded is None):
+        named = place.output
+    if named is not None:  # whatever the checkpoint says
+        return str(get_datafolder(named).resolve_paths(""))
     if recorded is not None:
         now = checkpoints.absolute().with_name("output")
         other = other_run(checkpoints, recorded)
@@ -233,8 +234,6 @@ def find_output(place: Place) -> str:
                 "name it with --output."
             )
         return recorded
-    if place.output is not None:
-        return str(get_datafolder(place.output).resolve_paths(""))
     for rank in read_ranks(checkpoints, Want.SETTINGS):
         if rank.damage is not None:  # of a newer version, perhaps
             raise rank.damage

@@ -18,12 +18,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from loguru import logger
 
 import datatrove_ckpt.readers.jsonl as jsonl
 from datatrove_ckpt.common.formatting import plural
+from datatrove_ckpt.common.lazy import pa
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.block_file import BlockFile, FileIndex, Rows, check_columns
 from datatrove_ckpt.readers.files import FilesReader
@@ -33,9 +33,6 @@ from datatrove_ckpt.readers.parquet_blocks import ParquetBlocks
 from datatrove_ckpt.readers.positions import Row
 from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
 from datatrove_ckpt.torch.row_counts import RowCounts
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 # The limits of a block. A larger row is a block of its own.
 MAX_ROWS = 2**16
@@ -258,8 +255,6 @@ class Unified:
     """
 
     def __init__(self, schemas: Iterable[tuple[bytes, str]], columns: Sequence[str] | None) -> None:
-        import pyarrow as pa
-
         unified = pa.schema([])
         for serialized, name in schemas:
             found = pa.ipc.read_schema(pa.py_buffer(serialized))
@@ -283,8 +278,6 @@ class Unified:
         self._schema = unified
 
     def apply(self, table: pa.Table, name: str) -> pa.Table:
-        import pyarrow as pa
-
         schema = self._schema
         if table.column_names == schema.names and table.schema.types == schema.types:
             return table
@@ -305,8 +298,6 @@ def _decoded(table: pa.Table) -> pa.Table:
 
 
 def _plain_schema(schema: pa.Schema) -> pa.Schema:
-    import pyarrow as pa
-
     views = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
     fields = []
     for field in schema:

@@ -16,13 +16,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_hexdigest
 
 from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.lazy import pa
 from datatrove_ckpt.readers.block_file import Rows
 from datatrove_ckpt.readers.files import FilesReader
 from datatrove_ckpt.readers.inputs import misfit
@@ -30,9 +31,6 @@ from datatrove_ckpt.readers.positions import Row, State
 from datatrove_ckpt.torch.blocks import Block, BlockInput, Unified
 from datatrove_ckpt.torch.order import BlockTable, EpochOrder, Numbers, OpenWindow
 from datatrove_ckpt.torch.states import check_settings
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 _Array = npt.NDArray[np.generic]
 
@@ -73,8 +71,7 @@ def _json_value(values: list[float]) -> list[float] | npt.NDArray[np.generic]:
 
 
 def _values(column: pa.Array, numbers: Numbers) -> list[object]:
-    import pyarrow.types as types
-
+    types = pa.types
     kind = column.type
     lists = _numbers_of_lists(types, column)
     if lists is not None:
@@ -98,8 +95,6 @@ def _values(column: pa.Array, numbers: Numbers) -> list[object]:
 
 def _take(column: pa.Array, rows: Numbers) -> pa.Array:
     """Takes rows also of types that pyarrow cannot take: string views, run-end encoding."""
-    import pyarrow as pa
-
     first = int(rows[0])
     if int(rows[-1]) - first == len(rows) - 1 and bool((np.diff(rows) == 1).all()):
         return column.slice(first, len(rows))
@@ -182,15 +177,11 @@ class RowBatches:
 
 def owned(table: pa.Table) -> pa.Table:
     """Copies a slice, which else keeps the whole table in memory."""
-    import pyarrow as pa
-
     # One chunk alone would not be copied.
     return pa.concat_tables([table, table.slice(0, 0)]).combine_chunks()
 
 
 def _joined(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    import pyarrow as pa
-
     group: list[pa.Table] = []
     size = count = 0
     for table in tables:

@@ -268,15 +268,6 @@ def test_a_rank_that_runs_is_refused(old, tmp_path, server):
     assert not (tmp_path / "new/checkpoints/00000").exists()
 
 
-def test_damaged_answers_are_asked_again(old, tmp_path, server):
-    for path in (old / "checkpoints/00000").glob("replay.sqlite3*"):
-        path.write_bytes(b"damaged" * 1000)
-    before = kept(old)
-    start(tmp_path / "new", server, TwoSteps("Longer"), answers_from=checkpoints(old))
-    assert server.asked.total() == 2 * DOCUMENTS
-    assert kept(old) == before
-
-
 @pytest.mark.matrix("name", NAMES)
 def test_answers_of_each_release_are_used(name, tmp_path, server):
     old, new = restored(name, tmp_path / "old"), tmp_path / "new"

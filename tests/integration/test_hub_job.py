@@ -21,7 +21,7 @@ def parquet(first, count):
 
 
 @pytest.fixture
-def job(hub, here, monkeypatch, command, server):
+def job(hub, here, command, server):
     """``datatrove-ckpt COMMAND job.yaml`` in this process, with two tasks."""
     hub.put("org/data", {f"data/train-{n}.parquet": parquet(100 * n, 8) for n in range(3)})
 

@@ -46,5 +46,5 @@ def test_a_checkpoint_of_another_user_is_named(call, job, command, monkeypatch):
 
     monkeypatch.setattr(call, closed)  # as the system does; root may look everywhere
     said = command("run", "job.yaml", code=1).err
-    assert f"error: {path}: permission denied. Checkpoints are private" in said
-    assert "Run this command as the user who made them" in said
+    assert f"{path}: Permission denied. Checkpoints are private" in said
+    assert "run this command as the user who made them" in said

@@ -426,86 +426,58 @@ def test_what_another_node_published_before_its_first_version_belongs_to_the_run
     assert outputs(job.folder / "output") == expected
 
 
-class OwnedLate:
-    """A remote that lets no process own it until one publishes, or waits before it does."""
-
-    def __init__(self, folder, monkeypatch):
-        self.was_published = False
-        self._waits = threading.Event()
-        self._folder = folder
-        wait = mirror.RemoteMirror._wait_for
-
-        def noted(mirrored, *arguments):
-            self._waits.set()
-            return wait(mirrored, *arguments)
-
-        monkeypatch.setattr(mirror.RemoteMirror, "_wait_for", noted)
-
-    def put(self, store, name, content):
-        if name.startswith("claim-"):
-            until(lambda: self._waits.is_set() or self._is_published())
-            self.was_published |= self._is_published()
-        PUT(store, name, content)
-
-    def _is_published(self):
-        return len(outputs(self._folder)) > 1
-
-
 def test_a_node_that_took_a_task_over_owns_its_mirror_before_it_publishes(
     job, expected, monkeypatch, server
 ):
+    """No process can own the remote until one publishes, or waits before it does."""
     job.run_until("text 4")
-    late = OwnedLate(job.folder / "output", monkeypatch)
-    monkeypatch.setattr(ObjectStore, "put", lambda *given: late.put(*given))
-    job.on_another_node().run(server)
-    assert not late.was_published
-    assert outputs(job.folder / "output") == expected
+    waits, was_published = threading.Event(), []
+    wait = mirror.RemoteMirror._wait_for
 
+    def noted(mirrored, *arguments):
+        waits.set()
+        return wait(mirrored, *arguments)
 
-class FailingOnce:
-    """A remote that refuses the first version once, and the second one always."""
+    def is_published():
+        return len(outputs(job.folder / "output")) > 1
 
-    def __init__(self):
-        self.refused = False
-
-    def put(self, store, name, content):
-        if name.startswith("generation") and (not self.refused or "-00000001-" not in name):
-            self.refused = True
-            raise ConnectionError("503")
+    def late(store, name, content):
+        if name.startswith("claim-"):
+            until(lambda: waits.is_set() or is_published())
+            was_published.append(is_published())
         PUT(store, name, content)
+
+    monkeypatch.setattr(mirror.RemoteMirror, "_wait_for", noted)
+    monkeypatch.setattr(ObjectStore, "put", late)
+    job.on_another_node().run(server)
+    assert not any(was_published)
+    assert outputs(job.folder / "output") == expected
 
 
 # mirroring ---------------------------------------------------------------------------------------
 
 
-class Hanging:
-    """A remote that never answers."""
-
-    def __init__(self):
-        self.hangs = threading.Event()
-        self.release = threading.Event()
-
-    def put(self, store, name, content):
-        self.hangs.set()
-        self.release.wait(1200)
-        raise ConnectionError("after a long time")
-
-
 def test_a_first_version_that_failed_once_is_written_before_any_object(
-    job, expected, monkeypatch, log
+    job, expected, monkeypatch, log, server
 ):
     """Objects without any version would be taken for damage."""
+    refused = []
+
+    def put(store, name, content):
+        """Refuses the first version once, and the second one always."""
+        if name.startswith("generation") and (not refused or "-00000001-" not in name):
+            refused.append(name)
+            raise ConnectionError("503")
+        PUT(store, name, content)
+
     with monkeypatch.context() as failing:
-        once = FailingOnce()
-        failing.setattr(ObjectStore, "put", lambda *given: once.put(*given))
-        with FakeServer() as server:
-            job.run(server, mirror_seconds=0.01)
+        failing.setattr(ObjectStore, "put", put)
+        job.run(server, mirror_seconds=0.01)
     assert log.said("ConnectionError: 503")
     assert list((job.folder / "remote/00000/objects").iterdir())
     job.lose_the_node()
     shutil.rmtree(job.folder / "output")
-    with FakeServer() as server:
-        job.run(server)
+    job.run(server)
     assert outputs(job.folder / "output") == expected
 
 
@@ -648,7 +620,12 @@ def test_a_rank_that_drains_uploads_at_once_and_waits_less_for_the_last_upload(
     job, monkeypatch, mirrors, log
 ):
     job.rank.mkdir(parents=True)
-    hanging = Hanging()
+    hangs = threading.Event()
+
+    def hang(store, name, content):
+        hangs.wait(1200)
+        raise ConnectionError("after a long time")
+
     monkeypatch.setattr(mirror, "DRAIN_SECONDS", 0.1)
     mirrored = []
     upload = mirror.RemoteMirror._upload
@@ -666,11 +643,11 @@ def test_a_rank_that_drains_uploads_at_once_and_waits_less_for_the_last_upload(
         until(lambda: len(mirrored) == 2)
         restore(f"{job.remote}/00000", job.folder / "scratch")
         assert answered(job.folder / "scratch") == up_to("text 1 again")
-        monkeypatch.setattr(ObjectStore, "put", lambda *given: hanging.put(*given))
+        monkeypatch.setattr(ObjectStore, "put", hang)
         server.release()
         running.join(300)
         assert not running.is_alive()
-    hanging.release.set()
+    hangs.set()
     assert log.said("did not end within 0.1 s")
 
 
@@ -681,8 +658,8 @@ def test_a_rank_that_drains_uploads_at_once_and_waits_less_for_the_last_upload(
         ({"checkpoints_remote_dir": "nonsense://bucket"}, "nonsense://bucket' cannot be used"),
     ],
 )
-def test_what_cannot_work_is_refused_at_once(ram, changes, message):
-    with FakeServer() as server, pytest.raises(ConfigError, match=message):
+def test_what_cannot_work_is_refused_at_once(ram, server, changes, message):
+    with pytest.raises(ConfigError, match=message):
         runner(ram, server, **changes)
 
 
@@ -761,21 +738,19 @@ def test_a_mirror_writes_only_files_of_a_checkpoint(job, ram):
 # seals -------------------------------------------------------------------------------------------
 
 
+def refused_restore(job, message, error=CheckpointCorrupt):
+    with pytest.raises(error, match=message):
+        restored_folder(job)
+
+
 def test_a_sealed_mirror_restores_with_its_key_only(job, key, monkeypatch):
     job.run_until("text 4 again")
     assert all(b'"hmac":"' in path.read_bytes() for path in manifests(job))
     assert answered(restored_folder(job)) == up_to("text 4 again")
     monkeypatch.setenv(MIRROR_KEY_VARIABLE, "another key of the user")
-    with pytest.raises(
-        CheckpointCorrupt,
-        match=f"{manifests(job)[-1].name} is not sealed with the key in {MIRROR_KEY_VARIABLE}",
-    ):
-        restored_folder(job)
+    refused_restore(job, f"{manifests(job)[-1].name} is not sealed with the key in")
     monkeypatch.delenv(MIRROR_KEY_VARIABLE)
-    with pytest.raises(
-        ConfigError, match=f"{MIRROR_KEY_VARIABLE} is not set, but .* is sealed with a key"
-    ):
-        restored_folder(job)
+    refused_restore(job, f"{MIRROR_KEY_VARIABLE} is not set, but .* is sealed", ConfigError)
     assert not job.rank.exists()
 
 
@@ -795,15 +770,13 @@ def test_a_seal_holds_for_one_content_one_version_and_one_rank(job, key):
     wrong = "is not sealed with the key in .* changed, or moved there"
 
     rewrite(newest, lambda content: content["run"].update(model="evil"))
-    with pytest.raises(CheckpointCorrupt, match=wrong):
-        restored_folder(job)
+    refused_restore(job, wrong)
     newest.write_bytes(content)
 
     _, number, nonce = newest.name.split("-")
     renamed = newest.with_name(f"generation-{int(number) + 1:08d}-{nonce}")
     newest.rename(renamed)
-    with pytest.raises(CheckpointCorrupt, match=f"{renamed.name} {wrong}"):
-        restored_folder(job)
+    refused_restore(job, f"{renamed.name} {wrong}")
     renamed.rename(newest)
 
     shutil.copytree(job.folder / "remote/00000", job.folder / "remote/00001")
@@ -826,13 +799,10 @@ def test_a_retry_has_a_place_of_its_own(key):
 
 def test_the_objects_of_a_sealed_version_have_a_hash_that_nobody_can_forge(job, key):
     job.run_until("text 4 again")
-    manifest = Versions(f"{job.remote}/00000").read_manifest(
-        Versions(f"{job.remote}/00000").all_versions()[-1]
-    )
-    parts = list(manifest.parts())
+    store = Versions(f"{job.remote}/00000")
+    parts = list(store.read_manifest(store.all_versions()[-1]).parts())
     assert parts, "the version has objects"
     assert all(len(part.sha256) == 64 for part in parts)
-    store = Versions(f"{job.remote}/00000")
     # As after a collision of xxh128.
     forged = Part(parts[0].name, parts[0].size, parts[0].xxh128, "0" * 64)
     with pytest.raises(Damaged, match="is missing or damaged"):
@@ -843,11 +813,7 @@ def test_a_mirror_from_before_the_key_is_restored_without_it(job, monkeypatch):
     job.run_until("text 2")
     unsealed = manifests(job)[-1]
     monkeypatch.setenv(MIRROR_KEY_VARIABLE, KEY)
-    with pytest.raises(
-        CheckpointCorrupt,
-        match=f"{unsealed.name} is not sealed, although .* start once without the key",
-    ):
-        restored_folder(job)
+    refused_restore(job, f"{unsealed.name} is not sealed, although .* start once without the key")
     monkeypatch.delenv(MIRROR_KEY_VARIABLE)
     restored_folder(job)
     monkeypatch.setenv(MIRROR_KEY_VARIABLE, KEY)
@@ -857,33 +823,27 @@ def test_a_mirror_from_before_the_key_is_restored_without_it(job, monkeypatch):
     forged = manifests(job)[-1].with_name("generation-00009999-00000000000000ff.json")
     forged.write_bytes(manifests(job)[-1].read_bytes())
     rewrite(forged, lambda content: content.pop("hmac"))
-    with pytest.raises(CheckpointCorrupt, match=f"{forged.name} is not sealed"):
-        restored_folder(job)
+    refused_restore(job, f"{forged.name} is not sealed")
     forged.unlink()
     assert answered(restored_folder(job)) == up_to("text 4 again")
 
 
 @pytest.mark.parametrize("short", ["", "0123456789"])
-def test_a_short_key_is_refused(job, monkeypatch, short):
+def test_a_short_key_is_refused(job, monkeypatch, server, short):
     monkeypatch.setenv(MIRROR_KEY_VARIABLE, short)
-    with (
-        FakeServer() as server,
-        pytest.raises(ConfigError, match="a key has at least 16 characters") as refused,
-    ):
+    with pytest.raises(ConfigError, match="a key has at least 16 characters") as refused:
         job.run(server)
     assert not short or short not in str(refused.value)
 
 
-def test_the_key_is_in_no_file_no_log_no_pickle_and_no_server(job, key, log, ram):
+def test_the_key_is_in_no_file_no_log_no_pickle_and_no_server(job, key, log, ram, server):
     job.run_until("text 4 again")
     assert not [
         path for path in ram.rglob("*") if path.is_file() and key.encode() in path.read_bytes()
     ]
     assert not log.said(key)
-    with FakeServer() as server:
-        assert key.encode() not in pickle.dumps(
-            runner(job.folder, server, checkpoints_remote_dir=job.remote).config
-        )
+    made = runner(job.folder, server, checkpoints_remote_dir=job.remote)
+    assert key.encode() not in pickle.dumps(made.config)
     versions = Versions(f"{job.remote}/00000")
     assert key not in repr(vars(versions)) + repr(vars(versions._seal))
     config = InferenceConfig("dummy", "m")

@@ -180,12 +180,6 @@ def test_checkpoints_that_are_private_to_another_user_are_said_to_be_unchecked(j
     assert not asked
 
 
-def test_a_file_is_no_place(job):
-    job()
-    said, _ = job("--run-folder=new", "--finished-from=old/output/00000_chunk_00000.jsonl", code=1)
-    assert "nothing in old/output/00000_chunk_00000.jsonl can be taken over" in said.error
-
-
 def test_another_run_in_the_place_of_the_checkpoints_is_not_taken_for_the_old_one(job):
     job()
     shutil.rmtree("old/checkpoints")

@@ -191,19 +191,29 @@ def from_the_future(path):
 REFUSAL = f"was written by datatrove-ckpt 7.1.0 (format {FORMAT + 1}). This is datatrove-ckpt {__version__}, which"
 
 
-@pytest.mark.parametrize("file", ["00001/run.json", "00000/run.json", "job.json"])
-def test_a_newer_checkpoint_is_refused_by_name_and_nothing_is_changed(file, tmp_path):
+@pytest.mark.parametrize(
+    "file",
+    [
+        "checkpoints/00001/run.json",
+        "checkpoints/00000/run.json",
+        "checkpoints/job.json",
+        "mirror/job.json",
+    ],
+)
+def test_a_newer_checkpoint_is_refused_by_name_and_nothing_is_changed(file, tmp_path, server):
     folder = restored(NEWEST, tmp_path / "job")
-    from_the_future(folder / "checkpoints" / file)
+    mirrored = {}
+    if file.startswith("mirror"):
+        shutil.copyfile(folder / "checkpoints/job.json", folder / file)
+        mirrored = {"checkpoints_remote_dir": str(folder / "mirror")}
+    from_the_future(folder / file)
     before = kept(folder)
-    with FakeServer() as server:
-        rank = 0 if file.startswith("00000") else 1
-        for changes in ({}, {"accept_changes": True}):
-            with pytest.raises(VersionMismatch) as refused:
-                run(folder, server.url, rank, **changes)
-            assert REFUSAL in str(refused.value)
-            assert "Install datatrove-ckpt 7.1.0 or newer" in str(refused.value)
-        assert not server.asked
+    for changes in (mirrored, mirrored | {"accept_changes": True}):
+        with pytest.raises(VersionMismatch) as refused:
+            run(folder, server.url, int("00000/" not in file), **changes)
+        assert f"{folder / file} {REFUSAL}" in str(refused.value)
+        assert "Install datatrove-ckpt 7.1.0 or newer" in str(refused.value)
+    assert not server.asked
     assert kept(folder) == before
 
 
@@ -225,17 +235,3 @@ def test_a_mirror_that_a_newer_version_wrote_to_is_not_restored_from_an_older_ve
     ):
         restore(str(mirror), tmp_path / "checkpoints/00001")
     assert not (tmp_path / "checkpoints/00001").exists()
-
-
-def test_a_mirror_whose_job_is_of_a_newer_version_is_refused(tmp_path, server):
-    folder = restored(NEWEST, tmp_path / "job")
-    job = folder / "mirror/job.json"
-    shutil.copyfile(folder / "checkpoints/job.json", job)
-    from_the_future(job)
-    mirrored = job.read_bytes()
-    for changes in ({}, {"accept_changes": True}):
-        with pytest.raises(VersionMismatch) as refused:
-            run(folder, server.url, 1, checkpoints_remote_dir=str(folder / "mirror"), **changes)
-        assert f"{folder}/mirror/job.json {REFUSAL}" in str(refused.value)
-    assert not server.asked
-    assert job.read_bytes() == mirrored

@@ -18,13 +18,9 @@ async def test_datatroves_calls_of_it_work(tmp_path, server):
     assert sorted(outputs(tmp_path / "output")) == ["00007_chunk_00000.jsonl"]
 
 
-@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, None])
-def test_the_output_is_that_of_run(tmp_path, new_loop, server):
-    if new_loop is None:
-        new_loop = pytest.importorskip("uvloop").new_event_loop
+def test_the_output_is_that_of_run(tmp_path, over, server):
     run_job(tmp_path / "run", server, 5)
-    with asyncio.Runner(loop_factory=new_loop) as loop:
-        loop.run(runner(tmp_path / "async", server).run_async(documents(5)))
+    over(runner(tmp_path / "async", server).run_async(documents(5)))
     assert outputs(tmp_path / "async" / "output") == outputs(tmp_path / "run" / "output")
     assert len(outputs(tmp_path / "run" / "output")) == 3
 
@@ -116,10 +112,8 @@ async def test_a_second_cancellation_ends_the_drain_and_the_same_call_resumes(tm
     assert sum(len(content.splitlines()) for content in outputs(tmp_path / "output").values()) == 5
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_a_run_works_inside_a_running_loop(tmp_path, server, loop):
+def test_a_run_works_inside_a_running_loop(tmp_path, server, over):
     """As in a notebook's cell, whose loop stands still meanwhile."""
-    factory = pytest.importorskip("uvloop").new_event_loop if loop == "uvloop" else None
     step = runner(tmp_path / "step", server)
     pipeline = [documents(2), runner(tmp_path / "executor", server)]
     executor = LocalPipelineExecutor(pipeline, logging_dir=str(tmp_path / "logs"))
@@ -131,8 +125,7 @@ def test_a_run_works_inside_a_running_loop(tmp_path, server, loop):
         await asyncio.sleep(0)
         assert asyncio.current_task() is ours
 
-    with asyncio.Runner(loop_factory=factory) as outer:
-        outer.run(cell())
+    over(cell())
     for name in ("step", "executor"):
         assert len(rows(tmp_path / name)) == 2
 

@@ -3,12 +3,12 @@
 tests/unit/test_slurm.py submits them, and tests/real/test_slurm.py has a real Slurm.
 """
 
-import subprocess
 import sys
 
 import pytest
 
 from datatrove_ckpt.claims import claims
+from tests import processes
 from tests.slurm_array import TASKS, enter
 
 # As launch_pickled_pipeline runs it. With "late", the clock says 45 s before the time limit once a
@@ -54,9 +54,7 @@ def array(tmp_path, monkeypatch):
 
 def run(folder, server, code, *words):
     argv = [sys.executable, "job.py", server.url, *words]
-    done = subprocess.run(
-        argv, cwd=folder, capture_output=True, text=True, timeout=400, check=False
-    )
+    done = processes.run(argv, cwd=folder, timeout=400)
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout + done.stderr

@@ -7,7 +7,6 @@ tests/real/test_slurm.py has a real Slurm.
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ from datatrove_ckpt.errors import Preempted
 from datatrove_ckpt.process import slurm_job
 from tests.jobs import ask, documents, runner
 from tests.patience import until_async
-from tests.processes import write_program
+from tests.processes import run, write_program
 from tests.slurm_array import TASKS, enter
 
 # A task of an array. The signal comes when the first rank that runs has ended and the next has not
@@ -65,9 +64,7 @@ def array(tmp_path, monkeypatch):
 
 def attempt(folder, server, *signals):
     argv = [sys.executable, "task.py", server.url, *signals]
-    return subprocess.run(
-        argv, cwd=folder, capture_output=True, timeout=400, check=False
-    ).returncode
+    return run(argv, cwd=folder, timeout=400).returncode
 
 
 def requeued(folder):

@@ -84,6 +84,15 @@ def worker(*words, program=""):
     return processes.start([*start, *(words or ["--worker"])])
 
 
+def at_work(server, *words, program=""):
+    """A process that completes nothing before the server is released."""
+    write(server)
+    server._hold_after = 3
+    process = worker(*words, program=program)
+    until(lambda: server.asked.total() > 3)
+    return process
+
+
 def ended(process, code=0):
     text, _ = process.communicate(timeout=500)
     assert process.returncode == code, text
@@ -103,7 +112,7 @@ def complete():
     return {int(path.name) for path in Path("logs/completions").glob("*")}
 
 
-def assert_whole(server, command):
+def assert_whole(command):
     """The output is that of a plain run, with each document once."""
     found = outputs(Path("output"))
     ids = [json.loads(line)["id"] for content in found.values() for line in content.splitlines()]
@@ -136,14 +145,11 @@ def test_workers_join_and_are_killed_and_run_ends_when_all_is_done(server, comma
         "total"
     ]
     assert total == TASKS * DOCUMENTS
-    assert_whole(server, command)
+    assert_whole(command)
 
 
 def test_a_stopped_worker_keeps_its_tasks_where_locks_work(server, command):
-    write(server)
-    server._hold_after = 3  # so it completes nothing before it is stopped
-    first = worker()
-    until(lambda: server.asked.total() > 3)
+    first = at_work(server)
     os.kill(first.pid, signal.SIGSTOP)
     server.release()
     ended(worker())
@@ -153,15 +159,12 @@ def test_a_stopped_worker_keeps_its_tasks_where_locks_work(server, command):
     ended(first)
     assert len(complete()) == TASKS
     assert set(server.asked.values()) == {1}
-    assert_whole(server, command)
+    assert_whole(command)
 
 
 @pytest.mark.slow
 def test_without_locks_a_worker_that_sleeps_loses_its_tasks_and_goes_on(server, command):
-    write(server)
-    server._hold_after = 3
-    first = worker(program=WITHOUT_LOCKS)
-    until(lambda: server.asked.total() > 3)
+    first = at_work(server, program=WITHOUT_LOCKS)
     os.kill(first.pid, signal.SIGSTOP)
     until(lambda: is_stopped(first.pid))
     grow_old(Path("logs/claims"), 1000.0)
@@ -170,15 +173,12 @@ def test_without_locks_a_worker_that_sleeps_loses_its_tasks_and_goes_on(server, 
     assert len(complete()) == TASKS
     os.kill(first.pid, signal.SIGCONT)
     assert "is left to another process" in ended(first)
-    assert_whole(server, command)
+    assert_whole(command)
 
 
 def test_run_waits_for_tasks_that_workers_have_and_names_those_that_they_gave_up(server, command):
-    write(server)
     Path("bad").write_text("fails")
-    server._hold_after = 3
-    first = worker()
-    until(lambda: server.asked.total() > 3)
+    first = at_work(server)
     os.kill(first.pid, signal.SIGSTOP)
     server.release()
     mine = {int(path.name.split("-")[0]) for path in Path("logs/claims").glob("*-*")}
@@ -209,10 +209,7 @@ def first_owner():
 
 
 def test_beside_a_plain_run_a_worker_is_refused(server):
-    write(server)
-    server._hold_after = 3  # it goes on until the worker is refused
-    run = worker("--fail-on-dead-letters")
-    until(lambda: server.asked.total() > 3)
+    run = at_work(server, "--fail-on-dead-letters")
     assert list(Path("logs/claims").glob("*-*")) == []
     text = ended(worker(), 1)
     server.release()

@@ -59,13 +59,9 @@ class Weed:
             "-ip.bind=127.0.0.1",
             "-filer",
             "-s3",
-        ]
-        argv += [
             f"-s3.config={self._folder / 's3.json'}",
             "-s3.autoCreateBucket=false",
             "-s3.allowEmptyFolder=false",
-        ]
-        argv += [
             "-s3.port.iceberg=0",
             "-s3.port.lance=0",
             "-master.electionTimeout=1s",

@@ -66,8 +66,9 @@ def test_garbage_at_the_end_is_a_torn_tail_and_elsewhere_is_corrupt(tmp_path, ta
 # journal -----------------------------------------------------------------------------------------
 
 
-def finished(ordinal, outcome="written"):
-    return Finished(ordinal, outcome, f"{ordinal:016x}", b'{"id":"%d"}' % ordinal, 1, 2, 3)
+def finished(ordinal, fingerprint=None):
+    fingerprint = fingerprint or f"{ordinal:016x}"
+    return Finished(ordinal, "written", fingerprint, b'{"id":"%d"}' % ordinal, 1, 2, 3)
 
 
 def test_a_torn_last_line_is_cut_before_the_next_append(tmp_path):
@@ -86,11 +87,18 @@ def test_a_torn_last_line_is_cut_before_the_next_append(tmp_path):
         assert (tmp_path / "journal").read_bytes() == content
 
 
-def test_a_document_that_is_missing_is_noticed_when_it_is_read_back(tmp_path):
+@pytest.mark.parametrize(
+    "group, said",
+    [
+        ([finished(1)], "document 0 cannot be read back"),
+        ([finished(0), finished(0, "f" * 16)], "document 0 does not belong there"),
+    ],
+)
+def test_a_document_that_is_missing_or_another_one_is_noticed(tmp_path, group, said):
     journal = ChunkJournal(tmp_path / "journal", 0)
-    journal.append([finished(1)])
-    with pytest.raises(CheckpointCorrupt, match="document 0 cannot be read back"):
-        list(journal.read_in_order())
+    journal.append(group)
+    with pytest.raises(CheckpointCorrupt, match=said):
+        list(ChunkJournal(tmp_path / "journal", 0).read_in_order())
 
 
 def test_what_the_system_writes_in_parts_is_written_whole(tmp_path, monkeypatch):
@@ -115,15 +123,6 @@ def test_what_a_fenced_process_added_meanwhile_shifts_nothing_and_counts_once(
     assert list(ChunkJournal(tmp_path / "journal", 0).read_in_order()) == [finished(0), finished(1)]
 
 
-def test_another_document_in_the_place_of_one_is_corrupt(tmp_path):
-    journal = ChunkJournal(tmp_path / "journal", 0)
-    other = finished(0)
-    other.fingerprint = "f" * 16
-    journal.append([finished(0), other])
-    with pytest.raises(CheckpointCorrupt, match="document 0 does not belong there"):
-        ChunkJournal(tmp_path / "journal", 0)
-
-
 def test_more_journals_than_open_files_are_all_written(tmp_path, monkeypatch):
     assert files.MAX_OPEN_FILES < open_files._FILES, "what a task makes room for"
     monkeypatch.setattr(files, "MAX_OPEN_FILES", 2)
@@ -139,18 +138,6 @@ def test_more_journals_than_open_files_are_all_written(tmp_path, monkeypatch):
 
 
 # commits -----------------------------------------------------------------------------------------
-
-
-def commit(chunk_index, read=2):
-    output = [OutputFile(f"{chunk_index}.jsonl", 10, "ff")]
-    return Commit(
-        chunk_index,
-        chunk_index * 2,
-        DocumentCounts(read=read, written=read),
-        output,
-        {"offset": 7},
-        "abc",
-    )
 
 
 @pytest.mark.parametrize(
@@ -200,16 +187,20 @@ def test_a_commit_is_read_back_as_it_was_written(tmp_path):
     (found,) = CommitLog(tmp_path / "commits.jsonl").commits.values()
     assert found.to_json() == written.to_json()
     assert replace(found, work=written.work) == written
-    log.append(replace(written, chunk_index=5, dead_letters_size=11))
-    with pytest.raises(CommitsDamaged, match="not in the order in which they were written"):
-        CommitLog(tmp_path / "commits.jsonl")
 
 
-def test_a_chunk_that_is_committed_twice_is_corrupt(tmp_path):
+@pytest.mark.parametrize(
+    "second, said",
+    [
+        (Commit(0, 0, DocumentCounts()), "chunk 0 is committed twice"),
+        (Commit(1, 0, DocumentCounts()), "not in the order in which they were written"),
+    ],
+)
+def test_whole_lines_that_no_run_writes_are_damage(tmp_path, second, said):
     log = CommitLog(tmp_path / "commits.jsonl")
-    log.append(commit(0))
-    log.append(commit(0))
-    with pytest.raises(CommitsDamaged, match="chunk 0 is committed twice"):
+    for one in (Commit(0, 0, DocumentCounts(), dead_letters_size=1), second):
+        log.append(one)
+    with pytest.raises(CommitsDamaged, match=said):
         CommitLog(tmp_path / "commits.jsonl")
 
 
@@ -218,8 +209,8 @@ def test_what_a_crash_left_of_a_committed_chunk_is_gone(tmp_path):
     folder.mkdir()
     last_chunk_of(folder).parent.mkdir()
     log, cache = CommitLog(folder / "commits.jsonl"), RequestCache(folder / "cache")
-    log.append(commit(0))
-    log.append(commit(2))
+    for index in (0, 2):
+        log.append(Commit(index, index * 2, DocumentCounts(read=2)))
     cache.put([request(0)])
     (folder / DEAD_LETTERS).write_bytes(b"of chunk 1")
     for index in range(2):
@@ -334,15 +325,6 @@ def test_a_disk_without_room_for_what_is_paid_stops_the_rank(tmp_path, monkeypat
     monkeypatch.setattr("os.pwrite", Mock(side_effect=full))
     with pytest.raises(StorageFailed, match="paid: No space left"):
         rank_files.write([request(0)], {})
-
-
-def test_a_failed_write_is_kept_and_raised_to_whoever_submits_next(tmp_path):
-    storage, _ = make_storage(tmp_path)
-    storage.start()
-    storage.call(lambda: files.disk.append(tmp_path, b"x"))  # a folder
-    storage.stop()
-    with pytest.raises(StorageFailed, match="Is a directory"):
-        storage.put(request(0), 0)
 
 
 def test_a_sync_comes_within_sync_seconds_even_when_nothing_follows(tmp_path, monkeypatch):

@@ -245,6 +245,11 @@ def test_a_death_with_several_ranks_counts_for_none_and_each_is_then_tried_alone
     assert [first.take(), first.take()] == [0, 1]
     first.die()
     grow_old(tmp_path, 1000.0)
+    others = Process(job)
+    assert others.claims.free() == ([2, 3], False)
+    job.complete += [2, 3]
+    assert others.claims.free() == ([0, 1], True)
+    job.complete.clear()
     for _ in range(KILLS):
         process = Process(job)
         # First those of which nothing bad is known.
@@ -316,17 +321,6 @@ def test_what_else_lies_among_the_workers_is_passed_over(job, tmp_path):
     assert process.take() == 0
     process.claims.clear()
     assert (tmp_path / "claims" / "workers" / "README").exists()
-
-
-def test_ranks_that_a_dead_process_left_are_told_apart(job, tmp_path):
-    first = Process(job)
-    assert [first.take(), first.take()] == [0, 1]
-    first.die()
-    grow_old(tmp_path, 1000.0)
-    process = Process(job)
-    assert process.claims.free() == ([2, 3], False)
-    job.complete += [2, 3]
-    assert process.claims.free() == ([0, 1], True)
 
 
 def test_a_process_without_claims_sees_who_has_which_ranks_and_changes_nothing(job, tmp_path):
@@ -466,12 +460,6 @@ def is_alive_here(owner, folder):
 def test_where_boot_and_namespace_are_unknown_only_beats_show_a_death(tmp_path, monkeypatch):
     monkeypatch.setattr(claims_module, "process_place", lambda: "")
     assert list(is_alive_here(new_owner(), tmp_path)) == [True, False]
-
-
-def test_of_two_marks_of_one_number_the_first_counts(tmp_path):
-    first, second = (Process(Job(on_disk(tmp_path))) for _ in range(2))
-    assert first.store.put(Mark(0, 1, first.owner), {}) is True
-    assert second.store.put(Mark(0, 1, second.owner), {}) is False
 
 
 def test_of_two_processes_that_take_a_rank_at_once_the_object_store_gives_it_to_one(

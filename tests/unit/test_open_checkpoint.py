@@ -95,16 +95,18 @@ def opened(
     return OpenCheckpoint(settings, lease, output)
 
 
-def run(checkpoint, number):
-    """Each document has one answer, and is looked up first."""
-    for ordinal in range(number):
-        slot = checkpoint.admit(f"input {ordinal}")
-        if slot is None:
-            continue
+def answer_and_finish(checkpoint, ordinal, outcome="written"):
+    """The document has one answer, and is looked up first."""
+    slot = checkpoint.admit(f"input {ordinal}")
+    if slot is not None:
         checkpoint.lookup(slot)
         checkpoint.put_answer(slot, f"id {ordinal}", AnswerKey(0, "f" * 32, 0), Answer(b"{}", None))
-        outcome = "dead" if ordinal % 2 else "written"
         checkpoint.finish(slot, Finished(slot.ordinal, outcome, f"input {ordinal}", b"{}"))
+
+
+def run(checkpoint, number):
+    for ordinal in range(number):
+        answer_and_finish(checkpoint, ordinal, "dead" if ordinal % 2 else "written")
     checkpoint.end_of_input()
     while not checkpoint.all_committed:
         time.sleep(0.001)
@@ -112,12 +114,6 @@ def run(checkpoint, number):
 
 
 # writing --------------------------------------------------------------------------------------------
-
-
-def answer_and_finish(checkpoint, ordinal):
-    slot = checkpoint.admit(f"input {ordinal}")
-    checkpoint.put_answer(slot, f"id {ordinal}", AnswerKey(0, "f" * 32, 0), Answer(b"{}", None))
-    checkpoint.finish(slot, Finished(slot.ordinal, "written", f"input {ordinal}", b"{}"))
 
 
 @contextmanager
@@ -331,8 +327,7 @@ def ledger_reads(folder, moment, want, monkeypatch):
 
     checkpoint = opened(folder, write_later)
     for ordinal in range(4):
-        slot = checkpoint.admit(f"input {ordinal}")
-        checkpoint.finish(slot, Finished(slot.ordinal, "written", f"input {ordinal}", b"{}"))
+        answer_and_finish(checkpoint, ordinal)
     checkpoint.flush()
     with monkeypatch.context() as patched:
         for module, name in READS:

@@ -3,11 +3,10 @@
 import threading
 
 from datatrove_ckpt.checkpoint import files, placement
-from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.open_checkpoint import MAX_PUBLISHING
 from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.errors import StorageFailed
-from tests.unit.test_open_checkpoint import opened
+from tests.unit.test_open_checkpoint import answer_and_finish, opened
 
 
 class Held(Placement):
@@ -28,8 +27,7 @@ class Held(Placement):
 
 def finish_chunks(checkpoint, held, number):
     for ordinal in range(2 * number):
-        slot = checkpoint.admit(f"input {ordinal}")
-        checkpoint.finish(slot, Finished(slot.ordinal, "written", f"input {ordinal}", b"{}"))
+        answer_and_finish(checkpoint, ordinal)
     for _ in range(number):
         assert held.arrived.acquire(timeout=300)
 

@@ -280,11 +280,6 @@ def test_canned_answers_have_no_score():
             {"judge_prompt": "{text}", "judge_params": {"model": "x"}},
             "judge_params: 'model' cannot",
         ),
-        (
-            JudgeRollout,
-            {"judge_prompt": "{text}", "lowest": 5, "highest": 1},
-            "lowest: is 5, above highest, which is 1",
-        ),
         (EmbedRollout, {"dimensions": 0}, "dimensions: 0 is not a whole number >= 1"),
     ],
 )

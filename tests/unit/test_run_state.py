@@ -165,18 +165,13 @@ def test_ranks_whose_requests_all_fail_are_said_at_once_with_no_rate_and_no_time
     assert (state.totals.in_flight, state.totals.waiting) == (8, 4)
 
 
-def topic(state, label):
-    """What ``status`` says of a topic; "" if nothing."""
-    return next((line[13:] for line in describe(state) if line.startswith(f"  {label:<10} ")), "")
-
-
 def test_attempts_are_counted_with_the_time_of_those_that_saved_nothing(tmp_path):
     """``repair`` takes numbers, too."""
     history = [start(T), minute(T, 0), stopped(T + 10)]
     history += [start(T + 20, 4), minute(T + 20, 0, attempt=4), stopped(T + 25, 4)]
     write_rank(tmp_path, history=history, attempts=4)
     state = read(tmp_path, T + 100)
-    assert topic(state, "attempts").startswith("2; 15 s together")
+    assert dict(topics(state))["attempts"].startswith("2; 15 s together")
     assert state.totals.working_seconds == 15.0
 
 
@@ -186,7 +181,7 @@ def test_a_cost_without_a_counted_request_estimates_the_whole(tmp_path):
     write_rank(
         tmp_path, history=[start(T), replace(minute(T + 1, 10, 100), total=paid), stopped(T + 2)]
     )
-    assert "; about 50 for the whole input" in topic(read(tmp_path, T + 100), "paid")
+    assert "; about 50 for the whole input" in dict(topics(read(tmp_path, T + 100)))["paid"]
 
 
 @pytest.mark.parametrize("uncertain, said", [(0, ""), (1, "at least ")])

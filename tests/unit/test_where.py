@@ -9,12 +9,12 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.checkpoint.identity import FORMAT
-from datatrove_ckpt.checkpoint.lines import sealed_json
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError, StorageFailed
 from datatrove_ckpt.mirror.manifests import Manifest, Version, Versions
 from datatrove_ckpt.run_folder.where import NotBegun, open_place
+from tests.rank_folders import write_rank
 
-NONCE = "0123456789abcdef"
+NONCE = f"{0:016x}"
 RUN = {
     "format": FORMAT,
     "tasks": 3,
@@ -38,13 +38,6 @@ def mirror(url, number=1, finished=False, **files):
         Manifest(RUN, parts, [], finished),
         f"2026-01-01T00:00:{number:02d}Z",
     )
-
-
-def rank(folder, number=0):
-    rank = folder / f"{number:05d}"
-    rank.mkdir(parents=True)
-    (rank / "run.json").write_bytes(sealed_json(RUN))
-    return rank
 
 
 def refused(
@@ -73,14 +66,14 @@ def config(folder, remote=None, **executor):
 
 
 def test_a_run_folder_stands_for_its_checkpoints_output_and_logs(tmp_path):
-    rank(tmp_path / "checkpoints")
+    write_rank(tmp_path / "checkpoints")
     (tmp_path / "output").mkdir()
     with open_place(str(tmp_path)) as place:
         assert (place.folder, place.given) == (tmp_path / "checkpoints", [str(tmp_path)])
         assert (place.output, place.logging_dir) == (f"{tmp_path}/output", None), (
             "there are no logs"
         )
-    rank(tmp_path)
+    write_rank(tmp_path)
     with open_place(str(tmp_path)) as place:
         assert (place.folder, place.output) == (tmp_path, None)
 
@@ -150,7 +143,7 @@ def test_the_mirror_is_read_if_it_has_ranks_that_this_node_has_not(tmp_path):
     mirror(f"{remote}/00000")
     with open_place("job.yaml", config(str(local), remote)) as place:
         assert place.is_copy
-    rank(local, 0)
+    write_rank(local, 0)
     with open_place("job.yaml", config(str(local), remote)) as place:
         assert not place.is_copy
     mirror(f"{remote}/00001")
@@ -176,7 +169,7 @@ def test_without_the_network_the_folder_is_read(tmp_path, monkeypatch):
     for what, settings in (("memory://where/m", None), ("job.yaml", found)):
         said = r"Could not read the mirror memory://where/m: .*no route to host"
         refused(said, what, settings, StorageFailed)
-    rank(tmp_path)
+    write_rank(tmp_path)
     with open_place("job.yaml", found) as place:
         assert not place.is_copy
 
@@ -192,7 +185,7 @@ def test_of_hugging_face_jobs_the_mirror_is_read_and_never_a_folder_of_this_mach
 ):
     monkeypatch.chdir(tmp_path)
     for number in range(3):
-        rank(Path("checkpoints"), number)
+        write_rank(Path("checkpoints"), number)
     said = r"job.yaml: nothing has started yet: no task .* in memory://r/logs/checkpoints, its mirror.*hf jobs"
     refused(said, "job.yaml", of_jobs("memory://r/logs", tasks=2))
     mirror("memory://r/logs/checkpoints/00000")
@@ -234,7 +227,7 @@ def test_output_without_its_checkpoint_is_no_run_that_waits(tmp_path):
 
 
 def test_logs_in_a_checkpoint_folder_are_no_run_that_waits(tmp_path):
-    rank(tmp_path)
+    write_rank(tmp_path)
     (tmp_path / "logs").mkdir()
     with open_place(str(tmp_path)) as place:
         assert place.folder == tmp_path

@@ -2,15 +2,12 @@
 pipelines.
 
 Completions and token counts equal those of datatrove's dummy server. Embeddings, classes and scores
-depend on the text alone. The server checks the key in DATATROVE_CKPT_API_KEY if that is set.
+are always the same. The server checks the key in DATATROVE_CKPT_API_KEY if that is set.
 """
 
 import argparse
 import asyncio
-import hashlib
-import json
 import os
-import struct
 import sys
 from collections.abc import Awaitable, Callable
 
@@ -24,7 +21,6 @@ TEXT = (
     "This is dummy text content for debugging purposes. Page contains sample text to simulate "
     "OCR output."
 )
-_COMPLETION_TOKENS = 100
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -48,14 +44,25 @@ def make_app(latency: float, api_key: str | None) -> web.Application:
         payload = orjson.loads(body)
         if latency:
             await asyncio.sleep(latency)
-        if (other := _NUMBERS.get(request.path)) is not None:
-            usage = {"prompt_tokens": len(body) // 4, "total_tokens": len(body) // 4}
-            return web.json_response(
-                {"object": "list", "model": payload.get("model"), **other(payload), "usage": usage}
-            )
-        return web.json_response(
-            _completion(payload, len(body), chat=request.path == "/v1/chat/completions")
-        )
+        tokens = len(body) // 4
+        given: JsonObject = {"id": "dummy", "model": payload.get("model", "dummy-model")}
+        if request.path in _ROWS:
+            name, row = _ROWS[request.path]
+            texts = payload.get(name)
+            if payload.get("dimensions"):
+                row = {**row, "embedding": [0.5] * payload["dimensions"]}
+            number = len(texts) if isinstance(texts, list) else 1
+            rows = [{"index": index, **row} for index in range(number)]
+            usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+            return web.json_response({**given, "object": "list", "data": rows, "usage": usage})
+        kind = "text_completion"
+        content: JsonObject = {"text": TEXT}
+        if request.path == "/v1/chat/completions":
+            kind = "chat.completion"
+            content = {"message": {"role": "assistant", "content": TEXT}}
+        usage = {"prompt_tokens": tokens, "completion_tokens": 100, "total_tokens": tokens + 100}
+        choice = {"index": 0, **content, "finish_reason": "stop"}
+        return web.json_response({**given, "object": kind, "choices": [choice], "usage": usage})
 
     # By default bodies of more than one MiB, such as images, are refused.
     app = web.Application(middlewares=[check_key], client_max_size=1 << 30)
@@ -63,7 +70,7 @@ def make_app(latency: float, api_key: str | None) -> web.Application:
     app.router.add_get("/v1/models", _models)
     app.router.add_post("/v1/chat/completions", answer)
     app.router.add_post("/v1/completions", answer)
-    for path in _NUMBERS:
+    for path in _ROWS:
         app.router.add_post(path, answer)
     return app
 
@@ -72,76 +79,11 @@ async def _models(_: web.Request) -> web.Response:
     return web.json_response({"object": "list", "data": [{"id": "dummy-model", "object": "model"}]})
 
 
-def _completion(payload: JsonObject, size: int, *, chat: bool) -> JsonObject:
-    content: JsonObject = (
-        {"message": {"role": "assistant", "content": TEXT}} if chat else {"text": TEXT}
-    )
-    prompt_tokens = size // 4
-    return {
-        "id": "dummy",
-        "object": "chat.completion" if chat else "text_completion",
-        "model": payload.get("model", "dummy-model"),
-        "choices": [{"index": 0, **content, "finish_reason": "stop"}],
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": _COMPLETION_TOKENS,
-            "total_tokens": prompt_tokens + _COMPLETION_TOKENS,
-        },
-    }
-
-
-def _numbers(text: object, count: int) -> list[float]:
-    """Returns numbers between 0 and 1, exact as float32 and equal for equal texts."""
-    seed = hashlib.shake_128(json.dumps(text).encode()).digest(2 * count)
-    return [number / 65536 for (number,) in struct.iter_unpack("<H", seed)]
-
-
-def _listed(texts: object) -> list[object]:
-    if isinstance(texts, list):
-        return texts
-    return [texts]
-
-
-def _embeddings(payload: JsonObject) -> JsonObject:
-    dimensions = payload.get("dimensions") or 8
-    vectors = [_numbers(text, dimensions) for text in _listed(payload.get("input"))]
-    return {
-        "data": [
-            {"object": "embedding", "index": at, "embedding": one} for at, one in enumerate(vectors)
-        ]
-    }
-
-
-def _classes(payload: JsonObject) -> JsonObject:
-    data = []
-    for at, text in enumerate(_listed(payload.get("input"))):
-        (score,) = _numbers(text, 1)
-        data.append(
-            {
-                "index": at,
-                "label": f"LABEL_{score > 0.5:d}",
-                "probs": [1 - score, score],
-                "num_classes": 2,
-            }
-        )
-    return {"data": data}
-
-
-def _scores(payload: JsonObject) -> JsonObject:
-    scores = [
-        _numbers([payload.get("text_1"), text], 1)[0] for text in _listed(payload.get("text_2"))
-    ]
-    return {
-        "data": [
-            {"index": at, "object": "score", "score": score} for at, score in enumerate(scores)
-        ]
-    }
-
-
-_NUMBERS = {
-    "/v1/embeddings": _embeddings,
-    "/classify": _classes,
-    "/score": _scores,
+# By path, the field of the request that has the texts, and the answer to each.
+_ROWS: dict[str, tuple[str, JsonObject]] = {
+    "/v1/embeddings": ("input", {"object": "embedding", "embedding": [0.5] * 8}),
+    "/classify": ("input", {"label": "LABEL_1", "probs": [0.25, 0.75], "num_classes": 2}),
+    "/score": ("text_2", {"object": "score", "score": 0.5}),
 }
 
 

@@ -146,8 +146,7 @@ async def _connect(
                     connection = writer.get_extra_info("socket")
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                     for name, value in _KEEPALIVE.items():
-                        if hasattr(socket, name):
-                            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+                        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
                     return reader, writer
                 await asyncio.sleep(0.5)
     except TimeoutError:

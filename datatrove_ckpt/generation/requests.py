@@ -57,11 +57,6 @@ from datatrove_ckpt.rollouts import Payload
 _UNKNOWN_FORMS = 2  # batches with such an answer to one request
 _MOST_SIZES = 1000  # params may be others for each document
 _IN_TIERS = ("chat/completions", "completions", "responses")
-# Keys of what is hashed, never sent.
-_WAY = "$way"
-_MODEL = "$model"
-_QUERY = "$query"
-_RETRY = "$retry"
 
 
 class Requests:
@@ -277,19 +272,21 @@ class Requests:
         return None
 
     def digest(self, payload: Payload, way: Way, retry_of: Sequence[object] = ()) -> str:
-        """Hashes payload, way and model.
+        """Hashes payload, way and model, under names that are never sent.
 
         The usual way, and the only model, add nothing to the payload's hash.
         """
         if not NOT_ANSWERING.isdisjoint(payload) and way.path in _IN_TIERS:
             payload = {name: value for name, value in payload.items() if name not in NOT_ANSWERING}
         if way.name != self.model.usual.name:
-            payload = {**payload, _WAY: way.name}
+            payload = {**payload, "$way": way.name}
         if way.extras and way.extras["extra_query"]:
-            payload = {**payload, _QUERY: way.extras["extra_query"]}
+            payload = {**payload, "$query": way.extras["extra_query"]}
         if retry_of:
-            payload = {**payload, _RETRY: retry_of}
-        return hash_payload({**payload, _MODEL: self.config.name} if self.config.name else payload)
+            payload = {**payload, "$retry": retry_of}
+        if self.config.name:
+            payload = {**payload, "$model": self.config.name}
+        return hash_payload(payload)
 
     def _disproved(self, reason: str) -> RolloutServerError:
         """Stops the rank. The answer is cached, so each further attempt ends here, too."""

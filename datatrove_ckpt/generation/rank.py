@@ -407,7 +407,10 @@ class _Run:
             step, checkpoint.resumed.finished.dead, taken_letters(self.root, self.rank)
         )
         documents = self._open_source(data, failures.keep_as_read)
-        shared_host = shared_servers()
+        host = host_loop()
+        shared_host = None
+        if host is not None and isinstance(host.servers, ServerHost):
+            shared_host = host.servers
         servers = shared_host or ServerHost(preemption.shutdown, keeps=True)
         ends_well = False
         try:
@@ -541,10 +544,3 @@ def repeatable(data: Iterable[Document]) -> Callable[[], Iterable[Document]]:
         return made
 
     return again
-
-
-def shared_servers() -> ServerHost | None:
-    host = host_loop()
-    if host is not None and isinstance(host.servers, ServerHost):
-        return host.servers
-    return None

@@ -145,6 +145,9 @@ WRITTEN_OUT = {
         "--endpoint=null --model=o/m",
         "--endpoint=null --model=o/m.gguf",
         "'--types={day: date32}'",
+        "'--slurm={partition: gpu, workers: 40}' --slurm.time=1:00:00 --input=many",
+        "'--slurm={partition: gpu}' --endpoint=null --model=o/m",
+        "'--slurm={partition: gpu}' --endpoint=null '--endpoints=[{url: http://e}]'",
     ),
     "0,1": (
         "--endpoint=null --model=package://p/m.gguf",
@@ -172,6 +175,8 @@ def test_a_job_is_written_out_in_the_long_form(monkeypatch):
         "mixed/b.txt",
         "old/A.CSV",
         "saved/dataset_info.json",
+        "many/a.jsonl",
+        "many/b.jsonl",
     ):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
@@ -314,25 +319,6 @@ def test_workers_are_processes_that_share_the_tasks():
     pids = [history.attempts[-1].start.pid for history in histories]
     assert len(pids) == 4
     assert os.getpid() not in pids
-
-
-def test_slurm_gets_a_task_for_each_file(capsys, log):
-    for number in range(3):
-        Path(f"documents/{number}.jsonl").touch()
-    found = expanded("--slurm.time=1:00:00", slurm={"partition": "gpu", "workers": 40})
-    assert found["workers"] == 40
-    assert (found["class_path"], found["tasks"], found["partition"]) == (
-        "SlurmPipelineExecutor",
-        4,
-        "gpu",
-    )
-    assert (found["time"], found.get("gpus_per_task")) == ("1:00:00", None)
-    assert main(["run", "job.yaml", "--dry-run"]) == 0
-    assert "#SBATCH --signal=USR1@180" in capsys.readouterr().out
-    assert "workers is 40, but there is work for 4" in "".join(log)
-    ends = expanded(endpoint=None, endpoints=[{"url": "http://e"}], slurm={"partition": "gpu"})
-    assert "gpus_per_task" not in ends
-    assert expanded(endpoint=None, model="o/m", slurm={"partition": "gpu"})["gpus_per_task"] == 1
 
 
 def test_a_job_on_the_command_line_runs_resumes_and_keeps_its_tasks(capfd):

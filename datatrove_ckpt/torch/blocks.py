@@ -28,7 +28,6 @@ from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.block_file import BlockFile, FileIndex, Rows, check_columns
 from datatrove_ckpt.readers.files import FilesReader
 from datatrove_ckpt.readers.inputs import Inputs
-from datatrove_ckpt.readers.jsonl import JsonlReader
 from datatrove_ckpt.readers.positions import Row
 from datatrove_ckpt.readers.table_files import ParquetBlocks
 from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
@@ -90,7 +89,7 @@ class BlockInput:
         self.sequential = frozenset(
             number for number, file in enumerate(self._index) if file.sequential
         )
-        self.gives_dicts = isinstance(reader, JsonlReader)
+        self.gives_dicts = isinstance(reader, jsonl.JsonlReader)
         self.gives_views = isinstance(reader, IpcReader)
         self._size = self._size_in_memory()
         self._blocks = list(_cut(self._index, self._size))

@@ -34,14 +34,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import index
-from os import PathLike
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from loguru import logger
-from torch import nn
 from xxhash import xxh3_64_intdigest
 
 import datatrove_ckpt.torch.dataset as dataset
@@ -146,7 +144,7 @@ class TrainingCheckpoints:
 
     def __init__(
         self,
-        folder: str | PathLike[str],
+        folder: str | os.PathLike[str],
         remote: str | None = None,
         *,
         save: policies.SavePolicy | None = None,
@@ -879,7 +877,7 @@ class TrainingCheckpoints:
         )
 
     def _loaded_while_checked(self, states: Mapping[str, Any]) -> Contents:
-        names = [key for key, state in states.items() if not isinstance(state, nn.Module)]
+        names = [key for key, state in states.items() if not isinstance(state, torch.nn.Module)]
         if not self._only_plain:  # a damaged file might run any code
             names = []
         return dict.fromkeys(f"states/{key}.pt" for key in names)
@@ -966,7 +964,7 @@ class TrainingCheckpoints:
                 else:
                     content = loaded.pop(f"{folder}.pt", None)
                     if content is None:
-                        copies = isinstance(state, nn.Module)
+                        copies = isinstance(state, torch.nn.Module)
                         content = self._steps.load(name, f"{folder}.pt", copies)
                     sharded.give(state, content)
             except CkptError:

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as sharding
-from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -41,7 +40,7 @@ States = Mapping[str, Any]
 METADATA = ".metadata"
 _COMPILED = "_orig_mod."
 VALUES = (bool, int, float, str, type(None))
-_PLAIN = (torch.Tensor, nn.Parameter, *VALUES)
+_PLAIN = (torch.Tensor, torch.nn.Parameter, *VALUES)
 
 
 def contents_of(states: States) -> tuple[dict[str, object], dict[str, object]]:
@@ -59,7 +58,7 @@ def contents_of(states: States) -> tuple[dict[str, object], dict[str, object]]:
             found += [each for group in state.param_groups for each in group["params"]]
         if not any(isinstance(each, DTensor) for each in found):
             alike[key] = content
-        elif isinstance(state, nn.Module | Optimizer):
+        elif isinstance(state, torch.nn.Module | Optimizer):
             parts[key] = state_of(key, states)
         else:  # state_dict() is called once
             parts[key] = content
@@ -78,7 +77,7 @@ def give(state: Any, content: Any) -> None:
 
     Raises ValueError if a tensor of a dict has another shape.
     """
-    if isinstance(state, nn.Module | dict):
+    if isinstance(state, torch.nn.Module | dict):
         content = _named_as(_content(state), content)
     if not isinstance(state, dict):
         state.load_state_dict(content)
@@ -116,17 +115,19 @@ def state_of(key: str, states: States) -> object:
     parts of them.
     """
     state = states[key]
-    if isinstance(state, nn.Module):
+    if isinstance(state, torch.nn.Module):
         return sharding.get_model_state_dict(state)
     if isinstance(state, Optimizer):
         return sharding.get_optimizer_state_dict(_model_of(key, states), state)
     return _content(state)
 
 
-def _model_of(key: str, states: States) -> nn.Module:
+def _model_of(key: str, states: States) -> torch.nn.Module:
     wanted = {id(each) for group in states[key].param_groups for each in group["params"]}
     for state in states.values():
-        if isinstance(state, nn.Module) and wanted <= {id(each) for each in state.parameters()}:
+        if isinstance(state, torch.nn.Module) and wanted <= {
+            id(each) for each in state.parameters()
+        }:
             return state
     raise ConfigError(
         f"{key} needs its model beside it: parameters of FSDP have their names from there."
@@ -163,7 +164,7 @@ def load_parts(
         no_dist=group is None,
     )
     state = states[key]
-    if isinstance(state, nn.Module):
+    if isinstance(state, torch.nn.Module):
         sharding.set_model_state_dict(state, content)
     elif isinstance(state, Optimizer):
         sharding.set_optimizer_state_dict(_model_of(key, states), state, content)
@@ -286,7 +287,7 @@ def hashes(states: States) -> dict[str, str]:
     """
     found = {}
     for key, state in states.items():
-        if isinstance(state, nn.Module):
+        if isinstance(state, torch.nn.Module):
             state = dict(state.named_parameters())
         elif isinstance(state, Optimizer):  # each rank may have a part, as of FSDP1
             state = {"params": [group["params"] for group in state.param_groups]}

@@ -29,7 +29,7 @@ from datatrove_ckpt.errors import names
 from datatrove_ckpt.generation import run_identity
 from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers, Outage
 from datatrove_ckpt.inference.servers.warm import close_warm_servers
-from datatrove_ckpt.output import hub_uploads
+from datatrove_ckpt.output import committed
 from datatrove_ckpt.testing import FakeServer
 from tests import forked
 from tests.clients import Sleeps
@@ -308,7 +308,7 @@ def hub(tmp_path, monkeypatch, policy):
     talk to it, and this process waits for it in short pauses.
     """
     policy("HUB", "HUB_LOOK", first=0.01)
-    monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
+    monkeypatch.setattr(committed, "LAG_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
     with FakeHub() as running, pointed_at(running, tmp_path / "huggingface"):
         yield running
 

@@ -16,29 +16,21 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.redaction import HIDDEN
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.readers import READERS, JsonlReader, SeekingReader
+from datatrove_ckpt.readers.compressed import open_content, uncompressed
 
-_SUFFIXES = {
-    ".jsonl": "JsonlReader",
-    ".json": "JsonlReader",
-    ".ndjson": "JsonlReader",
-    ".parquet": "ParquetReader",
-    ".arrow": "IpcReader",
-    ".ipc": "IpcReader",
-    ".feather": "IpcReader",
-    ".csv": "CSVReader",
-}
-_SUFFIXES |= dict.fromkeys((".txt", ".text", ".md", ".rst", ".html", ".htm"), "TextReader")
-_SUFFIXES |= dict.fromkeys(
-    (".pdf", ".png", ".jpg", ".jpeg", ".webp", ".gif", ".tif", ".tiff"), "PageReader"
-)
-_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
+_READERS = {reader.__name__: reader for reader in READERS}
+_SUFFIXES = {suffix: reader.__name__ for reader in READERS for suffix in reader.suffixes.split()}
 _DATASET = re.compile(r"hf://datasets/([^/@*]+/[^/@*]+)/?")
 _MOST_TASKS = 100
 LEAST_BYTES = 1 << 22
 """Least size of a task on this machine, which takes far longer than its start."""
 _LOOKED_AT = 100  # lines
-READERS = sorted({*_SUFFIXES.values(), "HuggingFaceDatasetReader"})
-FILES_AS_DOCUMENTS = ("TextReader", "PageReader")
+
+
+def class_of(reader: JsonObject) -> type[SeekingReader]:
+    """Returns its class; JsonlReader if its files were not listed."""
+    return _READERS.get(reader["class_path"], JsonlReader)
 
 
 def node(class_path: str, **arguments: object) -> JsonObject:
@@ -84,7 +76,7 @@ class JobInput:
         input_names = [one for one in names if pattern or PurePosixPath(one).stem != "README"]
         kinds = {_suffix(name): _kind(name) for name in input_names if _kind(name)}
         known = sorted(kinds)
-        rows = [suffix for suffix in known if kinds[suffix] not in FILES_AS_DOCUMENTS]
+        rows = [suffix for suffix in known if _READERS[kinds[suffix]].has_rows]
         texts = [suffix for suffix in known if kinds[suffix] == "TextReader"]
         if ".pdf" not in known:  # texts may have pictures beside them
             known = texts or known
@@ -112,7 +104,7 @@ class JobInput:
                 '"\\t")'
             )
         others = [name for name in names if _suffix(name) not in known]
-        is_of_rows = not {*kinds.values()} & {*FILES_AS_DOCUMENTS}
+        is_of_rows = all(_READERS[kind].has_rows for kind in kinds.values())
         several = len(known) > 1 and not self._pattern
         if len({*kinds.values()}) > 1 or (several and is_of_rows):
             return " and ".join(known)
@@ -122,7 +114,7 @@ class JobInput:
         odd = [one for one in others if self._pattern or like.search(posixpath.basename(one))]
         if odd:
             return f"{odd[0]}, too"
-        twice = [name for name, times in Counter(map(_uncompressed, names)).items() if times > 1]
+        twice = [name for name, times in Counter(map(uncompressed, names)).items() if times > 1]
         if twice:
             return f"{twice[0]} twice, compressed and not"
         return ""
@@ -159,7 +151,7 @@ class JobInput:
             lines.max_skipped = None
             with suppress(CkptError, OSError):  # the checks before a start name what is wrong
                 for name in self._list(lines.glob_pattern)[:1]:
-                    with lines.open_content(name) as file:
+                    with open_content(lines.data_folder, name, lines.compression) as file:
                         for line in islice(file, _LOOKED_AT):
                             row: JsonObject = lines.parse_row(line, name, 0)
                             if isinstance(row, dict) and {"custom_id", "body"} <= row.keys():
@@ -203,19 +195,12 @@ def _is_absent(given: str) -> ConfigError:
 
 
 def _suffix(name: str) -> str:
-    return PurePosixPath(_uncompressed(name)).suffix
+    return uncompressed(name).suffix
 
 
 def _kind(name: str) -> str:
     """Returns the reader of a file; "": none."""
     return _SUFFIXES.get(_suffix(name).lower(), "")
-
-
-def _uncompressed(name: str) -> str:
-    path = PurePosixPath(name)
-    if path.suffix.lower() in _COMPRESSED:
-        path = path.with_suffix("")
-    return str(path)
 
 
 def _split(given: str) -> tuple[str, str]:

@@ -25,7 +25,7 @@ import orjson
 
 from datatrove_ckpt.checkpoint.identity import recorded_settings
 from datatrove_ckpt.cli import kept_input
-from datatrove_ckpt.cli.job_input import FILES_AS_DOCUMENTS, READERS, JobInput, node
+from datatrove_ckpt.cli.job_input import JobInput, class_of, node
 from datatrove_ckpt.cli.job_settings import ShortJob
 from datatrove_ckpt.cli.yaml_config import (
     OTHER_NAMES,
@@ -44,8 +44,10 @@ from datatrove_ckpt.config.templates import parse
 from datatrove_ckpt.errors import ConfigError, named
 from datatrove_ckpt.errors.names import form, use
 from datatrove_ckpt.output.formats import BY_NAME
+from datatrove_ckpt.readers import READERS
 
 Node = JsonObject
+_READERS = [reader.__name__ for reader in READERS]
 
 # As configs/slurm.yaml explains them.
 _SLURM: Node = {
@@ -56,7 +58,6 @@ _SLURM: Node = {
     "requeue_signals": ["SIGUSR1"],
     "sbatch_args": {"signal": "USR1@180", "open-mode": "append"},
 }
-_TYPED = ("ParquetReader", "IpcReader")  # JSON has fewer types than their files
 _CHUNK = 1000  # documents
 _FILENAME = "${rank}_chunk_${chunk_index}."
 _TASKS: dict[str, tuple[str, Node]] = {
@@ -86,7 +87,7 @@ def settings() -> dict[str, dict[str, object]]:
     have it, in the order in which they get it.
     """
     known = {"ShortJob": parameters_of(ShortJob)[0]}
-    for name in (*READERS, "InferenceConfig", "InferenceRunner", *_ROLLOUTS):
+    for name in (*_READERS, "InferenceConfig", "InferenceRunner", *_ROLLOUTS):
         known[name] = parameters_of(import_name(name, ""))[0]
     found: dict[str, dict[str, object]] = {}
     for cls, parameters in known.items():
@@ -197,7 +198,7 @@ def _expanded(content: Node, only_look: bool, rows: object) -> Node:
         "records_per_chunk": begun.get("records_per_chunk", chunk),
     }
     places = {"InferenceConfig": config, "InferenceRunner": runner}
-    for name in [reader["class_path"]] if reader["class_path"] else READERS:
+    for name in [reader["class_path"]] if reader["class_path"] else _READERS:
         places[name] = reader["init_args"]
     if isinstance(rollout, dict):
         places[rollout["class_path"]] = rollout["init_args"]
@@ -270,7 +271,7 @@ def _allow_no_text(job: ShortJob, begun: Node, reader: Node, rollout: object) ->
     """Lets the reader keep rows without a text, if the prompt names neither the text nor the column
     that was given as ``text_key`` alone, and the last start of the run did not skip such rows.
     """
-    if not isinstance(rollout, dict) or reader["class_path"] in FILES_AS_DOCUMENTS:
+    if not isinstance(rollout, dict) or not class_of(reader).has_rows:
         return
     if begun:
         with suppress(OSError, LookupError, TypeError, ValueError):
@@ -344,7 +345,7 @@ def _writer(job: ShortJob, reader: Node, begun: Node, answer: str | None) -> Nod
     if kind is None:
         kind = str(begun.get("output_filename")).removeprefix(_FILENAME)
     if kind not in BY_NAME:
-        is_table = not begun and (job.task == "embed" or reader["class_path"] in _TYPED)
+        is_table = not begun and (job.task == "embed" or class_of(reader).has_types)
         kind = "parquet" if is_table else "jsonl"
     known = BY_NAME[kind]
     given = known.settings(answer is not None)

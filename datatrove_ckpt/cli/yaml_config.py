@@ -40,13 +40,13 @@ from datatrove_ckpt.config.generation_params import REQUEST_PARAMETERS
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.names import form, setting_name
 from datatrove_ckpt.output.formats import FORMATS
+from datatrove_ckpt.readers import READERS
 
 _Built = typing.TypeVar("_Built")
 _NAMES_BY_MODULE = {
     "datatrove_ckpt": "InferenceRunner InferenceConfig LocalPipelineExecutor SlurmPipelineExecutor "
     "JobsPipelineExecutor",
-    "datatrove_ckpt.readers": "BatchReader CSVReader HuggingFaceDatasetReader IpcReader "
-    "JsonlReader PageReader ParquetReader TextReader",
+    "datatrove_ckpt.readers": " ".join(reader.__name__ for reader in READERS),
     "datatrove_ckpt.rollouts": "PromptRollout CompletionRollout ChunkedRollout JudgeRollout "
     "EmbedRollout ClassifyRollout BatchRollout batch_line chat",
     "datatrove.executor": "RayPipelineExecutor",

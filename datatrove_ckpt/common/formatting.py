@@ -20,7 +20,6 @@ _EXTRAS = {
     "prometheus_client": "metrics",
     "mlflow": "mlflow",
     "PIL": "media",
-    "pypdfium2": "media",
 }
 
 _MISTAKES: Sequence[tuple[type[Exception] | tuple[type[Exception], ...], str, str]] = (
@@ -221,9 +220,13 @@ def missing_package(text: str) -> str | None:
     found = next((name for name in named if find_spec(name) is None), None)
     if found is None:
         return None
+    return install_extra(found, _EXTRAS[found])
+
+
+def install_extra(package: str, extra: str) -> str:
     return (
-        f"the Python package {found!r} is not installed. Run: pip install "
-        f"'datatrove-ckpt[{_EXTRAS[found]}]'."
+        f"the Python package {package!r} is not installed. Run: pip install "
+        f"'datatrove-ckpt[{extra}]'."
     )
 
 

@@ -373,8 +373,8 @@ class DocumentSource:
             with self._reading:
                 self._skip_by_reading(point)
             why = (
-                "this reader cannot seek. JsonlReader, ParquetReader, IpcReader and "
-                "HuggingFaceDatasetReader of datatrove_ckpt.readers can, with the same arguments"
+                "this reader cannot seek. Those of datatrove_ckpt.readers can, with the same "
+                "arguments"
             )
             if self._stateful_steps:
                 steps = ", ".join(self._stateful_steps)

@@ -55,9 +55,12 @@ from datatrove_ckpt.inference.servers.host import ServerHost, check_servers
 from datatrove_ckpt.inference.servers.warm import one_rank
 from datatrove_ckpt.mirror.mirror import RemoteMirror
 from datatrove_ckpt.output.chunk_writing import ChunkOutput, prepare_arrow
-from datatrove_ckpt.output.folders import refuse_own_output
 from datatrove_ckpt.output.output_folder import OutputFolder
-from datatrove_ckpt.output.writer_checks import check_rank_in_template, template_uses
+from datatrove_ckpt.output.writer_checks import (
+    check_rank_in_template,
+    refuse_own_output,
+    template_uses,
+)
 from datatrove_ckpt.output.writer_trial import WriterTrial
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned

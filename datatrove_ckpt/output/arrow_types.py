@@ -33,6 +33,7 @@ Types = Mapping[str, DataType]
 
 NO_TYPES: Types = MappingProxyType({})
 _LISTS = (list, tuple, set)
+_BYTES = ("binary", "large_binary", "binary_view", "fixed_size_binary")
 _PLAIN = (bool, int, float, str, bytes, dict)
 _LEAST_INT64 = -(2**63)
 _UUID = "extension<arrow.uuid>"
@@ -132,7 +133,6 @@ def changed(kind: DataType, values: Collection[Any], loosely: bool = False) -> l
     Raises:
         ArrowException, ValueError, TypeError, OverflowError: Arrow refuses a value.
     """
-    types = pa.types
     values = [value for value in values if value is not None]
     python_types = set(map(type, values))
     if python_types == {list} and is_any_list(kind):
@@ -142,17 +142,17 @@ def changed(kind: DataType, values: Collection[Any], loosely: bool = False) -> l
     column = to_arrow(kind, values)
     if python_types == {str} and is_text(kind):
         return []
-    if python_types == {int} and types.is_integer(kind):
+    if python_types == {int} and pa.types.is_integer(kind):
         return []
-    if python_types == {float} and types.is_float64(kind):
+    if python_types == {float} and pa.types.is_float64(kind):
         return []
-    if python_types == {float} and types.is_float32(kind) and not loosely:
+    if python_types == {float} and pa.types.is_float32(kind) and not loosely:
         numbers = np.array(values)
         if np.array_equal(column.to_numpy(), numbers, equal_nan=True):
             return []
         return values
     kept = column.to_pylist()
-    if not types.is_nested(kind) and set(map(type, kept)) == python_types and kept == values:
+    if not pa.types.is_nested(kind) and set(map(type, kept)) == python_types and kept == values:
         return []
     pairs = zip(values, kept, strict=True)
     return [value for value, back in pairs if not _is_same(value, back, loosely)]
@@ -220,17 +220,16 @@ def for_arrow(value: Any, kind: DataType) -> Any:
     """Returns the value with what Arrow takes alone, and JSON keeps in another form: tuples for the
     pairs of maps, and UUIDs.
     """
-    types = pa.types
     if value is None or not has_other_form(kind):
         return value
     if isinstance(value, str) and str(kind) == _UUID:
         return UUID(value)
-    if types.is_map(kind):
+    if pa.types.is_map(kind):
         pairs = value
         if isinstance(value, dict):
             pairs = value.items()
         return [(key, for_arrow(item, kind.item_type)) for key, item in pairs]
-    if types.is_struct(kind):
+    if pa.types.is_struct(kind):
         return value | {
             field.name: for_arrow(value[field.name], field.type)
             for field in kind
@@ -246,11 +245,6 @@ def has_other_form(kind: DataType) -> bool:
 
 def is_text(kind: DataType) -> bool:
     return str(kind) in ("string", "large_string", "string_view")
-
-
-def _is_bytes(kind: DataType) -> bool:
-    name = str(kind).partition("[")[0]
-    return name in ("binary", "large_binary", "binary_view", "fixed_size_binary")
 
 
 def is_vector(value: object) -> bool:
@@ -327,8 +321,7 @@ def unite(old: DataType, new: DataType, column: str) -> DataType:
 
 
 def _is_encoded(kind: DataType) -> bool:
-    types = pa.types
-    return bool(types.is_dictionary(kind) or types.is_run_end_encoded(kind))
+    return bool(pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind))
 
 
 def _decoded(kind: DataType) -> DataType:
@@ -339,26 +332,25 @@ def _decoded(kind: DataType) -> DataType:
 
 def _unite_leaves(old: DataType, new: DataType) -> DataType | None:
     """Returns Arrow's common type of two different leaves, if no value changes."""
-    types = pa.types
     both = (old, new)
     if all(map(is_text, both)):
         return pa.large_string()
-    if all(map(_is_bytes, both)):
+    if all(str(kind).partition("[")[0] in _BYTES for kind in both):
         return pa.large_binary()
-    if all(map(types.is_timestamp, both)):
+    if all(map(pa.types.is_timestamp, both)):
         if (old.tz is None) != (new.tz is None):
             return None
         if old.tz != new.tz:
             old = pa.timestamp(old.unit, "UTC")
             new = pa.timestamp(new.unit, "UTC")
-    elif all(types.is_integer(kind) or types.is_floating(kind) for kind in both):
+    elif all(pa.types.is_integer(kind) or pa.types.is_floating(kind) for kind in both):
         # uint64 and int64 have no common type, also beside floats, where the order would count.
-        if pa.uint64() in both and not all(map(types.is_unsigned_integer, both)):
+        if pa.uint64() in both and not all(map(pa.types.is_unsigned_integer, both)):
             return None
-        if any(map(types.is_floating, both)) and any(map(types.is_integer, both)):
+        if any(map(pa.types.is_floating, both)) and any(map(pa.types.is_integer, both)):
             return pa.float64()
     else:
-        tests = (types.is_decimal, types.is_duration, types.is_time, types.is_date)
+        tests = (pa.types.is_decimal, pa.types.is_duration, pa.types.is_time, pa.types.is_date)
         if not any(all(map(is_of, both)) for is_of in tests):
             return None
     schemas = [pa.schema([("", kind)]) for kind in (old, new)]
@@ -370,15 +362,14 @@ def _unite_leaves(old: DataType, new: DataType) -> DataType | None:
 
 def with_float32(value: Any, kind: DataType) -> Any:
     """Returns the value with numbers and vectors of float32 as numpy's: writers keep that type."""
-    types = pa.types
     if value is None:
         return None
-    if types.is_struct(kind):
+    if pa.types.is_struct(kind):
         return {field.name: with_float32(value[field.name], field.type) for field in kind}
-    if types.is_float32(kind):
+    if pa.types.is_float32(kind):
         return np.float32(value)
-    if not (types.is_list(kind) or types.is_fixed_size_list(kind)):
+    if not (pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind)):
         return value
-    if types.is_float32(kind.value_type):
+    if pa.types.is_float32(kind.value_type):
         return np.asarray(value, np.float32)
     return [with_float32(item, kind.value_type) for item in value]

@@ -681,8 +681,7 @@ class ChunkOutput:
         """
         commits = self._commits()
         found = self._look(commits)
-        own = self._folder.unfinished(commits, found)
-        self._folder.refuse_foreign(self._rank, found, own)
+        self._folder.refuse_foreign(self._rank, found, commits, is_complete=True)
 
     def _commits(self) -> RankCommits:
         return RankCommits(self._folder.root, self._rank, read=self._lease.read_rank)
@@ -715,7 +714,7 @@ class ChunkOutput:
         if others or commits.files:
             found = self._look(commits, others)
             if others:
-                self._refuse_strangers(found)
+                self._refuse_strangers(commits, found)
         self._writing.resume(commits.files, given)
         if self.names.fields:  # otherwise the chunk index alone distinguishes names
             self._taken = {one.path: (one.root, one.chunk_index) for one in commits.files}
@@ -730,12 +729,12 @@ class ChunkOutput:
         for folder in (self._target.staging.parent, self._target.staging):
             files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
 
-    def _refuse_strangers(self, found: FoundFiles) -> None:
+    def _refuse_strangers(self, commits: RankCommits, found: FoundFiles) -> None:
         """Refuses foreign files; without intents, all files of a rank are its own."""
         uncommitted = found.by_rank[self._rank]
         if not uncommitted:
             return
-        self._folder.refuse_foreign(self._rank, found, self._folder.published(self._rank, found))
+        self._folder.refuse_foreign(self._rank, found, commits)
         names = {name for root, name in uncommitted if root == self._retry}
         if not self._intents.is_kept:
             # One write, because a crash between two would make the rest foreign.

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -28,7 +29,7 @@ from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.commits import OutputFile, stamp_of
 from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, name_place, read_rank
-from datatrove_ckpt.common.retrying import file_system_call
+from datatrove_ckpt.common.retrying import RetryPolicy, file_system_call
 from datatrove_ckpt.errors import OutputMismatch
 from datatrove_ckpt.output.hub import HubFile, HubFolder, is_missing_repository
 from datatrove_ckpt.output.names import (
@@ -36,9 +37,18 @@ from datatrove_ckpt.output.names import (
     fields_of_documents,
     plain,
 )
+from datatrove_ckpt.output.stoppable import StoppableCalls
 
 Info = Mapping[str, Any]
 """What a file system of fsspec tells of a file."""
+
+
+_LIST_SECONDS = 600.0
+
+LAG_LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0)
+"""Seconds before each further look at files that the hub does not show yet: it may list a folder as
+it was before its newest commits.
+"""
 
 
 @dataclass
@@ -106,6 +116,32 @@ def list_output(
         if committed or not is_made or not is_missing_repository(error):
             raise
         return FoundFiles()
+
+
+def listed(
+    calls: StoppableCalls,
+    look: Callable[[], FoundFiles],
+    files: Iterable[OutputFile],
+    policy: RetryPolicy | None = None,
+) -> FoundFiles:
+    """Lists a remote folder, and on the hub looks up missing ``files`` again.
+
+    Raises:
+        OutputFailed: the folder cannot be listed.
+        Stopping: the calls were stopped.
+    """
+    found = calls.retry("cannot be listed", look, policy, _LIST_SECONDS)
+    hub = calls.hub
+    if hub is None:
+        return found
+    for seconds in LAG_LOOKS:
+        files = [file for file in files if not found.is_right(file)]
+        if not files:
+            break
+        calls.sleep(seconds)
+        newest = partial(hub.newest, [plain(file.path) for file in files])
+        found.show(calls.retry("cannot be listed", newest, policy, _LIST_SECONDS))
+    return found
 
 
 def list_files(
@@ -238,9 +274,8 @@ def _scan(
 
 def _find(folder: DataFolder, head: str) -> dict[str, Info]:
     base, start = posixpath.split(head)
-    find = getattr(folder.fs, "_find", folder.fs.find)
     options = {}
-    if start and "prefix" in inspect.signature(find).parameters:
+    if start and "prefix" in inspect.signature(folder.fs.find).parameters:
         options["prefix"] = start
     try:
         listed = folder.find(base, detail=True, **options)

@@ -21,7 +21,6 @@ import functools
 import importlib
 import math
 import pathlib
-import re
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
@@ -42,7 +41,7 @@ from datatrove_ckpt.errors import DocumentNotSerializable
 from datatrove_ckpt.output import formats
 from datatrove_ckpt.output.arrow_types import Row
 from datatrove_ckpt.output.file_managers import OutputStream
-from datatrove_ckpt.output.names import FileNames, FilledTemplate, OurTemplate
+from datatrove_ckpt.output.names import FileNames, OurTemplate
 
 _NAMES = frozenset({"text", "id", "media"})
 _Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
@@ -61,7 +60,6 @@ _NEVER_NAN = frozenset({str, int, bool, type(None)})
 _RESULTS = "$results"
 _RESULTS_END = b'"}'  # others end with two braces
 _DEEPEST = 254  # containers in each other, as for orjson
-_ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]+")
 # These types go through ``_Encoder.wrap``, because orjson would lose their type.
 _OPTIONS = (
     orjson.OPT_PASSTHROUGH_DATETIME
@@ -405,13 +403,7 @@ def _from_scalar(value: tuple[str, str]) -> np.generic:
 
 
 def _elements(value: frozenset[object]) -> list[object]:
-    return sorted(value, key=_without_address)
-
-
-def _without_address(value: object) -> str:
-    if isinstance(value, str | bytes):
-        return repr(value)
-    return _ADDRESS.sub("", repr(value))
+    return sorted(value, key=repr)
 
 
 def _fields(value: _Dataclass) -> dict[str, object]:
@@ -714,10 +706,10 @@ def write_for(
     Args:
         writer: a copy, whose stats end with it: they cost as much as the rest.
     """
-    writer.output_filename = OurTemplate(names)
+    filled = ""
     if not names.fields:
         filled = names.fill({"chunk_index": names.chunk_field(chunk_index)})
-        writer.output_filename = FilledTemplate(filled)
+    writer.output_filename = OurTemplate(names, filled)
     writer.stat_update = _count_nothing
     writer.update_doc_stats = _count_nothing
 
@@ -732,14 +724,13 @@ def write_for(
         if line is None:
             write(data)
         else:
-            writer.output_mg.get_file(name).write(line)
+            writer.output_mg.get_file(filled).write(line)
 
     if rows is not one_row:
         writer._write = partial(_write_counted, writer._write)
     has_lines = type(writer) is JsonlWriter and decode is decode_json and rows is one_row
-    if not has_lines or names.fields or writer.max_file_size > 0:
+    if not has_lines or not filled or writer.max_file_size > 0:
         return write
-    name = writer.output_filename.template
     return write_line
 
 

@@ -20,7 +20,8 @@ from urllib.parse import quote, unquote
 from datatrove.io import DataFolder
 
 from datatrove_ckpt.checkpoint.commits import stamp_of
-from datatrove_ckpt.common.retrying import http_status
+from datatrove_ckpt.common.redaction import redact, remember
+from datatrove_ckpt.common.retrying import http_status, library_line
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.output.hub_pace import HOUR, CommitHistory, MadeCommit
 
@@ -213,16 +214,15 @@ class HubFolder:
                     revision=self.revision,
                     repo_type=self.kind,
                 )
-            files = [
-                entry
+            return {
+                entry.path.removeprefix(start): _hub_file(entry)
                 for entry in entries
                 if hasattr(entry, "size") and entry.path.startswith(start)
-            ]
+            }
         except EntryNotFoundError as error:  # a folder appears with its first file
             if http_status(error) not in (404, None):
                 raise
             return {}
-        return {file.path.removeprefix(start): _hub_file(file) for file in files}
 
     def commit(
         self,
@@ -348,6 +348,21 @@ def _hub_file(entry: Any) -> HubFile:  # RepoFile or BucketFile
     if entry.lfs is None:
         return HubFile(size, blob=entry.blob_id)
     return HubFile(size, entry.lfs.sha256, entry.blob_id)
+
+
+def hub_failure(error: BaseException) -> str:
+    """Returns one line without the token, which a proxy may have quoted."""
+    from huggingface_hub import get_token
+
+    remember(get_token() or "")
+    status = http_status(error)
+    if status in (409, 412):
+        return f"another process committed at the same moment (HTTP {status})"
+    text = library_line(error)
+    said = getattr(error, "server_message", None)
+    if said:
+        text = f"the hub answers {status}, {said}"
+    return " ".join(redact(text).split()).rstrip(".")
 
 
 def is_missing_repository(error: BaseException | None) -> bool:

@@ -15,7 +15,6 @@ import shlex
 from loguru import logger
 
 from datatrove_ckpt.common import retrying
-from datatrove_ckpt.common.redaction import redact, remember
 from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.output.hub import HubFolder, get
 from datatrove_ckpt.output.stoppable import StoppableCalls
@@ -50,8 +49,8 @@ def check_access(
     policy = retrying.HUB_LOOK
     if only_look:
         policy = retrying.HUB_PROBE
-    calls = calls or StoppableCalls()
-    return calls.retry(folder.url, ask, policy, _shown, folder.advice, _ANSWER_SECONDS)
+    calls = calls or StoppableCalls(folder.url, folder)
+    return calls.retry("cannot be written to", ask, policy, _ANSWER_SECONDS)
 
 
 def _ask(folder: HubFolder) -> str | None:
@@ -104,19 +103,6 @@ def _make(folder: HubFolder, private: bool | None, only_look: bool) -> str:
         folder.api().create_bucket(folder.repo, private=private, exist_ok=True)
     else:
         folder.api().create_repo(folder.repo, private=private, repo_type=folder.kind, exist_ok=True)
-    logger.info(f"{folder.url}: made the {how} {kind} {folder.repo}, which was not there.")
-    return f"{folder.url}: made the {how} {kind}."
-
-
-def _shown(error: BaseException) -> str:
-    """Returns one line without the token, which a proxy may have quoted."""
-    from huggingface_hub import get_token
-
-    status = retrying.http_status(error)
-    if status is None:
-        text = retrying.failure_line(error)
-    else:
-        said = getattr(error, "server_message", None) or ""
-        text = f"the hub answers {status}, {said}".rstrip(", ")
-    remember(get_token() or "")
-    return " ".join(redact(text).split()).rstrip(".")
+    made = f"{folder.url}: made the {how} {kind} {folder.repo}, which was not there."
+    logger.info(made)
+    return made

@@ -5,8 +5,6 @@ untrusted metadata: the name must stay inside the output folder, outside our fol
 system; "/" in a value makes a subfolder.
 """
 
-from __future__ import annotations
-
 import posixpath
 import re
 from collections.abc import Mapping
@@ -129,24 +127,19 @@ class FileNames:
 
 
 class OurTemplate(Template):
-    """Stands for a writer's ``output_filename``."""
+    """Stands for a writer's ``output_filename``, which datatrove fills twice for each document.
 
-    def __init__(self, names: FileNames) -> None:
-        super().__init__(names.template)
-        self._names = names
-
-    def substitute(self, values: Mapping[str, object]) -> str:  # type: ignore[override]  # as datatrove calls it
-        return self._names.fill(values)
-
-
-class FilledTemplate(Template):
-    """Stands for an ``output_filename`` that gives one name for all documents.
-
-    datatrove fills the template twice for each document.
+    Args:
+        filled: the name for all documents; "": each has its own.
     """
 
+    def __init__(self, names: FileNames, filled: str) -> None:
+        super().__init__(names.template)
+        self._names = names
+        self._filled = filled
+
     def substitute(self, values: Mapping[str, object]) -> str:  # type: ignore[override]  # as datatrove calls it
-        return self.template
+        return self._filled or self._names.fill(values)
 
 
 def _checkpoints_below(writer: DiskWriter, checkpoints: Path | None) -> list[tuple[str, ...]]:

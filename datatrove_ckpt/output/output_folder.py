@@ -11,12 +11,11 @@ another content, are refused likewise.
 """
 
 import shlex
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
@@ -36,18 +35,16 @@ from datatrove_ckpt.output.committed import (
     file_problem,
     has_commits,
     list_output,
+    listed,
     published_names,
     some,
 )
-from datatrove_ckpt.output.folders import stands_elsewhere
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access
-from datatrove_ckpt.output.hub_uploads import HubReads
 from datatrove_ckpt.output.names import output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.owner import Homes, OutputOwnership
 from datatrove_ckpt.output.stoppable import StoppableCalls
-
-T = TypeVar("T")
+from datatrove_ckpt.output.writer_checks import stands_elsewhere
 
 
 class OutputFolder:
@@ -70,7 +67,7 @@ class OutputFolder:
         self.root = root
         self.hub = HubFolder.of(writer.output_folder)
         self.where = str(writer.output_folder.resolve_paths(""))
-        self.calls = StoppableCalls()
+        self.calls = StoppableCalls(self.where, self.hub)
         """All calls and pauses for the folder, also those of a target. ``ChunkOutput.stop`` ends
         them.
         """
@@ -92,7 +89,12 @@ class OutputFolder:
             check_access(self.hub, private, self.calls)
 
     def claim(self) -> None:
-        self._call("cannot be claimed for this run", partial(self._owner.claim, self._is_unused))
+        claim = partial(self._owner.claim, self._is_unused)
+        if self.writer.output_folder.is_local():
+            with explained("read", Path(self.where).absolute()):
+                claim()
+        else:
+            self.calls.retry("cannot be claimed for this run", claim)
 
     def refuse_existing(self, rank: int, retry: str) -> None:
         """Call it before the first start of a rank.
@@ -149,17 +151,10 @@ class OutputFolder:
             policy: see ``StoppableCalls.retry``.
         """
         look = partial(self._look, committed, rank, others, contents)
-        if self.hub is not None:  # it may not show yet what it has committed
-            return HubReads(self.hub, self.calls).listed(look, committed.values(), policy)
-        return self._call("cannot be listed", look, policy)
-
-    def _call(self, what: str, call: Callable[[], T], policy: RetryPolicy | None = None) -> T:
         if self.writer.output_folder.is_local():
             with explained("read", Path(self.where).absolute()):
-                return call()
-        if self.hub is not None:
-            return HubReads(self.hub, self.calls).looked(what, call)
-        return self.calls.retry(f"{self.where} {what}", call, policy)
+                return look()
+        return listed(self.calls, look, committed.values(), policy)
 
     def _look(
         self, committed: Mapping[str, CommittedFile], rank: int | None, others: bool, contents: bool
@@ -223,14 +218,23 @@ class OutputFolder:
         )
 
     def refuse_foreign(
-        self, rank: int, found: FoundFiles, own: Container[str] = (), root: str = ""
+        self,
+        rank: int,
+        found: FoundFiles,
+        commits: RankCommits | None = None,
+        is_complete: bool = False,
+        root: str = "",
     ) -> None:
         """Refuses uncommitted files of a rank that are not its own.
 
         Args:
-            own: see ``published`` and ``unfinished``; none at the first start.
+            commits: of the rank; None: it starts for the first time, and no file is its own.
+            is_complete: all chunks of the rank are committed.
             root: the folder of a retry that starts; "": the rank, and all its retries.
         """
+        own: Container[str] = ()
+        if commits is not None and found.by_rank[rank]:
+            own = self._own(commits, found, is_complete)
         names = sorted(
             name for retry, name in found.by_rank[rank] if root in ("", retry) and name not in own
         )
@@ -250,27 +254,24 @@ class OutputFolder:
             "run of datatrove's own, choose other folders, and set finished_from to the old ones."
         )
 
-    def published(self, rank: int, found: FoundFiles) -> Collection[str]:
-        """Returns the names that a rank may have published before it resumes."""
-        names = [name for _, name in found.by_rank[rank]]
-        if not names:
-            return ()
-        published = published_names(self.root, rank)
-        if published is None:
-            return [name for name in names if self.is_name_of_run(name)]
-        return published
-
-    def unfinished(self, commits: RankCommits, found: FoundFiles) -> Collection[str]:
-        """Returns the files of chunks that a complete rank, or a retry of it, has yet to commit."""
-        names = []
+    def _own(self, commits: RankCommits, found: FoundFiles, is_complete: bool) -> Container[str]:
+        """Returns the uncommitted files that a rank may have published: those of its intents; of a
+        complete rank, and without intents, by their names.
+        """
+        if not is_complete:
+            published = published_names(self.root, commits.rank)
+            if published is not None:
+                return published
+        own = []
         for _, name in found.by_rank[commits.rank]:
             match = self._ours.fullmatch(name)
             if match is None:
                 continue
             (root, _), chunk_index = rank_and_chunk(match)
-            if (root, chunk_index) in commits.unfinished:
-                names.append(name)
-        return names
+            # A complete rank, or a retry of it, has yet to commit these.
+            if not is_complete or (root, chunk_index) in commits.unfinished:
+                own.append(name)
+        return own
 
     def _repair(self, found: FoundFiles, wrong: list[CommittedFile]) -> str:
         """Returns the command that repairs, and what to do then."""

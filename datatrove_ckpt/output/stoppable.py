@@ -1,7 +1,5 @@
 """Calls into libraries that cannot be stopped: a rank that stops leaves their threads behind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
@@ -13,6 +11,7 @@ from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.threads import in_thread
 from datatrove_ckpt.errors import OutputFailed
+from datatrove_ckpt.output.hub import HubFolder, hub_failure
 
 T = TypeVar("T")
 
@@ -31,9 +30,21 @@ def storage_advice(error: BaseException) -> str:
 
 
 class StoppableCalls:
-    """Calls and pauses that end when ``stop`` is called, from any thread."""
+    """Calls for one folder, and pauses, that end when ``stop`` is called, from any thread.
 
-    def __init__(self) -> None:
+    Args:
+        where: the folder, for messages.
+        hub: the folder, if it is on the hub.
+    """
+
+    def __init__(self, where: str, hub: HubFolder | None = None) -> None:
+        self.hub = hub
+        self.where = where
+        self._explain: Callable[[BaseException], str] = retrying.failure_line
+        self._advice: Callable[[BaseException], str] = storage_advice
+        if hub is not None:
+            self._explain = hub_failure
+            self._advice = hub.advice
         self._stopped: Future[Any] = Future()  # Any: it is waited for with any result
 
     @property
@@ -76,18 +87,15 @@ class StoppableCalls:
         what: str,
         call: Callable[[], T],
         policy: retrying.RetryPolicy | None = None,
-        explain: Callable[[BaseException], str] = retrying.failure_line,
-        advice: Callable[[BaseException], str] = storage_advice,
         at_most_seconds: float | None = None,
         lease: RankLease | None = None,
     ) -> T:
         """Calls until the call works, fails permanently, or has failed for too long.
 
         Args:
-            policy: None: ``STORAGE``.
-            explain, advice: the parts of messages after ``what``: the error, and what the user can
-                do.
-            at_most_seconds: for one call.
+            what: failed; the folder stands before it.
+            policy: None: ``STORAGE``, on the hub ``HUB_LOOK``.
+            at_most_seconds: for one call; None: any number, on the hub the policy's patience.
             lease: checked before each further attempt.
 
         Raises:
@@ -100,18 +108,18 @@ class StoppableCalls:
             if lease is not None:
                 lease.check()
 
+        if self.hub is not None:
+            policy = policy or retrying.HUB_LOOK
+            at_most_seconds = at_most_seconds or policy.patience
         stoppable = replace(policy or retrying.STORAGE, sleep=pause)
+        run = partial(self.run, call, at_most_seconds)
         try:
-            return stoppable.run(partial(self.run, call, at_most_seconds), what, explain)
+            return stoppable.run(run, f"{self.where}: {what}", self._explain)
         except OSError as error:
-            raise given_up(what, error, explain, advice) from error
+            raise self.failed(what, error) from error
 
-
-def given_up(
-    what: str,
-    error: OSError,
-    explain: Callable[[BaseException], str],
-    advice: Callable[[BaseException], str],
-) -> OutputFailed:
-    kept = "Nothing that was saved is lost: run the same command again."
-    return OutputFailed(f"{what}: {explain(error)}. {advice(error)} {kept}")
+    def failed(self, what: str, error: OSError) -> OutputFailed:
+        """Returns the error for a call that is not tried again."""
+        kept = "Nothing that was saved is lost: run the same command again."
+        explained = f"{self._explain(error)}. {self._advice(error)}"
+        return OutputFailed(f"{self.where}: {what}: {explained} {kept}")

@@ -33,18 +33,20 @@ are few.
 
 from __future__ import annotations
 
+import copy
 import errno
+import hashlib
 import os
 import secrets
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import xxhash
 from datatrove.io import DataFolder
@@ -71,19 +73,14 @@ from datatrove_ckpt.output.committed import (
     some,
 )
 from datatrove_ckpt.output.file_managers import StagedFiles
-from datatrove_ckpt.output.hub import HubFolder
+from datatrove_ckpt.output.hub import HubFile, HubFolder, hub_failure
 from datatrove_ckpt.output.hub_pace import CommitHistory, CommitPace, commit_title
-from datatrove_ckpt.output.hub_uploads import (
-    ANSWER_SECONDS,
-    HubReads,
-    UploadedFile,
-    hub_failure,
-    preupload,
-    seconds_to_send,
-)
 from datatrove_ckpt.output.names import STAGING, plain
 from datatrove_ckpt.output.output_folder import OutputFolder
-from datatrove_ckpt.output.stoppable import StoppableCalls, given_up
+from datatrove_ckpt.output.stoppable import StoppableCalls
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitOperationAdd
 
 PART_BYTES = 8 << 20
 """Size of a part of a multipart upload. Files of twice this size and more are sent in parts. s3fs's
@@ -238,7 +235,6 @@ class RemoteTarget(OutputTarget):
         super().__init__(folder, scratch)
         self._lease = lease
         self._calls = calls
-        self._url = folder.resolve_paths("")
         self._creator = Creator(folder.fs)
 
     def _retry(self, what: str, call: Callable[[], T]) -> T:
@@ -260,15 +256,15 @@ class RemoteTarget(OutputTarget):
             OutputFailed: the file could not be uploaded, or the remote one has another size.
         """
         size = local.stat().st_size
-        remote = self._folder.resolve_paths(name)
         put = partial(self._put, local, name, is_new, **options)
-        if not self._retry(f"{remote} could not be uploaded", put):
+        if not self._retry(f"{name} could not be uploaded", put):
             return False
         remote_size = int(self._look_up(name).get("size", 0))
         if remote_size != size:
             raise OutputFailed(
-                f"{remote} has {remote_size} bytes after its upload instead of {size}. Its chunk's "
-                "journal is kept: find out who else writes there, and run the same command again."
+                f"{self._folder.resolve_paths(name)} has {remote_size} bytes after its upload "
+                f"instead of {size}. Its chunk's journal is kept: find out who else writes there, "
+                "and run the same command again."
             )
         return True
 
@@ -286,8 +282,7 @@ class RemoteTarget(OutputTarget):
         return info
 
     def hash_of(self, name: str) -> str:
-        what = f"{self._folder.resolve_paths(name)} cannot be read"
-        return self._retry(what, partial(content_hash, self._folder, name))
+        return self._retry(f"{name} cannot be read", partial(content_hash, self._folder, name))
 
     def stamp(self, name: str) -> int:
         return remote_stamp(self._look_up(name))
@@ -301,7 +296,7 @@ class RemoteTarget(OutputTarget):
             except FileNotFoundError:
                 return {}
 
-        return self._retry(f"{self._folder.resolve_paths(name)} could not be looked up", look)
+        return self._retry(f"{name} could not be looked up", look)
 
 
 class S3Target(RemoteTarget):
@@ -323,7 +318,7 @@ class S3Target(RemoteTarget):
         open.
         """
         create = partial(self._call, "create_multipart_upload", self._probe)
-        upload = self._retry(f"{self._url} cannot be written to", create)["UploadId"]
+        upload = self._retry("cannot be written to", create)["UploadId"]
         self._abort(self._probe, upload)
         left = self.staging.parent
         if left.exists():  # what was being uploaded is still staged
@@ -342,34 +337,22 @@ class S3Target(RemoteTarget):
         return {"size": head["ContentLength"], "ETag": head["ETag"]}
 
     def _abort_open_uploads(self, names: set[str]) -> None:
-        what = f"{self._url}: the open uploads could not be listed"
-        found = self._retry(what, lambda: self._open_uploads(names))
-        for name, upload in found:
-            self._abort(name, upload)
-        if found:
+        aborted = 0
+        for name in names:
+            bucket, key = self._bucket_and_key(name)
+            find = partial(
+                self._folder.fs.call_s3, "list_multipart_uploads", Bucket=bucket, Prefix=key
+            )
+            page = self._retry("the open uploads could not be listed", find)
+            for upload in page.get("Uploads", []):
+                if upload["Key"] == key:  # and no longer name
+                    self._abort(name, upload["UploadId"])
+                    aborted += 1
+        if aborted:
             logger.info(
-                f"{self._url}: aborted {plural(len(found), 'upload')} that earlier attempts left "
-                "open."
+                f"{self._calls.where}: aborted {plural(aborted, 'upload')} that earlier attempts "
+                "left open."
             )
-
-    def _open_uploads(self, names: set[str]) -> list[tuple[str, str]]:
-        keys = {self._bucket_and_key(name)[1]: name for name in names}
-        bucket, _ = self._bucket_and_key("")
-        prefix = os.path.commonprefix(list(keys))  # noqa: RUF071 (of characters: keys have no folders)
-        found: list[tuple[str, str]] = []
-        markers: dict[str, str] = {}
-        while True:
-            page = self._folder.fs.call_s3(
-                "list_multipart_uploads", Bucket=bucket, Prefix=prefix, **markers
-            )
-            listed = page.get("Uploads", [])
-            found += [(keys[one["Key"]], one["UploadId"]) for one in listed if one["Key"] in keys]
-            if not page.get("IsTruncated"):
-                return found
-            markers = {
-                "KeyMarker": page["NextKeyMarker"],
-                "UploadIdMarker": page["NextUploadIdMarker"],
-            }
 
     def _abort(self, name: str, upload: str) -> None:
         def abort() -> None:
@@ -379,9 +362,7 @@ class S3Target(RemoteTarget):
                 if retrying.s3_code(error) != "NoSuchUpload":
                     raise
 
-        self._retry(
-            f"{self._folder.resolve_paths(name)}: an open upload could not be aborted", abort
-        )
+        self._retry(f"an open upload of {name} could not be aborted", abort)
 
     def _call(self, method: str, name: str, **arguments: str) -> Info:
         bucket, key = self._bucket_and_key(name)
@@ -393,28 +374,34 @@ class S3Target(RemoteTarget):
         return bucket, key
 
 
+_ANSWER_SECONDS = 600.0
+"""How long the hub may take to answer a request. The client itself would wait for ever."""
+_SLOWEST = 50_000
+"""Bytes per second. A slower upload is given up and made again."""
+
+
 class BucketTarget(RemoteTarget):
     """A bucket of the hub, which has no commits. Its client sends content that the hub lacks."""
 
     def __init__(
-        self, folder: DataFolder, scratch: Path, reads: HubReads, lease: RankLease
+        self, folder: DataFolder, scratch: Path, lease: RankLease, calls: StoppableCalls
     ) -> None:
-        super().__init__(folder, scratch, lease, reads.calls)
+        super().__init__(folder, scratch, lease, calls)
         no_bars_in_logs()
-        self._reads = reads
+        assert calls.hub is not None
+        self._hub = calls.hub
 
-    def _retry(self, what: str, call: Callable[[], T]) -> T:
-        return self._reads.looked(what, call, retrying.HUB, ANSWER_SECONDS)
+    def _retry(self, what: str, call: Callable[[], T], seconds: float = _ANSWER_SECONDS) -> T:
+        return self._calls.retry(what, call, retrying.HUB, seconds, self._lease)
 
     def upload(self, local: Path, name: str, is_new: bool = False, **options: object) -> bool:
-        hub = self._reads.folder
+        hub = self._hub
         send = partial(hub.api().batch_bucket_files, hub.repo, add=[(local, hub.full_name(name))])
-        seconds = seconds_to_send(local.stat().st_size)
-        self._reads.looked(f"{name} could not be uploaded", send, retrying.HUB, seconds)
+        self._retry(f"{name} could not be uploaded", send, seconds_to_send([local]))
         return True
 
     def info(self, name: str) -> Info:
-        found = self._reads.folder.look_up([name])
+        found = self._hub.look_up([name])
         if name not in found:
             raise FileNotFoundError(name)
         return vars(found[name])
@@ -429,6 +416,46 @@ MOST_FILES = 100
 
 MOST_BYTES = 32 * 2**20
 """Bytes of small files that travel inside a commit."""
+
+
+class UploadedFile:
+    """A file whose content is on the hub, or goes there inside its commit."""
+
+    def __init__(self, name: str, operation: CommitOperationAdd) -> None:
+        self.name = name
+        self._operation = operation
+        self._is_regular = getattr(operation, "_upload_mode", None) == "regular"
+        self.bytes_in_commit = 0
+        if self._is_regular:
+            self.bytes_in_commit = operation.upload_info.size
+        self.earlier: Collection[str] = ()
+        """The hashes of content that the rank may have published under this name before."""
+        self.is_ignored = bool(getattr(operation, "_should_ignore", False))
+        """Whether the repository's .gitignore leaves the file out of every commit, without an
+        error.
+        """
+
+    def operation(self) -> CommitOperationAdd:
+        """Returns a new operation, because the client refuses committed operations."""
+        return copy.copy(self._operation)
+
+    def is_there(self, found: HubFile | None) -> bool:
+        return found is not None and found.hash == self.content_hash
+
+    def may_replace(self, found: HubFile) -> bool:
+        """Whether the hub has this file, or one that the rank has published before."""
+        return self.is_there(found) or found.hash in self.earlier
+
+    @cached_property
+    def content_hash(self) -> str:
+        """The file's hash in the hub's listing: SHA-256, or git's hash outside of LFS."""
+        if not self._is_regular:
+            return str(self._operation.upload_info.sha256.hex())
+        with self._operation.as_file() as file:
+            content = file.read()
+        return hashlib.sha1(
+            b"blob %d\0" % len(content) + content, usedforsecurity=False
+        ).hexdigest()
 
 
 @dataclass
@@ -451,16 +478,16 @@ class HubTarget(OutputTarget):
         folder: DataFolder,
         rank: int,
         scratch: Path,
-        reads: HubReads,
         lease: RankLease,
+        calls: StoppableCalls,
         pace: CommitPace,
     ) -> None:
         super().__init__(folder, scratch)
         no_bars_in_logs()
+        assert calls.hub is not None
         self._lease = lease
-        self._reads = reads
-        self._hub = reads.folder
-        self._calls = reads.calls
+        self._hub = calls.hub
+        self._calls = calls
         self._pace = pace
         self._seconds = pace.seconds_of_next()
         self._rank = rank
@@ -499,12 +526,12 @@ class HubTarget(OutputTarget):
         """Uploads the content of files, by their names. They must stay until they are committed."""
         if not paths:
             return []
-        size = sum(path.stat().st_size for path in paths.values())
-        uploaded = self._reads.looked(
+        uploaded = self._calls.retry(
             f"{some(list(paths))} could not be uploaded",
-            partial(preupload, self._hub, paths),
+            partial(self._preupload, paths),
             retrying.HUB,
-            seconds_to_send(size),
+            seconds_to_send(paths.values()),
+            self._lease,
         )
         ignored = [file.name for file in uploaded if file.is_ignored]
         if ignored:
@@ -515,9 +542,31 @@ class HubTarget(OutputTarget):
             )
         return uploaded
 
+    def _preupload(self, paths: Mapping[str, Path]) -> list[UploadedFile]:
+        """Reads the staged files, and does not send content that the hub has. Raises OSError.
+
+        Small text files travel inside the commit, outside LFS.
+        """
+        from huggingface_hub import CommitOperationAdd
+
+        added = {
+            name: CommitOperationAdd(self._hub.full_name(name), str(path))
+            for name, path in paths.items()
+        }
+        self._hub.api().preupload_lfs_files(
+            self._hub.repo,
+            added.values(),
+            repo_type=self._hub.kind,
+            revision=self._hub.branch,
+            free_memory=False,
+        )
+        return [UploadedFile(name, operation) for name, operation in added.items()]
+
     def hash_of(self, name: str) -> str:
         look_up = partial(self._hub.look_up, [name])
-        found = self._reads.looked("cannot be listed", look_up, retrying.HUB, ANSWER_SECONDS)
+        found = self._calls.retry(
+            "cannot be listed", look_up, retrying.HUB, _ANSWER_SECONDS, self._lease
+        )
         if name not in found:
             return ""
         return found[name].hash
@@ -531,7 +580,7 @@ class HubTarget(OutputTarget):
         waited_for = [name for name in lost if name in self._confirmed and name not in found.sizes]
         if not waited_for:
             return
-        head = self._reads.looked("cannot be listed", self._look_at_history).head
+        head = self._calls.retry("cannot be listed", self._look_at_history, lease=self._lease).head
         trusted = [name for name in waited_for if head in self._seen[: self._confirmed[name]]]
         if trusted:
             logger.info(
@@ -610,7 +659,7 @@ class HubTarget(OutputTarget):
     ) -> None:
         self._lease.check()
         try:
-            history = self._calls.run(self._look_at_history, ANSWER_SECONDS)
+            history = self._calls.run(self._look_at_history, _ANSWER_SECONDS)
             ends = self._hurried
             seconds = self._pace.seconds_until_turn(history, ends)
             if seconds:
@@ -618,11 +667,11 @@ class HubTarget(OutputTarget):
                 return
             self._commit_missing(batch, history.head)
         except OSError as error:
-            what = f"{self._hub.url}: {plural(len(self._queue), 'file')} wait for a commit"
+            what = f"{plural(len(self._queue), 'file')} wait for a commit"
             try:
-                self._calls.sleep(attempts.failed(what, error))
+                self._calls.sleep(attempts.failed(f"{self._hub.url}: {what}", error))
             except OSError:
-                raise given_up(what, error, hub_failure, self._hub.advice) from error
+                raise self._calls.failed(what, error) from error
             return  # the commit may have happened: the next attempt looks
         attempts.succeeded()
         self._seconds = self._pace.seconds_of_next()
@@ -655,7 +704,7 @@ class HubTarget(OutputTarget):
         """
         added = [file for file, _ in batch]
         look_up = partial(self._hub.look_up, [file.name for file in added], head)
-        found = self._calls.run(look_up, ANSWER_SECONDS)
+        found = self._calls.run(look_up, _ANSWER_SECONDS)
         others = [
             file.name
             for file in added
@@ -668,7 +717,7 @@ class HubTarget(OutputTarget):
             return
         chunks = ranges({chunk.index for _, chunk in batch})
         title = commit_title(plural(len(added), "file"), self._rank, chunks)
-        self._calls.run(partial(self._hub.commit, operations, title, head), ANSWER_SECONDS)
+        self._calls.run(partial(self._hub.commit, operations, title, head), _ANSWER_SECONDS)
 
     def _wait_for_turn(self, made: int, seconds: float, ends: bool) -> None:
         meanwhile = "generation goes on"
@@ -683,6 +732,11 @@ class HubTarget(OutputTarget):
             self._change.wait_for(lambda: self._calls.stopped or self._hurried != ends, seconds)
 
 
+def seconds_to_send(paths: Iterable[Path]) -> float:
+    """Returns how long a call may take that sends these files."""
+    return _ANSWER_SECONDS + sum(path.stat().st_size for path in paths) / _SLOWEST
+
+
 def make_target(
     folder: OutputFolder, rank: int, scratch: Path, lease: RankLease, pace: CommitPace
 ) -> OutputTarget:
@@ -692,10 +746,9 @@ def make_target(
     if output.is_local():
         return LocalTarget(output, scratch, f"{rank:05d}-{run}")
     if folder.hub is not None:
-        reads = HubReads(folder.hub, folder.calls, lease)
         if folder.hub.is_bucket:
-            return BucketTarget(output, scratch, reads, lease)
-        return HubTarget(output, rank, scratch, reads, lease, pace)
+            return BucketTarget(output, scratch, lease, folder.calls)
+        return HubTarget(output, rank, scratch, lease, folder.calls, pace)
     if hasattr(output.fs, "call_s3"):
         return S3Target(output, scratch, lease, folder.calls, f"{STAGING}/probe-{run}")
     return RemoteTarget(output, scratch, lease, folder.calls)
@@ -708,11 +761,11 @@ def remove_output(folder: DataFolder, names: Sequence[str]) -> None:
     """Removes those of the files that exist. Raises OutputFailed and StorageFailed."""
     hub = HubFolder.of(folder)
     if hub is not None:
-        reads = HubReads(hub, StoppableCalls())
+        calls = StoppableCalls(hub.url, hub)
         for start in range(0, len(names), _MOST_REMOVED):
             part = names[start : start + _MOST_REMOVED]
             # Looked up at each attempt: the hub refuses to remove missing files.
-            reads.looked(
+            calls.retry(
                 f"{plural(len(part), 'file')} could not be removed", partial(_remove, hub, part)
             )
         return

@@ -1,12 +1,33 @@
-"""What a runner refuses of a writer, before anything runs."""
+"""What is refused of a writer, and of its folder, before anything runs.
 
+Folders that must differ are a step's output, its checkpoint, what the job reads, and what other
+steps write.
+"""
+
+import posixpath
 import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
 
+from datatrove.io import DataFolder, get_datafolder
+from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.readers.base import BaseDiskReader
 from datatrove.pipeline.writers.disk_base import DiskWriter
+from fsspec.core import has_magic
+from fsspec.utils import glob_translate
 
+from datatrove_ckpt.checkpoint.layout import RETRIES, SAMPLES
 from datatrove_ckpt.common.redaction import check_no_secrets, refuse_variables
+from datatrove_ckpt.common.retrying import file_system_call
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors.names import setting_name, step_place
 from datatrove_ckpt.output.file_managers import missing_codec
+from datatrove_ckpt.output.hub import MAIN, HubFolder
+from datatrove_ckpt.output.names import plain
+
+_OURS = re.compile(rf"(\d{{5,}}|last_chunk|{RETRIES}.*|{SAMPLES}.*)(/.*)?")
 
 
 def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
@@ -63,3 +84,131 @@ def _example(template: str) -> str:
 def template_uses(writer: DiskWriter, name: str) -> bool:
     template = writer.output_filename
     return bool(template.safe_substitute({name: "0"}) != template.safe_substitute({name: "1"}))
+
+
+def check_output_folder(writer: DiskWriter, checkpoints: str | None) -> None:
+    """Refuses output among the files of its checkpoint. Raises ConfigError."""
+    if checkpoints is None:
+        return
+    below = _below(get_datafolder(checkpoints), writer.output_folder)
+    if below is not None and (below == "" or _OURS.fullmatch(below)):
+        raise ConfigError(
+            f"output_writer: output_folder {_path(writer.output_folder)!r} is in "
+            f"checkpoints_local_dir {checkpoints!r}, among the files of the checkpoint. Choose "
+            "another folder for one of them."
+        )
+
+
+def refuse_own_output(name: str, step: object, place: str, writer: DiskWriter) -> None:
+    """Refuses output that a step of the pipeline would read at the next start.
+
+    Raises ConfigError.
+
+    Args:
+        name, place: of the step, and of the writer, for people.
+    """
+    if (
+        isinstance(step, BaseDiskReader)
+        and not getattr(step, "paths_file", None)
+        and _reads(step, writer)
+    ):
+        raise ConfigError(
+            f"{place}: {_path(writer.output_folder)!r} is inside the folder that {name} reads, "
+            f"{_path(step.data_folder)!r}, so the next start would take this output for input. "
+            f"Choose another {setting_name('output_folder')}, or let "
+            f"{setting_name('glob_pattern')} leave out {_sample(writer)}."
+        )
+
+
+def refuse_equal_folders(pipeline: Sequence[PipelineStep]) -> None:
+    """Refuses a pipeline in which two steps write the same files. Raises ConfigError."""
+    for (place, writer), (other_place, other) in combinations(writers_of(pipeline), 2):
+        files = _path(writer.output_folder), _sample(writer)
+        if files == (_path(other.output_folder), _sample(other)):
+            raise ConfigError(
+                f"{other_place} writes the same files as {place}: {'/'.join(files)}, for example. "
+                "Choose another output folder or output_filename for one of them."
+            )
+    seen: dict[Path, int] = {}
+    for index, step in enumerate(pipeline):
+        folder = getattr(step, "checkpoints_local_dir", None)
+        if folder is not None and seen.setdefault(Path(folder).absolute(), index) != index:
+            raise ConfigError(
+                f"{step_place(index, step)}: {setting_name('checkpoints_local_dir')} {folder!r} is "
+                "that of an earlier step, too. Each step needs a folder of its own."
+            )
+
+
+def writers_of(pipeline: Sequence[PipelineStep]) -> Iterator[tuple[str, DiskWriter]]:
+    for index, step in enumerate(pipeline):
+        place = step_place(index, step)
+        for name in ("output_writer", "exclusion_writer"):
+            writer = getattr(step, name, None)
+            if isinstance(writer, DiskWriter):
+                yield f"{place}: {setting_name(name)}", writer
+        if isinstance(step, DiskWriter):
+            yield place, step
+
+
+def _reads(reader: BaseDiskReader, writer: DiskWriter) -> bool:
+    below = _below(reader.data_folder, writer.output_folder)
+    if below is None:
+        return False
+    name = posixpath.join(below, _sample(writer))
+    if not reader.recursive and "/" in name:
+        return False
+    pattern = reader.glob_pattern
+    if not pattern:
+        return True
+    if not has_magic(pattern):
+        pattern = f"*{pattern}"  # as datatrove does
+    numbered = posixpath.join(posixpath.dirname(name), f"000_{posixpath.basename(name)}")
+    return any(re.match(glob_translate(pattern), one) for one in (name, numbered))
+
+
+def _sample(writer: DiskWriter) -> str:
+    template = writer.output_filename
+    fields = dict.fromkeys(template.get_identifiers(), "x") | {
+        "rank": "00000",
+        "chunk_index": "00000",
+    }
+    return plain(template.safe_substitute(fields))
+
+
+def _below(folder: DataFolder, other: DataFolder) -> str | None:
+    """Returns the path of ``other`` below the folder; "" if they are one, None if it is outside."""
+    parent = _path(folder)
+    child = _path(other)
+    if child == parent:
+        return ""
+    if not child.startswith(f"{parent}/"):
+        return None
+    return child.removeprefix(f"{parent}/")
+
+
+def _path(folder: DataFolder) -> str:
+    path = str(folder.resolve_paths(""))
+    if folder.is_local():
+        return str(Path(path).resolve())
+    hub = HubFolder.of(folder)
+    if hub is None:
+        return path.rstrip("/")
+    if hub.branch in (MAIN, f"refs/heads/{MAIN}"):
+        hub = replace(hub, revision=None)
+    return hub.url
+
+
+def stands_elsewhere(recorded: str, folder: DataFolder) -> bool:
+    """Whether the recorded output folder is another one than this, and exists."""
+    other = get_datafolder(recorded)
+    try:
+        with file_system_call():
+            if _path(other) == _path(folder):
+                return False
+            # Not ``exists``: on the hub it takes any error for a folder that is gone.
+            other.info("")
+            return True
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True  # nothing shows that it is gone

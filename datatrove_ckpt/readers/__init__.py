@@ -19,12 +19,24 @@ from datatrove_ckpt.readers.batch import BatchReader
 from datatrove_ckpt.readers.csv_rows import CSVReader
 from datatrove_ckpt.readers.huggingface import HuggingFaceDatasetReader
 from datatrove_ckpt.readers.jsonl import JsonlReader
-from datatrove_ckpt.readers.pages import PageReader
 from datatrove_ckpt.readers.positions import PositionedDocument, Reading, position_state
 from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
-from datatrove_ckpt.readers.texts import TextReader
+from datatrove_ckpt.readers.whole_files import PageReader, TextReader
+
+READERS: tuple[type[SeekingReader], ...] = (
+    JsonlReader,
+    ParquetReader,
+    IpcReader,
+    CSVReader,
+    TextReader,
+    PageReader,
+    HuggingFaceDatasetReader,
+    BatchReader,
+)
+"""The classes that YAML files name in short, and the short form chooses from."""
 
 __all__ = [
+    "READERS",
     "BatchReader",
     "CSVReader",
     "DamagedLine",

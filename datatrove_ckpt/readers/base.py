@@ -26,6 +26,7 @@ from datatrove_ckpt.errors import (
     DocumentNotSerializable,
     InputError,
 )
+from datatrove_ckpt.readers.compressed import codec_of
 from datatrove_ckpt.readers.declared_types import DeclaredTypes
 from datatrove_ckpt.readers.extent import FileExtent, InputExtent
 from datatrove_ckpt.readers.inputs import (
@@ -92,6 +93,14 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     A class that sets it promises that each document depends on its row alone, so that a resume may
     seek. A subclass that does not set it may keep state.
     """
+    suffixes: ClassVar[str] = ""
+    """Of its files' names, for the short form."""
+    has_rows: ClassVar[bool] = True
+    """Whether a file has rows or lines, and is not a document, or pages, itself."""
+    grows: ClassVar[bool] = False
+    """Whether a file may get more lines while it is read, and later."""
+    has_types: ClassVar[bool] = False
+    """Whether columns have types of their own."""
     _order_options: ClassVar[tuple[str, ...]] = (
         "shuffle_seed",
         "skip",
@@ -180,6 +189,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if data:
             yield from data
         self._position = None
+        self._file_extent = FileExtent()
         self._start_state = self._next_state
         self._next_state = None
         start = start_reader(self._start_state)
@@ -391,7 +401,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                         break
                 start.note_skipped(name, skipped_before, in_file or inputs.row_shard != ALL_ROWS)
                 files_bar.update()
-                self._end_file(inputs, index, digest, documents - before, file.file)
+                self._end_file(inputs, index, digest, documents - before)
                 file_position = ()
         start.earlier.append(str(digest))
         start.record = partial(record_reader, self, inputs, digest.files, self._is_limit(documents))
@@ -402,17 +412,10 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def _is_limit(self, documents: int) -> bool:
         return bool(self.limit != -1 and documents >= self.limit)
 
-    def _end_file(
-        self,
-        inputs: Inputs,
-        index: int,
-        digest: Digest,
-        documents: int,
-        extent: FileExtent | None = None,
-    ) -> None:
+    def _end_file(self, inputs: Inputs, index: int, digest: Digest, documents: int) -> None:
         self.stat_update("documents", value=documents, unit="input_file")
-        if extent is not None and self._may_grow(inputs.names[index]):
-            inputs.note_size(index, extent.end)
+        if self._may_grow(inputs.names[index]):
+            inputs.note_size(index, self._file_extent.end)
         digest.add(inputs.names[index], inputs.size(index))
 
     def _reader_state(self, number: int) -> State:
@@ -433,12 +436,10 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if state is None:
             return None
         where = f"The saved position in {self.data_folder.path}"
-        if (state.get("reader"), state.get("version")) != (self.format, READER_VERSION):
-            raise misfit(
-                f"{where} was made by reader {state.get('reader')!r} (version "
-                f"{state.get('version')}), and this is {self.format!r} (version "
-                f"{READER_VERSION})."
-            )
+        made_by = f"{state.get('reader')!r} (version {state.get('version')})"
+        ours = f"{self.format!r} (version {READER_VERSION})"
+        if made_by != ours:
+            raise misfit(f"{where} was made by reader {made_by}, and this is {ours}.")
         then = dict(state["options"])
         now = self._options()
         if "shard" in state:
@@ -546,7 +547,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
 
     def _may_grow(self, name: str) -> bool:
         """Returns whether a longer file may continue the file that was read."""
-        return False
+        # Compressed data does not end at a line's end.
+        return self.grows and codec_of(name, self.compression) is None
 
     def _check_read_part(self, name: str, file_position: FilePosition) -> bool:
         """Raises CheckpointMismatch if the content before ``file_position`` is not what was read.

@@ -37,6 +37,7 @@ class BatchReader(JsonlReader):
     """
 
     format = JsonlReader.format
+    suffixes = ""
 
     def __init__(
         self,

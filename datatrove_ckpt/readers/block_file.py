@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple, TypeAlias
+from typing import IO, Any, NamedTuple, TypeAlias, cast
 
+from datatrove.io import DataFolder
+
+from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.lazy import pa
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.readers.compressed import naming_damage
+from datatrove_ckpt.readers.extent import FileExtent
+from datatrove_ckpt.readers.input_errors import naming_hub_input, refuse_equal_names
 from datatrove_ckpt.readers.inputs import misfit
 from datatrove_ckpt.readers.positions import Row
 
@@ -93,6 +99,55 @@ class BlockFile(ABC):
     def close(self) -> None: ...
 
 
+class TableFile(BlockFile):
+    schema: pa.Schema
+
+    def read(self, first: int, rows: int, columns: Sequence[str] | None = None) -> pa.Table:
+        with naming_damage(self.name):
+            check_columns(self.schema.names, columns, self.name)
+            table = self._read(*self.part_of(first), rows, columns)
+        if columns is None:
+            return table
+        return table.select(list(columns))
+
+    @abstractmethod
+    def forward(
+        self, place: tuple[int, int], most: int, columns: Sequence[str] | None, extent: FileExtent
+    ) -> Iterator[tuple[int, int, pa.RecordBatch | pa.Table]]:
+        """Yields the rows from a place (part, row in it) on: place of the first one, and at most
+        ``most`` of them, of one part.
+        """
+
+    @abstractmethod
+    def _read(self, part: int, row: int, rows: int, columns: Sequence[str] | None) -> pa.Table:
+        """Reads so many rows of a part from ``row`` on, with at least these columns."""
+
+    def _index_of(self, groups: Iterable[Group]) -> FileIndex:
+        refuse_equal_names(self.schema.names, self.name)
+        # Without what pandas or Spark have written beside the schema.
+        return FileIndex(tuple(groups), schema=bytes(self.schema.remove_metadata().serialize()))
+
+
+@dataclass(eq=False)
+class RetryingFile:
+    _file: IO[bytes]
+    _name: str
+
+    def read(self, size: int = -1) -> bytes:
+        return bytes(retrying.READING.run(lambda: self._file.read(size), self._name))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._file, name)
+
+
+def opened(folder: DataFolder, name: str) -> IO[bytes]:
+    with naming_hub_input(folder, name):
+        if folder.is_local():
+            return cast("IO[bytes]", folder.open(name, "rb"))
+        file: Any = retrying.READING.run(lambda: folder.open(name, "rb"), name)
+        return cast("IO[bytes]", RetryingFile(file, name))
+
+
 def check_columns(found: Sequence[str], wanted: Sequence[str] | None, name: str) -> None:
     """Raises ConfigError if a file lacks a column, which pyarrow would leave out."""
     if wanted is None:
@@ -107,3 +162,10 @@ def check_columns(found: Sequence[str], wanted: Sequence[str] | None, name: str)
 
 def changed(name: str) -> CheckpointMismatch:
     return misfit(f"The input file {name!r} has changed since its rows were counted.")
+
+
+_GROUP_BYTES = 2**25  # of rows with pictures a thousand may be 10 GB
+
+
+def fitting(most: int, rows: int, size: int) -> int:
+    return max(1, min(most, rows * _GROUP_BYTES // max(1, size)))

@@ -5,24 +5,22 @@ frames. So zstd is decompressed here. gzip, bz2 and xz streams notice a missing 
 errors do not name the file.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import lzma
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING, cast
+from contextlib import ExitStack, contextmanager
+from pathlib import PurePosixPath
+from typing import IO, Any, cast
 
+from datatrove.io import DataFolder
 from fsspec.compression import compr
 from fsspec.utils import infer_compression
 
 from datatrove_ckpt.errors import ConfigError, InputError
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
+from datatrove_ckpt.readers.input_errors import naming_hub_input
 
 # Compressed bytes per call: a block of 4 bytes may become 128 kB.
 _ZSTD_BYTES = 2**14
@@ -43,7 +41,15 @@ def codec_of(name: str, compression: str | None) -> str | None:
     )
 
 
-def decompressed(file: IO[bytes], codec: str, name: str) -> io.RawIOBase:
+def uncompressed(name: str) -> PurePosixPath:
+    """Returns a file's name without the suffix of a compression."""
+    path = PurePosixPath(name)
+    if codec_of(name, "infer"):
+        return path.with_suffix("")
+    return path
+
+
+def _decompressed(file: IO[bytes], codec: str, name: str) -> io.RawIOBase:
     """Opens the content of a compressed file.
 
     Raises:
@@ -89,6 +95,29 @@ def naming_damage(name: str) -> Iterator[None]:
         ) from error
 
 
+class Content(io.BufferedReader):
+    """The content of a compressed file. ``stored``: the file itself."""
+
+    def __init__(self, content: io.RawIOBase, stored: IO[bytes]) -> None:
+        super().__init__(content, 2**16)  # what is read ahead counts as read
+        self.stored = stored
+
+
+@contextmanager
+def open_content(folder: DataFolder, name: str, compression: str | None) -> Iterator[IO[bytes]]:
+    """Opens an input file, decompressed."""
+    codec = codec_of(name, compression)
+    with ExitStack() as stack:
+        stack.enter_context(naming_hub_input(folder, name, missing=False))
+        file = stack.enter_context(folder.open(name, "rb", compression=None))
+        if codec is not None and file.read(1):
+            file.seek(0)
+            stack.enter_context(naming_damage(name))
+            # Decompressors may return less than requested, and may lack readline().
+            file = stack.enter_context(Content(_decompressed(file, codec, name), file))
+        yield file  # a file of 0 bytes is empty, also where its compression would need a header
+
+
 class _ZstdFile(io.RawIOBase):
     """All frames of a zstd file.
 
@@ -108,7 +137,7 @@ class _ZstdFile(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: WriteableBuffer) -> int:
+    def readinto(self, buffer: Any) -> int:
         target = memoryview(buffer).cast("B")
         while not self._waiting and self._fill():
             pass

@@ -4,15 +4,12 @@ A ``FilePosition`` is (rows, hash of these rows). A resume reads the file from i
 compares the hash.
 """
 
-from __future__ import annotations
-
 import codecs
 import csv
 import io
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from itertools import chain
-from typing import IO, Any
+from typing import Any
 
 from datatrove.data import Document
 from datatrove.io import DataFolderLike
@@ -22,10 +19,10 @@ from xxhash import xxh3_64
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.base import SeekingReader
+from datatrove_ckpt.readers.compressed import open_content
 from datatrove_ckpt.readers.declared_types import declared_types
 from datatrove_ckpt.readers.input_errors import refuse_equal_names
 from datatrove_ckpt.readers.inputs import misfit, refuse_pointer
-from datatrove_ckpt.readers.jsonl import JsonlReader
 from datatrove_ckpt.readers.positions import PLAIN_INTEGER, FilePosition, FileRead
 
 _QUOTES = "Close each quote, double those within a cell"
@@ -51,10 +48,9 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
     """
 
     format = "csv"
+    suffixes = ".csv"
+    grows = True
     _order_options = (*SeekingReader._order_options, "compression")
-    codec = JsonlReader.codec
-    open_content = JsonlReader.open_content
-    _may_grow = JsonlReader._may_grow
     delimiter = ","  # pickles of earlier releases
 
     def __init__(
@@ -74,14 +70,20 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
     def _read(self, name: str, file_position: FilePosition) -> FileRead:
         done, kept_hash = file_position or (0, 0)
         extent = self._file_extent
-        with self.open_content(name) as content, _lines(content) as lines:
+        with open_content(self.data_folder, name, self.compression) as content:
+            lines = io.TextIOWrapper(content, "utf-8-sig", newline="")
             stored = getattr(content, "stored", content)
             rows = _rows(lines, name, self.delimiter)
             _, names = next(rows, (1, []))
             refuse_equal_names(names, name)
             if len(names) == 1 and self.text_key not in names:
                 refuse_pointer(names[0].encode(), name)
-                _refuse_other_delimiter(names[0], name)
+                for delimiter in ",;\t|":
+                    if delimiter in names[0]:
+                        raise InputError(
+                            f"The input file {name!r} has {delimiter!r} between its cells: the "
+                            f"first line is {names[0]!r}. Set delimiter: {delimiter!r}."
+                        )
             digest = xxh3_64("\0".join(names).encode())
             number = 0
             for number, (line, cells) in enumerate(rows, 1):
@@ -114,15 +116,6 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
 
     def _check_read_part(self, name: str, file_position: FilePosition) -> bool:
         return True  # the reading itself does
-
-
-@contextmanager
-def _lines(content: IO[bytes]) -> Iterator[io.TextIOWrapper]:
-    lines = io.TextIOWrapper(content, "utf-8-sig", newline="")
-    try:
-        yield lines
-    finally:
-        lines.detach()  # the file is closed by its owner
 
 
 def _rows(lines: Iterable[str], file: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
@@ -163,12 +156,3 @@ def _odd_row(file: str, problem: str, line: int, advice: str) -> InputError:
         f"The input file {file!r} has {problem} in the row that begins in line {line}. {advice}, "
         "and run the same command again."
     )
-
-
-def _refuse_other_delimiter(header: str, file: str) -> None:
-    for delimiter in ",;\t|":
-        if delimiter in header:
-            raise InputError(
-                f"The input file {file!r} has {delimiter!r} between its cells: the first line is "
-                f"{header!r}. Set delimiter: {delimiter!r}."
-            )

@@ -10,14 +10,12 @@ shards, and then rows (``IterableDataset.skip``), which the dataset reads. Only 
 continues some rows early with another batch size.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Any
 
 from datatrove.io import DataFolder
 from fsspec import AbstractFileSystem
@@ -29,9 +27,8 @@ from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.input_errors import explain_hub_error
 from datatrove_ckpt.readers.inputs import Inputs, fingerprint
 
-if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
-
+AnyDataset = Any
+"""A ``Dataset`` or ``IterableDataset``, which have no types."""
 _HUB_FILE = re.compile(r"hf://datasets/(?P<repository>[^@]+)@(?P<commit>[^/]+)/(?P<path>.+)")
 _SAMPLED_ROWS = 32
 
@@ -61,7 +58,7 @@ class DatasetInputs(Inputs):
     def __init__(
         self,
         folder: DatasetFiles,
-        dataset: Dataset | IterableDataset,
+        dataset: AnyDataset,
         files: Sequence[str] | None,
         token: str | bool | None,
         commit: str | None,

@@ -3,10 +3,9 @@
 import base64
 from collections.abc import Iterable
 from os import PathLike, fspath
-from pathlib import PurePosixPath
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.readers.compressed import codec_of
+from datatrove_ckpt.readers.compressed import uncompressed
 from datatrove_ckpt.readers.huggingface import HuggingFaceDatasetReader
 from datatrove_ckpt.readers.inputs import list_input
 from datatrove_ckpt.readers.jsonl import JsonlReader
@@ -15,13 +14,8 @@ from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
 FilesReader = JsonlReader | ParquetReader | IpcReader
 """The readers whose rows can be counted, and read in any order."""
 
-_READERS: dict[str, type[FilesReader]] = {
-    ".parquet": ParquetReader,
-    ".arrow": IpcReader,
-    ".jsonl": JsonlReader,
-    ".ndjson": JsonlReader,
-    ".json": JsonlReader,
-}
+_KINDS: tuple[type[FilesReader], ...] = (ParquetReader, IpcReader, JsonlReader)
+_READERS = {suffix: kind for kind in _KINDS for suffix in kind.suffixes.split()}
 
 
 def folder_reader(folder: str | PathLike[str], glob_pattern: str | None) -> FilesReader:
@@ -56,13 +50,7 @@ def hub_reader(path: str, name: str | None, split: str, revision: str | None) ->
 
 def _ending(names: Iterable[str], where: str) -> str:
     """Returns the end of the names of files that readers read, without that of a compression."""
-    found = set()
-    for name in names:
-        path = PurePosixPath(name)
-        if codec_of(name, "infer"):
-            path = path.with_suffix("")
-        found.add(path.suffix)
-    found &= _READERS.keys()
+    found = _READERS.keys() & {uncompressed(name).suffix for name in names}
     if len(found) > 1:
         found.discard(".json")  # describes the others
     if len(found) != 1:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import orjson
 from datatrove.data import Document
@@ -25,6 +25,7 @@ from datatrove_ckpt.errors import CkptError, ConfigError, InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.dataset_source import (
+    AnyDataset,
     DatasetFiles,
     DatasetInputs,
     commit_of,
@@ -44,9 +45,6 @@ from datatrove_ckpt.readers.positions import (
 )
 from datatrove_ckpt.readers.revisions import is_commit
 from datatrove_ckpt.readers.step_records import plain_settings
-
-if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
 
 _SHUFFLE_SEED = 42  # datatrove's
 # Arguments of load_dataset that choose the rows; the others choose how to store them.
@@ -259,7 +257,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
 
     def _load(
         self, commit: str | None
-    ) -> tuple[Dataset | IterableDataset | dict[str, Dataset | IterableDataset], list[str] | None]:
+    ) -> tuple[AnyDataset | dict[str, AnyDataset], list[str] | None]:
         """Returns the dataset, and the files of a stream."""
         from datasets import load_dataset, load_dataset_builder, load_from_disk
 
@@ -324,7 +322,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
             return None
         return name
 
-    def _check_columns(self, dataset: Dataset | IterableDataset) -> None:
+    def _check_columns(self, dataset: AnyDataset) -> None:
         columns = dataset.column_names
         if columns is None or not self.has_default_adapter() or self.text_key in (None, *columns):
             return

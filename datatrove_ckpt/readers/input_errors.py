@@ -48,19 +48,13 @@ def is_on_hub(folder: DataFolder) -> bool:
 
 
 @contextmanager
-def naming_hub_input(
-    folder: DataFolder,
-    name: str = "",
-    missing: bool = True,
-    libraries: tuple[str, ...] = _OF_THE_CLIENT,
-) -> Iterator[None]:
+def naming_hub_input(folder: DataFolder, name: str = "", missing: bool = True) -> Iterator[None]:
     """Turns errors of the hub or S3 about files of an input into an ``InputError`` with advice.
 
     Args:
         name: the file that is read; "": the folder is listed.
         missing: ``FileNotFoundError`` and ``PermissionError`` count, too, which the client raises
             for a folder.
-        libraries: whose errors count.
     """
     try:
         yield
@@ -80,7 +74,7 @@ def naming_hub_input(
                 "credentials (AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY), the "
                 "endpoint and the network."
             ) from error
-        of_the_client = type(error).__module__.startswith(libraries)
+        of_the_client = type(error).__module__.startswith(_OF_THE_CLIENT)
         if not is_on_hub(folder) or not (
             of_the_client or (missing and isinstance(error, _MISSING))
         ):
@@ -88,14 +82,14 @@ def naming_hub_input(
         raise InputError(_explain_folder(_described(folder, name), error)) from error
 
 
-def refuse_equal_names(names: Sequence[str], file: str, above: str = "") -> None:
-    """Raises InputError if two columns, or two fields of the column ``above``, have one name."""
+def refuse_equal_names(names: Sequence[str], file: str) -> None:
+    """Raises InputError if two columns have one name."""
     if len({*names}) == len(names):
         return
     name = next(one for one in names if names.count(one) > 1)
     places = ", ".join(str(number) for number, one in enumerate(names, 1) if one == name)
     raise InputError(
-        f"The input file {file!r} has several columns named {above + name!r}: numbers {places}. "
+        f"The input file {file!r} has several columns named {name!r}: numbers {places}. "
         "Rename or remove all but one, and run the same command again."
     )
 

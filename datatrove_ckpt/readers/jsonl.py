@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import base64
 import codecs
-import io
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import IO, Any, TypeVar
 
 import numpy as np
@@ -38,9 +38,8 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.block_file import BlockFile, FileIndex, Group, changed
-from datatrove_ckpt.readers.compressed import codec_of, decompressed, naming_damage
+from datatrove_ckpt.readers.compressed import Content, codec_of, naming_damage, open_content
 from datatrove_ckpt.readers.declared_types import declared_types
-from datatrove_ckpt.readers.input_errors import naming_hub_input
 from datatrove_ckpt.readers.inputs import misfit, refuse_pointer
 from datatrove_ckpt.readers.no_document import MAX_LINE_BYTES, read_line, refuse_array
 from datatrove_ckpt.readers.positions import PLAIN_INTEGER, FilePosition, FileRead, Row
@@ -70,6 +69,8 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
     """
 
     format = "jsonl"
+    suffixes = ".jsonl .json .ndjson"
+    grows = True
     _order_options = (*SeekingReader._order_options, "compression")
     _parsing = 0.0  # seconds, of this block
 
@@ -94,7 +95,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         is_plain = self._may_grow(name)
         if is_plain:
             extent.per = 1.0
-        with self.open_content(name) as file:
+        with open_content(self.data_folder, name, self.compression) as file:
             head = xxh3_64(self._skip(file, offset, name))
             if offset and is_plain:
                 late_line_end = _read_late_line_end(file, offset)
@@ -102,7 +103,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
                 offset += len(late_line_end)
             head_hash = head.intdigest()
             for lines in self._timed(_line_blocks(file, name)):
-                if isinstance(file, _Content):
+                if isinstance(file, Content):
                     content = offset + sum(map(len, lines))
                     extent.per = file.stored.tell() / max(1, content)
                 for line in lines:
@@ -190,32 +191,10 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
     def open_file(self, name: str) -> LineBlocks:
         return LineBlocks(self, name)
 
-    def codec(self, name: str) -> str | None:
-        return codec_of(name, self.compression)
-
-    @contextmanager
-    def open_content(self, name: str) -> Iterator[IO[bytes]]:
-        codec = self.codec(name)
-        with ExitStack() as stack:
-            # The adapter runs inside, and may raise errors of other libraries.
-            stack.enter_context(
-                naming_hub_input(self.data_folder, name, False, ("huggingface_hub",))
-            )
-            file = stack.enter_context(self.data_folder.open(name, "rb", compression=None))
-            if codec is not None and file.read(1):
-                file.seek(0)
-                stack.enter_context(naming_damage(name))
-                # Decompressors may return less than requested, and may lack readline().
-                file = stack.enter_context(_Content(decompressed(file, codec, name), file))
-            yield file  # a file of 0 bytes is empty, also where its compression would need a header
-
-    def _may_grow(self, name: str) -> bool:
-        return self.codec(name) is None  # compressed data does not end at a line's end
-
     def _check_read_part(self, name: str, file_position: FilePosition) -> bool:
         offset, _, start, line_hash, _ = file_position
         is_plain = self._may_grow(name)
-        with self.open_content(name) as file:
+        with open_content(self.data_folder, name, self.compression) as file:
             head = self._skip(file, start, name)
             line = _read_exactly(file, offset - start, name)
             head += line[: max(0, _HEAD - start)]
@@ -249,14 +228,6 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         while left > 0:
             left -= len(_read_exactly(file, min(left, _SKIP_BYTES), name))
         return head
-
-
-class _Content(io.BufferedReader):
-    """The content of a compressed file. ``stored``: the file itself."""
-
-    def __init__(self, content: io.RawIOBase, stored: IO[bytes]) -> None:
-        super().__init__(content, _HEAD)  # what is read ahead counts as read in ``_read``
-        self.stored = stored
 
 
 def _decode_media(media: Any) -> None:
@@ -350,7 +321,8 @@ class LineBlocks(BlockFile):
     def __init__(self, reader: JsonlReader, name: str) -> None:
         self.name = name
         self._reader = reader
-        self._is_plain = reader.codec(name) is None
+        self._open = partial(open_content, reader.data_folder, name, reader.compression)
+        self._is_plain = codec_of(name, reader.compression) is None
         self._stack = ExitStack()
         self._file: IO[bytes] | None = None
         self._at = 0  # offset in the content
@@ -360,7 +332,7 @@ class LineBlocks(BlockFile):
     def count(self) -> FileIndex:
         groups = []
         start = 0
-        with self._reader.open_content(self.name) as file:
+        with self._open() as file:
             for part in _read_parts(file, self.name):
                 groups.append(Group(_count_lines(part), len(part), start))
                 start += len(part)
@@ -387,7 +359,7 @@ class LineBlocks(BlockFile):
         group = self.index.groups[number]
         if self._file is None or (group.start < self._at and not self._is_plain):
             self.close()
-            self._file = self._stack.enter_context(self._reader.open_content(self.name))
+            self._file = self._stack.enter_context(self._open())
             self._at = 0
         if self._is_plain:
             self._file.seek(group.start)

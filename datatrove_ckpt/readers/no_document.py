@@ -4,21 +4,21 @@ change.
 
 import codecs
 import csv
-import io
-from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import IO, NoReturn
 
 import orjson
-from datatrove.io import DataFolder
 from datatrove.pipeline.readers import CSVReader, IpcReader, ParquetReader
 from datatrove.pipeline.readers.base import BaseDiskReader
 from fsspec.spec import AbstractBufferedFile
 
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.lazy import pa, pq
 from datatrove_ckpt.errors import DocumentNotSerializable, InputError
-from datatrove_ckpt.readers.compressed import codec_of, decompressed
+from datatrove_ckpt.readers.arrow_blocks import ArrowBlocks
+from datatrove_ckpt.readers.block_file import TableFile
+from datatrove_ckpt.readers.compressed import open_content
+from datatrove_ckpt.readers.extent import FileExtent
+from datatrove_ckpt.readers.parquet_blocks import ParquetBlocks
 
 MAX_LINE_BYTES = 2**28
 """Limit of a JSONL line or CSV field, in bytes.
@@ -72,19 +72,10 @@ def explain(reader: BaseDiskReader, name: str, damaged: bool = False) -> str:
     """Describes a file without documents, with advice; "" if it has no rows, or only empty
     texts.
     """
-    folder: DataFolder = reader.data_folder
-    with folder.open(name, "rb", compression=None) as file:
-        magic = file.read(6)
-        file.seek(0)
-        # The last one: a stream of Arrow.
-        is_table = magic.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"))
-        if is_table and isinstance(reader, IpcReader | ParquetReader):
-            return _explain_row(reader, name, _first_table_row(file, magic), damaged)
-        codec = codec_of(name, getattr(reader, "compression", "infer"))
-        if codec is not None and magic:
-            return _explain_text(
-                io.BufferedReader(decompressed(file, codec, name), _BLOCK), reader, name, damaged
-            )
+    if isinstance(reader, IpcReader | ParquetReader):
+        return _explain_row(reader, name, _first_table_row(reader, name), damaged)
+    compression = getattr(reader, "compression", "infer")
+    with open_content(reader.data_folder, name, compression) as file:
         return _explain_text(file, reader, name, damaged)
 
 
@@ -138,17 +129,14 @@ def _explain_text(file: IO[bytes], reader: BaseDiskReader, name: str, damaged: b
     return text and f"It begins with {text[:60]!r}. {advice}"
 
 
-def _first_table_row(file: IO[bytes], magic: bytes) -> JsonObject | None:
-    batches: Iterable[pa.RecordBatch]
-    if magic.startswith(b"PAR1"):
-        batches = pq.ParquetFile(file, pre_buffer=False).iter_batches(batch_size=1)
-    elif magic.startswith(b"\xff"):
-        batches = pa.ipc.open_stream(file)
+def _first_table_row(reader: BaseDiskReader, name: str) -> JsonObject | None:
+    file: TableFile
+    if isinstance(reader, ParquetReader):
+        file = ParquetBlocks(reader.data_folder, name)
     else:
-        table = pa.ipc.open_file(file)
-        batches = (table.get_batch(number) for number in range(table.num_record_batches))
-    for batch in batches:
-        if batch.num_rows:
-            row: JsonObject = batch.slice(0, 1).to_pylist()[0]
+        file = ArrowBlocks(reader.data_folder, name, reader.stream)
+    with closing(file):
+        for _, _, rows in file.forward((0, 0), 1, None, FileExtent()):
+            row: JsonObject = rows.to_pylist()[0]
             return row
     return None

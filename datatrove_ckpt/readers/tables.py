@@ -14,39 +14,33 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from datatrove.pipeline.readers import ipc, parquet
 
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.lazy import pa
 from datatrove_ckpt.errors import InputError
+from datatrove_ckpt.readers.arrow_blocks import ArrowBlocks
 from datatrove_ckpt.readers.base import SeekingReader
+from datatrove_ckpt.readers.block_file import TableFile
 from datatrove_ckpt.readers.compressed import naming_damage
-from datatrove_ckpt.readers.input_errors import naming_hub_input
+from datatrove_ckpt.readers.input_errors import naming_hub_input, refuse_equal_names
 from datatrove_ckpt.readers.inputs import list_input
+from datatrove_ckpt.readers.parquet_blocks import ParquetBlocks
 from datatrove_ckpt.readers.positions import FilePosition, FileRead, ReadResult, Row
-from datatrove_ckpt.readers.table_files import (
-    ArrowBlocks,
-    ParquetBlocks,
-    TableFile,
-    refuse_equal_fields,
-)
-
-if TYPE_CHECKING:
-    from datatrove_ckpt.readers.table_files import Batch
 
 
 class _TableReader(SeekingReader):
     batch_size = 1000
+    has_types = True
 
     @property
     def _columns(self) -> list[str] | None:
         return None
 
     @abstractmethod
-    def open_file(self, name: str, forward: bool = False) -> TableFile:
-        """Opens a file. ``forward``: all of it is read, in its order."""
+    def open_file(self, name: str) -> TableFile: ...
 
     def schemas(self) -> Iterator[tuple[str, pa.Schema]]:
         names = list_input(self).names
@@ -57,30 +51,28 @@ class _TableReader(SeekingReader):
         with closing(self.open_file(name)) as file:
             return file.schema
 
-    def _batches(self, name: str, place: tuple[int, int]) -> Iterator[tuple[int, int, Batch]]:
+    def _read(self, name: str, file_position: FilePosition) -> FileRead:
+        first, row, number = file_position or (0, 0, 0)
         with (
             naming_hub_input(self.data_folder, name),
             naming_damage(name),
-            closing(self.open_file(name, forward=True)) as file,
+            closing(self.open_file(name)) as file,
         ):
-            refuse_equal_fields(file.schema, name)
-            yield from file.forward(place, self.batch_size, self._columns, self._file_extent)
-
-    def _read(self, name: str, file_position: FilePosition) -> FileRead:
-        group, row, number = file_position or (0, 0, 0)
-        for group, row, batch in self._batches(name, (group, row)):  # noqa: B020 (only the first position is needed)
-            documents: list[ReadResult] = []
-            with self.track_time("batch"):
-                for data in _python_rows(batch, name):
-                    row += 1
-                    where = f"row {row} of group {group + 1}"
-                    document = self.document_of(data, name, number, where)
-                    number += not isinstance(document, SkippedLines)
-                    documents.append((document, (group, row, number)))
-            yield from documents
+            refuse_equal_names(file.schema.names, name)
+            parts = file.forward((first, row), self.batch_size, self._columns, self._file_extent)
+            for group, row, batch in parts:
+                documents: list[ReadResult] = []
+                with self.track_time("batch"):
+                    for data in _python_rows(batch, name):
+                        row += 1
+                        where = f"row {row} of group {group + 1}"
+                        document = self.document_of(data, name, number, where)
+                        number += not isinstance(document, SkippedLines)
+                        documents.append((document, (group, row, number)))
+                yield from documents
 
 
-def _python_rows(batch: Batch, name: str) -> list[Row]:
+def _python_rows(batch: pa.RecordBatch | pa.Table, name: str) -> list[Row]:
     """Returns the rows with Python's values.
 
     Raises:
@@ -146,6 +138,7 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
     """
 
     format = "parquet"
+    suffixes = ".parquet"
 
     @property
     def _columns(self) -> list[str] | None:
@@ -153,9 +146,7 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
             return None
         return [self.text_key or "text", self.id_key]
 
-    def open_file(self, name: str, forward: bool = False) -> ParquetBlocks:
-        if forward and not self.data_folder.is_local():
-            return ParquetBlocks(self.data_folder, name, buffer=0)  # fewer requests
+    def open_file(self, name: str) -> ParquetBlocks:
         return ParquetBlocks(self.data_folder, name)
 
 
@@ -171,7 +162,8 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
     """
 
     format = "ipc"
+    suffixes = ".arrow .ipc .feather"
     _order_options = (*SeekingReader._order_options, "stream")
 
-    def open_file(self, name: str, forward: bool = False) -> ArrowBlocks:
+    def open_file(self, name: str) -> ArrowBlocks:
         return ArrowBlocks(self.data_folder, name, self.stream)

@@ -21,7 +21,6 @@ from datatrove_ckpt.common.formatting import figure, plural
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.output.formats import Format, format_of_file
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_uploads import HubReads
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.run_folder.run_plan import RunnerPlan
 from datatrove_ckpt.run_folder.run_state import RunState, read_run_state
@@ -63,9 +62,9 @@ def write_card(runner: RunnerPlan, root: Path, command: str) -> None:
     if hub is not None and hub.kind == "dataset":
         section = redact("\n".join(_lines(runner, state, _OF_OUTPUT)))
         repository = replace(hub, path="")
-        reads = HubReads(repository, StoppableCalls())
+        calls = StoppableCalls(repository.url, repository)
         publish = partial(_publish, repository, hub.path, section, _header(runner, hub.path))
-        reads.looked(f"{_README} cannot be changed", publish, retrying.HUB_PROBE)
+        calls.retry(f"{_README} cannot be changed", publish, retrying.HUB_PROBE)
 
 
 def _publish(repository: HubFolder, folder: str, section: str, header: str) -> None:

@@ -395,13 +395,9 @@ def check_output_of_run(
         if not has_started:
             folder.refuse_foreign(rank, found)
     for rank_commits in commits.values():
-        if rank_commits.is_finished:
-            own = folder.unfinished(rank_commits, found)
-        elif rank_commits.has_run:
-            own = folder.published(rank_commits.rank, found)
-        else:
-            continue
-        folder.refuse_foreign(rank_commits.rank, found, own)
+        is_complete = rank_commits.is_finished
+        if is_complete or rank_commits.has_run:
+            folder.refuse_foreign(rank_commits.rank, found, rank_commits, is_complete)
     for rank in sorted(found.by_rank):
         if rank >= tasks:
             folder.refuse_foreign(rank, found)

@@ -58,9 +58,9 @@ from datatrove_ckpt.errors import (
     OutputMismatch,
 )
 from datatrove_ckpt.mirror.job import restore_advice
-from datatrove_ckpt.output.folders import stands_elsewhere
 from datatrove_ckpt.output.owner import Homes
 from datatrove_ckpt.output.targets import remove_output
+from datatrove_ckpt.output.writer_checks import stands_elsewhere
 from datatrove_ckpt.run_folder.verify import REDO_KINDS, Problem, Report, is_owned, other_run
 
 

@@ -31,8 +31,12 @@ from datatrove_ckpt.common.retrying import naming_hub
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, LimitReached
 from datatrove_ckpt.errors.names import name_copy, setting_name, setting_of, step_name, step_place
 from datatrove_ckpt.generation.limits import limit_reached
-from datatrove_ckpt.output.folders import refuse_equal_folders, refuse_own_output, writers_of
-from datatrove_ckpt.output.writer_checks import check_rank_in_template
+from datatrove_ckpt.output.writer_checks import (
+    check_rank_in_template,
+    refuse_equal_folders,
+    refuse_own_output,
+    writers_of,
+)
 from datatrove_ckpt.runner import InferenceRunner
 
 

@@ -45,11 +45,11 @@ from datatrove_ckpt.output.committed import (
     content_hash,
     file_problem,
     list_files,
+    listed,
     published_names,
 )
 from datatrove_ckpt.output.formats import format_of_file, is_known
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_uploads import ANSWER_SECONDS, HubReads
 from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.owner import Homes, OutputOwnership
 from datatrove_ckpt.output.stoppable import StoppableCalls
@@ -375,12 +375,11 @@ def check_output(report: Report) -> Iterator[Problem]:
     try:
         is_owned(report)
         look = partial(list_files, report.folder, committed)
-        calls = StoppableCalls()
-        if report.hub is not None:
-            found = HubReads(report.hub, calls).listed(look, committed.values())
-        else:
-            what = f"{report.output} cannot be listed"
-            found = calls.retry(what, look, HUB_PROBE, at_most_seconds=ANSWER_SECONDS)
+        calls = StoppableCalls(report.output, report.hub)
+        policy = None
+        if report.hub is None:  # the hub may limit requests, and then asks to wait
+            policy = HUB_PROBE
+        found = listed(calls, look, committed.values(), policy)
         is_there = not committed or found.sizes or report.hub is not None
         # The files of a folder that the user names are missing.
         is_named = report.place.named_output is not None

@@ -28,8 +28,8 @@ from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.block_file import BlockFile, FileIndex, Rows, check_columns
 from datatrove_ckpt.readers.files import FilesReader
 from datatrove_ckpt.readers.inputs import Inputs
+from datatrove_ckpt.readers.parquet_blocks import ParquetBlocks
 from datatrove_ckpt.readers.positions import Row
-from datatrove_ckpt.readers.table_files import ParquetBlocks
 from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
 from datatrove_ckpt.torch.row_counts import RowCounts
 

@@ -36,9 +36,8 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import SeekingReader
 from datatrove_ckpt.readers.files import FilesReader, folder_reader, hub_reader
 from datatrove_ckpt.readers.positions import State
-from datatrove_ckpt.readers.table_files import Numbers
 from datatrove_ckpt.torch.index import Index, RowSource
-from datatrove_ckpt.torch.order import Window, order_by_files, order_by_rows, unevenness
+from datatrove_ckpt.torch.order import Numbers, Window, order_by_files, order_by_rows, unevenness
 from datatrove_ckpt.torch.stages import Batched, Stage, mapped, selected
 from datatrove_ckpt.torch.stateful import Shared, StatefulIterable, refuse_begun
 from datatrove_ckpt.torch.states import (

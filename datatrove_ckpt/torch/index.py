@@ -28,9 +28,8 @@ from datatrove_ckpt.readers.block_file import Rows
 from datatrove_ckpt.readers.files import FilesReader
 from datatrove_ckpt.readers.inputs import misfit
 from datatrove_ckpt.readers.positions import Row, State
-from datatrove_ckpt.readers.table_files import Numbers
 from datatrove_ckpt.torch.blocks import Block, BlockInput, Unified
-from datatrove_ckpt.torch.order import BlockTable, EpochOrder, OpenWindow
+from datatrove_ckpt.torch.order import BlockTable, EpochOrder, Numbers, OpenWindow
 from datatrove_ckpt.torch.states import check_settings
 
 _Array = npt.NDArray[np.generic]

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from datatrove_ckpt.readers.table_files import Numbers
+from datatrove_ckpt.torch.order import Numbers
 
 Even = Literal["drop", "repeat"] | None
 

@@ -19,7 +19,7 @@ from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.checkpoint import rank_files
 from datatrove_ckpt.executors import local
 from datatrove_ckpt.mirror.restore import restore
-from datatrove_ckpt.output import hub_uploads
+from datatrove_ckpt.output import committed
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing.crashes import EFFECTS, CrashingDisk, SimulatedCrash, disk_in_place
 from tests.crash.test_hub import crashing_client
@@ -49,7 +49,7 @@ def client(hub, monkeypatch):
 def _one_after_the_other(ram, monkeypatch, policy):
     monkeypatch.setattr(tempfile, "tempdir", str(ram))
     monkeypatch.setattr(rank_files, "MAX_GROUP", 1)
-    monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
+    monkeypatch.setattr(committed, "LAG_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
     monkeypatch.setattr(local, "_MARKER_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
     policy("HUB", "HUB_LOOK", "READING", first=0.01)
     PASSES.watch(monkeypatch)

@@ -10,7 +10,7 @@ import pytest
 from datatrove.pipeline.writers import ParquetWriter
 from huggingface_hub import get_session
 
-from datatrove_ckpt.output import hub_uploads
+from datatrove_ckpt.output import committed
 from datatrove_ckpt.testing.crashes import CrashingDisk, disk_in_place
 from tests.crash.test_every_effect import answered
 from tests.hub.server import route
@@ -70,7 +70,7 @@ def _quick(tmp_path, monkeypatch, policy):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     policy("HUB", "HUB_LOOK", first=0.01)
-    monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0,))
+    monkeypatch.setattr(committed, "LAG_LOOKS", (0.0,))
     yield
     assert list((tmp_path / "temporary").iterdir()) == []
 

@@ -88,10 +88,7 @@ class Answers:
         may_write(self._hub, name, access)
         url = f"{self._hub.url}/{'' if kind == 'model' else kind + 's/'}{name}"
         if (kind, name) in self._hub.repos:
-            answer = {"error": "You already created this repo", "url": url}
-            return web.json_response(
-                answer, status=409, headers={"X-Error-Message": answer["error"]}
-            )
+            raise Problem(409, "You already created this repo")
         private = asked.get("visibility") == "private" or bool(asked.get("private"))
         self._hub.create_repo(name, kind, private)
         return web.json_response({"url": url, "name": name, "id": name})
@@ -205,8 +202,7 @@ class Answers:
         if header.get("parentCommit") not in (None, now.oid) or now is not head:
             raise Problem(412, "A commit has happened since. Please refresh and try again.")
         added, deleted = _operations(repo, now.tree, lines[1:])
-        title, message = header["summary"], header.get("description", "")
-        made = repo.commit(branch, title, message, self._hub.clock.now(), added, deleted)
+        made = repo.commit(branch, header["summary"], self._hub.clock.now(), added, deleted)
         url = f"{self._hub.url}/{'' if repo.kind == 'model' else repo.kind + 's/'}{repo.name}/commit/{made.oid}"
         return web.json_response({"success": True, "commitOid": made.oid, "commitUrl": url})
 

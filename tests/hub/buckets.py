@@ -34,10 +34,7 @@ class Buckets:
     def _create(self, name, body):
         url = f"{self._hub.url}/buckets/{name}"
         if ("bucket", name) in self._hub.repos:
-            message = "You already created this bucket"
-            return web.json_response(
-                {"error": message, "url": url}, status=409, headers={"X-Error-Message": message}
-            )
+            raise Problem(409, "You already created this bucket")
         private = (json.loads(body) if body else {}).get("visibility") == "private"
         self._hub.create_repo(name, "bucket", private)
         return web.json_response({"url": url})
@@ -113,7 +110,7 @@ class Buckets:
             else:
                 sha = change["xetHash"]
                 added.append(File.of(path, sha, bucket.blobs[sha], lfs=True))
-        bucket.commit("main", "batch", "", self._hub.clock.now(), added, deleted)
+        bucket.commit("main", "batch", self._hub.clock.now(), added, deleted)
         return web.json_response({"failed": []})
 
 

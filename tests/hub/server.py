@@ -133,7 +133,10 @@ class FakeHub:
             repo.blobs[sha256(content)] = content
             lfs = upload_mode(path, len(content), content[:512]) == "lfs"
             added.append(File.of(path, sha256(content), content, lfs))
-        return repo.commit(revision, "by somebody else", "", self.clock.now(), added, [])
+        return repo.commit(revision, "by somebody else", self.clock.now(), added, [])
+
+    def remove(self, name, paths, kind="dataset"):
+        self.repo(name, kind).commit("main", "by somebody else", self.clock.now(), [], paths)
 
     def fail(self, kind, status=500, times=1, **how):
         """The next ``times`` requests of ``kind`` get ``status``. See ``Fault``."""

@@ -50,7 +50,6 @@ class Commit:
 
     oid: str
     title: str
-    message: str
     at: float
     tree: dict[str, File] = field(repr=False)
     parent: Commit | None = field(default=None, repr=False)
@@ -91,13 +90,13 @@ class Repo:
         ).encode()
         self.blobs[sha256(lines)] = lines
         attributes = File.of(ATTRIBUTES, sha256(lines), lines, lfs=False)
-        self.commit("main", "initial commit", "", 0.0, [attributes], [])
+        self.commit("main", "initial commit", 0.0, [attributes], [])
 
     def find(self, revision):
         """A branch's head, or a commit."""
         return self.branches.get(revision.removeprefix("refs/heads/")) or self.commits.get(revision)
 
-    def commit(self, branch, title, message, at, add, delete):
+    def commit(self, branch, title, at, add, delete):
         parent = self.branches.get(branch)
         tree = dict(parent.tree) if parent else {}
         for path in delete:
@@ -105,9 +104,7 @@ class Repo:
         tree.update((file.path, file) for file in add)
         seed = f"{self.kind} {self.name} {len(self.commits)} {parent.oid if parent else ''} {title}"
         oid = hashlib.sha1(seed.encode()).hexdigest()
-        made = Commit(
-            oid, title, message, at, tree, parent, tuple(file.path for file in add), tuple(delete)
-        )
+        made = Commit(oid, title, at, tree, parent, tuple(file.path for file in add), tuple(delete))
         self.commits[oid] = made
         self.branches[branch] = made
         return made

@@ -160,8 +160,8 @@ def test_beyond_the_lines_that_are_checked_such_a_line_has_its_error(server, com
 def test_a_file_is_a_batch_file_whose_first_lines_are_blank_or_damaged(server, command):
     write("", '{"custom_id": "torn', '{"comment": "of a tool"}', request("0", model="fake"))
     assert "line 2: " in command(*flags(server), code=2).error
-    write("", request("0", model="fake"))
-    command(*flags(server))
+    write("", request("0", model="fake"), request("1"))
+    command(*flags(server, "--limit=1"))
     assert [line["custom_id"] for line in results()] == ["0"]
 
 

@@ -129,9 +129,7 @@ def test_every_command_works_with_all_of_a_job_in_a_bucket(job, server, command)
         assert "report.html: the report of 1 task" in command("report", what)
     assert "document 0 0" in command("show", "job.yaml")
     assert server.asked.total() == 3
-    job.repo("org/job", "bucket").commit(
-        "main", "by hand", "", 0.0, [], ["output/00000_00001.jsonl"]
-    )
+    job.remove("org/job", ["output/00000_00001.jsonl"], "bucket")
     assert "00000_00001.jsonl is missing" in command("verify", f"{BUCKET}/mirror", code=1)
     command("repair", "job.yaml")
     command("run", "job.yaml")
@@ -166,7 +164,7 @@ def test_a_mirror_in_a_repository_is_refused_read_and_moved(job, server, command
     lose_the_node()
     assert "1 task (1 finished)" in command("status", "job.yaml")
     by_hand = [*markers(job), *job.owners("org/job", "bucket")]
-    job.repo("org/job", "bucket").commit("main", "by hand", "", 0.0, [], by_hand)
+    job.remove("org/job", by_hand, "bucket")
     command("run", "job.yaml")
     assert server.asked.total() == 1
 
@@ -230,24 +228,6 @@ def test_a_token_that_expires_in_the_middle_loses_nothing(
     assert rows == [f"0 {n}" for n in range(3)]
     assert set(server.asked.values()) == {1}
     assert "no problem: 1 task, 3 documents" in command("verify", f"{BUCKET}/mirror", "--full")
-
-
-# lists that lag ----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lag", [3, 1, 5])
-def test_lists_that_lag_lose_and_repeat_nothing(job, server, command, lag):
-    for number in range(lag):
-        # The input has been there for a while.
-        job.put("org/job", {f"other/{number}": b""}, kind="bucket")
-    job.lag_commits = lag
-    assert "3 of 3 documents are in 2 files" in command("run", "job.yaml")
-    lose_the_node()
-    assert "1 task is complete already" in command("run", "job.yaml")
-    assert "no problem: 1 task, 3 documents" in command("verify", f"{BUCKET}/mirror", "--full")
-    assert set(server.asked.values()) == {1}
-    assert len(output(job)) == 2
 
 
 @pytest.mark.parametrize("folder, lists", [("completions", False), ("logs", True)])
@@ -351,7 +331,7 @@ def test_a_chunk_that_the_lost_node_published_after_its_last_version_is_replaced
             for file in hub.files("org/job", kind="bucket")
             if re.search("generation-(?!00000001-)", file)
         ]
-        hub.repo("org/job", "bucket").commit("main", "never uploaded", "", 0.0, [], later)
+        hub.remove("org/job", later, "bucket")
         lose_the_node()
         shutil.rmtree(tmp_path / "checkpoints")
         Job(tmp_path, f"{BUCKET}/mirror").run(server, 3, output_writer=output_writer)

@@ -7,11 +7,8 @@ import datetime
 import gzip
 import io
 import json
-from decimal import Decimal
-from uuid import UUID
 
 import pytest
-from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.readers import CSVReader, JsonlReader, ParquetReader
@@ -57,7 +54,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
+@pytest.mark.parametrize("value", VALUES)
 def test_a_value_of_json_is_read_as_json_reads_it(tmp_path, server, value):
     line = f'{{"id": "1", "text": "a", "v": {value}}}'
     data = write(tmp_path / "data", "a.jsonl", f"{line}\n".encode())
@@ -70,22 +67,6 @@ def test_a_value_of_json_is_read_as_json_reads_it(tmp_path, server, value):
 
 
 ROW = b'{"id": "1", "text": "a"}'
-LINES = {
-    "no line break at the end": ROW + b"\n" + ROW,
-    "windows": ROW + b"\r\n" + ROW + b"\r\n",
-    "blank lines": b"\n\n" + ROW + b"\n \n\t\n" + ROW + b"\n\n",
-    "spaces": b"  " + ROW + b"\t \n",
-    "keys twice": b'{"id": "0", "text": "b", "id": "1", "text": "a"}\n',
-    "escaped keys": rb'{"id": "1", "t\u0065xt": "a"}' + b"\n",
-}
-
-
-@pytest.mark.parametrize("suffix", ["", ".gz"])
-@pytest.mark.parametrize("name", LINES)
-def test_lines_are_read_as_json_reads_them(tmp_path, name, suffix):
-    data = write(tmp_path / "data", f"a.jsonl{suffix}", LINES[name])
-    lines = [line.strip() for line in LINES[name].splitlines()]
-    assert read(JsonlReader, data) == [json.loads(line) for line in lines if line]
 
 
 @pytest.mark.parametrize(
@@ -189,65 +170,6 @@ def test_csv_with_another_delimiter_is_read_as_pandas_reads_it(tmp_path, server,
 
 
 DAY = datetime.date(2026, 1, 2)
-COLUMNS = {  # other types are in test_types_of_columns.py
-    "int64 with nulls": pa.array([1, None, 2**62]),
-    "all null": pa.array([None, None, None], pa.int32()),
-    "doubles that are whole": pa.array([1.0, 2.0, None]),
-    "bool": pa.array([True, None, False]),
-    "empty texts": pa.array(["", None, "a"]),
-    "dictionary of 8 bits": pa.array(["a", None, "a"], pa.dictionary(pa.int8(), pa.string())),
-    "uuid of its own type": pa.array([UUID(int=1), None, UUID(int=2**127)], pa.uuid()),
-    "day in ms": pa.array([DAY, None, DAY], pa.date64()),
-    "seconds": pa.array([0, None, -1], pa.timestamp("s")),
-    "time": pa.array([datetime.time(23, 59, 59, 999999), None, datetime.time()]),
-    "lists of lists": pa.array([[[]], None, [None, [1.5]]], pa.list_(pa.list_(pa.float32()))),
-    "struct": pa.array([{"a": 1, "b": None}, None, {"a": None, "b": [{"c": DAY}]}]),
-    "chat": pa.array([[{"role": "user", "content": "a"}], None, []]),
-}
-
-
-def run_table(folder, server, table, kind):
-    """Runs the table as a file of the kind. Returns the output."""
-    (folder / "data").mkdir()
-    write_table(folder / "data" / f"a.{kind}", table, 2, stream=True)
-    output = ParquetWriter(str(folder / "output"), "${chunk_index}.parquet", expand_metadata=True)
-    step = runner(folder, server, records_per_chunk=3, output_writer=output)
-    step.run(reader_of(folder / "data", kind).run())
-    return pq.read_table(folder / "output")
-
-
-@pytest.mark.parametrize("kind", ["parquet", "arrow"])
-@pytest.mark.parametrize("name", COLUMNS)
-def test_a_column_of_a_table_comes_back_as_pyarrow_reads_it(tmp_path, server, name, kind):
-    table = pa.table({"id": ["1", "2", "3"], "text": ["a", "b", "c"], "v": COLUMNS[name]})
-    expected = tmp_path / "expected.parquet"
-    pq.write_table(table, expected)
-    found = run_table(tmp_path, server, table, kind).select(table.column_names)
-    written = pq.read_table(expected)
-    values = found.to_pydict()
-    assert values == written.to_pydict()
-    if name != "dictionary of 8 bits":  # whose indices may be too small for several files
-        assert found.schema.field("v").type == written.schema.field("v").type
-
-
-UUIDS = pa.array([UUID(int=1), None], pa.uuid())
-TEXTS = [str(UUID(int=1)), None]
-
-
-@pytest.mark.parametrize(
-    "values, expected",
-    [
-        (pa.array([Decimal("100"), None], pa.decimal128(5, -2)), [Decimal("100"), None]),
-        (pa.ListArray.from_arrays([0, 2, 2], UUIDS), [TEXTS, []]),
-        (pa.StructArray.from_arrays([UUIDS], ["u"]), [{"u": TEXTS[0]}, {"u": None}]),
-    ],
-    ids=["decimal of negative scale", "list of uuids", "struct of uuids"],
-)
-def test_a_type_that_no_value_can_have_becomes_the_type_of_its_values(
-    tmp_path, server, values, expected
-):
-    table = pa.table({"text": ["a", "b"], "v": values})
-    assert run_table(tmp_path, server, table, "arrow")["v"].to_pylist() == expected
 
 
 TABLES = {

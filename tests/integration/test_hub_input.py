@@ -16,6 +16,7 @@ from datatrove_ckpt.readers import (
     position_state,
 )
 from datatrove_ckpt.torch import ReaderDataset
+from tests.unit.test_dataset_reader import resume
 
 pytestmark = pytest.mark.xdist_group("datasets")  # its import takes seconds
 
@@ -70,12 +71,6 @@ def read(given):
     return list(HuggingFaceDatasetReader(**given).run())
 
 
-def resumed(given, document):
-    reader = HuggingFaceDatasetReader(**given)
-    reader.load_state_dict(position_state(document))
-    return reader.run()
-
-
 def test_no_file_before_the_position_is_downloaded_again(hub, ranges):
     contents = {f"data/train-{n}.parquet": parquet(100 * n, 40, 50_000) for n in range(3)}
     hub.put(REPOSITORY, contents)
@@ -83,7 +78,7 @@ def test_no_file_before_the_position_is_downloaded_again(hub, ranges):
     position = documents[40 + 29]
     ranges.clear()
     asked = len(hub.requests)
-    assert list(resumed(options(), position)) == documents[40 + 30 :]
+    assert resume(options(), position) == documents[40 + 30 :]
     footer = len(contents["data/train-0.parquet"]) - 2**17
     # For the columns.
     assert all(first >= footer for name, first, _ in ranges if name == "data/train-0.parquet")
@@ -98,7 +93,7 @@ def test_another_revision_is_refused(hub):
     assert position_state(documents[0])["commit"] == commit.oid  # type: ignore[index]
     other = options(dataset_options={"split": "train", "revision": commit.oid})
     with pytest.raises(CheckpointMismatch, match="dataset_options"):
-        list(resumed(other, documents[3]))
+        resume(other, documents[3])
     assert read(other) == documents
 
 

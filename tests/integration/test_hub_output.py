@@ -24,7 +24,6 @@ from datatrove_ckpt.generation import scheduler
 from datatrove_ckpt.output import targets
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_pace import CommitPace
-from datatrove_ckpt.output.hub_uploads import HubReads
 from datatrove_ckpt.output.owner import OutputOwnership
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.output.targets import HubTarget
@@ -71,8 +70,8 @@ def test_a_rank_that_was_taken_over_while_its_files_wait_commits_nothing(hub, tm
     (tmp_path / "staged").write_text("content")
     output = JsonlWriter("hf://datasets/org/data/config", "${rank}.jsonl")
     folder = output.output_folder
-    reads = HubReads(HubFolder.of(folder), StoppableCalls(), taken)
-    commits = HubTarget(folder, 0, tmp_path, reads, taken, CommitPace())
+    calls = StoppableCalls("hf://datasets/org/data/config", HubFolder.of(folder))
+    commits = HubTarget(folder, 0, tmp_path, taken, calls, CommitPace())
     staged = SimpleNamespace(path=tmp_path / "staged", size=7, rows=0, hexdigest=lambda: "")
     commits.publish(0, SimpleNamespace(finished={"a": staged}, folder=tmp_path), Intents(tmp_path))
     done, failures = Mock(), queue.SimpleQueue()
@@ -135,7 +134,7 @@ def test_files_that_vanish_during_the_run_are_missed_at_its_end(hub, server, tmp
         if document.id == "id 4":
             await until_async(lambda: committed(tmp_path))
             if event == "deleted":
-                hub.repo("org/data").commit("main", "by hand", "", hub.clock.now(), [], names(1))
+                hub.remove("org/data", names(1))
             else:
                 hub.create_repo("org/data")
             events.append(event)
@@ -158,21 +157,15 @@ def test_files_that_vanish_during_the_run_are_missed_at_its_end(hub, server, tmp
 
 
 FAULTS = [
-    pytest.param(
-        "commit",
-        {"status": 412, "message": "A commit has happened since. Please refresh."},
-        id="412",
-    ),
-    pytest.param("commit", {"status": 429}, id="429 without advice"),
-    pytest.param("commit", {"status": 504, "after_effect": True}, id="504 after the effect"),
-    pytest.param("commit", {"status": None}, id="reset"),
-    pytest.param("commit", {"status": None, "after_effect": True}, id="lost answer"),
-    pytest.param("auth-check", {"status": None}, id="reset of the first question"),
-    pytest.param("tree", {"status": 500}, id="500 of tree"),
-    pytest.param("lfs-upload", {"status": 403}, id="403 of the storage"),
-    pytest.param(
-        "lfs-verify", {"status": 404, "message": "lfs-verify: not yet"}, id="verify too early"
-    ),
+    ("commit", {"status": 412, "message": "A commit has happened since. Please refresh."}),
+    ("commit", {"status": 429}),  # without advice
+    ("commit", {"status": 504, "after_effect": True}),
+    ("commit", {"status": None}),  # a reset
+    ("commit", {"status": None, "after_effect": True}),  # a lost answer
+    ("auth-check", {"status": None}),
+    ("tree", {"status": 500}),
+    ("lfs-upload", {"status": 403}),  # of the storage
+    ("lfs-verify", {"status": 404, "message": "lfs-verify: not yet"}),
 ]
 
 
@@ -212,7 +205,7 @@ def test_a_hub_that_shows_an_earlier_state_is_no_loss(hub, server, tmp_path, lag
         ),
         (
             "auth-check",
-            r"hf://datasets/org/data/config: the hub answers 403.*may not write to org/data",
+            r"config: cannot be written to: the hub answers 403.*may not write to org/data",
         ),
     ],
 )
@@ -248,7 +241,7 @@ def test_files_that_another_job_has_put_there_meanwhile_are_not_overwritten(hub,
                 hub_runner(tmp_path, server).run(documents(5))
             assert hub.files("org/data") == other
             assert committed(tmp_path) == []
-        hub.repo("org/data").commit("main", "by hand", "", hub.clock.now(), [], list(other))
+        hub.remove("org/data", list(other))
         hub_runner(tmp_path, server).run(documents(5))
         assert set(server.asked.values()) == {1}
     assert list(hub.files("org/data")) == names(3)

@@ -95,7 +95,6 @@ def kept(folder, rank=0):
         ("[\n", {}, "JSON array"),
         ("Once upon a time\n", {}, "'Once upon a time'. "),
     ],
-    ids=["wrong text_key", "array", "plain text"],
 )
 def test_a_rank_without_documents_is_not_complete(
     job,
@@ -151,9 +150,7 @@ def test_a_whole_input_of_empty_texts_is_no_success(job, tmp_path):
     assert "1 of 1" in job().out
 
 
-@pytest.mark.parametrize(
-    "kind", [stat.S_IFSOCK, stat.S_IFIFO, stat.S_IFLNK], ids=["socket", "FIFO", "device"]
-)
+@pytest.mark.parametrize("kind", [stat.S_IFSOCK, stat.S_IFIFO, stat.S_IFLNK])
 @pytest.mark.parametrize("reader", ["JsonlReader", pytest.param(ORIGINAL, marks=pytest.mark.slow)])
 def test_a_file_that_cannot_be_read_twice_is_refused_before_a_request(
     job, server, tmp_path, reader, kind

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from datatrove_ckpt.cli import job_input
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.testing import FakeServer
 from tests import golden
@@ -206,7 +207,8 @@ def test_a_mistake_is_answered_by_a_line_about_it(server, capfd):
         told = re.search(r"^(?:datatrove-ckpt[a-z ]*: )?error: .*", said, re.MULTILINE | re.DOTALL)[
             0
         ]
-        golden.hold("mistakes", line, f"{code} {told}", URL=server.url)
+        suffixes = ", ".join(job_input._SUFFIXES)
+        golden.hold("mistakes", line, f"{code} {told}", URL=server.url, SUFFIXES=suffixes)
 
 
 def test_a_file_that_is_gone_before_its_task_starts_is_named(here, command):

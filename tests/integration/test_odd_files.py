@@ -84,7 +84,7 @@ def test_files_that_are_listed_or_given_alone_are_input_whatever_their_names(tmp
 @pytest.mark.parametrize(
     "reader",
     [
-        pytest.param("JsonlReader"),
+        "JsonlReader",
         pytest.param("datatrove.pipeline.readers.JsonlReader", marks=pytest.mark.matrix),
     ],
 )
@@ -182,19 +182,10 @@ def table(*columns):
     return pa.table(arrays, names=["id", "text", *(name for name, _ in columns)])
 
 
-def struct(*names):
-    return pa.StructArray.from_arrays([pa.array([1])] * len(names), names=list(names))
-
-
 NUMBER = pa.array([1])
 TABLES = {
     "number": (table(("n", NUMBER), ("m", NUMBER), ("n", NUMBER)), "'n': numbers 3, 5"),
     "text": (table(("text", NUMBER)), "'text': numbers 2, 3"),
-    "struct": (table(("s", struct("x", "y", "x"))), "'s.x': numbers 1, 3"),
-    "list": (
-        table(("l", pa.ListArray.from_arrays([0, 1], struct("x", "x")))),
-        r"'l\.\w+\.x': numbers 1, 2",
-    ),
 }
 
 

@@ -104,7 +104,7 @@ class HubPlace(Place):
 
     def _change(self, add, delete):
         if delete:
-            self.hub.repo(self.repo, self.kind).commit("main", "by hand", "", 0.0, [], delete)
+            self.hub.remove(self.repo, delete, self.kind)
         if add:
             self.hub.put(self.repo, add, kind=self.kind)
 

@@ -38,7 +38,6 @@ def run(server, rows, **settings):
         lambda: ({"text": text, "n": 2**70} for text in "abc"),
         lambda: pandas.Series(["a", "b", "c"]),
     ],
-    ids=["list", "generator", "Series"],
 )
 def test_texts_and_dictionaries_are_rows(server, make):
     output = run(server, make())
@@ -65,7 +64,6 @@ class Stream:
         lambda: datasets.Dataset(TABLE),
         lambda: pandas.concat([frame() for _ in range(2)]).iloc[1:4].sort_values("text"),
     ],
-    ids=["Table", "stream", "Dataset", "DataFrame"],
 )
 def test_tables_keep_their_types(server, make):
     table = run(server, make(), max_concurrent_generations=1).to_dataset().data.table

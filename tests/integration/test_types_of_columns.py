@@ -4,6 +4,7 @@ import datetime
 import json
 import shutil
 from decimal import Decimal
+from uuid import UUID
 
 import pandas
 import pytest
@@ -57,6 +58,19 @@ TYPES = [
         [{"a": 1, "b": {"c": [1, None]}}, None, {"a": None, "b": None}],
     ),
     (pa.null(), [None, None]),
+    (pa.int32(), [None, None]),
+    (pa.float64(), [1.0, 2.0, None]),
+    (pa.bool_(), [True, None, False]),
+    (pa.uuid(), [UUID(int=1).bytes, None, UUID(int=2**127).bytes]),
+    (pa.date64(), [DAY, None]),
+    (pa.timestamp("s"), [0, None, -1]),
+    (pa.time64("us"), [datetime.time(23, 59, 59, 999999), None, datetime.time()]),
+    (pa.list_(pa.list_(pa.float32())), [[[]], None, [None, [1.5]]]),
+    (
+        pa.struct([("a", pa.int8()), ("b", pa.list_(pa.struct([("c", pa.date32())])))]),
+        [{"a": 1, "b": None}, None, {"a": None, "b": [{"c": DAY}]}],
+    ),
+    (pa.list_(pa.struct([("role", pa.string())])), [[{"role": "user"}], None, []]),
 ]
 
 
@@ -116,10 +130,32 @@ def without_type(table):
 def test_columns_come_back_as_they_went_in(tmp_path, server, kind):
     table = a_table()
     output = read(run(tmp_path, server, table, kind=kind)).select(table.column_names)
-    expected = without_type(table)
+    pq.write_table(without_type(table), tmp_path / "expected.parquet")
+    expected = pq.read_table(tmp_path / "expected.parquet")
     for name in table.column_names:
         assert output.schema.field(name).type.equals(expected.schema.field(name).type), name
         assert output[name].to_pylist() == expected[name].to_pylist(), name
+
+
+UUIDS = pa.array([UUID(int=1), None], pa.uuid())
+TEXTS = [str(UUID(int=1)), None]
+
+
+@pytest.mark.parametrize(
+    "values, expected",
+    [
+        (pa.array([Decimal("100"), None], pa.decimal128(5, -2)), [Decimal("100"), None]),
+        (pa.array(["a", None], pa.dictionary(pa.int8(), pa.string())), ["a", None]),
+        (pa.ListArray.from_arrays([0, 2, 2], UUIDS), [TEXTS, []]),
+        (pa.StructArray.from_arrays([UUIDS], ["u"]), [{"u": TEXTS[0]}, {"u": None}]),
+    ],
+)
+def test_a_type_that_no_value_can_have_becomes_the_type_of_its_values(
+    tmp_path, server, values, expected
+):
+    table = pa.table({"text": ["a", "b"], "v": values})
+    files = run(tmp_path, server, table, kind="arrow")
+    assert read(files)["v"].to_pylist() == expected
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import (
     DamagedLine,
     JsonlReader,
+    block_file,
     jsonl,
-    table_files,
 )
 from datatrove_ckpt.torch import blocks
 from datatrove_ckpt.torch.blocks import BlockInput
@@ -104,7 +104,7 @@ def test_counting_a_remote_arrow_file_reads_it_once(tmp_path, monkeypatch):
     table = table.append_column("text", [["text " * 50] * 5000])
     write_table(tmp_path / "a.arrow", table, 1000)
     read = []
-    original = table_files.RetryingFile.read
+    original = block_file.RetryingFile.read
 
     def counted(file, size=-1):
         data = original(file, size)
@@ -112,7 +112,7 @@ def test_counting_a_remote_arrow_file_reads_it_once(tmp_path, monkeypatch):
         return data
 
     monkeypatch.setattr(DataFolder, "is_local", lambda folder: False)
-    monkeypatch.setattr(table_files.RetryingFile, "read", counted)
+    monkeypatch.setattr(block_file.RetryingFile, "read", counted)
     file = reader_of(tmp_path, "arrow").open_file("a.arrow")
     assert [group.rows for group in file.count().groups] == [1000] * 5
     assert sum(read) < 1.5 * (tmp_path / "a.arrow").stat().st_size

@@ -15,6 +15,7 @@ from datatrove_ckpt.readers import HuggingFaceDatasetReader, PositionedDocument,
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.torch import Mix, Pack
 from tests.unit.tables import write_table
+from tests.unit.test_readers import rows
 
 pytestmark = pytest.mark.xdist_group("datasets")  # its import takes seconds
 
@@ -33,14 +34,6 @@ def _own_caches(tmp_path, monkeypatch):
     datasets.disable_progress_bars()
     yield
     datasets.enable_progress_bars()
-
-
-def rows(count, first=0):
-    """Every seventh row has no text."""
-    return [
-        {"text": f"text {i}" if i % 7 else "", "name": f"n{i}", "number": i}
-        for i in range(first, first + count)
-    ]
 
 
 def write(folder, kind, sizes=SIZES):

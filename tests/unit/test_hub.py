@@ -15,10 +15,9 @@ from datatrove_ckpt.common.retrying import (
     FileSystemFailed,
     failure_line,
 )
-from datatrove_ckpt.output.hub import HubFolder
+from datatrove_ckpt.output.hub import HubFolder, hub_failure
 from datatrove_ckpt.output.hub_pace import HOUR, CommitHistory, CommitPace, MadeCommit, commit_title
-from datatrove_ckpt.output.hub_uploads import hub_failure
-from datatrove_ckpt.output.stoppable import given_up
+from datatrove_ckpt.output.stoppable import StoppableCalls
 
 
 @pytest.mark.parametrize(
@@ -44,6 +43,7 @@ def test_a_url_names_a_folder_and_the_folder_its_url(url, folder):
 
 
 FOLDER = HubFolder("dataset", "org/name")
+CALLS = StoppableCalls(FOLDER.url, FOLDER)
 
 
 def answer(status, text="", url="https://hub/api/x", **headers):
@@ -85,7 +85,7 @@ def test_waiting_that_the_hub_asked_for_costs_no_patience():
     now[0] += 20
     with pytest.raises(FileSystemFailed) as raised:
         attempts.failed("a commit", answer(503))
-    said = str(given_up(f"{FOLDER.url}: a commit", raised.value, hub_failure, FOLDER.advice))
+    said = str(CALLS.failed("a commit", raised.value))
     assert re.match(
         r"hf://datasets/org/name: a commit: RuntimeError: 503 .*Check the network, HF_ENDPOINT",
         said,
@@ -100,9 +100,7 @@ def test_a_storage_that_goes_on_refusing_is_final():
         attempts.failed("an upload", refused)
     with pytest.raises(FileSystemFailed):
         attempts.failed("an upload", refused)
-    assert "The token may not write to org/name" in str(
-        given_up(FOLDER.url, refused, hub_failure, FOLDER.advice)
-    )
+    assert "The token may not write to org/name" in str(CALLS.failed("an upload", refused))
 
 
 def test_messages_show_no_signatures_and_say_what_comes_next(log):

@@ -41,7 +41,7 @@ ROOMS = {
     "run_folder": "errors common config process checkpoint mirror claims inference.servers output readers generation"
     " runner",
     "executors": "errors common process claims inference.servers user_code generation runner run_folder",
-    "cli": "errors common config process checkpoint output run_folder executors",
+    "cli": "errors common config process checkpoint output readers run_folder executors",
     "testing": "common checkpoint",
 }
 

@@ -68,7 +68,7 @@ def remote_folder(scratch, lease, calls):
 
 @pytest.fixture
 def calls():
-    return StoppableCalls()
+    return StoppableCalls("breaking://output")
 
 
 @pytest.fixture
@@ -139,9 +139,7 @@ def test_a_permanent_error_ends_the_upload_at_once_and_says_what_to_do(
     advice,
 ):
     files.before = failing(error)
-    with pytest.raises(
-        OutputFailed, match=r"breaking://.*output/a could not be uploaded"
-    ) as failed:
+    with pytest.raises(OutputFailed, match="breaking://output: a could not be uploaded") as failed:
         folder.upload(local, "a")
     assert advice in str(failed.value)
     assert "run the same command again" in str(failed.value)
@@ -241,7 +239,7 @@ def test_which_errors_are_permanent(error, permanent):
 
 
 class Uploads:
-    """S3's open uploads: a list in pages of two, and aborting."""
+    """S3's open uploads."""
 
     protocol = "s3"
 
@@ -266,15 +264,7 @@ class Uploads:
             return {}
         assert method == "list_multipart_uploads"
         found = [one for one in self.open if one[0].startswith(arguments["Prefix"])]
-        after = (arguments.get("KeyMarker"), arguments.get("UploadIdMarker"))
-        first = found.index(after) + 1 if after in found else 0
-        page = found[first : first + 2]
-        return {
-            "Uploads": [{"Key": key, "UploadId": upload} for key, upload in page],
-            "IsTruncated": first + 2 < len(found),
-            "NextKeyMarker": page[-1][0] if page else "",
-            "NextUploadIdMarker": page[-1][1] if page else "",
-        }
+        return {"Uploads": [{"Key": key, "UploadId": upload} for key, upload in found]}
 
 
 def on_s3(uploads, scratch, *left):
@@ -282,7 +272,7 @@ def on_s3(uploads, scratch, *left):
     folder = SimpleNamespace(
         fs=uploads, resolve_paths=lambda name: f"s3://bucket/output/{name}".rstrip("/")
     )
-    target = S3Target(folder, scratch, leased(), StoppableCalls(), "probe")
+    target = S3Target(folder, scratch, leased(), StoppableCalls("s3://bucket/output"), "probe")
     for name in left:
         staged = target.staging.with_name("earlier") / "0" / name
         staged.parent.mkdir(parents=True, exist_ok=True)
@@ -312,7 +302,7 @@ def test_after_a_good_end_no_open_uploads_are_listed(tmp_path):
 @pytest.mark.parametrize(
     "refused, message",
     [
-        ("create_multipart_upload", "s3://bucket/output cannot be written to: PermissionError"),
+        ("create_multipart_upload", "s3://bucket/output: cannot be written to: PermissionError"),
         ("list_multipart_uploads", "s3:ListBucketMultipartUploads"),
         ("abort_multipart_upload", "s3:ListBucketMultipartUploads"),
     ],

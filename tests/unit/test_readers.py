@@ -82,7 +82,8 @@ def _blocks(request, monkeypatch):
 def rows(count, first=0):
     """Every seventh row has no text. No row has an id, so the default ids are compared."""
     return [
-        {"text": f"text {i}" if i % 7 else "", "number": i} for i in range(first, first + count)
+        {"text": f"text {i}" if i % 7 else "", "name": f"n{i}", "number": i}
+        for i in range(first, first + count)
     ]
 
 
@@ -377,7 +378,7 @@ def test_a_file_that_is_no_text_is_named(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"'b.txt' is no text in UTF-8: .* 0xff in position 0"):
         list(TextReader(folder).run())
     write_texts(tmp_path, {"b.txt": b"x" * 11})
-    monkeypatch.setattr("datatrove_ckpt.readers.texts.MAX_LINE_BYTES", 10)
+    monkeypatch.setattr("datatrove_ckpt.readers.whole_files.MAX_LINE_BYTES", 10)
     with pytest.raises(InputError, match=r"'b.txt' is longer than 10 bytes"):
         list(TextReader(folder).run())
     assert list(TextReader(folder, glob_pattern="c.*").run()) == []

@@ -1,6 +1,7 @@
-"""Pages: of a PDF each is a document, and a picture is one.
+"""Files that are documents: a text is one, and so is a picture, and each page of a PDF.
 
-A ``FilePosition`` is (pages read,).
+A ``FilePosition`` is (documents of the file that were read,). Their content is not kept, so the
+base compares the file by size and fingerprint.
 """
 
 import io
@@ -14,15 +15,55 @@ from datatrove.io import DataFileLike, DataFolderLike
 from datatrove.pipeline.readers.base import BaseDiskReader
 
 from datatrove_ckpt.checkpoint.skipped import WITHOUT_TEXT
-from datatrove_ckpt.common.formatting import missing_package
+from datatrove_ckpt.common.formatting import install_extra
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.base import SeekingReader
+from datatrove_ckpt.readers.compressed import open_content
+from datatrove_ckpt.readers.no_document import MAX_LINE_BYTES
 from datatrove_ckpt.readers.positions import FilePosition, FileRead, Row
 
 _POINTS = 72  # in an inch, the unit of a PDF
 _PDF = b"%PDF-"
 _LOCK = threading.RLock()
+
+
+class TextReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ignore]
+    """Makes a document of each file: its text, and its path below the folder as the id.
+
+    Args:
+        shuffle_seed: shuffles the files by this number; ``shuffle_files`` is refused.
+
+    The other arguments are those of datatrove's readers of files.
+    """
+
+    format = "text"
+    suffixes = ".txt .text .md .rst .html .htm"
+    has_rows = False
+    compression = "infer"
+
+    def _read(self, name: str, file_position: FilePosition) -> FileRead:
+        self._file_extent.per = self._file_extent.size
+        if file_position:
+            return
+        with self.track_time(), open_content(self.data_folder, name, self.compression) as file:
+            content = file.read(MAX_LINE_BYTES + 1)
+        if len(content) > MAX_LINE_BYTES:
+            raise InputError(
+                f"The input file {name!r} is longer than {MAX_LINE_BYTES} bytes. Split it, or move "
+                "it out of the folder, and run the same command again."
+            )
+        try:
+            text = content.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"The input file {name!r} is no text in UTF-8: {error}. Save it as UTF-8, or move "
+                "it out of the folder, and run the same command again."
+            ) from None
+        document = None
+        if text:
+            document = self.get_document_from_dict({"text": text, "id": name}, name, 0)
+        yield document or WITHOUT_TEXT, (1,)
 
 
 class PageReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ignore]
@@ -42,6 +83,8 @@ class PageReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ig
     """
 
     format = "page"
+    suffixes = ".pdf .png .jpg .jpeg .webp .gif .tif .tiff"
+    has_rows = False
     _order_options = (*SeekingReader._order_options, "dpi")
 
     def __init__(
@@ -74,9 +117,13 @@ class PageReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ig
                 yield document or WITHOUT_TEXT, (number,)
 
     def _pages(self, file: io.IOBase, name: str, first: int) -> Iterator[Row]:
-        if missing := missing_package("pypdfium2 PIL"):
-            raise ConfigError(f"The input file {name!r} is a PDF, and {missing}")
-        import pypdfium2
+        try:
+            import PIL  # noqa: F401 (for to_pil)
+            import pypdfium2
+        except ImportError as error:
+            raise ConfigError(
+                f"The input file {name!r} is a PDF, and {install_extra(str(error.name), 'media')}"
+            ) from None
 
         with _pdfium(name):
             pdf = pypdfium2.PdfDocument(file)

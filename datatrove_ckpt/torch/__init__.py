@@ -3,12 +3,9 @@ training.
 
 Start at ``dataset.py`` (ReaderDataset, ``restore``) and ``checkpoints.py`` (TrainingCheckpoints).
 
-    topology.py, order.py
-                    which worker reads which positions of an epoch; which row stands at which
-                    position
+    order.py        which row stands at which position of an epoch, and which worker reads it
     index.py, blocks.py
                     the rows of an input by number; the input as blocks of rows
-    stages.py       what is made of rows: map, select_columns, batch
     states.py       states of ReaderDataset, their checksums; states of all workers together
     packing.py, mixing.py, stateful.py
                     Pack, Mix, and what they share with ReaderDataset

@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, islice
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Self
 
@@ -38,8 +40,15 @@ from datatrove_ckpt.readers.files import FilesReader, folder_reader, hub_reader
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.readers.table_files import Numbers
 from datatrove_ckpt.torch.index import Index, RowSource
-from datatrove_ckpt.torch.order import Window, order_by_files, order_by_rows, unevenness
-from datatrove_ckpt.torch.stages import Batched, Stage, mapped, selected
+from datatrove_ckpt.torch.order import (
+    Even,
+    Remaining,
+    Topology,
+    Window,
+    order_by_files,
+    order_by_rows,
+    unevenness,
+)
 from datatrove_ckpt.torch.stateful import Shared, StatefulIterable, refuse_begun
 from datatrove_ckpt.torch.states import (
     DatasetState,
@@ -52,12 +61,9 @@ from datatrove_ckpt.torch.states import (
     load_file,
     merge_all,
 )
-from datatrove_ckpt.torch.topology import Even, Remaining, Topology
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
-
-_UNEVEN = 0.01
 
 
 def parse_window(window: int | str) -> Window:
@@ -130,7 +136,7 @@ class Epoch(Iterator[object]):
         # Then shares of whole files are better, if they are even.
         shares = self._topology.slots if dataset._batch == 1 else slot.world_size
         by_rows = shares == 1 or (seed is not None and not table.is_stream.any())
-        if by_rows or unevenness(table, shares) > _UNEVEN:
+        if by_rows or unevenness(table, shares) > 0.01:
             shares = 0
         start = dataset._state_at(number, slot, shares)
         if then is not None:
@@ -228,6 +234,70 @@ class Epoch(Iterator[object]):
                 if other is not None:
                     return other
         raise InputError(f"None of the {total} rows of {self._slot} is a JSON object.")
+
+
+# What is made of the rows, as values that workers get pickled. Iterators here are no generators: an
+# error of a function would end these, and the rest of the epoch would be missing.
+Stage = Callable[[Iterator[Any]], Iterator[Any]]
+
+
+def _result(function: Callable[[Any], object], sample: object) -> object:
+    result = function(sample)
+    if isinstance(sample, dict) and isinstance(result, dict):
+        return sample | result
+    return result
+
+
+def _chosen(columns: Sequence[str], row: dict[str, object]) -> dict[str, object]:
+    missing = set(columns) - row.keys()
+    if missing:
+        raise ConfigError(f"select_columns: a row has no {missing}; it has {list(row)}.")
+    return {name: row[name] for name in columns}
+
+
+@dataclass(frozen=True)
+class Batched:
+    size: int
+    drop_last: bool
+
+    def __call__(self, samples: Iterator[Any]) -> Iterator[object]:
+        return map(_joined, iter(partial(self._take, samples), []))
+
+    def count(self, samples: int) -> int:
+        if self.drop_last:
+            return samples // self.size
+        return -(-samples // self.size)
+
+    def _take(self, samples: Iterator[Any]) -> list[Any]:
+        taken = list(islice(samples, self.size))
+        if self.drop_last and len(taken) < self.size:
+            return []
+        return taken
+
+
+def _joined(samples: list[Any]) -> object:
+    if not isinstance(samples[0], dict):
+        return _column(samples)
+    names = dict.fromkeys(chain.from_iterable(samples))
+    return {name: _column([row.get(name) for row in samples]) for name in names}
+
+
+def _column(values: list[Any]) -> object:
+    """Makes an array of numbers, and of arrays or tensors of one shape and type; returns other
+    values as they are.
+    """
+    kind, *others = set(map(type, values))
+    if kind in (bool, int, float) and not others:
+        return np.array(values)
+    if not hasattr(values[0], "dtype") or others:
+        return values
+    if len({(one.shape, one.dtype) for one in values}) > 1:
+        return values
+    if kind.__module__ != "torch":
+        return np.stack(values)
+    import torch
+
+    return torch.stack(values)
 
 
 _REMOVED = {
@@ -394,7 +464,7 @@ class ReaderDataset(StatefulIterable):
         if isinstance(column_names, str):
             column_names = [column_names]
         if self._stages:
-            return self._with(_stages=(*self._stages, selected(column_names)))
+            return self._with(_stages=(*self._stages, partial(map, partial(_chosen, column_names))))
         return self._with(columns=column_names)
 
     def map(self, function: Callable[[Any], object], **others: object) -> Self:
@@ -402,7 +472,7 @@ class ReaderDataset(StatefulIterable):
         result takes the place of the row.
         """
         refuse(others, _OF_DATASETS)
-        return self._with(_stages=(*self._stages, mapped(function)))
+        return self._with(_stages=(*self._stages, partial(map, partial(_result, function))))
 
     def batch(self, batch_size: Count, drop_last_batch: bool = False, **others: object) -> Self:
         """Joins ``batch_size`` samples to one. Give the loader ``batch_size=None``.

@@ -49,7 +49,7 @@ from datatrove_ckpt.torch.order import (
     order_by_rows,
     unevenness,
 )
-from datatrove_ckpt.torch.stateful import Shared, StatefulIterable, refuse_begun
+from datatrove_ckpt.torch.stateful import StatefulIterable, refuse_begun
 from datatrove_ckpt.torch.states import (
     DatasetState,
     Slot,
@@ -602,32 +602,3 @@ def restore(loader: DataLoader, states: Iterable[State | str | PathLike[str]]) -
     check_snapshots(loaded)
     dataset.load_state_dict(merged)
     return epoch
-
-
-def shared_of(loader: DataLoader) -> Shared | None:
-    """Returns the numbers of a loader's dataset of ours, also in a wrapper such as Accelerate's."""
-    source = _source_of(loader)
-    if source is None:
-        return None
-    return source._shared
-
-
-def _source_of(loader: DataLoader) -> StatefulIterable | None:
-    source: object = loader
-    while source is not None:
-        if isinstance(source, StatefulIterable):
-            return source
-        source = getattr(source, "dataset", None)
-    return None
-
-
-def epochs_ended(loader: DataLoader, told: int | None) -> int | None:
-    """Returns how many epochs have ended with the loader's last batch. ``told``: the number of the
-    epoch, if the dataset is not ours.
-    """
-    source = _source_of(loader)
-    if source is None:
-        return told
-    states = list(find_states(loader.state_dict(), is_ours))
-    ended = bool(states) and all(map(source._has_ended, states))
-    return source._shared.epoch + source._shared.again + ended

@@ -37,7 +37,9 @@ import numpy.typing as npt
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from datatrove_ckpt.readers.table_files import Numbers
-from datatrove_ckpt.torch.blocks import Block
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.readers.blocks import Block
 
 OPEN_BLOCKS = 24
 """A share has at least this many blocks in its window; else there are fewer shares."""

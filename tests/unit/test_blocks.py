@@ -14,11 +14,11 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import (
     DamagedLine,
     JsonlReader,
+    blocks,
     jsonl,
     table_files,
 )
-from datatrove_ckpt.torch import blocks
-from datatrove_ckpt.torch.blocks import BlockInput
+from datatrove_ckpt.readers.blocks import BlockInput
 from tests.unit.tables import reader_of, write_table
 
 ROWS = [

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datatrove_ckpt.torch.blocks import Block
+from datatrove_ckpt.readers.blocks import Block
 from datatrove_ckpt.torch.order import (
     BlockTable,
     Remaining,

@@ -85,8 +85,8 @@ class BlockInput:
 
     def __init__(self, reader: FilesReader) -> None:
         self._reader = reader
-        self._inputs: Inputs = reader.list_inputs(0, 1, None)
-        self.names = self._inputs.names
+        self.inputs: Inputs = reader.list_inputs(0, 1, None)
+        self.names = self.inputs.names
         self._opened: OrderedDict[int, BlockFile] = OrderedDict()
         self._process = os.getpid()
         self._keys: set[str] = set()  # columns that some line of JSONL had
@@ -170,14 +170,14 @@ class BlockInput:
                 return list(threads.map(self._index_file, numbers))
             options = [getattr(self._reader, name, None) for name in ("compression", "stream")]
             kind = f"{self._reader.format}/{options}/{jsonl.PART_BYTES}"
-            counts = RowCounts(self._inputs, kind)
+            counts = RowCounts(self.inputs, kind)
             self._counts = counts
             known = list(threads.map(counts.get, numbers))
             if None not in known:
                 return [index for index in known if index is not None]
             logger.info(
                 f"One process counts the rows of {plural(known.count(None), 'file')} in "
-                f"{self._inputs.folder.path}, once."
+                f"{self.inputs.folder.path}, once."
             )
             with counts.counting():
 

@@ -56,7 +56,7 @@ from datatrove_ckpt.checkpoint.training_steps import (
     size_of,
 )
 from datatrove_ckpt.common.declared import refuse
-from datatrove_ckpt.common.object_store import check_mirror
+from datatrove_ckpt.common.object_store import ObjectStore, check_mirror
 from datatrove_ckpt.common.retrying import READING, failure_line
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
@@ -170,12 +170,11 @@ class TrainingCheckpoints:
         found = sorted(set(self._ranks.gather(str(own))))
         if len(found) > 1:
             raise ConfigError(f"save differs between the ranks: {' and '.join(found)}.")
+        store = None
         if remote is not None:
             check_mirror(remote, "remote")
-        settings = b""
-        if config is not None:
-            settings = config_file(config)
-        self._steps = Steps(Path(folder).absolute(), remote, only_plain, settings)
+            store = ObjectStore(remote)
+        self._steps = Steps(Path(folder).absolute(), store, only_plain, config_file(config))
         self._history = TrainingHistory(self._steps.folder)
         owner = self._ranks.owner(self._steps.folder)
         self._is_owner = owner == self._ranks.rank

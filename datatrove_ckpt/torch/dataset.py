@@ -342,6 +342,13 @@ class ReaderDataset(StatefulIterable):
         InputError: a file of the input is damaged.
     """
 
+    rank = 0
+    world_size = 1
+    columns: Sequence[str] | None = None
+    _even: Even = None
+    _batch = 1
+    _stages: tuple[Stage, ...] = ()
+
     def __init__(self, reader: SeekingReader, *removed: object, **others: object) -> None:
         super().__init__()
         refuse([*list(_REMOVED)[: len(removed)], *others], _REMOVED)
@@ -361,14 +368,8 @@ class ReaderDataset(StatefulIterable):
             )
         if not reader.has_default_adapter():
             raise ConfigError("it makes documents, and these are rows. Use map.", setting="adapter")
-        self.rank = 0
-        self.world_size = 1
         self.shuffle_seed = reader.shuffle_seed and int(reader.shuffle_seed)
-        self.columns: Sequence[str] | None = None
         self._window = parse_window("128MB")
-        self._even: Even = None
-        self._batch = 1
-        self._stages: tuple[Stage, ...] = ()
         self._reader = copy.copy(reader)
         self._reader.shuffle_seed = None  # the order is that of the epoch
         self._index = Index(self._reader)

@@ -30,16 +30,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
+from datatrove_ckpt.readers.blocks import Block
 from datatrove_ckpt.readers.table_files import Numbers
-
-if TYPE_CHECKING:
-    from datatrove_ckpt.readers.blocks import Block
 
 OPEN_BLOCKS = 24
 """A share has at least this many blocks in its window; else there are fewer shares."""

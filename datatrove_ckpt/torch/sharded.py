@@ -11,9 +11,10 @@ import copy
 import io
 import pickle
 import random
+import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,6 +42,23 @@ METADATA = ".metadata"
 _COMPILED = "_orig_mod."
 VALUES = (bool, int, float, str, type(None))
 _PLAIN = (torch.Tensor, torch.nn.Parameter, *VALUES)
+
+
+def check_names(states: Iterable[str]) -> None:
+    for key in states:
+        if not re.fullmatch(r"\w[\w.-]*", key):
+            raise ConfigError(
+                f"{key!r} is no name of a state: give letters, digits, '_', '-' and '.', the first "
+                "no '.'."
+            )
+
+
+def check_savable(states: States) -> None:
+    for key, state in states.items():
+        if not isinstance(state, dict) and not hasattr(state, "state_dict"):
+            raise ConfigError(
+                f"save: {key} ({type(state).__name__}) has no state_dict(). Give it to a writer."
+            )
 
 
 def contents_of(states: States) -> tuple[dict[str, object], dict[str, object]]:
@@ -226,6 +244,17 @@ def outline(content: object, kinds: tuple[type, ...] = _PLAIN) -> str:
         if isinstance(leaf, kinds)
     ]
     return xxh3_64_hexdigest(repr(found).encode())
+
+
+def check_alike(outlines: Sequence[Mapping[str, str]]) -> None:
+    """Raises ConfigError if the outlines or hashes of the ranks' states differ."""
+    for key in sorted({key for outline in outlines for key in outline}):
+        if len({outline.get(key) for outline in outlines}) > 1:
+            raise ConfigError(
+                f"save: {key} differs between the ranks, in the shape of a tensor, a number, a "
+                "text or the values of a parameter, and rank 0's alone would be kept. Make "
+                "DTensors of the parts of a tensor, or give what belongs to one to a writer."
+            )
 
 
 def not_plain(contents: Mapping[str, object]) -> str:

@@ -10,7 +10,7 @@ from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.errors import DocumentFailed
-from datatrove_ckpt.inference.servers.node import lease_gpus
+from datatrove_ckpt.inference.servers.gpus import lease_gpus
 from datatrove_ckpt.inference.servers.server import InferenceServer
 
 STOPS_SOON = {"server_patience_seconds": 0.1}

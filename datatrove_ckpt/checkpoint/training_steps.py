@@ -256,8 +256,10 @@ def opened(data: bytes | None, where: str, name: StepName) -> Manifest:
 def config_file(config: object) -> bytes:
     """Returns what ``config.json`` holds of a dict, dataclass or Namespace: all but secrets.
 
-    Raises ConfigError if JSON cannot hold it.
+    Returns nothing of None. Raises ConfigError if JSON cannot hold it.
     """
+    if config is None:
+        return b""
     plain = _plain(config, "config")
     if not isinstance(plain, dict):
         raise ConfigError(f"config is {plain!r:.60}. Give a dict, a dataclass or a Namespace.")

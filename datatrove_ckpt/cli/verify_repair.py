@@ -12,7 +12,6 @@ from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder import verify as checks
 from datatrove_ckpt.run_folder.repair import RepairPlan, carry_out, check_output_folder, make_plan
 from datatrove_ckpt.run_folder.run_state import check_idle
-from datatrove_ckpt.run_folder.verify import Report
 from datatrove_ckpt.run_folder.where import Place, restored, upload
 
 
@@ -35,7 +34,7 @@ def verify(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _as_json(report: Report, code: int) -> JsonObject:
+def _as_json(report: checks.Report, code: int) -> JsonObject:
     counts = report.sums.counts
     shown = {**counts.fields(), "lengths": counts.lengths.percentiles}
     return {
@@ -49,7 +48,7 @@ def _as_json(report: Report, code: int) -> JsonObject:
     }
 
 
-def _verdict(report: Report) -> str:
+def _verdict(report: checks.Report) -> str:
     sums = report.sums
     counts = sums.counts
     found = plural_or_no(len(report.problems), "problem")
@@ -95,7 +94,7 @@ def repair(arguments: argparse.Namespace) -> int:
     return int(bool(plan.left))
 
 
-def _repair(plan: RepairPlan, report: Report, named: Place, place: Place) -> str:
+def _repair(plan: RepairPlan, report: checks.Report, named: Place, place: Place) -> str:
     if place.is_copy:
         check_idle(named, plan.ranks)
     carry_out(plan, report)

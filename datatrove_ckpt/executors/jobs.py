@@ -492,6 +492,11 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             orjson.dumps(content, default=str) + own_modules.bundle()
         ).hexdigest()[:16]
 
+    @cached_property
+    def _bundle_name(self) -> str:
+        digest = hashlib.sha256(own_modules.bundle()).hexdigest()
+        return f"datatrove_ckpt-{own_modules.version()}-{digest[:12]}.zip"
+
     def _seconds(self) -> float:
         if self.timeout is None:
             return _DEFAULT_SECONDS
@@ -537,15 +542,11 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
 
         A job of an earlier launch that starts now reads the same run.
         """
-        content = own_modules.bundle()
-        self._bundle_name = (
-            f"datatrove_ckpt-{own_modules.version()}-{hashlib.sha256(content).hexdigest()[:12]}.zip"
-        )
         executor = deepcopy(self)
         executor.token = executor.secrets = executor.depends = None
         executor.skip_completed = True  # the markers of ranks that run once more are gone
         for name, data in {
-            self._bundle_name: content,
+            self._bundle_name: own_modules.bundle(),
             "executor.pik": dill.dumps(executor, fmode=dill.CONTENTS_FMODE),
         }.items():
             with self.logging_dir.open(name, "wb") as file:

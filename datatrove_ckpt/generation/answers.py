@@ -25,8 +25,6 @@ from datatrove_ckpt.rollouts.answers import ends_in_blanks, is_cut_off
 _PARKED_SECONDS = 0.05
 _CANCELLED_AGAIN_SECONDS = 1.0
 _SHOWN_REASON = 60  # characters
-# An answer that calls a tool has no text.
-_CALLS = frozenset({"tool_calls", "function_call"})
 
 
 class Parked(Exception):
@@ -160,7 +158,8 @@ class Answers:
                 text = choice["text"]
                 if isinstance(text, str):
                     text = text.strip()
-                if not text and choice["finish_reason"] not in _CALLS:
+                # An answer that calls a tool has no text.
+                if not text and choice["finish_reason"] not in ("tool_calls", "function_call"):
                     is_empty = True
                 faults += quality.faults(choice, question)
             for fault in faults:

@@ -26,19 +26,19 @@ async def warn_when_blocked() -> NoReturn:
     def watch() -> None:
         with _watching[loop_thread]:
             while not has_ended.is_set():
-                if not beat.wait(_BLOCKED_SECONDS):
-                    warn(runs_at(loop_thread))
-                    beat.wait()
+                if beat.wait(_BLOCKED_SECONDS):
+                    beat.clear()
+                    continue
+                place = runs_at(loop_thread)
+                if place not in _named:
+                    _named.add(place)
+                    logger.warning(
+                        f"For {_BLOCKED_SECONDS:g} s, the rollout has blocked the event "
+                        f"loop{place}: nothing else is asked or answered until this returns. Put "
+                        "what blocks into a thread: `await asyncio.to_thread(function, ...)`."
+                    )
+                beat.wait()
                 beat.clear()
-
-    def warn(place: str) -> None:
-        if place not in _named:
-            _named.add(place)
-            logger.warning(
-                f"For {_BLOCKED_SECONDS:g} s, the rollout has blocked the event loop{place}: "
-                "nothing else is asked or answered until this returns. Put what blocks into a "
-                "thread: `await asyncio.to_thread(function, ...)`."
-            )
 
     in_thread(watch, "datatrove-ckpt loop watch")
     try:

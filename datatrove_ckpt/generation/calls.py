@@ -51,10 +51,7 @@ class Call:
             TypeError: JSON cannot express the arguments.
         """
         arguments = [_RESULT, self.name, self.args, self.kwargs, code]
-        data = orjson.dumps(arguments, option=PAYLOAD_JSON | orjson.OPT_SORT_KEYS)
-        if b"null" in data and has_nan(arguments):  # orjson writes null for NaN
-            raise TypeError("NaN and infinity are none")
-        return payload_hash(data)
+        return payload_hash(_as_json(arguments, PAYLOAD_JSON | orjson.OPT_SORT_KEYS))
 
 
 class Calls:
@@ -139,18 +136,22 @@ class Calls:
         return result
 
 
+def _as_json(value: object, option: int) -> bytes:
+    """Raises TypeError: JSON cannot express the value."""
+    data = orjson.dumps(value, option=option)
+    if b"null" in data and has_nan(value):  # orjson writes null for NaN
+        raise TypeError("NaN and infinity are none")
+    return data
+
+
 def _saved(name: str, result: object) -> bytes:
     try:
-        saved = orjson.dumps({_RESULT: result}, option=PAYLOAD_JSON)
+        saved = _as_json({_RESULT: result}, PAYLOAD_JSON)
     except TypeError as error:
         raise DocumentNotSerializable(
             f"generate.once({name!r}) cannot save a result that is no JSON: {error}. Return texts, "
             "numbers, lists and dictionaries: base64 of bytes, model_dump() of a pydantic model."
         ) from error
-    if b"null" in saved and has_nan(result):
-        raise DocumentNotSerializable(
-            f"generate.once({name!r}) cannot save NaN or infinity, which JSON lacks: return None."
-        )
     if len(saved) > _MOST_BYTES:
         raise DocumentNotSerializable(
             f"generate.once({name!r}) has a result of {len(saved) / 1e6:,.0f} MB, and the limit is "

@@ -14,22 +14,9 @@ import orjson
 from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceError
 
-from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.identity import read_run
-from datatrove_ckpt.checkpoint.layout import (
-    CACHE,
-    COMMITS,
-    DEAD_LETTERS,
-    RETRIES,
-    RETRY_INPUT,
-    RUN,
-    folders_of,
-    is_finished,
-    rank_folder,
-    retry_folder,
-    retry_folders,
-)
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import likely_mistake, safe_text
 from datatrove_ckpt.common.redaction import redact
@@ -106,8 +93,8 @@ def taken_letters(root: Path, rank: int) -> dict[Attempt, bytes]:
     """Returns the letters of a rank that its retries have taken, as lines."""
     return {
         _attempt_of(letter): orjson.dumps(letter)
-        for folder in folders_of(root, rank)
-        for letter in read_letters(folder / RETRY_INPUT)
+        for folder in layout.folders_of(root, rank)
+        for letter in read_letters(folder / layout.RETRY_INPUT)
     }
 
 
@@ -120,10 +107,10 @@ class Retry:
     """
 
     def __init__(self, root: Path, number: int, rank: int) -> None:
-        self.root = retry_folder(root, number)
+        self.root = layout.retry_folder(root, number)
         self.prefix = f"retry{number}_"
-        self.folder = rank_folder(self.root, rank)
-        self.input = self.folder / RETRY_INPUT
+        self.folder = layout.rank_folder(self.root, rank)
+        self.input = self.folder / layout.RETRY_INPUT
 
     def __iter__(self) -> Iterator[Document]:
         for letter in read_letters(self.input):
@@ -132,9 +119,11 @@ class Retry:
 
     @property
     def is_finished(self) -> bool:
-        done = sum(commit.counts.read for commit in read_commits(self.folder / COMMITS).values())
+        done = sum(
+            commit.counts.read for commit in read_commits(self.folder / layout.COMMITS).values()
+        )
         letters = sum(1 for _ in read_letters(self.input))
-        return done == letters and not (self.folder / CACHE).exists()
+        return done == letters and not (self.folder / layout.CACHE).exists()
 
 
 def next_retry(root: Path, rank: int) -> Retry | None:
@@ -144,18 +133,18 @@ def next_retry(root: Path, rank: int) -> Retry | None:
         CheckpointMismatch: the rank itself is not finished; its own documents come first.
         VersionMismatch, CheckpointCorrupt: see ``read_run``.
     """
-    folder = rank_folder(root, rank)
-    if (folder / RUN).exists():
-        read_run(folder / RUN)
-    if not is_finished(folder):
+    folder = layout.rank_folder(root, rank)
+    if (folder / layout.RUN).exists():
+        read_run(folder / layout.RUN)
+    if not layout.is_finished(folder):
         raise CheckpointMismatch(
             f"Task {rank} in {root} is not finished. Run it to its end first, without "
             "retry_dead_letters."
         )
     folders = [folder]
     last = 0
-    for path in retry_folders(root):
-        number = int(path.name.removeprefix(RETRIES))
+    for path in layout.retry_folders(root):
+        number = int(path.name.removeprefix(layout.RETRIES))
         retry = Retry(root, number, rank)
         if not retry.input.exists():
             continue  # of other ranks
@@ -167,7 +156,7 @@ def next_retry(root: Path, rank: int) -> Retry | None:
     letters = [
         letter
         for each in folders
-        for letter in read_letters(each / DEAD_LETTERS)
+        for letter in read_letters(each / layout.DEAD_LETTERS)
         if _attempt_of(letter) not in taken
     ]
     if not letters:

@@ -15,19 +15,8 @@ import orjson
 from datatrove.pipeline.inference.types import InferenceError
 from loguru import logger
 
+from datatrove_ckpt import errors
 from datatrove_ckpt.common.formatting import plural, safe_repr, safe_text
-from datatrove_ckpt.errors import (
-    BadAnswer,
-    CheckpointMismatch,
-    CkptError,
-    DocumentNotSerializable,
-    RequestError,
-    RequestPoisoned,
-    RequestRejected,
-    TooManyDeadLetters,
-    UnexpectedExit,
-    causes,
-)
 from datatrove_ckpt.generation.dead_letters import (
     Attempt,
     Letter,
@@ -73,7 +62,7 @@ class Failures:
         ordinal = earlier.get("ordinal", ordinal)
         line = self.taken.get((ordinal, earlier.get("attempts", 0) + 1))
         if line is not None and (taken := orjson.loads(line)["id"]) != source.id:
-            raise CheckpointMismatch(
+            raise errors.CheckpointMismatch(
                 f"Document {ordinal} of this task is {safe_repr(source.id)}, but a retry of "
                 f"dead letters has {safe_repr(taken)} under this number: the input was changed "
                 "since. Restore it.",
@@ -87,7 +76,7 @@ class Failures:
         ordinal: int,
         error: BaseException,
         payload_hashes: list[str],
-        rejections: Sequence[RequestRejected],
+        rejections: Sequence[errors.RequestRejected],
     ) -> bytes:
         """Returns the document's dead letter, as a line of ``dead_letters.jsonl``.
 
@@ -100,21 +89,22 @@ class Failures:
             TooManyDeadLetters: this would be a dead letter beyond the limit.
         """
         # Perhaps of an error that gather has returned.
-        if isinstance(error, DocumentNotSerializable):
+        if isinstance(error, errors.DocumentNotSerializable):
             error = next(
-                (cause for cause in causes(error) if isinstance(cause, InferenceError)), error
+                (cause for cause in errors.causes(error) if isinstance(cause, InferenceError)),
+                error,
             )
         name = shown(source.id, ordinal)
         cause = f"{cause_of(error).rstrip('.: ')}{raised_at(error)}"
         is_kept = self.step.checkpoints_local_dir is not None
         is_letter = (
             self.step.on_document_error == "dead_letter"
-            or (is_kept and any(map(_is_always_letter, causes(error))))
+            or (is_kept and any(map(_is_always_letter, errors.causes(error))))
             or (self.step.skip_bad_requests and is_bad_request(error, rejections))
         )
         if isinstance(error, NotAwaitable) or not is_letter:
-            if isinstance(error, CkptError) and not isinstance(
-                error, UnexpectedExit | RequestError
+            if isinstance(error, errors.CkptError) and not isinstance(
+                error, errors.UnexpectedExit | errors.RequestError
             ):
                 raise error
             way, changes = way_out(error, self.step)
@@ -128,7 +118,7 @@ class Failures:
         self.dead += 1
         limit = self.step.max_dead_letters
         if limit is not None and self.dead > limit:
-            raise TooManyDeadLetters(
+            raise errors.TooManyDeadLetters(
                 f"{plural(self.dead, 'document')} of this task failed, more than "
                 f"max_dead_letters={limit} allows. The last one, {name}: {cause}. Fix the "
                 "cause and run the same command again. When the task is finished, "
@@ -139,9 +129,9 @@ class Failures:
 
 
 def _is_always_letter(cause: BaseException) -> bool:
-    if isinstance(cause, BadAnswer):
+    if isinstance(cause, errors.BadAnswer):
         return not cause.is_dropped
-    return isinstance(cause, RequestPoisoned)
+    return isinstance(cause, errors.RequestPoisoned)
 
 
 def drops(error: BaseException) -> bool:
@@ -152,21 +142,21 @@ def drops(error: BaseException) -> bool:
     if isinstance(error, BaseExceptionGroup):
         return all(map(drops, error.exceptions))
     cause = getattr(error, "error", None)
-    return isinstance(cause, BadAnswer) and cause.is_dropped
+    return isinstance(cause, errors.BadAnswer) and cause.is_dropped
 
 
 _BAD_REQUEST = "BadRequestError"
 
 
-def is_bad_request(error: BaseException, rejections: Sequence[RequestRejected]) -> bool:
+def is_bad_request(error: BaseException, rejections: Sequence[errors.RequestRejected]) -> bool:
     """Returns whether a rollout's error means that one of its requests was rejected.
 
     datatrove searches the whole text of an ``InferenceError``, payload included, for
     "BadRequestError". Here the word within a text counts only if the server has rejected a request
     of the document.
     """
-    for cause in causes(error):
-        if isinstance(cause, RequestRejected):
+    for cause in errors.causes(error):
+        if isinstance(cause, errors.RequestRejected):
             return True
         text = safe_text(failure_of(cause))
         if any(str(rejection) in text for rejection in rejections):

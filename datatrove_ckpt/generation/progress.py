@@ -21,15 +21,6 @@ from typing import Any, cast
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import history
-from datatrove_ckpt.checkpoint.history import (
-    End,
-    Record,
-    ServerEvent,
-    ServerWhat,
-    Silence,
-    Spread,
-    Wait,
-)
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.redaction import redact
@@ -95,11 +86,11 @@ class RankReporter:
         self._ended = 0
         self._ended_at = time.monotonic()  # when it last changed
         self._source: DocumentSource | None = None
-        self._spread = Spread()
+        self._spread = history.Spread()
         self._has_new_examples = False
         self.waits_for_batches = False
         self.last = history.Progress()
-        self.end: End | None = None
+        self.end: history.End | None = None
 
     # what happens --------------------------------------------------------------------------------
 
@@ -117,11 +108,13 @@ class RankReporter:
         finally:
             self._early[name] -= 1
 
-    def silence(self) -> Silence:
-        longest = Silence()
+    def silence(self) -> history.Silence:
+        longest = history.Silence()
         for one in self.outages:
-            failing = Silence(round(one.seconds, 1), one.patience, one.unreachable, one.model)
-            hanging = Silence(round(one.hangs, 1), model=one.model)
+            failing = history.Silence(
+                round(one.seconds, 1), one.patience, one.unreachable, one.model
+            )
+            hanging = history.Silence(round(one.hangs, 1), model=one.model)
             longest = max(longest, failing, hanging)
         return longest
 
@@ -196,8 +189,8 @@ class RankReporter:
             # first counts.
             is_first = not self.clients or any(one.is_first for one in self.clients)
             self.own.restarts += is_first
-        event = ServerEvent(
-            what=cast("ServerWhat", what),
+        event = history.ServerEvent(
+            what=cast("history.ServerWhat", what),
             name=name,
             url=url and redact(url),
             why=redact(why)[: history.MAX_TEXT],
@@ -300,49 +293,51 @@ class RankReporter:
         found.skipped = self.skipped
         return found
 
-    def _wait(self) -> Wait:
+    def _wait(self) -> history.Wait:
         now = time.monotonic()
         quiet = round(now - self._ended_at, 1)
         all_started = self._source is not None and self._source.is_at_end
         attempts = filter(None, [client.oldest for client in self.clients])
         oldest = min(attempts, key=lambda attempt: attempt.started_at, default=None)
         if oldest is None:
-            return Wait(quiet, all_started=all_started)
+            return history.Wait(quiet, all_started=all_started)
         seconds = round(now - oldest.started_at, 1)
-        return Wait(quiet, seconds, redact(oldest.request.document)[:_SHOWN_ID], all_started)
+        return history.Wait(
+            quiet, seconds, redact(oldest.request.document)[:_SHOWN_ID], all_started
+        )
 
-    def spread(self) -> Spread:
+    def spread(self) -> history.Spread:
         """Returns a copy, because other threads read it later."""
         found = self._spread.examples.copy()
         examples = {fault: each.copy() for fault, each in found.items()}
-        return Spread(
+        return history.Spread(
             milliseconds=self._spread.milliseconds.copy(),
             prompt_tokens=self._spread.prompt_tokens.copy(),
             completion_tokens=self._spread.completion_tokens.copy(),
             examples=examples,
         )
 
-    def last_records(self, completed: bool) -> Sequence[Record]:
+    def last_records(self, completed: bool) -> Sequence[history.Record]:
         """Returns the end of the attempt. Called before the attempt's error is handled."""
         self.last = self.progress()
         self.end = self._end(completed)
         return [self.last, self.spread(), self.end]
 
-    def _end(self, completed: bool) -> End:
+    def _end(self, completed: bool) -> history.End:
         if completed:
-            return End(why="done")
+            return history.End(why="done")
         error = sys.exception()
         is_between_passes = error is None and self.waits_for_batches
         if is_between_passes or isinstance(error, WaitsForBatches):
-            return End(why="stopped", what=history.WAITS_FOR_BATCHES)
+            return history.End(why="stopped", what=history.WAITS_FOR_BATCHES)
         if self._shutdown.is_requested:
-            return End(why="stopped", what=self._shutdown.cause)
+            return history.End(why="stopped", what=self._shutdown.cause)
         if isinstance(error, LimitReached):
-            return End(why="stopped", what=error.setting)
+            return history.End(why="stopped", what=error.setting)
         what = "" if error is None else type(error).__name__
         if isinstance(error, CkptError):  # a foreign error's text may hold a secret
             what = redact(f"{what}: {error}")
-        return End(why="error", what=what[: history.MAX_TEXT])
+        return history.End(why="error", what=what[: history.MAX_TEXT])
 
 
 @contextmanager

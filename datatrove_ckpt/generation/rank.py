@@ -18,7 +18,6 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.layout import (
     BATCHES,
     SHARD,
@@ -213,6 +212,17 @@ class _Run:
             step.checkpoints_remote_dir,
             run=identity.digest if is_kept else None,
         )
+        mirror = None
+        if (remote := step.checkpoints_remote_dir) is not None:
+            from datatrove_ckpt.mirror.job import join_mirrored_job
+
+            job = None
+            # This node sees the ranks of other nodes only on the mirror.
+            if not step.retry_dead_letters:
+                with preemption.interruptible():
+                    job = join_mirrored_job(remote, self.root, rank, identity, step.accept_changes)
+            url = f"{remote}/{folder.relative_to(self.root)}"
+            mirror = RemoteMirror(url, folder, step.mirror_seconds, preemption.shutdown, job)
         records_per_chunk = step.records_per_chunk
         if not template_uses(step.output_writer, "chunk_index"):
             records_per_chunk = sys.maxsize
@@ -226,7 +236,7 @@ class _Run:
             retry_errors=step.retry_errors and is_first,
             keep_answers=step.keep_answers,
             accept_changes=step.accept_changes,
-            mirror=self._open_mirror(folder, identity),
+            mirror=mirror,
             keeps_paid=bool(step.limits),
             shutdown=preemption.shutdown,
         )
@@ -251,27 +261,6 @@ class _Run:
         )
         checkpoint = OpenCheckpoint(manager, lease, output)
         return self._process(data, checkpoint, others, output)
-
-    def _open_mirror(self, folder: Path, identity: RunIdentity) -> RemoteMirror | None:
-        """Returns what copies a rank's folder from now on; None without a mirror.
-
-        Raises:
-            CheckpointMismatch: the mirror holds ranks of another run.
-        """
-        step = self.step
-        preemption = self.preemption
-        if (remote := step.checkpoints_remote_dir) is None:
-            return None
-        from datatrove_ckpt.mirror.job import join_mirrored_job
-
-        root = self.root
-        job = None
-        # This node sees the ranks of other nodes only on the mirror.
-        if not step.retry_dead_letters:
-            with preemption.interruptible():
-                job = join_mirrored_job(remote, root, self.rank, identity, step.accept_changes)
-        url = f"{remote}/{folder.relative_to(root)}"
-        return RemoteMirror(url, folder, step.mirror_seconds, preemption.shutdown, job)
 
     def _open_source(self, documents: Iterable[Document], keep_as_read: bool) -> DocumentSource:
         step = self.step
@@ -410,7 +399,10 @@ class _Run:
             step, checkpoint.resumed.finished.dead, taken_letters(self.root, self.rank)
         )
         documents = self._open_source(data, failures.keep_as_read)
-        shared_host = shared_servers()
+        host = host_loop()
+        shared_host = None
+        if host is not None and isinstance(host.servers, ServerHost):
+            shared_host = host.servers
         servers = shared_host or ServerHost(preemption.shutdown, keeps=True)
         ends_well = False
         try:
@@ -544,10 +536,3 @@ def repeatable(data: Iterable[Document]) -> Callable[[], Iterable[Document]]:
         return made
 
     return again
-
-
-def shared_servers() -> ServerHost | None:
-    host = host_loop()
-    if host is not None and isinstance(host.servers, ServerHost):
-        return host.servers
-    return None

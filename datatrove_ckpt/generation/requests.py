@@ -10,6 +10,7 @@ import orjson
 from datatrove.pipeline.inference.types import InferenceError
 from datatrove.pipeline.inference.types import ServerError as RolloutServerError
 
+from datatrove_ckpt import errors
 from datatrove_ckpt.checkpoint.batch_log import (
     ANSWER,
     FAILURE,
@@ -25,17 +26,6 @@ from datatrove_ckpt.common.redaction import shown
 from datatrove_ckpt.common.retrying import REJECTED
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import PAYLOAD_JSON, merged
-from datatrove_ckpt.errors import (
-    CkptError,
-    ConfigError,
-    RequestFailed,
-    RequestPoisoned,
-    RequestRejected,
-    ServerDied,
-    ServerRefused,
-    ServerUnavailable,
-    named,
-)
 from datatrove_ckpt.generation.answers import Answers
 from datatrove_ckpt.generation.payloads import body_of, hash_payload, question_of, request_seed
 from datatrove_ckpt.generation.rank_requests import Model, RankRequests
@@ -57,11 +47,6 @@ from datatrove_ckpt.rollouts import Payload
 _UNKNOWN_FORMS = 2  # batches with such an answer to one request
 _MOST_SIZES = 1000  # params may be others for each document
 _IN_TIERS = ("chat/completions", "completions", "responses")
-# Keys of what is hashed, never sent.
-_WAY = "$way"
-_MODEL = "$model"
-_QUERY = "$query"
-_RETRY = "$retry"
 
 
 class Requests:
@@ -115,7 +100,7 @@ class Requests:
             if way.path in _IN_TIERS and type(sent.get("service_tier")) is list:
                 way = way._replace(tiers=sent.pop("service_tier"))  # the client adds one of them
             digest = self.digest(sent, way, retry_of)
-        except ConfigError as error:
+        except errors.ConfigError as error:
             raise failed(error, payload) from error
         key = answers.next_key(rollout_idx, digest)
         if config.seed is not None and generates and "seed" not in sent:
@@ -140,10 +125,10 @@ class Requests:
                 self._check_size(result, sent, way)
             if config.accept_null_finish_reason and generates and result.finish_reason:
                 raise self._disproved(result.finish_reason)
-        except (RequestRejected, InferenceError) as error:
+        except (errors.RequestRejected, InferenceError) as error:
             answers.count_failed(rollout_idx)
-            if isinstance(error, RequestRejected):
-                named(error, config.name)
+            if isinstance(error, errors.RequestRejected):
+                errors.named(error, config.name)
                 answers.rejections.append(error)
                 raise failed(error, payload) from error
             raise
@@ -184,7 +169,7 @@ class Requests:
                         completion = await client.complete(body, way, request)
                 finally:
                     answers.request_finished()
-        except CkptError as error:
+        except errors.CkptError as error:
             await self._raise(error, key, payload)
         if "service_tier" in sent and not completion.service_tier:
             completion.service_tier = str(sent["service_tier"] or "")
@@ -199,25 +184,27 @@ class Requests:
         answers.tokens += tokens
         return _result(fields, **source)
 
-    async def _raise(self, error: CkptError, key: AnswerKey, payload: Payload) -> NoReturn:
+    async def _raise(self, error: errors.CkptError, key: AnswerKey, payload: Payload) -> NoReturn:
         """Raises what the rollout gets for a request without an answer, and keeps a rejection."""
         rank = self.rank
         model = self.model
         rank.observer.own.failed += 1
-        if isinstance(error, RequestRejected):
+        if isinstance(error, errors.RequestRejected):
             await self.keep(key, Answer(None, f"{error.status} {error.body}"))
             raise error
-        at_fault = isinstance(error, RequestFailed) and error.is_documents
+        at_fault = isinstance(error, errors.RequestFailed) and error.is_documents
         if at_fault:
             model.client.result().sender.at_fault.add(self.answers.slot.ordinal)
             # Then the next attempt needs no other requests to compare with. Earlier versions, too,
             # send a request with this status again.
             await self.keep(key, Answer(None, f"0 {error}"))
-        if at_fault or isinstance(error, RequestPoisoned):
-            raise failed(named(error, model.config.name), payload) from error
-        model.is_dead = model.is_dead or isinstance(error, ServerDied | ServerUnavailable)
+        if at_fault or isinstance(error, errors.RequestPoisoned):
+            raise failed(errors.named(error, model.config.name), payload) from error
+        model.is_dead = model.is_dead or isinstance(
+            error, errors.ServerDied | errors.ServerUnavailable
+        )
         stopped = self._stopped(error)
-        if isinstance(error, RequestFailed):
+        if isinstance(error, errors.RequestFailed):
             raise failed(error, payload) from error
         raise stopped from error
 
@@ -254,7 +241,7 @@ class Requests:
                     if isinstance(error, UnknownForm):  # it was paid for
                         limit = min(limit, _UNKNOWN_FORMS)
             if config.provider_batches and attempts >= limit:
-                raise RequestFailed(
+                raise errors.RequestFailed(
                     f"Given up after {attempts} batches "
                     f"(request_max_attempts={config.request_max_attempts}; {_UNKNOWN_FORMS} for "
                     f"answers in an unknown form). Last cause: {cause}"
@@ -262,7 +249,7 @@ class Requests:
         rank = self.rank
         if config.provider_batches:
             if way.path.startswith("/") or way.extras:
-                raise ConfigError(
+                raise errors.ConfigError(
                     "provider_batches: a batch has requests to paths below /v1, without "
                     "extra_headers and extra_query."
                 )
@@ -277,25 +264,27 @@ class Requests:
         return None
 
     def digest(self, payload: Payload, way: Way, retry_of: Sequence[object] = ()) -> str:
-        """Hashes payload, way and model.
+        """Hashes payload, way and model, under names that are never sent.
 
         The usual way, and the only model, add nothing to the payload's hash.
         """
         if not NOT_ANSWERING.isdisjoint(payload) and way.path in _IN_TIERS:
             payload = {name: value for name, value in payload.items() if name not in NOT_ANSWERING}
         if way.name != self.model.usual.name:
-            payload = {**payload, _WAY: way.name}
+            payload = {**payload, "$way": way.name}
         if way.extras and way.extras["extra_query"]:
-            payload = {**payload, _QUERY: way.extras["extra_query"]}
+            payload = {**payload, "$query": way.extras["extra_query"]}
         if retry_of:
-            payload = {**payload, _RETRY: retry_of}
-        return hash_payload({**payload, _MODEL: self.config.name} if self.config.name else payload)
+            payload = {**payload, "$retry": retry_of}
+        if self.config.name:
+            payload = {**payload, "$model": self.config.name}
+        return hash_payload(payload)
 
     def _disproved(self, reason: str) -> RolloutServerError:
         """Stops the rank. The answer is cached, so each further attempt ends here, too."""
         client = self.model.client
         believed = client.result().without_reason if client.done() else 0
-        error = ServerRefused(
+        error = errors.ServerRefused(
             f"An answer has the finish_reason {reason!r}, but accept_null_finish_reason is for "
             "servers that never give one. So answers without one may be cut off. This attempt has "
             f"taken {believed} of them as complete, and earlier ones may have taken more. Remove "
@@ -320,7 +309,7 @@ class Requests:
         )
         if first != size:
             name = answered.model or self.config.model_name_or_path
-            error = ServerRefused(
+            error = errors.ServerRefused(
                 f"{name!r} has answered embed() with {plural(size, 'number')}, and before with "
                 f"{first}, for the same params. So its servers have, or had, different models. "
                 "This answer is not kept; when all servers have the model of the first one, run "
@@ -329,8 +318,8 @@ class Requests:
             )
             raise self._stopped(error)
 
-    def _stopped(self, error: CkptError) -> RolloutServerError:
-        named(error, self.model.config.name)
+    def _stopped(self, error: errors.CkptError) -> RolloutServerError:
+        errors.named(error, self.model.config.name)
         answers = self.answers
         rank = self.rank
         others = 0  # requests that were answered, if only documents that may be at fault are left
@@ -377,7 +366,7 @@ def _from_cache(answer: Answer, config: InferenceConfig) -> Result | None:
     status, _, body = (answer.error_message or "").partition(" ")
     if int(status) not in REJECTED:  # 0.1 kept a 402 or a 405 like a 400
         return None
-    raise RequestRejected(int(status), body, remembered=True)
+    raise errors.RequestRejected(int(status), body, remembered=True)
 
 
 def _fields(completion: Completion, payload: Payload) -> JsonObject:

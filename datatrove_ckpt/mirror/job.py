@@ -9,7 +9,6 @@ with the newest version of every rank that only the mirror has. Its first upload
 from __future__ import annotations
 
 import shlex
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,8 +32,6 @@ from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
 from datatrove_ckpt.mirror import manifests
-
-_THREADS = 32
 
 
 def join_mirrored_job(
@@ -129,13 +126,10 @@ def _compare(
         for rank in ranks
         if rank != without and not (layout.rank_folder(root, rank) / layout.RUN).exists()
     ]
-    with ThreadPoolExecutor(_THREADS) as threads:
-        found = threads.map(lambda rank: newest_manifest(f"{store.url}/{rank:05d}"), ranks)
-        kept = {
-            rank: manifest
-            for rank, manifest in zip(ranks, found, strict=True)
-            if manifest is not None
-        }
+    found = manifests.in_threads(lambda rank: newest_manifest(f"{store.url}/{rank:05d}"), ranks)
+    kept = {
+        rank: manifest for rank, manifest in zip(ranks, found, strict=True) if manifest is not None
+    }
 
     def state_of(rank: int) -> RankBinding:
         manifest = kept[rank]

@@ -126,10 +126,10 @@ class RemoteMirror:
     def _without_version(self) -> StorageFailed:
         return StorageFailed(
             f"Nothing could be uploaded to the mirror {self.url} ({self._failure}). The task's "
-            "first output waits for that: if this node were lost, nothing would tell it from "
-            "another job's. Every answer is saved on this node. Correct that (network, "
-            "credentials, room), or remove the setting checkpoints_remote_dir, and run the same "
-            "command again."
+            "first output, and each batch at a provider, wait for that: if this node were lost, "
+            "nothing would tell them from another job's. Every answer is saved on this node. "
+            "Correct that (network, credentials, room), or remove the setting "
+            "checkpoints_remote_dir, and run the same command again."
         )
 
     def _wait_for(
@@ -149,11 +149,7 @@ class RemoteMirror:
 
     def save(self, stopping: threading.Event) -> None:
         if not self._wait_for(self._saves, retrying.STORAGE.patience, stopping):
-            raise StorageFailed(
-                f"Nothing could be uploaded to the mirror {self.url} ({self._failure}), and a "
-                "batch that is paid for must be known there. Correct that, and run the same "
-                "command again."
-            )
+            raise self._without_version()
 
     def _hurry(self) -> None:
         """Uploads at once when the rank starts to drain. Signal handlers call it."""

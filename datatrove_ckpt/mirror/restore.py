@@ -37,7 +37,6 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from itertools import compress
 from pathlib import Path
@@ -66,11 +65,10 @@ from datatrove_ckpt.mirror.manifests import (
     Versions,
     contains_version,
     decode_answers,
+    in_threads,
     is_mirrored,
 )
 
-# Object stores answer each request after tens of milliseconds, and many at once.
-_THREADS = 32
 _WITHOUT = " To start without what the mirror holds, remove the setting checkpoints_remote_dir."
 
 
@@ -106,8 +104,7 @@ def restore_outdated(url: str, root: Path, needed: Collection[int]) -> None:
     except OSError:  # ``restore`` refuses what is missing; what is here is used as it is
         folders = [layout.rank_folder(root, rank) for rank in needed]
         names = [folder.name for folder in folders if not (folder / layout.RUN).exists()]
-    with ThreadPoolExecutor(_THREADS) as threads:
-        list(threads.map(lambda name: restore(f"{url}/{name}", root / name), names))
+    in_threads(lambda name: restore(f"{url}/{name}", root / name), names)
 
 
 def find_outdated(url: str, root: Path, needed: Collection[int] | None = None) -> list[str]:
@@ -132,8 +129,7 @@ def find_outdated(url: str, root: Path, needed: Collection[int] | None = None) -
         if root.is_dir():
             known.update(layout.rank_numbers(root))
         names = [name for name in names if int(name.rpartition("/")[2]) in known]
-    with ThreadPoolExecutor(_THREADS) as threads:
-        return list(compress(names, threads.map(is_outdated, names)))
+    return list(compress(names, in_threads(is_outdated, names)))
 
 
 def _owner_of(folder: Path) -> Json | None:
@@ -385,11 +381,10 @@ class MirrorReader:
             ConfigError: the bucket does not exist, or a version is sealed and there is no key.
         """
         try:
-            with ThreadPoolExecutor(_THREADS) as threads:
-                names = list(rank_names(self._store))
-                for name, copied in zip(names, threads.map(self._copy, names), strict=True):
-                    if copied is not None:
-                        self.ranks[name] = copied
+            names = list(rank_names(self._store))
+            for name, copied in zip(names, in_threads(self._copy, names), strict=True):
+                if copied is not None:
+                    self.ranks[name] = copied
             restore_job(self.url, self._folder)
         except OSError as error:
             raise unreadable(self.url, error) from error
@@ -414,9 +409,7 @@ class MirrorReader:
 
         copied = mirrored.newest(newer, copy, problems)
         if copied is None and problems and known is None:
-            raise CheckpointCorrupt(
-                f"No version at {mirrored.url} is complete:\n  " + "\n  ".join(problems)
-            )
+            raise _no_complete_version(mirrored.url, "\n  ".join(problems))
         return copied
 
     def _write(self, mirrored: Versions, manifest: Manifest, folder: Path) -> None:
@@ -513,8 +506,7 @@ def upload_finished_ranks(url: str, root: Path) -> None:
         if layout.is_finished(folder)
     }
     try:
-        with ThreadPoolExecutor(_THREADS) as threads:
-            uploaded = sum(threads.map(_upload_missing, finished, finished.values()))
+        uploaded = sum(in_threads(_upload_missing, finished, finished.values()))
         if uploaded:
             logger.info(f"Uploaded {plural(uploaded, 'finished task')} to the mirror {url}.")
     except (OSError, StorageFailed) as error:

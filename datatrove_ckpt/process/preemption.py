@@ -394,12 +394,11 @@ class Preemption:
             self.shutdown.request(notice)
         else:
             logger.warning(f"This node goes away: {notice}.")
-            parent = multiprocess.parent_process()
+            process = multiprocess.current_process()
+            if worker_slot() is not None:
+                process = multiprocess.parent_process()
             with suppress(ProcessLookupError):
-                if worker_slot() is None or parent is None:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                else:
-                    os.kill(parent.pid, signal.SIGTERM)
+                os.kill(process.pid, signal.SIGTERM)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:

@@ -497,7 +497,7 @@ def check_runner(
     plan = runner.plan
     place = plan.place(runner.index)
     step = runner.step
-    remote = runner.step.checkpoints_remote_dir
+    remote = step.checkpoints_remote_dir
     yield from about(f"{place}input", _check_prompt, runner, sample)
     # Cluster jobs may have what is missing here.
     if is_thorough or (plan.is_local and plan.incomplete()):
@@ -630,7 +630,7 @@ def _check_output(runner: RunnerPlan, is_thorough: bool) -> Iterator[Finding]:
 
 def _check_writer(runner: RunnerPlan, sample: list[Document]) -> Iterator[Finding]:
     step = runner.step
-    writer = runner.step.output_writer
+    writer = step.output_writer
     name = writer_name(writer)
     document = Document(text="text", id="id")
     if sample:

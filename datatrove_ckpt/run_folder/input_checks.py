@@ -350,9 +350,12 @@ def _check_reader(
                 names = names[: len(record.files)]
             would_read = set(names)
         changed |= dict.fromkeys(would_read - then.keys(), "was not read then")
-        old = without | record.options
-        differing = {name for name, value in old.items() if value != options_now[name]}
-        options |= {name: f"{old[name]!r} -> {options_now[name]!r}" for name in differing}
+        differing = {
+            name: f"{value!r} -> {options_now[name]!r}"
+            for name, value in (without | record.options).items()
+            if value != options_now[name]
+        }
+        options |= differing
         if differing or would_read != read or not read.isdisjoint(changed):
             ranks.append(rank)
     if ranks:

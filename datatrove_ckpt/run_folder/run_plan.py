@@ -345,7 +345,7 @@ def lost_with_disk(plan: RunPlan, is_kept: Callable[[str], bool]) -> list[str]:
     ]
     for runner in plan.runners:
         step = runner.step
-        mirror = runner.step.checkpoints_remote_dir
+        mirror = step.checkpoints_remote_dir
         if step.checkpoints_local_dir is None:
             lost.append(
                 "checkpoints_local_dir (with checkpoints_remote_dir; there are no checkpoints)"

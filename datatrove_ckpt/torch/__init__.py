@@ -3,18 +3,14 @@ training.
 
 Start at ``dataset.py`` (ReaderDataset, ``restore``) and ``checkpoints.py`` (TrainingCheckpoints).
 
-    topology.py, order.py
-                    which worker reads which positions of an epoch; which row stands at which
-                    position
-    index.py, blocks.py
-                    the rows of an input by number; the input as blocks of rows
-    stages.py       what is made of rows: map, select_columns, batch
+    order.py        which row stands at which position of an epoch, and which worker reads it
+    index.py        the rows of an input by number, in ``readers/blocks.py``
     states.py       states of ReaderDataset, their checksums; states of all workers together
     packing.py, mixing.py, stateful.py
                     Pack, Mix, and what they share with ReaderDataset
-    steps.py, sharded.py, ranks.py
+    steps.py, sharded.py, training_input.py, ranks.py
                     folders of saved steps; states of which each rank has a part, and their copies
-                    in memory; how ranks agree
+                    in memory; the states of loaders; how ranks agree
 
 ``checkpoint/training_*.py``: what needs no torch: format of steps, policies, loss curve.
 ``TrainingCheckpoints`` needs torch, and is imported at its first use. The rest works without torch.

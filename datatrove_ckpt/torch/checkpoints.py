@@ -22,29 +22,24 @@ import asyncio
 import atexit
 import math
 import os
-import re
 import shutil
 import signal
 import threading
 import time
 import uuid
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import index
-from os import PathLike
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-import torch
 from loguru import logger
 from torch import nn
-from xxhash import xxh3_64_intdigest
 
-import datatrove_ckpt.torch.dataset as dataset
 import datatrove_ckpt.torch.policies as policies
 import datatrove_ckpt.torch.sharded as sharded
 from datatrove_ckpt.checkpoint.training_steps import (
@@ -60,7 +55,7 @@ from datatrove_ckpt.checkpoint.training_steps import (
     size_of,
 )
 from datatrove_ckpt.common.declared import refuse
-from datatrove_ckpt.common.object_store import check_mirror
+from datatrove_ckpt.common.object_store import ObjectStore, check_mirror
 from datatrove_ckpt.common.retrying import READING, failure_line
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
@@ -73,9 +68,8 @@ from datatrove_ckpt.process import slurm_job
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import SIGNALS, check_signals
 from datatrove_ckpt.torch.ranks import Ranks
-from datatrove_ckpt.torch.stateful import is_counted, refuse_begun, refuse_shuffled
 from datatrove_ckpt.torch.steps import Contents, Steps
-from datatrove_ckpt.torch.workers import keep_workers
+from datatrove_ckpt.torch.training_input import TrainingInput
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -104,13 +98,6 @@ _REMOVED = {
     "best": 'keep=Best("loss")',
 }
 """Arguments of 0.2, and what replaces them."""
-
-
-def _check_arguments(save: object, keep: object, on_failure: object) -> None:
-    policies.check_policy("save", save, policies.SavePolicy, "EverySteps(500)")
-    policies.check_policy("keep", keep, policies.KeepPolicy, "Last(3)")
-    if not (on_failure is None or callable(on_failure)):
-        raise ConfigError(f"{on_failure!r} is not a function.", setting="on_failure")
 
 
 class TrainingCheckpoints:
@@ -146,7 +133,7 @@ class TrainingCheckpoints:
 
     def __init__(
         self,
-        folder: str | PathLike[str],
+        folder: str | os.PathLike[str],
         remote: str | None = None,
         *,
         save: policies.SavePolicy | None = None,
@@ -159,7 +146,10 @@ class TrainingCheckpoints:
         **removed: object,
     ) -> None:
         refuse(removed, _REMOVED)
-        _check_arguments(save, keep, on_failure)
+        policies.check_policy("save", save, policies.SavePolicy, "EverySteps(500)")
+        policies.check_policy("keep", keep, policies.KeepPolicy, "Last(3)")
+        if not (on_failure is None or callable(on_failure)):
+            raise ConfigError(f"{on_failure!r} is not a function.", setting="on_failure")
         self._save_policy = save or policies.EverySeconds("auto")
         self._keep = keep or policies.Last(3) | policies.Best("loss")
         parts = self._keep.parts
@@ -179,20 +169,17 @@ class TrainingCheckpoints:
         found = sorted(set(self._ranks.gather(str(own))))
         if len(found) > 1:
             raise ConfigError(f"save differs between the ranks: {' and '.join(found)}.")
+        store = None
         if remote is not None:
             check_mirror(remote, "remote")
-        settings = b""
-        if config is not None:
-            settings = config_file(config)
-        self._steps = Steps(Path(folder).absolute(), remote, only_plain, settings)
+            store = ObjectStore(remote)
+        self._steps = Steps(Path(folder).absolute(), store, only_plain, config_file(config))
         self._history = TrainingHistory(self._steps.folder)
         owner = self._ranks.owner(self._steps.folder)
         self._is_owner = owner == self._ranks.rank
         self._is_shared = not self._ranks.highest([owner])[0]
-        self._epoch: int | None = 0
-        self._told_epoch: int | None = None
-        self._restored_input: dict[int, list[Any]] = {}
-        """By its step. A loader that has not begun again knows less."""
+        self._signals = check_signals(signals, "signals")
+        self._input = TrainingInput(self._ranks, self._signals)
         self.metrics = dict[str, float]()
         self._logged = set[str]()
         self._not_saved: Exception | None = None
@@ -212,13 +199,12 @@ class TrainingCheckpoints:
         self._has_compared = self._ranks.size == 1
         self._last = StepName(0, 0)
         self._longest_step = 0.0
-        self._signals = check_signals(signals, "signals")
         self._preemption = Preemption(self._signals, drain_seconds=0.0)
         self._time_ends = math.inf
         _not_left.add(self)
 
     def _begin_counting(self) -> None:
-        self._epochs_ended = self._epoch or 0
+        self._input.begin_counting()
         self._look_after = 0
         self._saved_at = self._stepped_at = time.monotonic()
 
@@ -234,12 +220,12 @@ class TrainingCheckpoints:
         Raises:
             ConfigError: the step was saved without its epoch.
         """
-        if self._epoch is None:
+        if self._input.epoch is None:
             raise ConfigError(
                 f"{self._last} was saved without its epoch: give maybe_save and save epoch=, or "
                 "count steps."
             )
-        return self._epoch
+        return self._input.epoch
 
     # the block -----------------------------------------------------------------------------------
 
@@ -364,7 +350,12 @@ class TrainingCheckpoints:
         since = now - self._saved_at
         again = self._not_saved is not None and since >= _RETRY_SECONDS
         own = [stops, again, self._writing.is_running, self._longest_step]
-        own += [since, self._pause, self._write_seconds, self._by_epoch and self._has_ended(**what)]
+        own += [
+            since,
+            self._pause,
+            self._write_seconds,
+            self._by_epoch and self._input.has_ended(**what),
+        ]
         all_stop, all_again, busy, slowest, *times = self._ranks.highest(own)
         self._longest_step = 0.0
         if self._ranks.size > 1:
@@ -376,18 +367,6 @@ class TrainingCheckpoints:
         moment = policies.Moment(step, self._last.step, since, pause, written, bool(ended))
         due = self._save_policy.is_due(moment) or all_again
         return all_stop, bool(self._ranks.highest([due])[0])
-
-    def _has_ended(
-        self, loader: DataLoader | None = None, epoch: int | None = None, **others: object
-    ) -> bool:
-        """Returns whether an epoch has ended since the last call."""
-        before = self._epochs_ended
-        if loader is not None:
-            epoch = dataset.epochs_ended(loader, epoch)
-        if epoch is None:
-            raise ConfigError("EveryEpoch: the loader does not tell its epoch. Give epoch=.")
-        self._epochs_ended = epoch
-        return epoch > before
 
     def log(self, step: int, **metrics: float) -> None:
         """Adds metrics of a step to the loss curve, without a save. What other ranks log is
@@ -440,13 +419,8 @@ class TrainingCheckpoints:
         stateful = dict(states)
         if loader is not None:
             stateful["loader"] = loader
-        _check_names(stateful)
-        for key, state in stateful.items():
-            if not isinstance(state, dict) and not hasattr(state, "state_dict"):
-                raise ConfigError(
-                    f"save: {key} ({type(state).__name__}) has no state_dict(). Give it to a "
-                    "writer."
-                )
+        sharded.check_names(stateful)
+        sharded.check_savable(stateful)
         step = index(step)  # of a tensor, too
         if step < self._last.step:
             raise ConfigError(
@@ -458,7 +432,7 @@ class TrainingCheckpoints:
         self._writing.join()
         self._report()
         name = self._last = StepName(self._last.rollbacks, step)
-        self._told_epoch = epoch
+        self._input.told_epoch = epoch
         self._log(step, numbers)
         try:
             self._claim()
@@ -471,7 +445,7 @@ class TrainingCheckpoints:
             raise ConfigError(
                 "save: a writer, or a state of FSDP, needs a folder that all nodes share."
             )
-        own_input = self._input_state(loader)
+        own_input = self._input.state(loader)
         generators, inputs, save = self._gather(own_input, states, alike, parts)
         if not self._agree(partial(self._begin, name), name):
             return
@@ -485,7 +459,7 @@ class TrainingCheckpoints:
             if not self._steps.names():
                 self._warn_of_first(numbers, own_input)
             if loader is not None:
-                inputs = self._restored_input.get(step, inputs)
+                inputs = self._input.restored.get(step, inputs)
             contents = {f"states/{key}.pt": content for key, content in alike.items()}
             contents |= {_RANDOM: generators, _INPUT: inputs}
         copies = [contents, parts]
@@ -523,13 +497,7 @@ class TrainingCheckpoints:
                 f"save: {problem}: no restore would take it, as such a file may run any code. "
                 "Save plain values and tensors, or set only_plain=False."
             )
-        for key in sorted({key for other in others for key in other}):
-            if len({other.get(key) for other in others}) > 1:
-                raise ConfigError(
-                    f"save: {key} differs between the ranks, in the shape of a tensor, a number, a "
-                    "text or the values of a parameter, and rank 0's alone would be kept. Make "
-                    "DTensors of the parts of a tensor, or give what belongs to one to a writer."
-                )
+        sharded.check_alike(others)
         self._has_compared = True
         return generators, inputs, saves[0]
 
@@ -545,18 +513,6 @@ class TrainingCheckpoints:
                 "The loader does not tell its epoch: give maybe_save and save epoch=, or count "
                 "steps."
             )
-
-    def _input_state(self, loader: DataLoader | None) -> Contents | None:
-        if loader is None:
-            return None
-        refuse_shuffled(loader)
-        epoch = self._told_epoch
-        again = 0
-        shared = dataset.shared_of(loader)
-        if shared is not None:
-            again = shared.again
-            epoch = shared.epoch + again
-        return {"epoch": epoch, "again": again, "loader": loader.state_dict()}
 
     def _claim(self) -> None:
         """Refuses steps of another training, before the first save or rollback."""
@@ -783,7 +739,7 @@ class TrainingCheckpoints:
                 fit its object.
         """
         began = time.monotonic()
-        _check_names(states)
+        sharded.check_names(states)
         self._ranks.meet(f"restore({step})")
         try:
             if not weights_only:
@@ -795,7 +751,7 @@ class TrainingCheckpoints:
                     raise ConfigError(
                         f"restore: there is no step {step}; there are {self.steps()}."
                     )
-                self._prepare(loader, 0)
+                self._input.prepare(loader, 0)
                 return None
             name, passed = chosen
             try:
@@ -811,7 +767,7 @@ class TrainingCheckpoints:
                 if step != "latest" and name != self._newest:
                     self._steps.back_to = None
                     self._last = StepName(self._newest.rollbacks + 1, name.step)
-                self._load_input(loader, name)
+                self._input.load(loader, str(name), name.step, self._steps.load(name, _INPUT))
                 self._begin_counting()
                 seconds = time.monotonic() - began
                 self._note("restored", name, seconds=seconds, passed_over=passed)
@@ -988,49 +944,6 @@ class TrainingCheckpoints:
         if len(generators) == self._ranks.size:
             sharded.set_random_state(generators[self._ranks.rank])
 
-    def _prepare(self, loader: DataLoader | None, step: int) -> None:
-        if loader is not None:
-            refuse_shuffled(loader)
-            refuse_begun(loader)
-            seed = f"{torch.initial_seed()} {self._ranks.rank} {step}"
-            keep_workers(loader, xxh3_64_intdigest(seed.encode()), self._signals)
-
-    def _load_input(self, loader: DataLoader | None, name: StepName) -> None:
-        found = self._steps.load(name, _INPUT)
-        if loader is None:
-            if found[0] is not None and self._ranks.rank == 0:
-                logger.warning(
-                    f"{name} also holds loader: not restored, as restore was not given it. The "
-                    "input begins anew."
-                )
-            return
-        self._prepare(loader, name.step)
-        if None in found:
-            raise ConfigError(f"{name} was saved without a loader.")
-        self._restored_input = {name.step: found}
-        self._epoch = found[0]["epoch"]
-        states = [each["loader"] for each in found]
-        of_all_ranks = len(found) == self._ranks.size
-        if of_all_ranks:
-            own = states[self._ranks.rank]
-            states.insert(0, own)  # ranks that read the same rows have equal states
-        if is_counted(getattr(loader, "dataset", None)):
-            self._epoch = dataset.restore(loader, states) + found[0].get("again", 0)
-        elif of_all_ranks:
-            has_ended = isinstance(own, dict) and bool(own.get("_iterator_finished"))
-            if not has_ended:
-                loader.load_state_dict(own)
-            elif self._epoch is not None:
-                self._epoch += 1
-        else:
-            raise ConfigError(
-                f"The step is of {len(found)} ranks, and there are {self._ranks.size}: only the "
-                "input of a ReaderDataset, Pack or Mix goes on with another number."
-            )
-        shared = dataset.shared_of(loader)
-        if shared is not None and self._epoch is not None:
-            shared.again = self._epoch - shared.epoch
-
     # roll back -----------------------------------------------------------------------------------
 
     def rollback(
@@ -1066,7 +979,7 @@ class TrainingCheckpoints:
         """
         if (to is None) == (before is None):
             raise ConfigError("rollback: give one of to= and before=.")
-        _check_names(states)
+        sharded.check_names(states)
         self._ranks.meet("rollback()")
         self._has_looked = True
         self._claim()
@@ -1080,7 +993,7 @@ class TrainingCheckpoints:
         new = StepName(self._last.rollbacks + 1, old.step)
         own = None
         if skip_input:
-            own = self._input_state(loader)
+            own = self._input.state(loader)
         inputs = self._ranks.gather(own)
         back = {"back_to": old.step, "save": self._ranks.gather(uuid.uuid4().hex)[0]}
         changed: Contents = {}
@@ -1089,9 +1002,9 @@ class TrainingCheckpoints:
         # What may fail comes before the model changes, and what others see after it.
         self._ranks.together(partial(self._copy, old, new, changed, back))
         self._load(old, reader, states, loaded)
-        self._restored_input.clear()
+        self._input.restored.clear()
         if loader is not None and not skip_input:
-            self._load_input(loader, old)
+            self._input.load(loader, str(old), old.step, self._steps.load(old, _INPUT))
         self._ranks.gather(None)
         self._last = new
         self._steps.back_to = old.step
@@ -1136,15 +1049,6 @@ def _close_all() -> None:
                 "TrainingCheckpoints is not used in a with block: the end waits for its last save."
             )
             each.close(raises=False)
-
-
-def _check_names(states: Iterable[str]) -> None:
-    for key in states:
-        if not re.fullmatch(r"\w[\w.-]*", key):
-            raise ConfigError(
-                f"{key!r} is no name of a state: give letters, digits, '_', '-' and '.', the first "
-                "no '.'."
-            )
 
 
 def _write_all(writer: Writer, folder: Path) -> None:

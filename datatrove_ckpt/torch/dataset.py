@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, islice
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Self
 
@@ -37,9 +39,17 @@ from datatrove_ckpt.readers import SeekingReader
 from datatrove_ckpt.readers.files import FilesReader, folder_reader, hub_reader
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.index import Index, RowSource
-from datatrove_ckpt.torch.order import Numbers, Window, order_by_files, order_by_rows, unevenness
-from datatrove_ckpt.torch.stages import Batched, Stage, mapped, selected
-from datatrove_ckpt.torch.stateful import Shared, StatefulIterable, refuse_begun
+from datatrove_ckpt.torch.order import (
+    Even,
+    Numbers,
+    Remaining,
+    Topology,
+    Window,
+    order_by_files,
+    order_by_rows,
+    unevenness,
+)
+from datatrove_ckpt.torch.stateful import StatefulIterable, refuse_begun
 from datatrove_ckpt.torch.states import (
     DatasetState,
     Slot,
@@ -51,12 +61,9 @@ from datatrove_ckpt.torch.states import (
     load_file,
     merge_all,
 )
-from datatrove_ckpt.torch.topology import Even, Remaining, Topology
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
-
-_UNEVEN = 0.01
 
 
 def parse_window(window: int | str) -> Window:
@@ -129,7 +136,7 @@ class Epoch(Iterator[object]):
         # Then shares of whole files are better, if they are even.
         shares = self._topology.slots if dataset._batch == 1 else slot.world_size
         by_rows = shares == 1 or (seed is not None and not table.is_stream.any())
-        if by_rows or unevenness(table, shares) > _UNEVEN:
+        if by_rows or unevenness(table, shares) > 0.01:
             shares = 0
         start = dataset._state_at(number, slot, shares)
         if then is not None:
@@ -229,6 +236,70 @@ class Epoch(Iterator[object]):
         raise InputError(f"None of the {total} rows of {self._slot} is a JSON object.")
 
 
+# What is made of the rows, as values that workers get pickled. Iterators here are no generators: an
+# error of a function would end these, and the rest of the epoch would be missing.
+Stage = Callable[[Iterator[Any]], Iterator[Any]]
+
+
+def _result(function: Callable[[Any], object], sample: object) -> object:
+    result = function(sample)
+    if isinstance(sample, dict) and isinstance(result, dict):
+        return sample | result
+    return result
+
+
+def _chosen(columns: Sequence[str], row: dict[str, object]) -> dict[str, object]:
+    missing = set(columns) - row.keys()
+    if missing:
+        raise ConfigError(f"select_columns: a row has no {missing}; it has {list(row)}.")
+    return {name: row[name] for name in columns}
+
+
+@dataclass(frozen=True)
+class Batched:
+    size: int
+    drop_last: bool
+
+    def __call__(self, samples: Iterator[Any]) -> Iterator[object]:
+        return map(_joined, iter(partial(self._take, samples), []))
+
+    def count(self, samples: int) -> int:
+        if self.drop_last:
+            return samples // self.size
+        return -(-samples // self.size)
+
+    def _take(self, samples: Iterator[Any]) -> list[Any]:
+        taken = list(islice(samples, self.size))
+        if self.drop_last and len(taken) < self.size:
+            return []
+        return taken
+
+
+def _joined(samples: list[Any]) -> object:
+    if not isinstance(samples[0], dict):
+        return _column(samples)
+    names = dict.fromkeys(chain.from_iterable(samples))
+    return {name: _column([row.get(name) for row in samples]) for name in names}
+
+
+def _column(values: list[Any]) -> object:
+    """Makes an array of numbers, and of arrays or tensors of one shape and type; returns other
+    values as they are.
+    """
+    kind, *others = set(map(type, values))
+    if kind in (bool, int, float) and not others:
+        return np.array(values)
+    if not hasattr(values[0], "dtype") or others:
+        return values
+    if len({(one.shape, one.dtype) for one in values}) > 1:
+        return values
+    if kind.__module__ != "torch":
+        return np.stack(values)
+    import torch
+
+    return torch.stack(values)
+
+
 _REMOVED = {
     "rank": "shard(num_shards, index)",
     "world_size": "shard(num_shards, index)",
@@ -271,6 +342,13 @@ class ReaderDataset(StatefulIterable):
         InputError: a file of the input is damaged.
     """
 
+    rank = 0
+    world_size = 1
+    columns: Sequence[str] | None = None
+    _even: Even = None
+    _batch = 1
+    _stages: tuple[Stage, ...] = ()
+
     def __init__(self, reader: SeekingReader, *removed: object, **others: object) -> None:
         super().__init__()
         refuse([*list(_REMOVED)[: len(removed)], *others], _REMOVED)
@@ -290,14 +368,8 @@ class ReaderDataset(StatefulIterable):
             )
         if not reader.has_default_adapter():
             raise ConfigError("it makes documents, and these are rows. Use map.", setting="adapter")
-        self.rank = 0
-        self.world_size = 1
         self.shuffle_seed = reader.shuffle_seed and int(reader.shuffle_seed)
-        self.columns: Sequence[str] | None = None
         self._window = parse_window("128MB")
-        self._even: Even = None
-        self._batch = 1
-        self._stages: tuple[Stage, ...] = ()
         self._reader = copy.copy(reader)
         self._reader.shuffle_seed = None  # the order is that of the epoch
         self._index = Index(self._reader)
@@ -393,7 +465,7 @@ class ReaderDataset(StatefulIterable):
         if isinstance(column_names, str):
             column_names = [column_names]
         if self._stages:
-            return self._with(_stages=(*self._stages, selected(column_names)))
+            return self._with(_stages=(*self._stages, partial(map, partial(_chosen, column_names))))
         return self._with(columns=column_names)
 
     def map(self, function: Callable[[Any], object], **others: object) -> Self:
@@ -401,7 +473,7 @@ class ReaderDataset(StatefulIterable):
         result takes the place of the row.
         """
         refuse(others, _OF_DATASETS)
-        return self._with(_stages=(*self._stages, mapped(function)))
+        return self._with(_stages=(*self._stages, partial(map, partial(_result, function))))
 
     def batch(self, batch_size: Count, drop_last_batch: bool = False, **others: object) -> Self:
         """Joins ``batch_size`` samples to one. Give the loader ``batch_size=None``.
@@ -531,32 +603,3 @@ def restore(loader: DataLoader, states: Iterable[State | str | PathLike[str]]) -
     check_snapshots(loaded)
     dataset.load_state_dict(merged)
     return epoch
-
-
-def shared_of(loader: DataLoader) -> Shared | None:
-    """Returns the numbers of a loader's dataset of ours, also in a wrapper such as Accelerate's."""
-    source = _source_of(loader)
-    if source is None:
-        return None
-    return source._shared
-
-
-def _source_of(loader: DataLoader) -> StatefulIterable | None:
-    source: object = loader
-    while source is not None:
-        if isinstance(source, StatefulIterable):
-            return source
-        source = getattr(source, "dataset", None)
-    return None
-
-
-def epochs_ended(loader: DataLoader, told: int | None) -> int | None:
-    """Returns how many epochs have ended with the loader's last batch. ``told``: the number of the
-    epoch, if the dataset is not ours.
-    """
-    source = _source_of(loader)
-    if source is None:
-        return told
-    states = list(find_states(loader.state_dict(), is_ours))
-    ended = bool(states) and all(map(source._has_ended, states))
-    return source._shared.epoch + source._shared.again + ended

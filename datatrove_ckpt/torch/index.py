@@ -25,10 +25,10 @@ from xxhash import xxh3_64_hexdigest
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.lazy import pa
 from datatrove_ckpt.readers.block_file import Rows
+from datatrove_ckpt.readers.blocks import Block, BlockInput, Unified
 from datatrove_ckpt.readers.files import FilesReader
 from datatrove_ckpt.readers.inputs import misfit
 from datatrove_ckpt.readers.positions import Row, State
-from datatrove_ckpt.torch.blocks import Block, BlockInput, Unified
 from datatrove_ckpt.torch.order import BlockTable, EpochOrder, Numbers, OpenWindow
 from datatrove_ckpt.torch.states import check_settings
 
@@ -207,7 +207,7 @@ _OF_DICTS = 3
 class Index:
     def __init__(self, reader: FilesReader) -> None:
         self.blocks = BlockInput(reader)
-        self._inputs = self.blocks._inputs
+        self._inputs = self.blocks.inputs
         size = 1
         if self.blocks.gives_dicts:
             size = _OF_DICTS

@@ -1,5 +1,5 @@
-"""The order of an epoch: which row of which block stands at which position. Pure: no files, no
-torch.
+"""The order of an epoch: which row of which block stands at which position, and which worker reads
+it. Pure: no files, no torch.
 
 Seed, epoch, window and the blocks of the input define one order for all ranks and workers. So a
 state needs only a position (the number of samples before it), at which any number of ranks and
@@ -16,6 +16,11 @@ shares follows from the window and the input alone. Blocks of a compressed file 
 and a share reads up to ``OPEN_STREAMS`` of them at a time.
 
 Permutations sort by a hash of the number (splitmix64): numpy's generators may change.
+
+Ranks take turns by the row, and the workers of a rank by the batch, or without ``batch_size`` by
+the row. So for any number of ranks and workers, the global batch of step s has the positions from
+``s * world_size * batch_size`` on. After a ``Round`` the remaining positions are dealt out anew. A
+state holds the rounds so far.
 """
 
 from __future__ import annotations
@@ -24,13 +29,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import groupby, pairwise
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
-from datatrove_ckpt.torch.blocks import Block
+from datatrove_ckpt.readers.blocks import Block
 
 Numbers = npt.NDArray[np.int64]
 
@@ -370,3 +376,111 @@ def _cut_windows(weights: Numbers, limit: float) -> Numbers:
         first = max(first + 1, int(np.searchsorted(ends, before + limit, side="right")))
         cuts.append(first)
     return np.array(cuts, dtype=np.int64)
+
+
+# who reads which position
+
+Even = Literal["drop", "repeat"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The number of ranks and of workers of each rank (1: the rank itself reads).
+
+    ``batch``: how many samples in a row a worker gets.
+    """
+
+    ranks: int
+    workers: int
+    batch: int = 1
+
+    @property
+    def slots(self) -> int:
+        """The number of workers.
+
+        They are numbered in turn: all ranks' first ones, then all ranks' second ones.
+        """
+        return self.ranks * self.workers
+
+    def of_rank(self, rows: int, rank: int, even: Even) -> int:
+        if even == "drop":
+            return rows // self.ranks
+        if even == "repeat":
+            return -(-rows // self.ranks)
+        return (rows - rank + self.ranks - 1) // self.ranks
+
+    def of_worker(self, rows: int, rank: int, worker: int, even: Even) -> int:
+        mine = self.of_rank(rows, rank, even)
+        turns, rest = divmod(mine, self.workers * self.batch)
+        return turns * self.batch + min(max(rest - worker * self.batch, 0), self.batch)
+
+    def places(self, rank: int, worker: int, samples: Numbers) -> Numbers:
+        """Returns the places, in the list that is dealt out, of a worker's samples with these
+        numbers.
+        """
+        turn = samples // self.batch
+        offset = samples % self.batch
+        return ((turn * self.workers + worker) * self.batch + offset) * self.ranks + rank
+
+    def owner(self, places: Numbers) -> tuple[Numbers, Numbers]:
+        """Reverts ``places``: returns the slots, and the numbers of the samples there."""
+        in_rank = places // self.ranks
+        rank = places % self.ranks
+        batch = in_rank // self.batch
+        offset = in_rank % self.batch
+        return batch % self.workers * self.ranks + rank, batch // self.workers * self.batch + offset
+
+
+@dataclass(frozen=True)
+class Round:
+    topology: Topology
+    counts: tuple[int, ...]
+
+    def to_json(self) -> list[object]:
+        runs = [[len(list(run)), count] for count, run in groupby(self.counts)]
+        return [self.topology.ranks, self.topology.workers, self.topology.batch, runs]
+
+    @classmethod
+    def from_json(cls, content: Sequence[Any]) -> Round:
+        ranks, workers, batch, runs = content
+        counts = tuple(count for length, count in runs for _ in range(length))
+        return cls(Topology(ranks, workers, batch), counts)
+
+    @cached_property
+    def _end(self) -> int:
+        batch = self.topology.batch
+        return -(-max(self.counts) // batch) * batch * self.topology.slots
+
+    def holes(self, rows: int) -> Numbers:
+        batch = self.topology.batch
+        low = min(self.counts) // batch * batch * self.topology.slots
+        high = min(self._end, rows)
+        places = np.arange(low, max(low, high))
+        slots, samples = self.topology.owner(places)
+        return places[samples >= np.array(self.counts)[slots]]
+
+
+class Remaining:
+    """The positions of an epoch that are left after some rounds, in their order."""
+
+    def __init__(self, rows: int, rounds: Sequence[Round] = ()) -> None:
+        self.rows = rows
+        self._steps: list[tuple[Numbers, int]] = []
+        for one in rounds:
+            holes = one.holes(self.rows)
+            self._steps.append((holes, one._end))
+            self.rows = len(holes) + max(0, self.rows - one._end)
+
+    def positions(self, places: Numbers) -> Numbers:
+        """Returns the positions in the epoch of these places in the remaining list, which repeats
+        after its end.
+        """
+        found = places % max(1, self.rows)
+        for holes, end in reversed(self._steps):
+            beyond = end + found - len(holes)
+            if len(holes):
+                beyond = np.where(
+                    found < len(holes), holes[np.minimum(found, len(holes) - 1)], beyond
+                )
+            found = beyond
+        return found

@@ -11,9 +11,10 @@ import copy
 import io
 import pickle
 import random
+import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +24,6 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as sharding
-from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -41,7 +41,24 @@ States = Mapping[str, Any]
 METADATA = ".metadata"
 _COMPILED = "_orig_mod."
 VALUES = (bool, int, float, str, type(None))
-_PLAIN = (torch.Tensor, nn.Parameter, *VALUES)
+_PLAIN = (torch.Tensor, torch.nn.Parameter, *VALUES)
+
+
+def check_names(states: Iterable[str]) -> None:
+    for key in states:
+        if not re.fullmatch(r"\w[\w.-]*", key):
+            raise ConfigError(
+                f"{key!r} is no name of a state: give letters, digits, '_', '-' and '.', the first "
+                "no '.'."
+            )
+
+
+def check_savable(states: States) -> None:
+    for key, state in states.items():
+        if not isinstance(state, dict) and not hasattr(state, "state_dict"):
+            raise ConfigError(
+                f"save: {key} ({type(state).__name__}) has no state_dict(). Give it to a writer."
+            )
 
 
 def contents_of(states: States) -> tuple[dict[str, object], dict[str, object]]:
@@ -59,7 +76,7 @@ def contents_of(states: States) -> tuple[dict[str, object], dict[str, object]]:
             found += [each for group in state.param_groups for each in group["params"]]
         if not any(isinstance(each, DTensor) for each in found):
             alike[key] = content
-        elif isinstance(state, nn.Module | Optimizer):
+        elif isinstance(state, torch.nn.Module | Optimizer):
             parts[key] = state_of(key, states)
         else:  # state_dict() is called once
             parts[key] = content
@@ -78,7 +95,7 @@ def give(state: Any, content: Any) -> None:
 
     Raises ValueError if a tensor of a dict has another shape.
     """
-    if isinstance(state, nn.Module | dict):
+    if isinstance(state, torch.nn.Module | dict):
         content = _named_as(_content(state), content)
     if not isinstance(state, dict):
         state.load_state_dict(content)
@@ -116,17 +133,19 @@ def state_of(key: str, states: States) -> object:
     parts of them.
     """
     state = states[key]
-    if isinstance(state, nn.Module):
+    if isinstance(state, torch.nn.Module):
         return sharding.get_model_state_dict(state)
     if isinstance(state, Optimizer):
         return sharding.get_optimizer_state_dict(_model_of(key, states), state)
     return _content(state)
 
 
-def _model_of(key: str, states: States) -> nn.Module:
+def _model_of(key: str, states: States) -> torch.nn.Module:
     wanted = {id(each) for group in states[key].param_groups for each in group["params"]}
     for state in states.values():
-        if isinstance(state, nn.Module) and wanted <= {id(each) for each in state.parameters()}:
+        if isinstance(state, torch.nn.Module) and wanted <= {
+            id(each) for each in state.parameters()
+        }:
             return state
     raise ConfigError(
         f"{key} needs its model beside it: parameters of FSDP have their names from there."
@@ -163,7 +182,7 @@ def load_parts(
         no_dist=group is None,
     )
     state = states[key]
-    if isinstance(state, nn.Module):
+    if isinstance(state, torch.nn.Module):
         sharding.set_model_state_dict(state, content)
     elif isinstance(state, Optimizer):
         sharding.set_optimizer_state_dict(_model_of(key, states), state, content)
@@ -227,6 +246,17 @@ def outline(content: object, kinds: tuple[type, ...] = _PLAIN) -> str:
     return xxh3_64_hexdigest(repr(found).encode())
 
 
+def check_alike(outlines: Sequence[Mapping[str, str]]) -> None:
+    """Raises ConfigError if the outlines or hashes of the ranks' states differ."""
+    for key in sorted({key for outline in outlines for key in outline}):
+        if len({outline.get(key) for outline in outlines}) > 1:
+            raise ConfigError(
+                f"save: {key} differs between the ranks, in the shape of a tensor, a number, a "
+                "text or the values of a parameter, and rank 0's alone would be kept. Make "
+                "DTensors of the parts of a tensor, or give what belongs to one to a writer."
+            )
+
+
 def not_plain(contents: Mapping[str, object]) -> str:
     """Describes a value that no restore would take, as such a file may run any code; "": there is
     none.
@@ -286,7 +316,7 @@ def hashes(states: States) -> dict[str, str]:
     """
     found = {}
     for key, state in states.items():
-        if isinstance(state, nn.Module):
+        if isinstance(state, torch.nn.Module):
             state = dict(state.named_parameters())
         elif isinstance(state, Optimizer):  # each rank may have a part, as of FSDP1
             state = {"params": [group["params"] for group in state.param_groups]}

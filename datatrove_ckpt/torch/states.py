@@ -27,7 +27,7 @@ from xxhash import xxh3_64_hexdigest
 
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers.positions import State
-from datatrove_ckpt.torch.topology import Even, Remaining, Round, Topology
+from datatrove_ckpt.torch.order import Even, Remaining, Round, Topology
 
 _KEY = "checksum"
 _CHECKSUM = "xxh3:"

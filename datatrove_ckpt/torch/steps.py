@@ -70,7 +70,7 @@ class Steps:
     """
 
     def __init__(
-        self, folder: Path, remote: str | None, only_plain: bool, config: bytes = b""
+        self, folder: Path, store: ObjectStore | None, only_plain: bool, config: bytes
     ) -> None:
         self.folder = folder
         self._only_plain = only_plain
@@ -84,9 +84,7 @@ class Steps:
         self._step = folder
         self._owner = ""
         self._unlock: weakref.finalize[[files.Lock, int], object] | None = None
-        self.store: ObjectStore | None = None
-        if remote is not None:
-            self.store = ObjectStore(remote)
+        self.store = store
         files.disk.make_dirs(folder)
 
     @property
@@ -333,8 +331,12 @@ class Steps:
 
     def _compare(self, copy: str, entry: Entry, path: Path) -> None:
         told = self._remote.md5(copy)
-        if len(told) == 32 and told == _md5(path):  # of parts, or encrypted, S3 tells another hash
-            return
+        if len(told) == 32:  # of parts, or encrypted, S3 tells another hash
+            digest = hashlib.md5(usedforsecurity=False)
+            for block in blocks(path):
+                digest.update(block)
+            if digest.hexdigest() == told:
+                return
         if size_and_hash(self._remote.blocks(copy)) != entry:
             raise CheckpointCorrupt(f"{self.url}/{copy} has not the bytes that were copied.")
 
@@ -410,13 +412,6 @@ class Steps:
         self.own_remote()  # what a later process copies from now on stays
         for digest in unused:
             self._remote.delete(f"shared/{digest}")
-
-
-def _md5(path: Path) -> str:
-    digest = hashlib.md5(usedforsecurity=False)
-    for block in blocks(path):
-        digest.update(block)
-    return digest.hexdigest()
 
 
 def _release(lock: files.Lock, pid: int) -> None:

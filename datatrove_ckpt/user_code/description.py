@@ -27,7 +27,6 @@ import re
 import sys
 import threading
 import types
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import islice
@@ -349,7 +348,7 @@ class _Walk:
         self.words: set[str] = set()
         self.units: dict[Key, Unit] = {}
         self.bytecode: dict[str, object] = {}
-        self._queue: deque[tuple[Key, str, tuple[str, ...]]] = deque()
+        self._queue: collections.deque[tuple[Key, str, tuple[str, ...]]] = collections.deque()
         self.sources: dict[str, CodeSource] = {}
         self._importers: dict[str, set[str]] = {}
         self._changed: dict[str, dict[Key, list[Statement]]] = {}

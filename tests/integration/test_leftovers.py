@@ -15,8 +15,8 @@ from dataclasses import asdict, replace
 import pytest
 
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.inference.servers import node
-from datatrove_ckpt.inference.servers.node import ServerRecord, end_leftovers
+from datatrove_ckpt.inference.servers import leftovers
+from datatrove_ckpt.inference.servers.leftovers import ServerRecord, end_leftovers
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from tests.jobs import leased_gpus
 from tests.patience import until
@@ -106,7 +106,7 @@ def run(tmp_path):
 
 
 def records():
-    return list(node._folder().glob("*.json"))
+    return list(leftovers._folder().glob("*.json"))
 
 
 def lease():
@@ -136,7 +136,7 @@ def test_a_record_from_another_boot_or_pid_namespace_is_left_alone(run, monkeypa
     run.kill()
     (path,) = records()
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(node, "process_place", lambda: "another")
+        elsewhere.setattr(leftovers, "process_place", lambda: "another")
         lease()
     assert run.alive() == {*OURS, "stranger"}
     assert records() == [path]
@@ -171,7 +171,7 @@ def test_numbers_that_were_reused_hit_nobody(tmp_path):
     "content", [b"", b"{", b"[]", b"null", b'{"nonce": 1}', b'{"runner": [1, 2]}']
 )
 def test_a_file_that_is_no_record_is_left_alone(content):
-    path = node._folder() / "x.json"
+    path = leftovers._folder() / "x.json"
     path.write_bytes(content)
     end_leftovers()
     assert path.exists()
@@ -192,7 +192,7 @@ async def test_a_server_that_stops_leaves_no_record(tmp_path):
 
 
 def test_a_server_starts_where_no_record_can_be_written(log):
-    folder = node._folder()
+    folder = leftovers._folder()
     folder.rmdir()
     folder.touch()
     assert ServerRecord.create("test", os.getpid(), 1) is None

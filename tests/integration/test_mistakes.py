@@ -132,6 +132,11 @@ run unquoted.yaml
 run job
 run documents
 run documents/a.jsonl
+run job.yaml --temperature 0 --generation-params '{temperature: 1}'
+run job.yaml --sampel 5
+verify runs/x --executor.tasks=4
+verify runs/x --ful
+track runs/x --wandb team/texts
 status runs/nothere
 export runs/x answers.xlsx
 """.strip().splitlines()

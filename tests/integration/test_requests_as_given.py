@@ -20,7 +20,6 @@ from datatrove.pipeline.inference.types import InferenceResult as Theirs
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.lines import sealed_json
-from datatrove_ckpt.config.generation_params import check_generation_params
 from datatrove_ckpt.errors import (
     CheckpointMismatch,
     ConfigError,
@@ -242,11 +241,6 @@ def test_what_cannot_be_sent_is_refused_by_the_name_of_its_key(tmp_path, server,
     assert problem in str(refused.value)
     assert str(refused.value).startswith("default_generation_params.")
     assert server.payloads == []
-
-
-def test_a_parameter_whose_name_is_no_text_is_no_traceback():
-    with pytest.raises(ConfigError, match=f"7: {NUMBER}"):
-        check_generation_params("default_generation_params", {7: math.nan})
 
 
 def test_null_is_sent_where_it_was_written(tmp_path, server):

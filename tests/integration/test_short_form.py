@@ -145,6 +145,9 @@ WRITTEN_OUT = {
         "--endpoint=null --model=o/m",
         "--endpoint=null --model=o/m.gguf",
         "'--types={day: date32}'",
+        "'--slurm={partition: gpu, workers: 40}' --slurm.time=1:00:00 --input=many",
+        "'--slurm={partition: gpu}' --endpoint=null --model=o/m",
+        "'--slurm={partition: gpu}' --endpoint=null '--endpoints=[{url: http://e}]'",
     ),
     "0,1": (
         "--endpoint=null --model=package://p/m.gguf",
@@ -172,6 +175,8 @@ def test_a_job_is_written_out_in_the_long_form(monkeypatch):
         "mixed/b.txt",
         "old/A.CSV",
         "saved/dataset_info.json",
+        "many/a.jsonl",
+        "many/b.jsonl",
     ):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
@@ -314,25 +319,6 @@ def test_workers_are_processes_that_share_the_tasks():
     pids = [history.attempts[-1].start.pid for history in histories]
     assert len(pids) == 4
     assert os.getpid() not in pids
-
-
-def test_slurm_gets_a_task_for_each_file(capsys, log):
-    for number in range(3):
-        Path(f"documents/{number}.jsonl").touch()
-    found = expanded("--slurm.time=1:00:00", slurm={"partition": "gpu", "workers": 40})
-    assert found["workers"] == 40
-    assert (found["class_path"], found["tasks"], found["partition"]) == (
-        "SlurmPipelineExecutor",
-        4,
-        "gpu",
-    )
-    assert (found["time"], found.get("gpus_per_task")) == ("1:00:00", None)
-    assert main(["run", "job.yaml", "--dry-run"]) == 0
-    assert "#SBATCH --signal=USR1@180" in capsys.readouterr().out
-    assert "workers is 40, but there is work for 4" in "".join(log)
-    ends = expanded(endpoint=None, endpoints=[{"url": "http://e"}], slurm={"partition": "gpu"})
-    assert "gpus_per_task" not in ends
-    assert expanded(endpoint=None, model="o/m", slurm={"partition": "gpu"})["gpus_per_task"] == 1
 
 
 def test_a_job_on_the_command_line_runs_resumes_and_keeps_its_tasks(capfd):
@@ -875,9 +861,10 @@ def to_csv(command, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_csv_files_have_their_columns_in_the_first_line(to_csv, command, suffix):
+def test_csv_files_have_their_columns_in_the_first_line_and_lists_as_json(to_csv, command, suffix):
     text = 'a "b",\r\nc'
-    table = pa.table({"id": ["0", "1", "2"], "text": [text] * 3, "n": [None, 1.5, 2]})
+    tags = [["a", 'b"'], [], ["c"]]
+    table = pa.table({"id": ["0", "1", "2"], "text": [text] * 3, "n": [None, 1.5, 2], "tags": tags})
     to_csv(table, suffix=suffix)
     files = sorted(Path("x/output").glob("*.csv"))
     assert len(files) == 2
@@ -888,6 +875,9 @@ def test_csv_files_have_their_columns_in_the_first_line(to_csv, command, suffix)
     assert json.loads(whole["rollout_results"].tolist()[0])[0]["finish_reason"] == "stop"
     command("verify", "x", "--full")
     command("export", "x", "all.parquet")
+    command("export", "x", "all.csv")
+    for frame in (whole, pandas.read_csv("all.csv")):
+        assert [json.loads(cell) for cell in frame["tags"]] == tags
     assert "finish_reason" in command("show", "x") or "Columns: " in command("show", "x")
     before = [path.read_bytes() for path in files]
     to_csv(table, suffix=suffix)
@@ -913,15 +903,6 @@ def test_all_that_load_csv_load_texts(to_csv, command, flag):
     for rows in (OutputPath("x/output").to_dataset()[:], names["dataset"][:], whole):
         for name in ("id", "text", "n", "none", "answer"):
             assert rows[name] == found[name].tolist()
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_a_cell_of_csv_holds_a_list_as_json_as_in_an_export(to_csv, command, suffix):
-    tags = [["a", 'b"'], []]
-    to_csv(pa.table({"id": ["0", "1"], "text": ["a", "b"], "tags": tags}), suffix=suffix)
-    command("export", "x", "all.csv")
-    for name in (*Path("x/output").glob("*.csv"), "all.csv"):
-        assert [json.loads(cell) for cell in pandas.read_csv(name)["tags"]] == tags
 
 
 _OF_SCHEMA = """{"type": "object", "properties": {"tags": {"type": "array"}}}"""

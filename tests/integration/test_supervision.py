@@ -475,9 +475,12 @@ def master_port():
 
 
 class TwoNodes:
-    """A task on two nodes, both of them this machine. ``start``: the nodes that start at first."""
+    """A task on two nodes, both of them this machine, which has answered the first text.
 
-    def __init__(self, texts, monkeypatch, start=(0, 1), **settings):
+    ``start``: the nodes that start at first.
+    """
+
+    def __init__(self, monkeypatch, *texts, start=(0, 1), **settings):
         stand_in_for_vllm(TWO_PART_VLLM, monkeypatch)
         Path("node.py").write_text(NODE)
         self.job = {"port": master_port(), "texts": texts, "settings": settings}
@@ -489,6 +492,8 @@ class TwoNodes:
     def __enter__(self):
         for rank in self._first:
             self.start(rank)
+        if len(self._first) == 2:
+            until(Path("done").exists)
         return self
 
     def start(self, rank):
@@ -503,23 +508,24 @@ class TwoNodes:
             node.kill()
             node.wait()
 
-    def codes(self):
-        """Exit codes of both nodes, which must end.
+    def ends_with(self, *codes):
+        """Both nodes must end with these codes.
 
         No process of the engine may be left two minutes later.
         """
-        codes = [self.nodes[rank].wait(timeout=400) for rank in (0, 1)]
+        found = [self.nodes[rank].wait(timeout=400) for rank in (0, 1)]
         until(lambda: not any(is_alive(pid) for pid in self.parts(0) + self.parts(1)), 120)
-        return codes
+        assert found == list(codes), self.log(0)
+
+    def is_done(self):
+        self.ends_with(0, 0)
+        assert lines("done") == [*self.job["texts"]]
+        assert [path.name for path in Path("output").iterdir()] == ["00000_00000.jsonl"]
 
     def parts(self, rank):
         """Process ids of the engine's part on a node, one for each of its starts."""
         found = [line.split() for line in lines("parts")] if Path("parts").exists() else []
         return [int(pid) for pid, part in found if part == str(rank)]
-
-    def until_waiting(self):
-        """Until all requests are answered, except those that wait at the gate."""
-        until(Path("done").exists)
 
     def log(self, rank):
         return Path(f"node-{rank}.log").read_text()
@@ -527,23 +533,21 @@ class TwoNodes:
 
 @pytest.mark.slow
 def test_the_worker_node_ends_when_the_head_node_is_killed(monkeypatch):
-    with TwoNodes(["a", "wait"], monkeypatch) as task:
-        task.until_waiting()
+    with TwoNodes(monkeypatch, "a", "wait") as task:
         task.nodes[0].kill()
-        assert task.codes() == [-signal.SIGKILL, 0]
+        task.ends_with(-signal.SIGKILL, 0)
 
 
 @pytest.mark.slow
 def test_a_task_that_gets_sigterm_is_served_by_all_its_nodes_until_its_requests_are_answered(
     monkeypatch,
 ):
-    with TwoNodes(["a", "wait"], monkeypatch) as task:
-        task.until_waiting()
+    with TwoNodes(monkeypatch, "a", "wait") as task:
         for node in task.nodes.values():
             node.terminate()
         until(lambda: "1 requests in flight have" in task.log(0))
         open_gate()
-        assert task.codes() == [128 + signal.SIGTERM] * 2, task.log(0)
+        task.ends_with(128 + signal.SIGTERM, 128 + signal.SIGTERM)
     assert lines("done") == ["a", "wait"]
     assert "saved: 2 documents of this run and every answer" in task.log(0)
 
@@ -551,40 +555,33 @@ def test_a_task_that_gets_sigterm_is_served_by_all_its_nodes_until_its_requests_
 def test_a_part_that_dies_is_restarted_on_all_nodes_and_only_the_head_node_writes(
     monkeypatch,
 ):
-    with TwoNodes(["a", "wait"], monkeypatch) as task:
-        task.until_waiting()
+    with TwoNodes(monkeypatch, "a", "wait") as task:
         os.kill(task.parts(1)[0], signal.SIGKILL)
         until(lambda: len(task.parts(1)) == 2)
         open_gate()
-        assert task.codes() == [0, 0], task.log(0)
+        task.is_done()
         assert (len(task.parts(0)), len(task.parts(1))) == (2, 2)
-    assert lines("done") == ["a", "wait"]
-    assert [path.name for path in Path("output").iterdir()] == ["00000_00000.jsonl"]
 
 
 @pytest.mark.slow
 def test_a_worker_node_that_is_late_serves_too(monkeypatch):
-    with TwoNodes(["a"], monkeypatch, start=[0]) as task:
+    with TwoNodes(monkeypatch, "a", start=[0]) as task:
         until(lambda: task.parts(0))
         task.start(1)
-        assert task.codes() == [0, 0], task.log(0)
-    assert lines("done") == ["a"]
+        task.is_done()
 
 
 def test_a_task_that_has_lost_a_node_ends_with_an_error_and_the_same_command_resumes(
     monkeypatch,
 ):
-    with TwoNodes(["a", "wait"], monkeypatch, server_max_restarts=0) as task:
-        task.until_waiting()
+    with TwoNodes(monkeypatch, "a", "wait", server_max_restarts=0) as task:
         task.nodes[1].kill()
-        assert task.codes() == [1, -signal.SIGKILL], task.log(0)
+        task.ends_with(1, -signal.SIGKILL)
         assert "died again (server_max_restarts=0)" in task.log(0)
         open_gate()
         task.start(0)
         task.start(1)
-        assert task.codes() == [0, 0], task.log(0)
-    assert lines("done") == ["a", "wait"]
-    assert [path.name for path in Path("output").iterdir()] == ["00000_00000.jsonl"]
+        task.is_done()
 
 
 async def test_one_replica_that_does_not_start_ends_the_others(tmp_path):

@@ -52,17 +52,18 @@ for arguments in json.load(sys.stdin):
 """
 
 
+def printed(python, code, given):
+    """What a program prints of each that it is given."""
+    command = [python, "-c", code]
+    done = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True)
+    lines = [line.partition("PARSED ")[2] for line in done.stdout.splitlines() if "PARSED " in line]
+    assert len(lines) == len(given), done.stderr
+    return list(map(json.loads, lines))
+
+
 def parsed(python, parser, argvs):
     """What the parser makes of each; it must take them all."""
-    command = [python, "-c", parser + _PARSE]
-    done = subprocess.run(command, input=json.dumps(argvs), capture_output=True, text=True)
-    lines = [
-        line.removeprefix("PARSED ")
-        for line in done.stdout.splitlines()
-        if line.startswith("PARSED ")
-    ]
-    assert len(lines) == len(argvs), done.stderr
-    values = [json.loads(line) for line in lines]
+    values = printed(python, parser + _PARSE, argvs)
     assert [one for one in values if "error" in one] == []
     return values
 
@@ -172,7 +173,8 @@ NOT_FOR_XGRAMMAR = [
 _XGRAMMAR_REFUSES = """
 import json, sys
 from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
-print("REFUSED", json.dumps([has_xgrammar_unsupported_json_features(one) for one in json.load(sys.stdin)]))
+for schema in json.load(sys.stdin):
+    print("PARSED", json.dumps(has_xgrammar_unsupported_json_features(schema)))
 """
 
 
@@ -204,10 +206,8 @@ def test_vllm_gets_and_takes_what_keeps_json_free_of_blanks_where_xgrammar_knows
     for other in found[4:]:
         assert "backend='auto'" in other
         assert "disable_any_whitespace=False" in other
-    command = [environment.vllm_python(), "-c", _XGRAMMAR_REFUSES]
-    schemas = json.dumps([ANSWER, *NOT_FOR_XGRAMMAR])
-    done = subprocess.run(command, input=schemas, capture_output=True, text=True, check=False)
-    refused = json.loads(done.stdout.partition("REFUSED ")[2])
+    schemas = [ANSWER, *NOT_FOR_XGRAMMAR]
+    refused = printed(environment.vllm_python(), _XGRAMMAR_REFUSES, schemas)
     assert refused == [False] + [True] * len(NOT_FOR_XGRAMMAR)
 
 
@@ -232,7 +232,7 @@ for payload in json.load(sys.stdin):
     request = ChatCompletionRequest(model="m", **payload)
     values = request.to_sampling_params(stop=[], model_generation_config={})
     values["continued"] = request.continue_final_message
-    print(json.dumps({name: values.get(name) for name in ("json_schema", "regex", "continued")}))
+    print("PARSED", json.dumps({name: values.get(name) for name in ("json_schema", "regex", "continued")}))
 """
 
 
@@ -254,12 +254,7 @@ def test_sglang_understands_the_fields_of_rollouts():
     for rollout in rollouts:
         with contextlib.suppress(InvalidAnswer):
             asyncio.run(rollout(Document(text="some text", id="1"), generate))
-    command = [environment.sglang_python(), "-c", _SGLANG_REQUESTS]
-    done = subprocess.run(
-        command, input=json.dumps(payloads), capture_output=True, text=True, check=False
-    )
-    values = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(values) == len(payloads) == 5, done.stderr
+    values = printed(environment.sglang_python(), _SGLANG_REQUESTS, payloads)
     assert list(json.loads(values[0]["json_schema"])["properties"]) == ["why", "answer"]
     assert [one["regex"] for one in values] == [None, "a|b", r"(a|b \(c\))", None, None]
     assert [one["continued"] for one in values] == [False, False, False, False, True]

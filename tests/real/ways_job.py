@@ -12,13 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from datatrove.data import Document
-from datatrove.pipeline.writers import JsonlWriter
 from loguru import logger
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.generation.requests import Requests
 from datatrove_ckpt.rollouts import PromptRollout
+from tests.jobs import runner
 
 LABELS = ["bad", "fair", "good"]
 
@@ -89,20 +89,13 @@ def main(folder):
     job = json.loads(Path("job.json").read_text())
     logger.remove()
     logger.add("runner.log", format="{time:HH:mm:ss} {level} {message}")
-    several = job["kind"] == "judge"
-    config = (
-        {name: InferenceConfig(**one) for name, one in job["config"].items()}
-        if several
-        else InferenceConfig(**job["config"])
-    )
-    runner = InferenceRunner(
-        KINDS[job["kind"]],
-        config,
-        JsonlWriter("output", "${rank}_${chunk_index}.jsonl", compression=None),
-        checkpoints_local_dir="checkpoints",
-        records_per_chunk=10,
-    )
-    runner.run(iter(documents(job["kind"], job["documents"])))
+    config = job["config"]
+    if job["kind"] == "judge":
+        config = {name: InferenceConfig(**one) for name, one in config.items()}
+    else:
+        config = InferenceConfig(**config)
+    step = runner(Path(), config, KINDS[job["kind"]], records_per_chunk=10)
+    step.run(iter(documents(job["kind"], job["documents"])))
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ from datatrove_ckpt.readers import (
     DamagedLine,
     JsonlReader,
     block_file,
+    blocks,
     jsonl,
 )
-from datatrove_ckpt.torch import blocks
-from datatrove_ckpt.torch.blocks import BlockInput
+from datatrove_ckpt.readers.blocks import BlockInput
 from tests.unit.tables import reader_of, write_table
 
 ROWS = [

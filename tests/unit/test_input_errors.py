@@ -23,7 +23,7 @@ from datatrove_ckpt.readers import (
     no_document,
     position_state,
 )
-from datatrove_ckpt.torch.blocks import BlockInput
+from datatrove_ckpt.readers.blocks import BlockInput
 from tests.unit.tables import reader_of, write_table
 
 LINES = [b'{"text": "%d", "id": "%d"}\n' % (i, i) for i in range(2000)]

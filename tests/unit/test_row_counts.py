@@ -7,8 +7,8 @@ import pytest
 from loguru import logger
 
 from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.readers.blocks import BlockInput
 from datatrove_ckpt.readers.jsonl import LineBlocks
-from datatrove_ckpt.torch.blocks import BlockInput
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,8 @@ import pytest
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.torch import Mix, Pack
+from datatrove_ckpt.torch.order import Round, Topology
 from datatrove_ckpt.torch.states import DatasetState, Slot, sealed
-from datatrove_ckpt.torch.topology import Round, Topology
 from tests.stateful_rows import Rows
 from tests.training_rows import merge, rows_of
 from tests.yaml_jobs import write_rows

@@ -17,6 +17,7 @@ from datatrove_ckpt.checkpoint.numbers import DocumentCounts
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.yaml_config import build
+from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.executors.slurm import SlurmPipelineExecutor
 from tests import golden
@@ -42,6 +43,7 @@ def login_node(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    monkeypatch.setenv(LAUNCH, "")  # which a submission sets
     for folder in ("bin", "submitted", "documents"):
         Path(folder).mkdir()
     Path("bin/sbatch").write_text(SBATCH)

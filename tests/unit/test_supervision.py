@@ -15,7 +15,7 @@ from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.inference.client.routing import Target
 from datatrove_ckpt.inference.client.urls import HiddenUrl
-from datatrove_ckpt.inference.servers import node
+from datatrove_ckpt.inference.servers import gpus as gpu_leases
 from datatrove_ckpt.inference.servers.admission import Metrics, parse_metrics, read_metrics
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.inference.servers.warm import RankModels
@@ -28,7 +28,7 @@ from tests.jobs import leased_gpus
 @pytest.fixture(autouse=True)
 def _own_folders(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(node, "_LEASE_TIMEOUT", 0.0)
+    monkeypatch.setattr(gpu_leases, "_LEASE_TIMEOUT", 0.0)
     for name in ("DATATROVE_EXECUTOR", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
 
@@ -73,19 +73,19 @@ def test_ranks_that_lock_at_the_same_moment_do_not_take_every_other_gpu(monkeypa
     """A second rank comes while the first one has locked one of its two GPUs."""
     between = []
     visible = ["a", "b", "c", "d"]
-    try_lock = node._try_lock
+    try_lock = gpu_leases._try_lock
 
     def lock_two():
-        locked = node._try_lock_gpus(tmp_path, visible, 2)
+        locked = gpu_leases._try_lock_gpus(tmp_path, visible, 2)
         return locked and [name for name, _ in locked]
 
     def another_rank_comes(path):
         if path.name == "gpu_b.lock":
-            monkeypatch.setattr(node, "_try_lock", try_lock)
+            monkeypatch.setattr(gpu_leases, "_try_lock", try_lock)
             between.append(lock_two())
         return try_lock(path)
 
-    monkeypatch.setattr(node, "_try_lock", another_rank_comes)
+    monkeypatch.setattr(gpu_leases, "_try_lock", another_rank_comes)
     assert lock_two() == ["a", "b"]
     assert between == [None]
     assert lock_two() == ["c", "d"]
@@ -101,7 +101,7 @@ def named(**models):
 
 @asynccontextmanager
 async def leased(configs, without=()):
-    found = await node.lease_gpus(configs, without)
+    found = await gpu_leases.lease_gpus(configs, without)
     try:
         yield {
             name: [lease.env["CUDA_VISIBLE_DEVICES"] for lease in leases]
@@ -153,7 +153,7 @@ async def test_a_rank_takes_the_gpus_of_all_its_models_or_none():
     """
     async with leased(named(writer={"tp": 2})) as first:
         with pytest.raises(ConfigError, match="workers: this task needs 3 of the GPUs 0,1,2,3"):
-            await node.lease_gpus(named(writer={"tp": 2}, judge={}))
+            await gpu_leases.lease_gpus(named(writer={"tp": 2}, judge={}))
         async with leased(named(writer={"tp": 2})) as second:
             assert (first, second) == ({"": ["0,1"]}, {"": ["2,3"]})
 

@@ -11,16 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datatrove_ckpt.torch.blocks import Block
+from datatrove_ckpt.readers.blocks import Block
 from datatrove_ckpt.torch.order import (
     BlockTable,
+    Remaining,
+    Round,
+    Topology,
     Window,
     deal_files,
     order_by_files,
     order_by_rows,
     unevenness,
 )
-from datatrove_ckpt.torch.topology import Remaining, Round, Topology
 
 
 def blocks_of(*files, size=10):

@@ -16,12 +16,11 @@ from datatrove.io import DataFolder
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader
-from datatrove_ckpt.torch.dataset import Epoch, ReaderDataset, parse_window
+from datatrove_ckpt.torch.dataset import Batched, Epoch, ReaderDataset, parse_window
 from datatrove_ckpt.torch.index import Index, RowSource
 from datatrove_ckpt.torch.mixing import Mix
 from datatrove_ckpt.torch.order import order_by_rows
 from datatrove_ckpt.torch.packing import Pack
-from datatrove_ckpt.torch.stages import Batched
 from datatrove_ckpt.torch.states import DatasetState, Slot
 from tests.training_rows import merge, rows_of
 from tests.unit.tables import reader_of, write_table

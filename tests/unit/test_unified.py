@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from datatrove_ckpt.errors import ConfigError, InputError
-from datatrove_ckpt.torch.blocks import BlockInput
+from datatrove_ckpt.readers.blocks import BlockInput
 from tests.unit.tables import reader_of, write_table
 
 TEXTS = ["a", None, "é"]

@@ -271,10 +271,3 @@ def test_a_whole_number_is_sent_as_earlier_releases_sent_it(tmp_path):
     runner = build(read_config(None, [*job, f"input={tmp_path}/input.jsonl"])).pipeline[1]
     sent = runner.config.default_generation_params
     assert repr([sent["temperature"], sent["top_p"], sent["max_tokens"]]) == "[0.0, 1.0, 5]"
-
-
-def test_a_parameter_of_requests_is_given_once(tmp_path):
-    (tmp_path / "input.jsonl").write_text('{"text": "a"}\n')
-    job = ["temperature=0", "generation_params={temperature: 1}", "prompt={text}", "model=m"]
-    with pytest.raises(ConfigError, match='temperature: is in "generation_params", too'):
-        read_config(None, [*job, f"run_folder={tmp_path}/run", f"input={tmp_path}/input.jsonl"])

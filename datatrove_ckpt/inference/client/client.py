@@ -461,7 +461,7 @@ class ModelServers:
         return self.config.request_timeout or _DEFAULT_TIMEOUT
 
     def look(self) -> None:
-        """Looks for a silent endpoint. Servers of ours are watched by their ``servers/host.py``."""
+        """Looks for a silent endpoint. Servers of ours have ``servers/supervision.py``."""
         if self.config.server_type == "endpoint":
             name = "The server"
             if len(self.router.targets) > 1:

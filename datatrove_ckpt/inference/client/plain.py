@@ -282,7 +282,7 @@ class _Connection(asyncio.Protocol):
         self._owner = owner
         self._loop = asyncio.get_running_loop()
         self._response: asyncio.Future[Response] | None = None
-        self._unsent: Iterator[bytes] | None = None
+        self._unsent: Iterator[bytes] = iter(())
         self._paused = False
         self._parser: ResponseParser | None = None
         self._complete: Response | None = None
@@ -301,15 +301,15 @@ class _Connection(asyncio.Protocol):
         return response
 
     def _send_pieces(self) -> None:
-        while self._unsent is not None and not self._paused:
-            if (piece := next(self._unsent, None)) is None:
-                self._unsent = None
-            else:
-                self.transport.write(piece)
+        while not self._paused:
+            piece = next(self._unsent, None)
+            if piece is None:
+                return
+            self.transport.write(piece)
 
     def abort(self, error: Exception | None = None) -> None:
         self.usable = False
-        self._unsent = None
+        self._unsent = iter(())
         self.transport.abort()
         parser = self._parser
         if parser is not None:

@@ -5,8 +5,6 @@ in its environment, and a log file. It is ready when GET /v1/models answers 200.
 
 A server can be started again after ``stop``, with another port and another key. It belongs to no
 event loop: a rank can pass it on to the next rank of its process (``warm.py``).
-
-A running server's health and load say how many requests it may get.
 """
 
 import asyncio
@@ -42,7 +40,8 @@ from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ServerStartFailed, TooManyOpenFiles
 from datatrove_ckpt.inference.client.transport import ExchangeFailed, get
 from datatrove_ckpt.inference.client.urls import HiddenUrl
-from datatrove_ckpt.inference.servers import node
+from datatrove_ckpt.inference.servers import leftovers
+from datatrove_ckpt.inference.servers.gpus import GpuLease
 from datatrove_ckpt.inference.servers.guarded import GuardedProcess
 from datatrove_ckpt.inference.servers.server_log import find_cause, last_line, read_log
 from datatrove_ckpt.process.event_loop import in_own_thread
@@ -83,7 +82,7 @@ class InferenceServer:
     config: InferenceConfig
     rank: int
     replica: int = 0
-    lease: node.GpuLease = field(default_factory=node.GpuLease)
+    lease: GpuLease = field(default_factory=GpuLease)
     nodes: Nodes = SINGLE_NODE
     on_launch: Callable[[], None] = lambda: None
 
@@ -168,7 +167,7 @@ class InferenceServer:
                 self.config.server_stop_timeout_sec,
             )
             self.started_by = self.rank
-            await in_own_thread(node.ServerRecord.create, self.name, self._process.pid, log)
+            await in_own_thread(leftovers.ServerRecord.create, self.name, self._process.pid, log)
         except OSError as error:
             refuse_exhaustion(error, "No process could be created")
             # Without a cause, whose frames hold the environment.
@@ -294,7 +293,7 @@ class InferenceServer:
         """Stops without an event loop, after ``request_stop``."""
         self._wait_until_stopped()
         if self._process is not None:
-            node.remove_record(self._process.pid)
+            leftovers.remove_record(self._process.pid)
         self._process = None
         self.url = ""
         self.api_key = None
@@ -306,7 +305,7 @@ class InferenceServer:
         if self._process is None or self._process.wait_until_stopped() >= 0:
             return
         # The guardian itself was killed (it reports its server's signal n as 128 + n).
-        node.kill_session(self._process.pid, self.name)
+        leftovers.kill_session(self._process.pid, self.name)
 
     def request_stop(self) -> None:
         """``stop`` or ``stop_blocking`` should follow."""

@@ -34,7 +34,7 @@ from loguru import logger
 from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Nodes
-from datatrove_ckpt.inference.servers.node import GpuLease, lease_gpus
+from datatrove_ckpt.inference.servers.gpus import GpuLease, lease_gpus
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.process.event_loop import in_own_thread
 from datatrove_ckpt.process.shutdown import Shutdown

@@ -12,27 +12,31 @@ The blocks depend on the files alone: not on the columns, or on the reader's ``l
 
 from __future__ import annotations
 
+import fcntl
 import os
+import uuid
+from base64 import b64decode, b64encode
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import orjson
 from loguru import logger
+from xxhash import xxh3_128_hexdigest
 
 import datatrove_ckpt.readers.jsonl as jsonl
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.lazy import pa
 from datatrove_ckpt.errors import ConfigError, InputError
-from datatrove_ckpt.readers.block_file import BlockFile, FileIndex, Rows, check_columns
+from datatrove_ckpt.readers.block_file import BlockFile, FileIndex, Group, Rows, check_columns
 from datatrove_ckpt.readers.files import FilesReader
 from datatrove_ckpt.readers.inputs import Inputs
-from datatrove_ckpt.readers.jsonl import JsonlReader
 from datatrove_ckpt.readers.parquet_blocks import ParquetBlocks
 from datatrove_ckpt.readers.positions import Row
 from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
-from datatrove_ckpt.torch.row_counts import RowCounts
 
 # The limits of a block. A larger row is a block of its own.
 MAX_ROWS = 2**16
@@ -79,8 +83,8 @@ class BlockInput:
 
     def __init__(self, reader: FilesReader) -> None:
         self._reader = reader
-        self._inputs: Inputs = reader.list_inputs(0, 1, None)
-        self.names = self._inputs.names
+        self.inputs: Inputs = reader.list_inputs(0, 1, None)
+        self.names = self.inputs.names
         self._opened: OrderedDict[int, BlockFile] = OrderedDict()
         self._process = os.getpid()
         self._keys: set[str] = set()  # columns that some line of JSONL had
@@ -90,7 +94,7 @@ class BlockInput:
         self.sequential = frozenset(
             number for number, file in enumerate(self._index) if file.sequential
         )
-        self.gives_dicts = isinstance(reader, JsonlReader)
+        self.gives_dicts = isinstance(reader, jsonl.JsonlReader)
         self.gives_views = isinstance(reader, IpcReader)
         self._size = self._size_in_memory()
         self._blocks = list(_cut(self._index, self._size))
@@ -164,14 +168,14 @@ class BlockInput:
                 return list(threads.map(self._index_file, numbers))
             options = [getattr(self._reader, name, None) for name in ("compression", "stream")]
             kind = f"{self._reader.format}/{options}/{jsonl.PART_BYTES}"
-            counts = RowCounts(self._inputs, kind)
+            counts = RowCounts(self.inputs, kind)
             self._counts = counts
             known = list(threads.map(counts.get, numbers))
             if None not in known:
                 return [index for index in known if index is not None]
             logger.info(
                 f"One process counts the rows of {plural(known.count(None), 'file')} in "
-                f"{self._inputs.folder.path}, once."
+                f"{self.inputs.folder.path}, once."
             )
             with counts.counting():
 
@@ -237,6 +241,90 @@ def _cut(files: Sequence[FileIndex], size: int) -> Iterator[Block]:
                 end = rows * (part + 1) // count
                 yield Block(file, first + start, end - start, in_memory * (end - start) // rows)
             first += rows
+
+
+_VERSION = 3
+_TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
+"""Names that file systems have for the time of the last change."""
+
+
+class RowCounts:
+    """Keeps the numbers of rows of files, so that the next process need not read the files again.
+
+    Counting JSONL reads all of it. The counts of each file are a small file in the folder
+    ``$DATATROVE_CKPT_CACHE`` (empty: none are kept), or else ``datatrove-ckpt/rows`` in the user's
+    cache folder. If nodes share the folder, the first node counts. Its name changes with size, time
+    of change and sample of the counted file (``Inputs.sample``). Reading notices a wrong count. The
+    files may be deleted at any time.
+
+    ``kind``: what the counts depend on beside the files, such as the format.
+    """
+
+    def __init__(self, inputs: Inputs, kind: str) -> None:
+        self._inputs = inputs
+        self._source = f"{_VERSION}/{kind}/{inputs.folder.resolve_paths('')}"
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        own = os.environ.get("DATATROVE_CKPT_CACHE", str(cache / "datatrove-ckpt/rows"))
+        self._folder = Path(own) if own else None
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Lets one process at a time count, if the file system can lock."""
+        if self._folder is None:
+            yield
+            return
+        name = xxh3_128_hexdigest(self._source.encode())
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            lock = (self._folder / f"{name}.lock").open("a")
+        except OSError as error:
+            logger.warning(
+                f"The rows that are counted cannot be kept, so the next start counts again: {error}"
+            )
+            self._folder = None
+            yield
+            return
+        with lock:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def get(self, number: int) -> FileIndex | None:
+        path = self._path(number)
+        if path is None:
+            return None
+        with suppress(OSError, KeyError, TypeError, ValueError):
+            found = orjson.loads(path.read_bytes())
+            groups = tuple(Group(*group) for group in found["groups"])
+            return FileIndex(groups, found["sequential"], b64decode(found["schema"]))
+        return None
+
+    def put(self, number: int, index: FileIndex) -> None:
+        path = self._path(number)
+        if path is None:
+            return
+        schema = b64encode(index.schema).decode()
+        groups = [list(group) for group in index.groups]
+        content = {"groups": groups, "sequential": index.sequential, "schema": schema}
+        # Nodes may share the folder, and process ids.
+        part = path.with_suffix(f".{uuid.uuid4().hex}")
+        with suppress(OSError):
+            part.write_bytes(orjson.dumps(content))
+            part.replace(path)
+
+    def _path(self, number: int) -> Path | None:
+        """Returns the file of the counts; None if the file system tells nothing that changes with
+        the content.
+        """
+        info = self._inputs.info(number)
+        changed = next((str(info[name]) for name in _TIMES if info.get(name)), "")
+        sample = self._inputs.sample(number)
+        if self._folder is None or not (changed or sample):
+            return None
+        known = (self._inputs.names[number], str(self._inputs.size(number)), changed, sample)
+        return (
+            self._folder / f"{xxh3_128_hexdigest('/'.join((self._source, *known)).encode())}.json"
+        )
 
 
 class Unified:

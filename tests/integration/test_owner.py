@@ -22,6 +22,7 @@ from datatrove_ckpt.checkpoint.layout import HOME
 from datatrove_ckpt.common import object_store
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch, StorageFailed
 from datatrove_ckpt.output import owner
+from datatrove_ckpt.output.committed import content_hash
 from datatrove_ckpt.output.owner import OutputOwnership
 from datatrove_ckpt.testing import FakeServer, crash_at
 from datatrove_ckpt.testing.crashes import WatchedDisk, disk_in_place
@@ -407,6 +408,19 @@ def test_files_of_another_ending_are_seen_by_a_first_start(tmp_path, servers):
     zipped = JsonlWriter(str(place.folder), NAME, compression="gzip")
     with pytest.raises(OutputMismatch, match=r"00000_00000\.jsonl"):
         run_job(tmp_path / "b", one, 3, output_writer=zipped)
+
+
+def test_a_complete_rank_refuses_what_it_has_published_and_not_committed(tmp_path, servers):
+    """A node that was lost had other answers, and so a file of another name."""
+    place = Place(tmp_path)
+    start = starter(tmp_path, place, servers)
+    start("a", 2)
+    name = "00000_00001.jsonl"
+    (place.folder / name).write_text("the documents of chunk 0, again")
+    content = content_hash(place.writer().output_folder, name)
+    Intents(tmp_path / "a/checkpoints/00000").add({name: content})
+    with pytest.raises(OutputMismatch, match="no commit of task 0 names: 00000_00001"):
+        start("a", 2)
 
 
 def test_a_run_of_an_earlier_release_goes_on_and_replaces_its_own_file(

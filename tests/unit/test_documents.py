@@ -218,20 +218,20 @@ USUAL = [
     InferenceResult("", None, {"prompt_tokens": 2, "details": None}),
     InferenceResult("$results", "stop", {}),
 ]
-UNUSUAL = {  # text, id, results, other metadata, media
-    "NaN in the usage": ("t", "i", [InferenceResult("", "stop", {"seconds": math.nan})], {}, []),
-    "NaN for a null": ("t", "i", [InferenceResult("", None, {}, None)], {"nan": math.nan}, []),
-    "another result": ("t", "i", [RESULT, {"text": "a dict"}], {}, []),
-    "a result twice": ("t", "i", USUAL, {"x": RESULT}, []),
-    "a result elsewhere": ("t", "i", [{"text": "a dict"}], {"x": RESULT}, []),
-    "a key of ours": ("t", "i", USUAL, {"$py": ["result", {}]}, []),
-    "a large number": ("t", "i", USUAL, {"n": 2**70}, []),
-    "no text": ("", "i", USUAL, {}, []),
-    "an id that is a number": ("t", 1, USUAL, {}, []),
-    "no id": ("t", "", USUAL, {}, []),
-    "media": ("t", "i", USUAL, {}, [Media("m", 0, "u")]),
-    "a column of its own name": ("t", "i", USUAL, {"text": "other"}, []),
-}
+UNUSUAL = [  # text, id, results, other metadata, media
+    ("t", "i", [InferenceResult("", "stop", {"seconds": math.nan})], {}, []),  # NaN in the usage
+    ("t", "i", [InferenceResult("", None, {}, None)], {"nan": math.nan}, []),  # NaN for a null
+    ("t", "i", [RESULT, {"text": "a dict"}], {}, []),  # another result
+    ("t", "i", USUAL, {"x": RESULT}, []),  # a result twice
+    ("t", "i", [{"text": "a dict"}], {"x": RESULT}, []),  # a result elsewhere
+    ("t", "i", USUAL, {"$py": ["result", {}]}, []),  # a key of ours
+    ("t", "i", USUAL, {"n": 2**70}, []),  # a large number
+    ("", "i", USUAL, {}, []),  # no text
+    ("t", 1, USUAL, {}, []),  # an id that is a number
+    ("t", "", USUAL, {}, []),  # no id
+    ("t", "i", USUAL, {}, [Media("m", 0, "u")]),  # media
+    ("t", "i", USUAL, {"text": "other"}, []),  # a column of its own name
+]
 
 
 def finished_document(text, id, found, metadata, media):
@@ -270,9 +270,9 @@ def test_of_a_usual_document_the_line_is_known(metadata):
     assert line_of(check_finished(finished_document("text null", "id", USUAL, metadata, [])))
 
 
-@pytest.mark.parametrize("name", UNUSUAL)
-def test_of_any_other_document_it_is_not(name):
-    assert line_of(check_finished(finished_document(*UNUSUAL[name]))) is None
+@pytest.mark.parametrize("fields", UNUSUAL)
+def test_of_any_other_document_it_is_not(fields):
+    assert line_of(check_finished(finished_document(*fields))) is None
 
 
 def test_a_finished_document_is_checked_like_any_other():

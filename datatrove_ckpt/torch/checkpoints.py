@@ -420,7 +420,6 @@ class TrainingCheckpoints:
         stateful = dict(states)
         if loader is not None:
             stateful["loader"] = loader
-        sharded.check_names(stateful)
         sharded.check_savable(stateful)
         step = index(step)  # of a tensor, too
         if step < self._last.step:
@@ -740,7 +739,6 @@ class TrainingCheckpoints:
                 fit its object.
         """
         began = time.monotonic()
-        sharded.check_names(states)
         self._ranks.meet(f"restore({step})")
         try:
             if not weights_only:
@@ -980,7 +978,6 @@ class TrainingCheckpoints:
         """
         if (to is None) == (before is None):
             raise ConfigError("rollback: give one of to= and before=.")
-        sharded.check_names(states)
         self._ranks.meet("rollback()")
         self._has_looked = True
         self._claim()

@@ -419,7 +419,6 @@ class TrainingCheckpoints:
         stateful = dict(states)
         if loader is not None:
             stateful["loader"] = loader
-        sharded.check_names(stateful)
         sharded.check_savable(stateful)
         step = index(step)  # of a tensor, too
         if step < self._last.step:
@@ -739,7 +738,6 @@ class TrainingCheckpoints:
                 fit its object.
         """
         began = time.monotonic()
-        sharded.check_names(states)
         self._ranks.meet(f"restore({step})")
         try:
             if not weights_only:
@@ -979,7 +977,6 @@ class TrainingCheckpoints:
         """
         if (to is None) == (before is None):
             raise ConfigError("rollback: give one of to= and before=.")
-        sharded.check_names(states)
         self._ranks.meet("rollback()")
         self._has_looked = True
         self._claim()

@@ -14,7 +14,7 @@ import random
 import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -44,17 +44,13 @@ VALUES = (bool, int, float, str, type(None))
 _PLAIN = (torch.Tensor, torch.nn.Parameter, *VALUES)
 
 
-def check_names(states: Iterable[str]) -> None:
-    for key in states:
+def check_savable(states: States) -> None:
+    for key, state in states.items():
         if not re.fullmatch(r"\w[\w.-]*", key):
             raise ConfigError(
                 f"{key!r} is no name of a state: give letters, digits, '_', '-' and '.', the first "
                 "no '.'."
             )
-
-
-def check_savable(states: States) -> None:
-    for key, state in states.items():
         if not isinstance(state, dict) and not hasattr(state, "state_dict"):
             raise ConfigError(
                 f"save: {key} ({type(state).__name__}) has no state_dict(). Give it to a writer."

@@ -63,8 +63,12 @@ class RunTotals(NamedTuple):
         return self.prompt_tokens + self.completion_tokens
 
     @property
-    def documents(self) -> str:
-        return f"{plural_is(self.written, 'document')} in the output files."
+    def end(self) -> str:
+        """Says what a run has that a limit ended."""
+        return (
+            f"{plural_is(self.written, 'document')} in the output files. What is finished is "
+            "saved. The same command with a higher limit goes on."
+        )
 
 
 NO_TOTALS = RunTotals()
@@ -92,22 +96,21 @@ class Limits:
         """Returns the first limit that is reached, ``until`` before the others."""
         if self.until is not None and totals.written >= self.until:
             return GoalReached(
-                f"{self.until} is reached: {totals.documents} {_MORE}",
+                f"{self.until} is reached: {totals.end}",
                 setting="until",
                 changes=[{"until": 2 * max(self.until, totals.written)}],
             )
         cost = totals.cost / 1e9
         if self.max_cost is not None and cost >= self.max_cost:
             return LimitReached(
-                f"{self.max_cost:g} is reached: the answers cost {cost:.6g}, and "
-                f"{totals.documents} {_MORE}",
+                f"{self.max_cost:g} is reached: the answers cost {cost:.6g}, and {totals.end}",
                 setting="max_cost",
                 changes=[{"max_cost": f"{2 * cost:g}"}],
             )
         if self.max_total_tokens is not None and totals.tokens >= self.max_total_tokens:
             return LimitReached(
                 f"{self.max_total_tokens} is reached: the answers took "
-                f"{plural(totals.tokens, 'token')}, and {totals.documents} {_MORE}",
+                f"{plural(totals.tokens, 'token')}, and {totals.end}",
                 setting="max_total_tokens",
                 changes=[{"max_total_tokens": 2 * totals.tokens}],
             )
@@ -137,9 +140,6 @@ class Limits:
                 path.write_bytes(orjson.dumps(asdict(self)))
             else:
                 path.unlink(missing_ok=True)
-
-
-_MORE = "What is finished is saved. The same command with a higher limit goes on."
 
 
 def noted_limits(root: Path) -> Limits:

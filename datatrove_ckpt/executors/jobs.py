@@ -487,10 +487,9 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             for step in self.pipeline
             if hasattr(step, "data_folder")
         ]
-        content = [inputs, [runner.identity(self.tasks).kept for runner in self._runners]]
-        return hashlib.sha256(
-            orjson.dumps(content, default=str) + own_modules.bundle()
-        ).hexdigest()[:16]
+        identities = [runner.identity(self.tasks).kept for runner in self._runners]
+        content = orjson.dumps([inputs, identities, self._bundle_name], default=str)
+        return hashlib.sha256(content).hexdigest()[:16]
 
     @cached_property
     def _bundle_name(self) -> str:

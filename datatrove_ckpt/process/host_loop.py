@@ -80,10 +80,6 @@ class HostLoop:
     def is_stopping(self) -> bool:
         return self._shutdown is not None and self._shutdown.is_stopping
 
-    @property
-    def is_finishing(self) -> bool:
-        return self._shutdown is not None and self._shutdown.is_finishing
-
     @contextmanager
     def saving(self, save: Callable[[], None]) -> Iterator[None]:
         """Marks where the rank has something to save.
@@ -105,7 +101,7 @@ class HostLoop:
 
     def cancel(self) -> None:
         """Lets the rank drain. A second call ends the drain. On the caller's loop."""
-        is_draining = self.is_stopping and not self.is_finishing
+        is_draining = self._shutdown is not None and self._shutdown.is_draining
         self.stop(_CAUSE, self._cause != "" or is_draining)
 
     def stop(self, cause: str, is_fast: bool) -> None:

@@ -367,10 +367,8 @@ class Preemption:
         # A failing rank drains already. A worker's parent may stop all after another rank's
         # failure.
         shutdown = self.shutdown
-        is_first = (
-            not shutdown.is_stopping
-            or shutdown.is_finishing
-            or (worker_slot() is not None and not shutdown.is_requested)
+        is_first = not shutdown.is_draining or (
+            worker_slot() is not None and not shutdown.is_requested
         )
         shutdown.request(
             (self._notice if number == signal.SIGTERM else "") or signal.Signals(number).name

@@ -112,7 +112,7 @@ class Shutdown:
 
     def _begin(self, drain_seconds: float) -> None:
         now = time.monotonic()
-        if not self.is_stopping or self.is_finishing:
+        if not self.is_draining:
             self._began_at = now
         self.deadline = min(self.deadline, now + drain_seconds)
 
@@ -141,6 +141,11 @@ class Shutdown:
     def is_finishing(self) -> bool:
         """Whether the rank ends early, and takes its time: see ``finish``."""
         return self.is_stopping and not self.cause and math.isinf(self.deadline)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the rank ends early, and requests in flight have a limited time."""
+        return self.is_stopping and not self.is_finishing
 
     @property
     def has_failed(self) -> bool:

@@ -57,6 +57,13 @@ def attempts(folder):
     }
 
 
+def job(folder, tasks=1, workers=1, fails="", kind=LocalPipelineExecutor, **settings):
+    """An executor of one step, in a folder that is made."""
+    folder.mkdir(exist_ok=True)
+    logs = str(folder / "logs")
+    return kind([Step(folder, fails)], tasks, workers, logs, start_method="fork", **settings)
+
+
 def completed(folder):
     return {int(path.name) for path in (folder / "logs/completions").glob("*")}
 
@@ -64,9 +71,7 @@ def completed(folder):
 @pytest.mark.matrix
 @pytest.mark.parametrize("workers", [1, 2])
 def test_each_rank_runs_once_with_a_copy_of_the_pipeline_of_its_own(tmp_path, workers):
-    executor = LocalPipelineExecutor(
-        [Step(tmp_path)], 5, workers, str(tmp_path / "logs"), start_method="fork"
-    )
+    executor = job(tmp_path, 5, workers)
     stats = executor.run()
     tried = attempts(tmp_path)
     assert sorted(tried) == list(range(5))
@@ -82,15 +87,7 @@ def test_each_rank_runs_once_with_a_copy_of_the_pipeline_of_its_own(tmp_path, wo
 
 
 def test_it_runs_the_local_tasks_that_are_not_complete(tmp_path):
-    executor = LocalPipelineExecutor(
-        [Step(tmp_path)],
-        8,
-        2,
-        str(tmp_path / "logs"),
-        start_method="fork",
-        local_tasks=4,
-        local_rank_offset=3,
-    )
+    executor = job(tmp_path, 8, 2, local_tasks=4, local_rank_offset=3)
     executor.mark_rank_as_completed(4)
     executor.run()
     assert sorted(attempts(tmp_path)) == [3, 5, 6]
@@ -98,9 +95,7 @@ def test_it_runs_the_local_tasks_that_are_not_complete(tmp_path):
 
 def test_the_last_of_several_machines_writes_the_statistics_of_all(tmp_path):
     for rank in (2, 0, 1):
-        LocalPipelineExecutor(
-            [Step(tmp_path)], 3, 1, str(tmp_path / "logs"), local_tasks=1, local_rank_offset=rank
-        ).run()
+        job(tmp_path, 3, local_tasks=1, local_rank_offset=rank).run()
         assert (tmp_path / "logs/stats.json").exists() == (rank == 1)
     assert json.loads((tmp_path / "logs/stats.json").read_text())[0]["stats"]["ranks"] == 3
 
@@ -115,14 +110,7 @@ def test_the_last_of_several_machines_writes_the_statistics_of_all(tmp_path):
     ],
 )
 def test_a_rank_that_fails_is_an_error_and_not_complete(tmp_path, fails, error):
-    executor = LocalPipelineExecutor(
-        [Step(tmp_path, fails)],
-        3,
-        2,
-        str(tmp_path / "logs"),
-        start_method="fork",
-        max_rank_attempts=3,
-    )
+    executor = job(tmp_path, 3, 2, fails, max_rank_attempts=3)
     with pytest.raises(error) as caught:
         executor.run()
     assert 1 not in completed(tmp_path)
@@ -136,11 +124,7 @@ def test_a_rank_that_fails_is_an_error_and_not_complete(tmp_path, fails, error):
 @pytest.mark.matrix
 @pytest.mark.parametrize("first", [LocalPipelineExecutor, DatatroveExecutor])
 def test_what_it_depends_on_runs_first(tmp_path, first):
-    (tmp_path / "first").mkdir()
-    before = first([Step(tmp_path / "first")], 2, 1, str(tmp_path / "first/logs"))
-    LocalPipelineExecutor(
-        [Step(tmp_path)], logging_dir=str(tmp_path / "logs"), depends=before
-    ).run()
+    job(tmp_path, depends=job(tmp_path / "first", 2, kind=first)).run()
     assert sorted(attempts(tmp_path / "first")) == [0, 1]
     assert sorted(attempts(tmp_path)) == [0]
 
@@ -158,16 +142,11 @@ def test_it_has_datatroves_arguments_pickle_and_json(tmp_path):
 
 
 def test_a_dependency_that_failed_here_is_not_waited_for(tmp_path):
-    (tmp_path / "first").mkdir()
-    first = LocalPipelineExecutor(
-        [Step(tmp_path / "first", "error")], 2, 1, str(tmp_path / "first/logs")
-    )
+    first = job(tmp_path / "first", 2, fails="error")
     with pytest.raises(ValueError, match="no such row"):
         first.run()
     with pytest.raises(CkptError, match="1 of 2 tasks are not complete; task 1 is"):
-        LocalPipelineExecutor(
-            [Step(tmp_path)], logging_dir=str(tmp_path / "logs"), depends=first
-        ).run()
+        job(tmp_path, depends=first).run()
 
 
 OTHER_CODE = """

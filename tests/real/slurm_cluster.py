@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 from datatrove_ckpt.inference.servers.server import free_port
+from tests.processes import run
 from tests.real.environment import DEBIAN, install_debian
 
 NODES = ("n1", "n2")
@@ -178,14 +179,7 @@ class Cluster:
         first = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0]
         # A terminal's Ctrl-C goes to pytest, which then ends all this in order.
         entered = ["nsenter", "--target", first, "--pid", "--mount", "--", *command]
-        done = subprocess.run(
-            entered,
-            env=self.environment(),
-            check=False,
-            start_new_session=True,
-            capture_output=True,
-            text=True,
-        )
+        done = run(entered, env=self.environment(), start_new_session=True)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}{self.logs()}"
 
     def environment(self):
@@ -203,9 +197,7 @@ class Cluster:
 
     def command(self, *command, check=True):
         """A command's output."""
-        done = subprocess.run(
-            command, env=self.environment(), capture_output=True, text=True, check=False
-        )
+        done = run(command, env=self.environment())
         assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 

@@ -14,6 +14,7 @@ import orjson
 from loguru import logger
 
 from datatrove_ckpt.common import JsonObject, declared
+from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.errors import ConfigError
 
 # OPT_NON_STR_KEYS because the keys of logit_bias are integers.
@@ -149,10 +150,10 @@ def _near_miss(name: str) -> str:
     if name in REQUEST_PARAMETERS:
         return ""
     known = {_bare(one): one for one in REQUEST_PARAMETERS}
-    near = difflib.get_close_matches(_bare(name), known, 1, _LIKE)
+    near = difflib.get_close_matches(_bare(name), known, cutoff=_LIKE)
     if not near:
         return ""
-    hint = f', did you mean "{known[near[0]]}"?'
+    hint = did_you_mean(name.lower(), map(known.__getitem__, near), 0)
     if difflib.SequenceMatcher(None, near[0], _bare(name)).ratio() > _MISTYPED:
         return hint
     logger.warning(

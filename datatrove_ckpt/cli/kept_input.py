@@ -24,15 +24,9 @@ def keep_lines(lines: Iterable[bytes], run_folder: Path, name: str) -> Path:
         ConfigError: it has begun with other lines.
     """
     path = run_folder / _FOLDER / f"{name}.jsonl"
-    if not _has_begun_with(path):
-        files.disk.make_dirs(path.parent)
-        files.disk.replace(path, lines)
-        return path
-    with path.open("rb") as file:
-        is_equal = all(file.read(len(line)) == line for line in lines) and not file.read(1)
-    if not is_equal:
-        raise _differs(path)
-    return path
+    new = _new(path)
+    files.disk.replace(new, lines)
+    return _settled(new, path)
 
 
 def keep_rows(rows: object, run_folder: Path) -> Path:
@@ -90,8 +84,7 @@ def _refuse_other_keys(value: object) -> None:
 
 def _keep_table(table: Any, run_folder: Path) -> Path:
     path = run_folder / _FOLDER / "rows.parquet"
-    new = path.with_name(f"{path.name}.new")
-    files.disk.make_dirs(path.parent)
+    new = _new(path)
     if hasattr(table, "reset_index"):  # an index without a name is the number of a row
         table = table.reset_index(drop=set(table.index.names) == {None})
     if hasattr(table, "to_parquet"):
@@ -101,7 +94,17 @@ def _keep_table(table: Any, run_folder: Path) -> Path:
         with pq.ParquetWriter(new, batches.schema) as file:
             for batch in batches:
                 file.write_batch(batch)
-    if not _has_begun_with(path):
+    return _settled(new, path)
+
+
+def _new(path: Path) -> Path:
+    files.disk.make_dirs(path.parent)
+    return path.with_name(f"{path.name}.new")
+
+
+def _settled(new: Path, path: Path) -> Path:
+    """Gives the new file its name, or removes it if a run has begun with an equal one."""
+    if not path.exists() or not recorded_settings(path.parent.parent / "checkpoints"):
         files.disk.sync(new)
         files.disk.rename(new, path)
         files.disk.sync_dir(path.parent)
@@ -109,16 +112,8 @@ def _keep_table(table: Any, run_folder: Path) -> Path:
     is_equal = filecmp.cmp(new, path, shallow=False)
     files.disk.remove(new)
     if not is_equal:
-        raise _differs(path)
+        raise ConfigError(
+            f"input: its rows differ from {path}, with which the run has begun. Give the same "
+            f"rows, another run_folder, or {path} as the input."
+        )
     return path
-
-
-def _has_begun_with(path: Path) -> bool:
-    return path.exists() and recorded_settings(path.parent.parent / "checkpoints") != {}
-
-
-def _differs(path: Path) -> ConfigError:
-    return ConfigError(
-        f"input: its rows differ from {path}, with which the run has begun. Give the same rows, "
-        f"another run_folder, or {path} as the input."
-    )

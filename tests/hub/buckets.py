@@ -34,7 +34,9 @@ class Buckets:
     def _create(self, name, body):
         url = f"{self._hub.url}/buckets/{name}"
         if ("bucket", name) in self._hub.repos:
-            raise Problem(409, "You already created this bucket")
+            message = "You already created this bucket"
+            answer = {"error": message, "url": url}  # which the client reads
+            return web.json_response(answer, status=409, headers={"X-Error-Message": message})
         private = (json.loads(body) if body else {}).get("visibility") == "private"
         self._hub.create_repo(name, "bucket", private)
         return web.json_response({"url": url})

@@ -13,7 +13,7 @@ from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerRefused
 from datatrove_ckpt.run_folder.run_state import read_run_state
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import Budget, ask, chat, documents, rows, run_job, runner
+from tests.jobs import Budget, ask, chat, documents, results, rows, run_job, runner
 from tests.rank_folders import place_at
 from tests.yaml_jobs import write_rows
 
@@ -159,13 +159,11 @@ async def wraps(document, generate):
 
 @pytest.mark.parametrize(
     "rollout, written",
-    [(in_a_group, []), (decides, ["on_loop: the answer is looping."])],
+    [(in_a_group, []), (decides, [["on_loop: the answer is looping."]])],
 )
 def test_a_function_may_catch_what_a_dropped_answer_raises(tmp_path, server, rollout, written):
     runner(tmp_path, server, rollout, config={"on_loop": "drop"}).run(documents(2)[1:])
-    assert [row["metadata"]["rollout_results"] for row in rows(tmp_path)] == [
-        [text] for text in written
-    ]
+    assert results(tmp_path) == written
 
 
 def test_an_error_that_a_function_makes_of_a_dropped_answer_is_an_error(tmp_path, server):
@@ -198,7 +196,7 @@ def test_a_retry_belongs_to_its_request_whichever_is_answered_first(tmp_path):
             runner(folder, server, two_alike, config=config).run(documents(1))
         assert len({*seeds}) == 4
         late = seeds[0]
-        found += [row["metadata"]["rollout_results"] for row in rows(folder)]
+        found.append(results(folder))
     assert found[0] == found[1]
 
 

@@ -234,11 +234,6 @@ def test_what_cannot_work_is_refused(value, wrong):
         InferenceConfig("vllm", "m", on_loop=value)
 
 
-def test_dead_letters_need_checkpoints(tmp_path, server):
-    with pytest.raises(ConfigError, match="on_loop: needs checkpoints_local_dir"):
-        runner(tmp_path, server, config={"on_loop": "dead_letter"}, checkpoints_local_dir=None)
-
-
 def test_the_short_form_and_its_flags_say_what_was_dropped_and_set_aside(here, command, server):
     write_rows("a.jsonl", [{"id": str(n), "text": f"text {n}"} for n in range(5)])
     Path("job.yaml").write_text(

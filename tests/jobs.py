@@ -152,6 +152,11 @@ def ids(folder, pattern="*.jsonl"):
     return [row["id"] for row in rows(folder, pattern)]
 
 
+def results(folder):
+    """What the rollouts of each document have returned."""
+    return [row["metadata"]["rollout_results"] for row in rows(folder)]
+
+
 def letters(folder, root=""):
     """The dead letters of rank 0. ``root``: of a retry."""
     path = folder / "checkpoints" / root / "00000" / "dead_letters.jsonl"

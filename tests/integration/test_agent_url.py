@@ -21,7 +21,7 @@ from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.rollouts import Document
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_typed_ways import embeddings
-from tests.jobs import FailsFirst, chat, letters, rejects, rows, run_job
+from tests.jobs import FailsFirst, chat, letters, rejects, results, rows, run_job
 from tests.patience import until, until_async
 
 
@@ -35,10 +35,6 @@ async def asked(url, text, **more):
     status, body = await posted(url, chat(text, **more))
     assert status == 200, body
     return orjson.loads(body)
-
-
-def results(folder):
-    return [row["metadata"]["rollout_results"][0] for row in rows(folder)]
 
 
 def test_what_an_agent_asks_is_saved_and_counted(tmp_path, server):
@@ -55,7 +51,7 @@ def test_what_an_agent_asks_is_saved_and_counted(tmp_path, server):
     fails.run_twice(tmp_path, server, 1, rollout)
     assert server.asked == {"text 0": 1, "equal": 2}
     assert {payload["model"] for payload in server.payloads} == {"fake"}
-    (found,) = results(tmp_path)
+    ((found,),) = results(tmp_path)
     assert found[1] == found[2] != found[0]
     assert found[3] == "its own name"
 
@@ -76,7 +72,7 @@ def test_a_stream_is_a_whole_answer(tmp_path, server, with_usage):
 
     run_job(tmp_path, server, 1, rollout)
     assert "stream" not in server.payloads[0]
-    (found,) = results(tmp_path)
+    ((found,),) = results(tmp_path)
     assert [bool(part["choices"]) for part in found] == [True, False][: 1 + with_usage]
     (choice,) = found[0]["choices"]
     assert choice["delta"]["tool_calls"] == [{"index": 0, **call}]
@@ -103,7 +99,7 @@ def test_other_paths_and_what_is_refused(tmp_path, server):
         return [status for status, _ in told] + [told[1][1].decode(), told[5][1].decode()]
 
     run_job(tmp_path, server, 1, rollout)
-    (found,) = results(tmp_path)
+    ((found,),) = results(tmp_path)
     assert found[:-2] == [200, 400, 400, 400, 404, 404]
     assert "refused" in orjson.loads(found[-2])["error"]["message"]
     assert "POST /v1/chat/completions has no answer here" in found[-1]
@@ -145,7 +141,7 @@ def test_a_connection_that_is_left_open_fails_no_run(tmp_path, server):
             return (await asked(url, document.text))["id"]
 
     run_job(tmp_path, server, 1, rollout)
-    assert results(tmp_path) == ["fake"]
+    assert results(tmp_path) == [["fake"]]
     event_loop.left_behind.clear()
 
 
@@ -193,7 +189,7 @@ def test_a_client_that_hangs_up_and_asks_again_pays_once(tmp_path, is_answered):
     with FakeServer(hold_after=0) as server:
         run_job(tmp_path, server, 1, rollout)
     assert server.asked["text 0"] == 1
-    assert results(tmp_path) == [200]
+    assert results(tmp_path) == [[200]]
 
 
 @pytest.mark.parametrize(

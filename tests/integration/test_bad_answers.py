@@ -13,7 +13,7 @@ from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerRefused
 from datatrove_ckpt.run_folder.run_state import read_run_state
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import Budget, ask, chat, documents, rows, run_job, runner
+from tests.jobs import Budget, ask, chat, documents, results, rows, run_job, runner
 from tests.rank_folders import place_at
 from tests.yaml_jobs import write_rows
 
@@ -159,13 +159,11 @@ async def wraps(document, generate):
 
 @pytest.mark.parametrize(
     "rollout, written",
-    [(in_a_group, []), (decides, ["on_loop: the answer is looping."])],
+    [(in_a_group, []), (decides, [["on_loop: the answer is looping."]])],
 )
 def test_a_function_may_catch_what_a_dropped_answer_raises(tmp_path, server, rollout, written):
     runner(tmp_path, server, rollout, config={"on_loop": "drop"}).run(documents(2)[1:])
-    assert [row["metadata"]["rollout_results"] for row in rows(tmp_path)] == [
-        [text] for text in written
-    ]
+    assert results(tmp_path) == written
 
 
 def test_an_error_that_a_function_makes_of_a_dropped_answer_is_an_error(tmp_path, server):
@@ -198,7 +196,7 @@ def test_a_retry_belongs_to_its_request_whichever_is_answered_first(tmp_path):
             runner(folder, server, two_alike, config=config).run(documents(1))
         assert len({*seeds}) == 4
         late = seeds[0]
-        found += [row["metadata"]["rollout_results"] for row in rows(folder)]
+        found.append(results(folder))
     assert found[0] == found[1]
 
 
@@ -234,11 +232,6 @@ def test_no_try_is_paid_twice(tmp_path, left):
 def test_what_cannot_work_is_refused(value, wrong):
     with pytest.raises(ConfigError, match=f"^{re.escape(wrong)}"):
         InferenceConfig("vllm", "m", on_loop=value)
-
-
-def test_dead_letters_need_checkpoints(tmp_path, server):
-    with pytest.raises(ConfigError, match="on_loop: needs checkpoints_local_dir"):
-        runner(tmp_path, server, config={"on_loop": "dead_letter"}, checkpoints_local_dir=None)
 
 
 def test_the_short_form_and_its_flags_say_what_was_dropped_and_set_aside(here, command, server):

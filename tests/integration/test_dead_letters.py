@@ -7,14 +7,13 @@ import signal
 
 import pytest
 
-from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.errors import ConfigError, DocumentFailed, WorkerDied
+from datatrove_ckpt.errors import DocumentFailed, WorkerDied
 from datatrove_ckpt.executors.local import LocalPipelineExecutor as OurExecutor
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, outputs
 from tests.crash.test_every_effect import OF_FILES
-from tests.jobs import ask, config, documents, fails_at, ids, letters, rejects, runner, writer
+from tests.jobs import ask, documents, fails_at, ids, letters, rejects, runner
 from tests.yaml_jobs import endpoint, job_yaml, write_input, write_job
 
 BAD = {"id 1", "id 4"}
@@ -194,11 +193,6 @@ def test_a_retry_whose_workers_are_killed_is_not_complete(tmp_path, server):
         execute(retry=True, max_rank_attempts=1)
     (tmp_path / "kill").unlink()
     execute(retry=True)
-
-
-def test_dead_letters_need_a_checkpoint(tmp_path, server):
-    with pytest.raises(ConfigError, match="needs checkpoints_local_dir"):
-        InferenceRunner(ask, config(server), writer(tmp_path), on_document_error="dead_letter")
 
 
 @pytest.mark.matrix

@@ -9,7 +9,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerRefused
 from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_bad_answers import LOOP, REFUSAL, together
-from tests.jobs import chat, rejects, rows, run_job, runner
+from tests.jobs import chat, rejects, results, rows, run_job, runner
 
 ONE_BY_ONE = {"max_concurrent_documents": 1, "max_concurrent_generations": 1}
 ACCEPTS = {**ONE_BY_ONE, "accept_null_finish_reason": True}
@@ -38,10 +38,6 @@ class Server(FakeServer):
         return "whole" if self.finish_reason else "half"
 
 
-def texts(folder):
-    return [row["metadata"]["rollout_results"][0]["text"] for row in rows(folder)]
-
-
 def test_a_finish_reason_after_answers_that_were_believed_stops_this_attempt_and_each_further_one(
     tmp_path,
 ):
@@ -68,8 +64,7 @@ def test_unusual_reasons_are_kept_as_the_server_gave_them_and_counted_over_all_a
         server.refuses = ""
         run_job(tmp_path, server, 9, config=ONE_BY_ONE, records_per_chunk=4)
         assert server.asked.total() == 10
-    given = [row["metadata"]["rollout_results"][0]["finish_reason"] for row in rows(tmp_path)]
-    assert given == reasons
+    assert [one["finish_reason"] for (one,) in results(tmp_path)] == reasons
     counts = together(tmp_path).counts
     assert (counts.answers, counts.cut_off) == (9, 4)
     assert (counts.bad["looping"], counts.bad["refusing"]) == (1, 1), "as for on_loop, on_refusal"

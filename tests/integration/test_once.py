@@ -14,7 +14,7 @@ from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.generation import calls
 from datatrove_ckpt.rollouts import CallFailed
 from tests.integration.test_preemption import when_logged
-from tests.jobs import FailsFirst, ask, rows, run_job
+from tests.jobs import FailsFirst, ask, results, run_job
 from tests.patience import until_async
 
 
@@ -47,7 +47,7 @@ def test_the_result_comes_back_as_json_has_it(tmp_path, server, function, kwargs
         return {"found": await generate.once("call", function, document.text, **kwargs)}
 
     run_job(tmp_path, server, 1, rollout)
-    assert rows(tmp_path)[0]["metadata"]["rollout_results"] == [{"found": expected}]
+    assert results(tmp_path) == [[{"found": expected}]]
 
 
 async def sleeps(text):
@@ -127,8 +127,7 @@ def test_only_errors_that_are_kept_are_not_called_again(tmp_path, server, comman
     again = ["kept"] * retry_errors
     assert called == ["kept", "raised", "later", *again, "raised", "later"]
     assert {*server.asked.values()} == {1}
-    kept = rows(tmp_path)[0]["metadata"]["rollout_results"]
-    assert kept[0][:2] == ["LookupError: kept", "as it is"]
+    assert results(tmp_path)[0][0][:2] == ["LookupError: kept", "as it is"]
     shown = command("status", str(tmp_path / "checkpoints")).out
     assert f"{3 + retry_errors} tests (" in shown
     assert f"{3 + retry_errors} failed), 2 later (" in shown
@@ -146,7 +145,7 @@ def test_equal_calls_of_a_rollout_are_told_apart_by_their_order(tmp_path, server
         return [*found, answer.text]
 
     fails.run_twice(tmp_path, server, 1, rollout)
-    assert rows(tmp_path)[0]["metadata"]["rollout_results"][0][:3] == [0, 1, 2]
+    assert results(tmp_path)[0][0][:3] == [0, 1, 2]
 
 
 def test_changed_code_calls_again(tmp_path, server):
@@ -159,7 +158,7 @@ def test_changed_code_calls_again(tmp_path, server):
     with pytest.raises(CkptError, match="KeyError"):
         run_job(tmp_path, server, 1, rollout_of(lambda key: {}))
     run_job(tmp_path, server, 1, rollout_of(lambda key: {"x": key}), accept_changes=True)
-    assert rows(tmp_path)[0]["metadata"]["rollout_results"] == [{"found": "id 0"}]
+    assert results(tmp_path) == [[{"found": "id 0"}]]
 
 
 def test_so_many_threads_run_at_once_and_no_more(tmp_path, server, monkeypatch):
@@ -201,7 +200,7 @@ def test_a_call_that_waits_for_a_thread_loses_no_time_and_a_hanging_one_no_threa
             end.set()
 
     run_job(tmp_path, server, 1, rollout)
-    assert rows(tmp_path)[0]["metadata"]["rollout_results"] == [[1, 2]]
+    assert results(tmp_path) == [[[1, 2]]]
 
 
 def test_no_call_begins_in_a_drain(tmp_path, server, monkeypatch):
@@ -240,4 +239,4 @@ def test_an_error_that_is_kept_holds_no_secret_and_may_be_any_text(tmp_path, ser
         return str(error.value)
 
     run_job(tmp_path, server, 1, rollout)
-    assert "hunter2" not in rows(tmp_path)[0]["metadata"]["rollout_results"][0]
+    assert "hunter2" not in results(tmp_path)[0][0]

@@ -28,7 +28,7 @@ from datatrove_ckpt.errors import (
     ServerRefused,
 )
 from tests.integration.test_typed_ways import embeddings
-from tests.jobs import Budget, ask, chat, documents, rows, run_job, runner, writer
+from tests.jobs import Budget, ask, chat, documents, results, rows, run_job, runner, writer
 
 KEY = "Bearer k3y-of-a-header"
 BODY = {"temperature": 0.5, "chat_template_kwargs": {"z": 1, "a": 2}, "top_k": 5}
@@ -322,7 +322,7 @@ def test_a_result_may_stand_for_one_of_datatroves(tmp_path, server):
         return {"copy": vars(result), **vars(result)}
 
     run_job(tmp_path, server, 1, rollout)
-    (found,) = rows(tmp_path)[0]["metadata"]["rollout_results"]
+    ((found,),) = results(tmp_path)
     assert list(found) == ["copy", "text", "finish_reason", "usage", "reasoning"]
     assert list(found["copy"]) == list(found)[1:]
 

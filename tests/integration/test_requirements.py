@@ -9,10 +9,10 @@ import pytest
 from datatrove.utils import _import_utils
 from fsspec.registry import _registry
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts import PromptRollout, chat
-from tests.jobs import runner, writer
+from tests.jobs import runner
 from tests.yaml_jobs import job_yaml
 
 JOB = job_yaml("server_type: dummy, model_name_or_path: m", tasks=2, data="documents")
@@ -128,19 +128,22 @@ def test_generation_parameters_with_which_no_request_can_succeed_are_refused(par
         PromptRollout(generation_params=params)
 
 
-def test_a_ready_made_rollout_for_the_other_kind_of_request_is_refused(tmp_path, server):
-    with pytest.raises(ConfigError, match=r"^use_chat: PromptRollout sends chat messages; set"):
-        runner(tmp_path, server, PromptRollout(), config={"use_chat": False})
+NO_CHECKPOINT = {"checkpoints_local_dir": None}
 
 
-def test_local_checkpoints_at_a_url_are_refused_with_or_without_its_package(tmp_path, server):
-    for url in ("s3://bucket/c", "memory://c"):
-        with pytest.raises(
-            ConfigError, match=r"checkpoints_local_dir: .* must be a local directory"
-        ):
-            InferenceRunner(
-                chat, runner(tmp_path, server).config, writer(tmp_path), checkpoints_local_dir=url
-            )
+@pytest.mark.parametrize(
+    "rollout, settings, says",
+    [
+        (PromptRollout(), {"config": {"use_chat": False}}, "use_chat: PromptRollout sends chat messages; set"),
+        (chat, {"checkpoints_local_dir": "s3://bucket/c"}, "checkpoints_local_dir: .* must be a local directory"),
+        (chat, {"checkpoints_local_dir": "memory://c"}, "checkpoints_local_dir: .* must be a local directory"),
+        (chat, {"config": {"on_loop": "dead_letter"}, **NO_CHECKPOINT}, "on_loop: needs checkpoints_local_dir"),
+        (chat, {"on_document_error": "dead_letter", **NO_CHECKPOINT}, "on_document_error: needs checkpoints_local_dir"),
+    ],
+)  # fmt: skip
+def test_settings_that_do_not_go_together_are_refused(tmp_path, server, rollout, settings, says):
+    with pytest.raises(ConfigError, match=f"^{says}"):
+        runner(tmp_path, server, rollout, **settings)
 
 
 @pytest.mark.parametrize("place", ["file://{}", "{}/"])

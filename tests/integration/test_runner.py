@@ -26,7 +26,7 @@ from tests.jobs import (
     fails_at,
     ids,
     rejects,
-    rows,
+    results,
     run_job,
     runner,
 )
@@ -83,8 +83,9 @@ def test_results_of_several_rollouts_are_listed_and_none_is_left_out(tmp_path, s
         return {"turn": 1} if document.id == "id 0" and len(turns) == 1 else None
 
     run_job(tmp_path, server, 2, rollout, config={"rollouts_per_document": 3})
-    assert rows(tmp_path)[0]["metadata"]["rollout_results"] == [{"turn": 1}]
-    assert ids(tmp_path) == ["id 0"], "a document all of whose rollouts are None is dropped"
+    assert results(tmp_path) == [[{"turn": 1}]], (
+        "a document all of whose rollouts are None is dropped"
+    )
     assert (
         commits(tmp_path)[0]["tally"] | {"read": 2, "written": 1, "dropped": 1}
         == commits(tmp_path)[0]["tally"]
@@ -112,7 +113,7 @@ def test_shared_context_reaches_the_rollout_in_all_its_forms(tmp_path, server, c
         return word
 
     run_job(tmp_path, server, 1, rollout, shared_context=context)
-    assert rows(tmp_path)[0]["metadata"]["rollout_results"] == [word]
+    assert results(tmp_path) == [[word]]
 
 
 def test_two_documents_with_one_id_are_two_documents(tmp_path):
@@ -140,9 +141,7 @@ def test_two_documents_with_one_id_are_two_documents(tmp_path):
         step.run(twins)
     assert server.asked == {"same": 3}
     assert sorted(drawn.values()) == ["sample 0", "sample 1", "sample 2"]
-    assert [line["metadata"]["rollout_results"] for line in rows(tmp_path)] == [
-        [drawn[n]] for n in range(3)
-    ]
+    assert results(tmp_path) == [[drawn[n]] for n in range(3)]
 
 
 def test_equal_sampling_calls_differ_and_stay_as_they_were_after_a_resume(tmp_path):
@@ -162,9 +161,7 @@ def test_equal_sampling_calls_differ_and_stay_as_they_were_after_a_resume(tmp_pa
 
     with FakeServer(answer) as server:
         fails.run_twice(tmp_path, server, 1, rollout)
-    assert rows(tmp_path)[0]["metadata"]["rollout_results"] == [
-        ["sample 0", "sample 1", "sample 2"]
-    ]
+    assert results(tmp_path) == [[["sample 0", "sample 1", "sample 2"]]]
     assert len(drawn) == 3
 
 
@@ -203,7 +200,7 @@ def test_one_rollout_that_raises_ends_its_siblings_and_keeps_what_they_were_answ
 
     fails.run_twice(tmp_path, server, 1, rollout, config={"rollouts_per_document": 2})
     assert server.asked["rollout 1"] == 1
-    assert len(rows(tmp_path)[0]["metadata"]["rollout_results"]) == 2
+    assert len(results(tmp_path)[0]) == 2
 
 
 def test_a_rollout_beside_one_that_raised_has_ended_before_the_next_document_begins(

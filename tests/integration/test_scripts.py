@@ -11,7 +11,7 @@ import pytest
 
 from datatrove_ckpt.testing import FakeServer
 from tests import processes
-from tests.jobs import rows as written_rows
+from tests.jobs import results
 from tests.yaml_jobs import write_rows
 
 pytestmark = pytest.mark.timeout(1200)
@@ -96,5 +96,5 @@ def test_a_production_script_runs_each_of_its_templates_and_skips_what_its_endpo
 
 def test_a_script_with_a_pool_of_processes_runs(tmp_path):
     run_script("pool.py", tmp_path, str(tmp_path))
-    results = [row["metadata"]["rollout_results"][0] for row in written_rows(tmp_path)]
-    assert [[one["finish_reason"] for one in pages] for pages in results] == [["stop"] * 2] * 5
+    found = results(tmp_path)
+    assert [[one["finish_reason"] for one in pages] for (pages,) in found] == [["stop"] * 2] * 5

@@ -54,10 +54,8 @@ UNFINISHED_REASONS = [
     "incomplete",
 ]
 BODY = b'{"model": "m", "messages": []}'
-KINDS = {
-    "endpoint": {"server_type": "endpoint", "endpoint_url": "http://127.0.0.1:1"},
-    "custom": {"server_type": "custom", "model_kwargs": {"server_script": "x.py"}},
-}
+ENDPOINT = {"server_type": "endpoint", "endpoint_url": "http://127.0.0.1:1"}
+CUSTOM = {"server_type": "custom", "model_kwargs": {"server_script": "x.py"}}
 
 
 def chat(content="hi", finish_reason="stop", **message):
@@ -192,6 +190,11 @@ class Outcome:
             self.client = client
             self.work = client.sender.work
 
+    def is_error(self, kind, *words):
+        assert isinstance(self.result, kind)
+        for word in words:
+            assert word in str(self.result)
+
 
 def fails(fault, is_due=lambda: True):
     """A reply that fails at ``BODY`` alone."""
@@ -229,7 +232,7 @@ CHOICES = [{"text": f"choice {index}", **EMPTY} for index in range(3)]
 HI = Completion("hi", "stop", {"total_tokens": 3})
 
 
-NULL_ACCEPTED = {"accept_null_finish_reason": True, **KINDS["endpoint"]}
+NULL_ACCEPTED = {"accept_null_finish_reason": True, **ENDPOINT}
 
 
 @pytest.mark.parametrize(
@@ -329,15 +332,9 @@ def test_what_llamacpp_says_of_a_text_that_is_too_long_is_the_texts_fault():
 @pytest.mark.parametrize("status", [301, 401, 402, 403, 404, 405, 407, 501])
 def test_a_server_that_refuses_every_request_is_asked_once(status):
     outcome = Outcome(answer(http(status, b"no way", "Location: /elsewhere")))
-    assert isinstance(outcome.result, ServerRefused)
-    for word in (
-        str(status),
-        "for model 'm'",  # that of the request
-        "no way",
-        "/v1/chat/completions",
-        "the endpoint's URL" if status < 401 else "",
-    ):
-        assert word in str(outcome.result)
+    model = "for model 'm'"  # that of the request
+    outcome.is_error(ServerRefused, str(status), model, "no way", "/v1/chat/completions")
+    assert status > 400 or "the endpoint's URL" in str(outcome.result)
     assert outcome.work.errors == {f"HTTP {status}": 1}
     assert len(outcome.server.requests) == 1
 
@@ -385,10 +382,10 @@ NOTHING = answer(http(200, chat("", None)))
 @pytest.mark.parametrize(
     "replies, settings",
     [
-        ([NO_REASON] * 4, {"request_max_attempts": 1, **KINDS["endpoint"]}),
+        ([NO_REASON] * 4, {"request_max_attempts": 1, **ENDPOINT}),
         ([NO_REASON] * 3, {"server_type": "vllm"}),
-        ([NOTHING] * 3, KINDS["endpoint"]),
-        ([NOTHING] * 2, {"accept_null_finish_reason": True, **KINDS["endpoint"]}),
+        ([NOTHING] * 3, ENDPOINT),
+        ([NOTHING] * 2, {"accept_null_finish_reason": True, **ENDPOINT}),
         ([UNFINISHED["status 503"], UNFINISHED["reset"]] * 8, {}),
         ([answer(http(503, b"BadRequestError: 400 404 Unauthorized"))], {}),
     ],
@@ -436,18 +433,16 @@ def test_a_request_that_met_a_closed_port_was_not_sent():
 @pytest.mark.parametrize("name", ["status 503", "reset", "finish_reason null"])
 def test_a_server_that_answers_nothing_is_waited_for_and_then_the_run_stops(name):
     outcome = Outcome(UNFINISHED[name])
-    assert isinstance(outcome.result, ServerUnavailable)
-    assert "server_patience_seconds=600" in str(outcome.result)
+    outcome.is_error(ServerUnavailable, "server_patience_seconds=600")
     assert 600 <= sum(outcome.sleeps) <= 630
     assert len(outcome.server.requests) == 1 + len(outcome.sleeps)
 
 
-@pytest.mark.parametrize("server_type", ["endpoint", "custom"])
-def test_a_server_that_never_gives_a_finish_reason_is_not_believed(server_type):
-    outcome = Outcome(NO_REASON, **KINDS[server_type])
-    assert isinstance(outcome.result, ServerRefused)
-    assert "the answer has no finish_reason" in str(outcome.result)
-    assert "set accept_null_finish_reason to true" in str(outcome.result)
+@pytest.mark.parametrize("settings", [ENDPOINT, CUSTOM])
+def test_a_server_that_never_gives_a_finish_reason_is_not_believed(settings):
+    outcome = Outcome(NO_REASON, **settings)
+    says = "the answer has no finish_reason", "set accept_null_finish_reason to true"
+    outcome.is_error(ServerRefused, *says)
     # A server that is stopping has a minute to be away, and all that time nothing is believed.
     assert 60 <= sum(outcome.sleeps) < 600
     assert outcome.client.answers == 0
@@ -465,21 +460,24 @@ def test_a_server_that_never_gives_a_finish_reason_is_not_believed(server_type):
     ],
 )
 def test_the_third_answer_of_an_unknown_form_ends_the_run_with_path_and_body(body):
-    outcome = Outcome(answer(http(200, body)), **KINDS["endpoint"])
-    assert isinstance(outcome.result, ServerRefused)
-    assert "/v1/chat/completions has sent 3 answers in a row" in str(outcome.result)
-    assert "correct the endpoint's URL or the proxy" in str(outcome.result)
-    assert (
-        str(outcome.result).strip("'").endswith(json.dumps(body.decode())[1:-1].replace('\\"', '"'))
+    outcome = Outcome(answer(http(200, body)), **ENDPOINT)
+    sent = json.dumps(body.decode())[1:-1].replace('\\"', '"')
+    says = (
+        "/v1/chat/completions has sent 3 answers in a row",
+        "correct the endpoint's URL or the proxy",
     )
+    outcome.is_error(ServerRefused, *says)
+    assert str(outcome.result).strip("'").endswith(sent)
     assert len(outcome.server.requests) == 3
 
 
 async def test_after_the_third_such_answer_only_what_was_in_flight_is_paid():
     """Requests that wait for a place, or for their next attempt, are not sent."""
-    async with talking(
-        answer(http(200, b"data: 1")), max_concurrent_generations=4, **KINDS["endpoint"]
-    ) as (server, client, _):
+    async with talking(answer(http(200, b"data: 1")), max_concurrent_generations=4, **ENDPOINT) as (
+        server,
+        client,
+        _,
+    ):
         asked = [client.complete(b"%d" % number) for number in range(40)]
         errors = await asyncio.gather(*asked, return_exceptions=True)
         assert all(isinstance(error, ServerRefused) for error in errors)
@@ -533,7 +531,7 @@ async def test_a_page_in_place_of_answers_is_waited_for_once_there_were_answers(
     """A proxy answers while the server is away."""
     page = answer(http(200, b"<!DOCTYPE html>"))
     replies = [GOOD, *[page] * 16, GOOD]
-    async with talking(*replies, **KINDS["endpoint"]) as (_, client, sleeps):
+    async with talking(*replies, **ENDPOINT) as (_, client, sleeps):
         assert await client.complete(BODY) == HI
         another = CompletionClient(client.servers, Sender(), sleep=sleeps)
         assert await another.complete(BODY) == HI
@@ -546,7 +544,7 @@ async def test_a_server_that_has_given_a_finish_reason_and_gives_none_has_cut_th
 ):
     """Whatever the setting is."""
 
-    settings = {"accept_null_finish_reason": accepted, **KINDS["endpoint"]}
+    settings = {"accept_null_finish_reason": accepted, **ENDPOINT}
     async with talking(GOOD, NO_REASON, NO_REASON, NO_REASON, GOOD, **settings) as (
         server,
         client,
@@ -597,7 +595,7 @@ async def test_a_request_is_at_fault_if_the_server_answers_50_others_between_its
             await client.complete(b"{}")
         await sleeps(seconds)
 
-    async with talking(fails(fault), sleep=sleep, **KINDS["endpoint"]) as (server, client, sleeps):
+    async with talking(fails(fault), sleep=sleep, **ENDPOINT) as (server, client, sleeps):
         await client.complete(b"{}")
         with pytest.raises(
             RequestFailed, match=f"after {attempts} attempts.* answers others"
@@ -678,8 +676,7 @@ class PatientlyConnecting(Transport):
 def test_an_answer_that_never_comes_is_given_up(reply, monkeypatch):
     monkeypatch.setattr("datatrove_ckpt.inference.client.client.Transport", PatientlyConnecting)
     outcome = Outcome(reply, request_timeout=0.1, server_patience_seconds=0.4)
-    assert isinstance(outcome.result, ServerUnavailable)
-    assert "no answer in time" in str(outcome.result)
+    outcome.is_error(ServerUnavailable, "no answer in time")
 
 
 @pytest.mark.parametrize(
@@ -708,7 +705,7 @@ BUSY = answer(http(429, b"", "Retry-After: 3600"))
 
 def test_retry_after_does_not_outlast_the_patience_and_the_wait_is_shown(log):
     outcome = Outcome(BUSY, server_patience_seconds=10.0)
-    assert isinstance(outcome.result, ServerUnavailable)
+    outcome.is_error(ServerUnavailable)
     assert sum(outcome.sleeps) == pytest.approx(10)
     assert len(outcome.server.requests) <= 4, "one more attempt when the patience ends"
     assert re.search(r"waiting, 3 s of 10 s \(server_patience_seconds\)", log[0])
@@ -798,8 +795,7 @@ async def test_no_request_gets_an_answer_that_its_server_sent_unasked(
     monkeypatch.setattr(asyncio, "sleep", until_noted)
 
     async with talking(reply) as (server, client, _):
-        answers = [(await client.complete(b"%d" % number)).text for number in range(3)]
-        assert answers == ["0", "1", "2"]
+        assert await texts_of(client, 3) == ["0", "1", "2"]
         assert len(server.requests) == 4
         assert server.connections == 5 - wrong_at  # one for each request from then on
     assert "".join(log).count("has sent an answer without a request") == 1
@@ -809,38 +805,40 @@ def numbered(content, form="chatcmpl-{:0>31}f"):
     return orjson.dumps({"id": form.format(content), **orjson.loads(chat(content))})
 
 
-@pytest.mark.parametrize("form", ["chatcmpl-{:0>31}f", "8231168139794583{:0>3}"])
+async def texts_of(client, number, body=b"%d".__mod__):
+    """The answers to so many requests."""
+    return [(await client.complete(body(asked))).text for asked in range(number)]
+
+
+def with_picture(number):
+    return Body([b"[", b"]"], [b"%d" % number])
+
+
 @pytest.mark.parametrize(
-    "body", [lambda number: b"%d" % number, lambda number: Body([b"[", b"]"], [b"%d" % number])]
+    "repeated, form, body",
+    [
+        (1, "chatcmpl-{:0>31}f", b"%d".__mod__),
+        (3, "chatcmpl-{:0>31}f", b"%d".__mod__),
+        (3, "chatcmpl-{:0>31}f", with_picture),
+        (3, "8231168139794583{:0>3}", b"%d".__mod__),
+        (3, "8231168139794583{:0>3}", with_picture),
+    ],
 )
 async def test_an_answer_sent_once_more_while_the_next_request_is_in_flight_is_not_its_answer(
-    body, form, log
+    repeated, body, form, log
 ):
-    """Whether the request is a text or has a picture."""
-
     async def reply(server, writer):
         number = len(server.requests)
-        answer = numbered(str(3 if number == 4 else number), form)
-        if number == 1:
-            answer = chat("1")  # has no id
+        answer = numbered(str(repeated if number == repeated + 1 else number), form)
+        if number < repeated - 1:
+            answer = chat(str(number))  # has no id
         writer.write(http(200, answer))
 
     async with talking(reply) as (server, client, _):
-        texts = [(await client.complete(body(number))).text for number in range(5)]
-        assert texts == ["1", "2", "3", "5", "6"]
+        expected = [str(number) for number in range(1, 7) if number != repeated + 1]
+        assert await texts_of(client, 5, body) == expected
         assert len(server.requests) == 6
-    assert "".join(log).count("has sent one answer, with its id, to two requests") == 1
-
-
-async def test_the_first_answer_sent_once_more_is_not_the_next_ones():
-    async def reply(server, writer):
-        number = len(server.requests)
-        writer.write(http(200, numbered(str(1 if number == 2 else number))))
-
-    async with talking(reply) as (server, client, _):
-        texts = [(await client.complete(b"%d" % number)).text for number in range(3)]
-        assert texts == ["1", "3", "4"]
-        assert len(server.requests) == 4
+    assert "".join(log).count("has sent one answer, with its id, to two requests") == (repeated > 1)
 
 
 def by_the_second(number):
@@ -861,8 +859,7 @@ async def test_equal_answers_whose_ids_are_equal_by_chance_or_always_are_answers
         writer.write(http(200, answer(len(server.requests))))
 
     async with talking(reply) as (server, client, _):
-        for number in range(9):
-            assert (await client.complete(b"%d" % number)).text == "yes"
+        assert await texts_of(client, 9) == ["yes"] * 9
         assert (len(server.requests), server.connections) == (asked, asked - 8)
     assert not log
 
@@ -891,8 +888,7 @@ def test_an_answer_that_becomes_too_long_is_refused(monkeypatch):
     monkeypatch.setattr(body_limits, "MAX_ANSWER_BYTES", 300_000)
     raw = http(200, gzip.compress(bytes(1 << 20)), "Content-Encoding: gzip")
     outcome = Outcome(answer(raw), server_patience_seconds=1.0)
-    assert isinstance(outcome.result, ServerUnavailable)
-    assert "the body is longer than 300000 bytes" in str(outcome.result)
+    outcome.is_error(ServerUnavailable, "the body is longer than 300000 bytes")
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate", "raw deflate", "gzip, but plain"])

@@ -202,26 +202,6 @@ def test_a_start_parses_only_files_whose_text_holds_a_name_that_is_reached(tmp_p
     assert len({*parsed}) == 3
 
 
-def test_a_setting_that_the_user_changes_between_two_steps_counts_and_the_state_of_a_rollout_does_not(
-    tmp_path, monkeypatch
-):
-    source = """
-class Asker:
-    def __init__(self):
-        self.prompt = "Say"
-        self.count = 0
-    async def __call__(self, document, generate):
-        self.count += 1
-        return await generate({"prompt": self.prompt})
-"""
-    asker = as_main(tmp_path, source, monkeypatch).Asker()
-    first = code_identity(asker, None).fields
-    asker.count = 7
-    assert code_identity(asker, None).fields == first
-    asker.prompt = "Sing"
-    assert code_identity(asker, None).fields["rollout_fn.prompt"] == "Sing"
-
-
 def test_a_value_is_compared_although_its_name_is_given_an_id_elsewhere(tmp_path, monkeypatch):
     source = """
 import functools

@@ -4,6 +4,7 @@ report.
 
 import json
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -12,6 +13,7 @@ import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.bench.systems import cpu_seconds
 from tests.bench.tables import markdown
 
 ROOT = Path(__file__).parents[2]
@@ -49,8 +51,10 @@ def mock_server():
             process.terminate()
 
 
-def run_once(server, run, latency, documents):
-    """One run in a fresh process, in an empty folder."""
+def run_once(server, run, latency, documents, package=ROOT):
+    """One run in a fresh process, in an empty folder, of the package in the checkout
+    ``package``.
+    """
     # The folder holds the output, the checkpoints, and whose output it is.
     shutil.rmtree(run.folder, ignore_errors=True)
     Path(run.folder).mkdir(parents=True)
@@ -58,8 +62,10 @@ def run_once(server, run, latency, documents):
     # Dirty pages of the run before are not this one's business.
     subprocess.run(["sync"], check=True)
     command = [sys.executable, "-P", str(ROOT / "tests/bench/systems.py"), json.dumps(vars(run))]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{ROOT}"}
+    before = cpu_seconds(resource.RUSAGE_CHILDREN)
     process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    whole = cpu_seconds(resource.RUSAGE_CHILDREN) - before
     if process.returncode:
         raise SystemExit(
             f"{process.stderr}\n{run.system} failed with exit code {process.returncode}: {run}"
@@ -73,6 +79,7 @@ def run_once(server, run, latency, documents):
         "wall": wall,
         "rate": documents / wall,
         "cpu_per_1000": result["cpu"] / documents * 1000,
+        "whole_cpu_per_1000": whole / documents * 1000,
         "us": result["cpu"] / documents * 1e6,
         "tail": result["ended"] - counts["last"],
         "serving_rate": documents / (result["ended"] - counts["first"]),

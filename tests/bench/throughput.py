@@ -19,30 +19,17 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.bench import report, tables
+from tests.bench.commits import checkout
 from tests.bench.measure import ROOT
 from tests.bench.throughput_jobs import JOBS
 
 SYSTEMS = ("ours", "before", "datatrove")
 _SLOWER = 0.98
-
-
-@contextmanager
-def checkout(commit, folder):
-    """A worktree of ``commit`` in ``folder``, removed afterwards."""
-    if (Path(commit) / "datatrove_ckpt").is_dir():
-        yield Path(commit).resolve()
-        return
-    git = ["git", "-C", str(ROOT), "worktree"]
-    subprocess.run([*git, "add", "--quiet", "--detach", str(folder), commit], check=True)
-    try:
-        yield folder
-    finally:
-        subprocess.run([*git, "remove", "--force", str(folder)], check=True)
 
 
 @dataclass

@@ -30,6 +30,7 @@ RUN_ELSEWHERE = {
     "python -m tests.bench.throughput --against 9e11bab3 --results results.jsonl --write": "an hour",
     "python -m tests.bench.engine --engine vllm --model Qwen/Qwen3-4B --output engine.md": "needs a GPU; "
     "tests/real/test_engine_bench.py runs it with llama.cpp",
+    "python -m tests.bench.shapes --rows 2000000 --rounds 1": "ten minutes, by hand",
 }
 """Shell commands that ``tests/integration/test_examples.py`` does not run, and who covers them
 instead.

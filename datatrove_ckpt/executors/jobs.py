@@ -26,7 +26,7 @@ from contextlib import redirect_stdout, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import dill  # type: ignore[import-untyped]
 import orjson
@@ -46,9 +46,11 @@ from datatrove_ckpt.executors.local import (
 from datatrove_ckpt.generation.limits import limit_reached
 from datatrove_ckpt.process import job_launch, task_errors
 from datatrove_ckpt.process.signals import Interruption
-from datatrove_ckpt.run_folder.run_plan import RunPlan, lost_with_disk
 from datatrove_ckpt.run_folder.where import default_mirror
 from datatrove_ckpt.user_code import own_modules
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.run_folder.run_plan import RunPlan
 
 _LABEL = "datatrove_ckpt_run"
 _SETTINGS = "DATATROVE_CKPT_JOB_SETTINGS"
@@ -189,6 +191,8 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         ConfigError: something would be on a job's own disk, or a secret is not set here; or see
             ``own_files``.
         """
+        from datatrove_ckpt.run_folder.run_plan import lost_with_disk
+
         if lost := lost_with_disk(plan, lambda folder: "://" in folder):
             raise ConfigError(
                 "a job of Hugging Face starts with an empty disk, which goes "

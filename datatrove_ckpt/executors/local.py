@@ -56,7 +56,6 @@ from datatrove_ckpt.errors import (
     UnexpectedExit,
     WorkerDied,
 )
-from datatrove_ckpt.generation.final_stats import finished_documents
 from datatrove_ckpt.generation.limits import limit_reached
 from datatrove_ckpt.generation.user_code import no_exit
 from datatrove_ckpt.process import signals
@@ -68,8 +67,6 @@ from datatrove_ckpt.process.screen import RunProgress, Screen
 from datatrove_ckpt.process.task_errors import failure_note, task_of_many
 from datatrove_ckpt.process.task_log import log_of_many
 from datatrove_ckpt.process.workers import TaskList, Tasks, Workers, in_turn
-from datatrove_ckpt.run_folder.reached import reached
-from datatrove_ckpt.run_folder.run_plan import RunPlan
 from datatrove_ckpt.runner import InferenceRunner
 from datatrove_ckpt.user_code.script_names import nothing_carried
 
@@ -292,6 +289,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                 drained.
         """
         from datatrove_ckpt.run_folder.findings import check_before_worker
+        from datatrove_ckpt.run_folder.run_plan import RunPlan
 
         check_before_worker(RunPlan(self))
         worker = copy(self)
@@ -369,11 +367,15 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
     ) -> Screen | nullcontext[None]:
         if not self._runners:
             return nullcontext()
+        from datatrove_ckpt.generation.final_stats import finished_documents
+
         interval = min(runner.config.metric_interval for runner in self._runners)
         return Screen(RunProgress(ranks, complete, finished_documents(stats.stats)), interval)
 
     def _open_claims(self, runs_all: bool, screen: Screen | None = None) -> closing[Claims]:
         """Makes this process known to the others. ``runs_all``: no other process may run a rank."""
+        from datatrove_ckpt.generation.final_stats import finished_documents
+
         owner = new_owner(runs_all)
         store = open_store(f"{self._folder}/claims", owner, self.logging_dir.fs.storage_options)
         apart = copy(self)
@@ -401,6 +403,8 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
 
     def reached(self, rank: int) -> Progress:
         """Returns how far a rank is."""
+        from datatrove_ckpt.run_folder.reached import reached
+
         runners = self._runners
         urls = [one.checkpoints_remote_dir for one in runners]
         # Read only without a mirror: a variable in it may not be set here.
@@ -646,6 +650,8 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
     def _in_workers(
         self, ranks: Sequence[int], screen: Screen | None, overlap: bool, done: _Done
     ) -> None:
+        from datatrove_ckpt.run_folder.run_plan import RunPlan
+
         kept = [identity.kept for identity in RunPlan(self).identities]
         context = multiprocess.get_context(self.start_method)
         context.set_forkserver_preload(["__main__", "datatrove_ckpt.executors.local", _RANK])
@@ -704,6 +710,8 @@ def _work(
     pickled: bytes, identities: Sequence[JsonObject], overlap: bool, slot: int, ranks: Tasks
 ) -> None:
     """Runs ranks in a worker, with the parent's ``identities``."""
+    from datatrove_ckpt.run_folder.run_plan import RunPlan
+
     make_executor: Callable[[], LocalPipelineExecutor] = partial(ForkingPickler.loads, pickled)
     executor = make_executor()
     RunPlan(executor).check_code(identities)

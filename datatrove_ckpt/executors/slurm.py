@@ -23,7 +23,7 @@ from copy import copy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from datatrove.executor import SlurmPipelineExecutor as DatatroveExecutor
 from datatrove.executor.slurm import launch_slurm_job, requeue_handler
@@ -44,7 +44,9 @@ from datatrove_ckpt.executors.local import (
 from datatrove_ckpt.generation.limits import limit_reached
 from datatrove_ckpt.process import task_errors
 from datatrove_ckpt.process.slurm_job import job_id_in_environment
-from datatrove_ckpt.run_folder.run_plan import RunPlan
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.run_folder.run_plan import RunPlan
 
 _LAST_JOB = "DATATROVE_CKPT_LAST_JOB"
 _MOST_WORKERS = 1000  # Slurm's own limit on an array is 1001, unless a cluster has another
@@ -123,7 +125,7 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
             SystemExit: in a worker, an error of ``LocalPipelineExecutor.run_worker``; in the last
                 job, tasks that are not complete, or an error of ``check_after_run``.
         """
-        from datatrove_ckpt.run_folder import findings
+        from datatrove_ckpt.run_folder import findings, run_plan
 
         if _LAST_JOB in os.environ:
             with _saying_errors():
@@ -132,10 +134,10 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
             with _saying_errors():
                 self._work()
         else:
-            findings.check_before_run(RunPlan(self))
+            findings.check_before_run(run_plan.RunPlan(self))
             self.launch_job()
 
-    def check(self, plan: RunPlan) -> None:
+    def check(self, plan: "RunPlan") -> None:
         """Raises:
         ConfigError: there is no sbatch.
         """
@@ -232,10 +234,10 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         return worker
 
     def _check(self) -> None:
-        from datatrove_ckpt.run_folder import findings
+        from datatrove_ckpt.run_folder import findings, run_plan
 
         worker = self._element()
-        plan = RunPlan(worker)
+        plan = run_plan.RunPlan(worker)
         # It restores what only the mirror and other nodes have.
         findings.remove_markers(findings.check_job(plan))
         left = worker.get_incomplete_ranks(skip_completed=True)

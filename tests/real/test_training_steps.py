@@ -12,7 +12,7 @@ import threading
 import time
 from argparse import Namespace
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -21,11 +21,10 @@ import pytest
 import torch
 from torch import nn
 
-from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint import files, training_steps
 from datatrove_ckpt.checkpoint.training_steps import CheckedFile, blocks, size_and_hash
 from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.run_folder import tracking
-from datatrove_ckpt.run_folder import training as training_module
 from datatrove_ckpt.run_folder.tracking import TrainingTracker
 from datatrove_ckpt.run_folder.training import read_training
 from datatrove_ckpt.torch import Best, Every, EverySteps, Last, TrainingCheckpoints
@@ -395,7 +394,9 @@ def test_the_curve_goes_to_a_tracker_once_and_again_from_where_the_training_went
     assert sent == [*expected, (40, {"loss": 0.5})]
     now = time.time()
     # The last two saves were four hours apart: it may have started again.
-    monkeypatch.setattr(tracking, "_times", lambda state: [now - 4 * 3600.0, now])
+    state = read_training(tmp_path, full=False)
+    steps = [replace(state.steps[-2], at=now - 4 * 3600.0), replace(state.steps[-1], at=now)]
+    monkeypatch.setattr(tracking, "read_training", lambda *_, **__: replace(state, steps=steps))
     for hours, end in ((1, []), (1, []), (1, []), (9, ["FINISHED"])):
         clock = SimpleNamespace(time=lambda hours=hours: now + hours * 3600.0)
         monkeypatch.setattr(tracking, "time", clock)
@@ -475,14 +476,14 @@ def test_a_step_that_is_removed_while_it_is_read_is_not_damaged(tmp_path, monkey
     with opened(tmp_path, keep=Last(2)) as saved:
         for step in (1, 2):
             saved.save(step, model=model_of(0))
-        check = training_module.check_files
+        check = training_steps.check_files
 
         def check_during_a_save(folder, name, full):
             if name.step == 1:
                 saved.save(3, model=model_of(0))
             check(folder, name, full)
 
-        monkeypatch.setattr(training_module, "check_files", check_during_a_save)
+        monkeypatch.setattr(training_steps, "check_files", check_during_a_save)
         steps = read_training(tmp_path, full=True).steps
     assert [(step.step, step.damage) for step in steps] == [(2, "")]
 

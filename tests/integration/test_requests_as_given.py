@@ -17,7 +17,7 @@ import pytest
 from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult as Theirs
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.lines import sealed_json
 from datatrove_ckpt.errors import (
@@ -28,7 +28,7 @@ from datatrove_ckpt.errors import (
     ServerRefused,
 )
 from tests.integration.test_typed_ways import embeddings
-from tests.jobs import Budget, ask, chat, documents, results, rows, run_job, runner, writer
+from tests.jobs import Budget, ask, chat, documents, results, rows, run_job, runner
 
 KEY = "Bearer k3y-of-a-header"
 BODY = {"temperature": 0.5, "chat_template_kwargs": {"z": 1, "a": 2}, "top_k": 5}
@@ -42,6 +42,7 @@ class Records(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     status = 200
+    said = b""  # in place of an error
 
     def do_GET(self):
         self._answer(b'{"data": [{"id": "fake"}]}')
@@ -55,7 +56,7 @@ class Records(BaseHTTPRequestHandler):
             "usage": {},
         }
         content = answer if self.status == 200 else {"error": f"{path} {headers}"}
-        self._answer(json.dumps(content).encode(), self.status)
+        self._answer(self.said or json.dumps(content).encode(), self.status)
 
     def _answer(self, body, status=200):
         if not status:
@@ -73,7 +74,7 @@ class Records(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def recording():
-    Records.requests, Records.status = [], 200
+    Records.requests, Records.status, Records.said = [], 200, b""
     with ThreadingHTTPServer(("127.0.0.1", 0), Records) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
@@ -94,12 +95,8 @@ def proxied(recording, monkeypatch):
 
 
 def step_of(folder, url, rollout, **settings):
-    config = InferenceConfig(
-        "endpoint", "fake", endpoint_url=url, api_key="of-the-config", **settings
-    )
-    return InferenceRunner(
-        rollout, config, writer(folder), checkpoints_local_dir=str(folder / "checkpoints")
-    )
+    config = InferenceConfig("endpoint", "fake", endpoint_url=url, api_key="mine", **settings)
+    return runner(folder, config, rollout)
 
 
 def asking(payload):

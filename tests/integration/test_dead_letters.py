@@ -61,7 +61,7 @@ def test_retrying_processes_just_the_dead_letters_into_files_of_their_own(
         runner(tmp_path, server, fails_on_bad, retry_dead_letters=True, **settings).run([])
 
     settings = {"on_document_error": "dead_letter"}
-    runner(tmp_path, server, fails_on_bad, **settings).run(documents(6))
+    run_job(tmp_path, server, 6, fails_on_bad, **settings)
     before = ids(tmp_path)
 
     monkeypatch.setattr("tests.integration.test_dead_letters.BAD", {"id 4"})
@@ -119,7 +119,7 @@ def test_documents_that_a_retry_has_taken_stay_out_of_a_chunk_that_is_made_again
 
 def test_a_retry_that_a_rejection_stops_says_how_it_goes_on(tmp_path):
     with FakeServer(status=rejects(["text 1"])) as server:
-        runner(tmp_path, server, on_document_error="dead_letter").run(documents(2))
+        run_job(tmp_path, server, 2, on_document_error="dead_letter")
         with pytest.raises(DocumentFailed, match=r"dead letter, set skip_bad_requests"):
             runner(tmp_path, server, retry_dead_letters=True).run([])
 
@@ -203,12 +203,10 @@ def test_dead_letters_are_each_there_once_after_a_crash_at_every_effect(
     folder.mkdir()
     settings = {"on_document_error": "dead_letter"}
     if retrying:
-        runner(folder, server, fails_on_bad, **settings).run(documents(3))
+        run_job(folder, server, 3, fails_on_bad, **settings)
 
     def attempt(folder):
-        runner(folder, server, fails_on_bad, retry_dead_letters=retrying, **settings).run(
-            documents(3)
-        )
+        run_job(folder, server, 3, fails_on_bad, retry_dead_letters=retrying, **settings)
         if retrying:
             # An interrupted retry is resumed; after a complete one, another starts.
             assert [letter["attempts"] for letter in letters(folder, "retry-00001")] == [2]

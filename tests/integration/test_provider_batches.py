@@ -756,7 +756,7 @@ def test_no_kill_pays_for_an_answer_twice(
 
     def attempt():
         job = {"config": config, "records_per_chunk": 3}
-        runner(folder, provider, rollout, **job).run(documents(2))
+        run_job(folder, provider, 2, rollout, **job)
 
     with form() as provider:
         provider.list_lag = 0.1

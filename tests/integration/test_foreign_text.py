@@ -7,11 +7,11 @@ import traceback
 
 import pytest
 
-from datatrove_ckpt import InferenceConfig, InferenceError, LocalPipelineExecutor
+from datatrove_ckpt import InferenceError, LocalPipelineExecutor
 from datatrove_ckpt.errors import DocumentFailed, TooManyDeadLetters
 from tests.jobs import chat, documents, runner
 
-from .test_requests_as_given import Records, recording  # noqa: F401
+from .test_requests_as_given import recording  # noqa: F401
 
 SENT, IN_ENVIRONMENT = "Bearer canary-of-payload", "canary-of-environment"
 PAYLOAD = chat("x", extra_headers={"Authorization": SENT})
@@ -46,12 +46,10 @@ def test_no_failure_shows_a_key_of_a_payload_or_speaks_to_the_terminal(
     capfd,
 ):
     """The server answers with what it was sent and what a terminal would obey."""
-    Records.status = 400
-    Records.said = f"{FORGED} {SENT} {IN_ENVIRONMENT}".encode()
+    recording.status = 400
+    recording.said = f"{FORGED} {SENT} {IN_ENVIRONMENT}".encode()
     monkeypatch.setenv("SOME_PASSPHRASE", IN_ENVIRONMENT)
-    url = f"http://127.0.0.1:{recording.server_port}"
-    config = InferenceConfig("endpoint", "fake", endpoint_url=url)
-    step = runner(tmp_path, config, rollout, on_document_error=on_document_error)
+    step = runner(tmp_path, recording, rollout, on_document_error=on_document_error)
     executor = LocalPipelineExecutor([documents(1), step], logging_dir=str(tmp_path / "logs"))
     error = {"stop": DocumentFailed, "dead_letter": TooManyDeadLetters}[on_document_error]
     with pytest.raises(error) as failed:

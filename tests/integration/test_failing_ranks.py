@@ -128,23 +128,12 @@ def test_the_requests_of_the_other_model_are_waited_for(tmp_path, second_model):
         assert set(writes.asked.values()) == {1}
 
 
-class HoldsOne(FakeServer):
-    """Does not answer the first document."""
-
-    held = 0
-
-    async def _answered(self, request):
-        if b'"text 0"' in await request.read():
-            self.held += 1
-            await self._released.wait()
-        return await super()._answered(request)
-
-
 def test_a_server_that_is_away_is_not_waited_for(tmp_path):
-    with HoldsOne(status=lambda payload, times: 503) as server:
+    config = {"max_concurrent_generations": AT_ONCE, **STOPS_SOON}
+    with OthersWait(status=rejects(["text 4"], 503)) as server:
         with pytest.raises(ServerUnavailable):
-            run(tmp_path, server, twice, 4, drain_seconds=600.0, config=STOPS_SOON)
-        assert server.held == 1
+            run(tmp_path, server, twice, drain_seconds=600.0, config=config)
+        assert server.asked["text 0"] == 1
 
 
 @pytest.fixture

@@ -193,7 +193,7 @@ def test_a_retry_belongs_to_its_request_whichever_is_answered_first(tmp_path):
         seeds = []
         folder = tmp_path / str(attempt)
         with FakeServer(answer, delay=delay) as server:
-            runner(folder, server, two_alike, config=config).run(documents(1))
+            run_job(folder, server, 1, two_alike, config=config)
         assert len({*seeds}) == 4
         late = seeds[0]
         found.append(results(folder))

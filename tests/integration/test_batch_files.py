@@ -15,7 +15,7 @@ from datatrove_ckpt.readers import batch
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
 from tests.integration.test_typed_ways import embeddings
-from tests.jobs import rows
+from tests.jobs import rejects, rows
 from tests.kept import until_kept
 
 CHAT = "/v1/chat/completions"
@@ -43,13 +43,17 @@ def flags(server, *more):
     return ["run", *job, *more]
 
 
+@pytest.fixture
+def run(server, command):
+    """Runs a job of a model."""
+    return lambda *more, code=0: command(*flags(server, "--model", "fake", *more), code=code)
+
+
 def results(folder="runs/x"):
     return rows(Path(folder))
 
 
-def test_each_body_is_sent_as_written_to_its_url_and_each_line_has_the_whole_answer(
-    server, command
-):
+def test_each_body_is_sent_as_written_to_its_url_and_each_line_has_the_whole_answer(server, run):
     """Keys that nobody knows and null are sent, a body's own model stays, and nothing is added to
     it but a model where there is none.
     """
@@ -62,7 +66,7 @@ def test_each_body_is_sent_as_written_to_its_url_and_each_line_has_the_whole_ans
         request("ranks", "/v1/rerank", query="q", documents=["d"], model="reranker"),
     ]
     write(*asked)
-    command(*flags(server, "--model", "fake"))
+    run()
     sent = {json.dumps(payload, sort_keys=True) for payload in server.payloads}
     bodies = [{"model": "fake", **one["body"]} for one in asked]
     assert sent == {json.dumps(body, sort_keys=True) for body in bodies}
@@ -79,23 +83,20 @@ def test_each_body_is_sent_as_written_to_its_url_and_each_line_has_the_whole_ans
     assert ranked == ranks
 
 
-def test_two_files_may_not_have_a_line_of_one_custom_id(server, command):
-    Path("in").mkdir()
-    for name in ("in/a.jsonl", "in/b.jsonl"):
-        write(request("one", model="m"), path=name)
-    job = ["run", "--input", "in", "--endpoint", server.url, "--run-folder", "runs/x"]
-    assert "b.jsonl`, line 1: an earlier line has the custom_id 'one'" in command(*job, code=2).err
+def test_two_files_may_not_have_a_line_of_one_custom_id(server, run):
+    Path("requests.jsonl").mkdir()
+    for name in ("a", "b"):
+        write(request("one"), path=f"requests.jsonl/{name}.jsonl")
+    said = run(code=2).err
+    assert "b.jsonl`, line 1: an earlier line has the custom_id 'one'" in said
     assert not server.asked
 
 
-def test_a_rejected_request_is_a_line_with_its_error_and_the_run_goes_on(command):
-    def status(payload, times):
-        return 400 if "bad" in str(payload) else None
-
+def test_a_rejected_request_is_a_line_with_its_error_and_the_run_goes_on(server, run):
     write(request("good"), request("bad"), request("last"))
-    with FakeServer(status=status) as server:
-        server.error = "no such parameter"
-        said = command(*flags(server, "--model", "fake"))
+    server._status = rejects(["ask bad"])
+    server.error = "no such parameter"
+    said = run()
     good, bad, last = results()
     assert (good["error"], last["error"]) == (None, None)
     message = "no such parameter with 400"
@@ -108,12 +109,11 @@ def test_a_rejected_request_is_a_line_with_its_error_and_the_run_goes_on(command
     assert "Lines with an error in the output: 1 of 3." in said
 
 
-def test_a_run_whose_every_line_has_an_error_does_not_end_with_0(command):
+def test_a_run_whose_every_line_has_an_error_does_not_end_with_0(server, run):
     write(request("0"), request("1"))
-    with FakeServer(status=lambda payload, times: 400) as server:
-        for _ in range(2):
-            said = command(*flags(server, "--model", "fake"), code=1).error
-            assert "All lines have an error" in said
+    server._status = lambda payload, times: 400
+    for _ in range(2):
+        assert "All lines have an error" in run(code=1).error
     assert [line["error"]["code"] for line in results()] == ["400", "400"]
 
 
@@ -133,9 +133,11 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("bad, why", REFUSED, ids=map(str, range(len(REFUSED))))
-def test_a_line_that_is_no_request_is_refused_before_anything_is_sent(server, command, bad, why):
+def test_a_line_that_is_no_request_is_refused_before_anything_is_sent(
+    server, command, run, bad, why
+):
     write(request("0"), bad, request("2"))
-    said = command(*flags(server, "--model", "fake"), code=2).error
+    said = run(code=2).error
     assert "\n" not in said
     assert why in said
     assert why in command("doctor", *flags(server, "--model", "fake")[1:], code=1)
@@ -143,12 +145,12 @@ def test_a_line_that_is_no_request_is_refused_before_anything_is_sent(server, co
     assert not Path("runs/x/checkpoints").exists()
 
 
-def test_beyond_the_lines_that_are_checked_such_a_line_has_its_error(server, command, monkeypatch):
+def test_beyond_the_lines_that_are_checked_such_a_line_has_its_error(server, run, monkeypatch):
     """In files elsewhere, too."""
     refused = [one for one in REFUSED if "earlier" not in one[1]]
     write(request("0"), *(bad for bad, _ in refused), request("2"))
     monkeypatch.setattr(batch, "_CHECKED", 0)
-    command(*flags(server, "--model", "fake"))
+    run()
     first, *found, last = results()
     assert first["error"] is last["error"] is None
     for line, (_, why) in zip(found, refused, strict=True):

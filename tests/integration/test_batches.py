@@ -8,7 +8,7 @@ from itertools import count
 import numpy as np
 import pytest
 
-from datatrove_ckpt import InferenceConfig, InferenceError, InferenceRunner
+from datatrove_ckpt import InferenceConfig, InferenceError
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.generation import batches
 from datatrove_ckpt.testing import FakeServer, outputs
@@ -16,7 +16,7 @@ from tests.integration.test_preemption import preempted, reraised  # noqa: F401
 from tests.integration.test_runner import commits
 from tests.integration.test_supervision import ENGINE
 from tests.integration.test_typed_ways import embeddings, vector_of
-from tests.jobs import Budget, documents, letters, rows, run_job, runner, writer
+from tests.jobs import Budget, documents, ids, letters, rows, run_job, runner
 
 
 def texts_of(payload):
@@ -53,6 +53,15 @@ def asked(server):
     return Counter(text for payload in server.payloads for text in texts_of(payload))
 
 
+def both_of(number):
+    """The texts of so many documents, and those again."""
+    return {f"text {i}{end}": 1 for i in range(number) for end in ("", " again")}
+
+
+async def embed_text(document, generate):
+    return await generate.embed(document.text)
+
+
 def test_texts_of_several_documents_share_requests(shared, tmp_path, monkeypatch):
     monkeypatch.setattr(batches, "_LONGEST", 1.0)  # the last requests are not full
     run_job(tmp_path / "alone", shared, 10, embed)
@@ -63,9 +72,7 @@ def test_texts_of_several_documents_share_requests(shared, tmp_path, monkeypatch
     assert outputs(tmp_path / "output") == outputs(tmp_path / "alone" / "output")
     assert (sum(sizes(shared)), max(sizes(shared))) == (30, 8)
     assert len(shared.payloads) < 10
-    assert asked(shared) == {"the same": 10} | {
-        f"text {i}{end}": 1 for i in range(10) for end in ("", " again")
-    }
+    assert asked(shared) == {"the same": 10} | both_of(10)
     assert {key for payload in shared.payloads for key in payload} == {
         "input",
         "model",
@@ -80,13 +87,8 @@ def test_each_document_counts_its_texts_and_tokens_and_their_sum_is_right(shared
         return "done"
 
     for number, texts in enumerate((1, 4)):
-        step = runner(
-            tmp_path / str(number),
-            shared,
-            ask,
-            config={"texts_per_request": texts},
-            records_per_chunk=1,
-        )
+        config = {"texts_per_request": texts}
+        step = runner(tmp_path / str(number), shared, ask, config=config, records_per_chunk=1)
         step.run(documents(5)[1:])
     one, many = (
         [(line["tally"], line["work"]) for line in commits(tmp_path / name)] for name in "01"
@@ -127,9 +129,7 @@ def test_killed_at_every_request_and_resumed_the_bytes_are_the_same(shared, tmp_
     else:
         pytest.fail("it never ends")
     assert outputs(tmp_path / "output") == outputs(tmp_path / "other" / "output")
-    assert answered == {"the same": 6} | {
-        f"text {i}{end}": 1 for i in range(6) for end in ("", " again")
-    }
+    assert answered == {"the same": 6} | both_of(6)
 
 
 @pytest.mark.usefixtures("gathered")
@@ -138,16 +138,10 @@ def test_of_a_bad_text_among_eight_its_document_alone_fails(shared, tmp_path, ba
     texts = {f"text {index}" for index in bad}
     shared._status = lambda payload, times: 400 if texts.intersection(texts_of(payload)) else None
 
-    async def ask(document, generate):
-        return await generate.embed(document.text)
-
-    config = {"texts_per_request": 8}
-    step = runner(
-        tmp_path, shared, ask, config=config, on_document_error="dead_letter", records_per_chunk=8
-    )
-    step.run(documents(8))
+    settings = {"on_document_error": "dead_letter", "records_per_chunk": 8}
+    run_job(tmp_path, shared, 8, embed_text, config={"texts_per_request": 8}, **settings)
     assert sizes(shared)[0] == 8
-    assert [row["id"] for row in rows(tmp_path)] == [f"id {i}" for i in range(8) if i not in bad]
+    assert ids(tmp_path) == [f"id {i}" for i in range(8) if i not in bad]
     assert [letter["id"] for letter in letters(tmp_path)] == [f"id {i}" for i in sorted(bad)]
     assert all("HTTP 400" in str(letter) for letter in letters(tmp_path))
     assert all(f"text {letter['id'][3:]}" in str(letter) for letter in letters(tmp_path))
@@ -162,7 +156,7 @@ def test_a_text_that_fails_again_and_again_beside_others_is_named(shared, tmp_pa
 
     async def ask(document, generate):
         if int(document.id[3:]) < 8:
-            return await generate.embed(document.text)
+            return await embed_text(document, generate)
         for turn in count():  # until the rank stops
             await generate.embed(f"{document.id} {turn}")
         return "done"
@@ -181,7 +175,7 @@ def test_an_error_that_stops_the_rank_stops_it_once(shared, tmp_path):
 
     async def ask(document, generate):
         try:
-            return await generate.embed(document.text)
+            return await embed_text(document, generate)
         except InferenceError:
             return None
 
@@ -211,9 +205,7 @@ def test_what_a_shared_request_in_flight_at_a_stop_answers_is_kept(tmp_path, tex
         preempted(step, 6, server, 6 // texts, match="SIGTERM")
         assert asked(server) == {f"text {index}": 1 for index in range(6)}
         step.run(documents(6))
-        assert asked(server) == {
-            f"text {index}{end}": 1 for index in range(6) for end in ("", " again")
-        }
+        assert asked(server) == both_of(6)
         run_job(tmp_path / "other", server, 6, one_after_the_other)
     assert outputs(tmp_path / "output") == outputs(tmp_path / "other" / "output")
 
@@ -241,26 +233,16 @@ def test_a_server_that_dies_of_a_text_fails_no_other_document(here, policy, text
     given = documents(8)
     given[3].text = text
 
-    async def ask(document, generate):
-        return (await generate.embed(document.text)).tolist()
-
     settings = {
         "texts_per_request": 8,
         "server_max_restarts": 6,
         "model_kwargs": {"server_script": "engine.py"},
     }
-    InferenceRunner(
-        ask,
-        InferenceConfig("custom", "m", reuse_servers=False, **settings),
-        output_writer=writer(here),
-        records_per_chunk=8,
-        checkpoints_local_dir=str(here / "checkpoints"),
-        on_document_error="dead_letter",
-    ).run(given)
+    config = InferenceConfig("custom", "m", reuse_servers=False, **settings)
+    job = {"records_per_chunk": 8, "on_document_error": "dead_letter"}
+    runner(here, config, embed_text, **job).run(given)
     dead = ["id 3"] if text == "die" else []
-    assert [row["id"] for row in rows(here)] == [
-        f"id {i}" for i in range(8) if f"id {i}" not in dead
-    ]
+    assert ids(here) == [f"id {i}" for i in range(8) if f"id {i}" not in dead]
     assert [letter["id"] for letter in letters(here)] == dead
     starts = len((here / "engines").read_text().splitlines())
     # With the text in a group of quarantined ones, one more.

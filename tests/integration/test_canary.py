@@ -11,15 +11,13 @@ import json
 import os
 import re
 import sys
-import threading
-from http.server import ThreadingHTTPServer
-from typing import ClassVar
 from urllib.parse import quote, unquote_plus
 
 import pytest
+from aiohttp import web
 
+from datatrove_ckpt.testing import FakeServer
 from tests import processes
-from tests.integration.test_requests_as_given import Records
 from tests.integration.test_server import command_lines
 
 JOB = """
@@ -104,48 +102,42 @@ def leaks(text):
     return found or [text for one in encoded if one in text]
 
 
-class Echoes(Records):
+class Echoes(FakeServer):
     """Answers as the document's text says; errors repeat everything."""
 
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
+    status = 200
+
+    def __init__(self):
+        super().__init__()
+        self.requests = []
+        self.lines = []
+
+    async def _answered(self, request):
+        body = await request.read()
         self.requests.append(body)
         self.lines.extend(command_lines())
-        sent = " ".join(
-            [
-                self.path,
-                str(self.headers),
-                *(way for one in CANARIES.values() for way in written(one)),
-            ]
-        ).encode()
+        headers = [f"{name}: {value}" for name, value in request.headers.items()]
+        secrets = [way for one in CANARIES.values() for way in written(one)]
+        sent = " ".join([str(request.rel_url), *headers, *secrets])
         first = self.requests.count(body) == 1
         if b"text 2" in body:
-            self._answer(sent, 400)
-        elif b"text 3" in body and first:
-            self._answer(sent, 500)
-        elif b"text 4" in body and first:
-            self._answer(sent)
-        elif self.status != 200:
-            self._answer(sent, self.status)
-        elif b"text 5" in body:
+            return web.Response(text=sent, status=400)
+        if b"text 3" in body and first:
+            return web.Response(text=sent, status=500)
+        if b"text 4" in body and first:
+            return web.Response(text=sent)
+        if self.status != 200:
+            return web.Response(text=sent, status=self.status)
+        if b"text 5" in body:
             # So long, and hidden so short, that what is searched of it ends within a canary.
-            self._answer(max(written(CANARIES["MINE"]), key=len).encode() * 3000, 400)
-        else:
-            choice = {"message": {"content": "yes"}, "finish_reason": "stop"}
-            self._answer(json.dumps({"choices": [choice], "usage": {}}).encode())
+            return web.Response(text=max(written(CANARIES["MINE"]), key=len) * 3000, status=400)
+        return await super()._answered(request)
 
 
 @pytest.fixture
 def server():
-    class Server(Echoes):
-        requests: ClassVar = []
-        lines: ClassVar = []
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as listening:
-        threading.Thread(target=listening.serve_forever, daemon=True).start()
-        Server.url = f"http://127.0.0.1:{listening.server_port}"
-        yield Server
-        listening.shutdown()
+    with Echoes() as running:
+        yield running
 
 
 @pytest.mark.matrix

@@ -16,7 +16,7 @@ from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config.inference_config import SINGLE_NODE, Launch
 from datatrove_ckpt.inference.client import client
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import ask, chat, config, documents, rejects, runner, writer
+from tests.jobs import ask, chat, config, documents, rejects, run_job, runner, writer
 from tests.pages import ROOT, pages, table_rows
 
 _NAMES = "InferenceConfig, InferenceError, InferenceResult, InferenceRunner, ServerError"
@@ -63,9 +63,7 @@ def test_a_request_is_the_one_that_datatrove_sends_in_the_same_order(tmp_path, s
         return await step._send_request(Server(), payload, asyncio.Semaphore())
 
     asyncio.run(rollout(documents(1)[0], by_datatrove))
-    runner(tmp_path, server, rollout, config={"default_generation_params": defaults}).run(
-        documents(1)
-    )
+    run_job(tmp_path, server, 1, rollout, config={"default_generation_params": defaults})
     assert [json.dumps(one) for one in server.payloads] == [json.dumps(one) for one in sent]
 
 
@@ -130,7 +128,7 @@ def test_a_server_error_of_a_rollout_is_a_failure_of_its_document(tmp_path):
         raise ServerError("mine")
 
     with FakeServer() as server, pytest.raises(InferenceError, match=r"'id 0'.*mine"):
-        runner(tmp_path, server, rollout).run(documents(1))
+        run_job(tmp_path, server, 1, rollout)
 
 
 @pytest.mark.matrix("status", [400, 413, 414, 422, 431])

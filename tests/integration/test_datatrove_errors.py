@@ -5,6 +5,7 @@ skips.
 import asyncio
 import inspect
 import pickle
+import re
 from contextlib import suppress
 
 import pytest
@@ -100,23 +101,24 @@ def test_a_document_with_that_word_is_not_skipped_for_another_failure(tmp_path, 
     assert not (tmp_path / "checkpoints/00000/dead_letters.jsonl").exists()
 
 
+def failure(folder, status, *job, **settings):
+    """The error of a run whose first document the server answers with a status."""
+    refuses = rejects(["text 0"], status)
+    with FakeServer(status=refuses) as server, pytest.raises(InferenceError) as caught:
+        run_job(folder, server, *job, **settings)
+    return caught.value
+
+
 def test_a_bug_after_a_rejection_that_was_handled_is_not_skipped(tmp_path):
-    with (
-        FakeServer(status=rejects(["text 1"])) as server,
-        pytest.raises(InferenceError, match=r"'id 1'.*a bug"),
-    ):
-        run_job(tmp_path, server, 2, swallows_and_fails, skip_bad_requests=True)
+    error = failure(tmp_path, 400, 2, swallows_and_fails, skip_bad_requests=True)
+    assert re.search(r"'id 0'.*a bug", str(error))
 
 
 def test_a_rejection_that_a_rollout_returns_is_named_and_its_setting(tmp_path):
-    with (
-        FakeServer(status=rejects(["text 0"])) as server,
-        pytest.raises(errors.DocumentFailed) as caught,
-    ):
-        run_job(tmp_path, server, 2, returns_them)
-    assert "BadRequestError: HTTP 400" in str(caught.value)
-    assert "set skip_bad_requests" in str(caught.value)
-    assert caught.value.payload is not None
+    error = failure(tmp_path, 400, 2, returns_them)
+    assert isinstance(error, errors.DocumentFailed)
+    assert re.search("BadRequestError: HTTP 400.*set skip_bad_requests", str(error))
+    assert error.payload is not None
 
 
 def line_of(function, text):
@@ -150,20 +152,23 @@ def test_a_payload_that_can_never_work_stops_the_rank_with_its_place_and_sends_n
 # what is raised ----------------------------------------------------------------------------------
 
 
+def in_another_process(error):
+    there = pickle.loads(pickle.dumps(error))
+    assert isinstance(there, InferenceError)
+    assert (type(there), str(there)) == (type(error), str(error))
+    return there
+
+
 def test_a_rejected_request_is_an_inference_error_with_its_payload(tmp_path):
     """And without it in another process."""
-    with (
-        FakeServer(status=rejects(["text 0"])) as server,
-        pytest.raises(InferenceError, match=BAD) as caught,
-    ):
-        run_job(tmp_path, server, 1)
-    assert isinstance(caught.value, errors.DocumentFailed)
-    assert caught.value.document.id == "id 0"
-    assert isinstance(caught.value.error, errors.RequestRejected)
-    assert caught.value.payload["messages"] == [{"role": "user", "content": "text 0"}]
-    there = pickle.loads(pickle.dumps(caught.value))
-    assert (type(there), str(there)) == (type(caught.value), str(caught.value))
-    assert there.error == str(caught.value.error)
+    error = failure(tmp_path, 400, 1)
+    assert BAD in str(error)
+    assert isinstance(error, errors.DocumentFailed)
+    assert error.document.id == "id 0"
+    assert isinstance(error.error, errors.RequestRejected)
+    assert error.payload["messages"] == chat("text 0")["messages"]
+    there = in_another_process(error)
+    assert there.error == str(error.error)
     assert (there.document, there.payload) == (None, None)
 
 
@@ -171,15 +176,9 @@ def test_a_rejected_request_is_an_inference_error_with_its_payload(tmp_path):
     ("status", "kind"), [(503, errors.ServerUnavailable), (401, errors.ServerRefused)]
 )
 def test_a_server_that_fails_is_both_errors_of_datatrove(tmp_path, status, kind):
-    with (
-        FakeServer(status=lambda payload, times: status) as server,
-        pytest.raises(kind) as caught,
-    ):
-        run_job(tmp_path, server, 1, config=STOPS_SOON)
-    there = pickle.loads(pickle.dumps(caught.value))
-    assert isinstance(there, InferenceError)
-    assert isinstance(there, ServerError)
-    assert (type(there), str(there)) == (type(caught.value), str(caught.value))
+    error = failure(tmp_path, status, 1, config=STOPS_SOON)
+    assert isinstance(error, kind)
+    assert isinstance(in_another_process(error), ServerError)
 
 
 def test_a_server_that_does_not_start_is_a_server_error(tmp_path, real_ready_window):

@@ -13,7 +13,7 @@ from datatrove_ckpt.executors.local import LocalPipelineExecutor as OurExecutor
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, outputs
 from tests.crash.test_every_effect import OF_FILES
-from tests.jobs import ask, documents, fails_at, ids, letters, rejects, runner
+from tests.jobs import ask, documents, fails_at, ids, letters, rejects, run_job, runner
 from tests.yaml_jobs import endpoint, job_yaml, write_input, write_job
 
 BAD = {"id 1", "id 4"}
@@ -28,21 +28,16 @@ async def fails_on_bad(document, generate):
 
 
 def test_a_dead_letter_holds_cause_and_document_as_it_was_read(tmp_path, server):
-    step = runner(tmp_path, server, fails_on_bad, on_document_error="dead_letter")
-    step.run(documents(6))
+    run_job(tmp_path, server, 6, fails_on_bad, on_document_error="dead_letter")
     assert ids(tmp_path) == ["id 0", "id 2", "id 3", "id 5"]
-    assert [
-        (letter["id"], letter["ordinal"], letter["attempts"]) for letter in letters(tmp_path)
-    ] == [
-        ("id 1", 1, 1),
-        ("id 4", 4, 1),
-    ]
-    letter = letters(tmp_path)[0]
-    assert letter["error"] == "RuntimeError: cannot make sense of id 1"
-    assert letter["kind"] == "RuntimeError"
+    letter, other = letters(tmp_path)
+    assert (other["id"], other["ordinal"]) == ("id 4", 4)
     assert "in fails_on_bad" in letter["traceback"]
-    assert letter["document"] == {"text": "text 1", "id": "id 1", "media": [], "metadata": {}}
     assert len(letter["payload_hashes"]) == 1
+    expected = {"id": "id 1", "ordinal": 1, "attempts": 1, "kind": "RuntimeError"}
+    expected["error"] = "RuntimeError: cannot make sense of id 1"
+    expected["document"] = {"text": "text 1", "id": "id 1", "media": [], "metadata": {}}
+    assert letter.items() >= expected.items()
 
 
 def test_a_dead_letter_says_where_its_document_stands_in_the_input(tmp_path, server):
@@ -61,23 +56,25 @@ def test_a_dead_letter_says_where_its_document_stands_in_the_input(tmp_path, ser
 def test_retrying_processes_just_the_dead_letters_into_files_of_their_own(
     tmp_path, server, monkeypatch
 ):
+    def retry():
+        server.asked.clear()
+        runner(tmp_path, server, fails_on_bad, retry_dead_letters=True, **settings).run([])
+
     settings = {"on_document_error": "dead_letter"}
-    runner(tmp_path, server, fails_on_bad, **settings).run(documents(6))
+    run_job(tmp_path, server, 6, fails_on_bad, **settings)
     before = ids(tmp_path)
-    server.asked.clear()
 
     monkeypatch.setattr("tests.integration.test_dead_letters.BAD", {"id 4"})
-    runner(tmp_path, server, fails_on_bad, retry_dead_letters=True, **settings).run([])
+    retry()
     assert ids(tmp_path, "00000_chunk_0*") == before
     assert ids(tmp_path, "00000_chunk_retry1_*") == ["id 1"]
     assert set(server.asked) == {"text 1", "text 4"}
     assert [(x["ordinal"], x["attempts"]) for x in letters(tmp_path, "retry-00001")] == [(4, 2)]
 
     monkeypatch.setattr("tests.integration.test_dead_letters.BAD", set())
-    runner(tmp_path, server, fails_on_bad, retry_dead_letters=True, **settings).run([])
+    retry()
     assert ids(tmp_path, "00000_chunk_retry2_*") == ["id 4"]
-    server.asked.clear()
-    runner(tmp_path, server, fails_on_bad, retry_dead_letters=True, **settings).run([])
+    retry()
     assert not server.asked, "nothing is left to retry"
 
 
@@ -122,20 +119,22 @@ def test_documents_that_a_retry_has_taken_stay_out_of_a_chunk_that_is_made_again
 
 def test_a_retry_that_a_rejection_stops_says_how_it_goes_on(tmp_path):
     with FakeServer(status=rejects(["text 1"])) as server:
-        runner(tmp_path, server, on_document_error="dead_letter").run(documents(2))
+        run_job(tmp_path, server, 2, on_document_error="dead_letter")
         with pytest.raises(DocumentFailed, match=r"dead letter, set skip_bad_requests"):
             runner(tmp_path, server, retry_dead_letters=True).run([])
+
+
+def write_tasks(folder, server, *tasks):
+    text = job_yaml(endpoint(server), tasks=2)
+    write_job(folder, text + "          skip_bad_requests: true\n", *tasks)
 
 
 def test_the_command_line_retries_finished_ranks_and_refuses_others(here, command):
     job, refused = "job.yaml", ["Say a", "Say e"]
     with FakeServer(status=rejects(refused)) as server:
-        text = job_yaml(endpoint(server), tasks=2)
-        write_job(here, text + "          skip_bad_requests: true\n", "abc", "def")
-        assert (
-            "2 of 2 tasks are not finished"
-            in command("run", job, "--retry-dead-letters", code=2).err
-        )
+        write_tasks(here, server, "abc", "def")
+        said = command("run", job, "--retry-dead-letters", code=2).err
+        assert "2 of 2 tasks are not finished" in said
         printed = command("run", job).out
         assert "4 of 6 documents are in 2 files" in printed
         assert "Retried" not in printed
@@ -156,8 +155,7 @@ def test_the_command_line_retries_finished_ranks_and_refuses_others(here, comman
 
 def test_a_run_whose_every_document_was_rejected_does_not_end_with_0(here, command):
     with FakeServer(status=rejects(["Say a", "Say b", "Say c"])) as server:
-        text = job_yaml(endpoint(server), tasks=2)
-        write_job(here, text + "          skip_bad_requests: true\n", "ab", "c")
+        write_tasks(here, server, "ab", "c")
         for _ in range(2):
             said = command("run", "job.yaml", code=1).err
             assert (
@@ -205,12 +203,10 @@ def test_dead_letters_are_each_there_once_after_a_crash_at_every_effect(
     folder.mkdir()
     settings = {"on_document_error": "dead_letter"}
     if retrying:
-        runner(folder, server, fails_on_bad, **settings).run(documents(3))
+        run_job(folder, server, 3, fails_on_bad, **settings)
 
     def attempt(folder):
-        runner(folder, server, fails_on_bad, retry_dead_letters=retrying, **settings).run(
-            documents(3)
-        )
+        run_job(folder, server, 3, fails_on_bad, retry_dead_letters=retrying, **settings)
         if retrying:
             # An interrupted retry is resumed; after a complete one, another starts.
             assert [letter["attempts"] for letter in letters(folder, "retry-00001")] == [2]

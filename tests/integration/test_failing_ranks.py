@@ -8,7 +8,6 @@ from collections import Counter
 
 import pytest
 
-from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.errors import (
     CkptError,
     DocumentFailed,
@@ -18,7 +17,7 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.integration.test_preemption import DRAINS, when_logged
-from tests.jobs import chat, config, documents, rejects, runner, writer
+from tests.jobs import STOPS_SOON, chat, config, documents, rejects, run_job, runner
 from tests.patience import until_async
 
 DOCUMENTS, AT_ONCE = 40, 20
@@ -36,14 +35,14 @@ async def with_typos(document, generate):
     return [first.text, (await generate(chat(f"{document.text} again"))).text]
 
 
-def step_of(folder, server, rollout, **changes):
+def run(folder, server, rollout, number=DOCUMENTS, **changes):
     changes.setdefault("config", {"max_concurrent_generations": AT_ONCE})
-    return runner(folder, server, rollout, accept_changes=True, **changes)
+    run_job(folder, server, number, rollout, accept_changes=True, **changes)
 
 
 def undisturbed(folder):
     with FakeServer() as server:
-        step_of(folder, server, twice).run(documents(DOCUMENTS))
+        run(folder, server, twice)
         return server.asked, outputs(folder / "output")
 
 
@@ -68,13 +67,13 @@ def test_what_is_in_flight_when_a_rank_fails_is_paid_once(tmp_path, status):
     with OthersWait(status=refuses) as server:
         error = ServerRefused if status == 401 else DocumentFailed
         with when_logged(DRAINS, server.release), pytest.raises(error) as failed:
-            step_of(tmp_path, server, twice if status else with_typos).run(documents(DOCUMENTS))
+            run(tmp_path, server, twice if status else with_typos)
         if status != 401:
             assert "The answers of other documents are saved." in str(failed.value)
             assert "id 4" in str(failed.value)
         assert server.asked.total() == AT_ONCE
         server._status = lambda payload, times: None
-        step_of(tmp_path, server, twice, retry_errors=True).run(documents(DOCUMENTS))
+        run(tmp_path, server, twice, retry_errors=True)
         asked, files = undisturbed(tmp_path / "undisturbed")
         assert server.asked == asked + Counter({"text 4": int(status is not None)})
         assert outputs(tmp_path / "output") == files
@@ -90,10 +89,9 @@ def test_a_document_that_a_server_failed_is_not_recorded_while_the_rank_drains(t
 
     with OthersWait(status=rejects(["text 4"], 401)) as server:
         with when_logged(DRAINS, server.release), pytest.raises(ServerRefused):
-            step_of(tmp_path, server, hides, on_document_error="dead_letter").run(documents(30))
+            run(tmp_path, server, hides, 30, on_document_error="dead_letter")
         server._status = lambda payload, times: None
-        step = step_of(tmp_path, server, hides, on_document_error="dead_letter")
-        step.run(documents(30))
+        run(tmp_path, server, hides, 30, on_document_error="dead_letter")
         assert server.asked == Counter({f"text {index}": 1 for index in range(30)}) + Counter(
             {"text 4": 1}
         )
@@ -117,12 +115,7 @@ def test_the_requests_of_the_other_model_are_waited_for(tmp_path, second_model):
             "writer": config(writes, **settings),
             "judge": config(judges, server_patience_seconds=0.1),
         }
-        step = InferenceRunner(
-            judged,
-            models,
-            checkpoints_local_dir=str(tmp_path / "checkpoints"),
-            output_writer=writer(tmp_path),
-        )
+        step = runner(tmp_path, models, judged)
         with (
             when_logged(DRAINS, writes.release),
             pytest.raises(ServerUnavailable if away else ServerRefused, match=r"^judge: "),
@@ -135,26 +128,12 @@ def test_the_requests_of_the_other_model_are_waited_for(tmp_path, second_model):
         assert set(writes.asked.values()) == {1}
 
 
-class HoldsOne(FakeServer):
-    """Does not answer the first document."""
-
-    held = 0
-
-    async def _answered(self, request):
-        if b'"text 0"' in await request.read():
-            self.held += 1
-            await self._released.wait()
-        return await super()._answered(request)
-
-
 def test_a_server_that_is_away_is_not_waited_for(tmp_path):
-    with HoldsOne(status=lambda payload, times: 503) as server:
-        step = step_of(
-            tmp_path, server, twice, drain_seconds=600.0, config={"server_patience_seconds": 0.1}
-        )
+    config = {"max_concurrent_generations": AT_ONCE, **STOPS_SOON}
+    with OthersWait(status=rejects(["text 4"], 503)) as server:
         with pytest.raises(ServerUnavailable):
-            step.run(documents(4))
-        assert server.held == 1
+            run(tmp_path, server, twice, drain_seconds=600.0, config=config)
+        assert server.asked["text 0"] == 1
 
 
 @pytest.fixture
@@ -168,12 +147,11 @@ def handled():
 def test_a_signal_ends_the_drain(tmp_path, handled, monkeypatch):
     monkeypatch.setattr("datatrove_ckpt.process.preemption.SAME_EVENT", -1.0)
     with FakeServer(hold_after=5) as server:
-        step = step_of(tmp_path, server, with_typos, drain_seconds=600.0)
         with (
             when_logged(DRAINS, lambda: os.kill(os.getpid(), signal.SIGTERM)),
             pytest.raises(DocumentFailed),
         ):
-            step.run(documents(DOCUMENTS))
+            run(tmp_path, server, with_typos, drain_seconds=600.0)
         assert handled == [signal.SIGTERM]
 
 
@@ -183,4 +161,4 @@ def test_where_nothing_can_be_saved_nothing_is_waited_for(tmp_path, monkeypatch)
 
     monkeypatch.setattr("datatrove_ckpt.checkpoint.open_checkpoint.OpenCheckpoint.put_answer", full)
     with FakeServer(hold_after=5) as server, pytest.raises(CkptError, match="No space"):
-        step_of(tmp_path, server, with_typos, drain_seconds=600.0).run(documents(DOCUMENTS))
+        run(tmp_path, server, with_typos, drain_seconds=600.0)

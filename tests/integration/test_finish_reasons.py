@@ -2,6 +2,8 @@
 ``accept_null_finish_reason`` is wrong.
 """
 
+from contextlib import nullcontext
+
 import pytest
 from datatrove.data import Document
 
@@ -74,34 +76,6 @@ def test_unusual_reasons_are_kept_as_the_server_gave_them_and_counted_over_all_a
     )
 
 
-def test_bad_answers_are_counted_over_all_attempts_and_said_where_they_are_many(tmp_path):
-    answers = {
-        "text 0": LOOP,
-        "text 1": REFUSAL,
-        "text 2": "A long answer of another kind. " * 3 + "It has more than a hundred characters.",
-    }
-    answers["text 3"] = answers["text 2"]
-
-    def answer(payload, times):
-        return answers.get(payload["messages"][-1]["content"], "fine")
-
-    refuses = rejects(["text 5"], 401)
-    with FakeServer(answer, refuses) as server, pytest.raises(ServerRefused):
-        run_job(tmp_path, server, 8, config=ONE_BY_ONE, records_per_chunk=100)
-    counts = together(tmp_path).done
-    assert counts.answers == 5, "no chunk is complete"
-    assert counts.reasons == {"stop": 5, "looping": 1, "refusing": 1, "repeating": 1}
-    assert counts.lengths.total() == 5
-    with FakeServer(answer) as server:
-        run_job(tmp_path, server, 8, config=ONE_BY_ONE, records_per_chunk=100)
-    counts = together(tmp_path).done
-    assert counts.reasons == {"stop": 8, "looping": 1, "refusing": 1, "repeating": 1}
-    assert counts.lengths.total() == 8
-    assert counts.odd_answers == (
-        " Of 8 answers at least 1 looping, 1 refusing, 1 repeating another answer."
-    )
-
-
 COLUMNS = {
     "text 0": ("looping", LOOP),
     "text 1": ("refusing", REFUSAL),
@@ -111,11 +85,29 @@ COLUMNS = {
 }
 
 
+def answers(payload, times):
+    return COLUMNS.get(payload["messages"][-1]["content"], ("", "fine"))[1]
+
+
+def test_bad_answers_are_counted_over_all_attempts_and_said_where_they_are_many(tmp_path):
+    bad = {"looping": 1, "refusing": 1, "repeating": 1}
+    refused = ["text 5"]
+    with FakeServer(answers, rejects(refused, 401)) as server:
+        for number in (5, 8):  # no chunk is complete after the first attempt
+            with pytest.raises(ServerRefused) if refused else nullcontext():
+                run_job(tmp_path, server, 8, config=ONE_BY_ONE, records_per_chunk=100)
+            refused.clear()
+            counts = together(tmp_path).done
+            assert counts.answers == counts.lengths.total() == number
+            assert counts.reasons == {"stop": number, **bad}
+    assert counts.odd_answers == (
+        " 1 of 8 answers is empty. Of 8 answers at least 1 looping, 1 refusing, 1 repeating another "
+        "answer."
+    )
+
+
 @pytest.mark.parametrize("answer", [None, "summary"])
 def test_columns_of_quality_are_those_of_a_run_that_nothing_interrupted(tmp_path, answer):
-    def answers(payload, times):
-        return COLUMNS.get(payload["messages"][-1]["content"], ("", "fine"))[1]
-
     settings = {"answer": answer, "quality": True}
     whole = tmp_path / "whole"
     name = answer or "rollout_results"

@@ -3,37 +3,19 @@ without secrets.
 """
 
 import os
-import threading
 import traceback
-from http.server import ThreadingHTTPServer
 
 import pytest
 
-from datatrove_ckpt import InferenceConfig, InferenceError, InferenceRunner, LocalPipelineExecutor
+from datatrove_ckpt import InferenceError, LocalPipelineExecutor
 from datatrove_ckpt.errors import DocumentFailed, TooManyDeadLetters
-from tests.jobs import chat, documents, writer
+from tests.jobs import chat, documents, runner
 
-from .test_requests_as_given import Records
+from .test_requests_as_given import recording  # noqa: F401
 
 SENT, IN_ENVIRONMENT = "Bearer canary-of-payload", "canary-of-environment"
 PAYLOAD = chat("x", extra_headers={"Authorization": SENT})
 FORGED = "\n2026-11-22 12:00:00.000 | SUCCESS | all is well\x1b]0;title\x07\x1b[2J\u202e\u2028"
-
-
-class Refuses(Records):
-    """Answers 400 to each request, with what it was sent and what a terminal would obey."""
-
-    def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self._answer(f"{FORGED} {SENT} {IN_ENVIRONMENT}".encode(), 400)
-
-
-@pytest.fixture
-def url():
-    with ThreadingHTTPServer(("127.0.0.1", 0), Refuses) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
 
 
 async def lets_out(document, generate):
@@ -57,20 +39,17 @@ async def sends_nothing(document, generate):
 @pytest.mark.parametrize("on_document_error", ["stop", "dead_letter"])
 def test_no_failure_shows_a_key_of_a_payload_or_speaks_to_the_terminal(
     tmp_path,
-    url,
+    recording,  # noqa: F811
     rollout,
     on_document_error,
     monkeypatch,
     capfd,
 ):
+    """The server answers with what it was sent and what a terminal would obey."""
+    recording.status = 400
+    recording.said = f"{FORGED} {SENT} {IN_ENVIRONMENT}".encode()
     monkeypatch.setenv("SOME_PASSPHRASE", IN_ENVIRONMENT)
-    step = InferenceRunner(
-        rollout,
-        InferenceConfig("endpoint", "fake", endpoint_url=url),
-        writer(tmp_path),
-        checkpoints_local_dir=str(tmp_path / "checkpoints"),
-        on_document_error=on_document_error,
-    )
+    step = runner(tmp_path, recording, rollout, on_document_error=on_document_error)
     executor = LocalPipelineExecutor([documents(1), step], logging_dir=str(tmp_path / "logs"))
     error = {"stop": DocumentFailed, "dead_letter": TooManyDeadLetters}[on_document_error]
     with pytest.raises(error) as failed:

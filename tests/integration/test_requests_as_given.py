@@ -7,28 +7,26 @@ import json
 import math
 import os
 import pickle
-import threading
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import orjson
 import pytest
+from aiohttp import web
 from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult as Theirs
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.checkpoint.identity import FORMAT
-from datatrove_ckpt.checkpoint.lines import sealed_json
+from datatrove_ckpt import InferenceConfig
+from datatrove_ckpt.checkpoint.identity import compare
 from datatrove_ckpt.errors import (
-    CheckpointMismatch,
     ConfigError,
     DocumentFailed,
     ServerError,
     ServerRefused,
 )
+from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_typed_ways import embeddings
-from tests.jobs import Budget, ask, chat, documents, results, rows, run_job, runner, writer
+from tests.jobs import ask, chat, documents, results, rows, run_job, runner
 
 KEY = "Bearer k3y-of-a-header"
 BODY = {"temperature": 0.5, "chat_template_kwargs": {"z": 1, "a": 2}, "top_k": 5}
@@ -37,47 +35,34 @@ QUERY = {"api-version": "2026-01", "beta": "true", "code": "q5e4r3y2-0"}
 EXTRAS = {"extra_body": BODY, "extra_headers": HEADERS, "extra_query": QUERY}
 
 
-class Records(BaseHTTPRequestHandler):
-    """Answers, and keeps path, header and body of each request."""
+class Recording(FakeServer):
+    """Keeps path, headers and body of each request, and quotes them in its errors.
 
-    protocol_version = "HTTP/1.1"
+    ``said``: in place of an error.
+    """
+
     status = 200
+    said = b""
 
-    def do_GET(self):
-        self._answer(b'{"data": [{"id": "fake"}]}')
+    def __init__(self):
+        super().__init__()
+        self.requests = []
 
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.requests.append((self.path, self.headers, body))
-        path, headers = self.path, dict(self.headers)
-        answer = {
-            "choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}],
-            "usage": {},
-        }
-        content = answer if self.status == 200 else {"error": f"{path} {headers}"}
-        self._answer(json.dumps(content).encode(), self.status)
-
-    def _answer(self, body, status=200):
-        if not status:
-            self.wfile.write(b"HTTP/1.1 no status\r\n\r\n")
-            self.close_connection = True
-            return
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *arguments):
-        pass
+    async def _answered(self, request):
+        self.requests.append((str(request.rel_url), request.headers, await request.read()))
+        if self.status == 200:
+            return await super()._answered(request)
+        if self.status == 0:
+            request.transport.write(b"HTTP/1.1 no status\r\n\r\n")
+            request.transport.close()
+        error = {"error": f"{request.rel_url} {dict(request.headers)}"}
+        return web.Response(body=self.said or orjson.dumps(error), status=self.status or 500)
 
 
 @pytest.fixture
 def recording():
-    Records.requests, Records.status = [], 200
-    with ThreadingHTTPServer(("127.0.0.1", 0), Records) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with Recording() as server:
         yield server
-        server.shutdown()
 
 
 @pytest.fixture
@@ -85,7 +70,7 @@ def proxied(recording, monkeypatch):
     """A URL whose requests go through a proxy, which records them."""
 
     def proxied():
-        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{recording.server_port}")
+        monkeypatch.setenv("http_proxy", recording.url)
         for name in ("no_proxy", "NO_PROXY"):
             monkeypatch.delenv(name, raising=False)
         return "http://endpoint.example"
@@ -94,12 +79,8 @@ def proxied(recording, monkeypatch):
 
 
 def step_of(folder, url, rollout, **settings):
-    config = InferenceConfig(
-        "endpoint", "fake", endpoint_url=url, api_key="of-the-config", **settings
-    )
-    return InferenceRunner(
-        rollout, config, writer(folder), checkpoints_local_dir=str(folder / "checkpoints")
-    )
+    config = InferenceConfig("endpoint", "fake", endpoint_url=url, api_key="mine", **settings)
+    return runner(folder, config, rollout)
 
 
 def asking(payload):
@@ -131,7 +112,7 @@ def test_extras_are_merged_as_the_client_of_openai_merges_them(
 ):
     """Directly and through a proxy."""
     monkeypatch.setenv("KEPT", "1")
-    url = proxied() if is_proxied else f"http://127.0.0.1:{recording.server_port}"
+    url = proxied() if is_proxied else recording.url
     url = f"{url}/v1?api-version=old&kept=${{KEPT}}"
     written = {"temperature": 0.1, "top_p": 0.5}
     payload, defaults = (
@@ -140,7 +121,7 @@ def test_extras_are_merged_as_the_client_of_openai_merges_them(
         else ({**written, **EXTRAS}, {"extra_body": {"n": 9}})
     )
     step_of(tmp_path, url, asking(payload), default_generation_params=defaults).run(documents(1))
-    ((path, headers, body),) = Records.requests
+    ((path, headers, body),) = recording.requests
     assert path.endswith(
         "/v1/chat/completions?api-version=2026-01&kept=1&beta=true&code=q5e4r3y2-0"
     )
@@ -166,8 +147,8 @@ def test_extras_are_in_no_file_and_no_line(tmp_path, recording, proxied, log, ca
     """The server quotes them, with 203 in an answer that cannot be read; the errors of aiohttp, such
     as at status 0, quote the URL.
     """
-    Records.status = status
-    url = f"http://127.0.0.1:{recording.server_port}" if status else proxied()
+    recording.status = status
+    url = recording.url if status else proxied()
     secrets = [f"k3y-of-a-header-{status}", f"team-7-of-many-{status}", f"q5e4r3y2-{status}"]
     headers = {"Authorization": f"Bearer {secrets[0]}", "X-Org": secrets[1]}
     extras = {"extra_headers": headers, "extra_query": {"code": secrets[2]}}
@@ -177,7 +158,7 @@ def test_extras_are_in_no_file_and_no_line(tmp_path, recording, proxied, log, ca
     files = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     said = f"{raised.value} {raised.value.__cause__} {''.join(log)} {capfd.readouterr()} {files.decode(errors='replace')}"
     assert [secret for secret in secrets if secret in said] == []
-    assert Records.requests
+    assert recording.requests
 
 
 def test_a_request_with_a_new_token_in_its_header_is_not_paid_again(
@@ -196,13 +177,13 @@ def test_a_request_with_a_new_token_in_its_header_is_not_paid_again(
             raise ValueError("stop here")
         return "".join(texts)
 
-    url = f"http://127.0.0.1:{recording.server_port}"
+    url = recording.url
     with pytest.raises(DocumentFailed):
         step_of(tmp_path, url, rollout).run(documents(1))
     monkeypatch.setenv("OF_THE_HOUR", "second-t0ken")
-    asked = len(Records.requests)
+    asked = len(recording.requests)
     step_of(tmp_path, url, rollout).run(documents(1))
-    assert [asked, len(Records.requests)] == [2, 2]
+    assert [asked, len(recording.requests)] == [2, 2]
 
 
 NUMBER = "JSON has no nan"
@@ -265,25 +246,12 @@ def test_n_at_a_server_that_ignores_it_is_refused_wherever_it_stands(tmp_path, s
 
 def test_a_run_that_sent_extra_body_as_a_key_is_refused_by_its_name(tmp_path, server):
     """Its documents were answered without what stands in it."""
-    budget = Budget()
-    server._status, budget.left = budget, 2
-    config = {
-        "default_generation_params": {"extra_body": {"top_k": 5}},
-        "max_concurrent_documents": 1,
-    }
-    with pytest.raises(ServerRefused):
-        run_job(tmp_path, server, 4, config=config)
-    budget.left = 99
-    old = {**runner(tmp_path, server, config=config).identity(1).fields}
-    assert old.pop("extra_body") == "merged"
-    for path in (tmp_path / "checkpoints").rglob("*.json"):
-        if path.name in ("run.json", "job.json"):
-            path.write_bytes(sealed_json({"format": FORMAT, **old}))
-    with pytest.raises(CheckpointMismatch, match=r"extra_body: .*merged") as refused:
-        run_job(tmp_path, server, 4, config=config)
-    assert "as a key of that name" in str(refused.value)
-    run_job(tmp_path, server, 4, config=config, accept_changes=True)
-    assert len(rows(tmp_path)) == 4
+    config = {"default_generation_params": {"extra_body": {"top_k": 5}}}
+    identity = runner(tmp_path, server, config=config).identity(1)
+    kept = {name: value for name, value in identity.fields.items() if name != "extra_body"}
+    (change,) = compare(kept, identity)
+    assert (change.field, change.new) == ("extra_body", "merged")
+    assert "as a key of that name" in change.note
 
 
 def test_messages_and_keys_are_what_orjson_can_write(tmp_path, server):

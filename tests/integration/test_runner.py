@@ -86,11 +86,9 @@ def test_results_of_several_rollouts_are_listed_and_none_is_left_out(tmp_path, s
     assert results(tmp_path) == [[{"turn": 1}]], (
         "a document all of whose rollouts are None is dropped"
     )
-    assert (
-        commits(tmp_path)[0]["tally"] | {"read": 2, "written": 1, "dropped": 1}
-        == commits(tmp_path)[0]["tally"]
-    )
-    assert commits(tmp_path)[0]["work"]["failed_rollouts"][:2] == [2, 5]
+    (commit,) = commits(tmp_path)
+    assert commit["tally"].items() >= {"read": 2, "written": 1, "dropped": 1}.items()
+    assert commit["work"]["failed_rollouts"][:2] == [2, 5]
 
 
 @contextmanager
@@ -225,14 +223,24 @@ def test_a_rollout_beside_one_that_raised_has_ended_before_the_next_document_beg
 # without checkpoints -----------------------------------------------------------------------------
 
 
+@pytest.fixture
+def step_without(tmp_path, server, monkeypatch):
+    """A step that writes its files by a template, and its temporary ones beside them."""
+
+    def step(template, rollout=ask):
+        output = JsonlWriter(str(tmp_path / "output"), template, compression=None)
+        return InferenceRunner(rollout, config(server), output, records_per_chunk=3)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return step
+
+
 @pytest.mark.parametrize("template", ["${rank}.jsonl", "${rank}_${chunk_index}.jsonl"])
 def test_without_checkpoints_everything_is_written_and_nothing_is_kept(
-    tmp_path, server, monkeypatch, template
+    tmp_path, step_without, template
 ):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    output = JsonlWriter(str(tmp_path / "output"), template, compression=None)
     for number in (7, 5, 6):  # started again, it starts over
-        InferenceRunner(ask, config(server), output, records_per_chunk=3).run(documents(number))
+        step_without(template).run(documents(number))
         found = ids(tmp_path)
         if "chunk" in template:  # the files of the first run that the later ones do not write
             found = found[:number]
@@ -241,13 +249,10 @@ def test_without_checkpoints_everything_is_written_and_nothing_is_kept(
 
 
 def test_a_failure_without_checkpoints_leaves_whole_files_and_no_temporary_ones(
-    tmp_path, server, monkeypatch
+    tmp_path, step_without
 ):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    output = JsonlWriter(str(tmp_path / "output"), "${chunk_index}.jsonl", compression=None)
-    step = InferenceRunner(fails_at({"id 5"}), config(server), output, records_per_chunk=3)
     with pytest.raises(DocumentFailed) as failed:
-        step.run(documents(7))
+        step_without("${chunk_index}.jsonl", fails_at({"id 5"})).run(documents(7))
     assert failed.value.__notes__ == [
         "There is no checkpoint (checkpoints_local_dir is not set): the same command starts over."
     ]

@@ -8,7 +8,7 @@ import pytest
 
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import rows, run_job
+from tests.jobs import Budget, rows, run_job
 
 openai = pytest.importorskip("openai")
 pydantic_ai = pytest.importorskip("pydantic_ai")
@@ -67,13 +67,9 @@ class Model:
     """Calls ``look`` first, and answers when it was found."""
 
     def __init__(self):
-        self.left = 0
-        self.server = FakeServer(self.answer, self.status)
+        self.budget = Budget()
+        self.server = FakeServer(self.answer, self.budget)
         self.server.usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-
-    def status(self, payload, times):
-        self.left -= 1
-        return 401 if self.left < 0 else None
 
     def answer(self, payload, times):
         names = [one["function"]["name"] for one in payload.get("tools", ())]
@@ -98,14 +94,14 @@ def test_an_agent_is_killed_after_each_request_and_pays_none_twice(tmp_path, age
     model = Model()
     stops = 0
     with model.server as server:
-        model.left = 1000
+        model.budget.left = 1000
         (tmp_path / "undisturbed").mkdir()
         run_job(tmp_path / "undisturbed", server, 1, rollout)
         expected = rows(tmp_path / "undisturbed")
         asked = server.asked.copy()
         server.asked.clear()
         for _ in range(asked.total()):
-            model.left = 1
+            model.budget.left = 1
             try:
                 run_job(tmp_path, server, 1, rollout)
             except CkptError:

@@ -162,13 +162,22 @@ def config(**settings):
 
 
 @asynccontextmanager
-async def talking(*replies, sleep=None, **settings):
-    """A scripted server, and a client whose time is that of ``Sleeps``."""
+async def talking(*replies, sleep=None, others=0, **settings):
+    """A scripted server, and a client whose time is that of ``Sleeps``.
+
+    ``others``: how many other requests are answered between two attempts.
+    """
     sleeps = Sleeps()
+
+    async def busy(seconds):
+        for _ in range(others):
+            await client.complete(b"{}")
+        await sleeps(seconds)
+
     async with (
         serving(*replies) as (server, url),
         client_of(
-            config(**settings), [url], "key", sleep=sleep or sleeps, clock=sleeps.clock
+            config(**settings), [url], "key", sleep=sleep or busy, clock=sleeps.clock
         ) as client,
     ):
         yield server, client, sleeps
@@ -561,14 +570,10 @@ async def test_a_server_that_has_given_a_finish_reason_and_gives_none_has_cut_th
 async def test_a_request_that_fails_while_others_are_answered_is_given_up_alone(
     status, patience, header
 ):
-    async def sleep(seconds):
-        await client.complete(b"{}")  # another request is answered
-        await sleeps(seconds)
-
     reply = fails(answer(http(status, b"", header)))
     # Under "auto" it would keep the only place while it waits.
     settings = {"server_patience_seconds": 100.0, "max_concurrent_generations": 2}
-    async with talking(reply, sleep=sleep, **settings) as (_, client, sleeps):
+    async with talking(reply, others=1, **settings) as (_, client, sleeps):
         with pytest.raises(
             RequestFailed, match=rf"this request failed while others.*HTTP {status}"
         ):
@@ -590,12 +595,7 @@ async def test_a_request_that_fails_while_others_are_answered_is_given_up_alone(
 async def test_a_request_is_at_fault_if_the_server_answers_50_others_between_its_attempts(
     fault, others, attempts
 ):
-    async def sleep(seconds):
-        for _ in range(others):
-            await client.complete(b"{}")
-        await sleeps(seconds)
-
-    async with talking(fails(fault), sleep=sleep, **ENDPOINT) as (server, client, sleeps):
+    async with talking(fails(fault), others=others, **ENDPOINT) as (server, client, _):
         await client.complete(b"{}")
         with pytest.raises(
             RequestFailed, match=f"after {attempts} attempts.* answers others"

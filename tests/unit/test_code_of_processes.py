@@ -64,6 +64,12 @@ if __name__ == "__main__":
 """
 
 
+@pytest.fixture
+def code_of(tmp_path, monkeypatch):
+    """Describes the rollout of a program that Python runs."""
+    return lambda source: code_identity(as_main(tmp_path, source, monkeypatch).rollout, None)
+
+
 def identity(folder, start):
     """What a process prints that is started with this environment and these arguments."""
     words = start.split()
@@ -165,7 +171,7 @@ def test_a_cell_that_was_edited_and_run_again_counts_as_if_the_notebook_was_run_
     assert notebook(pattern, again) != notebook(pattern, CELLS)
 
 
-def test_a_secret_is_in_no_field_wherever_the_rollout_takes_it_from(tmp_path, monkeypatch):
+def test_a_secret_is_in_no_field_wherever_the_rollout_takes_it_from(code_of):
     source = """
 import types
 TABLE = {"password": "s3cret", "headers": {"Authorization": "s3cret"}, "prompt": "Say"}
@@ -178,13 +184,15 @@ def make():
     return rollout
 rollout = make()
 """
-    fields = code_identity(as_main(tmp_path, source, monkeypatch).rollout, None).fields
+    fields = code_of(source).fields
     assert "s3cret" not in str(fields)
     assert sum("hash scrypt" in str(value) for value in fields.values()) == 2
     assert sum(value == "Say" for value in fields.values()) == 2
 
 
-def test_a_start_parses_only_files_whose_text_holds_a_name_that_is_reached(tmp_path, monkeypatch):
+def test_a_start_parses_only_files_whose_text_holds_a_name_that_is_reached(
+    tmp_path, monkeypatch, code_of
+):
     for number in range(200):
         lines = [f"def helper_{number}_{part}():\n    return {part}\n" for part in range(30)]
         (tmp_path / f"module_{number}.py").write_text("import module_0\n" + "\n".join(lines))
@@ -194,15 +202,12 @@ def test_a_start_parses_only_files_whose_text_holds_a_name_that_is_reached(tmp_p
     real = statements.parse
     monkeypatch.setattr(statements, "parse", lambda text: parsed.append(text) or real(text))
     monkeypatch.syspath_prepend(tmp_path)
-    script = as_main(
-        tmp_path, f"{imports}\nasync def rollout(document, generate):\n    {body}\n", monkeypatch
-    )
-    fields = code_identity(script.rollout, None).fields
-    assert {"uses.helper_7_3 code", "uses.helper_8_4 code"} < fields.keys()
+    code = code_of(f"{imports}\nasync def rollout(document, generate):\n    {body}\n")
+    assert {"uses.helper_7_3 code", "uses.helper_8_4 code"} < code.fields.keys()
     assert len({*parsed}) == 3
 
 
-def test_a_value_is_compared_although_its_name_is_given_an_id_elsewhere(tmp_path, monkeypatch):
+def test_a_value_is_compared_although_its_name_is_given_an_id_elsewhere(code_of):
     source = """
 import functools
 def note(prompt):
@@ -211,7 +216,7 @@ async def ask(document, generate, prompt, sample):
     return note(prompt=document.id)
 rollout = functools.partial(ask, prompt="Say", sample=3)
 """
-    fields = code_identity(as_main(tmp_path, source, monkeypatch).rollout, None).fields
+    fields = code_of(source).fields
     assert fields["rollout_fn.prompt"] == "Say"
     assert fields["rollout_fn.sample"] == 3
 
@@ -223,7 +228,7 @@ def test_a_rollout_without_any_code_is_refused():
 
 
 def test_a_change_is_named_with_its_file_its_line_and_the_way_from_the_rollout(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, code_of
 ):
     source = """
 from words_that_are_named import clean
@@ -234,8 +239,7 @@ async def rollout(document, generate):
         "def clean(text):\n    return helper(text)\n\ndef helper(text):\n    return text\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    code = code_identity(as_main(tmp_path, source, monkeypatch).rollout, None)
-    assert code.made.notes["uses.helper code"] == (
+    assert code_of(source).made.notes["uses.helper code"] == (
         f"helper in {tmp_path}/words_that_are_named.py, line 4: rollout_fn -> clean -> helper"
     )
 

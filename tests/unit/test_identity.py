@@ -21,7 +21,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation.run_identity import code_identity
 from datatrove_ckpt.user_code import description, statements
 from tests import processes
-from tests.jobs import documents, runner
+from tests.jobs import documents, run_job, runner
 from tests.kept import content_of, edit
 
 DATA = Path(__file__).parent.parent / "data"
@@ -81,14 +81,10 @@ def load_changed(folder, name, *changes, source=MODULE):
 
 
 def test_a_setting_that_json_cannot_express_counts_with_its_type(tmp_path, server):
-    runner(tmp_path, server, config={"model_kwargs": {"tokenizer": Path("a"), "seed": 1}}).run(
-        documents(1)
-    )
+    run_job(tmp_path, server, 1, config={"model_kwargs": {"tokenizer": Path("a"), "seed": 1}})
     assert fields_of(tmp_path)["model_kwargs"] == {"seed": 1, "tokenizer": "<pathlib.PosixPath>"}
     with pytest.raises(CheckpointMismatch, match=r"model_kwargs\.tokenizer: "):
-        runner(tmp_path, server, config={"model_kwargs": {"tokenizer": "a", "seed": 1}}).run(
-            documents(1)
-        )
+        run_job(tmp_path, server, 1, config={"model_kwargs": {"tokenizer": "a", "seed": 1}})
 
 
 # what the hash of code sees ----------------------------------------------------------------------
@@ -273,18 +269,16 @@ def fields_of(folder):
 
 def test_a_run_that_the_version_before_described_goes_on(tmp_path, server, log):
     rollout = load_changed(tmp_path, "first").rollout
-    runner(tmp_path, server, rollout).run(documents(1))
+    run_job(tmp_path, server, 1, rollout)
     kept = fields_of(tmp_path)
     edit(run_json(tmp_path), **{"identity_version": 5, "uses.helper code": "source 0"})
     (run_json(tmp_path).parent.parent / "job.json").unlink()
     log.clear()
-    runner(tmp_path, server, rollout).run(documents(2))
+    run_job(tmp_path, server, 2, rollout)
     assert sum("another version" in line for line in log) == 1
     assert fields_of(tmp_path) == kept
     with pytest.raises(CheckpointMismatch):
-        runner(tmp_path, server, load_changed(tmp_path, "other", ("Rewrite", "Write")).rollout).run(
-            documents(3)
-        )
+        run_job(tmp_path, server, 3, load_changed(tmp_path, "other", ("Rewrite", "Write")).rollout)
 
 
 def test_rollout_version_replaces_the_code(tmp_path, server):
@@ -292,11 +286,11 @@ def test_rollout_version_replaces_the_code(tmp_path, server):
         load_changed(tmp_path, "first"),
         load_changed(tmp_path, "second", ("Rewrite", "Write")),
     )
-    runner(tmp_path, server, first.rollout, rollout_version="1").run(documents(1))
-    runner(tmp_path, server, second.rollout, rollout_version="1").run(documents(2))
+    run_job(tmp_path, server, 1, first.rollout, rollout_version="1")
+    run_job(tmp_path, server, 2, second.rollout, rollout_version="1")
     assert not {"rollout_fn", "uses.helper code"} & fields_of(tmp_path).keys()
     with pytest.raises(CheckpointMismatch, match='rollout_version: "1" -> "2"'):
-        runner(tmp_path, server, second.rollout, rollout_version="2").run(documents(3))
+        run_job(tmp_path, server, 3, second.rollout, rollout_version="2")
 
 
 def test_a_prompt_that_a_program_replaces_after_it_has_made_the_step_is_another_run(
@@ -382,7 +376,7 @@ def test_a_secret_that_an_earlier_version_kept_is_the_same_run_and_is_removed(tm
 def test_of_two_mappings_what_differs_is_named_even_where_it_is_cut(tmp_path, server):
     def run(end):
         params = {"stop": "x" * 400 + end, "top_p": 0.5}
-        runner(tmp_path, server, config={"default_generation_params": params}).run(documents(1))
+        run_job(tmp_path, server, 1, config={"default_generation_params": params})
 
     run("a")
     with pytest.raises(CheckpointMismatch, match=r"  default_generation_params\.stop: ") as refused:

@@ -111,6 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _call(arguments: argparse.Namespace) -> int:
+    from datatrove_ckpt.checkpoint.lines import explained
     from datatrove_ckpt.checkpoint.training_steps import is_training
 
     place = getattr(arguments, "what", None) or getattr(arguments, "config", None)
@@ -120,7 +121,13 @@ def _call(arguments: argparse.Namespace) -> int:
             name = "training"
         with gc_paused():
             module = import_module(f"datatrove_ckpt.cli.{name}")
-        code: int = getattr(module, arguments.name)(arguments)
+        try:
+            code: int = getattr(module, arguments.name)(arguments)
+        except PermissionError as error:
+            if error.filename is None:  # as of S3
+                raise
+            with explained("use", error.filename):  # mostly a checkpoint of another user
+                raise
     except ConfigError as error:
         return fail(error, 2)
     except (CkptError, OSError) as error:

@@ -56,7 +56,7 @@ def export(arguments: argparse.Namespace) -> int:
     with place_of(arguments, output=arguments.output) as place:
         count, report = write_export(place, arguments.target)
     left = ""
-    if report.unfinished:
+    if report.unfinished or {"corrupt", "rank"} & {problem.kind for problem in report.problems}:
         left = ". The run is not finished: these are the documents of its complete chunks"
     noun = "row" if report.sums.numbers.rows else "document"
     say(f"{plural(count, noun)} in {arguments.target}{left}.")

@@ -11,7 +11,7 @@ import orjson
 from datatrove.io import DataFolder, get_datafolder
 
 from datatrove_ckpt.checkpoint import layout
-from datatrove_ckpt.checkpoint.commits import OutputFile
+from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile, read_commits
 from datatrove_ckpt.checkpoint.ledger import Want, read_ranks
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.redaction import redact
@@ -82,19 +82,25 @@ def _columns(row: Json) -> Iterator[str]:
 
 
 def committed_files(place: Place) -> Iterator[Committed]:
-    """Yields each file that is committed now.
+    """Yields each file that is committed now, also of a rank with other damage than to its commits.
 
     Raises:
         ConfigError: there is no checkpoint, or nothing says where the output is.
-        CheckpointError: a rank cannot be read.
+        CheckpointError: the commits of a rank cannot be read. All others were yielded before.
     """
     folder = get_datafolder(find_output(place))
+    damage = None
     for rank in read_ranks(place.folder, Want.SETTINGS | Want.COMMITS):
-        if rank.damage is not None:
-            raise rank.damage
-        for _, commit in sorted(rank.commits.items()):
+        commits = rank.commits
+        if isinstance(rank.damage, CommitsDamaged):
+            damage = rank.damage
+        elif rank.damage is not None:
+            commits = read_commits(rank.commits_file)
+        for _, commit in sorted(commits.items()):
             for file in commit.files:
                 yield folder, file, rank.run
+    if damage is not None:
+        raise damage
 
 
 def read_dead_letters(place: Place) -> Iterator[ShownDocument]:

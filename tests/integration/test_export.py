@@ -3,6 +3,7 @@
 import csv
 import datetime
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -178,6 +179,29 @@ def test_a_run_that_is_not_finished_gives_its_complete_chunks(command, here):
         command(*job, "--model=m", "--run-folder=x", *flags, code=1)
     assert "4 documents in all.csv. The run is not finished" in command("export", "x", "all.csv")
     assert len(pandas.read_csv("all.csv")) == 4
+
+
+def test_a_damaged_task_hides_no_other_and_is_never_missing_in_silence(run, command):
+    Path("in").mkdir()
+    for file in range(2):
+        write_rows(f"in/{file}.jsonl", [{"id": f"{file}{n}", "text": "a"} for n in range(3)])
+    run("in", "--tasks=2")
+    rank = Path("x/checkpoints/00000")
+    commits = (rank / "commits.jsonl").read_bytes()
+    settings = (rank / "run.json").read_bytes()
+    (rank / "run.json").write_text("no JSON")
+    assert command("show", "x", "--n", 9).count("answer: ") == 6
+    said = command("export", "x", "all.csv")
+    assert said.startswith("6 documents in all.csv. The run is not finished")
+    (rank / "run.json").write_bytes(settings)
+    (rank / "commits.jsonl").write_bytes(commits.replace(b"chunk", b"chunq", 1))
+    said = command("show", "x", "--n", 9, code=1)
+    assert said.out.count("answer: ") == 3
+    assert "With neither, datatrove-ckpt repair" in said.err
+    assert "Nothing was exported. task 0: " in command("export", "x", "two.csv", code=1).err
+    shutil.rmtree(rank)
+    said = command("export", "x", "two.csv")
+    assert said.startswith("3 documents in two.csv. The run is not finished")
 
 
 def test_columns_and_rows_are_of_the_same_chunks(run, command, monkeypatch):

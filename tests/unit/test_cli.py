@@ -287,13 +287,22 @@ def test_the_command_line_itself(capsys, arguments, code, says):
     assert says in said.out + said.err
 
 
-def test_a_folder_that_may_not_be_read_is_no_traceback(tmp_path, capsys, monkeypatch):
-    def refuse(folder):
-        raise PermissionError(13, "Permission denied", str(folder))
+@pytest.mark.parametrize("what", [["status"], ["show"], ["show", "--dead"], ["verify"]])
+def test_a_run_of_another_user_is_told_with_what_to_do(what, tmp_path, capsys, monkeypatch):
+    """Folders of ranks are private, and that of all ranks is not."""
+    write_rank(tmp_path, chunks=1)
+    works = os.stat
 
-    monkeypatch.setattr(Path, "iterdir", refuse)
-    assert main(["status", str(tmp_path)]) == 1
-    assert f"Permission denied: '{tmp_path}'" in capsys.readouterr().err
+    def stat(path, **options):
+        if f"{path}".startswith(f"{tmp_path}/00000/"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return works(path, **options)
+
+    monkeypatch.setattr(os, "stat", stat)  # as the system does; root may look everywhere
+    assert main([*what, str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert f"Could not use {tmp_path}/00000/" in said
+    assert "Permission denied. Checkpoints are private, because they hold documents" in said
 
 
 def test_what_an_ascii_terminal_cannot_show_is_escaped():

@@ -149,10 +149,10 @@ def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:
         result = call(*arguments)
         if not inspect.isawaitable(result):
             kind = type(result).__name__
-            raise NotAwaitable(
-                f"{_shown(rollout_fn)} is not async: it returned a {kind}. {_ADVICE}.",
-                setting="rollout_fn",
-            )
+            wrong = f"is not async: it returned a {kind}. {_ADVICE}"
+            if kind.endswith("generator"):
+                wrong = "must not yield; return the result"
+            raise NotAwaitable(f"{_shown(rollout_fn)} {wrong}.", setting="rollout_fn")
         return result
 
     return checked

@@ -439,7 +439,7 @@ class _Walk:
                         unchanged = [one for one in bound if one.imports and not one.is_definition]
                         if chain in statement.passed:
                             unchanged += [one for one in bound if one.is_definition]
-                        if len(unchanged) < len(bound):
+                        if not bound or len(unchanged) < len(bound):
                             found.setdefault(key, []).append(statement)
         return self._changed[file]
 

@@ -462,6 +462,12 @@ def test_where_boot_and_namespace_are_unknown_only_beats_show_a_death(tmp_path, 
     assert list(is_alive_here(new_owner(), tmp_path)) == [True, False]
 
 
+def test_of_two_marks_of_one_number_the_first_counts(tmp_path):
+    first, second = (Process(Job(on_disk(tmp_path))) for _ in range(2))
+    assert first.store.put(Mark(0, 1, first.owner), {}) is True
+    assert second.store.put(Mark(0, 1, second.owner), {}) is False
+
+
 def test_of_two_processes_that_take_a_rank_at_once_the_object_store_gives_it_to_one(
     tmp_path, monkeypatch
 ):

@@ -75,6 +75,10 @@ async def one_parameter(document): ...
 async def three_parameters(document, generate, lexicon): ...
 
 
+async def yields(document, generate):
+    yield await ask(document, generate)
+
+
 @pytest.mark.parametrize(
     "rollout, context, says",
     [
@@ -101,15 +105,20 @@ def test_what_cannot_work_is_refused_with_its_signature(tmp_path, server, rollou
 
 
 @pytest.mark.parametrize("on_document_error", ["stop", "dead_letter"])
-def test_a_plain_function_that_only_a_document_unmasks_stops_the_rank_and_blames_no_document(
-    tmp_path, server, on_document_error
+@pytest.mark.parametrize(
+    "rollout, says",
+    [
+        (maybe, "maybe(document, generate) is not async: it returned a dict."),
+        (yields, "yields(document, generate) must not yield; return the result."),
+    ],
+)
+def test_a_function_that_only_a_document_unmasks_stops_the_rank_and_blames_no_document(
+    tmp_path, server, on_document_error, rollout, says
 ):
-    step = runner(tmp_path, server, maybe, on_document_error=on_document_error)
+    step = runner(tmp_path, server, rollout, on_document_error=on_document_error)
     with pytest.raises(ConfigError) as stopped:
         step.run(documents(3))
-    assert "rollout_fn: maybe(document, generate) is not async: it returned a dict." in str(
-        stopped.value
-    )
+    assert f"rollout_fn: {says}" in str(stopped.value)
     assert not (tmp_path / "checkpoints" / "00000" / "dead_letters.jsonl").exists()
 
 

@@ -5,11 +5,11 @@ A run raises the first finding that refuses, before it starts anything; doctor p
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -50,6 +50,7 @@ from datatrove_ckpt.errors import (
     TooManyDeadLetters,
 )
 from datatrove_ckpt.errors.names import name_copy, setting_name, use
+from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.generation.final_stats import lines_with_error
 from datatrove_ckpt.generation.finished_from import OldRuns
 from datatrove_ckpt.generation.noted_requests import NotedRequest, unsent_prompts
@@ -62,7 +63,7 @@ from datatrove_ckpt.mirror.job import compare_mirrored_job
 from datatrove_ckpt.mirror.restore import find_outdated, restore_outdated
 from datatrove_ckpt.output.arrow_types import NO_TYPES
 from datatrove_ckpt.output.committed import RankCommits, has_commits, some
-from datatrove_ckpt.output.documents import encode
+from datatrove_ckpt.output.documents import decode, encode
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access
 from datatrove_ckpt.output.hub_pace import HOUR
@@ -518,8 +519,9 @@ def check_runner(
 
 def _check_prompt(runner: RunnerPlan, sample: list[Document]) -> Iterator[Finding]:
     if sample and runner.index == 1:
-        documents = copy.deepcopy(sample)  # rollouts may change them
-        first = copy.deepcopy(sample[0])
+        # Rollouts may change fields, whose values may be large, or not be copied at all.
+        copies = (replace(one, metadata={**one.metadata}) for one in (sample[0], *sample))
+        first, *documents = copies
         check_answer(runner.step, first)
         if runner.step.on_document_error == "stop":
             check_first(runner.step.rollout_fn, first)
@@ -634,7 +636,7 @@ def _check_writer(runner: RunnerPlan, sample: list[Document]) -> Iterator[Findin
     name = writer_name(writer)
     document = Document(text="text", id="id")
     if sample:
-        document = copy.deepcopy(sample[0])
+        document = decode(as_read(sample[0]).data)
     document.metadata[step.metadata_key] = [_ANSWER] * step.config.rollouts_per_document
     try:
         WriterTrial(writer, NO_TYPES)(encode(document), document.id)

@@ -12,6 +12,7 @@ from pathlib import Path
 from datatrove.data import Document
 from datatrove.io import get_datafolder
 from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
+from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import recorded_settings
 from datatrove_ckpt.checkpoint.layout import SHARD, is_finished, rank_folder, rank_numbers
@@ -369,6 +370,16 @@ def _check_reader(
             + "\nA finished task is not run again, so its output would stay that of the old input. "
             "Put the input back, or process the new one as another run.",
             starts_over="with old results",
+        )
+    # Samples do not show an edit in the middle of a long file that keeps its size.
+    touched = sum(
+        file.modified != now[name].modified for name, file in then.items() if name not in changed
+    )
+    if touched:
+        logger.warning(
+            f"{plural(touched, 'input file')} of finished tasks in {reader.data_folder.path}: the "
+            "time of the last change is another, size and samples of the content are the same. "
+            "They are taken as unchanged."
         )
 
 

@@ -135,6 +135,23 @@ def test_prompts_that_no_prefix_cache_can_help(found):
     )
 
 
+def test_a_document_may_hold_what_cannot_be_copied_as_rollouts_take_it_out(found):
+    Path("own_reader.py").write_text(
+        "import threading\n"
+        "from datatrove_ckpt.readers import JsonlReader\n\n\n"
+        "def adapter(self, row, path, place):\n"
+        "    return {**row, 'metadata': {'handle': threading.Lock()}}\n\n\n"
+        "class Own(JsonlReader):\n"
+        "    def __init__(self, data_folder):\n"
+        "        super().__init__(data_folder, adapter=adapter)\n"
+    )
+    job = Path("job.yaml").read_text()
+    Path("job.yaml").write_text(
+        job.replace("class_path: JsonlReader", "class_path: own_reader.Own")
+    )
+    assert [name for name, (state, _) in found().items() if state == "problem"] == []
+
+
 # folders, files, an earlier run ------------------------------------------------------------------
 
 

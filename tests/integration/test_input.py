@@ -256,6 +256,19 @@ def test_another_input_than_finished_ranks_have_read_is_refused_before_anything_
     assert outputs(tmp_path) == before
 
 
+def test_an_edit_that_samples_do_not_show_is_said_by_the_time_of_the_last_change(job, tmp_path):
+    """Of a long file only the beginning and the end are compared."""
+    long = tmp_path / "documents/1.jsonl"
+    half = "word " * 20_000
+    long.write_text(lines(f"{half}old {half}"))
+    job()
+    assert "They are taken as unchanged" not in job().err
+    rewrite(long, "old", "new")
+    said = job().err
+    assert "1 input file of finished tasks in " in said
+    assert "They are taken as unchanged" in said
+
+
 def test_other_default_metadata_is_refused_for_finished_ranks(job, tmp_path):
     job(default_metadata={"a": 1, "b": [1], "api_key": "sesame"})
     assert "sesame" not in (tmp_path / "checkpoints/00000/shard.json").read_text()

@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import orjson
-from loguru import logger
 
 from datatrove_ckpt.common import JsonObject, declared
 from datatrove_ckpt.common.formatting import did_you_mean
@@ -28,9 +27,7 @@ _KINDS: dict[str, Any] = {
     "top_p": declared.Share | None,
     "service_tier": str | list[str] | None,
 }
-# Share of equal letters: of a name with one typing error, and of one that only resembles another.
-_MISTYPED = 0.88
-_LIKE = 0.8
+_MISTYPED = 0.88  # share of equal letters in a name with one typing error
 _EXTRAS = frozenset({"extra_body", "extra_headers", "extra_query"})
 # A header field, unless it says how the body is to be read.
 _FIELD = re.compile(
@@ -126,8 +123,7 @@ def refuse_unsendable(
 
 
 def refuse_near_misses(params: Collection[str], key: str) -> None:
-    """Many servers ignore what they do not know, as ``max_token``. Warns once of a parameter that
-    resembles a known one, as many servers have more.
+    """Many servers ignore what they do not know, as ``max_token``.
 
     Raises:
         ConfigError: a parameter is not known, and is a known one with a typing error.
@@ -150,17 +146,8 @@ def _near_miss(name: str) -> str:
     if name in REQUEST_PARAMETERS:
         return ""
     known = {_bare(one): one for one in REQUEST_PARAMETERS}
-    near = difflib.get_close_matches(_bare(name), known, cutoff=_LIKE)
-    if not near:
-        return ""
-    hint = did_you_mean(name.lower(), map(known.__getitem__, near), 0)
-    if difflib.SequenceMatcher(None, near[0], _bare(name)).ratio() > _MISTYPED:
-        return hint
-    logger.warning(
-        f"The request parameter {name!r} is not one that we know{hint} It is sent as it is, "
-        "and many servers ignore what they do not know."
-    )
-    return ""
+    near = difflib.get_close_matches(_bare(name), known, cutoff=_MISTYPED)
+    return did_you_mean(name.lower(), map(known.__getitem__, near), 0)
 
 
 def _bare(name: str) -> str:

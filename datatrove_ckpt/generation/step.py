@@ -4,7 +4,7 @@ pickle.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
@@ -408,19 +408,15 @@ class Step(PipelineStep):
         if outer is not None:
             # Refuses a submission before datatrove copies it and opens ``executor.pik``.
             names: script_names.ScriptNames | None = self.__getstate__().get("_script_names")
-            carried: Iterable[object] = ()
             if names is not None:
                 script_names.say_left(names)
-                carried = names.values.values()
-            if not hasattr(outer, "sends_own_modules"):
-                script_names.say_missing(self.rollout_fn, *carried)
-                if launcher(outer).has_own_disks:
-                    logger.warning(
-                        "datatrove's JobsPipelineExecutor: its jobs have this package only if "
-                        "dependencies names a release, resume only with checkpoints_remote_dir, "
-                        "don't drain before their timeout, and get no key of api_key_env unless "
-                        "secrets has it. datatrove_ckpt.JobsPipelineExecutor does all of that."
-                    )
+            if launcher(outer).has_own_disks and not hasattr(outer, "sends_own_modules"):
+                logger.warning(
+                    "datatrove's JobsPipelineExecutor: its jobs have this package only if "
+                    "dependencies names a release, resume only with checkpoints_remote_dir, "
+                    "don't drain before their timeout, and get no key of api_key_env unless "
+                    "secrets has it. datatrove_ckpt.JobsPipelineExecutor does all of that."
+                )
         copied = memo[id(self)] = self.changed()
         copied.__dict__.update(deepcopy(self.__dict__, memo))
         return copied

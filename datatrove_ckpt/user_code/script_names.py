@@ -31,7 +31,6 @@ from loguru import logger
 from datatrove_ckpt.common import redaction
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.user_code.description import cells
-from datatrove_ckpt.user_code.own_modules import places_of
 from datatrove_ckpt.user_code.statements import loaded_names
 
 _collecting = threading.local()
@@ -99,28 +98,6 @@ def restore(names: ScriptNames) -> None:
     main = sys.modules["__main__"]
     if getattr(main, "__file__", None) != names.file:
         vars(main).update(names.values)
-
-
-def say_missing(*things: object) -> None:
-    """Logs which modules of the job only this script finds."""
-    paths = [Path(entry).resolve() for entry in sys.path]
-    modules = set()
-    for thing in things:
-        if isinstance(thing, functools.partial):
-            thing = thing.func
-        field = "__name__" if isinstance(thing, types.ModuleType) else "__module__"
-        modules.add(str(getattr(thing, field, "")))
-    tops = {name.partition(".")[0] for name in modules} - {"__main__"}
-    for name in sorted(tops):
-        if not (places := places_of(name)):
-            continue
-        folder = places[0].resolve().parent
-        if paths and folder == paths[0] and folder not in paths[1:]:
-            logger.warning(
-                f"The rollout uses the module {name} of {folder}, which is on the path of this "
-                "script alone. The tasks find it if they have it, too: `export "
-                f"PYTHONPATH={folder}` before you submit, or install the module."
-            )
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import sys
 
 import dill
 import pytest
@@ -166,25 +165,3 @@ def test_what_stays_behind_is_said_where_the_job_is_submitted(tmp_path, script, 
         if "is not pickled with" in line
     ]
     assert sorted(said) == LEFT
-
-
-def test_a_module_beside_the_script_that_tasks_do_not_find_is_said(
-    tmp_path, script, log, monkeypatch
-):
-    folder = tmp_path / "beside"
-    folder.mkdir()
-    (folder / "helper_beside.py").write_text("def helped(text):\n    return text\n")
-    with monkeypatch.context() as patch:
-        patch.syspath_prepend(str(folder))
-        exec(
-            "import helper_beside\nasync def helped(document, generate): return helper_beside, functools",
-            vars(script),
-        )
-        executor = slurm_job(tmp_path, step_of(tmp_path, script.helped))
-        copy.deepcopy(executor)
-        patch.setattr(sys, "path", [str(tmp_path), str(folder)])  # as with PYTHONPATH
-        copy.deepcopy(executor)
-    said = log.said("uses the module")
-    assert len(said) == 1
-    assert f"uses the module helper_beside of {folder}, " in said[0]
-    assert f"`export PYTHONPATH={folder}` before you submit" in said[0]

@@ -177,7 +177,8 @@ class _Server:
 
     def _close(self):
         if self.owner == os.getpid():
-            self._socket.close()
+            # Workers of a loader have the socket, too, and end later than this.
+            self._socket.shutdown(socket.SHUT_RDWR)
             self._process.wait()
 
 

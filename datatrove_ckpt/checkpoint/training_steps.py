@@ -195,26 +195,28 @@ class CheckedFile(io.FileIO):
 
     def readinto(self, buffer: Any) -> int:
         start = self.tell()
-        is_next = self._hashed <= start <= self._hashed + _BLOCK  # between tensors are gaps
-        if is_next:
+        if self._hashed < start <= self._hashed + _BLOCK:  # between tensors are gaps
             self.seek(self._hashed)
-            self._digest.update(self.read(start - self._hashed))
+            self._hash(self.read(start - self._hashed))
+            self.seek(start)
         view = memoryview(buffer).cast("B")
         count = 0
         while size := super().readinto(view[count : count + _BLOCK]):
-            if is_next:
-                self._digest.update(view[count : count + size])
+            if start + count == self._hashed:
+                self._hash(view[count : count + size])
             count += size
-        if is_next:
-            self._hashed = start + count
         return count
 
     def entry(self) -> Entry:
         """Reads the rest."""
         self.seek(self._hashed)
         while block := self.read(_BLOCK):
-            self._digest.update(block)
-        return [self.tell(), self._digest.hexdigest()]
+            self._hash(block)
+        return [self._hashed, self._digest.hexdigest()]
+
+    def _hash(self, data: bytes | memoryview) -> None:
+        self._digest.update(data)
+        self._hashed += len(data)
 
 
 def size_and_hash(content: Iterable[bytes]) -> Entry:

@@ -508,18 +508,18 @@ class Counted(CheckedFile):
     again = 0
 
     def read(self, size):
-        data = super().read(size)
+        data = super().read(min(size, 60_000))  # a file system may give less than is asked for
         self.again += len(data)
         return data
 
 
 @pytest.mark.parametrize(
-    "places", [(), (0,), (0, 1 << 20), (0, 100), (5, 3 << 20), (3 << 20, 0), (2 << 20, 1 << 20)]
+    "places", [(), (0,), (0, 2 << 20), (0, 100), (5, 3 << 20), (3 << 20, 0), (2 << 20, 1 << 20)]
 )
 def test_the_hash_of_a_file_does_not_depend_on_what_was_read_before(tmp_path, places):
     path = tmp_path / "file"
     path.write_bytes(random.Random(0).randbytes(5 << 20))
-    with CheckedFile(path) as file:
+    with Counted(path) as file:
         for place in places:
             file.seek(place)
             file.readinto(bytearray(1 << 20))

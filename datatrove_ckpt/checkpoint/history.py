@@ -577,7 +577,8 @@ def read_history(path: str, most: int = 0) -> History:
     Raises:
         StorageFailed: it cannot be read.
     """
-    lines = last_lines(path, None if most else 1 << 19)
+    # A long attempt's start, with the attempts before it, is at the beginning.
+    lines = last_lines(path, None if most else 1 << 19, MAX_BYTES)
     found = History()
     attempts: dict[int, AttemptSummary] = {}
     spreads: dict[int, Spread] = {}

@@ -140,21 +140,23 @@ def scan_lines(path: Path) -> Iterator[tuple[int, bytes, Line | None]]:
             offset += len(raw)
 
 
-def last_lines(path: Path | str, most: int | None) -> list[bytes]:
+def last_lines(path: Path | str, most: int | None, first: int = 0) -> list[bytes]:
     """Returns the unparsed lines of a file, without a torn last line. A missing file has none.
 
     Args:
         most: read only this many bytes at the end.
+        first: and this many at the beginning.
 
     Raises:
         StorageFailed: it cannot be read.
     """
     data = b""
     with explained("read", path), suppress(FileNotFoundError), open(path, "rb") as file:  # noqa: PTH123 (speed)
-        if most is not None and (size := os.fstat(file.fileno()).st_size) > most:
+        if most is not None and (size := os.fstat(file.fileno()).st_size) > first + most:
+            data = b"".join(file.readlines(first)) if first else b""
             file.seek(size - most)
             file.readline()
-        data = file.read()
+        data += file.read()
     return whole_lines(data)
 
 

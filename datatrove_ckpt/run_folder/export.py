@@ -199,7 +199,7 @@ def _write_parquet(place: Place, path: Path) -> int:
         schema = _united(_columns_of_rows(place))
         tables = (_table(rows, schema) for rows in _batches(place))
     count = 0
-    with pa.parquet.ParquetWriter(path, schema) as writer:
+    with pq.ParquetWriter(path, schema) as writer:
         for table in tables:
             writer.write_table(table)
             count += table.num_rows
@@ -217,7 +217,7 @@ def _tables(files: Sequence[Committed], schema: Schema) -> Iterator[Table]:
     """Yields the rows as row groups of a usual size, also where files are small or have media."""
     some: list[Table] = []
     for folder, committed, _ in files:
-        with PARQUET.open(folder, committed.path) as file, pa.parquet.ParquetFile(file) as parquet:
+        with PARQUET.open(folder, committed.path) as file, pq.ParquetFile(file) as parquet:
             size = 10 if "media" in parquet.schema_arrow.names else _ROWS
             for batch in parquet.iter_batches(size):
                 some.append(_with_schema(batch, schema))

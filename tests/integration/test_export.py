@@ -4,6 +4,7 @@ import csv
 import datetime
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -91,6 +92,14 @@ def test_parquet_files_need_pyarrow_alone_and_keep_maps_and_columns_of_later_fil
     assert table["late"].to_pylist() == [None, None, 2, 3, 4.5]
     said = command("export", "x", "hf://datasets/org/answers", code=1)
     assert "pip install 'datatrove-ckpt[hub]'" in said.error
+
+
+def test_json_lines_become_parquet_in_a_process_that_has_imported_nothing_else(run):
+    write_rows("in.jsonl", ROWS)
+    run()
+    words = [sys.executable, "-m", "datatrove_ckpt", "export", "x", "all.parquet"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.stdout == "5 documents in all.parquet.\n", done.stderr
 
 
 def test_parquet_of_json_lines_keeps_values_and_unites_columns_of_files(run, command):

@@ -82,6 +82,21 @@ def test_of_each_attempt_the_last_histograms_count(tmp_path):
     assert found.spreads == lines[2::3]
 
 
+def test_attempts_before_a_day_of_minutes_keep_their_places_and_ends(tmp_path):
+    lines = [
+        Start(at=0.0, attempt=1, host="node1", pid=1, job="17_1"),
+        *(minute(60.0 * n, n, 10_000) for n in range(history.MAX_BYTES // 600)),
+        End(at=90_000.0, attempt=1, why="stopped", what="SIGTERM"),
+        Start(at=100_000.0, attempt=2, host="node2", pid=2, job="17_2"),
+        *(minute(100_000.0 + 60 * n, n, 10_000, attempt=2) for n in range(3000)),
+    ]
+    path = written(tmp_path / "history.jsonl", lines)
+    assert path.stat().st_size > history.MAX_BYTES + 2**19
+    first, second = history.read_history(str(path)).attempts
+    assert (first.slurm_job, first.what, second.slurm_job) == ("17_1", "SIGTERM", "17_2")
+    assert second.last_seen == lines[-1].at
+
+
 # ``HistoryLog``: what is appended to a rank's history, and how its size is bounded ---------------
 
 

@@ -132,7 +132,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("bad, why", REFUSED, ids=map(str, range(len(REFUSED))))
+@pytest.mark.parametrize("bad, why", REFUSED)
 def test_a_line_that_is_no_request_is_refused_before_anything_is_sent(
     server, command, run, bad, why
 ):

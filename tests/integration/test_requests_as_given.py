@@ -212,7 +212,7 @@ UNSENDABLE = [
 ]
 
 
-@pytest.mark.parametrize("payload, problem", UNSENDABLE, ids=map(str, range(len(UNSENDABLE))))
+@pytest.mark.parametrize("payload, problem", UNSENDABLE)
 def test_what_cannot_be_sent_is_refused_by_the_name_of_its_key(tmp_path, server, payload, problem):
     with pytest.raises(DocumentFailed) as raised:
         run_job(tmp_path, server, 1, asking(payload))

@@ -417,26 +417,23 @@ def test_what_may_pass_is_tried_again():
         assert 0 <= outcome.sleeps[0] <= 0.5
 
 
-def test_a_request_that_met_a_closed_port_was_not_sent():
-    async def play():
-        raw = RawServer(GOOD)
-        closed = socket.socket()
-        closed.bind(("127.0.0.1", 0))  # nobody listens yet, and nobody else gets the port
+async def test_a_request_that_met_a_closed_port_was_not_sent():
+    raw = RawServer(GOOD)
+    closed = socket.socket()
+    closed.bind(("127.0.0.1", 0))  # nobody listens yet, and nobody else gets the port
 
-        async def open_port(seconds):
-            listeners.append(await asyncio.start_server(raw.handle, sock=closed))
+    async def open_port(seconds):
+        listeners.append(await asyncio.start_server(raw.handle, sock=closed))
 
-        listeners = []
-        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        async with client_of(config(), [url], None, sleep=open_port) as client:
-            assert await client.complete(BODY) == HI
-            work = client.sender.work
-            assert (work.sent, work.retries, len(raw.requests)) == (1, 0, 1)
-            assert work.errors == {"connection": 1}
-        listeners[0].close()
-        await asyncio.gather(*raw.handlers)
-
-    asyncio.run(play())
+    listeners = []
+    url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    async with client_of(config(), [url], None, sleep=open_port) as client:
+        assert await client.complete(BODY) == HI
+        work = client.sender.work
+        assert (work.sent, work.retries, len(raw.requests)) == (1, 0, 1)
+        assert work.errors == {"connection": 1}
+    listeners[0].close()
+    await asyncio.gather(*raw.handlers)
 
 
 @pytest.mark.parametrize("name", ["status 503", "reset", "finish_reason null"])

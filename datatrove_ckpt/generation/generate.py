@@ -118,6 +118,8 @@ class BoundGenerate:
                 "generate.once takes a name, a function (not its result), and what to give it, as "
                 "in generate.once('search', search, query)"
             )
+        if not isinstance(keep_errors, type):  # a list is none that ``isinstance`` takes
+            keep_errors = tuple(keep_errors)
         call = Call(name, function, args, kwargs, time_limit, keep_errors)
         try:
             digest = call.digest(rank.code)

@@ -12,6 +12,7 @@ from pathlib import Path
 import dill
 import pytest
 
+from datatrove_ckpt import readers
 from tests import processes
 from tests.jobs import ids
 from tests.make_queued import QUEUED, SITE, TASKS, TEXTS, identity, runners, settings, write_input
@@ -29,6 +30,13 @@ def test_what_is_queued_is_the_job_that_it_was(pickle, here, monkeypatch):
     for then, step in zip(made, steps, strict=True):
         assert known(then["settings"], settings(step)) == then["settings"]
         assert identity(step) == then["identity"]
+
+
+@pytest.mark.parametrize("name", ["texts.TextReader", "pages.PageReader"])
+def test_a_reader_is_found_where_it_was_when_a_task_was_queued(name):
+    module, reader = name.split(".")
+    pickled = f"cdatatrove_ckpt.readers.{module}\n{reader}\n.".encode()
+    assert dill.loads(pickled) is getattr(readers, reader)
 
 
 def known(then, now):

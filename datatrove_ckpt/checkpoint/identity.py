@@ -441,11 +441,7 @@ def check_run(content: Json) -> Json:
 
 
 def _accept(folder: Path, changes: list[Change], accept: bool) -> list[Json]:
-    if not changes:
-        return []
-    if not holds_work(folder):
-        fields = ", ".join(change.field for change in changes)
-        logger.info(f"Nothing was kept in {folder} yet, so its settings may change: {fields}.")
+    if not changes or not holds_work(folder):
         return []
     if not accept or any(change.is_layout for change in changes):
         raise refusal(f"The checkpoint {folder} was", changes)

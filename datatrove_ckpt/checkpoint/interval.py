@@ -42,15 +42,14 @@ def daly(save_cost: float, mtbf: float) -> float:
     return young(save_cost, mtbf) * (1 + math.sqrt(x) / 3 + x / 9) - save_cost
 
 
-def efficiency(interval: float, save_cost: float, mtbf: float, restart: float = 0.0) -> float:
+def efficiency(interval: float, save_cost: float, mtbf: float) -> float:
     """Returns useful time divided by all time (0 to 1), with T seconds of work between two saves.
 
-    T / (M * exp(R/M) * (exp((T + C) / M) - 1)), as in Daly 2006: saves and restarts may be
-    interrupted, too.
+    T / (M * (exp((T + C) / M) - 1)), as in Daly 2006: saves may be interrupted, too.
     """
     exponent = (interval + save_cost) / mtbf
     if 0 < exponent < 700:
-        return interval * math.exp(-restart / mtbf) / (mtbf * math.expm1(exponent))
+        return interval / (mtbf * math.expm1(exponent))
     return 0.0
 
 

@@ -112,27 +112,11 @@ def lacks(document: Document, setting: str, key: str) -> ConfigError:
     hint = did_you_mean(key, columns) or "."
     if f"/{key}=" in str(document.metadata.get("file_path")):
         hint = ". It is in the name of a folder: set path_columns to true."
-    return _lacks(document, setting, key, f"its columns: {', '.join(columns) or 'none'}{hint}")
-
-
-def _lacks(document: Document, setting: str, key: str, has: str) -> ConfigError:
     return ConfigError(
-        f"{setting}: document {document.id!r} has no column {key!r}; {has} Correct the name. If "
+        f"{setting}: document {document.id!r} has no column {key!r}; its columns: "
+        f"{', '.join(columns) or 'none'}{hint} Correct the name. If "
         "other documents have the column, drop this document, or fill the column in."
     )
-
-
-def _lacks_part(document: Document, key: str, value: object) -> ConfigError:
-    """``value``: the innermost part that is there."""
-    if value is document.metadata:
-        return lacks(document, "prompt", key)
-    if isinstance(value, list):
-        found = f"a list of {len(value)}"
-    elif isinstance(value, dict):
-        found = f"an object with {', '.join(map(str, value)) or 'nothing'}"
-    else:
-        found = "a text, a number or null"
-    return _lacks(document, "prompt", key, f"there is {found}.")
 
 
 def _lookup(name: str, key: str, document: Document, text: str, others: dict[str, str]) -> str:
@@ -145,11 +129,11 @@ def _lookup(name: str, key: str, document: Document, text: str, others: dict[str
     value: Any = document.metadata
     for part in _parts(name, key):
         if isinstance(value, str):  # a part of it would be a character
-            raise _lacks_part(document, key, value)
+            raise lacks(document, "prompt", key)
         try:
             value = value[part]
         except (LookupError, TypeError):
-            raise _lacks_part(document, key, value) from None
+            raise lacks(document, "prompt", key) from None
     if value is None and key not in _NULLS:
         _NULLS.add(key)
         logger.warning(

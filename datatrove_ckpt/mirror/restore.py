@@ -171,7 +171,6 @@ def restore(url: str, folder: Path) -> None:
     if manifests_lost:
         raise _no_complete_version(url, "There is no version at all, but there are objects.")
     if not versions:
-        logger.info(f"The mirror {url} holds no checkpoint yet.")
         return
     try:
         if owner is not None and contains_version(owner, versions[-1]):

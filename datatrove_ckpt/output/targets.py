@@ -337,7 +337,6 @@ class S3Target(RemoteTarget):
         return {"size": head["ContentLength"], "ETag": head["ETag"]}
 
     def _abort_open_uploads(self, names: set[str]) -> None:
-        aborted = 0
         for name in names:
             bucket, key = self._bucket_and_key(name)
             find = partial(
@@ -347,12 +346,6 @@ class S3Target(RemoteTarget):
             for upload in page.get("Uploads", []):
                 if upload["Key"] == key:  # and no longer name
                     self._abort(name, upload["UploadId"])
-                    aborted += 1
-        if aborted:
-            logger.info(
-                f"{self._calls.where}: aborted {plural(aborted, 'upload')} that earlier attempts "
-                "left open."
-            )
 
     def _abort(self, name: str, upload: str) -> None:
         def abort() -> None:

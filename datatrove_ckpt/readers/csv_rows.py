@@ -142,17 +142,17 @@ def _rows(lines: Iterable[str], file: str, delimiter: str) -> Iterator[tuple[int
             ) from error
         except csv.Error as error:
             what = f"a cell that cannot be read ({error})"
-            raise _odd_row(file, what, line, _QUOTES) from error
+            raise _odd_row(file, what, line) from error
         if cells is None:
             return
         if has_ended:  # only an open quote asks for a line after the last one
-            raise _odd_row(file, "a quote that is not closed", line, _QUOTES)
+            raise _odd_row(file, "a quote that is not closed", line)
         if cells:
             yield line, cells
 
 
-def _odd_row(file: str, problem: str, line: int, advice: str) -> InputError:
+def _odd_row(file: str, problem: str, line: int) -> InputError:
     return InputError(
-        f"The input file {file!r} has {problem} in the row that begins in line {line}. {advice}, "
+        f"The input file {file!r} has {problem} in the row that begins in line {line}. {_QUOTES}, "
         "and run the same command again."
     )

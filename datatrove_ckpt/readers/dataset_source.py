@@ -19,7 +19,6 @@ from typing import Any
 
 from datatrove.io import DataFolder
 from fsspec import AbstractFileSystem
-from loguru import logger
 from xxhash import xxh3_64_hexdigest
 
 from datatrove_ckpt.common import JsonObject, retrying
@@ -84,11 +83,6 @@ class DatasetInputs(Inputs):
         if len(self.names) <= 1:
             chosen.row_shard = (rank, world_size)
             return chosen
-        if rank >= len(self.names):
-            logger.warning(
-                f"The dataset has {len(self.names)} shards, so task {rank} of {world_size} gets "
-                "none."
-            )
         chosen.names = self.names[rank::world_size]
         chosen.urls = self.urls[rank::world_size]
         chosen.shards = self.shards[rank::world_size]

@@ -148,7 +148,7 @@ class Run:
 @asynccontextmanager
 async def running(settings):
     async with client_of(settings) as client:
-        models = RankModels([settings], 0, keeps=False)
+        models = RankModels([settings], keeps=False)
         servers = ServerPool(0, client.servers, Shutdown(), models)
         async with servers.running() as watch:
             yield Run(client, servers, watch)

@@ -165,7 +165,6 @@ def change_environment():
 def test_a_server_with_other_settings_is_stopped_before_the_new_one_starts(
     change,
     is_other,
-    log,
     monkeypatch,
 ):
     monkeypatch.delenv("SOME_SWITCH_OF_AN_ENGINE", raising=False)
@@ -179,7 +178,6 @@ def test_a_server_with_other_settings_is_stopped_before_the_new_one_starts(
         "the new server started while the old one held its GPUs"
     )
     assert not is_alive(engines()[0])
-    assert log.said("Task 1 needs other servers than task 0, whose servers are stopped.")
 
 
 def test_nothing_of_warm_servers_is_pickled_or_shown():

@@ -25,7 +25,7 @@ def test_the_formulas_give_what_a_calculator_gives():
 def test_dalys_interval_is_the_most_efficient(cost):
     best = daly(cost, 6 * HOUR)
     scanned = [best * 1.001**step for step in range(-700, 700)]
-    most = max(scanned, key=lambda each: efficiency(each, cost, 6 * HOUR, 300.0))
+    most = max(scanned, key=lambda each: efficiency(each, cost, 6 * HOUR))
     assert most == pytest.approx(best, rel=0.01)
 
 

@@ -54,16 +54,9 @@ def test_a_part_of_an_earlier_answer_is_filled_in_and_the_whole_of_it_as_json():
     assert content(rollout, document(**EARLIER)) == 'é bad {"moods":["good","bad"]}'
 
 
-LACKS = {
-    "rollout_results[1].text": "a list of 1",
-    "summary.mood": "an object with moods",
-    "summary.moods[0][0]": "a text, a number or null",
-}
-
-
-@pytest.mark.matrix("part", LACKS)
-def test_a_part_that_a_document_lacks_is_named_with_what_is_there(part):
-    said = f"document 'd1' has no column '{part}'; there is {LACKS[part]}. Correct"
+@pytest.mark.parametrize("part", ["rollout_results[1].text", "summary.mood", "summary.moods[0][0]"])
+def test_a_part_that_a_document_lacks_is_named(part):
+    said = f"document 'd1' has no column '{part}'; its columns: text, id, "
     with pytest.raises(ConfigError, match=re.escape(said)):
         asked(PromptRollout(f"{{{part}}}"), document(**EARLIER))
 

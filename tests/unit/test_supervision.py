@@ -161,7 +161,7 @@ async def test_a_rank_takes_the_gpus_of_all_its_models_or_none():
 @pytest.mark.usefixtures("four_gpus")
 async def test_a_lease_that_no_model_came_for_is_given_back():
     models = named(writer={"tp": 2}, judge={"tp": 2})
-    rank = RankModels(models, 0, keeps=False)
+    rank = RankModels(models, keeps=False)
     _, leases = await rank.get(models[0])
     with pytest.raises(ConfigError):
         await gpus(tp=2)

@@ -7,8 +7,6 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from loguru import logger
-
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.config.inference_config import (
     HOST,
@@ -131,10 +129,7 @@ class Vllm(Engine):
         }
         given = dict(launch.flags)
         if nodes.count > 1 and str(given.get(_RAY[0])).lower() == _RAY[1]:
-            del given[_RAY[0]]
-            logger.info(
-                f"{_RAY[0]}: ray is left out: vLLM's own {nodes.count} nodes need no Ray cluster."
-            )
+            del given[_RAY[0]]  # vLLM's own nodes need no Ray cluster
         start: tuple[str, ...] = (
             launch.python,
             "-m",

@@ -162,7 +162,7 @@ class ServerHost:
         is_new: bool,
     ) -> None:
         if self._models is None:
-            self._models = RankModels(configs, rank, self._keeps)
+            self._models = RankModels(configs, self._keeps)
         config = one.servers.config
         logger.info(f"{config.said}Requests: {config.places} (max_concurrent_generations).")
         if config.server_type == "endpoint":

@@ -108,7 +108,6 @@ async def run_worker_node(config: InferenceConfig, rank: int, nodes: Nodes) -> N
                 await server.kill()
                 await server.launch()
                 watch = asyncio.create_task(_report_death(server))
-            logger.info("The head node has ended, so this node stops, too.")
         finally:
             if watch is not None:
                 watch.cancel()

@@ -29,7 +29,6 @@ from itertools import chain, takewhile
 from pathlib import Path
 
 import xxhash
-from loguru import logger
 
 from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
@@ -157,10 +156,9 @@ class RankModels:
         keeps: servers may come from the rank before, and pass on to the next rank.
     """
 
-    def __init__(self, configs: Sequence[InferenceConfig], rank: int, keeps: bool) -> None:
+    def __init__(self, configs: Sequence[InferenceConfig], keeps: bool) -> None:
         self._keeps = keeps
         self._configs = [config for config in configs if config.server_type != "endpoint"]
-        self._rank = rank
         self._lock = asyncio.Lock()
         self._settings: dict[str, str | None] = {}
         self._warm: dict[str, ServerSet] = {}
@@ -199,10 +197,6 @@ class RankModels:
                 self._warm[name] = warm
                 continue
             others.append(warm)
-            logger.info(
-                f"Task {self._rank} needs other servers than task {warm.servers[0].rank}, whose "
-                "servers are stopped."
-            )
         await in_own_thread(_stop, others)
         return await lease_gpus(self._configs, self._warm)
 

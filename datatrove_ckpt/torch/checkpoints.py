@@ -16,8 +16,6 @@ in the host's memory; a thread writes the copy (CheckFreq, Mohan, Phanishayee an
 FAST'21).
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import math
@@ -35,10 +33,11 @@ from functools import partial
 from operator import index
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from loguru import logger
 from torch import nn
+from torch.utils.data import DataLoader
 
 import datatrove_ckpt.torch.policies as policies
 import datatrove_ckpt.torch.sharded as sharded
@@ -70,9 +69,6 @@ from datatrove_ckpt.process.shutdown import SIGNALS, check_signals
 from datatrove_ckpt.torch.ranks import Ranks
 from datatrove_ckpt.torch.steps import Contents, Steps
 from datatrove_ckpt.torch.training_input import TrainingInput
-
-if TYPE_CHECKING:
-    from torch.utils.data import DataLoader
 
 Writer = Callable[[Path], object]
 
@@ -127,7 +123,7 @@ class TrainingCheckpoints:
         metrics: those of the restored step.
 
     Raises:
-        ConfigError: an argument is not allowed, or differs between the ranks.
+        ConfigError: an argument is not allowed.
         StorageFailed: the folder cannot be made.
     """
 
@@ -162,13 +158,7 @@ class TrainingCheckpoints:
         self._on_failure = on_failure
         self._failures = SimpleQueue[Exception]()  # of this rank, for on_failure
         self._ranks = Ranks()
-        # Else ranks would wait for each other at different steps.
-        timed = (policies.EverySteps, policies.EverySeconds, policies.EveryEpoch)
-        own = [part for part in self._save_policy.parts if type(part) in timed]
-        self._by_epoch = policies.EveryEpoch() in own
-        found = sorted(set(self._ranks.gather(str(own))))
-        if len(found) > 1:
-            raise ConfigError(f"save differs between the ranks: {' and '.join(found)}.")
+        self._by_epoch = policies.EveryEpoch() in self._save_policy.parts
         store = None
         if remote is not None:
             check_mirror(remote, "remote")
@@ -1058,10 +1048,7 @@ def _write_all(writer: Writer, folder: Path) -> None:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    try:
-        return {key: float(value) for key, value in metrics.items()}
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"metrics must be numbers: {error}.") from error
+    return {key: float(value) for key, value in metrics.items()}
 
 
 @dataclass(eq=False)

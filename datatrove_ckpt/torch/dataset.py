@@ -18,8 +18,6 @@ An epoch has one order for all ranks and workers (``order.py``), which take turn
 one iteration of one worker.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -119,7 +117,7 @@ class Epoch(Iterator[object]):
 
     def __init__(
         self,
-        dataset: ReaderDataset,
+        dataset: "ReaderDataset",
         slot: Slot,
         number: int,
         then: DatasetState | None = None,
@@ -169,10 +167,6 @@ class Epoch(Iterator[object]):
     def state(self) -> State:
         return self._start | {"samples": self._samples, "skipped": self._missing}
 
-    def row_name(self, behind: int) -> str:
-        number = self._samples - behind
-        return self._source.name(*self._places(number, number + 1))
-
     def check_used(self, next_epoch: int) -> None:
         """Raises CheckpointMismatch before the next epoch if this epoch gave nothing.
 
@@ -187,9 +181,6 @@ class Epoch(Iterator[object]):
                 f"{epoch - 1}, and the loader ends there. Resume the loop of epochs at "
                 f"{epoch - 1}: the rest of it is empty, and epoch {epoch} follows."
             )
-
-    def _rows(self, low: int, high: int) -> list[JsonObject | None]:
-        return self._source.samples(*self._places(low, high))
 
     def _places(self, low: int, high: int) -> tuple[Numbers, Numbers]:
         numbers = np.arange(low, high)
@@ -221,7 +212,8 @@ class Epoch(Iterator[object]):
             what = "this epoch has fewer samples than len() says"
             if is_even:
                 what = "another row comes twice"
-            logger.warning(f"{self.row_name(0)} is damaged, so {what}. Further ones are skipped.")
+            name = self._source.name(*self._places(number, number + 1))
+            logger.warning(f"{name} is damaged, so {what}. Further ones are skipped.")
         self._skipped += 1
         if not is_even:
             return None
@@ -554,7 +546,7 @@ class ReaderDataset(StatefulIterable):
         return DatasetState.from_json(state).has_ended()
 
 
-def restore(loader: DataLoader, states: Iterable[State | str | PathLike[str]]) -> int:
+def restore(loader: "DataLoader", states: Iterable[State | str | PathLike[str]]) -> int:
     """Lets a loader resume in the epoch in which states of all ranks were saved. Call it in each
     rank.
 

@@ -7,8 +7,6 @@ The source of the n-th sample is a hash of seed, epoch, rank, worker and n. A me
 sum of all n.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -95,7 +93,7 @@ class Mix(stateful.StatefulWrapper):
     def _options(self) -> State:
         return {"weights": self.weights, "seed": self.seed, "at_end": self.at_end}
 
-    def _new_pass(self, epoch: int, slot: Slot, state: State | None) -> Mixing:
+    def _new_pass(self, epoch: int, slot: Slot, state: State | None) -> "Mixing":
         if state is None:
             state = {"drawn": 0, "sources": [None] * len(self._sources)}
         started = []
@@ -113,7 +111,7 @@ class Mix(stateful.StatefulWrapper):
     def _source_states(self, state: State) -> list[State | None]:
         return [one["state"] for one in state.get("sources", [])]
 
-    def begin_pass(self, source: _Source, epoch: int, state: State | None) -> None:
+    def begin_pass(self, source: "_Source", epoch: int, state: State | None) -> None:
         source.iterable = self._sources[source.number]
         if self.at_end == "repeat":
             source.iterable = stateful.at_epoch(source.iterable, epoch + (source.passes << _PASS))

@@ -23,8 +23,6 @@ the row. So for any number of ranks and workers, the global batch of step s has 
 state holds the rounds so far.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -124,7 +122,7 @@ class Pieces:
     start: Numbers
     rows: Numbers
 
-    def part(self, low: int, high: int) -> Pieces:
+    def part(self, low: int, high: int) -> "Pieces":
         return Pieces(self.block[low:high], self.start[low:high], self.rows[low:high])
 
 
@@ -441,7 +439,7 @@ class Round:
         return [self.topology.ranks, self.topology.workers, self.topology.batch, runs]
 
     @classmethod
-    def from_json(cls, content: Sequence[Any]) -> Round:
+    def from_json(cls, content: Sequence[Any]) -> "Round":
         ranks, workers, batch, runs = content
         counts = tuple(count for length, count in runs for _ in range(length))
         return cls(Topology(ranks, workers, batch), counts)

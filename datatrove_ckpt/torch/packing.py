@@ -7,8 +7,6 @@ No token is lost between two samples or at a stop: the tokens without a sample a
 state.
 """
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +18,6 @@ import datatrove_ckpt.torch.stateful as stateful
 from datatrove_ckpt.common.declared import Count, check
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers.positions import State
-from datatrove_ckpt.torch.dataset import Epoch
 from datatrove_ckpt.torch.states import Slot
 
 Tokens = npt.NDArray[Any]
@@ -88,7 +85,7 @@ class Pack(stateful.StatefulWrapper):
         names = ("length", "columns", "separator", "pad", "positions")
         return {name: getattr(self, name) for name in names}
 
-    def _new_pass(self, epoch: int, slot: Slot, state: State | None) -> Packing:
+    def _new_pass(self, epoch: int, slot: Slot, state: State | None) -> "Packing":
         (source,) = self._sources
         state = state or {}
         if state:
@@ -132,14 +129,7 @@ class Packing(Iterator[Columns]):
             except StopIteration:
                 self.finished = True
             else:
-                try:
-                    self._add(row)
-                except (ConfigError, ValueError) as error:  # NumPy's
-                    where = f"A row of {type(self._source).__name__}"
-                    running = getattr(self._source, "_running", None)
-                    if isinstance(running, Epoch):
-                        where = running.row_name(1)
-                    raise ConfigError(f"{where} cannot be packed: {error}") from error
+                self._add(row)
         if self._count >= length:
             return self._sample(self._take(length))
         if not self._count or self._pack.pad is None:

@@ -9,8 +9,6 @@
 A policy has one method. A class of your own is a subclass of ``SavePolicy`` or ``KeepPolicy``.
 """
 
-from __future__ import annotations
-
 import math
 import subprocess
 from collections.abc import Mapping
@@ -62,7 +60,7 @@ class Policy:
     def parts(self) -> tuple[Any, ...]:
         return (self,)
 
-    def __or__(self, other: Policy) -> AnyOf:
+    def __or__(self, other: "Policy") -> "AnyOf":
         return AnyOf((*self.parts, *other.parts))
 
 
@@ -137,11 +135,6 @@ class EverySeconds(SavePolicy):
 
     seconds: Seconds = "auto"
     mtbf_seconds: Positive | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.mtbf_seconds is not None and self.seconds != "auto":
-            raise ConfigError('mtbf_seconds: belongs to "auto", and the seconds are fixed.')
 
     def is_due(self, moment: Moment) -> bool:
         if self.seconds != "auto":

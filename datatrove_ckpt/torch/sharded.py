@@ -5,8 +5,6 @@ in the host's memory.
 of ranks, also without FSDP. The training waits while states and random generators are copied.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -18,12 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as sharding
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -31,9 +30,6 @@ from xxhash import xxh3_64_hexdigest
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 States = Mapping[str, Any]
 """Models, optimizers and other objects with ``state_dict`` and ``load_state_dict``, by name."""

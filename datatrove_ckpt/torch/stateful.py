@@ -6,8 +6,6 @@ states. The state of a source must belong to its latest iterator, as in torchdat
 StatefulDataLoader needs iterable datasets of torch.
 """
 
-from __future__ import annotations
-
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence

@@ -12,12 +12,10 @@ damaged state is an error and never gives other samples. States of earlier relea
 are accepted.
 """
 
-from __future__ import annotations
-
 import json
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -166,10 +164,8 @@ class DatasetState:
         return {"kind": _KIND, "version": VERSION, **vars(self), "done": done, "slot": slot}
 
     @classmethod
-    def from_json(cls, content: State) -> DatasetState:
-        """Raises CheckpointMismatch for a state of another version, CheckpointCorrupt for a damaged
-        one.
-        """
+    def from_json(cls, content: State) -> "DatasetState":
+        """Raises CheckpointMismatch for a state of another version."""
         if content.get("version") != VERSION or content.get("kind") != _KIND:
             raise CheckpointMismatch(
                 f"The state is of version {content.get('version')!r} of "
@@ -182,10 +178,6 @@ class DatasetState:
             for key, value in content.items()
             if key not in ("kind", "version", "checksum")
         }
-        if found.keys() != {field.name for field in fields(cls)}:
-            raise CheckpointCorrupt(
-                f"The state is damaged: its keys are not those of version {VERSION}. {REMEDY}"
-            )
         found["done"] = tuple(Round.from_json(each) for each in content["done"])
         found["slot"] = content["slot"] and Slot(*content["slot"])
         return cls(**found)

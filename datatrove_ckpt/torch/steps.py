@@ -5,8 +5,6 @@ In the remote the manifest is written last, and removed first. Its ``owner`` nam
 copies there.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import pickle
@@ -440,7 +438,7 @@ class _File(files.HashedFile):
     failed: Exception | None = None
     _begun = 0
 
-    def write(self, data: ReadableBuffer) -> int:
+    def write(self, data: "ReadableBuffer") -> int:
         try:
             count = super().write(data)
         except Exception as error:

@@ -1,12 +1,11 @@
 """The input of a training in its saved steps: the states of all ranks' loaders, and the epoch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from loguru import logger
+from torch.utils.data import DataLoader
 from xxhash import xxh3_64_intdigest
 
 import datatrove_ckpt.torch.dataset as dataset
@@ -15,9 +14,6 @@ import datatrove_ckpt.torch.workers as workers
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.torch.ranks import Ranks
 from datatrove_ckpt.torch.states import find_states, is_ours
-
-if TYPE_CHECKING:
-    from torch.utils.data import DataLoader
 
 
 class TrainingInput:

@@ -5,8 +5,6 @@ before the training can save. Here workers ignore signals, even ``terminate``. m
 for workers at the exit, so a thread in each worker watches for the end of the training.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import multiprocessing.util
@@ -15,14 +13,11 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
+from torch.utils.data import DataLoader
 
 from datatrove_ckpt.process.shutdown import SIGNALS
-
-if TYPE_CHECKING:
-    from torch.utils.data import DataLoader
 
 _LOOK_SECONDS = 0.1
 

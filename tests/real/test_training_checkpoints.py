@@ -304,7 +304,7 @@ NAMES = ["a/b", "..", "../model", "", ".metadata"]
     [
         ("save", 4, {}, "step 4 comes after step 8"),
         ("save", 9.5, {}, "as an integer"),
-        ("save", 9, {"metrics": {"loss": None}}, "metrics must be numbers"),
+        ("save", 9, {"metrics": {"loss": None}}, "real number, not 'NoneType'"),
         ("save", 9, {"model": print}, r"save: model \(builtin_\w+\) has no state_dict"),
         *(("save", 9, {name: LAYER}, "no name of a state") for name in NAMES),
         ("restore", 8, {"../model": LAYER}, "holds no 'model'"),
@@ -1615,8 +1615,6 @@ def test_a_list_of_parts_may_be_of_another_release_of_python(module, here, monke
 
 
 def other_shapes(rank, run):
-    with pytest.raises(ConfigError, match=r"save differs between the ranks: .*EverySteps"):
-        checkpoints(run, save=EverySteps(400 + rank))
     parts = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     nn.init.zeros_(parts[0].bias)
     nn.init.constant_(parts[0].weight, 1.0)

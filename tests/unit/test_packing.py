@@ -112,7 +112,6 @@ def test_rows_that_cannot_be_packed_are_named():
         ([{"input_ids": "a"}], {}, "must be a list of numbers"),
         ([{"input_ids": [[1]]}], {}, r"must be a list of numbers, .* not list of shape \(1, 1\)"),
         ([{"a": [1], "b": [1, 2]}], {"columns": ["a", "b"]}, "'a': 1, 'b': 2"),
-        ([[[1], [1, 2]]], {}, "A row of Rows cannot be packed"),
         ([[1]], {"columns": ["a", "b"]}, "must be a dict"),
         ([[1.5], [1]], {"pad": 0}, "'input_ids' of a row"),
     ]:

@@ -20,7 +20,6 @@ from datatrove_ckpt.torch.dataset import Batched, Epoch, ReaderDataset, parse_wi
 from datatrove_ckpt.torch.index import Index, RowSource
 from datatrove_ckpt.torch.mixing import Mix
 from datatrove_ckpt.torch.order import order_by_rows
-from datatrove_ckpt.torch.packing import Pack
 from datatrove_ckpt.torch.states import DatasetState, Slot
 from tests.training_rows import merge, rows_of
 from tests.unit.tables import reader_of, write_table
@@ -449,14 +448,6 @@ def test_an_error_of_a_function_ends_no_epoch(reader):
         with suppress(ValueError, StopIteration):
             found.append(next(samples))
     assert sorted(found) == sorted(row["text"] for row in ROWS if row["n"] % 10 != 2)
-
-
-def test_a_row_that_cannot_be_packed_is_named(tmp_path):
-    lines = ['{"t": [1, 2]}', '{"t": [[3], [4, 5]]}']
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    rows = rows_of(JsonlReader(str(tmp_path)), columns=["t"])
-    with pytest.raises(ConfigError, match=r"Row 1 of 'a\.jsonl' cannot be packed"):
-        list(Pack(rows, 4, ["t"]))
 
 
 # Words of datasets -------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.states import Slot, check_seals, check_settings, sealed
 
 if TYPE_CHECKING:
-    import torch
 
     class _Iterable: ...
 
@@ -61,7 +60,7 @@ class Shared:
     """
 
     def __init__(self) -> None:
-        self._numbers: list[int] | torch.Tensor = [0] * (_PER_WORKER + 4 * (_CELLS + 1))
+        self._numbers: Any = [0] * (_PER_WORKER + 4 * (_CELLS + 1))
         with suppress(ImportError):
             import torch
 

@@ -24,9 +24,13 @@ def keep_lines(lines: Iterable[bytes], run_folder: Path, name: str) -> Path:
         ConfigError: it has begun with other lines.
     """
     path = run_folder / _FOLDER / f"{name}.jsonl"
-    new = _new(path)
-    files.disk.replace(new, lines)
-    return _settled(new, path)
+    if not _has_begun_with(path):
+        files.disk.make_dirs(path.parent)
+        files.disk.replace(path, lines)
+        return path
+    with path.open("rb") as file:  # a copy might not fit on the disk
+        is_equal = all(file.read(len(line)) == line for line in lines) and not file.read(1)
+    return _compared(path, is_equal)
 
 
 def keep_rows(rows: object, run_folder: Path) -> Path:
@@ -84,7 +88,8 @@ def _refuse_other_keys(value: object) -> None:
 
 def _keep_table(table: Any, run_folder: Path) -> Path:
     path = run_folder / _FOLDER / "rows.parquet"
-    new = _new(path)
+    new = path.with_name(f"{path.name}.new")
+    files.disk.make_dirs(path.parent)
     if hasattr(table, "reset_index"):  # an index without a name is the number of a row
         table = table.reset_index(drop=set(table.index.names) == {None})
     if hasattr(table, "to_parquet"):
@@ -94,23 +99,21 @@ def _keep_table(table: Any, run_folder: Path) -> Path:
         with pq.ParquetWriter(new, batches.schema) as file:
             for batch in batches:
                 file.write_batch(batch)
-    return _settled(new, path)
-
-
-def _new(path: Path) -> Path:
-    files.disk.make_dirs(path.parent)
-    return path.with_name(f"{path.name}.new")
-
-
-def _settled(new: Path, path: Path) -> Path:
-    """Gives the new file its name, or removes it if a run has begun with an equal one."""
-    if not path.exists() or not recorded_settings(path.parent.parent / "checkpoints"):
+    if not _has_begun_with(path):
         files.disk.sync(new)
         files.disk.rename(new, path)
         files.disk.sync_dir(path.parent)
         return path
     is_equal = filecmp.cmp(new, path, shallow=False)
     files.disk.remove(new)
+    return _compared(path, is_equal)
+
+
+def _has_begun_with(path: Path) -> bool:
+    return path.exists() and recorded_settings(path.parent.parent / "checkpoints") != {}
+
+
+def _compared(path: Path, is_equal: bool) -> Path:
     if not is_equal:
         raise ConfigError(
             f"input: its rows differ from {path}, with which the run has begun. Give the same "

@@ -49,6 +49,18 @@ def test_texts_and_dictionaries_are_rows(server, make):
     assert list(run(server, "runs/x/input/rows.jsonl")) == list(output)
 
 
+def test_rows_of_a_run_that_has_begun_are_compared_without_a_copy_of_them(server):
+    """Which may be too large for the disk."""
+
+    def others():
+        yield "b"
+        pytest.fail("rows after the first other one are read")
+
+    run(server, ["a"])
+    with pytest.raises(ConfigError, match=r"differ from runs/x/input/rows.jsonl"):
+        run(server, others())
+
+
 class Stream:
     """As of polars, or DuckDB."""
 

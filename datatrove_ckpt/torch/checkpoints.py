@@ -194,7 +194,6 @@ class TrainingCheckpoints:
         _not_left.add(self)
 
     def _begin_counting(self) -> None:
-        self._input.begin_counting()
         self._look_after = 0
         self._saved_at = self._stepped_at = time.monotonic()
 

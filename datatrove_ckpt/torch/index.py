@@ -270,8 +270,9 @@ class RowSource:
 
     def name(self, shares: Numbers, rows: Numbers) -> str:
         """Returns the name of one row: its number, and its file."""
-        [(*_, share, numbers)] = self._parts(shares, rows)
-        block, in_block = self._open[share].window.origins(numbers)
+        share = self._order.shares[int(shares[0])]
+        window = share.window(int(share.window_of(rows)[0]))
+        block, in_block = window.origins(rows - window.first)
         table = self.index.table
         number = int(table.first[block[0]] + in_block[0])
         return f"Row {number} of {self.index.blocks.names[table.file[block[0]]]!r}"
@@ -282,7 +283,7 @@ class RowSource:
         None: a damaged line.
         """
         found: dict[int, JsonObject | None] = {}
-        for places, part, taken, _, _ in self._parts(shares, rows):
+        for places, part, taken in self._parts(shares, rows):
             if isinstance(part, list):
                 chosen = [part[number] for number in taken.tolist()]
                 samples = [row and json_row(row) for row in chosen]
@@ -291,10 +292,7 @@ class RowSource:
             found.update(zip(places.tolist(), samples, strict=True))
         return [found[place] for place in range(len(shares))]
 
-    def _parts(
-        self, shares: Numbers, rows: Numbers
-    ) -> Iterator[tuple[Numbers, pa.RecordBatch | list[Row | None], Numbers, int, Numbers]]:
-        """Yields rows in parts (see ``Parts``), their share, and their numbers in its window."""
+    def _parts(self, shares: Numbers, rows: Numbers) -> Parts:
         for share in np.unique(shares).tolist():
             mine = np.flatnonzero(shares == share)
             windows = self._order.shares[share].window_of(rows[mine])
@@ -303,7 +301,7 @@ class RowSource:
                 self._load(share, number)
                 numbers = rows[places] - self._open[share].window.first
                 for some, part, taken in self._open[share].take(numbers):
-                    yield places[some], part, taken, share, numbers[some]
+                    yield places[some], part, taken
 
     def _load(self, share: int, number: int) -> None:
         if share in self._open and self._open[share].number == number:

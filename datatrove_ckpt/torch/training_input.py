@@ -31,10 +31,7 @@ class TrainingInput:
         self.epoch: int | None = 0
         self.told_epoch: int | None = None
         self.restored: dict[int, list[Any]] = {}
-        self.begin_counting()
-
-    def begin_counting(self) -> None:
-        self._epochs_ended = self.epoch or 0
+        self._epochs_ended = 0
 
     def has_ended(
         self, loader: DataLoader | None = None, epoch: int | None = None, **others: object
@@ -105,6 +102,7 @@ class TrainingInput:
         source = _source_of(loader)
         if source is not None and self.epoch is not None:
             source._shared.again = self.epoch - source._shared.epoch
+        self._epochs_ended = self.epoch or 0
 
 
 def _source_of(loader: object) -> stateful.StatefulIterable | None:

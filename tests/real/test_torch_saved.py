@@ -9,9 +9,9 @@ import datasets
 import pytest
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers import HuggingFaceDatasetReader, IpcReader
-from datatrove_ckpt.torch import ReaderDataset, restore
+from datatrove_ckpt.torch import ReaderDataset
 from tests.real.loops import texts
 from tests.training_rows import rows_of
 
@@ -56,14 +56,6 @@ def test_rows_are_those_of_the_reader_and_come_in_the_order_of_the_dataset(saved
         (one.text, one.metadata["number"]) for one in wanted
     ]
     assert len(found) == 30
-
-
-def test_another_dataset_of_the_same_size_is_refused(saved):
-    one = loader(saved, 2)
-    next(iter(one))
-    made(text=TEXTS[::-1]).save_to_disk(saved, num_shards=3)
-    with pytest.raises(CheckpointMismatch, match="has changed"):
-        restore(loader(saved), [one.state_dict()])
 
 
 def test_only_the_files_of_the_dataset_are_read(saved):

@@ -8,10 +8,9 @@ import json
 
 import pytest
 from loguru import logger
-from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers import ParquetReader
 from datatrove_ckpt.torch import restore
 from tests.real.loops import texts, write_rows
@@ -183,16 +182,6 @@ def test_another_number_of_workers_is_refused_in_our_words(folder):
             CheckpointMismatch, match=rf"num_workers=2.*num_workers={workers}.*restore\(loader"
         ):
             list(other)
-
-
-def test_a_plain_loader_with_workers_gives_no_state(folder):
-    """Its dataset does not know how far the workers are: a state would repeat what they have
-    read.
-    """
-    plain = DataLoader(dataset(folder, batch_size=4), batch_size=4, num_workers=2)
-    assert len(texts([next(iter(plain))])) == 4
-    with pytest.raises(ConfigError, match="StatefulDataLoader"):
-        plain.dataset.state_dict()
 
 
 # Another number of ranks and workers -------------------------------------------------------------

@@ -23,7 +23,7 @@ from torch import nn
 
 from datatrove_ckpt.checkpoint import files, training_steps
 from datatrove_ckpt.checkpoint.training_steps import CheckedFile, blocks, size_and_hash
-from datatrove_ckpt.errors import ConfigError, StorageFailed
+from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.run_folder import tracking
 from datatrove_ckpt.run_folder.tracking import TrainingTracker
 from datatrove_ckpt.run_folder.training import read_training
@@ -194,33 +194,6 @@ def test_a_hook_gets_the_error_of_a_failed_save_and_may_end_the_training(
     assert "No space left" in errors[0]
     assert made == [3][ends:]
     assert saved.steps() == [1, 4][: 2 - ends]
-
-
-def test_a_failure_at_the_end_is_given_to_the_hook_and_raised_as_before(tmp_path, monkeypatch):
-    errors = []
-    monkeypatch.setattr(files, "disk", Full(0))
-    saved = opened(tmp_path, on_failure=errors.append, asynchronous=True)
-    saved.save(1, model=model_of(1))
-    with pytest.raises(StorageFailed, match="No space left"):
-        saved.close()
-    assert errors == [saved.failure]
-
-
-def test_who_restores_while_a_training_makes_its_first_steps_holds_no_lock(tmp_path, monkeypatch):
-    filled(tmp_path)
-    with opened(tmp_path) as training:
-        assert training.restore() == 50
-        evaluator = opened(tmp_path)
-        damage = evaluator._steps.damage
-
-        def check_during_a_save(name, loaded):
-            training.save(60, model=model_of(0))
-            return damage(name, loaded)
-
-        monkeypatch.setattr(evaluator._steps, "damage", check_during_a_save)
-        assert evaluator.restore(30, model=model_of(0), weights_only=True) == 30
-    events = map(json.loads, Path(tmp_path, "history.jsonl").read_text().splitlines())
-    assert [event["event"] for event in events][-2:] == ["restored", "saved"]
 
 
 @dataclass
@@ -498,6 +471,7 @@ def test_the_commands_name_a_damaged_step_and_what_a_restore_takes_instead(tmp_p
     assert "step-00000050: " in checked
     assert "has not the bytes it was saved with" in checked
     assert "A restore takes step 40" in checked
+    assert "warning  step-00000050: " in command("doctor", str(folder)).out
     file.write_bytes(content[:-1])
     assert "A restore takes step 40" in command("status", str(folder)).out
     with opened(folder) as saved:

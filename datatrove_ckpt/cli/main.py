@@ -18,7 +18,7 @@ import textwrap
 from collections import deque
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.cli.printing import fail, say
@@ -147,6 +147,14 @@ class _Parser(argparse.ArgumentParser):
                 text += f"{wrapper.fill(meaning)}\n"
             self.epilog = str(self.epilog).replace("(SETTINGS)\n", text)
         return super().format_help()
+
+    def error(self, message: str) -> NoReturn:
+        hint = ""
+        if message.startswith("unrecognized"):
+            hint = ". A pattern, or a value with spaces, needs quotes."
+        if re.search(r"argument COMMAND: .* '\S+\.ya?ml'", message):
+            hint = ". Write run before the file."
+        super().error(f"{message}{hint}")
 
 
 @functools.cache

@@ -126,7 +126,7 @@ def sample(executor: PipelineExecutor, number: int) -> int:
         failed += one.is_dead
         say(_described(index, one._replace(text=requests[0].question, where=""), "question", _MOST))
     prompts = [requests[0].prompt for _, requests in asked]
-    for finding in check_prompts(prompts):
+    for finding in check_prompts(prompts, plan.runners[0].step.model.servers):
         say(f"{finding.what}: {finding.message}")
     for line in estimate_lines(taken, plan.runners[0].step):
         say(line)

@@ -113,7 +113,12 @@ def load(path: str | Path) -> JsonObject:
         where = ""
         if mark:
             where = f":{mark.line + 1}:{mark.column + 1}"
-        raise ConfigError(f"{path}{where}: not valid YAML: {problem}.") from None
+        hint = ""
+        if re.search("character '[@`%]|mapping values", str(problem)):
+            hint = " Does a text need quotes?"
+        if Path(path).suffix not in (".yaml", ".yml"):
+            hint = " Is it the input? Then write --input before it."
+        raise ConfigError(f"{path}{where}: not valid YAML: {problem}.{hint}") from None
     if not isinstance(content, dict) or not content.keys() & {"executor", "run_folder", "input"}:
         raise ConfigError(
             f'{path}: must have the key "executor" at the top, with class_path and init_args; or '

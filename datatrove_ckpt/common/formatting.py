@@ -22,6 +22,24 @@ _EXTRAS = {
     "PIL": "media",
 }
 
+_MISTAKES: Sequence[tuple[type[Exception] | tuple[type[Exception], ...], str, str]] = (
+    (
+        (AttributeError, TypeError),
+        "coroutine",
+        "was `await` forgotten, as in `await generate(...)`?",
+    ),
+    (
+        Exception,
+        "AsyncGeneratorContextManager",
+        "was `async with` forgotten, as in `async with generate.url() as base_url`?",
+    ),
+    (
+        RuntimeError,
+        "different loop",
+        "from a thread: `asyncio.run_coroutine_threadsafe(generate(...), loop).result()`, with the "
+        "rollout's loop",
+    ),
+)
 _MOST_RUNS = 50
 _SIZES = {
     f"{unit}{i}": base**power
@@ -152,6 +170,14 @@ def safe_text(value: object) -> str:
     Never raises, whatever a user's ``__str__`` does.
     """
     return _safe(str, value)
+
+
+def likely_mistake(error: BaseException) -> str:
+    """Returns a hint if a usual mistake in a rollout caused the error; else ""."""
+    for kinds, words, hint in _MISTAKES:
+        if isinstance(error, kinds) and words in safe_text(error):
+            return f" ({hint})"
+    return ""
 
 
 def safe_repr(value: object) -> str:

@@ -18,7 +18,7 @@ from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.formatting import safe_text
+from datatrove_ckpt.common.formatting import likely_mistake, safe_text
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, RequestRejected
 from datatrove_ckpt.generation.as_read import as_read
@@ -46,7 +46,7 @@ def cause_of(error: BaseException) -> str:
     text = redact(text)
     if isinstance(failure, CkptError | str):
         return text
-    return f"{type(failure).__name__}: {text}"
+    return f"{type(failure).__name__}: {text}{likely_mistake(failure)}"
 
 
 def dead_letter(

@@ -36,7 +36,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove.pipeline.writers.jsonl import JsonlWriter
 
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.formatting import safe_repr, safe_text
+from datatrove_ckpt.common.formatting import likely_mistake, safe_repr, safe_text
 from datatrove_ckpt.errors import DocumentNotSerializable
 from datatrove_ckpt.output import formats
 from datatrove_ckpt.output.arrow_types import Row
@@ -158,7 +158,7 @@ def encode(document: Document) -> bytes:
         name = safe_repr(getattr(document, "id", None))
         raise DocumentNotSerializable(
             f"Document {name} holds a value that cannot be kept: "
-            f"{safe_text(error)}. The rollout, and the steps before it, "
+            f"{safe_text(error)}{likely_mistake(error)}. The rollout, and the steps before it, "
             "may use JSON values, dates, bytes and numpy values. What else it held as it was "
             "read, such as an image, the rollout must remove before it returns."
         ) from error

@@ -527,7 +527,7 @@ def _check_prompt(runner: RunnerPlan, sample: list[Document]) -> Iterator[Findin
             check_first(runner.step.rollout_fn, first)
             event_loop.run(try_media(runner.step.rollout_fn, first))
         prompts = event_loop.run(unsent_prompts(runner.step.rollout_fn, documents))
-        yield from check_prompts(prompts)
+        yield from check_prompts(prompts, runner.step.model.servers)
 
 
 def _costs(step: Step, documents: Sequence[Document]) -> Iterator[Finding]:

@@ -12,10 +12,12 @@ from datatrove_ckpt.run_folder.checks import Finding
 
 _LEAST = 64  # characters: a block of 16 tokens
 _LEAST_SHARE = 0.05
+# Of what lies 100,000 tokens back, small GPUs keep nothing.
+_KEPT_CHARACTERS = 400_000
 
 
-def check_prompts(prompts: Sequence[str]) -> Iterator[Finding]:
-    """Compares the texts of prompts; "" is none."""
+def check_prompts(prompts: Sequence[str], servers: int) -> Iterator[Finding]:
+    """Compares the texts of prompts, which are in the order of the input; "" is none."""
     prompts = [text for text in prompts if text]
     number = len(prompts)
     if number < 2:
@@ -39,6 +41,35 @@ def check_prompts(prompts: Sequence[str]) -> Iterator[Finding]:
             f"{percent(end / size)} of each prompt."
         )
         yield Finding("warning", "end of prompts", text)
+    yield from _check_order(rests, _KEPT_CHARACTERS * servers)
+
+
+def _check_order(texts: Sequence[str], kept: int) -> Iterator[Finding]:
+    """Looks for texts that begin alike with more than ``kept`` characters between them."""
+    number = len(texts)
+    compared = max(_LEAST, sum(map(len, texts)) // number // 4)
+    starts = [text[:compared] for text in texts]
+    last: dict[str, int] = {}
+    apart = rows = shared = 0
+    for row, text in enumerate(texts):
+        earlier = last.get(starts[row], row)
+        between = slice(earlier + 1, row)
+        # Texts that come several times count once.
+        sizes = dict(zip(starts[between], map(len, texts[between]), strict=True))
+        if sum(sizes.values()) > kept:
+            apart += 1
+            rows += row - earlier
+            shared += _common([texts[earlier], text])
+        last[starts[row]] = row
+    # Few pairs in a sample are many in the input: if each row of a million has seven relatives
+    # anywhere, a thousand rows have three or four pairs. But single rows may be duplicates.
+    if apart > number / 100:
+        text = (
+            f"{apart:,} of the first {number:,} prompts share {shared // apart:,} characters with "
+            f"an earlier one, {rows // apart:,} rows before (averages), which a prefix cache may "
+            "have lost by then. Sort the input, so that rows with the same text are neighbours."
+        )
+        yield Finding("warning", "order", text)
 
 
 def _common(texts: Sequence[str]) -> int:

@@ -128,6 +128,11 @@ def test_prompts_that_no_prefix_cache_can_help(found):
     state, text = checks["input, end of prompts"]
     assert state == "warning"
     assert text.endswith("before the text that differs, they would save 10.6 % of each prompt.")
+    assert checks["input, order"] == (
+        "warning",
+        "60 of the first 120 prompts share 7,697 characters with an earlier one, 60 rows before (averages), which a "
+        "prefix cache may have lost by then. Sort the input, so that rows with the same text are neighbours.",
+    )
 
 
 def test_a_document_may_hold_what_cannot_be_copied_as_rollouts_take_it_out(found):

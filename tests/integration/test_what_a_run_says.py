@@ -37,12 +37,22 @@ def test_the_command_names_the_line_of_a_rollout_and_the_log_with_the_traceback(
         (
             "return generate({}).text",
             1,
-            "'coroutine' object has no attribute 'text'",
+            "has no attribute 'text' (was `await` forgotten, as in `await generate",
         ),
         (
             "return {'answer': generate({})}",
             1,
-            "of type coroutine",
+            "of type coroutine (was `await` forgotten, as in `await generate",
+        ),
+        (
+            "await generate.url()",
+            1,
+            "(was `async with` forgotten, as in `async with generate.url()",
+        ),
+        (
+            "import asyncio; await asyncio.to_thread(asyncio.run, generate.once('n', len, 'a'))",
+            1,
+            "from a different loop (from a thread: `asyncio.run_coroutine_threadsafe(",
         ),
         (
             "return document",

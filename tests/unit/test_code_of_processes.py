@@ -190,6 +190,28 @@ rollout = make()
     assert sum(value == "Say" for value in fields.values()) == 2
 
 
+LABELS = """
+import functools, json
+from datatrove_ckpt.generation.run_identity import code_identity
+LABELS = {"one", "two", "three", "four", "five"}
+async def ask(document, generate, labels):
+    return labels
+class Asker:
+    def __init__(self):
+        self.labels = LABELS
+    __call__ = ask
+rollouts = functools.partial(ask, labels=LABELS), Asker()
+print(json.dumps([code_identity(one, None).fields for one in rollouts]))
+"""
+
+
+def test_the_order_of_a_set_that_a_rollout_is_given_is_no_edit(tmp_path):
+    (tmp_path / "script.py").write_text(LABELS)
+    first, second = (identity(tmp_path, f"PYTHONHASHSEED={seed}") for seed in (1, 2))
+    assert "three" in first
+    assert first == second
+
+
 def test_a_start_parses_only_files_whose_text_holds_a_name_that_is_reached(
     tmp_path, monkeypatch, code_of
 ):

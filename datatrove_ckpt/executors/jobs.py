@@ -57,6 +57,7 @@ _SETTINGS = "DATATROVE_CKPT_JOB_SETTINGS"
 _ENDED = ("COMPLETED", "ERROR", "CANCELED", "DELETED")
 _DEFAULT_SECONDS = 1800.0  # of a job without a timeout
 _THREADS = 32
+_CANCELED = "canceled"  # a file in logging_dir
 _ALL_RANKS = 2  # codes of ``code_of_rank``
 _LIMIT_REACHED = 4
 
@@ -240,11 +241,15 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             logger.success(stats.get_repr(f"All {self.tasks} tasks"))
 
     def cancel(self) -> int:
-        """Cancels the jobs of this run. Returns how many there were.
+        """Cancels the jobs of this run. Returns how many there were. Another coordinator starts no
+        others.
 
         Raises:
             CkptError: some could not be canceled; the message names them.
         """
+        # Between two jobs there is nothing to cancel.
+        with suppress(OSError), self.logging_dir.open(_CANCELED, "w") as file:
+            file.write(str(time.time()))
         jobs = self._alive()
         left = []
         why = ""
@@ -292,6 +297,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         def look() -> tuple[int, int, dict[int, str]]:
             return len(claims.free().ranks), len(claims.workers()), claims.given_up()
 
+        began = time.time()
         known: dict[str, _Job] = {}
         retries = 0
         while True:
@@ -311,7 +317,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
                 return
             wanted = _wanted(self.workers, len(alive), at_work, free)
             if left and not is_limited and wanted > 0:
-                self._start(alive, wanted, retries)
+                self._start(alive, wanted, retries, began)
             known = alive
             time.sleep(self.poll_interval)
 
@@ -372,7 +378,13 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             logger.warning(f"{what}. Its tasks go on in another job.")
         return retries
 
-    def _start(self, alive: dict[str, _Job], number: int, retries: int) -> None:
+    def _start(self, alive: dict[str, _Job], number: int, retries: int, began: float) -> None:
+        with (
+            suppress(OSError, ValueError),  # there is none
+            self.logging_dir.open(_CANCELED, "r") as file,
+        ):
+            if float(file.read()) > began:
+                raise CkptError("This run was canceled. Run the same command again to resume.")
         reached = self._progress()
         for _ in range(number):
             try:

@@ -7,6 +7,7 @@ from datatrove_ckpt.cli.job_settings import ShortJob
 from datatrove_ckpt.cli.short_form import expand
 from datatrove_ckpt.cli.what_helps import advise
 from datatrove_ckpt.cli.yaml_config import build
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.errors.names import written_in
 from datatrove_ckpt.run_folder.run_output import OutputPath, OutputUrl
@@ -44,8 +45,8 @@ def run(
     job = ShortJob(
         str(run_folder), str(input), prompt, rollout=rollout, model=model, endpoint=endpoint
     )
-    content = {name: value for name, value in vars(job).items() if value is not None}
-    for name, value in settings.items():
+    content: JsonObject = {}
+    for name, value in [*vars(job).items(), *settings.items()]:
         if isinstance(value, Path):
             value = str(value)
         if value is not None or name == "answer":

@@ -574,7 +574,8 @@ def document_of(row: JsonObject) -> Document:
     return Document(row.get("text") or "", str(row.get("id")), metadata=metadata)
 
 
-_DEFAULT = JsonlWriter(".", "${rank}").adapter.__func__
+# Not ".": fsspec keeps the folder that it was during this import.
+_DEFAULT = JsonlWriter("/", "${rank}").adapter.__func__
 """The adapter of a writer that was given none."""
 _DOCUMENT_FIELDS = field_names(Document)
 

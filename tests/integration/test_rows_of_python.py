@@ -46,7 +46,8 @@ def test_texts_and_dictionaries_are_rows(server, make):
     assert set(server.asked.values()) == {1}
     with pytest.raises(ConfigError, match=r"differ from runs/x/input/rows.jsonl"):
         run(server, ["a", "b"])
-    assert list(run(server, "runs/x/input/rows.jsonl")) == list(output)
+    rows = Path("runs/x/input/rows.jsonl")
+    assert list(run(server, rows, run_folder=Path("runs/x"), model=Path("m"))) == list(output)
 
 
 def test_rows_of_a_run_that_has_begun_are_compared_without_a_copy_of_them(server):

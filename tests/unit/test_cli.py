@@ -197,6 +197,13 @@ def test_what_is_needed_later_is_not_imported(tmp_path, code, later):
     assert ended.returncode == 0, ended.stderr
 
 
+def test_a_notebook_that_changes_its_folder_after_the_import_finds_the_input_there(tmp_path):
+    """fsspec keeps a relative folder as it was when it was named first."""
+    code = "import os; from datatrove_ckpt import run; from datatrove.io import get_datafolder\n"
+    code += f"os.chdir({str(tmp_path)!r}); print(get_datafolder('.').resolve_paths(''))"
+    assert processes.run([sys.executable, "-c", code]).stdout.strip() == str(tmp_path)
+
+
 @pytest.mark.slow
 def test_what_ends_a_task_on_a_cluster_is_said_once(run):
     assert run("--pipeline.1.end=own") == 1

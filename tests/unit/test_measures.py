@@ -2,6 +2,8 @@
 there.
 """
 
+from unittest.mock import Mock
+
 import pytest
 from datatrove.io import get_datafolder
 from fsspec.implementations.memory import MemoryFileSystem
@@ -62,6 +64,18 @@ def test_an_object_that_arrives_short_or_not_at_all_is_said_and_removed(
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
     upload_fails(folder, r"could not be written: PermissionError: 403 Forbidden")
     assert folder.list_files() == []
+
+
+@pytest.mark.usefixtures("empty_memory_file_system")
+def test_an_object_that_cannot_be_deleted_is_told_and_no_problem(monkeypatch):
+    """A run goes on without deleting; its mirror keeps old versions."""
+    refused = Mock(side_effect=PermissionError("403 Forbidden"))
+    monkeypatch.setattr(MemoryFileSystem, "rm_file", refused)
+    found = probe_object(get_datafolder("memory://measures/keeps"))
+    assert found.state == "warning"
+    assert (
+        "could not be deleted: PermissionError: 403 Forbidden. Delete it by hand" in found.message
+    )
 
 
 def test_a_bucket_that_is_missing_is_not_made_and_a_folder_that_is_missing_is_no_mistake(

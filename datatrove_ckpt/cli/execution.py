@@ -49,7 +49,7 @@ def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Names
     """
     plan = RunPlan(executor)
     check_steps(plan)
-    if plan.launcher.submits and not hasattr(executor, "submit"):
+    if plan.submits and not hasattr(executor, "submit"):
         raise ConfigError(
             f"executor: class_path: write {plan.name}; datatrove's own is for scripts."
         )
@@ -76,7 +76,7 @@ def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Names
             advise(error, plan, arguments.command)
             return fail(error, 1)
         note_workers(plan.workers, plan.tasks)
-        if plan.launcher.submits:  # as comments: the whole remains YAML that can be run
+        if plan.submits:  # as comments: the whole remains YAML that can be run
             script = full.redact(executor.script()).rstrip("\n").splitlines()
             comments = ["", "# What would be submitted:", "#"]
             comments += [f"# {line}".rstrip() for line in script]
@@ -104,7 +104,7 @@ def _checked_run(
     interruption = Interruption([*STOP_SIGNALS, *drain_signals])
     try:
         with interruption:
-            if arguments.fail_on_dead_letters and plan.launcher.submits:
+            if arguments.fail_on_dead_letters and plan.submits:
                 raise ConfigError(
                     "--fail-on-dead-letters: this command submits the job, and ends before its "
                     "tasks do. Leave the flag out; `datatrove-ckpt status` counts the dead "
@@ -196,7 +196,7 @@ def _execute(
             if form():
                 file.write(f"\n{plan.logging_dir.path}")
     kept = [runner for runner in plan.runners if runner.step.checkpoints_local_dir is not None]
-    if plan.launcher.submits:
+    if plan.submits:
         what = [[str(runner.step.checkpoints_local_dir)] for runner in kept]
         if arguments.config and len(kept) == 1:
             what = [[arguments.config, *arguments.overrides]]

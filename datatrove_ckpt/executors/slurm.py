@@ -141,7 +141,7 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         """Raises:
         ConfigError: there is no sbatch.
         """
-        if shutil.which("sbatch") is None:
+        if plan.submits and shutil.which("sbatch") is None:
             raise ConfigError(
                 "SlurmPipelineExecutor submits with sbatch, which is not on this machine's PATH. "
                 "Run this on a login node of the cluster, or leave Slurm out (class_path: "

@@ -5,6 +5,7 @@ Only ``incomplete`` and ``pulls`` read the executor again, because completion ma
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -97,6 +98,7 @@ class RunPlan:
             machines.
         is_local: the tasks run on this machine.
         as_jobs: they run on disks that no other machine sees.
+        submits: ``run`` submits them, and does no work, as it does in an element of an array.
         workers: as given; -1: one for each task.
         depends: the job that comes first.
         waits: another job has yet to create the input.
@@ -116,6 +118,7 @@ class RunPlan:
         self.launcher = launcher(executor)
         self.is_local = self.launcher.is_here
         self.as_jobs = self.launcher.has_own_disks
+        self.submits = self.launcher.submits and "SLURM_ARRAY_TASK_ID" not in os.environ
         self.workers: int = getattr(executor, "workers", -1)
         self.logging_dir: DataFolder = executor.logging_dir
         depends = getattr(executor, "depends", None)

@@ -3,8 +3,6 @@
 Needs torch and torchdata.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import io

@@ -123,7 +123,7 @@ class TrainingCheckpoints:
         metrics: those of the restored step.
 
     Raises:
-        ConfigError: an argument is not allowed.
+        ConfigError: an argument is not allowed, or differs between the ranks.
         StorageFailed: the folder cannot be made.
     """
 
@@ -158,7 +158,13 @@ class TrainingCheckpoints:
         self._on_failure = on_failure
         self._failures = SimpleQueue[Exception]()  # of this rank, for on_failure
         self._ranks = Ranks()
-        self._by_epoch = policies.EveryEpoch() in self._save_policy.parts
+        # Else ranks would wait for each other at different steps.
+        timed = (policies.EverySteps, policies.EverySeconds, policies.EveryEpoch)
+        own = [part for part in self._save_policy.parts if type(part) in timed]
+        self._by_epoch = policies.EveryEpoch() in own
+        found = sorted(set(self._ranks.gather(str(own))))
+        if len(found) > 1:
+            raise ConfigError(f"save differs between the ranks: {' and '.join(found)}.")
         store = None
         if remote is not None:
             check_mirror(remote, "remote")

@@ -136,6 +136,11 @@ class EverySeconds(SavePolicy):
     seconds: Seconds = "auto"
     mtbf_seconds: Positive | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mtbf_seconds is not None and self.seconds != "auto":
+            raise ConfigError('mtbf_seconds: belongs to "auto", and the seconds are fixed.')
+
     def is_due(self, moment: Moment) -> bool:
         if self.seconds != "auto":
             return moment.seconds >= self.seconds

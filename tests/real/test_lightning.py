@@ -4,8 +4,6 @@ weights of a training without a stop.
 Needs torch, torchdata and lightning: ``uv pip install -e .[torch] lightning``.
 """
 
-from __future__ import annotations
-
 import itertools
 from contextlib import suppress
 

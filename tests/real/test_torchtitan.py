@@ -5,8 +5,6 @@ torchdata and torchtitan, which wants older ``datasets`` than the other tests:
 ``uv pip install -e .[torch] torchtitan``.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

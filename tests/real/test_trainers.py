@@ -5,8 +5,6 @@ Needs torch, torchdata, transformers and accelerate: ``uv pip install -e .[torch
 accelerate``.
 """
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import shutil

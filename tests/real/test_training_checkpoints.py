@@ -3,8 +3,6 @@
 Needs torch and torchdata.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import io
@@ -1604,6 +1602,8 @@ def test_a_list_of_parts_may_be_of_another_release_of_python(module, here, monke
 
 
 def other_shapes(rank, run):
+    with pytest.raises(ConfigError, match=r"save differs between the ranks: .*EverySteps"):
+        checkpoints(run, save=EverySteps(400 + rank))
     parts = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     nn.init.zeros_(parts[0].bias)
     nn.init.constant_(parts[0].weight, 1.0)

@@ -4,8 +4,6 @@ and restored, also on fewer ranks.
 Needs torch and torchdata.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections import OrderedDict

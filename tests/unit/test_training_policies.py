@@ -120,6 +120,7 @@ def test_steps_after_a_rollback_are_newer():
     [
         (Last, (0,), "count: 0 is not a whole number >= 1"),
         (EverySteps, (0,), "steps: 0 is not a whole number >= 1"),
+        (EverySeconds, (30.0, 60.0), 'mtbf_seconds: belongs to "auto"'),
         (EverySeconds, ("auto", 0), "mtbf_seconds: 0 is not a number > 0"),
         (EverySeconds, ("auto", -5.0), "mtbf_seconds: -5.0 is not a number > 0"),
         (EverySeconds, (-1,), "seconds: -1 is not auto or a number"),

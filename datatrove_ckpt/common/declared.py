@@ -117,7 +117,7 @@ def check(cls: type, values: Mapping[str, object]) -> None:
 
 
 def refuse(given: Iterable[str], instead: Mapping[str, str]) -> None:
-    """Refuses arguments that an earlier release has.
+    """Refuses arguments that an earlier release or another library has.
 
     Args:
         instead: what to write, by the name of the argument.

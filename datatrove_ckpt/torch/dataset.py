@@ -303,6 +303,18 @@ _REMOVED = {
     "batch_size": "batch(batch_size), or shard(num_shards, index, batch_size=...)",
 }
 """Arguments of 0.2, in their order, and the methods that replace them."""
+_OF_DATASETS = {
+    "buffer_size": "window=, a number of rows or bytes",
+    "generator": "seed=",
+    "contiguous": "shard(num_shards, index) alone: shards take turns by the row",
+    "batched": "batch(batch_size).map(function)",
+    "remove_columns": "select_columns([...]) after map",
+    "fn_kwargs": "functools.partial(function, ...)",
+    "num_proc": "num_workers= of the loader",
+    "streaming": "nothing: rows are always read as a stream",
+    "drop_last": "drop_last_batch=",
+}
+"""Arguments of the methods of ``datasets`` that these have under another name, or not at all."""
 
 
 class ReaderDataset(StatefulIterable):
@@ -332,11 +344,16 @@ class ReaderDataset(StatefulIterable):
     def __init__(self, reader: SeekingReader, *removed: object, **others: object) -> None:
         super().__init__()
         refuse([*list(_REMOVED)[: len(removed)], *others], _REMOVED)
+        if isinstance(reader, str | PathLike):
+            raise ConfigError(
+                f"{str(reader)!r} is not a reader. Write ReaderDataset.from_folder(...) or "
+                "from_hub(...).",
+                setting="reader",
+            )
         if not isinstance(reader, FilesReader):
             raise ConfigError(
-                f"The rows of this {type(reader).__name__} cannot be counted. Use from_folder, "
-                "from_hub, or a JsonlReader, ParquetReader or IpcReader of "
-                "datatrove_ckpt.readers; for a folder of "
+                f"The rows of this {type(reader).__name__} cannot be counted. Use a JsonlReader, "
+                "ParquetReader or IpcReader of datatrove_ckpt.readers; for a folder of "
                 "save_to_disk, IpcReader(folder, glob_pattern='data-*.arrow'). A stream of "
                 "datasets, or images and sound of it, need no reader: give the dataset itself to "
                 "StatefulDataLoader, Pack or Mix."
@@ -369,6 +386,7 @@ class ReaderDataset(StatefulIterable):
         *,
         split: str = "train",
         revision: str | None = None,
+        **others: object,
     ) -> Self:
         """Reads the files of a dataset of the Hugging Face hub, at its newest commit. Needs
         ``datasets``, whose ``load_dataset`` has the same arguments.
@@ -377,11 +395,14 @@ class ReaderDataset(StatefulIterable):
             ConfigError: the files are not Parquet, Arrow or JSON Lines.
             InputError: there is no such dataset, configuration or split.
         """
+        refuse(others, _OF_DATASETS)
         return cls(hub_reader(path, name, split, revision))
 
     # Other rows ----------------------------------------------------------------------------------
 
-    def shuffle(self, seed: int | None = None, window: int | str = "128MB") -> Self:
+    def shuffle(
+        self, seed: int | None = None, window: int | str = "128MB", **others: object
+    ) -> Self:
         """Orders files, blocks and rows by ``seed`` and the epoch.
 
         Args:
@@ -390,6 +411,7 @@ class ReaderDataset(StatefulIterable):
                 bytes with a unit ("128MB"). No worker holds more than this, and one more part of it
                 while it reads on.
         """
+        refuse(others, _OF_DATASETS)
         if seed is None:
             raise ConfigError(
                 "a number that all ranks share. Write shuffle(seed=0).", setting="seed"
@@ -404,6 +426,7 @@ class ReaderDataset(StatefulIterable):
         *,
         drop_last: bool = False,
         batch_size: Count | None = None,
+        **others: object,
     ) -> Self:
         """Chooses the rows of one of ``num_shards`` ranks, which take turns by the row.
 
@@ -415,6 +438,7 @@ class ReaderDataset(StatefulIterable):
                 turns by the batch: only the last batch of a rank is smaller, ``len(loader)`` is
                 exact, and the global batch of a step does not depend on the topology.
         """
+        refuse(others, _OF_DATASETS)
         check_value("num_shards", Count, num_shards)
         check_value("batch_size", Count | None, batch_size)
         if not 0 <= index < num_shards:
@@ -436,18 +460,20 @@ class ReaderDataset(StatefulIterable):
             return self._with(_stages=(*self._stages, partial(map, partial(_chosen, column_names))))
         return self._with(columns=column_names)
 
-    def map(self, function: Callable[[Any], object]) -> Self:
+    def map(self, function: Callable[[Any], object], **others: object) -> Self:
         """Gives ``function`` each sample. A dict that it returns adds columns to a row; another
         result takes the place of the row.
         """
+        refuse(others, _OF_DATASETS)
         return self._with(_stages=(*self._stages, partial(map, partial(_result, function))))
 
-    def batch(self, batch_size: Count, drop_last_batch: bool = False) -> Self:
+    def batch(self, batch_size: Count, drop_last_batch: bool = False, **others: object) -> Self:
         """Joins ``batch_size`` samples to one. Give the loader ``batch_size=None``.
 
         A column of numbers, or of arrays of one shape, becomes one array, another one a list. The
         workers of a loader take turns by the batch.
         """
+        refuse(others, _OF_DATASETS)
         check_value("batch_size", Count, batch_size)
         batched = Batched(int(batch_size), drop_last_batch)
         return self._with(_batch=batched.size, _stages=(*self._stages, batched))

@@ -24,7 +24,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from loguru import _better_exceptions, logger
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.common import redaction, retrying
+from datatrove_ckpt.common import object_store, redaction, retrying
 from datatrove_ckpt.errors import names
 from datatrove_ckpt.generation import run_identity
 from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers, Outage
@@ -36,6 +36,7 @@ from tests.clients import Sleeps
 from tests.commands import Command
 from tests.conftest import MEMORY
 from tests.hub import FakeHub, pointed_at
+from tests.stores import STORES
 
 TESTS = Path(__file__).parent
 _formatter = _better_exceptions.ExceptionFormatter
@@ -238,6 +239,17 @@ def empty_memory_file_system():
     yield
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture(params=STORES)
+def store_kind(request, monkeypatch, empty_memory_file_system):
+    """A row of ``STORES``, of which each store is empty."""
+    kind = STORES[request.param]
+    if request.param == "bucket":
+        request.getfixturevalue("hub").create_repo("org/job", kind="bucket")
+    if request.param == "conditions":
+        monkeypatch.setattr(object_store, "CREATES_ONCE", {"memory"})
+    return kind
 
 
 @pytest.fixture

@@ -71,8 +71,10 @@ class ShortJob:
     service_tier: str | list[str] | None = None
 
     @property
-    def is_elsewhere(self) -> bool:
-        return self.slurm is not None or self.kubernetes is not None or self.jobs is not None
+    def elsewhere(self) -> list[str]:
+        """The settings that choose where it runs, other than here."""
+        places = ("slurm", "kubernetes", "jobs")
+        return [place for place in places if getattr(self, place) is not None]
 
     @property
     def is_remote(self) -> bool:

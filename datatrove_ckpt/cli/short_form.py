@@ -181,7 +181,7 @@ def _expanded(content: Node, only_look: bool, rows: object) -> Node:
     job = _as_batch(job, job_input, reader, only_look, content)
     tasks = begun.get("tasks") if job.tasks is None else job.tasks
     if tasks is None:
-        tasks = 1 if only_look else job_input.count_tasks(reader, job.is_elsewhere)
+        tasks = 1 if only_look else job_input.count_tasks(reader, bool(job.elsewhere))
     rollout = _rollout(job, content)
     if isinstance(rollout, dict) and reader["class_path"] == "PageReader":
         known = parameters_of(import_name(rollout["class_path"], form()))[0]
@@ -291,8 +291,8 @@ def _allow_no_text(job: ShortJob, begun: Node, reader: Node, rollout: object) ->
 
 
 def _check_place(job: ShortJob) -> None:
-    places = [name for name in ("slurm", "kubernetes", "jobs") if getattr(job, name) is not None]
-    if "jobs" in places and len(places) > 1:
+    places = job.elsewhere
+    if len(places) > 1 and places != ["slurm", "kubernetes"]:
         raise ConfigError(f"{', '.join(places)}: are different places to run. Give one of them.")
     if job.workers != 1 and places:
         raise ConfigError(
@@ -413,13 +413,13 @@ def _server(job: ShortJob, content: Node, only_look: bool) -> Node:
     gpus = visible_gpus()
     sharing = {"tp", "dp", "pp"} & content.keys()
     # A login node without GPUs may look at the run.
-    if sharing and not (gpus or only_look or job.is_elsewhere or "server_type" in content):
+    if sharing and not (gpus or only_look or job.elsewhere or "server_type" in content):
         raise ConfigError(
             f"{min(sharing)}: divides a model among GPUs, and this machine shows none (nvidia-smi, "
             "CUDA_VISIBLE_DEVICES)."
         )
     is_gguf = job.model.startswith(("package://", "hf://")) or job.model.endswith(".gguf")
-    if is_gguf or (not gpus and not job.is_elsewhere):
+    if is_gguf or (not gpus and not job.elsewhere):
         config["server_type"] = "llamacpp"
         config |= {"model_max_context": 4096, "max_concurrent_generations": 4}
         # A quantised model has another name, because the same run must not continue on GPUs.
@@ -430,7 +430,7 @@ def _server(job: ShortJob, content: Node, only_look: bool) -> Node:
         on_gpus = [engine for engine in ENGINES.values() if engine.leases_gpus]
         installed = [engine for engine in on_gpus if find_spec(engine.package)]
         config["server_type"] = (installed or on_gpus)[0].name
-        is_decided = job.is_elsewhere or sharing
+        is_decided = job.elsewhere or sharing
         if len(gpus) > job.workers > 0 and not is_decided:
             config["replicas"] = len(gpus) // job.workers
     engine = ENGINES.get(str(content.get("server_type", config["server_type"])))

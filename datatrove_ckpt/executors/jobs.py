@@ -55,8 +55,6 @@ if TYPE_CHECKING:
 _LABEL = "datatrove_ckpt_run"
 _SETTINGS = "DATATROVE_CKPT_JOB_SETTINGS"
 _ENDED = ("COMPLETED", "ERROR", "CANCELED", "DELETED")
-_DEFAULT_SECONDS = 1800.0  # of a job without a timeout
-_THREADS = 32
 _CANCELED = "canceled"  # a file in logging_dir
 _ALL_RANKS = 2  # codes of ``code_of_rank``
 _LIMIT_REACHED = 4
@@ -119,8 +117,11 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         **options: Any,
     ) -> None:
         check(JobsPipelineExecutor, {**locals(), **options})
-        options |= {"tasks_per_job": tasks_per_job, "max_retries": max_retries}
-        options["poll_interval"] = poll_interval
+        options |= {
+            "tasks_per_job": tasks_per_job,
+            "max_retries": max_retries,
+            "poll_interval": poll_interval,
+        }
         try:
             with task_errors.log_disabled("datatrove.executor.jobs"):  # it is experimental
                 super().__init__(pipeline, tasks, workers, *arguments, **options)
@@ -409,8 +410,10 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
 
     def _submit(self, reached: dict[int, Progress], retries: int) -> _Job:
         launch = uuid.uuid4().hex
-        env = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONUNBUFFERED": "1", **(self.env or {})}
-        own = {
+        env = {
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "PYTHONUNBUFFERED": "1",
+            **(self.env or {}),
             job_launch.LAUNCH: launch,
             _SETTINGS: self._settings,
             job_launch.TIMEOUT: f"{self._seconds():g}",
@@ -422,7 +425,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             dependencies=self.dependencies,
             python=self.python,
             image=self.image,
-            env=env | own,
+            env=env,
             secrets=self._secrets(),
             flavor=self.flavor,
             timeout=self.timeout,
@@ -486,7 +489,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         reached = self._worker().reached
 
         def look() -> dict[int, Progress]:
-            with ThreadPoolExecutor(_THREADS) as threads:
+            with ThreadPoolExecutor(32) as threads:
                 return dict(zip(ranks, threads.map(reached, ranks), strict=True))
 
         return self._asked("The mirror cannot be read", look)
@@ -514,7 +517,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
 
     def _seconds(self) -> float:
         if self.timeout is None:
-            return _DEFAULT_SECONDS
+            return 1800.0  # as Jobs have it
         seconds = seconds_of(str(self.timeout))
         if seconds is None:
             raise ConfigError(

@@ -139,6 +139,7 @@ class OwnExecutor(PipelineExecutor):  # type: ignore[misc]  # datatrove has no t
     def _worker(self, **options: Any) -> LocalPipelineExecutor:
         worker = LocalPipelineExecutor(self.pipeline, self.tasks, 1, self.logging_dir, **options)
         worker.skip_completed = True  # the markers of ranks that run again are gone
+        worker.get_distributed_env = self.get_distributed_env  # steps see where they run
         return worker
 
     def _ends_by_limit(self) -> bool:

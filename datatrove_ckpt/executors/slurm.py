@@ -160,9 +160,8 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
             arguments = preview.get_sbatch_args(len(ranks))
             command = f"launch_pickled_pipeline {self.logging_dir.resolve_paths('executor.pik')}"
             if self.with_srun:
-                options = [f"--{key}={value}" for key, value in (self.srun_args or {}).items()]
-                srun = " ".join(["srun", *options, "-l", "-n", str(self.nodes_per_task)])
-                command = f"{srun} {command}"
+                options = (f"--{key}={value}" for key, value in (self.srun_args or {}).items())
+                command = f"srun {' '.join(options)} -l -n {self.nodes_per_task} {command}"
             text: str = preview.get_launch_file_contents(arguments, command)
         return text.replace(folder, str(self.slurm_logs_folder))
 
@@ -225,13 +224,11 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         )
 
     def _element(self) -> LocalPipelineExecutor:
-        worker = self._worker(
+        return self._worker(
             randomize_start_duration=self.randomize_start_duration,
             max_rank_attempts=self.max_rank_attempts,
             ranks_at_once=self.ranks_at_once,
         )
-        worker.get_distributed_env = self.get_distributed_env  # of Slurm: steps see where they run
-        return worker
 
     def _check(self) -> None:
         from datatrove_ckpt.run_folder import findings, run_plan

@@ -353,7 +353,9 @@ def lost_with_disk(plan: RunPlan, is_kept: Callable[[str], bool]) -> list[str]:
             lost.append(
                 "checkpoints_local_dir (with checkpoints_remote_dir; there are no checkpoints)"
             )
-        elif not is_kept(str(step.checkpoints_local_dir)) and not (mirror and is_kept(str(mirror))):
+        elif not is_kept(str(step.checkpoints_local_dir)) and not (
+            mirror and is_kept(str(mirror).removeprefix("file://"))
+        ):
             lost.append("checkpoints_remote_dir (the mirror of the checkpoints)")
     return list(dict.fromkeys(lost))
 

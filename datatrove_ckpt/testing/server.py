@@ -11,6 +11,7 @@ import xxhash
 from aiohttp import web
 
 from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.declared import check
 
 
 class FakeServer:
@@ -31,6 +32,7 @@ class FakeServer:
         delay: Callable[[JsonObject, int], float] = lambda payload, times: 0.0,
         hold_after: int | None = None,
     ) -> None:
+        check(FakeServer, locals())
         self.asked: Counter[str] = Counter()
         """Number of requests by question: the last message's text or the prompt, as JSON if it is
         more than text; of another path without a prompt the whole payload.

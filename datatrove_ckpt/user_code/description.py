@@ -285,7 +285,7 @@ _UNSTABLE = frozenset(
 )
 """Calls whose results differ at each start: what is named after them is not compared by value."""
 _MACHINE = re.compile(
-    "SLURM_|CUDA_|HOST|.*(KEY|TOKEN|SECRET|PASSWORD|LOGNAME)|.*(RANK|PID|TMPDIR|HOME|PATH|PWD|USER|WORLD_SIZE)$"
+    "SLURM_|CUDA_|HOST|JOB_ID|.*(KEY|TOKEN|SECRET|PASSWORD|LOGNAME)|.*(RANK|PID|TMPDIR|HOME|PATH|PWD|USER|WORLD_SIZE)$"
 )
 _PATH = re.compile(r"(?!.*\*\*)(?:[\w ./*-]{0,199}\w|[\w ./-]{0,199}\w/\*)")
 _MODULE = re.compile(r"[^\W\d]\w*(\.\w+)*")

@@ -292,7 +292,7 @@ def hold(what, found):
     """Holds what was found against names.json."""
     names = json.loads(NAMES.read_bytes())
     if IS_WRITTEN:
-        NAMES.write_text(json.dumps({**names, what: found}, indent=1) + "\n")
+        NAMES.write_text(json.dumps({**names, what: found}, indent=1, sort_keys=True) + "\n")
     else:
         assert found == names[what]
 

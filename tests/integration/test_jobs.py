@@ -409,6 +409,7 @@ def test_a_job_drains_before_its_timeout(hub, jobs, here, command, grace):
 TOKEN = "hf_aB3dE5gH7jK9mN1pQ3sT5vX7zA9bC1dE3x"
 REFUSED = {
     "output here": "--pipeline.1.output_writer.output_folder=output",
+    "a mirror here": "--pipeline.1.checkpoints_remote_dir=file:///mirror",
     "logs in a repository": "--executor.logging_dir=hf://datasets/a/b/x",
     "logs here": "--executor.logging_dir=logs",
     "a variable that may be a secret": "--executor.env={MY_TOKEN: x}",

@@ -15,7 +15,6 @@ from unittest.mock import Mock
 
 import orjson
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.checkpoint.layout import OWNER
@@ -139,12 +138,11 @@ def state(rank):
 # restoring ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.matrix("where", ["folder", "memory://"])
+@pytest.mark.matrix
 def test_a_node_that_is_lost_costs_what_came_after_the_last_version(
-    job, expected, log, where, server
+    job, expected, log, store_kind, server
 ):
-    if where != "folder":
-        job.remote = f"{where}{job.folder}/remote"
+    job.remote = store_kind.url(job.folder)
     job.run_until("text 4 again")
     job.lose_the_node()
     job.run(server)
@@ -152,7 +150,6 @@ def test_a_node_that_is_lost_costs_what_came_after_the_last_version(
     assert server.asked.total() == 3
     assert outputs(job.folder / "output") == expected
     assert any("Restored" in line and "from version" in line for line in log)
-    MemoryFileSystem.store.clear()
 
 
 def test_dead_letters_and_their_retries_outlive_the_node_too(job):

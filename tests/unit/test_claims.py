@@ -208,6 +208,22 @@ def test_a_rank_is_given_up_after_attempts_without_progress_of_any_processes(job
     assert second.take_rank(0)
 
 
+def test_workers_share_ranks_on_each_store(store_kind, tmp_path):
+    job = Job(lambda owner: ObjectClaims(store_kind.url(tmp_path), owner, 0.0))
+    first, second = Process(job), Process(job)
+    assert [first.take(), second.take()] == [0, 1]
+    assert first.owner in second.store.look().alive
+    first.claims.failed(0, "no memory", for_good=False)
+    assert second.take_rank(0)
+    second.claims.failed(0, "no memory", for_good=False)
+    second.finish(1)
+    assert first.claims.given_up() == {0: "no memory"}
+    second.claims.close()
+    assert second.owner not in first.store.look().alive
+    first.claims.close()
+    job.finish()
+
+
 def test_a_worker_takes_any_rank_so_that_not_all_try_the_same_one(job, monkeypatch):
     monkeypatch.setattr("random.shuffle", list.reverse)
     assert Process(job).take() == 0

@@ -22,6 +22,7 @@ from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import (
     CkptError,
+    ConfigError,
     RequestFailed,
     RequestRejected,
     ServerRefused,
@@ -1019,3 +1020,8 @@ def test_a_fake_server_that_cannot_start_raises_and_leaves_no_thread():
     with pytest.raises(LookupError), broken:
         pass
     assert not broken._thread.is_alive()
+
+
+def test_a_fake_server_refuses_at_once_a_delay_that_is_no_function():
+    with pytest.raises(ConfigError, match=r"delay: 0.2 is not a function"):
+        FakeServer(delay=0.2)

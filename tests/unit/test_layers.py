@@ -188,6 +188,8 @@ def test_the_public_names_are_there_and_no_others():
         "run",
         "young",
     }
+    seen_by_mypy = {name.rpartition(".")[2] for name in modules()[""].imports}
+    assert set(datatrove_ckpt.__all__) <= seen_by_mypy
     for name in datatrove_ckpt.__all__:
         assert getattr(datatrove_ckpt, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -1,60 +1,23 @@
 """What every store does: mirrors, steps of trainings, claims and owners of outputs rely on it.
 
-A new store is one more row of ``STORES``.
+A new store is one more row of ``STORES`` (tests/stores.py).
 """
 
 import hashlib
-from collections.abc import Callable
 from itertools import groupby
-from typing import Any, NamedTuple
 from urllib.error import HTTPError
 
 import pytest
-from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
-from huggingface_hub import HfApi
 
 from datatrove_ckpt.common import object_store
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.testing.crashes import crash_at
 
 
-class Kind(NamedTuple):
-    """A kind of store.
-
-    ``url``: takes a folder of the test. ``writes``: class and method of the library that writes a
-    small object. ``creates_once``: the store itself keeps a second creator from writing.
-    """
-
-    url: Callable[[Any], str]
-    writes: tuple[type, str]
-    creates_once: bool = False
-
-
-STORES = {
-    "disk": Kind(lambda folder: str(folder / "kept" / "store"), (LocalFileSystem, "pipe_file")),
-    "memory": Kind(lambda folder: "memory://store", (MemoryFileSystem, "pipe_file")),
-    # As S3 and Google Cloud Storage.
-    "conditions": Kind(lambda folder: "memory://store", (MemoryFileSystem, "pipe_file"), True),
-    "bucket": Kind(lambda folder: "hf://buckets/org/job/store", (HfApi, "batch_bucket_files")),
-}
-
-
-@pytest.fixture(params=STORES)
-def kind(request, monkeypatch, waits):
-    kind = STORES[request.param]
-    if request.param == "bucket":
-        request.getfixturevalue("hub").create_repo("org/job", kind="bucket")
-    if request.param == "conditions":
-        monkeypatch.setattr(object_store, "CREATES_ONCE", {"memory"})
-    yield kind
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
-
-
 @pytest.fixture
-def store(kind, tmp_path):
-    return ObjectStore(kind.url(tmp_path), apart=True)
+def store(store_kind, tmp_path, waits):
+    return ObjectStore(store_kind.url(tmp_path), apart=True)
 
 
 @pytest.fixture
@@ -92,17 +55,17 @@ def test_each_method_does_one_thing(store, tmp_path):
     assert store.names() == {}
 
 
-def test_who_creates_late_replaces_nothing(kind, store, waits):
+def test_who_creates_late_replaces_nothing(store_kind, store, waits):
     for name in (b"first", b"late"):
         store.create("owner", name)
     assert store.read("owner", 9) == b"first"
     # The others are seen by all only after a while.
-    assert len(waits) == 2 * (not kind.creates_once)
+    assert len(waits) == 2 * (not store_kind.creates_once)
 
 
-def test_of_two_that_create_at_once_all_see_one(kind, store, waits, monkeypatch):
+def test_of_two_that_create_at_once_all_see_one(store_kind, store, waits, monkeypatch):
     """The second one comes when the first one has looked, and is about to write."""
-    owner, name = kind.writes
+    owner, name = store_kind.writes
     write = getattr(owner, name)
     late = [b"second"]
 
@@ -114,7 +77,7 @@ def test_of_two_that_create_at_once_all_see_one(kind, store, waits, monkeypatch)
     monkeypatch.setattr(owner, name, other_first)
     store.create("owner", b"first")
     assert not late
-    assert store.read("owner", 9) == (b"second" if kind.creates_once else b"first")
+    assert store.read("owner", 9) == (b"second" if store_kind.creates_once else b"first")
     assert [*store.names()] == ["owner"]
 
 

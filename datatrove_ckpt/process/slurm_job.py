@@ -23,7 +23,7 @@ _TIMEOUT = 10.0  # seconds
 _first_asked: dict[float, float] = {}
 """By the end of the job: when a rank of this process asked for it first.
 
-Both in seconds since the epoch.
+Both in seconds since the epoch. The end that was told last is the last key.
 """
 
 
@@ -95,7 +95,7 @@ def stop_time(end: float, reserve: float) -> float:
     """Returns when ranks must stop in a job that ends at ``end``, both in seconds since the epoch.
 
     At least half of the time since this process's first rank is for work. Otherwise a short job
-    would be requeued again and again without progress.
+    would be requeued again and again without progress. The first call for an end notes its time.
     """
     start = _first_asked.setdefault(end, time.time())
     return end - min(reserve, (end - start) / 2)
@@ -104,11 +104,12 @@ def stop_time(end: float, reserve: float) -> float:
 def is_time_up(reserve: float) -> bool:
     """Whether a rank that starts now must stop at once.
 
-    False for the first rank of a process. Calls no command.
+    False for the first rank of a process. Calls no command: it uses the end that an earlier rank
+    has noted.
     """
     end = _known_end()
     if end is None and _first_asked and job_id() is not None:
-        end = list(_first_asked)[-1]
+        end = next(reversed(_first_asked))
     return end is not None and time.time() >= stop_time(end, reserve)
 
 

@@ -13,7 +13,6 @@ arrays, and a view keeps a block alive.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
-from types import ModuleType
 from typing import TypeAlias
 
 import numpy as np
@@ -71,19 +70,19 @@ def _json_value(values: list[float]) -> list[float] | npt.NDArray[np.generic]:
 def _values(column: pa.Array, numbers: Numbers) -> list[object]:
     types = pa.types
     kind = column.type
-    lists = _numbers_of_lists(types, column)
+    lists = _flattened(column)
     if lists is not None:
         content, starts, ends = lists
         return _token_rows(content, starts[numbers], ends[numbers])
     taken = _take(column, numbers)
     if types.is_dictionary(kind):
         return _values(taken.dictionary_decode(), np.arange(len(numbers)))
-    is_plain = (_is_number(types, kind) or types.is_boolean(kind)) and not taken.null_count
+    is_plain = (_is_number(kind) or types.is_boolean(kind)) and not taken.null_count
     if is_plain or types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind):
         plain: list[object] = taken.to_numpy(zero_copy_only=False).tolist()
         return plain
     values: list[object] = taken.to_pylist()
-    if _is_numbers(types, kind):  # with some None
+    if _is_number_list(kind):  # with some None
         dtype = kind.value_type.to_pandas_dtype()
         for place, value in enumerate(values):
             if isinstance(value, list) and None not in value:
@@ -102,24 +101,25 @@ def _take(column: pa.Array, rows: Numbers) -> pa.Array:
         return pa.array([column[row].as_py() for row in rows.tolist()], column.type)
 
 
-def _is_number(types: ModuleType, kind: pa.DataType) -> bool:
-    return bool(types.is_integer(kind) or types.is_floating(kind))
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
-def _is_numbers(types: ModuleType, kind: pa.DataType) -> bool:
+def _is_number_list(kind: pa.DataType) -> bool:
+    types = pa.types
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    return is_list and _is_number(types, kind.value_type)
+    return is_list and _is_number(kind.value_type)
 
 
-def _numbers_of_lists(types: ModuleType, lists: pa.Array) -> tuple[_Array, Numbers, Numbers] | None:
+def _flattened(lists: pa.Array) -> tuple[_Array, Numbers, Numbers] | None:
     """Returns the numbers of all lists, and where each list begins and ends in them.
 
     None: these are no lists of numbers, or some are None.
     """
-    if not _is_numbers(types, lists.type) or lists.null_count or lists.values.null_count:
+    if not _is_number_list(lists.type) or lists.null_count or lists.values.null_count:
         return None
     content = lists.values.to_numpy()
-    if types.is_fixed_size_list(lists.type):
+    if pa.types.is_fixed_size_list(lists.type):
         size = lists.type.list_size
         starts = (np.arange(len(lists)) + lists.offset) * size
         return content, starts, starts + size
@@ -164,6 +164,7 @@ class RowBatches:
         self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
 
     def take(self, rows: Numbers) -> Parts:
+        """Takes rows by their numbers among the rows of all tables, batch by batch."""
         numbers = np.searchsorted(self._ends, rows, side="right")
         order = np.argsort(numbers, kind="stable")
         counts = np.bincount(numbers)
@@ -248,11 +249,11 @@ class _Loaded:
     number: int
     window: OpenWindow
     rows: RowBatches | list[JsonObject | None]
-    moved: Numbers
+    offsets: Numbers
 
     def take(self, rows: Numbers) -> Parts:
         piece, places = self.window.locate(rows)
-        places = places + self.moved[piece]
+        places = places + self.offsets[piece]
         if isinstance(self.rows, list):
             return iter([(np.arange(len(rows)), self.rows, places)])
         return self.rows.take(places)
@@ -317,9 +318,13 @@ class RowSource:
         else:
             loaded = RowBatches(parts, window.shuffled or len(read) > 1)
         count = window.pieces.rows
-        moved = np.empty_like(count)
-        moved[read] = np.cumsum(count[read]) - count[read]
-        self._open[share] = _Loaded(number, window, loaded, moved - (np.cumsum(count) - count))
+        start_in_window = np.cumsum(count) - count
+        start_in_loaded = np.empty_like(count)
+        start_in_loaded[read] = np.cumsum(count[read]) - count[read]
+        # Files are read in their own order: this leads from a row's place in the window to its
+        # place in what was loaded.
+        offsets = start_in_loaded - start_in_window
+        self._open[share] = _Loaded(number, window, loaded, offsets)
 
     def _read(self, window: OpenWindow, read: Numbers) -> Iterator[Rows]:
         blocks = self.index.blocks

@@ -26,8 +26,8 @@ from datatrove_ckpt.torch.states import Slot
 AtEnd = Literal["stop", "drop", "repeat"]
 
 _END = object()
-# Bits: the n-th pass of a source in epoch e is its epoch e + (n << 32), which no epoch of its own
-# has.
+# In epoch e, a source that has begun again n times reads its epoch e + (n << _PASS): another order,
+# which no epoch of the training has.
 _PASS = 32
 
 
@@ -105,8 +105,8 @@ class Mix(stateful.StatefulWrapper):
                 self.begin_pass(source, epoch, source.last)
             started.append(source)
         # The rank counts, so that ranks do not all draw the same sources at the same time.
-        draws = f"{self.seed}/{epoch}/{slot.rank}/{slot.worker}/{slot.workers}"
-        return Mixing(self, epoch, draws, started, int(state["drawn"]))
+        draw_key = f"{self.seed}/{epoch}/{slot.rank}/{slot.worker}/{slot.workers}"
+        return Mixing(self, epoch, draw_key, started, int(state["drawn"]))
 
     def _source_states(self, state: State) -> list[State | None]:
         return [one["state"] for one in state.get("sources", [])]
@@ -160,7 +160,7 @@ class Mixing(Iterator[object]):
 
     _mix: Mix
     _epoch: int
-    _draws: str
+    _draw_key: str
     _sources: list[_Source]
     _drawn: int
     finished: bool = False
@@ -170,11 +170,10 @@ class Mixing(Iterator[object]):
 
     def __next__(self) -> object:
         while not self.finished:
-            number = xxh3_64_intdigest(f"{self._draws}/{self._drawn}".encode()) / 2**64
-            # The product may round up to the sum.
-            source = self._live[
-                min(bisect_right(self._sums, number * self._sums[-1]), len(self._live) - 1)
-            ]
+            number = xxh3_64_intdigest(f"{self._draw_key}/{self._drawn}".encode()) / 2**64
+            point = number * self._sums[-1]  # may round up to the sum
+            place = min(bisect_right(self._sums, point), len(self._live) - 1)
+            source = self._live[place]
             sample = next(source.iterator, _END)
             if sample is not _END:
                 source.has_given = True
@@ -198,16 +197,23 @@ class Mixing(Iterator[object]):
             logger.warning(
                 f"Source {source.number} of Mix ({type(source.iterable).__name__}) gave no sample."
             )
+        all_ended = all(one.has_ended for one in self._sources)
         if self._mix.at_end == "stop":
             self.finished = True
-        elif self._mix.at_end == "drop" or not source.has_given:
-            source.is_live = False
-            source.iterable = None
-            source.iterator = iter(())
-            self._weigh()
-        if all(one.has_ended for one in self._sources):
-            self.finished = True
-        elif source.is_live and not self.finished:
-            source.passes += 1
-            source.has_given = False
-            self._mix.begin_pass(source, self._epoch, None)
+        elif self._mix.at_end == "drop":
+            self._drop(source)
+            self.finished = all_ended
+        else:  # "repeat"
+            self.finished = all_ended
+            if not source.has_given:
+                self._drop(source)
+            elif not all_ended:
+                source.passes += 1
+                source.has_given = False
+                self._mix.begin_pass(source, self._epoch, None)
+
+    def _drop(self, source: _Source) -> None:
+        source.is_live = False
+        source.iterable = None
+        source.iterator = iter(())
+        self._weigh()

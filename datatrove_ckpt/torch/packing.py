@@ -87,13 +87,14 @@ class Pack(stateful.StatefulWrapper):
 
     def _new_pass(self, epoch: int, slot: Slot, state: State | None) -> "Packing":
         (source,) = self._sources
-        state = state or {}
-        if state:
-            source.load_state_dict(state["source"])
-        own = slice(slot.worker * slot.world_size + slot.rank, None, slot.world_size * slot.workers)
-        rests = state.get("rests", [])[own]
+        if state is None:
+            return Packing(self, source, [], 0)
+        source.load_state_dict(state["source"])
         if "rest" in state:
             rests = [state["rest"]]
+        else:  # merged: the rests are dealt out to all workers
+            first = slot.worker * slot.world_size + slot.rank
+            rests = state["rests"][first :: slot.world_size * slot.workers]
         held = [{name: _decoded(tokens) for name, tokens in rest.items()} for rest in rests]
         return Packing(self, source, held, state.get("given", 0))
 
@@ -201,6 +202,7 @@ class Packing(Iterator[Columns]):
         padded = {}
         for name, tokens in columns.items():
             missing = self._pack.length - len(tokens)
+            # _FIRST has no pad: 0, except that the padding begins a row.
             fill = (self._pack.pad or {}).get(name, 0)
             padded[name] = np.pad(tokens, (0, missing), constant_values=fill)
             if name == _FIRST:
@@ -233,7 +235,7 @@ def _tokens(row: object, name: str, columns: int) -> Tokens:
     if tokens.ndim != 1 or (tokens.dtype.kind not in "iubf" and tokens.size):
         raise ConfigError(
             f"{name!r} of a row must be a list of numbers, one per token, not "
-            f"{type(row).__name__} of shape {tokens.shape} and type {tokens.dtype}"
+            f"{type(row).__name__} of shape {tokens.shape} and type {tokens.dtype}."
         )
     if tokens.dtype.kind in "iub":
         return tokens.astype(np.int64, copy=False)

@@ -13,7 +13,7 @@ from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.errors import ConfigError
 
 _VERSION = re.compile(r"v\d+[a-z0-9]*")
-_WHOLE = ("completions", "embeddings")  # of an address that is a path's own
+_WHOLE = ("completions", "embeddings")  # end an address that is given to the last part
 
 
 Extras = dict[str, dict[str, str]]
@@ -55,8 +55,10 @@ class HiddenUrl:
         names = [name for name in self._url.raw_parts if name.strip("/")]
         if not names:
             names = ["v1"]
+        elif names[-2:] == ["chat", "completions"]:
+            del names[-2:]
         elif names[-1] in _WHOLE:
-            names = names[: -2 if names[-2:] == ["chat", "completions"] else -1]
+            del names[-1]
         if path.startswith("/") and names and _VERSION.fullmatch(names[-1]):
             del names[-1]
         url = self._url.with_path(
@@ -92,9 +94,11 @@ class HiddenUrl:
 
 
 def _parsed(url: str) -> URL:
-    if "@" in url.partition("?")[0].partition("://")[2].partition("/")[2]:
+    address = url.partition("?")[0]
+    path = address.partition("://")[2].partition("/")[2]
+    if "@" in path:
         return URL()  # a "/" in a password made the rest of it, and the host, a path
-    if any(map(str.isspace, url.partition("?")[0])):
+    if any(map(str.isspace, address)):
         return URL()
     try:
         parsed = URL(url)
@@ -122,10 +126,11 @@ def basic_authorization(url: HiddenUrl) -> str:
 def beside(
     url: HiddenUrl, headers: dict[str, str], extras: Extras
 ) -> tuple[HiddenUrl, dict[str, str]]:
-    """Adds ``extras``, which replace equal names. Names of headers have no case."""
-    fields = {name.title(): value for name, value in extras["extra_headers"].items()}
-    own = {name: value for name, value in headers.items() if name.title() not in fields}
-    return HiddenUrl(url.reveal().update_query(extras["extra_query"])), {**own, **fields}
+    """Returns both with ``extras``, which replace equal names. Names of headers have no case."""
+    added = {name.title(): value for name, value in extras["extra_headers"].items()}
+    kept = {name: value for name, value in headers.items() if name.title() not in added}
+    url = HiddenUrl(url.reveal().update_query(extras["extra_query"]))
+    return url, {**kept, **added}
 
 
 def proxy_of(url: HiddenUrl) -> HiddenUrl | None:

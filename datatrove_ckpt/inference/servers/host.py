@@ -36,6 +36,7 @@ def check_servers(config: InferenceConfig) -> None:
         ConfigError, ServerStartFailed: what is missing, and what to do.
     """
     try:
+        # Both are made for their exceptions alone.
         if config.server_type == "endpoint":
             ExternalServers(config)
         else:
@@ -75,6 +76,8 @@ async def _connected(
 
 @dataclass
 class _Running:
+    """The servers of a model: starting until ``ready``, in use while ``serving`` runs."""
+
     servers: ModelServers
     ready: asyncio.Future[Watch]
     serving: asyncio.Task[None] = field(init=False)
@@ -118,7 +121,7 @@ class ServerHost:
         on_outage: Callable[[Outage], None],
         is_new: bool = False,
     ) -> AsyncIterator[tuple[CompletionClient, Watch]]:
-        """Returns a rank's client of one model's servers, once they are ready.
+        """Gives a rank a client of one model's servers, and their watch, once they are ready.
 
         Args:
             configs: of all models of the rank.
@@ -129,24 +132,24 @@ class ServerHost:
             ServerStartFailed, ServerRefused, ConfigError: see ``InferenceServer.start`` and
                 ``ExternalServers.start``.
         """
-        one = self._running.get(config.name)
-        if one is None:
+        running = self._running.get(config.name)
+        if running is None:
             model_servers = self._context.copy().run(ModelServers, config)
-            one = _Running(model_servers, asyncio.get_running_loop().create_future())
-            self._running[config.name] = one
+            running = _Running(model_servers, asyncio.get_running_loop().create_future())
+            self._running[config.name] = running
             # It begins once this rank has joined below.
-            serve = self._serve(one, configs, rank, on_outage, is_new)
-            one.serving = asyncio.create_task(serve, context=self._context.copy())
-        was_ready = one.ready.done()
-        client = CompletionClient(one.servers, sender)
+            serve = self._serve(running, configs, rank, on_outage, is_new)
+            running.serving = asyncio.create_task(serve, context=self._context.copy())
+        was_ready = running.ready.done()
+        client = CompletionClient(running.servers, sender)
         try:
-            watch = await asyncio.shield(one.ready)
+            watch = await asyncio.shield(running.ready)
             if was_ready and sender.on_server is not None:  # others have seen the start
                 if config.server_type == "endpoint":
                     what = "ready"
                 else:
                     what = "reused"
-                for index, target in enumerate(one.servers.router.targets):
+                for index, target in enumerate(running.servers.router.targets):
                     if target.up:
                         sender.on_server(what, config.server_name(index), str(target.url), "")
             yield client, watch
@@ -155,31 +158,32 @@ class ServerHost:
 
     async def _serve(
         self,
-        one: _Running,
+        running: _Running,
         configs: Sequence[InferenceConfig],
         rank: int,
         on_outage: Callable[[Outage], None],
         is_new: bool,
     ) -> None:
+        """Runs the servers until ``close``. What keeps them from starting goes to all ranks."""
         if self._models is None:
             self._models = RankModels(configs, self._keeps)
-        config = one.servers.config
+        config = running.servers.config
         logger.info(f"{config.said}Requests: {config.places} (max_concurrent_generations).")
         if config.server_type == "endpoint":
-            kept = _connected(one.servers, on_outage, is_new)
+            kept = _connected(running.servers, on_outage, is_new)
         else:
-            kept = ServerPool(rank, one.servers, self._shutdown, self._models).running()
+            kept = ServerPool(rank, running.servers, self._shutdown, self._models).running()
         try:
             async with kept as watch:
-                one.ready.set_result(watch)
+                running.ready.set_result(watch)
                 await self._ends_well.wait()
         except Exception as error:
-            if one.ready.done():
+            if running.ready.done():
                 raise
             # Later ranks fail, too: these servers' leases are gone.
-            one.ready.set_exception(error)
+            running.ready.set_exception(error)
         finally:
-            await one.servers.close()
+            await running.servers.close()
 
     async def close(self, ends_well: bool = False) -> None:
         if ends_well:

@@ -1,7 +1,7 @@
 """OpenCheckpoint: the event loop's side of a rank's checkpoint.
 
-Everything here is synchronous and returns at once. The storage thread writes (``rank_files``), the
-publisher thread turns complete journals into output files (steps 2 and 3 of a commit), and
+Everything here is synchronous and returns at once. The storage thread writes (``storage_thread``),
+the publisher thread turns complete journals into output files (steps 2 and 3 of a commit), and
 is a thread of its own, because publishing may take minutes (gzip, uploads); the storage thread
 commits. The event loop looks at the state from time to time.
 """
@@ -44,14 +44,10 @@ from datatrove_ckpt.checkpoint.limits import RunTotals
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.numbers import Done, Took, unix_seconds
 from datatrove_ckpt.checkpoint.placement import DiskRoom, Placement, Stopping, WaitingChunk
-from datatrove_ckpt.checkpoint.rank_files import (
-    MAX_BACKLOG_BYTES,
-    RankFiles,
-    Snapshot,
-    StorageThread,
-)
+from datatrove_ckpt.checkpoint.rank_files import RankFiles, Snapshot
 from datatrove_ckpt.checkpoint.recovery import recover
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
+from datatrove_ckpt.checkpoint.storage_thread import MAX_BACKLOG_BYTES, StorageThread
 from datatrove_ckpt.common.declared import Seconds as SecondsOrAuto
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
 from datatrove_ckpt.process.shutdown import Shutdown
@@ -381,7 +377,7 @@ class OpenCheckpoint:
     def lookup(self, slot: ChunkSlot) -> Future[dict[AnswerKey, Answer]]:
         """Reads a document's cached answers, in the storage thread."""
         found: Future[dict[AnswerKey, Answer]] = Future()
-        self._storage.call(lambda: found.set_result(self._files.answers(slot)))
+        self._storage.call(lambda: found.set_result(self._files.take_answers(slot)))
         return found
 
     def put_answer(self, slot: ChunkSlot, doc_id: str, key: AnswerKey, answer: Answer) -> None:

@@ -1,30 +1,16 @@
-"""The storage thread: does all writes to a rank's journals, request cache and commit log in order,
-so no lock guards these files. ``RankFiles`` is what it writes.
-
-The event loop hands items over and never waits on a disk. The thread writes everything in its queue
-as one group: one SQLite transaction and one write per journal, so groups grow when the disk is
-slow. A write survives kill -9 at once. Syncs run at most every ``sync_seconds``; a commit syncs
-what it needs. Grouping on the event loop's side was no faster (measured), and needs a timer.
-"""
+"""What one rank has written and keeps open: see ``RankFiles``."""
 
 import os
-import queue
 import socket
-import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
-from contextlib import suppress
-from contextvars import copy_context
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint import files, history, layout
-from datatrove_ckpt.checkpoint.batch_log import BatchLog, ParkedRequest
+from datatrove_ckpt.checkpoint.batch_log import BatchLog
 from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkSlot
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog
 from datatrove_ckpt.checkpoint.identity import Fence
@@ -41,10 +27,7 @@ from datatrove_ckpt.checkpoint.request_cache import (
     RequestCache,
 )
 from datatrove_ckpt.common.work_counts import WorkCounts
-from datatrove_ckpt.process.shutdown import get_within
 from datatrove_ckpt.process.slurm_job import job_id
-
-T = TypeVar("T")
 
 # A snapshot copies nothing but new rows of the request cache. A file of a checkpoint only grows
 # until it is removed, so its size at the instant marks the bytes that belong to the snapshot, to be
@@ -171,7 +154,7 @@ class RankFiles:
         """Returns what all attempts have paid until now. Any thread may call it."""
         return RunTotals.of(0, self._history.earlier.total).plus(RunTotals.of(0, self.own))
 
-    def answers(self, slot: ChunkSlot) -> dict[AnswerKey, Answer]:
+    def take_answers(self, slot: ChunkSlot) -> dict[AnswerKey, Answer]:
         """Returns a document's cached answers. Answers of an old run become answers of this run."""
         found = self.cache.answers(slot.ordinal)
         if self.old is None:
@@ -331,142 +314,3 @@ class RankFiles:
             answers=self.cache.answers_since(since, unfinished),
             last_answer=self.cache.last_answer,
         )
-
-
-# the thread ---------------------------------------------------------------------------------------
-
-# Beyond this many unwritten bytes admission waits, so a slow disk does not fill the memory.
-MAX_BACKLOG_BYTES = 64 * 2**20
-# Keeps a group's transaction short: a lookup behind it is answered in milliseconds.
-MAX_GROUP = 2000
-
-_Item = Finished | CachedRequest | ParkedRequest
-"""A finished document, an answer, or a request for a batch."""
-_Queued = tuple[int, Chunk | None, _Item] | Callable[[], object] | None
-"""An item, with the bytes handed over so far. None ends the thread."""
-
-
-class StorageThread:
-    """Runs what is submitted, in order, in its own thread.
-
-    Args:
-        rank_files: This thread alone uses them from ``start`` until ``stop`` returns.
-    """
-
-    def __init__(self, rank_files: RankFiles) -> None:
-        self.error: BaseException | None = None
-        """Why the thread failed. Once set, it stays."""
-        self._files = rank_files
-        self._queue: queue.SimpleQueue[_Queued] = queue.SimpleQueue()
-        # Two counters with one writer each need no lock.
-        self._submitted_bytes = 0  # event loop
-        self._written_bytes = 0  # storage thread
-        work = copy_context().run  # its lines are in the rank's log
-        self._thread = threading.Thread(
-            target=work, args=(self._run,), name="datatrove-ckpt storage", daemon=True
-        )
-
-    def start(self) -> None:
-        self._thread.start()
-
-    # event loop ----------------------------------------------------------------------------------
-
-    @property
-    def backlog_bytes(self) -> int:
-        return self._submitted_bytes - self._written_bytes
-
-    def put(self, item: _Item, size: int, chunk: Chunk | None = None) -> None:
-        """Hands over an item whose JSON has so many bytes. ``chunk``: of a finished document."""
-        if self.error is not None:
-            raise self.error
-        self._submitted_bytes += 500 + size  # and a few objects (measured)
-        self._queue.put((self._submitted_bytes, chunk, item))
-
-    def stop(self) -> None:
-        """Writes and syncs what was submitted, and ends the thread.
-
-        Does not raise: see ``error``.
-        """
-        self._queue.put(None)
-        self._thread.join()
-
-    # any thread ----------------------------------------------------------------------------------
-
-    def call(self, function: Callable[..., object], *arguments: object) -> None:
-        if self.error is not None:
-            raise self.error
-        self._queue.put(partial(function, *arguments))
-
-    def ask(self, function: Callable[..., T], *arguments: object) -> T:
-        """Runs ``function`` like ``call`` and returns its result. Blocks: not for the event loop.
-
-        Once the storage thread has ended, ``function`` runs in the calling thread.
-        """
-        future: Future[T] = Future()
-
-        def answer() -> None:
-            try:
-                future.set_result(function(*arguments))
-            except BaseException as error:  # belongs to the caller, not to this thread
-                future.set_exception(error)
-
-        self._queue.put(answer)
-        while not wait([future], timeout=0.05).done:
-            if not self._thread.is_alive() and not future.done():
-                return function(*arguments)
-        return future.result()
-
-    # storage thread ------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            while self._work():
-                pass
-            self._files.sync()
-        except BaseException as error:  # every failure here must reach the event loop
-            self.error = self._files.fence.explain(error)
-
-    def _work(self) -> bool:
-        answers: list[CachedRequest] = []
-        documents: dict[Chunk, list[Finished]] = defaultdict(list)
-        submitted = self._written_bytes
-        for item in self._take():
-            if not isinstance(item, tuple):
-                self._write(answers, documents, submitted)
-                answers.clear()
-                documents.clear()
-                if item is None:
-                    return False
-                item()
-                continue
-            submitted, chunk, written = item
-            if isinstance(written, CachedRequest):
-                answers.append(written)
-            elif isinstance(written, Finished):
-                assert chunk is not None
-                documents[chunk].append(written)
-            else:
-                self._files.batches.park(written)
-        self._write(answers, documents, submitted)
-        if self._files.seconds_to_sync == 0:
-            self._files.sync()
-        return True
-
-    def _take(self) -> list[_Queued]:
-        """Waits for items and takes all; returns none when a sync is due."""
-        items = []
-        with suppress(queue.Empty):
-            items.append(get_within(self._queue, self._files.seconds_to_sync))
-            while len(items) < MAX_GROUP:
-                items.append(self._queue.get_nowait())
-        return items
-
-    def _write(
-        self,
-        answers: list[CachedRequest],
-        documents: dict[Chunk, list[Finished]],
-        submitted_bytes: int,
-    ) -> None:
-        if answers or documents:
-            self._files.write(answers, documents)
-        self._written_bytes = submitted_bytes

@@ -306,9 +306,11 @@ class ObjectClaims:
         if self._owner:
             now = beats.get(self._owner, 0.0)
         dead_seconds = _BEATS * self.beat_seconds
-        # Without times the difference is NaN, and every owner is alive.
+        # Without times an age is NaN, and every owner is alive.
         alive = {
-            owner for owner, at in signs if not now - at >= dead_seconds and not has_ended(owner)
+            owner
+            for owner, at in signs
+            if (math.isnan(now - at) or now - at < dead_seconds) and not has_ended(owner)
         }
         if self._owner:
             alive.add(self._owner)
@@ -535,20 +537,17 @@ class Claims:
         left: list[int] = []
         for rank in self._incomplete():
             mark = current.get(rank)
-            if (
-                rank in self._held
-                or rank in self.done
-                or self._locked.get(rank, 0.0) > time.monotonic()
-            ):
+            if rank in self._held or rank in self.done:
                 continue
-            if (
-                mark is None
-                or mark.owner == self._owner
-                or not (is_process(mark.owner) or self._is_given_up(mark))
-            ):
+            if self._locked.get(rank, 0.0) > time.monotonic():
+                continue  # another process held its lock a moment ago
+            if mark is None or mark.owner == self._owner:
                 free.append(rank)  # its own mark, but not held: the write failed after it was done
-            elif is_process(mark.owner) and mark.owner not in look.alive:
-                left.append(rank)
+            elif is_process(mark.owner):
+                if mark.owner not in look.alive:
+                    left.append(rank)
+            elif not self._is_given_up(mark):
+                free.append(rank)  # released, or given up in another launch
         if not free and not self._held:
             return Free(left, True)
         return Free(free, False)

@@ -56,6 +56,9 @@ from datatrove_ckpt.rollouts import Rollout
 _LOOK_SECONDS = 0.01
 _SHORTEST_LOOK_SECONDS = 0.001  # of a small task, whose commits take milliseconds
 _MANY = 100  # documents of which one at least should be kept
+# Seconds between two cancellations. A rollout has their sum for its clean-up.
+_PATIENCE = (0.2, 0.8, 2.0, 2.0)
+_PATIENCE_FAST = (0.2, 0.8)
 
 
 @dataclass(eq=False)
@@ -269,34 +272,14 @@ class Scheduler:
 
     async def _run_document(self, source: SourceDocument, slot: ChunkSlot) -> Finished:
         document = source.document
-        rank = self.requests
-        answers = Answers(rank, slot, source.id, len(self._rollouts))
+        answers = Answers(self.requests, slot, source.id, len(self._rollouts))
         if isinstance(document, RetriedDocument):
             answers.is_suspect = document.letter["kind"] == RequestFailed.__name__
-        requests = [Requests(rank, answers, index, rank.model) for index in self._rollouts]
         taken = self.failures.taken_letter(source, slot.ordinal)
         if taken is not None:
             return answers.finished("dead", source.fingerprint, taken)
         try:
-            self.results.check(document)
-            results: Sequence[object]
-            if source.finished is not None:
-                document.metadata = source.finished
-                results = self.results.of_finished(document)
-                for request, result in zip(requests, results, strict=False):
-                    request.count_finished(result)
-            elif len(requests) == 1:
-                results = [await self._run_rollout(document, requests[0])]
-            else:
-                results = await self._run_rollouts(document, requests)
-            self._raise_if_stopping(answers)
-            if answers.parked:
-                raise Parked
-            kept = [result for result in results if result is not None]
-            self.results.put_quality(document, answers)
-            data = await self.results.encode(document, kept, slot.chunk.index, source.id)
-            if self.results.may_wait:
-                self._raise_if_stopping(answers)
+            return await self._finished(source, slot, answers)
         except (Exception, asyncio.CancelledError) as raised:
             self._raise_if_stopping(answers)
             error: BaseException = raised
@@ -314,6 +297,36 @@ class Scheduler:
                 source, slot.ordinal, error, answers.hashes, answers.rejections
             )
             return answers.finished("dead", source.fingerprint, letter)
+
+    async def _finished(
+        self, source: SourceDocument, slot: ChunkSlot, answers: Answers
+    ) -> Finished:
+        """Runs the rollouts, and adds their results to the document."""
+        document = source.document
+        self.results.check(document)
+        rank_requests = self.requests
+        requests = [
+            Requests(rank_requests, answers, index, rank_requests.model) for index in self._rollouts
+        ]
+        results: Sequence[object]
+        if source.finished is not None:
+            document.metadata = source.finished
+            results = self.results.of_finished(document)
+            # An old output may hold fewer results than rollouts.
+            for request, result in zip(requests, results, strict=False):
+                request.count_finished(result)
+        elif len(requests) == 1:
+            results = [await self._run_rollout(document, requests[0])]
+        else:
+            results = await self._run_rollouts(document, requests)
+        self._raise_if_stopping(answers)
+        if answers.parked:
+            raise Parked
+        kept = [result for result in results if result is not None]
+        self.results.put_quality(document, answers)
+        data = await self.results.encode(document, kept, slot.chunk.index, source.id)
+        if self.results.may_wait:
+            self._raise_if_stopping(answers)
         outcome: Outcome = "dropped" if data == DROPPED else "written"
         self._dropped += outcome == "dropped"
         return answers.finished(outcome, source.fingerprint, data, len(kept))
@@ -366,10 +379,6 @@ class Scheduler:
         return result
 
 
-# Seconds between two cancellations. A rollout has their sum for its clean-up.
-_PATIENCE = (0.2, 0.8, 2.0, 2.0)
-_PATIENCE_FAST = (0.2, 0.8)
-
 # An early stop, in order -------------------------------------------------------------------------
 #
 
@@ -378,7 +387,7 @@ _GRACE_SECONDS = 2.0  # for rollouts that compute or sleep
 
 
 async def stop_when_requested(
-    rank: Scheduler, serving: Sequence[asyncio.Task[None]], watch: asyncio.Task[NoReturn]
+    scheduler: Scheduler, serving: Sequence[asyncio.Task[None]], watch: asyncio.Task[NoReturn]
 ) -> NoReturn:
     """Waits until the rank is to stop, and stops it.
 
@@ -390,9 +399,8 @@ async def stop_when_requested(
         Preempted: a stop was requested.
         BaseException: the rank's failure. Then the caller closes the checkpoint.
     """
-    shutdown = rank.shutdown
-    checkpoint = rank.checkpoint
-    requests = rank.requests
+    shutdown = scheduler.shutdown
+    requests = scheduler.requests
     await shutdown.requested()
     # No document is admitted, and the router sends no request: both look at the shutdown.
     models = [model for model in requests.models.values() if model.client.done()]
@@ -412,11 +420,11 @@ async def stop_when_requested(
             f"{why}: {running} in flight have {shutdown.drain_seconds:g} s to be "
             "answered; a further signal, or cancellation, ends the wait at once."
         )
-    own = rank.observer.own
+    own = scheduler.observer.own
     lost = own.lost
     # 1. Requests in flight are answered, and complete chunks published, until the deadline.
     try:
-        shutdown.late = not await shutdown.wait_for(_drained(rank, models))
+        shutdown.late = not await shutdown.wait_for(_drained(scheduler, models))
         if shutdown.parent is not None:
             shutdown.parent.late |= shutdown.late
     finally:
@@ -428,26 +436,24 @@ async def stop_when_requested(
         raise shutdown.failure
     for task in serving:
         task.cancel()
-    await rank.end_documents()
+    await scheduler.end_documents()
     # 3. Everything handed over is written, the mirror gets its last version, and the rank is
     # released.
     with shutdown.closing():
         await asyncio.wait(serving)
         watch.cancel()  # what fails now is in ``checkpoint.error``
-        await in_own_thread(checkpoint.close, False, rank.observer.last_records)
-    # 4. Servers end, by themselves if the drain was in time, else they are killed: see ``_Run``.
-    # 5. The old signal handlers get the signals: see process/preemption.py.
+        await in_own_thread(scheduler.checkpoint.close, False, scheduler.observer.last_records)
     shutdown.raise_preempted()
 
 
-async def _drained(rank: Scheduler, models: Sequence[Model]) -> None:
-    rank.checkpoint.hurry()
+async def _drained(scheduler: Scheduler, models: Sequence[Model]) -> None:
+    scheduler.checkpoint.hurry()
     # Over when no request or call is in flight, none begins any more, and every document waits for
     # one. Twice: an answer that has just come still has to be passed to its rollout.
-    requests = rank.requests
+    requests = scheduler.requests
     quiet = 0.0
     while quiet < _GRACE_SECONDS:
-        await rank.next_look()
+        await scheduler.next_look()
         in_flight = any(model.client.result().in_flight and not model.is_dead for model in models)
         if in_flight or requests.calls.running:
             quiet = 0.0
@@ -457,5 +463,5 @@ async def _drained(rank: Scheduler, models: Sequence[Model]) -> None:
             quiet += _LOOK_SECONDS
     with suppress(TimeoutError):  # an upload may take minutes; its chunk's journal is safe
         async with asyncio.timeout(_PUBLISH_WAIT_SECONDS):
-            while rank.checkpoint.publishing:
-                await rank.next_look()
+            while scheduler.checkpoint.publishing:
+                await scheduler.next_look()

@@ -134,7 +134,7 @@ def check_job(plan: RunPlan, dry_run: bool = False) -> list[WrongMarker]:
         if runner.step.checkpoints_local_dir is None:
             _check_tasks(plan, completed)
             continue
-        found = _check_runner(runner, completed, dry_run)
+        found = _compare_checkpoints(runner, completed, dry_run)
         wrong += [WrongMarker(plan, rank, text) for rank, text in found.items()]
         completed = [rank for rank in completed if rank not in found]
     return wrong
@@ -158,8 +158,8 @@ def _check_tasks(plan: RunPlan, completed: list[int]) -> None:
         )
 
 
-def _check_runner(runner: RunnerPlan, skipped: list[int], dry_run: bool) -> dict[int, str]:
-    """See ``_find_wrong``."""
+def _compare_checkpoints(runner: RunnerPlan, skipped: list[int], dry_run: bool) -> dict[int, str]:
+    """Restores what only the mirror has, then compares: see ``_compare_markers``."""
     plan = runner.plan
     root = runner.root or Path(str(runner.step.checkpoints_local_dir))
     use(runner.step.form)
@@ -167,7 +167,7 @@ def _check_runner(runner: RunnerPlan, skipped: list[int], dry_run: bool) -> dict
     if not mirror:
         for rank in plan.local_ranks:
             refuse_missing_run_json(rank_folder(root, rank))
-        return _find_wrong(runner, root, skipped)
+        return _compare_markers(runner, root, skipped)
     # From there a rank may get what it lacks. Nodes of a cluster may have checkpoints on their own
     # disks.
     with ExitStack() as stack:
@@ -179,10 +179,10 @@ def _check_runner(runner: RunnerPlan, skipped: list[int], dry_run: bool) -> dict
             skipped = [rank for rank in skipped if (rank_folder(root, rank) / RUN).exists()]
         elif runner.copy is None:
             restore_outdated(mirror, root, skipped)
-        return _find_wrong(runner, root, skipped)
+        return _compare_markers(runner, root, skipped)
 
 
-def _find_wrong(runner: RunnerPlan, folder: Path, skipped: list[int]) -> dict[int, str]:
+def _compare_markers(runner: RunnerPlan, folder: Path, skipped: list[int]) -> dict[int, str]:
     """Compares one step. Returns what is wrong with markers that are to be removed, by rank.
 
     Args:
@@ -254,23 +254,23 @@ def _find_wrong(runner: RunnerPlan, folder: Path, skipped: list[int]) -> dict[in
 
 
 def earlier_runs(
-    plan: RunPlan, is_thorough: bool = False, unreachable: Collection[str] = ()
+    plan: RunPlan, dry_run: bool = False, unreachable: Collection[str] = ()
 ) -> Iterator[Finding]:
     """Compares a job with what earlier runs have left. Restores ranks from mirrors, and makes
     missing repositories on the hub.
 
     Args:
-        is_thorough: change nothing, and wait for a hub no longer than doctor does.
+        dry_run: change nothing, and wait for a hub no longer than doctor does.
         unreachable: the subjects of outputs that are not compared.
     """
-    yield from _compared("job", "earlier runs", _find_markers, plan, is_thorough)
+    yield from _compared("job", "earlier runs", _find_markers, plan, dry_run)
     yield from _compared("input", "of finished tasks", check_inputs_unchanged, plan)
     policy = None
-    if is_thorough:
+    if dry_run:
         policy = retrying.HUB_PROBE
     else:
         yield from _compared("output", "reachable", check_hub, plan)
-    yield from _compared("output", "of earlier runs", check_output, plan, unreachable, policy)
+    yield from _compared("output", "of earlier runs", compare_outputs, plan, unreachable, policy)
 
 
 def _compared(
@@ -311,7 +311,7 @@ def check_access_of(runner: RunnerPlan, hub: HubFolder, only_look: bool = False)
     return check_access(hub, private, only_look=only_look)
 
 
-def check_output(
+def compare_outputs(
     plan: RunPlan, without: Collection[str] = (), policy: retrying.RetryPolicy | None = None
 ) -> None:
     """Compares the output of all ranks, also those that datatrove skips, with their checkpoints,
@@ -427,10 +427,10 @@ def doctor(executor: PipelineExecutor) -> list[Finding]:
             for finding in found
             if (finding.state, finding.what) == ("problem", "reachable")
         }
-        return [*found, *about("job", _earlier_runs, plan, unreachable)]
+        return [*found, *about("job", _doctor_earlier_runs, plan, unreachable)]
 
 
-def _earlier_runs(plan: RunPlan, unreachable: Collection[str]) -> Iterator[Finding]:
+def _doctor_earlier_runs(plan: RunPlan, unreachable: Collection[str]) -> Iterator[Finding]:
     """Compares the job with earlier runs, unless a run would restore from a mirror first."""
     for runner, root in plan.kept:
         mirror = runner.step.checkpoints_remote_dir
@@ -446,8 +446,8 @@ def _earlier_runs(plan: RunPlan, unreachable: Collection[str]) -> Iterator[Findi
             yield Finding("warning", "folder", text, "checkpoints")
             return
     with plan.with_mirrors(dry_run=True) as seen:
-        found = within(lambda: [*earlier_runs(seen, True, unreachable)], "what earlier runs left")
-        yield from found
+        check = earlier_runs(seen, dry_run=True, unreachable=unreachable)
+        yield from within(lambda: [*check], "what earlier runs left")
 
 
 def surroundings(plan: RunPlan, is_thorough: bool = False) -> Iterator[Finding]:
@@ -518,7 +518,7 @@ def check_runner(
 
 
 def _check_prompt(runner: RunnerPlan, sample: list[Document]) -> Iterator[Finding]:
-    if sample and runner.index == 1:
+    if sample and runner.index == 1:  # a later step gets what the steps before it have changed
         # Rollouts may change fields, whose values may be large, or not be copied at all.
         copies = (replace(one, metadata={**one.metadata}) for one in (sample[0], *sample))
         first, *documents = copies
@@ -809,13 +809,13 @@ def check_after_run(plan: RunPlan) -> dict[Path, JobSums]:
         job = jobs[root] = check_output_of_run(runner, root, want=want)
         refuse_vanished_input(root, job)
         counts = job.counts
-        if 0 < counts.read == counts.dead:
+        if counts.read and counts.dead == counts.read:
             often = "".join(cause for cause, _ in job.numbers.dead_letters.most_common(1))
             raise TooManyDeadLetters(
                 f"All documents are dead letters: {often}. To see them: datatrove-ckpt show {root} "
                 f"--dead. Correct the cause, and start again with retry_dead_letters."
             )
-        if 0 < counts.written == lines_with_error(runner.step.rollout_fn, counts):
+        if counts.written and lines_with_error(runner.step.rollout_fn, counts) == counts.written:
             folder = runner.step.output_writer.output_folder.resolve_paths("")
             raise TooManyDeadLetters(
                 f"All lines have an error, as the output in {folder} shows. Correct the cause.",

@@ -81,7 +81,7 @@ def test_output_of_a_run_that_starts_meanwhile_is_not_called_nobodys(job, comman
         return look(*arguments, **options)
 
     monkeypatch.setattr(OutputFolder, "look", starts_meanwhile)
-    findings.check_output(RunPlan(executor))
+    findings.compare_outputs(RunPlan(executor))
 
 
 # files that no commit knows ----------------------------------------------------------------------

@@ -35,7 +35,7 @@ from datatrove_ckpt.checkpoint.layout import (
 from datatrove_ckpt.checkpoint.limits import read_paid
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.numbers import Buckets, DocumentCounts, Seconds
-from datatrove_ckpt.checkpoint.rank_files import RankFiles, StorageThread
+from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, recover
 from datatrove_ckpt.checkpoint.request_cache import (
     Answer,
@@ -45,6 +45,7 @@ from datatrove_ckpt.checkpoint.request_cache import (
     payload_hash,
     read_answers,
 )
+from datatrove_ckpt.checkpoint.storage_thread import StorageThread
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, StorageFailed
 from datatrove_ckpt.process import open_files
 

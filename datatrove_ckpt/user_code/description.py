@@ -24,6 +24,7 @@ import linecache
 import math
 import os
 import re
+import stat
 import sys
 import threading
 import types
@@ -604,8 +605,12 @@ class _Walk:
             for text in sorted(filter(_PATH.fullmatch, statement.files)):
                 pattern = os.path.join(glob.escape(str(folder)), text)  # noqa: PTH118
                 for file in map(Path, islice(glob.iglob(pattern), _MAX_FILES)):  # noqa: PTH207
-                    if file.is_file() and 0 < file.stat().st_size < _MAX_FILE:  # not of /proc
-                        yield file
+                    try:
+                        status = file.stat()
+                    except OSError:  # it is gone since, as a process's in /proc
+                        continue
+                    if stat.S_ISREG(status.st_mode) and 0 < status.st_size < _MAX_FILE:
+                        yield file  # those of /proc have no size
 
     @functools.cached_property
     def _folders(self) -> list[Path]:

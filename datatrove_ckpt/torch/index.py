@@ -10,6 +10,8 @@ one by one, so arrays are cut out of the batch itself. Arrays are copies: torch 
 arrays, and a view keeps a block alive.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby

@@ -347,7 +347,10 @@ class Workers:
     def _kill(self):
         victim = self.chance.choice(self._alive)
         with self._server.before_a_kill():
-            os.killpg(victim.pid, signal.SIGKILL)
+            try:
+                os.killpg(victim.pid, signal.SIGKILL)
+            except ProcessLookupError:  # it has just ended by itself: ``run`` looks at its code
+                return
             victim.communicate()
         self._alive.remove(victim)
         self.kills += 1

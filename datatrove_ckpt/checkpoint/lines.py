@@ -51,11 +51,15 @@ def _advice(error: Exception, path: str | os.PathLike[str]) -> str:
             "run the same command again. If it is gone for good, start over in "
             "other folders."
         )
-    if code in (errno.EACCES, errno.EPERM, errno.EROFS) or "readonly" in str(error):
+    if code == errno.EACCES:
         return (
             "Checkpoints are private, because they hold documents and answers: run this command as "
-            "the user who made them, or let that user run chmod -R g+rX on the folder. Else give "
-            "this user the permission (or mount it writable, or choose another folder) and "
+            "the user who made them, or let that user run chmod -R g+rX on the folder. Else choose "
+            "another folder and run the same command again."
+        )
+    if code in (errno.EPERM, errno.EROFS) or "readonly" in str(error):
+        return (
+            "Give this user the permission (or mount it writable, or choose another folder) and "
             "run the same command again."
         )
     return "Check the disk and run the same command again; everything saved so far is kept."

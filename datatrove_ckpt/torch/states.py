@@ -15,7 +15,7 @@ are accepted.
 import json
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from os import PathLike
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -165,7 +165,9 @@ class DatasetState:
 
     @classmethod
     def from_json(cls, content: State) -> "DatasetState":
-        """Raises CheckpointMismatch for a state of another version."""
+        """Raises CheckpointMismatch for a state of another version, CheckpointCorrupt for a damaged
+        one.
+        """
         if content.get("version") != VERSION or content.get("kind") != _KIND:
             raise CheckpointMismatch(
                 f"The state is of version {content.get('version')!r} of "
@@ -178,6 +180,10 @@ class DatasetState:
             for key, value in content.items()
             if key not in ("kind", "version", "checksum")
         }
+        if found.keys() != {field.name for field in fields(cls)}:
+            raise CheckpointCorrupt(
+                f"The state is damaged: its keys are not those of version {VERSION}. {REMEDY}"
+            )
         found["done"] = tuple(Round.from_json(each) for each in content["done"])
         found["slot"] = content["slot"] and Slot(*content["slot"])
         return cls(**found)

@@ -116,7 +116,7 @@ def check_files(
 
     Args:
         full: reads each file; else compares sizes alone.
-        load: is called with each file of ``loaded``, which so need not be read again.
+        load: called with each file of ``loaded``, so that it is read once.
     """
 
     def read(file: str) -> Entry:
@@ -131,14 +131,14 @@ def check_files(
         path = folder / str(name) / file
         if not path.is_file():
             raise CheckpointCorrupt(f"{path} is missing.")
-        found = path.stat().st_size
-        if found != size:
-            raise CheckpointCorrupt(f"{path} has {found} bytes instead of {size}.")
+        there = path.stat().st_size
+        if there != size:
+            raise CheckpointCorrupt(f"{path} has {there} bytes instead of {size}.")
     if full:
         with ThreadPoolExecutor() as pool:
             others = [file for file in entries if file not in loaded]
             hashed = pool.map(read, others)
-            # Here: the memory that a thread frees is not used again.
+            # In this thread, because what other threads free is not used again.
             found = {file: read(file) for file in entries if file in loaded}
             found |= zip(others, hashed, strict=True)
         for file, entry in entries.items():

@@ -359,7 +359,7 @@ def metrics_port(process: int, host: str, first: int) -> ShownRanks:
 def shown_rank(
     step: Step, rank: int, checkpoint: OpenCheckpoint, reporter: RankReporter, shutdown: Shutdown
 ) -> Iterator[None]:
-    """Shows a rank inside the block, as its ``monitoring`` says. Nothing here may end a run."""
+    """Shows a rank inside the block, as its ``monitoring`` says. Without a port the run goes on."""
     started_at = time.time()
     config = step.monitoring
     folder = step.output_writer.output_folder.resolve_paths("")

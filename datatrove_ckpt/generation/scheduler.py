@@ -380,7 +380,6 @@ class Scheduler:
 
 
 # An early stop, in order -------------------------------------------------------------------------
-#
 
 _PUBLISH_WAIT_SECONDS = 5.0  # of a drain, for complete chunks
 _GRACE_SECONDS = 2.0  # for rollouts that compute or sleep

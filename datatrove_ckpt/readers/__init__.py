@@ -26,7 +26,7 @@ from datatrove_ckpt.readers.positions import PositionedDocument, Reading, positi
 from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
 from datatrove_ckpt.readers.whole_files import PageReader, TextReader
 
-# As tasks that earlier builds have queued name its classes.
+# Tasks that earlier builds have queued name these modules.
 sys.modules |= dict.fromkeys([f"{__name__}.texts", f"{__name__}.pages"], whole_files)
 
 READERS: tuple[type[SeekingReader], ...] = (

@@ -79,7 +79,7 @@ class RankLedger:
         last_commit: Unix seconds of the last commit, if known.
         commits: by chunk index, in the order in which they were written.
         causes: of dead letters, with their numbers.
-        written: when a run last wrote its files, in Unix seconds.
+        written: Unix seconds of the last write to commits or journals; 0.0: complete, or none.
         damage: why a run would refuse the folder.
     """
 
@@ -95,7 +95,7 @@ class RankLedger:
     last_commit: float | None = None
     commits: dict[int, Commit] = field(default_factory=dict)
     causes: Counter[str] = field(default_factory=Counter)
-    written: dict[str, float] = field(default_factory=dict)
+    written: float = 0.0
     damage: CheckpointError | None = None
 
     @property
@@ -160,7 +160,7 @@ class RankLedger:
             unfinished_chunks=len(self.open_chunks),
             exact=self.journals is not None or self.has_said_its_end,
             lost_in_flight=sum(attempt.in_flight or 0 for attempt in killed),
-            number_of_attempts=len(attempts) or self.owners,  # an earlier release wrote no history
+            number_of_attempts=len(attempts) or self.owners,  # without a history
             killed=len(killed),
             uncertain=sum(
                 not attempt.has_sums or attempt.cut_off > 0
@@ -360,10 +360,8 @@ def _read(rank: RankLedger, want: Want, most: int | None) -> None:
     expected.check(commits)
     rank.open_chunks = [index for index in found.journals if index not in commits]
     rank.is_finished = is_finished
-    names = [] if rank.history.attempts or Want.HISTORY not in want else [layout.RUN, layout.CACHE]
-    if not is_finished or rank.last_commit is None:
-        names += [layout.COMMITS, *map(layout.journal_name, found.journals)]
-    rank.written = found.times(names)
+    if not is_finished:
+        rank.written = found.last_write(layout.COMMITS, *map(layout.journal_name, found.journals))
     if Want.LETTERS in want and rank.committed.counts.dead:
         rank.causes = _causes(
             found.path(layout.DEAD_LETTERS), found.size(layout.DEAD_LETTERS), most or 1 << 13

@@ -63,13 +63,12 @@ class DiskRoom:
         self._waiting = 0
         self._is_low = False
 
-    def holds_up(self, waiting: int, few: int, unwritten: int) -> bool:
+    def holds_up(self, waiting: int, few: int) -> bool:
         """Whether no document should be started. Logs each change.
 
         Args:
             waiting: chunks that wait to be put in place.
             few: up to this many chunks, waiting would not free enough room.
-            unwritten: bytes that documents in work may still write.
         """
         was_low = self._is_low
         now = time.monotonic()
@@ -79,7 +78,7 @@ class DiskRoom:
             self._next_look = now + _LOOK_SECONDS
             self._waiting = waiting
             free = free_bytes(self._folder)
-            reserve = reserve_bytes(self._folder) + unwritten
+            reserve = reserve_bytes(self._folder)
             if was_low:
                 self._is_low = free < reserve * 1.1  # the run would alternate every second
             elif free < reserve:

@@ -19,7 +19,6 @@ import threading
 import time
 from collections import deque
 from contextlib import ExitStack, suppress
-from contextvars import copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -33,6 +32,7 @@ from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.common import object_store, retrying
 from datatrove_ckpt.common.declared import Seconds
+from datatrove_ckpt.common.threads import context_thread
 from datatrove_ckpt.errors import ConfigError, StorageFailed, TooManyOpenFiles
 from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Uploads, Versions
 from datatrove_ckpt.process import job_launch
@@ -83,10 +83,7 @@ class RemoteMirror:
         self._completed = False
         self._given_up = False
         self._reading = threading.Lock()  # from the rank's files, which close after ``stop``
-        work = copy_context().run  # its lines are in the rank's log
-        self._thread = threading.Thread(
-            target=work, args=(self._run,), name="datatrove-ckpt mirror", daemon=True
-        )
+        self._thread = context_thread(self._run, "mirror")
         self._uploads: Uploads | None = None
         self._failures = 0
         self._failure = "no answer"

@@ -558,13 +558,13 @@ class History:
         return Rates(*(max(0, number) for number in grown)) * (1 / seconds)
 
 
-def read_latest(path: Path) -> Progress | None:
-    """Returns the last progress line, which is near the end of the file.
+def read_latest(path: Path) -> Progress:
+    """Returns the last progress line, which is near the end of the file; zeros without one.
 
     Raises:
         StorageFailed: it cannot be read.
     """
-    return next(_latest_progress(last_lines(path, 1 << 15)), None)
+    return next(_latest_progress(last_lines(path, 1 << 15)), Progress())
 
 
 def read_history(path: str, most: int = 0) -> History:

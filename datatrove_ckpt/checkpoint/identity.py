@@ -336,8 +336,6 @@ class RunClaim:
     def __init__(self, folder: Path, identity: RunIdentity, accept_changes: bool = False) -> None:
         self._path = folder / layout.RUN
         self._fields = identity.kept
-        self._fence = 0
-        self._earlier: dict[str, int | None] = {}
         self._accepted: list[Json] = []
         self.before: Json = {}
         """The content of ``run.json``; empty if no process has owned the rank."""
@@ -349,11 +347,6 @@ class RunClaim:
                     f"{self._path}: another version of datatrove-ckpt described the code of this "
                     "run in another way, so the code is not compared this time. From now on it is."
                 )
-            owner = old.get("owner", {})
-            self._fence = owner.get("fence", 0)
-            self._earlier |= owner.get("earlier", {})
-            if "nonce" in owner:
-                self._earlier[owner["nonce"]] = None
             self._accepted += old.get("accepted_changes", [])
             self._accepted += _accept(folder, changes, accept_changes)
         else:
@@ -367,9 +360,13 @@ class RunClaim:
             commits: the number of commits that the rank has now; None: as many as ``run.json``
                 names.
         """
+        before = self.before.get("owner", {})
         if commits is None:
-            commits = self.before.get("owner", {}).get("commits", 0)
-        owner = new_owner(self._fence + 1, self._earlier, commits)
+            commits = before.get("commits", 0)
+        earlier = before.get("earlier", {})
+        if "nonce" in before:
+            earlier = {**earlier, before["nonce"]: None}
+        owner = new_owner(before.get("fence", 0) + 1, earlier, commits)
         kept = {**self._fields, "owner": owner}
         if self._accepted:
             kept["accepted_changes"] = self._accepted
@@ -679,7 +676,7 @@ def join_job(
             ranks = [other for other in layout.rank_numbers(root) if other != rank]
             others = _compare_ranks(root, ranks, identity)
             if others.changes and (not accept_changes or others.is_layout):
-                raise _refusal(root, others)
+                raise refuse_changes(root, others)
             content = job_content(identity, _read(root), others)
             if _read(root).get(OUTPUT_FOLDER) != identity.fields.get(OUTPUT_FOLDER):
                 check_output()
@@ -690,7 +687,7 @@ def join_job(
             guard.release(remove=True)
     # Another job started at the same instant.
     if changes := compare(_read(root), identity, with_output=True):
-        raise _refusal(root, JobChanges({rank: changes}))
+        raise refuse_changes(root, JobChanges({rank: changes}))
 
 
 def recorded_runs(root: Path) -> Iterator[Json]:
@@ -760,8 +757,7 @@ def refuse_other_tasks(root: Path, identity: RunIdentity) -> None:
     """
     found = compare_job(root, identity, None, only_tasks=True)
     if found.changes:
-        what = f"The checkpoints in {root} ({name_tasks(found.ranks)}) were"
-        raise refusal(what, found.changes)
+        raise refuse_changes(root, found)
 
 
 def name_tasks(ranks: list[int]) -> str:
@@ -817,9 +813,12 @@ def job_content(identity: RunIdentity, before: Json, others: JobChanges) -> byte
     return sealed_json(job)
 
 
-def _refusal(root: Path, found: JobChanges) -> Exception:
-    what = f"The checkpoints of other tasks in {root} ({name_tasks(found.ranks)}) were"
-    return refusal(what, found.changes)
+def refuse_changes(
+    root: Path | str, found: JobChanges, advice: str = "", may_mix: bool = True
+) -> CheckpointMismatch:
+    """Returns ``refusal`` for the checkpoints of tasks in a folder or mirror."""
+    what = f"The checkpoints in {root} ({name_tasks(found.ranks)}) were"
+    return refusal(what, found.changes, advice, may_mix)
 
 
 def _compare_ranks(

@@ -192,15 +192,9 @@ def _look_at_seal(mirrored: Versions, version: Version) -> None:
         ConfigError: the mirror is sealed, and there is no key: what this node uploads could not be
             restored.
     """
-    try:
+    # A version with another seal is not needed here: what this node uploads has its key's.
+    with suppress(Damaged, CheckpointCorrupt):
         mirrored.read_manifest(version, trusted=True)
-    except Damaged:
-        return
-    except CheckpointCorrupt as error:
-        logger.warning(
-            f"{error} This node does not need it; what it uploads from now on is sealed with this "
-            "key."
-        )
 
 
 def _restore_newest(

@@ -46,7 +46,6 @@ from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.lines import (
     RESTORE,
-    WITHOUT_SHARD,
     Json,
     explained,
     is_count,
@@ -348,7 +347,10 @@ class RunClaim:
                     "run in another way, so the code is not compared this time. From now on it is."
                 )
             self._accepted += old.get("accepted_changes", [])
-            self._accepted += _accept(folder, changes, accept_changes)
+            if changes and holds_work(folder):
+                if not accept_changes or any(change.is_layout for change in changes):
+                    raise refusal(f"The checkpoint {folder} was", changes)
+                self._accepted += records(changes)
         else:
             layout.refuse_missing_run_json(folder)
         self._accepted += new_records(self._accepted, identity)
@@ -372,19 +374,6 @@ class RunClaim:
             kept["accepted_changes"] = self._accepted
         files.disk.replace(self._path, sealed_json(kept))
         return Fence(self._path, owner)
-
-
-def check_shard(folder: Path) -> None:
-    """Checks that a finished rank has ``shard.json``.
-
-    Raises:
-        CheckpointCorrupt: it is lost, so the input of the rank could change unnoticed.
-        VersionMismatch: a version that wrote none has finished the rank.
-    """
-    path = folder / layout.SHARD
-    if not path.exists():
-        read_run(folder / layout.RUN)
-        raise CheckpointCorrupt(path, f" is missing. {WITHOUT_SHARD}")
 
 
 def read_run(path: Path) -> Json:
@@ -435,14 +424,6 @@ def check_run(content: Json) -> Json:
     if not isinstance(content.get("owner", {}), dict):
         raise ValueError("its owner is damaged")
     return content
-
-
-def _accept(folder: Path, changes: list[Change], accept: bool) -> list[Json]:
-    if not changes or not holds_work(folder):
-        return []
-    if not accept or any(change.is_layout for change in changes):
-        raise refusal(f"The checkpoint {folder} was", changes)
-    return records(changes)
 
 
 def compare(kept: Json, identity: RunIdentity, with_output: bool = False) -> list[Change]:

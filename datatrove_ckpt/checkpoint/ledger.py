@@ -32,7 +32,14 @@ from datatrove_ckpt.checkpoint.commits import (
 from datatrove_ckpt.checkpoint.history import History, read_history
 from datatrove_ckpt.checkpoint.identity import run_with_secrets
 from datatrove_ckpt.checkpoint.journal import read_finished
-from datatrove_ckpt.checkpoint.lines import RESTORE, Json, explained, is_count, read_shard
+from datatrove_ckpt.checkpoint.lines import (
+    RESTORE,
+    WITHOUT_SHARD,
+    Json,
+    explained,
+    is_count,
+    read_shard,
+)
 from datatrove_ckpt.checkpoint.numbers import Buckets, DocumentCounts, RunNumbers
 from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
 from datatrove_ckpt.common.formatting import as_line, cut, number_range
@@ -462,8 +469,10 @@ class Expected:
         last = read_last_chunk(layout.last_chunk_of(folder)) if run else None
         documents = None
         if finished:
-            identity.check_shard(folder)
-            documents = read_shard(folder / layout.SHARD).get("documents")
+            path = folder / layout.SHARD
+            if not path.exists():
+                raise CheckpointCorrupt(path, f" is missing. {WITHOUT_SHARD}")
+            documents = read_shard(path).get("documents")
         return cls(folder, known, last, documents if is_count(documents) else None)
 
     def check(self, commits: Mapping[int, Commit]) -> None:

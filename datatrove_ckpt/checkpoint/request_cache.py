@@ -177,7 +177,13 @@ class RequestCache:
             if self.path.stat().st_ino != self._inode:
                 raise error  # another process has replaced the file: the fence tells which
             _close(connection)
-        aside = _rename_aside(self.path)
+        when = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+        aside = self.path.with_name(f"{self.path.name}.damaged-{when}")
+        for suffix in ("", *CACHE_LOGS):
+            source = self.path.with_name(self.path.name + suffix)
+            if source.exists():
+                files.disk.rename(source, aside.with_name(aside.name + suffix))
+        files.disk.sync_dir(self.path.parent)
         logger.warning(
             f"The request cache {self.path} is damaged ({error.__cause__}). It is kept as {aside}. "
             "Its answers are requested again; finished documents are not affected."
@@ -391,17 +397,6 @@ def _connect(path: Path) -> sqlite3.Connection:
             raise NotOurs("its schema is damaged") from error
         raise
     return connection
-
-
-def _rename_aside(path: Path) -> Path:
-    when = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
-    aside = path.with_name(f"{path.name}.damaged-{when}")
-    for suffix in ("", *CACHE_LOGS):
-        source = path.with_name(path.name + suffix)
-        if source.exists():
-            files.disk.rename(source, aside.with_name(aside.name + suffix))
-    files.disk.sync_dir(path.parent)
-    return aside
 
 
 def _checksum(values: Row) -> int:

@@ -70,7 +70,6 @@ MAX_OBJECT_BYTES = 16 * 2**20
 # [0-9], because \d also matches the digits of other scripts.
 _NAME = re.compile(r"(generation|claim)-([0-9]{8,18})-([0-9a-f]{16})\.json")
 _OBJECT = re.compile(r"[0-9a-f]{16}-[0-9]{6,18}")
-_NONCE = re.compile(r"[0-9a-f]{16}")
 _FILES = {
     layout.BATCHES,
     layout.COLUMNS,
@@ -80,7 +79,6 @@ _FILES = {
     layout.RETRY_INPUT,
     layout.SHARD,
 }
-_TIME = re.compile(r"[0-9T:+.Z-]{0,40}")
 
 
 def is_mirrored(name: str) -> bool:
@@ -210,6 +208,7 @@ class Manifest:
         """
         try:
             data = orjson.loads(body)
+            data.pop("hmac", None)
             run = data.get("run")
             written_by = run.get(WRITTEN_BY) if isinstance(run, dict) else None
             check_format(where, data, range(1, FORMAT + 1), written_by)
@@ -226,11 +225,13 @@ class Manifest:
             answers = [Part.from_json(part) for part in data.pop("answers")]
             manifest = cls(files=files, answers=answers, **data)
             if (
-                not _NONCE.fullmatch(check_run(manifest.run)["owner"]["nonce"])
+                not re.fullmatch(r"[0-9a-f]{16}", check_run(manifest.run)["owner"]["nonce"])
                 or "earlier" not in manifest.run["owner"]
             ):
                 raise ValueError("its owner is damaged")
-            if not isinstance(manifest.finished, bool) or not _TIME.fullmatch(manifest.when):
+            if not isinstance(manifest.finished, bool) or not re.fullmatch(
+                r"[0-9T:+.Z-]{0,40}", manifest.when
+            ):
                 raise ValueError("its state or time is damaged")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Damaged(f"its manifest is damaged ({error})") from error
@@ -366,13 +367,6 @@ class Seal:
         return hmac.digest(self._key.reveal().encode(), message, "sha256").hex()
 
 
-def without_seal(body: bytes) -> bytes:
-    sealed = _SEALED.fullmatch(body)
-    if sealed is None:
-        return body
-    return sealed[1] + b"}"
-
-
 # versions ---------------------------------------------------------------------------------------
 
 
@@ -430,7 +424,7 @@ class Versions:
             raise Damaged("its manifest is damaged")
         if trusted:
             self._seal.check(version.file, body)
-        return Manifest.from_json(without_seal(body), f"{self.url}/{version.file}")
+        return Manifest.from_json(body, f"{self.url}/{version.file}")
 
     def write_manifest(self, version: Version, manifest: Manifest, when: str) -> None:
         self.store.put(version.file, seal(self._seal.add(version.file, manifest.to_json(when))))

@@ -84,7 +84,7 @@ class RemoteMirror:
         self._given_up = False
         self._reading = threading.Lock()  # from the rank's files, which close after ``stop``
         self._thread = context_thread(self._run, "mirror")
-        self._uploads: Uploads | None = None
+        self._uploads = Uploads(Versions(self.url))
         self._failures = 0
         self._failure = "no answer"
 
@@ -96,7 +96,7 @@ class RemoteMirror:
     @property
     def _is_owned(self) -> bool:
         """Whether ownership and a first version are on the mirror."""
-        return self._uploads is not None and self._uploads.owns_mirror
+        return self._uploads.owns_mirror
 
     def check(self, first: bool, stopping: threading.Event) -> None:
         if not self._is_owned:
@@ -216,10 +216,9 @@ class RemoteMirror:
         """
         number = len(self._looks)
         now = time.monotonic()
-        uploads = self._uploads
-        if number and uploads is not None and uploads.owns_mirror:
+        if number and self._is_owned:
             try:
-                uploads.list_as_owner()
+                self._uploads.list_as_owner()
             except (OSError, ConfigError) as error:  # the next upload says so
                 self._failure = retrying.failure_line(error)
                 if isinstance(error, OSError) and retrying.STORAGE.passes(error):
@@ -234,7 +233,7 @@ class RemoteMirror:
         except _Interrupted:
             pass
         except (OSError, EOFError, ConfigError, StorageFailed, TooManyOpenFiles) as error:
-            if isinstance(error, ConfigError) and not (self._uploads and self._uploads.owns_mirror):
+            if isinstance(error, ConfigError) and not self._is_owned:
                 raise
             self._failure = retrying.failure_line(error)
             if job_launch.LAUNCH in os.environ and retrying.http_status(error) in (401, 403):
@@ -263,8 +262,6 @@ class RemoteMirror:
         return 1
 
     def _upload(self) -> None:
-        if self._uploads is None:
-            self._uploads = Uploads(Versions(self.url))
         uploads = self._uploads
         last = self._stopping
         start = time.monotonic()

@@ -153,7 +153,7 @@ def restore(url: str, folder: Path) -> None:
         CheckpointCorrupt: no version is complete.
         CheckpointMismatch: folder and mirror were started separately.
         CheckpointLocked: a process works on the folder.
-        ConfigError: the bucket does not exist.
+        ConfigError: the bucket does not exist; or the mirror is sealed, and there is no key.
     """
     owner = _owner_of(folder)
     mirrored = Versions(url)
@@ -174,7 +174,10 @@ def restore(url: str, folder: Path) -> None:
         return
     try:
         if owner is not None and contains_version(owner, versions[-1]):
-            _look_at_seal(mirrored, versions[-1])
+            # The mirror may be sealed, and there is no key: what this node uploads could not be
+            # restored. Another seal is no matter: this version is not needed here.
+            with suppress(Damaged, CheckpointCorrupt):
+                mirrored.read_manifest(versions[-1], trusted=True)
             # The other node may have published files, and was lost before its first version.
             if _has_another_owner(ownerships, owner):
                 files.disk.remove(folder / layout.PUBLISHING)
@@ -182,19 +185,6 @@ def restore(url: str, folder: Path) -> None:
         _restore_newest(mirrored, versions, folder, owner)
     except OSError as error:
         raise unreadable(url, error, _WITHOUT) from error
-
-
-def _look_at_seal(mirrored: Versions, version: Version) -> None:
-    """Compares the key with the newest version's seal, although this node does not need the
-    version.
-
-    Raises:
-        ConfigError: the mirror is sealed, and there is no key: what this node uploads could not be
-            restored.
-    """
-    # A version with another seal is not needed here: what this node uploads has its key's.
-    with suppress(Damaged, CheckpointCorrupt):
-        mirrored.read_manifest(version, trusted=True)
 
 
 def _restore_newest(

@@ -133,6 +133,13 @@ def answered(rank):
     return Counter(found)
 
 
+def in_newest_version(remote, scratch):
+    """The questions that are answered according to a mirror."""
+    shutil.rmtree(scratch, ignore_errors=True)
+    restore(f"{remote}/00000", scratch / "00000")
+    return answered(scratch / "00000")
+
+
 def known_ordinals(rank):
     """The documents that commits and journals hold, and of how many answers of each the request
     cache knows.
@@ -218,7 +225,7 @@ class Killed:
             assert killed == (left is not None)
             if killed:
                 shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
-                known = self._in_newest_version()
+                known = in_newest_version(self.remote, self.folder / "scratch")
 
     def _run_once(self, server, kill_after):
         """Returns whether it was killed."""
@@ -239,9 +246,3 @@ class Killed:
         code = process.wait()
         assert code in (0, -signal.SIGKILL), self.log.read_text()[-3000:]
         return code != 0
-
-    def _in_newest_version(self):
-        scratch = self.folder / "scratch"
-        shutil.rmtree(scratch, ignore_errors=True)
-        restore(f"{self.remote}/00000", scratch / "00000")
-        return answered(scratch / "00000")

@@ -12,7 +12,7 @@ from datatrove_ckpt.checkpoint.request_cache import read_answers
 from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, ConfigError, DocumentFailed
 from datatrove_ckpt.run_folder.verify import verify
 from datatrove_ckpt.testing import assert_same_output_after_crash, outputs
-from tests.crash.test_every_effect import OF_FILES
+from tests.crash.test_every_effect import OF_FILES, committed
 from tests.jobs import chat, documents, runner
 from tests.make_release import run
 from tests.mirrors import known_ordinals
@@ -22,10 +22,6 @@ from tests.rank_folders import place_at
 from .test_releases import NAMES, kept, restored
 
 DOCUMENTS = 7
-
-
-def number_of_commits(path):
-    return Path(path).read_bytes().count(b"\n") if Path(path).exists() else 0
 
 
 class TwoSteps:
@@ -39,7 +35,7 @@ class TwoSteps:
     async def __call__(self, document, generate):
         first = await generate(chat(f"Say {document.text}"))
         if document.id == self.stop_at:
-            await until_async(lambda: number_of_commits(self._commits) >= 2)
+            await until_async(lambda: committed(Path(self._commits)) >= 2)
             raise RuntimeError("stopped between two requests, with two chunks committed")
         second = await generate(chat(f"{self.style}: {first.text}"))
         return second.text

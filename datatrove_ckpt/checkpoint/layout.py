@@ -186,6 +186,19 @@ def is_journal(name: str) -> bool:
     return match is not None and name == journal_name(int(match[1]))
 
 
+def is_mirrored(name: str) -> bool:
+    """Whether the versions of a mirror hold such a file."""
+    return is_journal(name) or name in (
+        BATCHES,
+        COLUMNS,
+        COMMITS,
+        DEAD_LETTERS,
+        HISTORY,
+        RETRY_INPUT,
+        SHARD,
+    )
+
+
 class RankListing:
     """A listing of a rank's folder in few system calls: there may be ten thousand ranks. A missing
     folder is empty. Raises CheckpointCorrupt if a folder has the name of a file.

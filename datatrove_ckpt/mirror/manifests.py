@@ -70,20 +70,6 @@ MAX_OBJECT_BYTES = 16 * 2**20
 # [0-9], because \d also matches the digits of other scripts.
 _NAME = re.compile(r"(generation|claim)-([0-9]{8,18})-([0-9a-f]{16})\.json")
 _OBJECT = re.compile(r"[0-9a-f]{16}-[0-9]{6,18}")
-_FILES = {
-    layout.BATCHES,
-    layout.COLUMNS,
-    layout.COMMITS,
-    layout.DEAD_LETTERS,
-    layout.HISTORY,
-    layout.RETRY_INPUT,
-    layout.SHARD,
-}
-
-
-def is_mirrored(name: str) -> bool:
-    """Whether versions hold such a file."""
-    return name in _FILES or layout.is_journal(name)
 
 
 @dataclass(frozen=True, order=True)
@@ -216,7 +202,7 @@ class Manifest:
             if not is_count(data.pop("format")):
                 raise ValueError("it has no format")
             for name in data["files"]:
-                if not is_mirrored(name):
+                if not layout.is_mirrored(name):
                     raise ValueError(f"it names {name!r}, which is no file of a checkpoint")
             files = {
                 name: [Part.from_json(part) for part in parts]

@@ -66,7 +66,6 @@ from datatrove_ckpt.mirror.manifests import (
     contains_version,
     decode_answers,
     in_threads,
-    is_mirrored,
 )
 
 _WITHOUT = " To start without what the mirror holds, remove the setting checkpoints_remote_dir."
@@ -456,7 +455,10 @@ def upload_rank(url: str, folder: Path) -> None:
     Raises:
         StorageFailed: it could not be uploaded. The version before it stays the newest one.
     """
-    snapshot = _snapshot(folder)
+    snapshot = Snapshot.of(folder)
+    if (folder / layout.CACHE).exists():
+        with closing(RequestCache(folder / layout.CACHE)) as cache:
+            snapshot = snapshot.with_answers(cache)
     uploads = Uploads(Versions(url))
     try:
         uploads.start_version(identity.parse_run(folder / layout.RUN, snapshot.run), snapshot)
@@ -508,19 +510,3 @@ def _upload_missing(url: str, folder: Path) -> bool:
     if not is_there:
         upload_rank(url, folder)
     return not is_there
-
-
-def _snapshot(folder: Path) -> Snapshot:
-    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if is_mirrored(path.name)}
-    answers = []
-    unfinished = frozenset[int]()
-    last = 0
-    if (folder / layout.CACHE).exists():
-        with closing(RequestCache(folder / layout.CACHE)) as cache:
-            unfinished = frozenset(ordinal for ordinal, _ in cache.answer_counts())
-            answers = cache.answers_since(0, unfinished)
-            last = cache.last_answer
-    run = (folder / layout.RUN).read_bytes()
-    return Snapshot(
-        run, {name: size for name, size in sizes.items() if size}, unfinished, answers, last
-    )

@@ -42,7 +42,7 @@ from datatrove_ckpt.run_folder.findings import check_before_run
 from datatrove_ckpt.run_folder.run_plan import RunPlan
 from datatrove_ckpt.run_folder.verify import verify
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.jobs import documents, ids, rejects, runner
+from tests.jobs import ids, rejects, runner
 from tests.mirrors import (
     ONE_BY_ONE,
     PASSES,
@@ -54,6 +54,7 @@ from tests.mirrors import (
 )
 from tests.patience import until
 from tests.rank_folders import place_at
+from tests.yaml_jobs import write_input
 
 
 @pytest.fixture
@@ -103,6 +104,10 @@ def mirrors(monkeypatch):
 
 def manifests(job):
     return sorted((job.folder / "remote/00000").glob("generation-*"))
+
+
+def objects_of(manifest):
+    return set(re.findall(r"[0-9a-f]{16}-\d{6}", manifest.read_text()))
 
 
 def three_versions(job, monkeypatch):
@@ -186,43 +191,37 @@ def test_without_a_node_and_without_a_mirror_to_read_the_run_is_refused(
 
 
 def executor(folder, server, **changes):
-    """A task for each of three files with five documents. Its tasks are run one by one."""
-    (folder / "input").mkdir(exist_ok=True)
-    for number, document in enumerate(documents(15)):
-        path = folder / "input" / f"{number // 5}.jsonl"
-        with path.open("a" if number % 5 else "w") as file:
-            file.write(orjson.dumps({"id": document.id, "text": document.text}).decode() + "\n")
+    """A task for each of three files. Its tasks are run one by one."""
     step = runner(folder, server, ask_twice, config=ONE_BY_ONE, **changes)
     return LocalPipelineExecutor(
         [JsonlReader(str(folder / "input")), step], 3, 1, logging_dir=str(folder / "logs")
     )
 
 
-def mirrored(folder):
-    return {"checkpoints_remote_dir": str(folder / "mirror"), "mirror_seconds": 1000}
-
-
 @pytest.mark.slow
 def test_what_was_finished_before_there_was_a_mirror_outlives_the_node(tmp_path):
     """Also if the first upload of a task was killed after its empty first version."""
+    texts = [f"text {number}" for number in range(15)]
+    write_input(tmp_path, texts[:5], texts[5:10], texts[10:])
+    mirrored = {"checkpoints_remote_dir": str(tmp_path / "mirror"), "mirror_seconds": 1000}
     rejected = ["text 13"]
     with FakeServer(status=rejects(rejected, 401)) as server:
         for rank in (0, 1):
             executor(tmp_path, server)._run_for_rank(rank)
-        check_before_run(RunPlan(executor(tmp_path, server, **mirrored(tmp_path))))
+        check_before_run(RunPlan(executor(tmp_path, server, **mirrored)))
         first, *others = sorted((tmp_path / "mirror/00001").glob("generation-*"))
         for path in others:
             path.unlink()
         assert first.name.startswith("generation-00000001-")
-        check_before_run(RunPlan(executor(tmp_path, server, **mirrored(tmp_path))))
+        check_before_run(RunPlan(executor(tmp_path, server, **mirrored)))
         asked = server.asked.copy()
         with suppress(CkptError):
-            executor(tmp_path, server, **mirrored(tmp_path))._run_for_rank(2)
+            executor(tmp_path, server, **mirrored)._run_for_rank(2)
         shutil.rmtree(tmp_path / "checkpoints")
         rejected.clear()
-        executor(tmp_path, server, **mirrored(tmp_path)).run()
+        executor(tmp_path, server, **mirrored).run()
     assert {question: server.asked[question] for question in asked} == asked
-    assert sorted(ids(tmp_path)) == sorted(document.id for document in documents(15))
+    assert sorted(ids(tmp_path)) == sorted(f"id {number}" for number in range(15))
     assert [*verify(place_at(tmp_path / "checkpoints"), full=True).problems] == []
 
 
@@ -273,7 +272,7 @@ def test_no_damage_to_any_one_object_costs_more_than_a_version(
     states = three_versions(job, monkeypatch)
     assert restored(job) == states[2]
     newest = manifests(job)[-1]
-    needed = set(re.findall(r"[0-9a-f]{16}-\d{6}", newest.read_text()))
+    needed = objects_of(newest)
     assert len(needed) >= 3  # commits, a journal, answers
     objects = [path for path in (job.folder / "remote/00000").rglob("*-*") if path.name in needed]
     assert len(objects) == 2 * len(needed)
@@ -295,12 +294,9 @@ def test_no_damage_to_any_one_object_costs_more_than_a_version(
 
 def spoil(job, manifest, older):
     """Damages both copies of the objects that the version has and the older one has not."""
-    needed, shared = (
-        set(re.findall(r"[0-9a-f]{16}-\d{6}", path.read_text())) if path else set()
-        for path in (manifest, older)
-    )
-    assert needed - shared
-    for name in needed - shared:
+    own = objects_of(manifest) - objects_of(older)
+    assert own
+    for name in own:
         for folder in ("objects", "copies"):
             path = job.folder / "remote/00000" / folder / name
             path.write_bytes(path.read_bytes()[:-1] + b"?")
@@ -341,8 +337,7 @@ def test_when_no_version_is_complete_the_run_is_refused_with_one_clear_message(
         job.run(server)
     assert not server.asked
     assert str(refused.value).count("its manifest is damaged") == 3
-    advice = f"remove {job.remote}/00000 and the task's output files."
-    assert f"To start this task over, and pay for it again, {advice}" in str(refused.value)
+    assert f"remove {job.remote}/00000 and the task's output files." in str(refused.value)
     assert not job.rank.exists()
     for manifest in manifests(job):
         manifest.unlink()

@@ -149,10 +149,8 @@ class Job:
         self.server = server
         self.gate = gate
         self.small = small
-        self.checkpoints = (
-            small / "checkpoints" if small and "checkpoints" in on_it else folder / "checkpoints"
-        )
-        self.output = small / "output" if small and "output" in on_it else folder / "output"
+        self.checkpoints = (small if "checkpoints" in on_it else folder) / "checkpoints"
+        self.output = (small if "output" in on_it else folder) / "output"
         (folder / "input").mkdir(parents=True)
         rows = [
             {"id": f"id {number}", "text": f"{number} {PADDING}"} for number in range(DOCUMENTS)

@@ -39,6 +39,7 @@ from datatrove_ckpt.checkpoint.lines import (
     explained,
     is_count,
     read_shard,
+    size_of,
 )
 from datatrove_ckpt.checkpoint.numbers import Buckets, DocumentCounts, RunNumbers
 from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
@@ -487,28 +488,25 @@ class Expected:
             found = f"{path} holds {number} commits"
         else:
             found = f"{path} is missing"
-        if number < self.known:
-            raise CommitsDamaged(
-                path, f"{found}, but there were {self.known} when the task was last started."
-            )
-        if self.last is not None and unbroken <= self.last:
-            raise CommitsDamaged(
-                path,
-                f"{found}, none of them for chunk {unbroken}, but "
-                f"{layout.last_chunk_of(self.folder)} says that all chunks up to {self.last} are "
-                "done.",
-            )
-        if self.documents is not None and read < self.documents:
-            raise CommitsDamaged(
-                path,
-                f"{found}, for {read} documents, but {self.folder / layout.SHARD} says "
-                f"that this finished task has read {self.documents}.",
-            )
         last = max(commits, default=0)
-        if (gap := last - number) > MAX_GAP:
-            raise CommitsDamaged(
-                path, f"{path} names chunk {last}, but {gap} chunks before it are not done."
+        gap = last - number
+        lost = ""
+        if number < self.known:
+            lost = f"but there were {self.known} when the task was last started."
+        elif self.last is not None and unbroken <= self.last:
+            lost = (
+                f"none of them for chunk {unbroken}, but {layout.last_chunk_of(self.folder)} says "
+                f"that all chunks up to {self.last} are done."
             )
+        elif self.documents is not None and read < self.documents:
+            lost = (
+                f"for {read} documents, but {self.folder / layout.SHARD} says that this finished "
+                f"task has read {self.documents}."
+            )
+        elif gap > MAX_GAP:
+            lost = f"one of them for chunk {last}, but {gap} chunks before it are not done."
+        if lost:
+            raise CommitsDamaged(path, f"{found}, {lost}")
 
 
 def scan_complete_commits(folder: Path, finished: bool, run: Json) -> tuple[dict[int, Commit], int]:
@@ -528,7 +526,7 @@ def scan_complete_commits(folder: Path, finished: bool, run: Json) -> tuple[dict
             raise CheckpointCorrupt(folder / layout.COMMITS, f": {what}. {_START_OVER}")
     letters = folder / layout.DEAD_LETTERS
     needed = max((commit.dead_letters_size for commit in commits.values()), default=0)
-    found = letters.stat().st_size if letters.exists() else 0
+    found = size_of(letters)
     if found < needed:
         raise CheckpointCorrupt(
             letters,

@@ -13,10 +13,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import (
-    AbstractContextManager,
     ExitStack,
     contextmanager,
-    nullcontext,
     suppress,
 )
 from dataclasses import dataclass, field
@@ -593,20 +591,21 @@ class LockedRank:
         """
         settings = self.settings
         folder = settings.folder
-        # A retry of dead letters is no job: ranks retry when they like, with their own settings.
-        job: AbstractContextManager[None] = nullcontext()
-        if not layout.RankAddress.of(folder).retry:
-            job = join_job(
-                settings.root,
-                settings.rank,
-                settings.identity,
-                settings.accept_changes,
-                check_moved,
-            )
         with ExitStack() as undo:
             if old is not None:
                 undo.callback(old.close)
-            with job:
+            with ExitStack() as job:
+                # A retry of dead letters is no job: ranks retry when they like, with their own
+                # settings.
+                if not layout.RankAddress.of(folder).retry:
+                    joined = join_job(
+                        settings.root,
+                        settings.rank,
+                        settings.identity,
+                        settings.accept_changes,
+                        check_moved,
+                    )
+                    job.enter_context(joined)
                 self.refused.pop_all()
                 undo.callback(self.lock.release)
                 # A rank that completes removes its cache.

@@ -52,7 +52,6 @@ class DiskRoom:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._next_look = 0.0
-        self._waiting = 0
         self._is_low = False
 
     def holds_up(self, waiting: int, few: int) -> bool:
@@ -66,9 +65,8 @@ class DiskRoom:
         now = time.monotonic()
         if waiting <= few:
             self._is_low = False
-        elif now >= self._next_look or waiting != self._waiting:
+        elif now >= self._next_look:
             self._next_look = now + _LOOK_SECONDS
-            self._waiting = waiting
             free = free_bytes(self._folder)
             reserve = reserve_bytes(self._folder)
             if was_low:

@@ -17,7 +17,7 @@ from datatrove_ckpt.checkpoint.identity import Fence
 from datatrove_ckpt.checkpoint.interval import Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.limits import PaidFile, RunTotals, read_paid
-from datatrove_ckpt.checkpoint.lines import Json, sealed_shard
+from datatrove_ckpt.checkpoint.lines import SHARD_VERSION, Json, sealed_json
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, RankClock, unix_seconds
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, write_last_chunk
 from datatrove_ckpt.checkpoint.request_cache import (
@@ -256,7 +256,8 @@ class RankFiles:
     def write_shard(self, shard: Json) -> None:
         """Keeps what the rank has read."""
         self.fence.check(thorough=True)
-        files.disk.replace(self.folder / layout.SHARD, sealed_shard(shard))
+        content = sealed_json({"version": SHARD_VERSION, **shard}, indent=False)
+        files.disk.replace(self.folder / layout.SHARD, content)
         self._shard_written = True
 
     # history -------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ from datatrove_ckpt.checkpoint.request_cache import (
     CachedRequest,
     has_right_types,
 )
-from datatrove_ckpt.common import object_store
+from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Secret
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError, Fenced, printable
@@ -358,7 +358,7 @@ class Seal:
 
 class Versions:
     def __init__(self, url: str) -> None:
-        self.store = object_store.ObjectStore(url)
+        self.store = ObjectStore(url)
         self.url = self.store.url
         self._seal = Seal(self.url)
 
@@ -519,10 +519,9 @@ class Uploads:
             self._ownership = Ownership(
                 1 + max((other.number for other in ownerships), default=0), self._nonce
             )
-        with object_store.needs_bucket(self._versions.url):
-            owner = self._run["owner"]
-            content = orjson.dumps({"host": owner["host"], "pid": owner["pid"]})
-            self._versions.store.put(self._ownership.file, content)
+        owner = self._run["owner"]
+        content = orjson.dumps({"host": owner["host"], "pid": owner["pid"]})
+        self._versions.store.put(self._ownership.file, content)
         only_first = all(version.number == 1 for version in versions)
         if only_first and self._versions.newest(versions, self._versions.read_manifest, []) is None:
             # An empty first version, so that objects without a version always mean damage. A killed

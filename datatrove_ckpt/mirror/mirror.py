@@ -272,14 +272,13 @@ class RemoteMirror:
                 snapshot, grown = self._take_snapshot(uploads, stack)
             # Taking ownership after ``stop`` has given up would fence the rank's next process.
             self._raise_if_interrupted(last)
-            if self.job is not None:
-                url = self.url.rpartition("/")[0]
-                with object_store.needs_bucket(url):
+            url = self.url.rpartition("/")[0]
+            with object_store.needs_bucket(url):
+                if self.job is not None:
                     object_store.ObjectStore(url).put(layout.JOB, self.job)
-                self.job = None
-            uploads.start_version(
-                identity.parse_run(self.folder / layout.RUN, snapshot.run), snapshot
-            )
+                    self.job = None
+                run = identity.parse_run(self.folder / layout.RUN, snapshot.run)
+                uploads.start_version(run, snapshot)
             for name, file in grown.items():
                 while (left := snapshot.sizes[name] - uploads.uploaded_bytes(name)) > 0:
                     data = file.read(min(left, MAX_OBJECT_BYTES))

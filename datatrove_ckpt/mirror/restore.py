@@ -373,12 +373,8 @@ class MirrorReader:
 
     def _copy(self, name: str) -> CopiedRank | None:
         mirrored = Versions(f"{self.url}/{name}")
-        known = self.ranks.get(name)
-        newer = [
-            version
-            for version in mirrored.all_versions()
-            if known is None or version > known.version
-        ]
+        known = self.ranks.get(name, CopiedRank(Version(0, ""), 0.0))
+        newer = [version for version in mirrored.all_versions() if version > known.version]
         problems = list[str]()
 
         def copy(version: Version) -> CopiedRank:
@@ -390,7 +386,7 @@ class MirrorReader:
             return CopiedRank(version, when)
 
         copied = mirrored.newest(newer, copy, problems)
-        if copied is None and problems and known is None:
+        if copied is None and problems and name not in self.ranks:
             raise _no_complete_version(mirrored.url, "\n  ".join(problems))
         return copied
 

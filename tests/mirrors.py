@@ -16,7 +16,7 @@ import pytest
 from datatrove_ckpt.errors import ServerUnavailable
 from datatrove_ckpt.mirror import mirror
 from datatrove_ckpt.mirror.restore import restore
-from datatrove_ckpt.testing import FakeServer
+from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import STOPS_SOON, chat, documents, runner
 from tests.kept import committed, read_rank
 
@@ -107,6 +107,10 @@ class Job:
         other.checkpoints = self.folder / "other"
         other.rank = other.checkpoints / "00000"
         return other
+
+    @property
+    def output(self):
+        return outputs(self.folder / "output")
 
     def lose_the_node(self):
         shutil.rmtree(self.checkpoints, ignore_errors=True)

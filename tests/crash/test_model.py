@@ -325,8 +325,6 @@ class JobMachine(RuleBasedStateMachine):
             assert self._run_once(replace(way, retry=True), self._disk()) is None
         self._check_verify(all_is_done=True)
         self._check_places()
-        self.count["examples"] += 1
-        self.count["documents"] += len(self.texts)
 
     # runs ----------------------------------------------------------------------------------------
 
@@ -363,7 +361,6 @@ class JobMachine(RuleBasedStateMachine):
         )
         assert not (returned and crashed), f"the job ignored a crash: {crashed}"
         self.count["runs"] += 1
-        self.count["requests"] += self.server.asked.total()
         asked = {
             (int(number), int(attempt)) for *_, number, attempt, _ in map(_words, self.server.asked)
         }
@@ -468,7 +465,6 @@ class JobMachine(RuleBasedStateMachine):
 
     def _check(self, completed):
         """Called after every run. ``completed``: the settings of the run, if it completed."""
-        self.count["checks"] += 1
         expected = self._check_rank(
             "", self._rank, [(number, 1) for number in range(len(self.texts))], self.ends
         )
@@ -579,7 +575,6 @@ class JobMachine(RuleBasedStateMachine):
             if outcome(text, last) == "dropped":
                 found[identifier(text)] += 1
         assert found == Counter(identifier(text) for text in self.texts)
-        self.count["places checked"] += len(self.texts)
 
 
 @contextmanager

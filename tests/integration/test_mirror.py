@@ -41,7 +41,7 @@ from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.run_folder.findings import check_before_run
 from datatrove_ckpt.run_folder.run_plan import RunPlan
 from datatrove_ckpt.run_folder.verify import verify
-from datatrove_ckpt.testing import FakeServer, outputs
+from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ids, rejects, runner
 from tests.mirrors import (
     ONE_BY_ONE,
@@ -67,8 +67,9 @@ def job(ram):
 def expected():
     """The output of a run that nothing interrupted."""
     with tempfile.TemporaryDirectory() as folder, FakeServer() as server:
-        Job(Path(folder)).run(server, checkpoints_remote_dir=None)
-        return outputs(Path(folder) / "output")
+        job = Job(Path(folder))
+        job.run(server, checkpoints_remote_dir=None)
+        return job.output
 
 
 PUT = ObjectStore.put
@@ -153,7 +154,7 @@ def test_a_node_that_is_lost_costs_what_came_after_the_last_version(
     job.run(server)
     assert not up_to("text 4 again") & server.asked
     assert server.asked.total() == 3
-    assert outputs(job.folder / "output") == expected
+    assert job.output == expected
     assert any("Restored" in line and "from version" in line for line in log)
 
 
@@ -169,7 +170,7 @@ def test_dead_letters_and_their_retries_outlive_the_node_too(job):
         server.asked.clear()
         job.run(server, skip_bad_requests=True, retry_dead_letters=True)
         assert set(server.asked) == {"text 4", "text 4 again"}, "only what failed twice"
-    found = b"".join(content for _, content in sorted(outputs(job.folder / "output").items()))
+    found = b"".join(content for _, content in sorted(job.output.items()))
     assert all(found.count(b'"id %d"' % number) == 1 for number in range(6))
 
 
@@ -323,7 +324,7 @@ def test_a_damaged_version_falls_back_to_the_one_before_and_says_so(
     job.lose_the_node()
     job.run(server)
     assert not states[0]["answered"] & server.asked
-    assert outputs(job.folder / "output") == expected
+    assert job.output == expected
 
 
 def test_when_no_version_is_complete_the_run_is_refused_with_one_clear_message(
@@ -363,7 +364,7 @@ def test_a_node_that_comes_back_with_an_old_folder_goes_on_from_the_mirror(
     server.asked.clear()
     job.run(server)
     assert not server.asked
-    assert outputs(job.folder / "output") == expected
+    assert job.output == expected
     aside = job.checkpoints / "00000.replaced-1"
     assert state(aside) == old
     assert any(
@@ -421,11 +422,11 @@ def test_what_another_node_published_before_its_first_version_belongs_to_the_run
     with monkeypatch.context() as patched:
         patched.setattr(ObjectStore, "put", refusing(ConnectionError("503"), "generation-"))
         job.on_another_node().run(server)
-    assert outputs(job.folder / "output") == expected
+    assert job.output == expected
     server.asked.clear()
     job.run(server)
     assert not up_to("text 4") & server.asked
-    assert outputs(job.folder / "output") == expected
+    assert job.output == expected
 
 
 def test_a_node_that_took_a_task_over_owns_its_mirror_before_it_publishes(
@@ -441,7 +442,7 @@ def test_a_node_that_took_a_task_over_owns_its_mirror_before_it_publishes(
         return wait(mirrored, *arguments)
 
     def is_published():
-        return len(outputs(job.folder / "output")) > 1
+        return len(job.output) > 1
 
     def late(store, name, content):
         if name.startswith("claim-"):
@@ -453,7 +454,7 @@ def test_a_node_that_took_a_task_over_owns_its_mirror_before_it_publishes(
     monkeypatch.setattr(ObjectStore, "put", late)
     job.on_another_node().run(server)
     assert not any(was_published)
-    assert outputs(job.folder / "output") == expected
+    assert job.output == expected
 
 
 # mirroring ---------------------------------------------------------------------------------------
@@ -480,7 +481,7 @@ def test_a_first_version_that_failed_once_is_written_before_any_object(
     job.lose_the_node()
     shutil.rmtree(job.folder / "output")
     job.run(server)
-    assert outputs(job.folder / "output") == expected
+    assert job.output == expected
 
 
 def test_output_is_published_while_the_mirror_does_not_say_whose_it_is(
@@ -501,7 +502,7 @@ def test_output_is_published_while_the_mirror_does_not_say_whose_it_is(
         monkeypatch.setattr(mirror, "_LOOK_SECONDS", 0.2)
         server.release()
         running.join(300)
-    assert outputs(job.folder / "output") == expected
+    assert job.output == expected
     assert (
         sum("does not say whether another process has taken this task over" in line for line in log)
         == 1
@@ -553,7 +554,7 @@ def test_no_output_appears_before_the_first_version_and_a_full_folder_keeps_no_p
     assert not list((job.folder / "output").glob("0*"))
     job.run(server)
     assert server.asked.total() == 12
-    assert outputs(job.folder / "output") == expected
+    assert job.output == expected
 
 
 def test_an_object_that_may_not_be_replaced_stays(tmp_path, monkeypatch):

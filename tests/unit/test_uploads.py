@@ -250,7 +250,7 @@ def test_the_last_owner_has_complete_and_newest_versions_wherever_two_processes_
     With a step of 61, that is each 61st of its own, beginning with another one for the first
     process's next request.
     """
-    cases = at_first = at_second = 0
+    at_first = at_second = 0
     while True:
         MemoryFileSystem.store.clear()
         earlier = Mirrored("memory://mirror")
@@ -266,7 +266,6 @@ def test_the_last_owner_has_complete_and_newest_versions_wherever_two_processes_
         for _ in two.go_to_the_end():
             pass
         check_mirror(one, two)
-        cases += 1
         if made < at_first:
             break
         if made_too == at_second:
@@ -274,5 +273,4 @@ def test_the_last_owner_has_complete_and_newest_versions_wherever_two_processes_
         else:
             at_first += 1
             at_second = at_first % step
-    print(f"{cases} ways to interleave {at_first} requests")
     assert at_first > 30

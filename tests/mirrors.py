@@ -16,7 +16,7 @@ import pytest
 from datatrove_ckpt.errors import ServerUnavailable
 from datatrove_ckpt.mirror import mirror
 from datatrove_ckpt.mirror.restore import restore
-from datatrove_ckpt.testing import FakeServer
+from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import STOPS_SOON, chat, documents, runner
 from tests.kept import committed, read_rank
 
@@ -108,6 +108,10 @@ class Job:
         other.rank = other.checkpoints / "00000"
         return other
 
+    @property
+    def output(self):
+        return outputs(self.folder / "output")
+
     def lose_the_node(self):
         shutil.rmtree(self.checkpoints, ignore_errors=True)
 
@@ -131,6 +135,13 @@ def answered(rank):
     found.update(f"text {ordinal}" for ordinal in cached)
     found.update(f"text {ordinal} again" for ordinal, number in cached.items() if number == 2)
     return Counter(found)
+
+
+def in_newest_version(remote, scratch):
+    """The questions that are answered according to a mirror."""
+    shutil.rmtree(scratch, ignore_errors=True)
+    restore(f"{remote}/00000", scratch / "00000")
+    return answered(scratch / "00000")
 
 
 def known_ordinals(rank):
@@ -218,7 +229,7 @@ class Killed:
             assert killed == (left is not None)
             if killed:
                 shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
-                known = self._in_newest_version()
+                known = in_newest_version(self.remote, self.folder / "scratch")
 
     def _run_once(self, server, kill_after):
         """Returns whether it was killed."""
@@ -239,9 +250,3 @@ class Killed:
         code = process.wait()
         assert code in (0, -signal.SIGKILL), self.log.read_text()[-3000:]
         return code != 0
-
-    def _in_newest_version(self):
-        scratch = self.folder / "scratch"
-        shutil.rmtree(scratch, ignore_errors=True)
-        restore(f"{self.remote}/00000", scratch / "00000")
-        return answered(scratch / "00000")

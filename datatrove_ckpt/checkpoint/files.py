@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 import orjson
 import xxhash
 
-from datatrove_ckpt.checkpoint.lines import Json, content_of, explained
+from datatrove_ckpt.checkpoint.lines import Json, content_of, explained, size_of
 from datatrove_ckpt.common.places import process_place
 from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
 
@@ -287,7 +287,7 @@ class AppendFile:
 
     def __init__(self, path: Path, whole: int | None = None) -> None:
         self.path = path
-        self.size = path.stat().st_size if path.exists() else 0
+        self.size = size_of(path)
         if whole is not None and self.size > whole:
             disk.truncate(path, whole)
             self.size = whole

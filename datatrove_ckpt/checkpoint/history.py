@@ -130,7 +130,7 @@ class _Record:
 
     def to_line(self) -> bytes:
         head = {"k": self.KIND, "at": round(self.at, 3), "n": self.attempt}
-        return seal(orjson.dumps(head | self.to_json()))
+        return seal(orjson.dumps(head | self.to_json(), list))  # of tuples
 
     @classmethod
     def read(cls, data: Json) -> Self:
@@ -212,7 +212,7 @@ class Progress(_Record):
 
     def to_json(self) -> Json:
         found = {
-            "s": list(self.seconds),
+            "s": self.seconds,
             "d": self.documents.numbers(),
             "c": self.chunks,
             "all": self.total.numbers(),
@@ -220,9 +220,9 @@ class Progress(_Record):
             "err": self.total.errors,
             "own_err": self.own.errors,
             "q": (self.in_flight, self.waiting, self.in_work),
-            "w": list(self.wait),
-            "out": list(self.silence if self.silence.model else self.silence[:3]),
-            "pos": list(self.position),
+            "w": self.wait,
+            "out": self.silence if self.silence.model else self.silence[:3],
+            "pos": self.position,
         }
         for key, name in _COUNTERS.items():
             if counter := getattr(self.total, name):
@@ -558,13 +558,13 @@ class History:
         return Rates(*(max(0, number) for number in grown)) * (1 / seconds)
 
 
-def read_latest(path: Path) -> Progress | None:
-    """Returns the last progress line, which is near the end of the file.
+def read_latest(path: Path) -> Progress:
+    """Returns the last progress line, which is near the end of the file; zeros without one.
 
     Raises:
         StorageFailed: it cannot be read.
     """
-    return next(_latest_progress(last_lines(path, 1 << 15)), None)
+    return next(_latest_progress(last_lines(path, 1 << 15)), Progress())
 
 
 def read_history(path: str, most: int = 0) -> History:

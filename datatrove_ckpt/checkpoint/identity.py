@@ -46,7 +46,6 @@ from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.lines import (
     RESTORE,
-    WITHOUT_SHARD,
     Json,
     explained,
     is_count,
@@ -336,8 +335,6 @@ class RunClaim:
     def __init__(self, folder: Path, identity: RunIdentity, accept_changes: bool = False) -> None:
         self._path = folder / layout.RUN
         self._fields = identity.kept
-        self._fence = 0
-        self._earlier: dict[str, int | None] = {}
         self._accepted: list[Json] = []
         self.before: Json = {}
         """The content of ``run.json``; empty if no process has owned the rank."""
@@ -349,13 +346,11 @@ class RunClaim:
                     f"{self._path}: another version of datatrove-ckpt described the code of this "
                     "run in another way, so the code is not compared this time. From now on it is."
                 )
-            owner = old.get("owner", {})
-            self._fence = owner.get("fence", 0)
-            self._earlier |= owner.get("earlier", {})
-            if "nonce" in owner:
-                self._earlier[owner["nonce"]] = None
             self._accepted += old.get("accepted_changes", [])
-            self._accepted += _accept(folder, changes, accept_changes)
+            if changes and holds_work(folder):
+                if not accept_changes or any(change.is_layout for change in changes):
+                    raise refusal(f"The checkpoint {folder} was", changes)
+                self._accepted += records(changes)
         else:
             layout.refuse_missing_run_json(folder)
         self._accepted += new_records(self._accepted, identity)
@@ -367,27 +362,18 @@ class RunClaim:
             commits: the number of commits that the rank has now; None: as many as ``run.json``
                 names.
         """
+        before = self.before.get("owner", {})
         if commits is None:
-            commits = self.before.get("owner", {}).get("commits", 0)
-        owner = new_owner(self._fence + 1, self._earlier, commits)
+            commits = before.get("commits", 0)
+        earlier = before.get("earlier", {})
+        if "nonce" in before:
+            earlier = {**earlier, before["nonce"]: None}
+        owner = new_owner(before.get("fence", 0) + 1, earlier, commits)
         kept = {**self._fields, "owner": owner}
         if self._accepted:
             kept["accepted_changes"] = self._accepted
         files.disk.replace(self._path, sealed_json(kept))
         return Fence(self._path, owner)
-
-
-def check_shard(folder: Path) -> None:
-    """Checks that a finished rank has ``shard.json``.
-
-    Raises:
-        CheckpointCorrupt: it is lost, so the input of the rank could change unnoticed.
-        VersionMismatch: a version that wrote none has finished the rank.
-    """
-    path = folder / layout.SHARD
-    if not path.exists():
-        read_run(folder / layout.RUN)
-        raise CheckpointCorrupt(path, f" is missing. {WITHOUT_SHARD}")
 
 
 def read_run(path: Path) -> Json:
@@ -438,14 +424,6 @@ def check_run(content: Json) -> Json:
     if not isinstance(content.get("owner", {}), dict):
         raise ValueError("its owner is damaged")
     return content
-
-
-def _accept(folder: Path, changes: list[Change], accept: bool) -> list[Json]:
-    if not changes or not holds_work(folder):
-        return []
-    if not accept or any(change.is_layout for change in changes):
-        raise refusal(f"The checkpoint {folder} was", changes)
-    return records(changes)
 
 
 def compare(kept: Json, identity: RunIdentity, with_output: bool = False) -> list[Change]:
@@ -679,7 +657,7 @@ def join_job(
             ranks = [other for other in layout.rank_numbers(root) if other != rank]
             others = _compare_ranks(root, ranks, identity)
             if others.changes and (not accept_changes or others.is_layout):
-                raise _refusal(root, others)
+                raise refuse_changes(root, others)
             content = job_content(identity, _read(root), others)
             if _read(root).get(OUTPUT_FOLDER) != identity.fields.get(OUTPUT_FOLDER):
                 check_output()
@@ -690,7 +668,7 @@ def join_job(
             guard.release(remove=True)
     # Another job started at the same instant.
     if changes := compare(_read(root), identity, with_output=True):
-        raise _refusal(root, JobChanges({rank: changes}))
+        raise refuse_changes(root, JobChanges({rank: changes}))
 
 
 def recorded_runs(root: Path) -> Iterator[Json]:
@@ -760,8 +738,7 @@ def refuse_other_tasks(root: Path, identity: RunIdentity) -> None:
     """
     found = compare_job(root, identity, None, only_tasks=True)
     if found.changes:
-        what = f"The checkpoints in {root} ({name_tasks(found.ranks)}) were"
-        raise refusal(what, found.changes)
+        raise refuse_changes(root, found)
 
 
 def name_tasks(ranks: list[int]) -> str:
@@ -817,9 +794,12 @@ def job_content(identity: RunIdentity, before: Json, others: JobChanges) -> byte
     return sealed_json(job)
 
 
-def _refusal(root: Path, found: JobChanges) -> Exception:
-    what = f"The checkpoints of other tasks in {root} ({name_tasks(found.ranks)}) were"
-    return refusal(what, found.changes)
+def refuse_changes(
+    root: Path | str, found: JobChanges, advice: str = "", may_mix: bool = True
+) -> CheckpointMismatch:
+    """Returns ``refusal`` for the checkpoints of tasks in a folder or mirror."""
+    what = f"The checkpoints in {root} ({name_tasks(found.ranks)}) were"
+    return refusal(what, found.changes, advice, may_mix)
 
 
 def _compare_ranks(

@@ -186,6 +186,19 @@ def is_journal(name: str) -> bool:
     return match is not None and name == journal_name(int(match[1]))
 
 
+def is_mirrored(name: str) -> bool:
+    """Whether the versions of a mirror hold such a file."""
+    return is_journal(name) or name in (
+        BATCHES,
+        COLUMNS,
+        COMMITS,
+        DEAD_LETTERS,
+        HISTORY,
+        RETRY_INPUT,
+        SHARD,
+    )
+
+
 class RankListing:
     """A listing of a rank's folder in few system calls: there may be ten thousand ranks. A missing
     folder is empty. Raises CheckpointCorrupt if a folder has the name of a file.
@@ -222,17 +235,18 @@ class RankListing:
     def path(self, name: str) -> str:
         return f"{self.folder}/{name}"
 
-    def _stats(self, names: Iterable[str]) -> Iterator[tuple[str, os.stat_result]]:
+    def _stats(self, names: Iterable[str]) -> Iterator[os.stat_result]:
         for name in names:
             with suppress(KeyError, FileNotFoundError):
-                yield name, self.entries[name].stat()
+                yield self.entries[name].stat()
 
     def size(self, *names: str) -> int:
         """In bytes; 0 if there is no such file."""
-        return sum(status.st_size for _, status in self._stats(names))
+        return sum(status.st_size for status in self._stats(names))
 
-    def times(self, names: Iterable[str]) -> dict[str, float]:
-        return {name: status.st_mtime for name, status in self._stats(names)}
+    def last_write(self, *names: str) -> float:
+        """In Unix seconds; 0.0 if there is no such file."""
+        return max((status.st_mtime for status in self._stats(names)), default=0.0)
 
 
 def journal_indices(folder: Path) -> list[int]:

@@ -32,7 +32,15 @@ from datatrove_ckpt.checkpoint.commits import (
 from datatrove_ckpt.checkpoint.history import History, read_history
 from datatrove_ckpt.checkpoint.identity import run_with_secrets
 from datatrove_ckpt.checkpoint.journal import read_finished
-from datatrove_ckpt.checkpoint.lines import RESTORE, Json, explained, is_count, read_shard
+from datatrove_ckpt.checkpoint.lines import (
+    RESTORE,
+    WITHOUT_SHARD,
+    Json,
+    explained,
+    is_count,
+    read_shard,
+    size_of,
+)
 from datatrove_ckpt.checkpoint.numbers import Buckets, DocumentCounts, RunNumbers
 from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
 from datatrove_ckpt.common.formatting import as_line, cut, number_range
@@ -79,7 +87,7 @@ class RankLedger:
         last_commit: Unix seconds of the last commit, if known.
         commits: by chunk index, in the order in which they were written.
         causes: of dead letters, with their numbers.
-        written: when a run last wrote its files, in Unix seconds.
+        written: Unix seconds of the last write to commits or journals; 0.0: complete, or none.
         damage: why a run would refuse the folder.
     """
 
@@ -95,7 +103,7 @@ class RankLedger:
     last_commit: float | None = None
     commits: dict[int, Commit] = field(default_factory=dict)
     causes: Counter[str] = field(default_factory=Counter)
-    written: dict[str, float] = field(default_factory=dict)
+    written: float = 0.0
     damage: CheckpointError | None = None
 
     @property
@@ -160,7 +168,7 @@ class RankLedger:
             unfinished_chunks=len(self.open_chunks),
             exact=self.journals is not None or self.has_said_its_end,
             lost_in_flight=sum(attempt.in_flight or 0 for attempt in killed),
-            number_of_attempts=len(attempts) or self.owners,  # an earlier release wrote no history
+            number_of_attempts=len(attempts) or self.owners,  # without a history
             killed=len(killed),
             uncertain=sum(
                 not attempt.has_sums or attempt.cut_off > 0
@@ -360,10 +368,8 @@ def _read(rank: RankLedger, want: Want, most: int | None) -> None:
     expected.check(commits)
     rank.open_chunks = [index for index in found.journals if index not in commits]
     rank.is_finished = is_finished
-    names = [] if rank.history.attempts or Want.HISTORY not in want else [layout.RUN, layout.CACHE]
-    if not is_finished or rank.last_commit is None:
-        names += [layout.COMMITS, *map(layout.journal_name, found.journals)]
-    rank.written = found.times(names)
+    if not is_finished:
+        rank.written = found.last_write(layout.COMMITS, *map(layout.journal_name, found.journals))
     if Want.LETTERS in want and rank.committed.counts.dead:
         rank.causes = _causes(
             found.path(layout.DEAD_LETTERS), found.size(layout.DEAD_LETTERS), most or 1 << 13
@@ -464,8 +470,10 @@ class Expected:
         last = read_last_chunk(layout.last_chunk_of(folder)) if run else None
         documents = None
         if finished:
-            identity.check_shard(folder)
-            documents = read_shard(folder / layout.SHARD).get("documents")
+            path = folder / layout.SHARD
+            if not path.exists():
+                raise CheckpointCorrupt(path, f" is missing. {WITHOUT_SHARD}")
+            documents = read_shard(path).get("documents")
         return cls(folder, known, last, documents if is_count(documents) else None)
 
     def check(self, commits: Mapping[int, Commit]) -> None:
@@ -480,28 +488,25 @@ class Expected:
             found = f"{path} holds {number} commits"
         else:
             found = f"{path} is missing"
-        if number < self.known:
-            raise CommitsDamaged(
-                path, f"{found}, but there were {self.known} when the task was last started."
-            )
-        if self.last is not None and unbroken <= self.last:
-            raise CommitsDamaged(
-                path,
-                f"{found}, none of them for chunk {unbroken}, but "
-                f"{layout.last_chunk_of(self.folder)} says that all chunks up to {self.last} are "
-                "done.",
-            )
-        if self.documents is not None and read < self.documents:
-            raise CommitsDamaged(
-                path,
-                f"{found}, for {read} documents, but {self.folder / layout.SHARD} says "
-                f"that this finished task has read {self.documents}.",
-            )
         last = max(commits, default=0)
-        if (gap := last - number) > MAX_GAP:
-            raise CommitsDamaged(
-                path, f"{path} names chunk {last}, but {gap} chunks before it are not done."
+        gap = last - number
+        lost = ""
+        if number < self.known:
+            lost = f"but there were {self.known} when the task was last started."
+        elif self.last is not None and unbroken <= self.last:
+            lost = (
+                f"none of them for chunk {unbroken}, but {layout.last_chunk_of(self.folder)} says "
+                f"that all chunks up to {self.last} are done."
             )
+        elif self.documents is not None and read < self.documents:
+            lost = (
+                f"for {read} documents, but {self.folder / layout.SHARD} says that this finished "
+                f"task has read {self.documents}."
+            )
+        elif gap > MAX_GAP:
+            lost = f"one of them for chunk {last}, but {gap} chunks before it are not done."
+        if lost:
+            raise CommitsDamaged(path, f"{found}, {lost}")
 
 
 def scan_complete_commits(folder: Path, finished: bool, run: Json) -> tuple[dict[int, Commit], int]:
@@ -521,7 +526,7 @@ def scan_complete_commits(folder: Path, finished: bool, run: Json) -> tuple[dict
             raise CheckpointCorrupt(folder / layout.COMMITS, f": {what}. {_START_OVER}")
     letters = folder / layout.DEAD_LETTERS
     needed = max((commit.dead_letters_size for commit in commits.values()), default=0)
-    found = letters.stat().st_size if letters.exists() else 0
+    found = size_of(letters)
     if found < needed:
         raise CheckpointCorrupt(
             letters,

@@ -23,7 +23,7 @@ import orjson
 
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.commits import scan_commits
-from datatrove_ckpt.checkpoint.history import Progress, read_latest
+from datatrove_ckpt.checkpoint.history import read_latest
 from datatrove_ckpt.checkpoint.lines import explained, seal, unseal
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import plural, plural_is
@@ -189,8 +189,7 @@ def _totals_of(folder: Path) -> RunTotals:
     commits, _ = scan_commits(folder / layout.COMMITS)
     written = sum(commit.counts.written for commit in commits.values())
     paid = read_paid(folder / layout.PAID)  # first: what removes it writes the history before
-    latest = read_latest(folder / layout.HISTORY) or Progress()
-    return paid.or_more(RunTotals.of(written, latest.total))
+    return paid.or_more(RunTotals.of(written, read_latest(folder / layout.HISTORY).total))
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
@@ -205,19 +204,18 @@ class TotalsReader:
     """How far the ranks below a folder are, and their retries of dead letters."""
 
     root: Path
-    _stamps: dict[str, tuple[object, ...]] = field(default_factory=dict)
-    _totals: dict[str, RunTotals] = field(default_factory=dict)
+    _known: dict[str, tuple[object, RunTotals]] = field(default_factory=dict)
+    """What the rank's files looked like, and what they said."""
 
     def read(self) -> dict[str, RunTotals]:
         """Returns the totals by folder, such as "00000" or "retry-00001/00000"."""
         with suppress(OSError):  # the first rank makes the folder
             for folder in layout.rank_folders(self.root):
                 name = str(layout.RankAddress.of(folder))
-                stamps = tuple(
+                stamps = [
                     _stamp(folder / file) for file in (layout.COMMITS, layout.HISTORY, layout.PAID)
-                )
-                if stamps != self._stamps.get(name):
+                ]
+                if name not in self._known or stamps != self._known[name][0]:
                     with suppress(CkptError, OSError):  # what was read before still holds
-                        self._totals[name] = _totals_of(folder)
-                        self._stamps[name] = stamps
-        return self._totals.copy()
+                        self._known[name] = stamps, _totals_of(folder)
+        return {name: totals for name, (_, totals) in self._known.items()}

@@ -171,6 +171,13 @@ def content_of(path: Path) -> bytes | None:
     return None
 
 
+def size_of(path: Path) -> int:
+    """Returns the size of a file in bytes; 0 if it is missing."""
+    if path.exists():
+        return path.stat().st_size
+    return 0
+
+
 def whole_lines(data: bytes) -> list[bytes]:
     lines = data.splitlines(keepends=True)
     if lines and not lines[-1].endswith(b"\n"):
@@ -216,10 +223,6 @@ def read_sealed(data: bytes, sealed: Collection[int]) -> Json:
     if body is None and content.get("format", content.get("version")) in sealed:
         raise ValueError("its checksum is missing: it is damaged, or was edited")
     return content
-
-
-def sealed_shard(content: Json) -> bytes:
-    return sealed_json({"version": SHARD_VERSION, **content}, indent=False)
 
 
 def read_shard(path: Path) -> Json:

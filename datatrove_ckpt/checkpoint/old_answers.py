@@ -28,10 +28,7 @@ from datatrove_ckpt.checkpoint.request_cache import CachedRequest, RequestCache,
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import CkptError, ConfigError
 
-_LEAVE_OUT = "leave answers_from out: then every request is sent."
 _MODEL = "model"
-_TASKS = "tasks"
-_ROWS_AT_ONCE = 1000
 
 
 def open_old_answers(root: Path, rank: int, identity: RunIdentity) -> RequestCache | None:
@@ -80,7 +77,7 @@ def open_old_answers(root: Path, rank: int, identity: RunIdentity) -> RequestCac
 
 
 def _refuse_other_settings(root: Path, kept: Json, identity: RunIdentity) -> None:
-    binding = {_TASKS}
+    binding = {"tasks"}
     # Otherwise some answers may come from the new model.
     if "models" not in kept and _MODEL not in _accepted(kept):
         binding.add(_MODEL)
@@ -93,7 +90,7 @@ def _refuse_other_settings(root: Path, kept: Json, identity: RunIdentity) -> Non
         raise refusal(
             f"answers_from: the answers in {root} were",
             changes,
-            f"Go back to the old values, or {_LEAVE_OUT}",
+            "Go back to the old values, or leave answers_from out: then every request is sent.",
         )
 
 
@@ -162,7 +159,7 @@ def _copy(folder: Path) -> RequestCache:
         cache = RequestCache(Path(place, layout.CACHE))
         cache.forget_errors()
         answers = read_answers(folder / layout.KEPT_ANSWERS)
-        while group := list(islice(answers, _ROWS_AT_ONCE)):
+        while group := list(islice(answers, 1000)):
             cache.put(group)
         return cache
 

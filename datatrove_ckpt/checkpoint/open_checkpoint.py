@@ -13,13 +13,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import (
-    AbstractContextManager,
     ExitStack,
     contextmanager,
-    nullcontext,
     suppress,
 )
-from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -49,6 +46,7 @@ from datatrove_ckpt.checkpoint.recovery import recover
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.checkpoint.storage_thread import MAX_BACKLOG_BYTES, StorageThread
 from datatrove_ckpt.common.declared import Seconds as SecondsOrAuto
+from datatrove_ckpt.common.threads import context_thread
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
 from datatrove_ckpt.process.shutdown import Shutdown
 
@@ -152,24 +150,21 @@ class Publisher:
     """Publishes what is submitted, in order, in its own thread.
 
     Args:
-        on_published: called with each chunk whose files are in place, in this thread or in one of
-            ``placement``.
-        on_failure: called likewise with the error, after which nothing more is published.
+        storage: commits each chunk whose files are in place.
+        on_failure: called with the error, after which nothing more is published, in this thread or
+            in one of ``placement``.
     """
 
     output: Output
     lease: RankLease
-    on_published: Callable[[Chunk], None]
+    storage: StorageThread
     on_failure: Callable[[BaseException], None]
     shutdown: Shutdown
 
     def __post_init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        work = copy_context().run  # its lines are in the rank's log
-        threading.Thread(
-            target=work, args=(self._run,), name="datatrove-ckpt publisher", daemon=True
-        ).start()
+        context_thread(self._run, "publisher").start()
 
     def submit(self, chunk: Chunk, journal: ChunkJournal) -> None:
         self._queue.put(partial(self._publish, chunk, journal))
@@ -211,9 +206,8 @@ class Publisher:
                 journal.path,
                 f" holds {written} documents instead of {chunk.read}; its output is not committed.",
             )
-        self.output.placement.wait(
-            chunk.index, WaitingChunk(partial(self.on_published, chunk), self._fail)
-        )
+        commit = partial(self.storage.call, self.lease.files.commit, chunk)
+        self.output.placement.wait(chunk.index, WaitingChunk(commit, self._fail))
 
 
 @dataclass(eq=False)
@@ -278,9 +272,8 @@ class OpenCheckpoint:
 
     def __init__(self, settings: CheckpointManager, lease: RankLease, output: Output) -> None:
         rank_files = lease.files
+        self._settings = settings
         self.lease = lease
-        self.has_locks = lease.lock.works
-        """False: the file system has no locks, and only the fence keeps two processes apart."""
         self.run = rank_files.run
         """Digest of the run's identity."""
         self.resumed = point = rank_files.point
@@ -297,13 +290,10 @@ class OpenCheckpoint:
         self._chunks = ChunkTracker(folder, settings.records_per_chunk, point, self._publish)
         self._storage = StorageThread(rank_files)
         self._output = output
-        self._placed_later = settings.placed_later
-        commit = partial(self._storage.call, rank_files.commit)
-        self._publisher = Publisher(output, lease, commit, self.fail, settings.shutdown)
+        self._publisher = Publisher(output, lease, self._storage, self.fail, settings.shutdown)
         self._room = DiskRoom(folder)
         self._complete = 0
-        self._records_per_chunk = settings.records_per_chunk
-        self._admitted = self._finished = self._finished_bytes = 0
+        self._admitted = self._finished = 0
         self._written = point.finished.written
         self._closing = threading.Lock()
         self._closed = False
@@ -394,7 +384,6 @@ class OpenCheckpoint:
         self._storage.put(finished, len(finished.document), slot.chunk)
         self._finished += 1
         self._written += finished.outcome == "written"
-        self._finished_bytes += len(finished.document)
         self._chunks.document_finished(slot.chunk)
 
     def end_of_input(self, shard: Json | None = None) -> None:
@@ -450,15 +439,8 @@ class OpenCheckpoint:
         """Whether too many chunks wait to be published: admit nothing, and continue documents in
         progress.
         """
-        if self._placed_later:
-            # What documents in work may still write, at the mean size so far, and the staged chunk.
-            mean = self._finished_bytes / max(1, self._finished)
-            in_work = mean * (self._admitted - self._finished)
-            # Four times on the disk: SQLite's log and table, journal, staged file.
-            unwritten = int(
-                4 * (in_work + self._storage.backlog_bytes) + mean * self._records_per_chunk
-            )
-            return self._room.holds_up(self.publishing, MAX_PUBLISHING, unwritten)
+        if self._settings.placed_later:
+            return self._room.holds_up(self.publishing, MAX_PUBLISHING)
         return self.publishing > MAX_PUBLISHING
 
     @property
@@ -609,20 +591,21 @@ class LockedRank:
         """
         settings = self.settings
         folder = settings.folder
-        # A retry of dead letters is no job: ranks retry when they like, with their own settings.
-        job: AbstractContextManager[None] = nullcontext()
-        if not layout.RankAddress.of(folder).retry:
-            job = join_job(
-                settings.root,
-                settings.rank,
-                settings.identity,
-                settings.accept_changes,
-                check_moved,
-            )
         with ExitStack() as undo:
             if old is not None:
                 undo.callback(old.close)
-            with job:
+            with ExitStack() as job:
+                # A retry of dead letters is no job: ranks retry when they like, with their own
+                # settings.
+                if not layout.RankAddress.of(folder).retry:
+                    joined = join_job(
+                        settings.root,
+                        settings.rank,
+                        settings.identity,
+                        settings.accept_changes,
+                        check_moved,
+                    )
+                    job.enter_context(joined)
                 self.refused.pop_all()
                 undo.callback(self.lock.release)
                 # A rank that completes removes its cache.

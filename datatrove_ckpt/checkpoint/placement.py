@@ -15,14 +15,6 @@ from loguru import logger
 
 from datatrove_ckpt.common.formatting import byte_size, plural
 
-RESERVE_SHARE = 0.05
-RESERVE_BYTES = 10 * 2**30
-LEAST_RESERVE_BYTES = 64 * 2**20
-"""A disk is nearly full when less than this share of it is free, but at most and at least so many
-bytes. The least is for what the share of a small disk has no room for, as SQLite's log; it is never
-more than half of the disk.
-"""
-
 _LOOK_SECONDS = 1.0
 
 
@@ -60,26 +52,23 @@ class DiskRoom:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._next_look = 0.0
-        self._waiting = 0
         self._is_low = False
 
-    def holds_up(self, waiting: int, few: int, unwritten: int) -> bool:
+    def holds_up(self, waiting: int, few: int) -> bool:
         """Whether no document should be started. Logs each change.
 
         Args:
             waiting: chunks that wait to be put in place.
             few: up to this many chunks, waiting would not free enough room.
-            unwritten: bytes that documents in work may still write.
         """
         was_low = self._is_low
         now = time.monotonic()
         if waiting <= few:
             self._is_low = False
-        elif now >= self._next_look or waiting != self._waiting:
+        elif now >= self._next_look:
             self._next_look = now + _LOOK_SECONDS
-            self._waiting = waiting
             free = free_bytes(self._folder)
-            reserve = reserve_bytes(self._folder) + unwritten
+            reserve = reserve_bytes(self._folder)
             if was_low:
                 self._is_low = free < reserve * 1.1  # the run would alternate every second
             elif free < reserve:
@@ -103,9 +92,14 @@ def free_bytes(folder: Path) -> int:
 
 
 def reserve_bytes(folder: Path) -> int:
+    """A disk is nearly full when less is free: a twentieth of it, and at most 10 GiB.
+
+    At least 64 MiB, for which a twentieth of a small disk has no room, such as SQLite's log; and
+    never more than half of the disk.
+    """
     status = os.statvfs(folder)
     disk = status.f_blocks * status.f_frsize
-    return min(max(LEAST_RESERVE_BYTES, min(RESERVE_BYTES, int(disk * RESERVE_SHARE))), disk // 2)
+    return min(max(64 * 2**20, min(10 * 2**30, disk // 20)), disk // 2)
 
 
 class Stopping(BaseException):

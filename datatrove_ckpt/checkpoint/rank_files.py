@@ -3,10 +3,10 @@
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint import files, history, layout
@@ -17,7 +17,7 @@ from datatrove_ckpt.checkpoint.identity import Fence
 from datatrove_ckpt.checkpoint.interval import Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.limits import PaidFile, RunTotals, read_paid
-from datatrove_ckpt.checkpoint.lines import Json, sealed_shard
+from datatrove_ckpt.checkpoint.lines import SHARD_VERSION, Json, sealed_json
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, RankClock, unix_seconds
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, write_last_chunk
 from datatrove_ckpt.checkpoint.request_cache import (
@@ -48,9 +48,25 @@ class Snapshot:
 
     run: bytes
     sizes: dict[str, int]
-    unfinished: frozenset[int]
-    answers: list[CachedRequest]
-    last_answer: int
+    unfinished: frozenset[int] = frozenset()
+    answers: list[CachedRequest] = field(default_factory=list)
+    last_answer: int = 0
+
+    @classmethod
+    def of(cls, folder: Path) -> Self:
+        """Describes the files in a rank's folder. No other thread or process may write to them."""
+        found = [path for path in folder.iterdir() if layout.is_mirrored(path.name)]
+        sizes = {path.name: size for path in found if (size := path.stat().st_size)}
+        return cls((folder / layout.RUN).read_bytes(), sizes)
+
+    def with_answers(
+        self, cache: RequestCache, since: int = 0, journals: Iterable[ChunkJournal] = ()
+    ) -> Self:
+        """Adds the answers that were put after number ``since``, but for documents in journals."""
+        unfinished = frozenset(ordinal for ordinal, _ in cache.answer_counts())
+        unfinished = unfinished.difference(*(journal.ordinals for journal in journals))
+        answers = cache.answers_since(since, unfinished)
+        return replace(self, unfinished=unfinished, answers=answers, last_answer=cache.last_answer)
 
 
 @dataclass(eq=False)
@@ -98,6 +114,7 @@ class RankFiles:
         if self.old is not None:
             self.last_old, _ = next(self.old.answer_counts(), (-1, 0))
         self._journals = dict(point.journals)
+        self.batches = BatchLog(self.folder, self.fence, self.run)
         self._dead_letters = files.AppendFile(self.folder / layout.DEAD_LETTERS)
         self._history = history.HistoryLog(self.folder / layout.HISTORY, self.fence.number)
         # A kill cuts off the history's last seconds, and none of this file.
@@ -109,10 +126,6 @@ class RankFiles:
         self._dirty: dict[Path, ChunkJournal] = {}
         self._next_sync = 0.0
         self._shard_written = False
-
-    @cached_property
-    def batches(self) -> BatchLog:
-        return BatchLog(self.folder, self.fence, self.run)
 
     def close(self, completed: bool) -> None:
         try:
@@ -243,7 +256,8 @@ class RankFiles:
     def write_shard(self, shard: Json) -> None:
         """Keeps what the rank has read."""
         self.fence.check(thorough=True)
-        files.disk.replace(self.folder / layout.SHARD, sealed_shard(shard))
+        content = sealed_json({"version": SHARD_VERSION, **shard}, indent=False)
+        files.disk.replace(self.folder / layout.SHARD, content)
         self._shard_written = True
 
     # history -------------------------------------------------------------------------------------
@@ -291,26 +305,8 @@ class RankFiles:
     def snapshot(self, since: int) -> Snapshot:
         """Describes the checkpoint at this instant, with the answers put after number ``since``."""
         self.fence.check(thorough=True)
-        sizes = {journal.path.name: journal.file.size for journal in self._journals.values()}
-        sizes |= {
-            layout.COMMITS: self.log.file.size,
-            layout.DEAD_LETTERS: self._dead_letters.size,
-            layout.HISTORY: self._history.file.size,
-        }
-        for path in (self.folder / layout.RETRY_INPUT, self.folder / layout.COLUMNS):
-            if path.exists():
-                sizes[path.name] = path.stat().st_size
-        if (self.folder / layout.BATCHES).exists():
-            sizes[layout.BATCHES] = self.batches.file.size
+        found = Snapshot.of(self.folder)
         # Not earlier: files of a snapshot only grow, and this file is replaced once.
-        if self._shard_written:
-            sizes[layout.SHARD] = (self.folder / layout.SHARD).stat().st_size
-        unfinished = frozenset(ordinal for ordinal, _ in self.cache.answer_counts())
-        unfinished = unfinished.difference(*(one.ordinals for one in self._journals.values()))
-        return Snapshot(
-            run=(self.folder / layout.RUN).read_bytes(),
-            sizes={name: size for name, size in sizes.items() if size},
-            unfinished=unfinished,
-            answers=self.cache.answers_since(since, unfinished),
-            last_answer=self.cache.last_answer,
-        )
+        if not self._shard_written:
+            found.sizes.pop(layout.SHARD, None)
+        return found.with_answers(self.cache, since, self._journals.values())

@@ -32,7 +32,7 @@ from datatrove_ckpt.checkpoint.commits import (
     sum_commits,
 )
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
-from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.checkpoint.lines import Json, size_of
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Done
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import CheckpointCorrupt
@@ -147,7 +147,7 @@ def _finish_commits(folder: Path, log: CommitLog, cache: RequestCache, point: Re
         write_last_chunk(layout.last_chunk_of(folder), point.next_chunk - 1)
     dead_letters = folder / layout.DEAD_LETTERS
     size = max((commit.dead_letters_size for commit in log.commits.values()), default=0)
-    if dead_letters.exists() and dead_letters.stat().st_size > size:
+    if size_of(dead_letters) > size:
         files.disk.truncate(dead_letters, size)
 
 

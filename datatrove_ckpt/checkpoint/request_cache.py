@@ -31,7 +31,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.layout import CACHE_LOGS
-from datatrove_ckpt.checkpoint.lines import explained, scan_lines, seal
+from datatrove_ckpt.checkpoint.lines import explained, scan_lines, seal, size_of
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
 
@@ -107,7 +107,7 @@ def has_answers(path: Path) -> bool:
     """
     found = [file for file in (path, *_logs(path)) if file.exists()]
     # More bytes than the database and its log have without answers.
-    if not found or sum(file.stat().st_size for file in found) > 1 << 20:
+    if not found or sum(map(size_of, found)) > 1 << 20:
         return bool(found)
     with tempfile.TemporaryDirectory() as folder:
         for file in found:
@@ -177,7 +177,13 @@ class RequestCache:
             if self.path.stat().st_ino != self._inode:
                 raise error  # another process has replaced the file: the fence tells which
             _close(connection)
-        aside = _rename_aside(self.path)
+        when = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+        aside = self.path.with_name(f"{self.path.name}.damaged-{when}")
+        for suffix in ("", *CACHE_LOGS):
+            source = self.path.with_name(self.path.name + suffix)
+            if source.exists():
+                files.disk.rename(source, aside.with_name(aside.name + suffix))
+        files.disk.sync_dir(self.path.parent)
         logger.warning(
             f"The request cache {self.path} is damaged ({error.__cause__}). It is kept as {aside}. "
             "Its answers are requested again; finished documents are not affected."
@@ -364,7 +370,7 @@ def _connect(path: Path) -> sqlite3.Connection:
     """
     # A kill while the first cache is made may leave an empty file and its journal, but never a log
     # without its database.
-    if not _size(path) and any(_needs_database(log) for log in _logs(path)):
+    if not size_of(path) and any(_needs_database(log) for log in _logs(path)):
         raise NotOurs("the database is missing or empty, but its log is not")
     # SQLite would use mode 0644; its -wal and -journal files get the database's mode.
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, files.PRIVATE_FILE))
@@ -391,17 +397,6 @@ def _connect(path: Path) -> sqlite3.Connection:
             raise NotOurs("its schema is damaged") from error
         raise
     return connection
-
-
-def _rename_aside(path: Path) -> Path:
-    when = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
-    aside = path.with_name(f"{path.name}.damaged-{when}")
-    for suffix in ("", *CACHE_LOGS):
-        source = path.with_name(path.name + suffix)
-        if source.exists():
-            files.disk.rename(source, aside.with_name(aside.name + suffix))
-    files.disk.sync_dir(path.parent)
-    return aside
 
 
 def _checksum(values: Row) -> int:
@@ -432,19 +427,13 @@ def _logs(path: Path) -> list[Path]:
 def _needs_database(log: Path) -> bool:
     """Returns whether there is a log of a database that has pages."""
     if not log.name.endswith("-journal"):
-        return _size(log) > 0
+        return size_of(log) > 0
     if not log.exists():
         return False
     with log.open("rb") as file:
         header = file.read(20)
     pages = header[16:]  # of the database before the transaction
     return any(pages)
-
-
-def _size(path: Path) -> int:
-    if path.exists():
-        return path.stat().st_size
-    return 0
 
 
 def _close(connection: sqlite3.Connection) -> None:

@@ -8,12 +8,10 @@ what it needs. Grouping on the event loop's side was no faster (measured), and n
 """
 
 import queue
-import threading
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from contextvars import copy_context
 from functools import partial
 from typing import TypeVar
 
@@ -22,6 +20,7 @@ from datatrove_ckpt.checkpoint.chunks import Chunk
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest
+from datatrove_ckpt.common.threads import context_thread
 from datatrove_ckpt.process.shutdown import get_within
 
 T = TypeVar("T")
@@ -52,10 +51,7 @@ class StorageThread:
         # Two counters with one writer each need no lock.
         self._submitted_bytes = 0  # event loop
         self._written_bytes = 0  # storage thread
-        work = copy_context().run  # its lines are in the rank's log
-        self._thread = threading.Thread(
-            target=work, args=(self._run,), name="datatrove-ckpt storage", daemon=True
-        )
+        self._thread = context_thread(self._run, "storage")
 
     def start(self) -> None:
         self._thread.start()

@@ -62,8 +62,6 @@ CREATES_ONCE = frozenset({"s3", "s3a", "gs", "gcs"})
 Other file systems of fsspec accept the mode "create", too, but look before they write.
 """
 _SETTLES = 1.0  # seconds after which every process reads what was created elsewhere
-_MOST_CREATED = 1 << 20  # bytes
-_REPOSITORY = re.compile(r"^hf://(?:(?:datasets|models|spaces)/)?([^/]+/[^/@]+)(?:@[^/]+)?")
 
 
 class Creator:
@@ -143,7 +141,7 @@ class ObjectStore:
         """Writes a small object unless there is one. Read it afterwards: another process may have
         been first.
         """
-        if self.read(name, _MOST_CREATED) is None:
+        if self.read(name, 1 << 20) is None:
             with file_system_call():
                 self._creator.write(partial(self._write, self._path(name), content))
         if not self._creator.creates_once:
@@ -273,7 +271,8 @@ def is_in_repository(url: str) -> bool:
 
 
 def _bucket_for(url: str) -> str:
-    return _REPOSITORY.sub(r"hf://buckets/\1", url)
+    repository = r"^hf://(?:(?:datasets|models|spaces)/)?([^/]+/[^/@]+)(?:@[^/]+)?"
+    return re.sub(repository, r"hf://buckets/\1", url)
 
 
 def check_mirror(url: str, key: str = "checkpoints_remote_dir") -> None:

@@ -1,8 +1,9 @@
-"""Threads for calls that cannot be stopped."""
+"""Threads that keep no process alive."""
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextvars import copy_context
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -21,3 +22,11 @@ def in_thread(call: Callable[[], T], name: str) -> Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return result
+
+
+def context_thread(work: Callable[..., object], name: str, *arguments: object) -> threading.Thread:
+    """Returns a daemon thread, not started, whose lines are in the log of the caller's rank."""
+    context = copy_context()
+    return threading.Thread(
+        target=context.run, args=(work, *arguments), name=f"datatrove-ckpt {name}", daemon=True
+    )

@@ -16,7 +16,6 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence, Sized
-from contextvars import copy_context
 from copy import deepcopy
 
 from datatrove.data import Document
@@ -27,6 +26,7 @@ from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
+from datatrove_ckpt.common.threads import context_thread
 from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation.as_read import AsRead, as_read
@@ -208,12 +208,8 @@ class DocumentSource:
         what a step before the runner has raised.
         """
         self._first = point.next_ordinal
-        # A daemon, because a blocked reader must not keep a failed process running. In the rank's
-        # context, for its log.
-        work = copy_context().run
-        threading.Thread(
-            target=work, args=(self._run, point), name="datatrove-ckpt reader", daemon=True
-        ).start()
+        # A daemon, because a blocked reader must not keep a failed process running.
+        context_thread(self._run, "reader", point).start()
         ended = False
         while not ended:
             ended = self._ended  # nothing is put after this

@@ -433,7 +433,7 @@ class _Run:
     # What a rank logs at its start and its end ---------------------------------------------------
 
     def _log_start(self, checkpoint: OpenCheckpoint) -> None:
-        if not checkpoint.has_locks:
+        if not checkpoint.lease.lock.works:
             logger.warning(
                 f"{self.step.checkpoints_local_dir} has no working file locks: do not start a "
                 f"second process for task {self.rank}. A second process takes over the task, and "

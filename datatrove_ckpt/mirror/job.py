@@ -22,9 +22,8 @@ from datatrove_ckpt.checkpoint.identity import (
     compare,
     compare_runs,
     job_content,
-    name_tasks,
     parse_run,
-    refusal,
+    refuse_changes,
     stamped,
 )
 from datatrove_ckpt.checkpoint.lines import Json, sealed_json
@@ -56,11 +55,7 @@ def join_mirrored_job(
         if others is None:
             return None
         if others.changes and (not accept_changes or others.is_layout):
-            what = (
-                f"The checkpoints of other tasks on the mirror {url} "
-                f"({name_tasks(others.ranks)}) were"
-            )
-            raise refusal(what, others.changes)
+            raise refuse_changes(url, others)
         return job_content(identity, job, others)
     except OSError as error:  # the rank has its folder, else it would not have come so far
         logger.warning(

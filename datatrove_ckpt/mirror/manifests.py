@@ -55,7 +55,7 @@ from datatrove_ckpt.checkpoint.request_cache import (
     CachedRequest,
     has_right_types,
 )
-from datatrove_ckpt.common import object_store
+from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Secret
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError, Fenced, printable
@@ -70,22 +70,6 @@ MAX_OBJECT_BYTES = 16 * 2**20
 # [0-9], because \d also matches the digits of other scripts.
 _NAME = re.compile(r"(generation|claim)-([0-9]{8,18})-([0-9a-f]{16})\.json")
 _OBJECT = re.compile(r"[0-9a-f]{16}-[0-9]{6,18}")
-_NONCE = re.compile(r"[0-9a-f]{16}")
-_FILES = {
-    layout.BATCHES,
-    layout.COLUMNS,
-    layout.COMMITS,
-    layout.DEAD_LETTERS,
-    layout.HISTORY,
-    layout.RETRY_INPUT,
-    layout.SHARD,
-}
-_TIME = re.compile(r"[0-9T:+.Z-]{0,40}")
-
-
-def is_mirrored(name: str) -> bool:
-    """Whether versions hold such a file."""
-    return name in _FILES or layout.is_journal(name)
 
 
 @dataclass(frozen=True, order=True)
@@ -210,6 +194,7 @@ class Manifest:
         """
         try:
             data = orjson.loads(body)
+            data.pop("hmac", None)
             run = data.get("run")
             written_by = run.get(WRITTEN_BY) if isinstance(run, dict) else None
             check_format(where, data, range(1, FORMAT + 1), written_by)
@@ -217,7 +202,7 @@ class Manifest:
             if not is_count(data.pop("format")):
                 raise ValueError("it has no format")
             for name in data["files"]:
-                if not is_mirrored(name):
+                if not layout.is_mirrored(name):
                     raise ValueError(f"it names {name!r}, which is no file of a checkpoint")
             files = {
                 name: [Part.from_json(part) for part in parts]
@@ -226,11 +211,13 @@ class Manifest:
             answers = [Part.from_json(part) for part in data.pop("answers")]
             manifest = cls(files=files, answers=answers, **data)
             if (
-                not _NONCE.fullmatch(check_run(manifest.run)["owner"]["nonce"])
+                not re.fullmatch(r"[0-9a-f]{16}", check_run(manifest.run)["owner"]["nonce"])
                 or "earlier" not in manifest.run["owner"]
             ):
                 raise ValueError("its owner is damaged")
-            if not isinstance(manifest.finished, bool) or not _TIME.fullmatch(manifest.when):
+            if not isinstance(manifest.finished, bool) or not re.fullmatch(
+                r"[0-9T:+.Z-]{0,40}", manifest.when
+            ):
                 raise ValueError("its state or time is damaged")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Damaged(f"its manifest is damaged ({error})") from error
@@ -366,19 +353,12 @@ class Seal:
         return hmac.digest(self._key.reveal().encode(), message, "sha256").hex()
 
 
-def without_seal(body: bytes) -> bytes:
-    sealed = _SEALED.fullmatch(body)
-    if sealed is None:
-        return body
-    return sealed[1] + b"}"
-
-
 # versions ---------------------------------------------------------------------------------------
 
 
 class Versions:
     def __init__(self, url: str) -> None:
-        self.store = object_store.ObjectStore(url)
+        self.store = ObjectStore(url)
         self.url = self.store.url
         self._seal = Seal(self.url)
 
@@ -430,7 +410,7 @@ class Versions:
             raise Damaged("its manifest is damaged")
         if trusted:
             self._seal.check(version.file, body)
-        return Manifest.from_json(without_seal(body), f"{self.url}/{version.file}")
+        return Manifest.from_json(body, f"{self.url}/{version.file}")
 
     def write_manifest(self, version: Version, manifest: Manifest, when: str) -> None:
         self.store.put(version.file, seal(self._seal.add(version.file, manifest.to_json(when))))
@@ -539,10 +519,9 @@ class Uploads:
             self._ownership = Ownership(
                 1 + max((other.number for other in ownerships), default=0), self._nonce
             )
-        with object_store.needs_bucket(self._versions.url):
-            owner = self._run["owner"]
-            content = orjson.dumps({"host": owner["host"], "pid": owner["pid"]})
-            self._versions.store.put(self._ownership.file, content)
+        owner = self._run["owner"]
+        content = orjson.dumps({"host": owner["host"], "pid": owner["pid"]})
+        self._versions.store.put(self._ownership.file, content)
         only_first = all(version.number == 1 for version in versions)
         if only_first and self._versions.newest(versions, self._versions.read_manifest, []) is None:
             # An empty first version, so that objects without a version always mean damage. A killed

@@ -19,7 +19,6 @@ import threading
 import time
 from collections import deque
 from contextlib import ExitStack, suppress
-from contextvars import copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -33,6 +32,7 @@ from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.common import object_store, retrying
 from datatrove_ckpt.common.declared import Seconds
+from datatrove_ckpt.common.threads import context_thread
 from datatrove_ckpt.errors import ConfigError, StorageFailed, TooManyOpenFiles
 from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Uploads, Versions
 from datatrove_ckpt.process import job_launch
@@ -83,11 +83,8 @@ class RemoteMirror:
         self._completed = False
         self._given_up = False
         self._reading = threading.Lock()  # from the rank's files, which close after ``stop``
-        work = copy_context().run  # its lines are in the rank's log
-        self._thread = threading.Thread(
-            target=work, args=(self._run,), name="datatrove-ckpt mirror", daemon=True
-        )
-        self._uploads: Uploads | None = None
+        self._thread = context_thread(self._run, "mirror")
+        self._uploads = Uploads(Versions(self.url))
         self._failures = 0
         self._failure = "no answer"
 
@@ -99,7 +96,7 @@ class RemoteMirror:
     @property
     def _is_owned(self) -> bool:
         """Whether ownership and a first version are on the mirror."""
-        return self._uploads is not None and self._uploads.owns_mirror
+        return self._uploads.owns_mirror
 
     def check(self, first: bool, stopping: threading.Event) -> None:
         if not self._is_owned:
@@ -219,10 +216,9 @@ class RemoteMirror:
         """
         number = len(self._looks)
         now = time.monotonic()
-        uploads = self._uploads
-        if number and uploads is not None and uploads.owns_mirror:
+        if number and self._is_owned:
             try:
-                uploads.list_as_owner()
+                self._uploads.list_as_owner()
             except (OSError, ConfigError) as error:  # the next upload says so
                 self._failure = retrying.failure_line(error)
                 if isinstance(error, OSError) and retrying.STORAGE.passes(error):
@@ -237,7 +233,7 @@ class RemoteMirror:
         except _Interrupted:
             pass
         except (OSError, EOFError, ConfigError, StorageFailed, TooManyOpenFiles) as error:
-            if isinstance(error, ConfigError) and not (self._uploads and self._uploads.owns_mirror):
+            if isinstance(error, ConfigError) and not self._is_owned:
                 raise
             self._failure = retrying.failure_line(error)
             if job_launch.LAUNCH in os.environ and retrying.http_status(error) in (401, 403):
@@ -266,8 +262,6 @@ class RemoteMirror:
         return 1
 
     def _upload(self) -> None:
-        if self._uploads is None:
-            self._uploads = Uploads(Versions(self.url))
         uploads = self._uploads
         last = self._stopping
         start = time.monotonic()
@@ -278,14 +272,13 @@ class RemoteMirror:
                 snapshot, grown = self._take_snapshot(uploads, stack)
             # Taking ownership after ``stop`` has given up would fence the rank's next process.
             self._raise_if_interrupted(last)
-            if self.job is not None:
-                url = self.url.rpartition("/")[0]
-                with object_store.needs_bucket(url):
+            url = self.url.rpartition("/")[0]
+            with object_store.needs_bucket(url):
+                if self.job is not None:
                     object_store.ObjectStore(url).put(layout.JOB, self.job)
-                self.job = None
-            uploads.start_version(
-                identity.parse_run(self.folder / layout.RUN, snapshot.run), snapshot
-            )
+                    self.job = None
+                run = identity.parse_run(self.folder / layout.RUN, snapshot.run)
+                uploads.start_version(run, snapshot)
             for name, file in grown.items():
                 while (left := snapshot.sizes[name] - uploads.uploaded_bytes(name)) > 0:
                     data = file.read(min(left, MAX_OBJECT_BYTES))

@@ -66,7 +66,6 @@ from datatrove_ckpt.mirror.manifests import (
     contains_version,
     decode_answers,
     in_threads,
-    is_mirrored,
 )
 
 _WITHOUT = " To start without what the mirror holds, remove the setting checkpoints_remote_dir."
@@ -153,7 +152,7 @@ def restore(url: str, folder: Path) -> None:
         CheckpointCorrupt: no version is complete.
         CheckpointMismatch: folder and mirror were started separately.
         CheckpointLocked: a process works on the folder.
-        ConfigError: the bucket does not exist.
+        ConfigError: the bucket does not exist; or the mirror is sealed, and there is no key.
     """
     owner = _owner_of(folder)
     mirrored = Versions(url)
@@ -174,7 +173,10 @@ def restore(url: str, folder: Path) -> None:
         return
     try:
         if owner is not None and contains_version(owner, versions[-1]):
-            _look_at_seal(mirrored, versions[-1])
+            # The mirror may be sealed, and there is no key: what this node uploads could not be
+            # restored. Another seal is no matter: this version is not needed here.
+            with suppress(Damaged, CheckpointCorrupt):
+                mirrored.read_manifest(versions[-1], trusted=True)
             # The other node may have published files, and was lost before its first version.
             if _has_another_owner(ownerships, owner):
                 files.disk.remove(folder / layout.PUBLISHING)
@@ -182,25 +184,6 @@ def restore(url: str, folder: Path) -> None:
         _restore_newest(mirrored, versions, folder, owner)
     except OSError as error:
         raise unreadable(url, error, _WITHOUT) from error
-
-
-def _look_at_seal(mirrored: Versions, version: Version) -> None:
-    """Compares the key with the newest version's seal, although this node does not need the
-    version.
-
-    Raises:
-        ConfigError: the mirror is sealed, and there is no key: what this node uploads could not be
-            restored.
-    """
-    try:
-        mirrored.read_manifest(version, trusted=True)
-    except Damaged:
-        return
-    except CheckpointCorrupt as error:
-        logger.warning(
-            f"{error} This node does not need it; what it uploads from now on is sealed with this "
-            "key."
-        )
 
 
 def _restore_newest(
@@ -390,12 +373,8 @@ class MirrorReader:
 
     def _copy(self, name: str) -> CopiedRank | None:
         mirrored = Versions(f"{self.url}/{name}")
-        known = self.ranks.get(name)
-        newer = [
-            version
-            for version in mirrored.all_versions()
-            if known is None or version > known.version
-        ]
+        known = self.ranks.get(name, CopiedRank(Version(0, ""), 0.0))
+        newer = [version for version in mirrored.all_versions() if version > known.version]
         problems = list[str]()
 
         def copy(version: Version) -> CopiedRank:
@@ -407,7 +386,7 @@ class MirrorReader:
             return CopiedRank(version, when)
 
         copied = mirrored.newest(newer, copy, problems)
-        if copied is None and problems and known is None:
+        if copied is None and problems and name not in self.ranks:
             raise _no_complete_version(mirrored.url, "\n  ".join(problems))
         return copied
 
@@ -472,7 +451,10 @@ def upload_rank(url: str, folder: Path) -> None:
     Raises:
         StorageFailed: it could not be uploaded. The version before it stays the newest one.
     """
-    snapshot = _snapshot(folder)
+    snapshot = Snapshot.of(folder)
+    if (folder / layout.CACHE).exists():
+        with closing(RequestCache(folder / layout.CACHE)) as cache:
+            snapshot = snapshot.with_answers(cache)
     uploads = Uploads(Versions(url))
     try:
         uploads.start_version(identity.parse_run(folder / layout.RUN, snapshot.run), snapshot)
@@ -524,19 +506,3 @@ def _upload_missing(url: str, folder: Path) -> bool:
     if not is_there:
         upload_rank(url, folder)
     return not is_there
-
-
-def _snapshot(folder: Path) -> Snapshot:
-    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if is_mirrored(path.name)}
-    answers = []
-    unfinished = frozenset[int]()
-    last = 0
-    if (folder / layout.CACHE).exists():
-        with closing(RequestCache(folder / layout.CACHE)) as cache:
-            unfinished = frozenset(ordinal for ordinal, _ in cache.answer_counts())
-            answers = cache.answers_since(0, unfinished)
-            last = cache.last_answer
-    run = (folder / layout.RUN).read_bytes()
-    return Snapshot(
-        run, {name: size for name, size in sizes.items() if size}, unfinished, answers, last
-    )

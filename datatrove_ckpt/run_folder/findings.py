@@ -25,7 +25,7 @@ from datatrove_ckpt.checkpoint.identity import (
     compare_job,
     name_tasks,
     note_output,
-    refusal,
+    refuse_changes,
 )
 from datatrove_ckpt.checkpoint.layout import (
     RUN,
@@ -218,8 +218,7 @@ def _compare_markers(runner: RunnerPlan, folder: Path, skipped: list[int]) -> di
                     "All tasks are finished, so the new settings would change no output any more. "
                     "For dead letters alone, retry_dead_letters takes the new settings. "
                 )
-            made_by = f"The checkpoints in {folder} ({name_tasks(found.ranks)}) were"
-            raise refusal(made_by, found.changes, advice, may_mix)
+            raise refuse_changes(folder, found, advice, may_mix)
         if advice:
             logger.warning(advice)
     missing = [rank for rank in kept if not (rank_folder(folder, rank) / RUN).exists()]

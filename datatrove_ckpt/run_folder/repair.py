@@ -48,7 +48,7 @@ from datatrove_ckpt.checkpoint.commits import (
 from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.layout import LOCK, PUBLISHING
 from datatrove_ckpt.checkpoint.ledger import RankLedger, name_place
-from datatrove_ckpt.checkpoint.lines import explained, seal
+from datatrove_ckpt.checkpoint.lines import explained, seal, size_of
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
@@ -326,9 +326,7 @@ def _advice_of_mirror(report: Report, rank: RankLedger) -> str:
     begun = Homes(report.checkpoints, None).kept
     if begun is None or rank.root:
         return ""
-    size = 0
-    if rank.commits_file.exists():
-        size = rank.commits_file.stat().st_size
+    size = size_of(rank.commits_file)
     return restore_advice(f"{begun.home}/{rank.folder.name}", rank.folder, size)
 
 
@@ -421,10 +419,7 @@ def carry_out(plan: RepairPlan, report: Report) -> None:
             files.disk.replace(
                 rank.commits_file, b"".join(seal(commit.to_json()) for commit in kept)
             )
-            if (
-                rank.dead_letters_file.exists()
-                and rank.dead_letters_file.stat().st_size > letters_end
-            ):
+            if size_of(rank.dead_letters_file) > letters_end:
                 files.disk.truncate(rank.dead_letters_file, letters_end)
 
 

@@ -508,10 +508,7 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
     else:
         _judge_ended(rank, attempt, now)
     if rank.state in ("lost", "running") and not rank.is_copy:  # it worked until then at least
-        changes = [
-            at for name, at in ledger.written.items() if name not in (layout.RUN, layout.CACHE)
-        ]
-        rank.last_change = min(now, max(changes, default=0.0))
+        rank.last_change = min(now, ledger.written)
     words = (recent.last_at or 0.0, rank.last_commit or 0.0, rank.last_change)
     rank.last_word = max(words) or None
     return rank

@@ -27,7 +27,7 @@ from datatrove_ckpt.checkpoint.ledger import (
     read_ranks,
 )
 from datatrove_ckpt.checkpoint.limits import Limits, RunTotals, noted_limits
-from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.checkpoint.lines import Json, size_of
 from datatrove_ckpt.common.formatting import plural, repair_command
 from datatrove_ckpt.common.retrying import HUB_PROBE, failure_line, file_system_call, http_status
 from datatrove_ckpt.errors import (
@@ -292,7 +292,7 @@ def _check_rank(report: Report, rank: RankLedger) -> Iterator[Problem]:
                 f"{commit.counts.dead}. Restore it from a copy; the output is not affected."
             )
             yield Problem("dead_letters", message, *rank.key, commit.chunk_index, str(letters))
-    size = letters.stat().st_size if letters.exists() else 0
+    size = size_of(letters)
     if size < start:
         message = (
             f"{letters} has {size} bytes instead of the {start} that commits name. Restore it "

@@ -171,11 +171,8 @@ class Ranks:
         """
         if self.group is None:
             return 0
-        own = folder / f".id-{uuid.uuid4().hex}"
         shared = folder / ".id"
-        files.disk.write_new(own, [uuid.uuid4().bytes], files.PUBLIC_FILE)
-        files.disk.put_new(own, shared)
-        files.disk.remove(own)
+        files.keep_first(shared, uuid.uuid4().bytes)
         return self.gather(shared.read_bytes()).index(shared.read_bytes())
 
 

@@ -2,12 +2,10 @@
 same bytes there.
 """
 
-import gc
 import shutil
 import tempfile
-import threading
 from collections import Counter
-from contextlib import suppress
+from functools import partial
 
 import pytest
 from datatrove.io import DataFolder
@@ -18,14 +16,13 @@ from loguru import logger
 from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.checkpoint import storage_thread
 from datatrove_ckpt.executors import local
-from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.output import committed
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.testing.crashes import EFFECTS, CrashingDisk, SimulatedCrash, disk_in_place
+from datatrove_ckpt.testing import EFFECTS
 from tests.crash.test_hub import crashing_client
 from tests.crash.test_mirror import ask_twice
 from tests.jobs import runner
-from tests.mirrors import ONE_BY_ONE, PASSES, answered
+from tests.mirrors import ONE_BY_ONE, PASSES, answered, in_newest_version
 
 pytestmark = [
     pytest.mark.usefixtures("code_described_once"),
@@ -72,15 +69,6 @@ def attempt(folder, server):
         logger.remove()
 
 
-def in_newest_version(folder):
-    """The questions that are answered according to the mirror."""
-    HfFileSystem.clear_instance_cache()
-    scratch = folder.with_name("scratch")
-    shutil.rmtree(scratch, ignore_errors=True)
-    restore(f"{BUCKET}/mirror/00000", scratch / "00000")
-    return answered(scratch / "00000") if (scratch / "00000").exists() else Counter()
-
-
 def put_input(hub, documents):
     hub.create_repo(PLACE, kind="bucket")
     rows = [f'{{"id": "id {n}", "text": "text {n}"}}\n' for n in range(documents)]
@@ -95,21 +83,6 @@ def output(hub):
         for n, c in hub.files(PLACE, kind="bucket").items()
         if n.startswith(("output/", "logs/completions"))
     }
-
-
-def crash(number, folder, server, client, counted):
-    client.disk = CrashingDisk(number, folder, counted=counted)
-    with disk_in_place(client.disk), suppress(SimulatedCrash):
-        attempt(folder, server)
-    for thread in threading.enumerate():  # a dead process sends nothing more
-        if thread.name in ("datatrove-ckpt upload", "datatrove-ckpt mirror", "datatrove-ckpt hub"):
-            thread.join(300)
-    gc.collect()
-    crashed = client.disk.crashed_at
-    if crashed is not None:
-        next(client.disk.survivors())
-    client.disk = None
-    return crashed
 
 
 @pytest.mark.slow
@@ -141,7 +114,7 @@ def test_killed_at_every_effect(
     put_input(hub, documents)
     folder.mkdir()
     attempt(folder, server)
-    expected, points, again = output(hub), Counter[str](), 0
+    expected, points = output(hub), Counter[str]()
     assert len(expected) == (documents + 1) // 2 + 1
     # The first four effects are one of each kind, whatever the mirror does meanwhile.
     for number in (*range(4), *range(4, 2000, every)):
@@ -150,20 +123,21 @@ def test_killed_at_every_effect(
         shutil.rmtree(folder)
         folder.mkdir()
         server.asked.clear()
-        crashed = crash(number, folder, server, client, counted)
+        crashed = client.crash(number, folder, counted, partial(attempt, folder, server))
         before = server.asked.copy()
-        known = in_newest_version(folder) if lost else answered(folder / "checkpoints" / "00000")
+        known = answered(folder / "checkpoints" / "00000")
         if lost:
+            HfFileSystem.clear_instance_cache()
+            known = in_newest_version(f"{BUCKET}/mirror", folder.with_name("scratch"))
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         assert "logs/completions/00000" not in output(hub) or output(hub) == expected, crashed
         attempt(folder, server)
         assert output(hub) == expected, crashed
         assert not known & (server.asked - before), crashed
-        again += (before & (server.asked - before)).total()
         if crashed is None:
             break
         points[crashed] += 1
-    print(f"{points.total()} crash points, {again} requests made again; {points.most_common(6)}")
+    print(f"{points.total()} crash points; {points.most_common(6)}")
     for step in ("before batch", "after batch", "before xet-upload", "after xet-upload"):
         assert points[step] > (10 if every == 1 else 0), points
     assert points.total() * every > 100, points

@@ -5,7 +5,6 @@ bytes.
 import asyncio
 import errno
 import functools
-import json
 from collections import Counter
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -84,7 +83,7 @@ def assert_out_of_order(attempt, folder):
     copy_tree(folder, apart)
     attempt(apart)
     log = apart / "checkpoints" / "00000" / "commits.jsonl"
-    order = [json.loads(line)["chunk_index"] for line in log.read_text().splitlines()]
+    order = [*read_commits(log)]
     assert order != sorted(order)
 
 

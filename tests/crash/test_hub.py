@@ -2,9 +2,11 @@
 them once.
 """
 
+import gc
 import tempfile
 import threading
 from collections import Counter
+from functools import partial
 
 import pytest
 from datatrove.pipeline.writers import ParquetWriter
@@ -19,6 +21,7 @@ from tests.jobs import run_job
 pytestmark = pytest.mark.usefixtures("code_described_once")
 
 DOCUMENTS = 3
+_SENDERS = [f"datatrove-ckpt {name}" for name in ("upload", "mirror", "hub")]
 FILES = ["config/000_00000_00000.parquet", "config/000_00000_00001.parquet"]
 
 
@@ -48,6 +51,22 @@ class CrashingClient:
                 self.disk.before(
                     "request" if self.writes is None or kind in self.writes else "look", (), label
                 )
+
+    def crash(self, number, folder, counted, attempt):
+        """Returns the effect at which the attempt crashed; None if it ended before."""
+        self.disk = CrashingDisk(number, folder, counted=counted)
+        with disk_in_place(self.disk):
+            attempt()
+        # A dead process sends nothing more, but the threads of this one would.
+        for thread in threading.enumerate():
+            if thread.name in _SENDERS:
+                thread.join(300)
+        gc.collect()
+        crashed = self.disk.crashed_at
+        if crashed is not None:
+            next(self.disk.survivors())
+        self.disk = None
+        return crashed
 
 
 def crashing_client(monkeypatch):
@@ -80,15 +99,6 @@ def attempt(folder, server, seconds):
     run_job(folder, server, DOCUMENTS, output_writer=writer, hub_commit_seconds=seconds)
 
 
-def wait_for_requests_in_flight():
-    """A dead process sends nothing more, but the threads of this one would, once the disk works
-    again.
-    """
-    for thread in threading.enumerate():
-        if thread.name in ("datatrove-ckpt upload", "datatrove-ckpt hub"):
-            thread.join(300)
-
-
 @pytest.mark.matrix(
     ("seconds", "lag", "each"),
     [(300.0, 0, 29), (300.0, 0, 1), (0.0, 0, 1), (300.0, 1, 1)],
@@ -103,16 +113,8 @@ def test_killed_at_every_request(hub, server, client, ram, seconds, lag, each):
         server.asked.clear()
         folder = ram / f"job{number}"
         folder.mkdir()
-        client.disk = CrashingDisk(
-            each * (number - 1) if expected is not None else 10**6, folder, counted=("request",)
-        )
-        with disk_in_place(client.disk):
-            attempt(folder, server, seconds)
-        wait_for_requests_in_flight()
-        crashed = client.disk.crashed_at
-        if crashed is not None:
-            next(client.disk.survivors())
-        client.disk = None
+        at = each * (number - 1) if expected is not None else 10**6
+        crashed = client.crash(at, folder, ("request",), partial(attempt, folder, server, seconds))
         points += [crashed] if crashed is not None else []
         uploads = len(hub.repo("org/data").uploads)
         done, asked = answered(folder), Counter(server.asked)

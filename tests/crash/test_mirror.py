@@ -15,7 +15,6 @@ from datatrove_ckpt.checkpoint import storage_thread
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
 from datatrove_ckpt.mirror import manifests
 from datatrove_ckpt.mirror.manifests import Uploads, Versions
-from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
 from datatrove_ckpt.testing.crashes import EFFECTS, REMOTE_EFFECTS
@@ -25,8 +24,8 @@ from tests.mirrors import (
     ONE_BY_ONE,
     PASSES,
     Job,
-    answered,
     assert_not_asked_again,
+    in_newest_version,
     up_to,
 )
 from tests.yaml_jobs import write_input
@@ -82,14 +81,8 @@ def mirrored(folder, server, **changes):
     return runner(folder, server, ask_twice, **changes)
 
 
-def in_newest_version(folder):
-    """The questions that are answered according to the mirror."""
-    scratch = folder.with_name("scratch")
-    shutil.rmtree(scratch, ignore_errors=True)
-    if not list((folder / "remote" / "00000").glob("generation-*")):
-        return Counter()
-    restore(str(folder / "remote" / "00000"), scratch / "00000")
-    return answered(scratch / "00000")
+def in_version(folder):
+    return in_newest_version(folder / "remote", folder.with_name("scratch"))
 
 
 def lose_the_node(folder, run=None):
@@ -102,7 +95,7 @@ def keep_the_node(folder, run=None):
 
 def prove(folder, server, run, after_crash, counted=REMOTE_EFFECTS, **how):
     """All runs, also those of ``after_crash``, ask for nothing that a version holds."""
-    known = Counter(in_newest_version(folder))
+    known = in_version(folder)
 
     def run_and_check(folder):
         server.asked.clear()
@@ -110,9 +103,9 @@ def prove(folder, server, run, after_crash, counted=REMOTE_EFFECTS, **how):
         assert_not_asked_again(known, server)
 
     def note(folder):
-        known.update(in_newest_version(folder))
+        known.update(in_version(folder))
         after_crash(folder, run_and_check)
-        known.update(in_newest_version(folder))
+        known.update(in_version(folder))
 
     return assert_same_output_after_crash(
         run_and_check, folder, after_crash=note, counted=counted, recoveries=0, **how
@@ -158,7 +151,7 @@ def stopped_in_the_middle(folder):
     job.run_until("text 5 again")
     assert (job.rank / "chunk_00001.jsonl").exists()
     job.lose_the_node()
-    assert in_newest_version(folder) == up_to("text 5 again")
+    assert in_version(folder) == up_to("text 5 again")
 
 
 ALL = (*EFFECTS, *REMOTE_EFFECTS)

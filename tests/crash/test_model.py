@@ -18,7 +18,7 @@ import shutil
 import sys
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import orjson
 import pytest
@@ -184,15 +184,6 @@ class Powered(PowerLossDisk):
                     file.durable = file.content
                     self._durable[path] = file
 
-    def kill(self):
-        """The folder is as it was at the crash, and what was not synced is still in memory only."""
-        next(CrashingDisk.survivors(self))
-
-    def lose_power(self, number):
-        """The folder is the survivor of this number."""
-        survivor = list(itertools.islice(self.survivors(), number + 1))
-        assert len(survivor) == number + 1
-
 
 # The machine -------------------------------------------------------------------------------------
 
@@ -251,14 +242,16 @@ class JobMachine(RuleBasedStateMachine):
         disk = self._disk(self._effect(moment), torn)
         self._run_once(way, disk)
         if disk.crashed_at is not None:
-            disk.kill()
+            # The folder is as at the crash, and what was not synced is still in memory only.
+            next(CrashingDisk.survivors(disk))
             self._died("kills")
 
     def _power_lost(self, way, moment, detail, torn):
         disk = self._disk(self._effect(moment), torn)
         self._run_once(way, disk)
         if disk.crashed_at is not None:
-            disk.lose_power(detail)
+            survivors = [*itertools.islice(disk.survivors(), detail + 1)]
+            assert len(survivors) == detail + 1
             self.power = None
             # Files that a run removed at its very end may be back, so a rank may look as if it had
             # more to do.
@@ -282,13 +275,12 @@ class JobMachine(RuleBasedStateMachine):
         number = moment * (len(self.texts) + 1) // 100
         with fault(raising=f"id {number}"):
             before = self._finished_on_disk()
-            raising = {("id", number)} | {
-                ("text", n) for n, text in enumerate(self.texts) if "raises" in text
+            raising = {
+                n
+                for n, text in enumerate(self.texts)
+                if "raises" in text or text.startswith("drops 1") or n == number
             }
-            raising |= {
-                ("text", n) for n, text in enumerate(self.texts) if text.startswith("drops 1")
-            }
-            stops = {n for _, n in raising if n < len(self.texts) and (n, 1) not in before}
+            stops = {n for n in raising if (n, 1) not in before}
             error = self._run_once(way, self._disk(), on_document_error="stop")
         if way.retry or error is None:
             assert way.retry or not stops, f"the job did not stop at {stops}"
@@ -330,11 +322,9 @@ class JobMachine(RuleBasedStateMachine):
         assert self._run_once(way, self._disk()) is None
         before = {}
         while before != (before := outputs(self.job / "checkpoints")):
-            assert self._run_once(Way(True, True, 50, 2000, 1.0, False), self._disk()) is None
+            assert self._run_once(replace(way, retry=True), self._disk()) is None
         self._check_verify(all_is_done=True)
         self._check_places()
-        self.count["examples"] += 1
-        self.count["documents"] += len(self.texts)
 
     # runs ----------------------------------------------------------------------------------------
 
@@ -352,7 +342,6 @@ class JobMachine(RuleBasedStateMachine):
 
         After a simulated crash it returns None, as after a success.
         """
-        crashed = None
         error = None
         returned = False
         done = self._finished_on_disk()
@@ -372,7 +361,6 @@ class JobMachine(RuleBasedStateMachine):
         )
         assert not (returned and crashed), f"the job ignored a crash: {crashed}"
         self.count["runs"] += 1
-        self.count["requests"] += self.server.asked.total()
         asked = {
             (int(number), int(attempt)) for *_, number, attempt, _ in map(_words, self.server.asked)
         }
@@ -477,7 +465,6 @@ class JobMachine(RuleBasedStateMachine):
 
     def _check(self, completed):
         """Called after every run. ``completed``: the settings of the run, if it completed."""
-        self.count["checks"] += 1
         expected = self._check_rank(
             "", self._rank, [(number, 1) for number in range(len(self.texts))], self.ends
         )
@@ -588,7 +575,6 @@ class JobMachine(RuleBasedStateMachine):
             if outcome(text, last) == "dropped":
                 found[identifier(text)] += 1
         assert found == Counter(identifier(text) for text in self.texts)
-        self.count["places checked"] += len(self.texts)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from datatrove_ckpt.checkpoint.request_cache import read_answers
 from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, ConfigError, DocumentFailed
 from datatrove_ckpt.run_folder.verify import verify
 from datatrove_ckpt.testing import assert_same_output_after_crash, outputs
-from tests.crash.test_every_effect import OF_FILES
+from tests.crash.test_every_effect import OF_FILES, committed
 from tests.jobs import chat, documents, runner
 from tests.make_release import run
 from tests.mirrors import known_ordinals
@@ -22,10 +22,6 @@ from tests.rank_folders import place_at
 from .test_releases import NAMES, kept, restored
 
 DOCUMENTS = 7
-
-
-def number_of_commits(path):
-    return Path(path).read_bytes().count(b"\n") if Path(path).exists() else 0
 
 
 class TwoSteps:
@@ -39,7 +35,7 @@ class TwoSteps:
     async def __call__(self, document, generate):
         first = await generate(chat(f"Say {document.text}"))
         if document.id == self.stop_at:
-            await until_async(lambda: number_of_commits(self._commits) >= 2)
+            await until_async(lambda: committed(Path(self._commits)) >= 2)
             raise RuntimeError("stopped between two requests, with two chunks committed")
         second = await generate(chat(f"{self.style}: {first.text}"))
         return second.text
@@ -72,6 +68,11 @@ def checkpoints(folder):
     return str(folder / "checkpoints")
 
 
+def go_on(folder, server, old, **settings):
+    """Runs it with another style and the answers of an old run."""
+    start(folder, server, TwoSteps("Longer"), answers_from=checkpoints(old), **settings)
+
+
 def first_requests(server):
     """The documents whose first request was sent."""
     return {
@@ -85,9 +86,7 @@ def first_requests(server):
 def test_only_answers_to_equal_payloads_are_not_asked_again(per_chunk, old, tmp_path, server):
     new, fresh = tmp_path / "new", tmp_path / "fresh"
     before = kept(old)
-    start(
-        new, server, TwoSteps("Longer"), records_per_chunk=per_chunk, answers_from=checkpoints(old)
-    )
+    go_on(new, server, old, records_per_chunk=per_chunk)
     assert first_requests(server) == {"0", "1", "2", "3", "6"}
     assert server.asked.total() == 5 + DOCUMENTS
     start(fresh, server, TwoSteps("Longer"), records_per_chunk=per_chunk)
@@ -115,7 +114,7 @@ def test_with_keep_answers_committed_documents_are_not_asked_again_either(
     # parts of lines.
     kept_answers.write_bytes(kept_answers.read_bytes() * 2 + b'{"xxh":"00')
     server.asked.clear()
-    start(new, server, TwoSteps("Longer"), answers_from=checkpoints(old))
+    go_on(new, server, old)
     assert first_requests(server) == (set() if finished else {"6"})
     assert server.asked.total() == DOCUMENTS + (not finished)
     assert not (new / "checkpoints/00000/answers.jsonl").exists()
@@ -169,7 +168,7 @@ def test_a_run_that_takes_answers_is_killed_at_every_effect(
     before = kept(old)
 
     def attempt(folder):
-        start(folder, server, TwoSteps("Longer"), answers_from=checkpoints(old))
+        go_on(folder, server, old)
 
     (tmp_path / "job").mkdir()
     assert_same_output_after_crash(attempt, tmp_path / "job", counted=OF_FILES, recoveries=0)
@@ -197,20 +196,12 @@ def test_an_answer_that_was_used_once_belongs_to_the_new_run(is_gone, old, tmp_p
     )
     assert server.asked.total() == 5 + DOCUMENTS
     assert verify(place_at(new / "checkpoints"), full=True).problems == []
-    start(
-        new,
-        server,
-        TwoSteps("Longer"),
-        accept_changes=True,
-        answers_from=checkpoints(tmp_path / "none"),
-    )
+    go_on(new, server, tmp_path / "none", accept_changes=True)
 
 
 @pytest.mark.matrix("number", [5, 9])
 def test_the_input_may_be_shorter_or_longer(number, old, tmp_path, server):
-    start(
-        tmp_path / "new", server, TwoSteps("Longer"), number=number, answers_from=checkpoints(old)
-    )
+    go_on(tmp_path / "new", server, old, number=number)
     assert first_requests(server) == {str(one) for one in range(number)} - {"4", "5"}
     assert verify(place_at(tmp_path / "new/checkpoints"), full=True).problems == []
 
@@ -230,14 +221,7 @@ def test_answers_that_cannot_be_used_are_refused_before_the_first_request(
 ):
     new = tmp_path / "new"
     with pytest.raises(CheckpointMismatch) as refused:
-        start(
-            new,
-            server,
-            TwoSteps("Longer"),
-            accept_changes=True,
-            answers_from=checkpoints(old),
-            **changes,
-        )
+        go_on(new, server, old, accept_changes=True, **changes)
     assert line in str(refused.value)
     assert "leave answers_from out" in str(refused.value)
     assert not server.asked
@@ -262,7 +246,7 @@ def test_a_rank_that_runs_is_refused(old, tmp_path, server):
     lock = files.Lock(old / "checkpoints/00000" / LOCK)
     try:
         with pytest.raises(CheckpointLocked):
-            start(tmp_path / "new", server, TwoSteps("Longer"), answers_from=checkpoints(old))
+            go_on(tmp_path / "new", server, old)
     finally:
         lock.release()
     assert not (tmp_path / "new/checkpoints/00000").exists()

@@ -27,6 +27,7 @@ from tests.jobs import documents, runner
 from tests.kept import content_of
 from tests.make_release import BAD, RELEASES, STOP, is_about, run, write_input
 from tests.provider import FakeProvider
+from tests.yaml_jobs import write_input as write_texts
 
 from .test_contracts import DATA, IS_WRITTEN
 from .test_releases import NEWEST
@@ -66,9 +67,7 @@ def with_batches(folder):
 
 
 def with_workers(folder, logs):
-    (folder / "input").mkdir(parents=True)
-    for name in "ab":
-        (folder / f"input/{name}.jsonl").write_text('{"text": "a", "id": "a"}')
+    write_texts(folder, "a", "b")
     with FakeServer() as server:
         pipeline = [JsonlReader(str(folder / "input")), runner(folder, server)]
         LocalPipelineExecutor(pipeline, tasks=2, logging_dir=logs).run_worker()

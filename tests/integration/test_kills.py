@@ -419,11 +419,4 @@ def test_no_call_and_no_answer_of_an_agent_is_paid_twice_but_those_in_flight_at_
         assert new - (expected - kept_before) == Counter()
         in_flight.append((new - (kept - kept_before)).total())
         before, kept_before = asked, kept
-    again = job.server.asked - expected
-    calls = Counter({asked: n for asked, n in again.items() if asked.startswith("look")})
     assert max(in_flight) <= 2 * LOST
-    print(
-        f"{job.kills[signal.SIGKILL]} SIGKILL and {job.kills[signal.SIGTERM]} SIGTERM: of "
-        f"{expected.total()} answers and calls {again.total()} were asked again ({calls.total()} "
-        f"of them calls), and {sum(in_flight)} were in flight at kills, {max(in_flight)} at most"
-    )

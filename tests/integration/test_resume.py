@@ -16,6 +16,7 @@ from datatrove_ckpt.testing import assert_same_output_after_crash
 from datatrove_ckpt.testing.crashes import EFFECTS
 from tests.jobs import ask, ids, runner
 from tests.patience import until
+from tests.yaml_jobs import write_input, write_rows
 
 NUMBER = 20
 
@@ -23,10 +24,8 @@ NUMBER = 20
 @pytest.fixture
 def folder(ram):
     """Three files of documents, below an empty job."""
-    rows = [json.dumps({"id": f"id {index}", "text": f"text {index}"}) for index in range(NUMBER)]
-    (ram / "job/input").mkdir(parents=True)
-    for index, part in enumerate((rows[:9], rows[9:10], rows[10:])):
-        (ram / "job/input" / f"{index}.jsonl").write_text("\n".join(part) + "\n")
+    texts = [f"text {index}" for index in range(NUMBER)]
+    write_input(ram / "job", texts[:9], texts[9:10], texts[10:])
     return ram / "job"
 
 
@@ -250,8 +249,8 @@ def test_an_order_that_breaks_behind_a_saved_position_stops_the_rank(folder, ser
         until(lambda: committed(folder))
         yield kept[0]
 
-    rows = [json.dumps({"id": f"id {index}", "text": f"text {index}"}) for index in range(200)]
-    (folder / "input/3.jsonl").write_text("\n".join(rows))
+    rows = [{"id": f"id {index}", "text": f"text {index}"} for index in range(200)]
+    write_rows(folder / "input/3.jsonl", rows)
     # Each takes two of the 1,024 files that a user may usually open.
     few = {"max_concurrent_generations": 50}
     with pytest.raises(ConfigError, match="a position that was saved is wrong"):

@@ -35,8 +35,24 @@ def distributions(tmp_path_factory):
     return source / "dist"
 
 
-def finish_after_a_refusal(program, folder):
+@pytest.fixture
+def wheel(distributions):
+    (wheel,) = distributions.glob("*.whl")
+    return str(wheel)
+
+
+@pytest.fixture
+def venv(tmp_path):
+    return tmp_path / "venv"
+
+
+def make(venv, minor):
+    environment.uv("venv", "--python", PYTHONS[minor], str(venv))
+
+
+def finish_after_a_refusal(venv):
     """Runs a job whose server refuses its fourth request, and the same command again."""
+    folder = venv.with_name("work")
     folder.mkdir()
     rows = [{"id": f"{number}", "text": f"text {number}"} for number in range(DOCUMENTS)]
     write_rows(folder / "in.jsonl", rows)
@@ -45,7 +61,7 @@ def finish_after_a_refusal(program, folder):
         job = (
             "run --input in.jsonl --prompt {text} --model m --run-folder job --records-per-chunk 2"
         )
-        command = [program, *job.split(), "--endpoint", server.url]
+        command = [venv / "bin/datatrove-ckpt", *job.split(), "--endpoint", server.url]
         bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         for budget.left, code in ((3, 1), (DOCUMENTS, 0)):
             done = subprocess.run(command, cwd=folder, env=bare, capture_output=True, text=True)
@@ -53,8 +69,7 @@ def finish_after_a_refusal(program, folder):
     assert ids(folder / "job", "*") == [row["id"] for row in rows]
 
 
-def test_both_can_be_published(distributions):
-    (wheel,) = distributions.glob("*.whl")
+def test_both_can_be_published(distributions, wheel):
     (source,) = distributions.glob("*.tar.gz")
     done = subprocess.run(
         [environment.twine(), "check", "--strict", wheel, source], capture_output=True, text=True
@@ -63,36 +78,32 @@ def test_both_can_be_published(distributions):
 
 
 @pytest.mark.parametrize("minor", PYTHONS)
-def test_the_wheel_runs_a_job_in_an_empty_environment(distributions, minor, tmp_path):
-    environment.uv("venv", "--python", PYTHONS[minor], str(tmp_path / "venv"))
-    (wheel,) = distributions.glob("*.whl")
-    environment.install(tmp_path / "venv", str(wheel))
-    finish_after_a_refusal(tmp_path / "venv/bin/datatrove-ckpt", tmp_path / "work")
+def test_the_wheel_runs_a_job_in_an_empty_environment(wheel, venv, minor):
+    make(venv, minor)
+    environment.install(venv, wheel)
+    finish_after_a_refusal(venv)
 
 
-def test_the_source_distribution_has_what_the_wheel_needs(distributions, tmp_path):
+def test_the_source_distribution_has_what_the_wheel_needs(distributions, wheel, tmp_path):
     (source,) = distributions.glob("*.tar.gz")
     environment.uv("build", "--wheel", "--out-dir", str(tmp_path), str(source))
     (built,) = tmp_path.glob("*.whl")
-    (wheel,) = distributions.glob("*.whl")
     names = [subprocess.check_output(["unzip", "-Z1", path]) for path in (built, wheel)]
     assert names[0] == names[1]
 
 
-def test_the_lowest_versions_that_are_allowed_run_a_job(distributions, tmp_path):
-    environment.uv("venv", "--python", PYTHONS[min(PYTHONS)], str(tmp_path / "venv"))
+def test_the_lowest_versions_that_are_allowed_run_a_job(wheel, venv):
+    make(venv, min(PYTHONS))
     lowest = ("--resolution", "lowest-direct", "-r", str(ROOT / "pyproject.toml"))
-    environment.install(tmp_path / "venv", *lowest, "--extra", "parquet", "--extra", "metrics")
-    (wheel,) = distributions.glob("*.whl")
-    environment.install(tmp_path / "venv", "--no-deps", str(wheel))
-    finish_after_a_refusal(tmp_path / "venv/bin/datatrove-ckpt", tmp_path / "work")
+    environment.install(venv, *lowest, "--extra", "parquet", "--extra", "metrics")
+    environment.install(venv, "--no-deps", wheel)
+    finish_after_a_refusal(venv)
 
 
-def test_the_newest_datatrove_runs_a_job(distributions, tmp_path):
+def test_the_newest_datatrove_runs_a_job(wheel, venv):
     """Also one above the pin, and one that is not released yet: who raises the pin knows by it."""
-    environment.uv("venv", "--python", PYTHONS[max(PYTHONS)], str(tmp_path / "venv"))
-    newest = tmp_path / "overrides.txt"
+    make(venv, max(PYTHONS))
+    newest = venv.with_name("overrides.txt")
     newest.write_text("datatrove>=0.10.1.dev0\n")
-    (wheel,) = distributions.glob("*.whl")
-    environment.install(tmp_path / "venv", "--overrides", str(newest), str(wheel))
-    finish_after_a_refusal(tmp_path / "venv/bin/datatrove-ckpt", tmp_path / "work")
+    environment.install(venv, "--overrides", str(newest), wheel)
+    finish_after_a_refusal(venv)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.run_folder.checks import MOUNTS, FilesystemTraits, Mount, find_mount, traits
+from datatrove_ckpt.run_folder.checks import FilesystemTraits, Mount, find_mount, traits
 
 TEXT = """\
 /dev/nvme0n1p1 / ext4 rw,relatime 0 0
@@ -31,12 +31,6 @@ tmpfs /scratch/inner tmpfs rw 0 0
 def test_a_path_lies_on_the_deepest_mount_above_it_and_the_last_one_there(path, point, kind):
     mount = find_mount(Path(path), TEXT)
     assert (str(mount.point), mount.kind) == (point, kind)
-
-
-def test_this_machines_own_mounts_can_be_read(tmp_path):
-    assert find_mount(tmp_path.resolve(), MOUNTS.read_text()) is not None
-    assert find_mount(tmp_path, "") is None
-    assert find_mount(tmp_path, "a line of another kind\n") is None
 
 
 def of(kind, options="rw", source="somewhere"):

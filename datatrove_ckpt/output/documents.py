@@ -21,6 +21,7 @@ import functools
 import importlib
 import math
 import pathlib
+import re
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
@@ -50,11 +51,12 @@ _Convert = Callable[[Any], object]
 
 TAG = "$py"
 _TAG_BYTES = b'"$py":'
-_RESULT_BYTES = b'"$py":["result",'
-_USUAL_BYTES = (
-    _RESULT_BYTES,
-    b'"$py":["array",["<f4",[',
-    *(f'"$py":["{name}",'.encode() for name in ("bytes", "date", "datetime", "float", "timestamp")),
+_RESULT = re.compile(rb'"\$py":\["result"')
+# A decimal of more digits, a longer duration and a time of a zone have no type in Arrow.
+_USUAL = re.compile(
+    rb'"\$py":\["(?:result"|bytes"|date"|datetime"|float"|timestamp"|time","[\d:.]+"'
+    rb'|decimal","-?[\d.]{1,76}"|timedelta",\[-?\d{1,8},'
+    rb'|(?:array|scalar)",\["<[fi][48]",(?:"|\[\d))'
 )
 _NEVER_NAN = frozenset({str, int, bool, type(None)})
 _RESULTS = "$results"
@@ -253,19 +255,14 @@ def is_plain(data: bytes, with_usual: bool = False) -> bool:
     can write it.
 
     Args:
-        with_usual: vectors of float32, and values of tables that any column of their type holds,
-            count as JSON. Decimals may have too many digits, and durations be too long.
+        with_usual: numbers and vectors of numpy, and values of tables that some column of Arrow
+            holds, count as JSON.
     """
     if data.endswith(_RESULTS_END):
         return True
-    plain: tuple[bytes, ...] = (_RESULT_BYTES,)
-    if with_usual:
-        plain = _USUAL_BYTES
+    plain = _USUAL if with_usual else _RESULT
     # A quote inside a string is escaped.
-    at = data.find(_TAG_BYTES)
-    while at >= 0 and data.startswith(plain, at):
-        at = data.find(_TAG_BYTES, at + len(_RESULT_BYTES))
-    return at < 0
+    return len(plain.findall(data)) == data.count(_TAG_BYTES)
 
 
 def has_nan(value: object) -> bool:

@@ -44,6 +44,9 @@ class Color(enum.Enum):
     RED = "red"
 
 
+RESULT = InferenceResult(
+    "answer", "stop", {"prompt_tokens": 1, "details": {"cached": 0}}, "because"
+)
 NOW = datetime.datetime(
     2026, 11, 20, 3, 4, 5, 678, tzinfo=datetime.timezone(datetime.timedelta(hours=2))
 )
@@ -110,6 +113,31 @@ def test_a_value_is_the_same_beside_one_that_json_cannot_say():
         assert repr(through([*values, beside])[:-1]) == repr([True, False, 1, "x", time, ""])
 
 
+@pytest.mark.parametrize(
+    "values, is_usual",
+    [
+        (
+            [
+                NOW.replace(tzinfo=None).time(),
+                decimal.Decimal("-1.5"),
+                datetime.timedelta(-(10**7)),
+            ],
+            True,
+        ),
+        ([np.float32(0.5), np.int64(1), np.arange(3.0), np.ones((2, 2), np.float32), b"x"], True),
+        ([NOW, NOW.date(), math.nan], True),
+        *(([odd], False) for odd in ({1}, 1j, 2**70, {1: 2}, NOW.timetz(), np.array(1.0))),
+        *(([decimal.Decimal(text)], False) for text in ("1E+80", "NaN", "1" * 77)),
+        ([datetime.timedelta.max], False),
+    ],
+)
+def test_of_the_values_of_tables_only_those_without_a_type_need_a_trial(values, is_usual):
+    for value in values:
+        data = encode(Document("text", "id", metadata={"value": [value], "result": RESULT}))
+        assert is_plain(data, with_usual=True) is is_usual
+        assert not is_plain(data)
+
+
 def test_what_json_can_say_as_well_becomes_that():
     class Text(str):
         pass
@@ -149,9 +177,6 @@ def test_any_plain_document_comes_back_equal(text, metadata):
 # Our adapter returns what datatrove's default one returns, value for value and key for key -------
 
 
-RESULT = InferenceResult(
-    "answer", "stop", {"prompt_tokens": 1, "details": {"cached": 0}}, "because"
-)
 DOCUMENTS = {
     "text only": Document("text", "id"),
     "nothing": Document("", ""),

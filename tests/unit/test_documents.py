@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 
 import numpy as np
+import orjson
 import pytest
 from datatrove.data import Document, Media
 from datatrove.pipeline.inference.types import InferenceResult
@@ -346,3 +347,14 @@ def test_each_row_of_a_document_has_its_media_as_they_were():
         ("i/0", b"png", {"results": [1], "n": 0, "item": "a"}),
         ("i/1", b"png", {"n": 1, "item": "b"}),
     ]
+
+
+def test_json_lines_hold_pictures_beside_what_json_lacks(tmp_path):
+    """The second try of the row encoded them again."""
+    writer = JsonlWriter(str(tmp_path), "${rank}", None, save_media_bytes=True)
+    write = write_for(writer, decode_for(writer), FileNames(writer, 0), 0)
+    write(encode(DOCUMENTS["media"]))
+    writer.close()
+    row = orjson.loads((tmp_path / "00000").read_bytes())
+    assert [one["media_bytes"] for one in row["media"]] == ["/w==", None]
+    assert row["metadata"]["inside"]["media_bytes"] == "AQ=="

@@ -73,7 +73,7 @@ from datatrove_ckpt.output.committed import (
     some,
 )
 from datatrove_ckpt.output.file_managers import StagedFiles
-from datatrove_ckpt.output.hub import HubFile, HubFolder, hub_failure
+from datatrove_ckpt.output.hub import HubFolder, hub_failure
 from datatrove_ckpt.output.hub_pace import CommitHistory, CommitPace, commit_title
 from datatrove_ckpt.output.names import STAGING, plain
 from datatrove_ckpt.output.output_folder import OutputFolder
@@ -373,19 +373,25 @@ _SLOWEST = 50_000
 """Bytes per second. A slower upload is given up and made again."""
 
 
-class BucketTarget(RemoteTarget):
-    """A bucket of the hub, which has no commits. Its client sends content that the hub lacks."""
-
+class _TargetOnHub(RemoteTarget):
     def __init__(
-        self, folder: DataFolder, scratch: Path, lease: RankLease, calls: StoppableCalls
+        self,
+        folder: DataFolder,
+        scratch: Path,
+        lease: RankLease,
+        calls: StoppableCalls,
+        hub: HubFolder,
     ) -> None:
         super().__init__(folder, scratch, lease, calls)
         no_bars_in_logs()
-        assert calls.hub is not None
-        self._hub = calls.hub
+        self._hub = hub
 
     def _retry(self, what: str, call: Callable[[], T], seconds: float = _ANSWER_SECONDS) -> T:
         return self._calls.retry(what, call, retrying.HUB, seconds, self._lease)
+
+
+class BucketTarget(_TargetOnHub):
+    """A bucket of the hub, which has no commits. Its client sends content that the hub lacks."""
 
     def upload(self, local: Path, name: str, is_new: bool = False, **options: object) -> bool:
         hub = self._hub
@@ -416,35 +422,20 @@ class UploadedFile:
 
     def __init__(self, name: str, operation: CommitOperationAdd) -> None:
         self.name = name
-        self._operation = operation
+        self.operation = operation
         self._is_regular = getattr(operation, "_upload_mode", None) == "regular"
         self.bytes_in_commit = 0
         if self._is_regular:
             self.bytes_in_commit = operation.upload_info.size
         self.earlier: Collection[str] = ()
-        """The hashes of content that the rank may have published under this name before."""
-        self.is_ignored = bool(getattr(operation, "_should_ignore", False))
-        """Whether the repository's .gitignore leaves the file out of every commit, without an
-        error.
-        """
-
-    def operation(self) -> CommitOperationAdd:
-        """Returns a new operation, because the client refuses committed operations."""
-        return copy.copy(self._operation)
-
-    def is_there(self, found: HubFile | None) -> bool:
-        return found is not None and found.hash == self.content_hash
-
-    def may_replace(self, found: HubFile) -> bool:
-        """Whether the hub has this file, or one that the rank has published before."""
-        return self.is_there(found) or found.hash in self.earlier
+        """The hashes of content that the rank may have published under this name, this one too."""
 
     @cached_property
     def content_hash(self) -> str:
         """The file's hash in the hub's listing: SHA-256, or git's hash outside of LFS."""
         if not self._is_regular:
-            return str(self._operation.upload_info.sha256.hex())
-        with self._operation.as_file() as file:
+            return str(self.operation.upload_info.sha256.hex())
+        with self.operation.as_file() as file:
             content = file.read()
         return hashlib.sha1(
             b"blob %d\0" % len(content) + content, usedforsecurity=False
@@ -459,7 +450,7 @@ class _Chunk:
     folder: Path
 
 
-class HubTarget(OutputTarget):
+class HubTarget(_TargetOnHub):
     """A repository on the hub. What a rank has uploaded is committed in a thread of its own.
 
     Args:
@@ -473,14 +464,10 @@ class HubTarget(OutputTarget):
         scratch: Path,
         lease: RankLease,
         calls: StoppableCalls,
+        hub: HubFolder,
         pace: CommitPace,
     ) -> None:
-        super().__init__(folder, scratch)
-        no_bars_in_logs()
-        assert calls.hub is not None
-        self._lease = lease
-        self._hub = calls.hub
-        self._calls = calls
+        super().__init__(folder, scratch, lease, calls, hub)
         self._pace = pace
         self._seconds = pace.seconds_of_next()
         self._rank = rank
@@ -504,7 +491,14 @@ class HubTarget(OutputTarget):
         content itself.
         """
         finished = staged.finished
-        uploaded = self.upload({name: file.path for name, file in finished.items()})
+        paths = {name: file.path for name, file in finished.items()}
+        uploaded: list[UploadedFile] = []
+        if paths:
+            uploaded = self._retry(
+                f"{some(list(paths))} could not be uploaded",
+                partial(self._preupload, paths),
+                seconds_to_send(paths.values()),
+            )
         hashes = {file.name: file.content_hash for file in uploaded}
         intents.add(hashes)
         for file in uploaded:
@@ -515,28 +509,9 @@ class HubTarget(OutputTarget):
             for name, file in finished.items()
         ]
 
-    def upload(self, paths: Mapping[str, Path]) -> list[UploadedFile]:
-        """Uploads the content of files, by their names. They must stay until they are committed."""
-        if not paths:
-            return []
-        uploaded = self._calls.retry(
-            f"{some(list(paths))} could not be uploaded",
-            partial(self._preupload, paths),
-            retrying.HUB,
-            seconds_to_send(paths.values()),
-            self._lease,
-        )
-        ignored = [file.name for file in uploaded if file.is_ignored]
-        if ignored:
-            raise OutputFailed(
-                f"{self._hub.url}: the repository's .gitignore leaves {some(ignored)} out of "
-                "every commit. Change it, or choose another output_filename, and run the same "
-                "command again. Nothing that was saved is lost."
-            )
-        return uploaded
-
     def _preupload(self, paths: Mapping[str, Path]) -> list[UploadedFile]:
-        """Reads the staged files, and does not send content that the hub has. Raises OSError.
+        """Reads the staged files, which must stay until they are committed, and does not send
+        content that the hub has. Raises OSError.
 
         Small text files travel inside the commit, outside LFS.
         """
@@ -556,10 +531,7 @@ class HubTarget(OutputTarget):
         return [UploadedFile(name, operation) for name, operation in added.items()]
 
     def hash_of(self, name: str) -> str:
-        look_up = partial(self._hub.look_up, [name])
-        found = self._calls.retry(
-            "cannot be listed", look_up, retrying.HUB, _ANSWER_SECONDS, self._lease
-        )
+        found = self._retry("cannot be listed", partial(self._hub.look_up, [name]))
         if name not in found:
             return ""
         return found[name].hash
@@ -701,11 +673,16 @@ class HubTarget(OutputTarget):
         others = [
             file.name
             for file in added
-            if file.name in found and not file.may_replace(found[file.name])
+            if file.name in found and found[file.name].hash not in file.earlier
         ]
         if others:
             raise other_content(self._hub.url, others)
-        operations = [file.operation() for file in added if not file.is_there(found.get(file.name))]
+        # Copies, because the client refuses committed operations.
+        operations = [
+            copy.copy(file.operation)
+            for file in added
+            if file.name not in found or found[file.name].hash != file.content_hash
+        ]
         if not operations:  # an earlier commit whose answer got lost
             return
         chunks = ranges({chunk.index for _, chunk in batch})
@@ -740,8 +717,8 @@ def make_target(
         return LocalTarget(output, scratch, f"{rank:05d}-{run}")
     if folder.hub is not None:
         if folder.hub.is_bucket:
-            return BucketTarget(output, scratch, lease, folder.calls)
-        return HubTarget(output, rank, scratch, lease, folder.calls, pace)
+            return BucketTarget(output, scratch, lease, folder.calls, folder.hub)
+        return HubTarget(output, rank, scratch, lease, folder.calls, folder.hub, pace)
     if hasattr(output.fs, "call_s3"):
         return S3Target(output, scratch, lease, folder.calls, f"{STAGING}/probe-{run}")
     return RemoteTarget(output, scratch, lease, folder.calls)

@@ -78,7 +78,8 @@ class OutputFolder:
         self._mirror = mirror
         self._logging_dir = logging_dir
         self._any_writer = output_pattern(self._template, any_writer=True)
-        self._ours = output_pattern(self._template)
+        self.ours = output_pattern(self._template)
+        """The names that the present ``output_filename`` may give."""
 
     def check_access(self) -> None:
         """Call it before the folder is listed."""
@@ -184,10 +185,6 @@ class OutputFolder:
                 found.by_rank[number].append((root, name))
         return found
 
-    def is_name_of_run(self, name: str) -> bool:
-        """Whether the present ``output_filename`` may give this name."""
-        return self._ours.fullmatch(name) is not None
-
     def _is_unused(self) -> bool:
         return not any(
             self._any_writer.fullmatch(name) for name in list_output(self.writer, {}).sizes
@@ -264,7 +261,7 @@ class OutputFolder:
                 return published
         own = []
         for _, name in found.by_rank[commits.rank]:
-            match = self._ours.fullmatch(name)
+            match = self.ours.fullmatch(name)
             if match is None:
                 continue
             (root, _), chunk_index = rank_and_chunk(match)

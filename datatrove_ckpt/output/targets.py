@@ -43,7 +43,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -420,7 +419,8 @@ MOST_BYTES = 32 * 2**20
 class UploadedFile:
     """A file whose content is on the hub, or goes there inside its commit."""
 
-    def __init__(self, name: str, operation: CommitOperationAdd) -> None:
+    def __init__(self, chunk_index: int, name: str, operation: CommitOperationAdd) -> None:
+        self.chunk_index = chunk_index
         self.name = name
         self.operation = operation
         self._is_regular = getattr(operation, "_upload_mode", None) == "regular"
@@ -440,14 +440,6 @@ class UploadedFile:
         return hashlib.sha1(
             b"blob %d\0" % len(content) + content, usedforsecurity=False
         ).hexdigest()
-
-
-@dataclass
-class _Chunk:
-    index: int
-    left: int
-    waiting: WaitingChunk
-    folder: Path
 
 
 class HubTarget(_TargetOnHub):
@@ -477,8 +469,10 @@ class HubTarget(_TargetOnHub):
         self._confirmed: dict[str, int] = {}
         """By the names of committed files: how many commits had been seen before."""
         self._uploaded: dict[int, tuple[list[UploadedFile], Path]] = {}
-        self._queue: list[tuple[UploadedFile, _Chunk]] = []
+        self._queue: list[UploadedFile] = []
         """What waits for a commit, oldest first."""
+        self._chunks: dict[int, tuple[WaitingChunk, Path]] = {}
+        """The chunks of these files, with the folders in which they are staged."""
         self._waiting_since = 0.0
         self._change = threading.Condition()
         self._hurried = False
@@ -496,7 +490,7 @@ class HubTarget(_TargetOnHub):
         if paths:
             uploaded = self._retry(
                 f"{some(list(paths))} could not be uploaded",
-                partial(self._preupload, paths),
+                partial(self._preupload, chunk_index, paths),
                 seconds_to_send(paths.values()),
             )
         hashes = {file.name: file.content_hash for file in uploaded}
@@ -509,7 +503,7 @@ class HubTarget(_TargetOnHub):
             for name, file in finished.items()
         ]
 
-    def _preupload(self, paths: Mapping[str, Path]) -> list[UploadedFile]:
+    def _preupload(self, chunk_index: int, paths: Mapping[str, Path]) -> list[UploadedFile]:
         """Reads the staged files, which must stay until they are committed, and does not send
         content that the hub has. Raises OSError.
 
@@ -528,7 +522,7 @@ class HubTarget(_TargetOnHub):
             revision=self._hub.branch,
             free_memory=False,
         )
-        return [UploadedFile(name, operation) for name, operation in added.items()]
+        return [UploadedFile(chunk_index, *item) for item in added.items()]
 
     def hash_of(self, name: str) -> str:
         found = self._retry("cannot be listed", partial(self._hub.look_up, [name]))
@@ -560,11 +554,11 @@ class HubTarget(_TargetOnHub):
             files.disk.remove_tree(folder)
             waiting.done()
             return
-        chunk = _Chunk(chunk_index, len(uploaded), waiting, folder)
         with self._change:
             if not self._queue:
                 self._waiting_since = time.monotonic()
-            self._queue += [(file, chunk) for file in uploaded]
+            self._queue += uploaded
+            self._chunks[chunk_index] = waiting, folder
             if self._thread.ident is None:  # not started
                 self._thread.start()
             self._change.notify_all()
@@ -591,9 +585,10 @@ class HubTarget(_TargetOnHub):
         except Stopping:
             return
         except BaseException as error:  # every failure here must reach the event loop
-            batch[0][1].waiting.failed(error)
+            waiting, _ = self._chunks[batch[0].chunk_index]
+            waiting.failed(error)
 
-    def _next_batch(self) -> list[tuple[UploadedFile, _Chunk]]:
+    def _next_batch(self) -> list[UploadedFile]:
         """Waits until a commit is due. Returns its files, or none once the rank stops."""
         with self._change:
             while not self._calls.stopped:
@@ -602,26 +597,24 @@ class HubTarget(_TargetOnHub):
                     due = self._waiting_since + self._seconds - time.monotonic()
                 is_full = (
                     len(self._queue) >= MOST_FILES
-                    or sum(f.bytes_in_commit for f, _ in self._queue) >= MOST_BYTES
+                    or sum(file.bytes_in_commit for file in self._queue) >= MOST_BYTES
                 )
                 if due is not None and (due <= 0 or self._hurried or is_full):
                     return self._first_files()
                 self._change.wait(due)
             return []
 
-    def _first_files(self) -> list[tuple[UploadedFile, _Chunk]]:
+    def _first_files(self) -> list[UploadedFile]:
         size = 0
-        batch: list[tuple[UploadedFile, _Chunk]] = []
-        for file, chunk in self._queue[:MOST_FILES]:
+        batch: list[UploadedFile] = []
+        for file in self._queue[:MOST_FILES]:
             size += file.bytes_in_commit
             if batch and size > MOST_BYTES:
                 break
-            batch.append((file, chunk))
+            batch.append(file)
         return batch
 
-    def _commit(
-        self, batch: list[tuple[UploadedFile, _Chunk]], attempts: retrying.Attempts
-    ) -> None:
+    def _commit(self, batch: list[UploadedFile], attempts: retrying.Attempts) -> None:
         self._lease.check()
         try:
             history = self._calls.run(self._look_at_history, _ANSWER_SECONDS)
@@ -643,12 +636,14 @@ class HubTarget(_TargetOnHub):
         with self._change:
             del self._queue[: len(batch)]
             self._waiting_since = time.monotonic()
-        for file, chunk in batch:
+            left = {file.chunk_index for file in self._queue}
+        for file in batch:
             self._confirmed[plain(file.name)] = len(self._seen)
-            chunk.left -= 1
-            if not chunk.left:
-                files.disk.remove_tree(chunk.folder)
-                chunk.waiting.done()
+            if file.chunk_index not in left:
+                left.add(file.chunk_index)
+                waiting, folder = self._chunks.pop(file.chunk_index)
+                files.disk.remove_tree(folder)
+                waiting.done()
 
     def _look_at_history(self) -> CommitHistory:
         found = self._hub.history(self._history)
@@ -656,7 +651,7 @@ class HubTarget(_TargetOnHub):
         self._seen += [commit.oid for commit in found.made if commit.oid not in self._seen]
         return self._history
 
-    def _commit_missing(self, batch: list[tuple[UploadedFile, _Chunk]], head: str | None) -> None:
+    def _commit_missing(self, added: list[UploadedFile], head: str | None) -> None:
         """Commits the files that are missing, with one attempt. After a stop or an error, the
         commit may exist.
 
@@ -667,7 +662,6 @@ class HubTarget(_TargetOnHub):
             OutputMismatch: a file has other content. Nothing was overwritten.
             OSError: the hub refused, as if ``head`` is not the newest commit, or no answer came.
         """
-        added = [file for file, _ in batch]
         look_up = partial(self._hub.look_up, [file.name for file in added], head)
         found = self._calls.run(look_up, _ANSWER_SECONDS)
         others = [
@@ -685,7 +679,7 @@ class HubTarget(_TargetOnHub):
         ]
         if not operations:  # an earlier commit whose answer got lost
             return
-        chunks = ranges({chunk.index for _, chunk in batch})
+        chunks = ranges({file.chunk_index for file in added})
         title = commit_title(plural(len(added), "file"), self._rank, chunks)
         self._calls.run(partial(self._hub.commit, operations, title, head), _ANSWER_SECONDS)
 

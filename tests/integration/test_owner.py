@@ -3,6 +3,7 @@ one changes.
 """
 
 import asyncio
+import os
 import random
 import shutil
 import socket
@@ -21,8 +22,8 @@ from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.layout import HOME
 from datatrove_ckpt.common import object_store
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch, StorageFailed
-from datatrove_ckpt.output import owner
-from datatrove_ckpt.output.committed import content_hash
+from datatrove_ckpt.output import output_folder, owner
+from datatrove_ckpt.output.committed import RankCommits, content_hash
 from datatrove_ckpt.output.owner import OutputOwnership
 from datatrove_ckpt.testing import FakeServer, crash_at
 from datatrove_ckpt.testing.crashes import WatchedDisk, disk_in_place
@@ -421,6 +422,20 @@ def test_a_complete_rank_refuses_what_it_has_published_and_not_committed(tmp_pat
     Intents(tmp_path / "a/checkpoints/00000").add({name: content})
     with pytest.raises(OutputMismatch, match="no commit of task 0 names: 00000_00001"):
         start("a", 2)
+
+
+def test_commits_are_read_once_however_many_files_were_copied(tmp_path, servers, monkeypatch):
+    """Each file took the time of all commits: 1,000 files two minutes."""
+    place = Place(tmp_path)
+    starter(tmp_path, place, servers)("a", 5)
+    for path in place.folder.iterdir():
+        os.utime(path, (1, 1))
+    read = Mock(wraps=output_folder.read_commits)
+    monkeypatch.setattr(output_folder, "read_commits", read)
+    root = tmp_path / "a/checkpoints"
+    folder = output_folder.OutputFolder(place.writer(), root)
+    assert len(folder.look(folder.by_name([RankCommits(root, 0)])).touched) == 3
+    assert read.call_count == 1
 
 
 def test_a_run_of_an_earlier_release_goes_on_and_replaces_its_own_file(

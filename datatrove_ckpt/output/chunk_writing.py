@@ -38,6 +38,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -562,12 +563,12 @@ class RankColumns:
     def __init__(self) -> None:
         self.guess: Schema | None = None
         self.known: dict[str, DataType] = {}
-        self._first: tuple[int, Schema] | None = None
+        self._first: list[tuple[int, Schema]] = []
         self._warned: set[str] = set()
 
     def start(self, chunk_index: int, schema: Schema) -> None:
         """``schema``: of the first file that earlier attempts committed."""
-        self._first = (chunk_index, schema)
+        self._first = [(chunk_index, schema)]
         self.known = raw_types(schema)
 
     def add(self, chunk_index: int, schema: Schema) -> list[Misfit]:
@@ -583,14 +584,9 @@ class RankColumns:
             name: unite(self.known.get(name), kind, name) for name, kind in raw
         }
         self.guess = schema
-        if self._first is None:
-            self._first = (chunk_index, schema)
-        first_index, first = self._first
-        if chunk_index < first_index:
-            self._first = (chunk_index, schema)
-            found = misfits(schema, first)
-        else:
-            found = misfits(first, schema)
+        both = sorted([*self._first, (chunk_index, schema)], key=itemgetter(0))
+        self._first = both[:1]
+        found = misfits(both[0][1], both[-1][1])
         new = [misfit for misfit in found if misfit.column not in self._warned]
         self._warned.update(misfit.column for misfit in new)
         return new

@@ -19,7 +19,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.answers import Answers
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import check_first
-from datatrove_ckpt.output.documents import encode_finished, is_plain, writes_media
+from datatrove_ckpt.output.documents import encode_finished, writes_media
 from datatrove_ckpt.output.names import FileNames
 from datatrove_ckpt.output.writer_trial import WriterTrial
 from datatrove_ckpt.rollouts.answers import FENCE
@@ -45,7 +45,6 @@ class Results:
         self._step = step
         self._names = names
         self._trial = trial
-        self._takes_usual = False  # not known yet
         self.may_wait = trial is not None and not trial.is_quick
         self._has_media = writes_media(step.output_writer)
         self._key = step.metadata_key
@@ -103,11 +102,11 @@ class Results:
         self._names.check(document, chunk_index)
         data = encode_finished(document, self._key)
         trial = self._trial
-        if trial is not None and not is_plain(data, self._takes_usual):
+        if trial is not None and trial.is_needed(data):
             if self.may_wait:
-                self._takes_usual = await asyncio.to_thread(trial, data, doc_id)
+                await asyncio.to_thread(trial, data, doc_id)
             else:
-                self._takes_usual = trial(data, doc_id)
+                trial(data, doc_id)
         return data
 
     def _drop_media(self, document: Document) -> None:

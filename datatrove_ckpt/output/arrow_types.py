@@ -312,7 +312,7 @@ def unite(old: DataType, new: DataType, column: str) -> DataType:
     if pa.types.is_map(old) and pa.types.is_map(new):
         keys = unite(old.key_type, new.key_type, f"{column}[]")
         return pa.map_(keys, unite(old.item_type, new.item_type, f"{column}[]"))
-    if _is_encoded(old) or _is_encoded(new):
+    if pa.types.is_dictionary(old) or pa.types.is_dictionary(new):
         return unite(_decoded(old), _decoded(new), column)
     both = _unite_leaves(old, new)
     if both is None:
@@ -320,12 +320,8 @@ def unite(old: DataType, new: DataType, column: str) -> DataType:
     return both
 
 
-def _is_encoded(kind: DataType) -> bool:
-    return bool(pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind))
-
-
 def _decoded(kind: DataType) -> DataType:
-    if _is_encoded(kind):
+    if pa.types.is_dictionary(kind):
         return kind.value_type
     return kind
 

@@ -38,6 +38,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,12 +141,8 @@ class ChunkWriting:
         """Writes files that have the columns of the input, and of all documents of the chunk."""
         writer = self._copy(staged)
         columns = dict.fromkeys(self._given)
-        try:
-            for finished in documents:
-                for row in self._rows(finished.document):
-                    columns |= dict.fromkeys(writer.adapter(row))
-        except Exception as error:
-            raise _NotWritten from error
+        for row in self._rows(writer, documents):
+            columns |= dict.fromkeys(row)
         writer.columns = [*columns]
         self._write(staged, chunk_index, documents, writer)
 
@@ -153,12 +150,22 @@ class ChunkWriting:
         self, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]
     ) -> None:
         schema = self.columns.guess
-        if schema is None or not self._fits(schema, staged, chunk_index, documents):
-            schema = self._find_schema(staged, documents)
-            self._add(schema, chunk_index)
+        is_written = schema is not None and self._fits(schema, staged, chunk_index, documents)
+        if not is_written:
+            types = ColumnTypes(self._given)
+            writer = self._copy(staged)
+            writer.adapter = ShownRows(writer, types.add)
+            for _ in self._rows(writer, documents):
+                pass
+            schema = types.schema()
+        try:
+            found = self.columns.add(chunk_index, schema)
+        except NotUnited as error:
+            raise _NotWritten from error
+        if found:
+            logger.warning(warning(found, chunk_index, self._rank))
+        if not is_written:
             self._write(staged, chunk_index, documents, self._copy(staged, schema))
-        else:
-            self._add(schema, chunk_index)
 
     def _fits(
         self, schema: Schema, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]
@@ -173,30 +180,17 @@ class ChunkWriting:
         staged.discard()
         return False
 
-    def _rows(self, data: bytes) -> Iterable[Document]:
-        return self._rows_of(self._decode(data))
-
-    def _find_schema(self, staged: StagedFiles, documents: Iterable[Finished]) -> Schema:
-        types = ColumnTypes(self._given)
-        rows = ShownRows(self._copy(staged), types.add)
+    def _rows(self, writer: DiskWriter, documents: Iterable[Finished]) -> Iterator[Row]:
         try:
             for finished in documents:
-                for row in self._rows(finished.document):
-                    rows(row)
-            rows.end()
-            return types.schema()
+                for row in self._rows_of(self._decode(finished.document)):
+                    yield writer.adapter(row)
+            if isinstance(writer.adapter, ShownRows):
+                writer.adapter.end()
         except CkptError:
             raise
         except Exception as error:
             raise _NotWritten from error
-
-    def _add(self, schema: Schema, chunk_index: int) -> None:
-        try:
-            found = self.columns.add(chunk_index, schema)
-        except NotUnited as error:
-            raise _NotWritten from error
-        if found:
-            logger.warning(warning(found, chunk_index, self._rank))
 
     def _write(
         self,
@@ -236,7 +230,7 @@ class ChunkWriting:
         writer = self._copy(None)
         culprit = None
         with suppress(Exception):  # of a user's adapter; other writers have no schema
-            culprit = name_culprit(writer, documents, self._rows, known, self._given)
+            culprit = self._name_culprit(writer, documents, known)
         if culprit is not None:
             why = culprit
             advice = ONE_TYPE
@@ -249,6 +243,33 @@ class ChunkWriting:
             f"{what} could not be written by {type(self._writer).__name__}: {why}. {advice}. The "
             "chunk's journal is kept: run the same command again, and no request is sent twice."
         )
+
+    def _name_culprit(
+        self, writer: DiskWriter, documents: Iterable[Finished], known: dict[str, DataType]
+    ) -> str | None:
+        """Returns which document cannot be written, and why; None if every row alone can.
+
+        Args:
+            known: the types of the chunks before, if the writer has no schema.
+        """
+        types = ColumnTypes(self._given)
+        types.types = dict(known)
+        check: Callable[[list[Row]], None] = types.add
+        where = "it or one before it"
+        if writer.schema is not None:
+            check = partial(check_rows, schema=writer.schema)
+            where = "the writer's schema"
+        for finished in documents:
+            for row in self._rows_of(self._decode(finished.document)):
+                name = f"document {safe_repr(row.id)} (number {finished.ordinal} of this task)"
+                try:
+                    check([writer.adapter(row)])
+                except NotUnited as error:
+                    columns = f"column {error.column!r} is {error.new} there, and {error.old} in"
+                    return f"{name}: {columns} {where}"
+                except Exception as error:
+                    return f"{name}: {safe_text(error)}"
+        return None
 
     def _copy(
         self,
@@ -445,39 +466,6 @@ def raw_types(schema: Schema) -> dict[str, DataType]:
     return {field.name: raw_type(field) for field in schema}
 
 
-def name_culprit(
-    writer: DiskWriter,
-    documents: Iterable[Finished],
-    rows: Callable[[bytes], Iterable[Document]],
-    known: dict[str, DataType],
-    given: Types,
-) -> str | None:
-    """Returns which document cannot be written, and why; None if every row alone can.
-
-    Args:
-        known: the types of the chunks before, if the writer has no schema.
-        given: types of the input's columns.
-    """
-    types = ColumnTypes(given)
-    types.types = dict(known)
-    check: Callable[[list[Row]], None] = types.add
-    where = "it or one before it"
-    if writer.schema is not None:
-        check = partial(check_rows, schema=writer.schema)
-        where = "the writer's schema"
-    for finished in documents:
-        for row in rows(finished.document):
-            name = f"document {safe_repr(row.id)} (number {finished.ordinal} of this task)"
-            try:
-                check([writer.adapter(row)])
-            except NotUnited as error:
-                columns = f"column {error.column!r} is {error.new} there, and {error.old} in"
-                return f"{name}: {columns} {where}"
-            except Exception as error:
-                return f"{name}: {safe_text(error)}"
-    return None
-
-
 def read_schema(folder: DataFolder, path: str) -> Schema | None:
     """Returns a Parquet file's schema; None if it cannot be read, or pyarrow is not installed."""
     try:
@@ -575,12 +563,12 @@ class RankColumns:
     def __init__(self) -> None:
         self.guess: Schema | None = None
         self.known: dict[str, DataType] = {}
-        self._first: tuple[int, Schema] | None = None
+        self._first: list[tuple[int, Schema]] = []
         self._warned: set[str] = set()
 
     def start(self, chunk_index: int, schema: Schema) -> None:
         """``schema``: of the first file that earlier attempts committed."""
-        self._first = (chunk_index, schema)
+        self._first = [(chunk_index, schema)]
         self.known = raw_types(schema)
 
     def add(self, chunk_index: int, schema: Schema) -> list[Misfit]:
@@ -590,20 +578,15 @@ class RankColumns:
         Raises:
             NotUnited: it can never be one dataset with the chunks before.
         """
-        # A new dict: ``name_culprit`` needs the types of the chunks before.
+        # A new dict: ``_name_culprit`` needs the types of the chunks before.
         raw = raw_types(schema).items()
         self.known = self.known | {
             name: unite(self.known.get(name), kind, name) for name, kind in raw
         }
         self.guess = schema
-        if self._first is None:
-            self._first = (chunk_index, schema)
-        first_index, first = self._first
-        if chunk_index < first_index:
-            self._first = (chunk_index, schema)
-            found = misfits(schema, first)
-        else:
-            found = misfits(first, schema)
+        both = sorted([*self._first, (chunk_index, schema)], key=itemgetter(0))
+        self._first = both[:1]
+        found = misfits(both[0][1], both[-1][1])
         new = [misfit for misfit in found if misfit.column not in self._warned]
         self._warned.update(misfit.column for misfit in new)
         return new
@@ -751,7 +734,7 @@ class ChunkOutput:
         # With another output_filename, their documents are written to other files.
         remove_output(
             self._folder.writer.output_folder,
-            [name for name in intended if not self._folder.is_name_of_run(name)],
+            [name for name in intended if not self._folder.ours.fullmatch(name)],
         )
 
     def stop(self) -> None:

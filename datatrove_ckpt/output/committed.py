@@ -363,29 +363,22 @@ class RankCommits:
             retries = layout.retry_folders(root)
         for checkpoint in (root, *retries):
             folder = layout.rank_folder(checkpoint, rank)
-            if folder.is_dir():
-                self._add(read(folder, Want.COMMITS))
-
-    def _add(self, found: RankLedger) -> None:
-        if found.damage is not None:
-            raise found.damage
-        for commit in found.commits.values():
-            for file in commit.files:
-                committed = CommittedFile(
-                    plain(file.path),
-                    file.size,
-                    "",
-                    file.hub_hash,
-                    file.stamp,
-                    root=found.root,
-                    rank=self.rank,
-                    chunk_index=commit.chunk_index,
-                )
-                self.files.append(committed)
-        if not found.root:
-            self.has_run = bool(found.run)
-            self.is_finished = found.is_finished
-        self.unfinished |= {(found.root, index) for index in found.open_chunks}
+            if not folder.is_dir():
+                continue
+            found = read(folder, Want.COMMITS)
+            if found.damage is not None:
+                raise found.damage
+            for commit in found.commits.values():
+                place = (found.root, rank, commit.chunk_index)
+                for file in commit.files:
+                    kept = CommittedFile(
+                        plain(file.path), file.size, "", file.hub_hash, file.stamp, 0, *place
+                    )
+                    self.files.append(kept)
+            if not found.root:
+                self.has_run = bool(found.run)
+                self.is_finished = found.is_finished
+            self.unfinished |= {(found.root, index) for index in found.open_chunks}
 
 
 def published_names(root: Path, rank: int) -> set[str] | None:

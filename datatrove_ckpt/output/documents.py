@@ -21,6 +21,7 @@ import functools
 import importlib
 import math
 import pathlib
+import re
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
@@ -40,7 +41,6 @@ from datatrove_ckpt.common.formatting import likely_mistake, safe_repr, safe_tex
 from datatrove_ckpt.errors import DocumentNotSerializable
 from datatrove_ckpt.output import formats
 from datatrove_ckpt.output.arrow_types import Row
-from datatrove_ckpt.output.file_managers import OutputStream
 from datatrove_ckpt.output.names import FileNames, OurTemplate
 
 _NAMES = frozenset({"text", "id", "media"})
@@ -50,11 +50,12 @@ _Convert = Callable[[Any], object]
 
 TAG = "$py"
 _TAG_BYTES = b'"$py":'
-_RESULT_BYTES = b'"$py":["result",'
-_USUAL_BYTES = (
-    _RESULT_BYTES,
-    b'"$py":["array",["<f4",[',
-    *(f'"$py":["{name}",'.encode() for name in ("bytes", "date", "datetime", "float", "timestamp")),
+_RESULT = re.compile(rb'"\$py":\["result"')
+# A decimal of more digits, a longer duration and a time of a zone have no type in Arrow.
+_USUAL = re.compile(
+    rb'"\$py":\["(?:result"|bytes"|date"|datetime"|float"|timestamp"|time","[\d:.]+"'
+    rb'|decimal","-?[\d.]{1,76}"|timedelta",\[-?\d{1,8},'
+    rb'|(?:array|scalar)",\["<[fi][48]",(?:"|\[\d))'
 )
 _NEVER_NAN = frozenset({str, int, bool, type(None)})
 _RESULTS = "$results"
@@ -253,19 +254,14 @@ def is_plain(data: bytes, with_usual: bool = False) -> bool:
     can write it.
 
     Args:
-        with_usual: vectors of float32, and values of tables that any column of their type holds,
-            count as JSON. Decimals may have too many digits, and durations be too long.
+        with_usual: numbers and vectors of numpy, and values of tables that some column of Arrow
+            holds, count as JSON.
     """
     if data.endswith(_RESULTS_END):
         return True
-    plain: tuple[bytes, ...] = (_RESULT_BYTES,)
-    if with_usual:
-        plain = _USUAL_BYTES
+    plain = _USUAL if with_usual else _RESULT
     # A quote inside a string is escaped.
-    at = data.find(_TAG_BYTES)
-    while at >= 0 and data.startswith(plain, at):
-        at = data.find(_TAG_BYTES, at + len(_RESULT_BYTES))
-    return at < 0
+    return len(plain.findall(data)) == data.count(_TAG_BYTES)
 
 
 def has_nan(value: object) -> bool:
@@ -323,8 +319,12 @@ def decode_plain(data: bytes) -> Document:
 
 
 def decode_json(data: bytes) -> Document:
-    """Like ``decode_plain``, with numpy arrays as JSON, for orjson alone."""
-    return _plain(data, _JSON_READERS)
+    """Like ``decode_plain``, with what orjson lacks in the forms of files of JSON."""
+    document = _plain(data, _JSON_READERS)
+    for media in document.media or ():
+        if media["media_bytes"] is not None:  # the writer encodes them
+            media["media_bytes"] = base64.b64decode(media["media_bytes"])
+    return document
 
 
 def decode_rows(data: bytes) -> Document:
@@ -445,7 +445,13 @@ _READERS["surrogates"] = lambda value: base64.b64decode(value).decode("utf-8", "
 _READERS["int"] = int
 _READERS["timestamp"] = lambda value: importlib.import_module("pandas").Timestamp(value)
 _PLAIN_READERS = _READERS | {"result": lambda value: value, "media": lambda value: value}
-_JSON_READERS = _PLAIN_READERS | {"array": lambda value: as_json(_view(value))}
+_JSON_READERS = _PLAIN_READERS | {
+    "array": lambda value: as_json(_view(value)),
+    "bytes": str,
+    "decimal": str,
+    "int": orjson.Fragment,
+    "timedelta": lambda value: datetime.timedelta(*value).total_seconds(),
+}
 _ROW_READERS = _PLAIN_READERS | {"array": lambda value: _rows(_view(value))}
 
 
@@ -597,8 +603,6 @@ def decode_for(writer: DiskWriter) -> Callable[[bytes], Document]:
     one dimension.
     """
     is_json = formats.JSONL.is_written_by(writer)
-    if is_json:
-        writer._write = partial(_write_row, writer._write)
     if is_usual(writer):
         writer.adapter = MethodType(_plain_adapter, writer)
         if is_json:
@@ -606,14 +610,15 @@ def decode_for(writer: DiskWriter) -> Callable[[bytes], Document]:
         if formats.PARQUET.is_written_by(writer):
             return decode_rows
         return decode_plain
+    if is_json:
+        writer.adapter = partial(_json_row, writer.adapter)
     return decode
 
 
-def _write_row(write: Callable[..., None], row: Row, *place: object) -> None:
-    try:
-        write(row, *place)
-    except TypeError:  # perhaps an integer beyond 64 bits, or a value of a table
-        write(for_orjson(row), *place)
+def _json_row(adapter: Callable[[Document], Row], document: Document) -> Row:
+    """Returns the row of a user's adapter for orjson. The writer encodes media."""
+    row = adapter(document)
+    return row | {name: for_orjson(value) for name, value in row.items() if name != "media"}
 
 
 def for_orjson(value: object) -> object:
@@ -719,6 +724,8 @@ def write_for(
         keywords = names.keywords(document, chunk_index)
         for row in rows(document):
             writer.write(row, names.rank, **keywords)
+            if rows is not one_row:
+                writer.output_mg.last.count_row()
 
     def write_line(data: bytes) -> None:
         line = line_of(data, writer.expand_metadata)
@@ -727,17 +734,10 @@ def write_for(
         else:
             writer.output_mg.get_file(filled).write(line)
 
-    if rows is not one_row:
-        writer._write = partial(_write_counted, writer._write)
     has_lines = type(writer) is JsonlWriter and decode is decode_json and rows is one_row
     if not has_lines or not filled or writer.max_file_size > 0:
         return write
     return write_line
-
-
-def _write_counted(write: Callable[..., None], row: Row, file: OutputStream, name: str) -> None:
-    file.count_row()
-    write(row, file, name)
 
 
 def _count_nothing(*numbers: object) -> None:

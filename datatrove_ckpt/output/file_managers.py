@@ -34,7 +34,13 @@ def missing_codec(compression: str | None, filename: str) -> str | None:
 
 
 class StagedFiles(OutputFileManager):  # type: ignore[misc]
-    """Writes files below a staging folder, and keeps each complete one with its hash."""
+    """Writes files below a staging folder, and keeps each complete one with its hash.
+
+    Attributes:
+        last: the file that a writer got last, to write a row.
+    """
+
+    last: OutputStream
 
     def __init__(self, folder: Path, original: OutputFileManager) -> None:
         super().__init__(original.fs, original.mode, original.compression)
@@ -44,8 +50,8 @@ class StagedFiles(OutputFileManager):  # type: ignore[misc]
     def get_file(self, filename: str) -> OutputStream:
         if filename not in self._output_files:
             self._output_files[filename] = self._create(filename)
-        stream: OutputStream = self._output_files[filename]
-        return stream
+        self.last = self._output_files[filename]
+        return self.last
 
     def _create(self, filename: str) -> OutputStream:
         if filename in self.finished:

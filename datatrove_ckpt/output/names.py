@@ -57,8 +57,6 @@ class FileNames:
         if writer.max_file_size > 0:
             self._number = len("000_")
         self._reserved = [(STAGING,), *_checkpoints_below(writer, checkpoints)]
-        neutral = dict.fromkeys(self.fields, "x") | {"rank": "00000", "chunk_index": "00000"}
-        self._odd_parts_of_template = _odd_parts(Template(self.template).substitute(neutral))
 
     def chunk_field(self, chunk_index: int) -> str:
         return f"{self._prefix}{chunk_index:05d}"
@@ -112,7 +110,7 @@ class FileNames:
             parts = [part.encode() for part in name.split("/")]
         except UnicodeEncodeError:
             return "has characters that are no Unicode text"
-        if _odd_parts(name) > self._odd_parts_of_template:
+        if not {"", ".", ".."}.isdisjoint(name.split("/")):
             return 'leaves the output folder, or has an empty part, "." or ".."'
         longest = max(map(len, parts)) + self._number
         if longest > _MOST_BYTES_OF_A_PART:
@@ -120,7 +118,7 @@ class FileNames:
                 f"has a part of {longest} bytes; {_MOST_BYTES_OF_A_PART} is the limit of file "
                 "systems"
             )
-        folded = tuple(part.casefold() for part in name.split("/") if part != ".")
+        folded = tuple(name.casefold().split("/"))
         if any(folded[: len(reserved)] == reserved for reserved in self._reserved):
             return "is in a folder of the checkpoint or of files that are being written"
         return None
@@ -149,10 +147,6 @@ def _checkpoints_below(writer: DiskWriter, checkpoints: Path | None) -> list[tup
     if not checkpoints.is_relative_to(folder):
         return []
     return [tuple(part.casefold() for part in checkpoints.relative_to(folder).parts)]
-
-
-def _odd_parts(name: str) -> int:
-    return sum(part in ("", ".", "..") for part in name.split("/"))
 
 
 def plain(name: str) -> str:

@@ -13,7 +13,7 @@ another content, are refused likewise.
 import shlex
 from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 
@@ -78,7 +78,8 @@ class OutputFolder:
         self._mirror = mirror
         self._logging_dir = logging_dir
         self._any_writer = output_pattern(self._template, any_writer=True)
-        self._ours = output_pattern(self._template)
+        self.ours = output_pattern(self._template)
+        """The names that the present ``output_filename`` may give."""
 
     def check_access(self) -> None:
         """Call it before the folder is listed."""
@@ -162,10 +163,11 @@ class OutputFolder:
         self._owner.check(self._is_unused)
         found = list_output(self.writer, committed, rank, others)
         if contents:
+            commits_of = cache(read_commits)
             for name in found.touched:
                 one = committed[name]
                 folder = layout.rank_folder(self.root / one.root, one.rank)
-                commit = read_commits(folder / layout.COMMITS)[one.chunk_index]
+                commit = commits_of(folder / layout.COMMITS)[one.chunk_index]
                 kept = next(file.xxh128 for file in commit.files if plain(file.path) == one.path)
                 content = ""
                 with suppress(FileNotFoundError), file_system_call():
@@ -183,10 +185,6 @@ class OutputFolder:
                 (root, number), _ = rank_and_chunk(match)
                 found.by_rank[number].append((root, name))
         return found
-
-    def is_name_of_run(self, name: str) -> bool:
-        """Whether the present ``output_filename`` may give this name."""
-        return self._ours.fullmatch(name) is not None
 
     def _is_unused(self) -> bool:
         return not any(
@@ -208,13 +206,19 @@ class OutputFolder:
             )
         shown = [f"{one.path} {file_problem(one, found.size(one))[1]}" for one in wrong]
         moved = ""
+        output = None
         if not found.sizes:
             moved = "The folder is empty: was it moved? Set the output folder to its new place. "
+            output = self.where  # the folder may be gone, and then repair wants it named
+        repair = repair_command(str(self.root), logging_dir=self._logging_dir, output=output)
+        retry = ""
+        if any(one.root for one in wrong):
+            retry = ", and with retry_dead_letters when it is done"
         raise OutputMismatch(
             f"{self.where}: output files differ from what was committed ({len(wrong)} of "
             f"{len(committed)}): {some(shown)}. {moved}Put them back, or have them made again: "
-            f"{self._repair(found, wrong)}. Files that nobody touched were not read: "
-            f"datatrove-ckpt verify {shlex.quote(str(self.root))} --full does that."
+            f"{repair}, then run the same command again{retry}. Files that nobody touched were not "
+            f"read: datatrove-ckpt verify {shlex.quote(str(self.root))} --full does that."
         )
 
     def refuse_foreign(
@@ -264,7 +268,7 @@ class OutputFolder:
                 return published
         own = []
         for _, name in found.by_rank[commits.rank]:
-            match = self._ours.fullmatch(name)
+            match = self.ours.fullmatch(name)
             if match is None:
                 continue
             (root, _), chunk_index = rank_and_chunk(match)
@@ -272,16 +276,3 @@ class OutputFolder:
             if not is_complete or (root, chunk_index) in commits.unfinished:
                 own.append(name)
         return own
-
-    def _repair(self, found: FoundFiles, wrong: list[CommittedFile]) -> str:
-        """Returns the command that repairs, and what to do then."""
-        retry = ""
-        if all(file.root for file in wrong):
-            retry = ", with retry_dead_letters"
-        elif any(file.root for file in wrong):
-            retry = ", and with retry_dead_letters when it is done"
-        output = None
-        if not found.sizes:
-            output = self.where  # the folder may be gone, and then repair wants it named
-        command = repair_command(str(self.root), logging_dir=self._logging_dir, output=output)
-        return f"{command}, then run the same command again{retry}"

@@ -43,7 +43,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -73,7 +72,7 @@ from datatrove_ckpt.output.committed import (
     some,
 )
 from datatrove_ckpt.output.file_managers import StagedFiles
-from datatrove_ckpt.output.hub import HubFile, HubFolder, hub_failure
+from datatrove_ckpt.output.hub import HubFolder, hub_failure
 from datatrove_ckpt.output.hub_pace import CommitHistory, CommitPace, commit_title
 from datatrove_ckpt.output.names import STAGING, plain
 from datatrove_ckpt.output.output_folder import OutputFolder
@@ -373,19 +372,25 @@ _SLOWEST = 50_000
 """Bytes per second. A slower upload is given up and made again."""
 
 
-class BucketTarget(RemoteTarget):
-    """A bucket of the hub, which has no commits. Its client sends content that the hub lacks."""
-
+class _TargetOnHub(RemoteTarget):
     def __init__(
-        self, folder: DataFolder, scratch: Path, lease: RankLease, calls: StoppableCalls
+        self,
+        folder: DataFolder,
+        scratch: Path,
+        lease: RankLease,
+        calls: StoppableCalls,
+        hub: HubFolder,
     ) -> None:
         super().__init__(folder, scratch, lease, calls)
         no_bars_in_logs()
-        assert calls.hub is not None
-        self._hub = calls.hub
+        self._hub = hub
 
     def _retry(self, what: str, call: Callable[[], T], seconds: float = _ANSWER_SECONDS) -> T:
         return self._calls.retry(what, call, retrying.HUB, seconds, self._lease)
+
+
+class BucketTarget(_TargetOnHub):
+    """A bucket of the hub, which has no commits. Its client sends content that the hub lacks."""
 
     def upload(self, local: Path, name: str, is_new: bool = False, **options: object) -> bool:
         hub = self._hub
@@ -414,52 +419,30 @@ MOST_BYTES = 32 * 2**20
 class UploadedFile:
     """A file whose content is on the hub, or goes there inside its commit."""
 
-    def __init__(self, name: str, operation: CommitOperationAdd) -> None:
+    def __init__(self, chunk_index: int, name: str, operation: CommitOperationAdd) -> None:
+        self.chunk_index = chunk_index
         self.name = name
-        self._operation = operation
+        self.operation = operation
         self._is_regular = getattr(operation, "_upload_mode", None) == "regular"
         self.bytes_in_commit = 0
         if self._is_regular:
             self.bytes_in_commit = operation.upload_info.size
         self.earlier: Collection[str] = ()
-        """The hashes of content that the rank may have published under this name before."""
-        self.is_ignored = bool(getattr(operation, "_should_ignore", False))
-        """Whether the repository's .gitignore leaves the file out of every commit, without an
-        error.
-        """
-
-    def operation(self) -> CommitOperationAdd:
-        """Returns a new operation, because the client refuses committed operations."""
-        return copy.copy(self._operation)
-
-    def is_there(self, found: HubFile | None) -> bool:
-        return found is not None and found.hash == self.content_hash
-
-    def may_replace(self, found: HubFile) -> bool:
-        """Whether the hub has this file, or one that the rank has published before."""
-        return self.is_there(found) or found.hash in self.earlier
+        """The hashes of content that the rank may have published under this name, this one too."""
 
     @cached_property
     def content_hash(self) -> str:
         """The file's hash in the hub's listing: SHA-256, or git's hash outside of LFS."""
         if not self._is_regular:
-            return str(self._operation.upload_info.sha256.hex())
-        with self._operation.as_file() as file:
+            return str(self.operation.upload_info.sha256.hex())
+        with self.operation.as_file() as file:
             content = file.read()
         return hashlib.sha1(
             b"blob %d\0" % len(content) + content, usedforsecurity=False
         ).hexdigest()
 
 
-@dataclass
-class _Chunk:
-    index: int
-    left: int
-    waiting: WaitingChunk
-    folder: Path
-
-
-class HubTarget(OutputTarget):
+class HubTarget(_TargetOnHub):
     """A repository on the hub. What a rank has uploaded is committed in a thread of its own.
 
     Args:
@@ -473,14 +456,10 @@ class HubTarget(OutputTarget):
         scratch: Path,
         lease: RankLease,
         calls: StoppableCalls,
+        hub: HubFolder,
         pace: CommitPace,
     ) -> None:
-        super().__init__(folder, scratch)
-        no_bars_in_logs()
-        assert calls.hub is not None
-        self._lease = lease
-        self._hub = calls.hub
-        self._calls = calls
+        super().__init__(folder, scratch, lease, calls, hub)
         self._pace = pace
         self._seconds = pace.seconds_of_next()
         self._rank = rank
@@ -490,8 +469,10 @@ class HubTarget(OutputTarget):
         self._confirmed: dict[str, int] = {}
         """By the names of committed files: how many commits had been seen before."""
         self._uploaded: dict[int, tuple[list[UploadedFile], Path]] = {}
-        self._queue: list[tuple[UploadedFile, _Chunk]] = []
+        self._queue: list[UploadedFile] = []
         """What waits for a commit, oldest first."""
+        self._chunks: dict[int, tuple[WaitingChunk, Path]] = {}
+        """The chunks of these files, with the folders in which they are staged."""
         self._waiting_since = 0.0
         self._change = threading.Condition()
         self._hurried = False
@@ -504,7 +485,14 @@ class HubTarget(OutputTarget):
         content itself.
         """
         finished = staged.finished
-        uploaded = self.upload({name: file.path for name, file in finished.items()})
+        paths = {name: file.path for name, file in finished.items()}
+        uploaded: list[UploadedFile] = []
+        if paths:
+            uploaded = self._retry(
+                f"{some(list(paths))} could not be uploaded",
+                partial(self._preupload, chunk_index, paths),
+                seconds_to_send(paths.values()),
+            )
         hashes = {file.name: file.content_hash for file in uploaded}
         intents.add(hashes)
         for file in uploaded:
@@ -515,28 +503,9 @@ class HubTarget(OutputTarget):
             for name, file in finished.items()
         ]
 
-    def upload(self, paths: Mapping[str, Path]) -> list[UploadedFile]:
-        """Uploads the content of files, by their names. They must stay until they are committed."""
-        if not paths:
-            return []
-        uploaded = self._calls.retry(
-            f"{some(list(paths))} could not be uploaded",
-            partial(self._preupload, paths),
-            retrying.HUB,
-            seconds_to_send(paths.values()),
-            self._lease,
-        )
-        ignored = [file.name for file in uploaded if file.is_ignored]
-        if ignored:
-            raise OutputFailed(
-                f"{self._hub.url}: the repository's .gitignore leaves {some(ignored)} out of "
-                "every commit. Change it, or choose another output_filename, and run the same "
-                "command again. Nothing that was saved is lost."
-            )
-        return uploaded
-
-    def _preupload(self, paths: Mapping[str, Path]) -> list[UploadedFile]:
-        """Reads the staged files, and does not send content that the hub has. Raises OSError.
+    def _preupload(self, chunk_index: int, paths: Mapping[str, Path]) -> list[UploadedFile]:
+        """Reads the staged files, which must stay until they are committed, and does not send
+        content that the hub has. Raises OSError.
 
         Small text files travel inside the commit, outside LFS.
         """
@@ -553,13 +522,10 @@ class HubTarget(OutputTarget):
             revision=self._hub.branch,
             free_memory=False,
         )
-        return [UploadedFile(name, operation) for name, operation in added.items()]
+        return [UploadedFile(chunk_index, *item) for item in added.items()]
 
     def hash_of(self, name: str) -> str:
-        look_up = partial(self._hub.look_up, [name])
-        found = self._calls.retry(
-            "cannot be listed", look_up, retrying.HUB, _ANSWER_SECONDS, self._lease
-        )
+        found = self._retry("cannot be listed", partial(self._hub.look_up, [name]))
         if name not in found:
             return ""
         return found[name].hash
@@ -588,11 +554,11 @@ class HubTarget(OutputTarget):
             files.disk.remove_tree(folder)
             waiting.done()
             return
-        chunk = _Chunk(chunk_index, len(uploaded), waiting, folder)
         with self._change:
             if not self._queue:
                 self._waiting_since = time.monotonic()
-            self._queue += [(file, chunk) for file in uploaded]
+            self._queue += uploaded
+            self._chunks[chunk_index] = waiting, folder
             if self._thread.ident is None:  # not started
                 self._thread.start()
             self._change.notify_all()
@@ -619,9 +585,10 @@ class HubTarget(OutputTarget):
         except Stopping:
             return
         except BaseException as error:  # every failure here must reach the event loop
-            batch[0][1].waiting.failed(error)
+            waiting, _ = self._chunks[batch[0].chunk_index]
+            waiting.failed(error)
 
-    def _next_batch(self) -> list[tuple[UploadedFile, _Chunk]]:
+    def _next_batch(self) -> list[UploadedFile]:
         """Waits until a commit is due. Returns its files, or none once the rank stops."""
         with self._change:
             while not self._calls.stopped:
@@ -630,26 +597,24 @@ class HubTarget(OutputTarget):
                     due = self._waiting_since + self._seconds - time.monotonic()
                 is_full = (
                     len(self._queue) >= MOST_FILES
-                    or sum(f.bytes_in_commit for f, _ in self._queue) >= MOST_BYTES
+                    or sum(file.bytes_in_commit for file in self._queue) >= MOST_BYTES
                 )
                 if due is not None and (due <= 0 or self._hurried or is_full):
                     return self._first_files()
                 self._change.wait(due)
             return []
 
-    def _first_files(self) -> list[tuple[UploadedFile, _Chunk]]:
+    def _first_files(self) -> list[UploadedFile]:
         size = 0
-        batch: list[tuple[UploadedFile, _Chunk]] = []
-        for file, chunk in self._queue[:MOST_FILES]:
+        batch: list[UploadedFile] = []
+        for file in self._queue[:MOST_FILES]:
             size += file.bytes_in_commit
             if batch and size > MOST_BYTES:
                 break
-            batch.append((file, chunk))
+            batch.append(file)
         return batch
 
-    def _commit(
-        self, batch: list[tuple[UploadedFile, _Chunk]], attempts: retrying.Attempts
-    ) -> None:
+    def _commit(self, batch: list[UploadedFile], attempts: retrying.Attempts) -> None:
         self._lease.check()
         try:
             history = self._calls.run(self._look_at_history, _ANSWER_SECONDS)
@@ -671,12 +636,14 @@ class HubTarget(OutputTarget):
         with self._change:
             del self._queue[: len(batch)]
             self._waiting_since = time.monotonic()
-        for file, chunk in batch:
+            left = {file.chunk_index for file in self._queue}
+        for file in batch:
             self._confirmed[plain(file.name)] = len(self._seen)
-            chunk.left -= 1
-            if not chunk.left:
-                files.disk.remove_tree(chunk.folder)
-                chunk.waiting.done()
+            if file.chunk_index not in left:
+                left.add(file.chunk_index)
+                waiting, folder = self._chunks.pop(file.chunk_index)
+                files.disk.remove_tree(folder)
+                waiting.done()
 
     def _look_at_history(self) -> CommitHistory:
         found = self._hub.history(self._history)
@@ -684,7 +651,7 @@ class HubTarget(OutputTarget):
         self._seen += [commit.oid for commit in found.made if commit.oid not in self._seen]
         return self._history
 
-    def _commit_missing(self, batch: list[tuple[UploadedFile, _Chunk]], head: str | None) -> None:
+    def _commit_missing(self, added: list[UploadedFile], head: str | None) -> None:
         """Commits the files that are missing, with one attempt. After a stop or an error, the
         commit may exist.
 
@@ -695,20 +662,24 @@ class HubTarget(OutputTarget):
             OutputMismatch: a file has other content. Nothing was overwritten.
             OSError: the hub refused, as if ``head`` is not the newest commit, or no answer came.
         """
-        added = [file for file, _ in batch]
         look_up = partial(self._hub.look_up, [file.name for file in added], head)
         found = self._calls.run(look_up, _ANSWER_SECONDS)
         others = [
             file.name
             for file in added
-            if file.name in found and not file.may_replace(found[file.name])
+            if file.name in found and found[file.name].hash not in file.earlier
         ]
         if others:
             raise other_content(self._hub.url, others)
-        operations = [file.operation() for file in added if not file.is_there(found.get(file.name))]
+        # Copies, because the client refuses committed operations.
+        operations = [
+            copy.copy(file.operation)
+            for file in added
+            if file.name not in found or found[file.name].hash != file.content_hash
+        ]
         if not operations:  # an earlier commit whose answer got lost
             return
-        chunks = ranges({chunk.index for _, chunk in batch})
+        chunks = ranges({file.chunk_index for file in added})
         title = commit_title(plural(len(added), "file"), self._rank, chunks)
         self._calls.run(partial(self._hub.commit, operations, title, head), _ANSWER_SECONDS)
 
@@ -740,8 +711,8 @@ def make_target(
         return LocalTarget(output, scratch, f"{rank:05d}-{run}")
     if folder.hub is not None:
         if folder.hub.is_bucket:
-            return BucketTarget(output, scratch, lease, folder.calls)
-        return HubTarget(output, rank, scratch, lease, folder.calls, pace)
+            return BucketTarget(output, scratch, lease, folder.calls, folder.hub)
+        return HubTarget(output, rank, scratch, lease, folder.calls, folder.hub, pace)
     if hasattr(output.fs, "call_s3"):
         return S3Target(output, scratch, lease, folder.calls, f"{STAGING}/probe-{run}")
     return RemoteTarget(output, scratch, lease, folder.calls)

@@ -1,36 +1,36 @@
 """Checks whether the user's writer can write a document.
 
 The journal keeps more than a writer can write: a set, an integer beyond 64 bits, keys that are no
-strings. So a document that is not plain JSON is first written to memory, while it can still become
-a dead letter.
+strings. So a document with such values is first written to memory, or checked against a schema,
+while it can still become a dead letter.
 """
 
 import copy
 import io
 from collections.abc import Callable
+from string import Template
 
 from datatrove.data import Document
 from datatrove.pipeline.writers.disk_base import DiskWriter
-from datatrove.pipeline.writers.parquet import ParquetWriter
 
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
 from datatrove_ckpt.errors import DocumentNotSerializable
 from datatrove_ckpt.output import arrow_types, formats
-from datatrove_ckpt.output.chunk_writing import ColumnTypes
+from datatrove_ckpt.output.chunk_writing import ColumnTypes, check_rows, infers_schema
 from datatrove_ckpt.output.csv_writer import line
-from datatrove_ckpt.output.documents import RowsOf, decode_for, is_usual, one_row
+from datatrove_ckpt.output.documents import RowsOf, decode_for, is_plain, is_usual, one_row
 
 
 class _InMemory:
     """Stands for a writer's file manager, and keeps nothing."""
 
     def __init__(self, mode: str) -> None:
-        self._file: io.IOBase = io.StringIO()
-        if "b" in mode:
-            self._file = io.BytesIO()
+        self._is_binary = "b" in mode
 
     def get_file(self, filename: str) -> io.IOBase:
-        return self._file
+        if self._is_binary:
+            return io.BytesIO()
+        return io.StringIO()
 
     pop = get_file
 
@@ -61,20 +61,18 @@ class WriterTrial:
         self._writer = writer
         self._rows = rows
         self._given = given
+        self._takes_usual = False  # not known yet
         self.is_quick = is_usual(writer) and any(
             one.is_written_by(writer) for one in formats.FORMATS
         )
         self._copied = self._copy()
 
-    def __call__(self, data: bytes, doc_id: str) -> bool:
-        """Tries a document.
+    def is_needed(self, data: bytes) -> bool:
+        """Whether the writer may be unable to write an encoded document."""
+        return not is_plain(data, self._takes_usual)
 
-        Args:
-            data: an encoded document.
-
-        Returns:
-            Whether the writer can write all documents of JSON, float32 arrays and values of tables,
-            so that these need no trial.
+    def __call__(self, data: bytes, doc_id: str) -> None:
+        """Tries an encoded document.
 
         Raises:
             DocumentNotSerializable: the writer cannot write the document.
@@ -88,13 +86,12 @@ class WriterTrial:
                 f"write: {type(error).__name__}: {safe_text(error)}. Let the rollout return and "
                 "set JSON values, or give the writer an adapter."
             ) from error
-        return formats.JSONL.is_written_by(writer) or (
-            type(writer) is ParquetWriter and writer.schema is None
-        )
+        self._takes_usual = formats.JSONL.is_written_by(writer) or infers_schema(writer)
 
     def _copy(self) -> tuple[DiskWriter, Callable[[bytes], Document]]:
         files = self._writer.output_mg
         copied: DiskWriter = copy.deepcopy(self._writer, {id(files): _InMemory(files.mode)})
+        copied.output_filename = Template("")  # the documents of doctor may lack its fields
         return copied, decode_for(copied)
 
     def _try(self, data: bytes) -> None:
@@ -102,18 +99,15 @@ class WriterTrial:
         if not self.is_quick:
             copied, decode = self._copy()
         for document in self._rows(decode(data)):
-            if formats.PARQUET.is_written_by(copied):
+            if infers_schema(copied):
                 row = copied.adapter(document)
-                schema = self._writer.schema
-                if schema is None:
-                    types = ColumnTypes(self._given)
-                    types.add([row])
-                    schema = types.schema()
-                for field in schema:
-                    arrow_types.to_arrow(field.type, [row.get(field.name)])
+                columns = ColumnTypes(self._given)
+                columns.add([row])
+                for name, kind in columns.types.items():
+                    arrow_types.to_arrow(kind, [row[name]])
+            elif formats.PARQUET.is_written_by(copied):
+                check_rows([copied.adapter(document)], copied.schema)
             elif formats.CSV.is_written_by(copied):
                 line([*copied.adapter(document).values()])
-            elif self.is_quick:
-                copied._write(copied.adapter(document), io.BytesIO(), "")
             else:
                 copied.write(document, rank=0, chunk_index="00000")

@@ -70,8 +70,9 @@ def test_a_rank_that_was_taken_over_while_its_files_wait_commits_nothing(hub, tm
     (tmp_path / "staged").write_text("content")
     output = JsonlWriter("hf://datasets/org/data/config", "${rank}.jsonl")
     folder = output.output_folder
-    calls = StoppableCalls("hf://datasets/org/data/config", HubFolder.of(folder))
-    commits = HubTarget(folder, 0, tmp_path, taken, calls, CommitPace())
+    place = HubFolder.of(folder)
+    calls = StoppableCalls(place.url, place)
+    commits = HubTarget(folder, 0, tmp_path, taken, calls, place, CommitPace())
     staged = SimpleNamespace(path=tmp_path / "staged", size=7, rows=0, hexdigest=lambda: "")
     commits.publish(0, SimpleNamespace(finished={"a": staged}, folder=tmp_path), Intents(tmp_path))
     done, failures = Mock(), queue.SimpleQueue()

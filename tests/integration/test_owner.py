@@ -3,6 +3,7 @@ one changes.
 """
 
 import asyncio
+import os
 import random
 import shutil
 import socket
@@ -21,8 +22,8 @@ from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.layout import HOME
 from datatrove_ckpt.common import object_store
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch, StorageFailed
-from datatrove_ckpt.output import owner
-from datatrove_ckpt.output.committed import content_hash
+from datatrove_ckpt.output import output_folder, owner
+from datatrove_ckpt.output.committed import RankCommits, content_hash
 from datatrove_ckpt.output.owner import OutputOwnership
 from datatrove_ckpt.testing import FakeServer, crash_at
 from datatrove_ckpt.testing.crashes import WatchedDisk, disk_in_place
@@ -126,13 +127,14 @@ def place(request, tmp_path, monkeypatch):
         "many files": ManyFiles,
         "memory": partial(Place, protocol="memory://"),
     }
-    if request.param in kinds:
-        yield kinds[request.param](tmp_path)
+    kind = getattr(request, "param", "local")
+    if kind in kinds:
+        yield kinds[kind](tmp_path)
         return
     hub = request.getfixturevalue("hub")
     hub.create_repo("org/data")
     hub.create_repo("org/job", kind="bucket")
-    yield HubPlace(hub) if request.param == "hub" else BucketPlace(hub)
+    yield HubPlace(hub) if kind == "hub" else BucketPlace(hub)
 
 
 def on(*quick):
@@ -166,7 +168,8 @@ def job(tmp_path, name, server, place, **changes):
     return runner(tmp_path / name, server, rollout, output_writer=place.writer(), **changes)
 
 
-def starter(tmp_path, place, servers):
+@pytest.fixture
+def start(tmp_path, place, servers):
     """Starts the job "a" or "b", each of which has a server of its own."""
 
     def start(name, number=5, **changes):
@@ -174,11 +177,6 @@ def starter(tmp_path, place, servers):
         job(tmp_path, name, server, place, **changes).run(documents(number))
 
     return start
-
-
-@pytest.fixture
-def start(tmp_path, place, servers):
-    return starter(tmp_path, place, servers)
 
 
 def killed_before_its_commit(step, monkeypatch):
@@ -220,12 +218,7 @@ def test_the_second_of_two_jobs_is_refused_before_it_asks_anything(tmp_path, pla
 @pytest.mark.matrix
 @on("local", "hub")
 def test_a_moved_job_finds_the_files_of_another_one_and_replaces_none(
-    tmp_path,
-    place,
-    servers,
-    start,
-    monkeypatch,
-    command,
+    tmp_path, place, servers, start, monkeypatch, command
 ):
     one, other = servers
     killed_before_its_commit(job(tmp_path, "a", one, place), monkeypatch)
@@ -261,9 +254,7 @@ def test_a_moved_job_finds_the_files_of_another_one_and_replaces_none(
 @pytest.mark.matrix
 @UNOWNED
 @on("local", "memory", "hub")
-def test_without_owners_a_job_replaces_no_file_of_another_one_in_any_order(
-    tmp_path, place, servers, start
-):
+def test_without_owners_a_job_replaces_no_file_of_another_one_in_any_order(tmp_path, place, start):
     """The first job publishes its last chunk, then the other one its first; neither has met a file
     before.
     """
@@ -334,11 +325,7 @@ def test_a_committed_file_that_another_of_its_size_replaced_is_noticed(
 
 @on("parquet", "hub")
 def test_a_chunk_that_is_written_again_with_other_bytes_replaces_its_own_file(
-    tmp_path,
-    place,
-    servers,
-    monkeypatch,
-    command,
+    tmp_path, place, servers, monkeypatch, command
 ):
     """Another version of zlib or pyarrow writes other bytes."""
     one, _ = servers
@@ -359,9 +346,8 @@ def test_a_chunk_that_is_written_again_with_other_bytes_replaces_its_own_file(
 
 
 @UNOWNED
-def test_of_several_files_of_a_chunk_none_stays_where_one_is_refused(tmp_path, servers):
-    place = ManyFiles(tmp_path)
-    start = starter(tmp_path, place, servers)
+@pytest.mark.parametrize("place", ["many files"], indirect=True)
+def test_of_several_files_of_a_chunk_none_stays_where_one_is_refused(tmp_path, place, start):
     stranger = place.folder / "de/00000_00000.jsonl"
 
     async def rollout(document, generate):
@@ -378,10 +364,8 @@ def test_of_several_files_of_a_chunk_none_stays_where_one_is_refused(tmp_path, s
 @UNOWNED
 @pytest.mark.parametrize("hard_links", [True, False])
 def test_a_file_that_appears_in_the_last_moment_is_not_replaced(
-    tmp_path, servers, monkeypatch, hard_links
+    monkeypatch, hard_links, start, place
 ):
-    place = Place(tmp_path)
-    start = starter(tmp_path, place, servers)
     link = files.Disk.link
 
     def later(self, source, target):
@@ -399,10 +383,8 @@ def test_a_file_that_appears_in_the_last_moment_is_not_replaced(
     assert place.files() == {"00000_00000.jsonl": b"another job's"}
 
 
-def test_files_of_another_ending_are_seen_by_a_first_start(tmp_path, servers):
+def test_files_of_another_ending_are_seen_by_a_first_start(tmp_path, servers, start, place):
     one, _ = servers
-    place = Place(tmp_path)
-    start = starter(tmp_path, place, servers)
     start("a", 3)
     place.forget_owner()
     zipped = JsonlWriter(str(place.folder), NAME, compression="gzip")
@@ -410,10 +392,8 @@ def test_files_of_another_ending_are_seen_by_a_first_start(tmp_path, servers):
         run_job(tmp_path / "b", one, 3, output_writer=zipped)
 
 
-def test_a_complete_rank_refuses_what_it_has_published_and_not_committed(tmp_path, servers):
+def test_a_complete_rank_refuses_what_it_has_published_and_not_committed(tmp_path, start, place):
     """A node that was lost had other answers, and so a file of another name."""
-    place = Place(tmp_path)
-    start = starter(tmp_path, place, servers)
     start("a", 2)
     name = "00000_00001.jsonl"
     (place.folder / name).write_text("the documents of chunk 0, again")
@@ -423,13 +403,24 @@ def test_a_complete_rank_refuses_what_it_has_published_and_not_committed(tmp_pat
         start("a", 2)
 
 
+def test_commits_are_read_once_however_many_files_were_copied(tmp_path, monkeypatch, start, place):
+    """Each file took the time of all commits: 1,000 files two minutes."""
+    start("a")
+    for path in place.folder.iterdir():
+        os.utime(path, (1, 1))
+    read = Mock(wraps=output_folder.read_commits)
+    monkeypatch.setattr(output_folder, "read_commits", read)
+    root = tmp_path / "a/checkpoints"
+    folder = output_folder.OutputFolder(place.writer(), root)
+    assert len(folder.look(folder.by_name([RankCommits(root, 0)])).touched) == 3
+    assert read.call_count == 1
+
+
 def test_a_run_of_an_earlier_release_goes_on_and_replaces_its_own_file(
-    tmp_path, servers, monkeypatch, command
+    tmp_path, servers, monkeypatch, command, start, place
 ):
     """It kept no intents, its commits have no stamps, and its folder has no owner."""
     one, _ = servers
-    place = Place(tmp_path)
-    start = starter(tmp_path, place, servers)
     step = job(tmp_path, "a", one, place)
     killed_before_its_commit(step, monkeypatch)
     folder = tmp_path / "a/checkpoints/00000"
@@ -444,11 +435,10 @@ def test_a_run_of_an_earlier_release_goes_on_and_replaces_its_own_file(
 
 
 def test_two_runs_whose_nodes_have_checkpoints_in_the_same_place_are_two(
-    tmp_path, servers, monkeypatch
+    tmp_path, servers, monkeypatch, place
 ):
     """Each on a node with a disk of its own: the path is the same, and the settings are not."""
     one, other = servers
-    place = Place(tmp_path)
 
     def start(server, rollouts):
         settings = {"rollouts_per_document": rollouts}
@@ -469,10 +459,9 @@ def test_two_runs_whose_nodes_have_checkpoints_in_the_same_place_are_two(
         start(one, 1)
 
 
-def test_a_later_run_in_the_place_of_a_moved_one_is_another_run(tmp_path, servers, command):
+def test_a_later_run_in_the_place_of_a_moved_one_is_another_run(tmp_path, servers, command, place):
     """The same path names both, and both have the same settings."""
     one, other = servers
-    place = Place(tmp_path)
     job(tmp_path, "run", one, place).run(documents(3))
     (tmp_path / "run").rename(tmp_path / "old")
     place.move_away()

@@ -8,7 +8,7 @@ from uuid import UUID
 
 import pandas
 import pytest
-from datatrove.pipeline.writers import ParquetWriter
+from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
 from datatrove_ckpt.checkpoint.layout import COLUMNS
 from datatrove_ckpt.errors import ConfigError, DocumentNotSerializable, InputError
@@ -335,7 +335,12 @@ def test_a_rollout_may_replace_a_column(tmp_path, server):
     assert str(pq.read_schema(files[0]).field("v0").type) == "string"
 
 
-def test_json_lines_hold_what_json_lacks_as_text_and_seconds(tmp_path, server):
+def own_adapter(writer, document):
+    return {"metadata": document.metadata}
+
+
+@pytest.mark.parametrize("adapter", [None, own_adapter])
+def test_json_lines_hold_what_json_lacks_as_text_and_seconds(tmp_path, server, adapter):
     columns = [
         (pa.decimal128(20, 3), [Decimal("1.500")]),
         (pa.binary(), [b"\xff"]),
@@ -345,7 +350,11 @@ def test_json_lines_hold_what_json_lacks_as_text_and_seconds(tmp_path, server):
         (pa.timestamp("ns"), [1_700_000_000_000_000_001]),
     ]
     write_table(tmp_path / "a.parquet", a_table(columns, rows=2))
-    runner(tmp_path, server).run(ParquetReader(str(tmp_path), glob_pattern="a.parquet").run())
+    writer = JsonlWriter(
+        str(tmp_path / "output"), "${rank}_chunk_${chunk_index}.jsonl", None, adapter
+    )
+    step = runner(tmp_path, server, output_writer=writer)
+    step.run(ParquetReader(str(tmp_path), glob_pattern="a.parquet").run())
     metadata = rows(tmp_path)[0]["metadata"]
     assert [metadata[f"v{number}"] for number in range(5)] == [
         "1.500",

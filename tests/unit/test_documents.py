@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 
 import numpy as np
+import orjson
 import pytest
 from datatrove.data import Document, Media
 from datatrove.pipeline.inference.types import InferenceResult
@@ -44,6 +45,9 @@ class Color(enum.Enum):
     RED = "red"
 
 
+RESULT = InferenceResult(
+    "answer", "stop", {"prompt_tokens": 1, "details": {"cached": 0}}, "because"
+)
 NOW = datetime.datetime(
     2026, 11, 20, 3, 4, 5, 678, tzinfo=datetime.timezone(datetime.timedelta(hours=2))
 )
@@ -110,6 +114,31 @@ def test_a_value_is_the_same_beside_one_that_json_cannot_say():
         assert repr(through([*values, beside])[:-1]) == repr([True, False, 1, "x", time, ""])
 
 
+@pytest.mark.parametrize(
+    "values, is_usual",
+    [
+        (
+            [
+                NOW.replace(tzinfo=None).time(),
+                decimal.Decimal("-1.5"),
+                datetime.timedelta(-(10**7)),
+            ],
+            True,
+        ),
+        ([np.float32(0.5), np.int64(1), np.arange(3.0), np.ones((2, 2), np.float32), b"x"], True),
+        ([NOW, NOW.date(), math.nan], True),
+        *(([odd], False) for odd in ({1}, 1j, 2**70, {1: 2}, NOW.timetz(), np.array(1.0))),
+        *(([decimal.Decimal(text)], False) for text in ("1E+80", "NaN", "1" * 77)),
+        ([datetime.timedelta.max], False),
+    ],
+)
+def test_of_the_values_of_tables_only_those_without_a_type_need_a_trial(values, is_usual):
+    for value in values:
+        data = encode(Document("text", "id", metadata={"value": [value], "result": RESULT}))
+        assert is_plain(data, with_usual=True) is is_usual
+        assert not is_plain(data)
+
+
 def test_what_json_can_say_as_well_becomes_that():
     class Text(str):
         pass
@@ -149,9 +178,6 @@ def test_any_plain_document_comes_back_equal(text, metadata):
 # Our adapter returns what datatrove's default one returns, value for value and key for key -------
 
 
-RESULT = InferenceResult(
-    "answer", "stop", {"prompt_tokens": 1, "details": {"cached": 0}}, "because"
-)
 DOCUMENTS = {
     "text only": Document("text", "id"),
     "nothing": Document("", ""),
@@ -321,3 +347,14 @@ def test_each_row_of_a_document_has_its_media_as_they_were():
         ("i/0", b"png", {"results": [1], "n": 0, "item": "a"}),
         ("i/1", b"png", {"n": 1, "item": "b"}),
     ]
+
+
+def test_json_lines_hold_pictures_beside_what_json_lacks(tmp_path):
+    """The second try of the row encoded them again."""
+    writer = JsonlWriter(str(tmp_path), "${rank}", None, save_media_bytes=True)
+    write = write_for(writer, decode_for(writer), FileNames(writer, 0), 0)
+    write(encode(DOCUMENTS["media"]))
+    writer.close()
+    row = orjson.loads((tmp_path / "00000").read_bytes())
+    assert [one["media_bytes"] for one in row["media"]] == ["/w==", None]
+    assert row["metadata"]["inside"]["media_bytes"] == "AQ=="

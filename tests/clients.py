@@ -61,7 +61,8 @@ async def client_of(config, urls=(), api_key=None, *, sleep=asyncio.sleep, clock
 async def lent_client(config):
     servers = ServerHost(Shutdown())
     try:
-        async with servers.lend(config, [config], 0, Sender(), lambda outage: None) as (client, _):
+        async with servers.lend(config, [config], 0, Sender()) as (client, ready):
+            await ready
             yield client
     finally:
         await servers.close()

@@ -70,7 +70,7 @@ _FULL = "token_limit_exceeded"
 async def open_provider(config: InferenceConfig, path: str) -> BatchProvider:
     """``path``: of the requests."""
     servers = ExternalServers(config)
-    await servers.start()
+    await servers.start(Outage(config.server_patience_seconds))
     kind = MessageBatches if path == MESSAGES else BatchProvider
     return kind(servers.endpoints[0].url, servers.endpoints[0].api_key)
 
@@ -165,7 +165,7 @@ class ProviderPasses:
                 except RetryableError as error:
                     if self._outage is None:
                         patience = self._configs[batch.model].server_patience_seconds
-                        self._outage = Outage(patience, time.monotonic, batch.model)
+                        self._outage = Outage(patience, model=batch.model)
                     # A provider that takes no more batches takes them when others have ended.
                     self._outage.failed(error, lambda: math.inf)
                     await asyncio.sleep(retrying.SERVER.wait(_FAILURES, error.asked_wait))

@@ -218,11 +218,12 @@ class Scheduler:
             self._configs,
             self.rank,
             sender,
-            observer.outages.append,
             is_new=not self.checkpoint.run_has_answers(),
         )
         try:
-            async with served as (client, watch):
+            async with served as (client, ready):
+                observer.outages.append(client.outage)
+                watch = await ready
                 observer.serving(client)
                 self._document_limit.follow(model.config, client.servers.router, sender)
                 model.client.set_result(client)

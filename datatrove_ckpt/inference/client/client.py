@@ -110,7 +110,6 @@ _DEFAULT_TIMEOUT = 3600.0  # seconds
 _COOLDOWN = 5.0
 _SHORTEST_REST = 1.0
 _LONGEST_REST = 30.0
-_MAX_UNASKED = 3
 _MAX_UNREAD = 3
 _OTHERS = 50  # requests that a server must have answered while it failed at one
 _SAY_AFTER = 3.0  # a reset connection or one 503 is everyday life
@@ -148,7 +147,9 @@ class Outage:
         hangs: seconds for which an endpoint has been silent, if that is unusual.
     """
 
-    def __init__(self, patience: float, clock: Callable[[], float], model: str = "") -> None:
+    def __init__(
+        self, patience: float, clock: Callable[[], float] = time.monotonic, model: str = ""
+    ) -> None:
         self.patience = patience
         self.model = model
         self.clock = clock
@@ -665,14 +666,6 @@ class CompletionClient:
         if not target.up:
             raise AttemptLost
         transport = self.servers.transport(target, way)
-        if transport.unasked >= _MAX_UNASKED:
-            raise ServerRefused(
-                f"{transport.url} has sent an answer without a request {transport.unasked} times. "
-                "So it, or a gateway before it, sends answers late, and a late answer may be "
-                "taken for that to the next request. Let the requests bypass the gateway "
-                "(another URL of the endpoint), or raise its timeout, and run the same command "
-                "again."
-            )
         if transport.refusal:
             raise ServerRefused(transport.refusal)
         attempt = target.start_attempt(request)

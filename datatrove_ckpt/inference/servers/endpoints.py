@@ -3,7 +3,6 @@
 import asyncio
 import os
 import re
-import time
 from dataclasses import dataclass
 
 import orjson
@@ -54,9 +53,6 @@ class ExternalServers:
         config: of its ready window, at most ``server_patience_seconds`` count.
         is_new: no request of the run has been answered yet.
 
-    Attributes:
-        outage: since when ``start`` has had no answer.
-
     Raises:
         ConfigError: an endpoint_url is not a URL, or the key is not set.
     """
@@ -64,7 +60,6 @@ class ExternalServers:
     def __init__(self, config: InferenceConfig, is_new: bool = False) -> None:
         self.config = config
         self._is_new = is_new
-        self.outage = Outage(ready_window(config), time.monotonic, config.name)
         self.endpoints = [
             EndpointAccess(name, one, _with_environment(one.url), config.endpoint_api_key(one))
             for name, one in config.endpoints_by_name.items()
@@ -74,7 +69,7 @@ class ExternalServers:
         asked = (_ask(one.url, one.api_key) for one in self.endpoints)
         return list(await asyncio.gather(*asked))
 
-    async def start(self) -> None:
+    async def start(self, outage: Outage) -> None:
         """Waits until one of the URLs answers GET /v1/models, or /models below its own path.
 
         Every status except 401, 403, 429 and 5xx counts as an answer: some gateways do not list
@@ -87,14 +82,13 @@ class ExternalServers:
             ServerRefused: see ``EndpointAnswer.refused``; of all of them.
             ServerStartFailed: no server answered in time.
         """
-        window = self.outage.patience
-        started = time.monotonic()
+        window = ready_window(self.config)
+        started = outage.clock()
         failures = 0
         while True:
             answers = await self.ask()
             causes = self._causes(answers)
             if len(causes) < len(answers):
-                self.outage.answered()
                 if causes:
                     logger.warning(
                         f"{self.config.said}{len(causes)} of {len(answers)} endpoints do not "
@@ -103,23 +97,24 @@ class ExternalServers:
                     )
                 asked = zip(self.endpoints, answers, strict=True)
                 self.endpoints = [one._replace(url=got.api) for one, got in asked if got.api]
+                outage.patience = self.config.server_patience_seconds
                 return
             failures = failures + 1
             advice = ""
-            self.outage.patience = window
+            outage.patience = window
             if self._may_be_wrong and all(answer.is_absent for answer in answers):
-                self.outage.patience = min(window, NEW_RUN_SECONDS)
+                outage.patience = min(window, NEW_RUN_SECONDS)
                 advice = " To wait for a server that starts later: server_patience_seconds: 1800."
-            self.outage.begun(": HTTP " not in causes[0], started)
+            outage.begun(": HTTP " not in causes[0], started)
             delay = retrying.ENDPOINT.wait(failures)
-            if delay > self.outage.left():
+            if delay > outage.left():
                 each = "".join(f"  {cause}\n" for cause in causes)
                 raise ServerStartFailed(
-                    f"No endpoint was ready within {self.outage.patience:g} s:\n{each}Check that "
+                    f"No endpoint was ready within {outage.patience:g} s:\n{each}Check that "
                     "the server runs, that this machine can reach it, and its URL. One that "
                     f"answers 429 limits requests: start later.{advice}"
                 )
-            self.outage.show(causes[0])
+            outage.show(causes[0])
             await asyncio.sleep(delay)
 
     @property

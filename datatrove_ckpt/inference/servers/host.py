@@ -18,7 +18,7 @@ from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError, named
 from datatrove_ckpt.inference.client import routing
-from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers, Outage
+from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers
 from datatrove_ckpt.inference.servers.admission import follow_endpoint
 from datatrove_ckpt.inference.servers.endpoints import ExternalServers
 from datatrove_ckpt.inference.servers.supervision import ServerPool
@@ -47,14 +47,11 @@ def check_servers(config: InferenceConfig) -> None:
 
 
 @asynccontextmanager
-async def _connected(
-    servers: ModelServers, on_outage: Callable[[Outage], None], is_new: bool
-) -> AsyncIterator[Watch]:
+async def _connected(servers: ModelServers, is_new: bool) -> AsyncIterator[Watch]:
     """Sends requests to the config's endpoints in this block. See ``ServerHost.lend``."""
     config = servers.config
     endpoints = ExternalServers(config, is_new)
-    on_outage(endpoints.outage)
-    await endpoints.start()
+    await endpoints.start(servers.outage)
     servers.add_endpoints(endpoints.endpoints)
     if config.endpoints is not None:
         open_ones = {one.name for one in endpoints.endpoints}
@@ -118,14 +115,13 @@ class ServerHost:
         configs: Sequence[InferenceConfig],
         rank: int,
         sender: routing.Sender,
-        on_outage: Callable[[Outage], None],
         is_new: bool = False,
-    ) -> AsyncIterator[tuple[CompletionClient, Watch]]:
-        """Gives a rank a client of one model's servers, and their watch, once they are ready.
+    ) -> AsyncIterator[tuple[CompletionClient, Awaitable[Watch]]]:
+        """Gives a rank a client of one model's servers, and their watch to await: then they are
+        ready.
 
         Args:
             configs: of all models of the rank.
-            on_outage: gets the outage clock of endpoints before the client is there.
             is_new: no request of the run has been answered yet.
 
         Raises:
@@ -138,13 +134,11 @@ class ServerHost:
             running = _Running(model_servers, asyncio.get_running_loop().create_future())
             self._running[config.name] = running
             # It begins once this rank has joined below.
-            serve = self._serve(running, configs, rank, on_outage, is_new)
+            serve = self._serve(running, configs, rank, is_new)
             running.serving = asyncio.create_task(serve, context=self._context.copy())
-        was_ready = running.ready.done()
         client = CompletionClient(running.servers, sender)
         try:
-            watch = await asyncio.shield(running.ready)
-            if was_ready and sender.on_server is not None:  # others have seen the start
+            if running.ready.done() and sender.on_server is not None:  # others have seen the start
                 if config.server_type == "endpoint":
                     what = "ready"
                 else:
@@ -152,7 +146,7 @@ class ServerHost:
                 for index, target in enumerate(running.servers.router.targets):
                     if target.up:
                         sender.on_server(what, config.server_name(index), str(target.url), "")
-            yield client, watch
+            yield client, asyncio.shield(running.ready)
         finally:
             client.leave()
 
@@ -161,7 +155,6 @@ class ServerHost:
         running: _Running,
         configs: Sequence[InferenceConfig],
         rank: int,
-        on_outage: Callable[[Outage], None],
         is_new: bool,
     ) -> None:
         """Runs the servers until ``close``. What keeps them from starting goes to all ranks."""
@@ -170,7 +163,7 @@ class ServerHost:
         config = running.servers.config
         logger.info(f"{config.said}Requests: {config.places} (max_concurrent_generations).")
         if config.server_type == "endpoint":
-            kept = _connected(running.servers, on_outage, is_new)
+            kept = _connected(running.servers, is_new)
         else:
             kept = ServerPool(rank, running.servers, self._shutdown, self._models).running()
         try:

@@ -48,7 +48,7 @@ from datatrove_ckpt.inference.client.provider_batches import (
     RemoteBatch,
     Undecided,
 )
-from datatrove_ckpt.inference.servers.endpoints import ExternalServers
+from datatrove_ckpt.inference.servers.endpoints import ready_endpoints
 from datatrove_ckpt.process.shutdown import Shutdown
 
 T = TypeVar("T")
@@ -69,10 +69,9 @@ _FULL = "token_limit_exceeded"
 
 async def open_provider(config: InferenceConfig, path: str) -> BatchProvider:
     """``path``: of the requests."""
-    servers = ExternalServers(config)
-    await servers.start(Outage(config.server_patience_seconds))
+    endpoint, *_ = await ready_endpoints(config, Outage(config.server_patience_seconds))
     kind = MessageBatches if path == MESSAGES else BatchProvider
-    return kind(servers.endpoints[0].url, servers.endpoints[0].api_key)
+    return kind(endpoint.url, endpoint.api_key)
 
 
 async def cancel(batch: Batch) -> str | None:

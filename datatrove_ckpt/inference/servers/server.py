@@ -84,7 +84,7 @@ class InferenceServer:
     replica: int = 0
     lease: GpuLease = field(default_factory=GpuLease)
     nodes: Nodes = SINGLE_NODE
-    on_launch: Callable[[], None] = lambda: None
+    on_launch: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         self.started_by = self.rank
@@ -157,7 +157,8 @@ class InferenceServer:
         self.url = f"http://{HOST}:{port}"
         logger.info(f"starting {redacted_command(self._command.argv)}")
         log = await in_own_thread(self._open_log)
-        self.on_launch()
+        if self.on_launch is not None:
+            self.on_launch()
         try:
             self._process = GuardedProcess(
                 self._command.argv,

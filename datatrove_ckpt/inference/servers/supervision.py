@@ -276,19 +276,19 @@ class ServerPool:
         config = self.model_servers.config
         async with AsyncExitStack() as stack:
             nodes = Nodes.from_environment()
+            on_launch = None
             if nodes.count > 1:
                 head = await stack.enter_async_context(HeadNode(config))
+                on_launch = head.start_workers
             servers, leases = await self.models.get(config)
             for server in servers:
                 # It may differ from the earlier rank's in what is no part of the command.
                 server.config = config
                 server.rank = self.rank
             servers = servers or [
-                InferenceServer(config, self.rank, index, lease, nodes)
+                InferenceServer(config, self.rank, index, lease, nodes, on_launch)
                 for index, lease in enumerate(leases)
             ]
-            if nodes.count > 1:
-                servers[0].on_launch = head.start_workers
             ends_well = False
             try:
                 self.supervisors += [

@@ -73,15 +73,10 @@ async def post(transport: Transport, body: AnyBody, model: str, extras: Extras |
     try:
         response = await transport.send(body, extras)
     except TimeoutError as error:
-        if isinstance(error, ConnectTimeout):
-            kind = "connection"
-        else:
-            kind = "answer"
+        unsent = isinstance(error, ConnectTimeout)
+        kind = "connection" if unsent else "answer"
         raise RetryableError(
-            f"no {kind} in time from {url}",
-            unreachable=True,
-            unsent=isinstance(error, ConnectTimeout),
-            timed_out=True,
+            f"no {kind} in time from {url}", unreachable=True, unsent=unsent, timed_out=True
         ) from None
     except OSError as error:
         note_sent(extras)

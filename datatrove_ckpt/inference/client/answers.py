@@ -509,7 +509,6 @@ def parse_json(raw: bytes) -> object:
 Floats = npt.NDArray[np.float32]
 _Number = TypeVar("_Number", np.float32, np.float64)
 _FLOAT32 = np.dtype("<f4")  # as in base64
-_ROWS = ("data", "results")
 
 
 def typed_way(name: str, path: str, count: int) -> Way:
@@ -609,7 +608,9 @@ def _read(raw: bytes) -> tuple[JsonObject, list[JsonObject]]:
         answer = {"results": found, "usage": {"prompt_tokens": sum(map(_prompt_tokens, found))}}
     elif isinstance(found, dict):
         answer = found
-    rows = next((answer[name] for name in _ROWS if isinstance(answer.get(name), list)), None)
+    rows = next(
+        (answer[name] for name in ("data", "results") if isinstance(answer.get(name), list)), None
+    )
     if rows is None or not all(isinstance(row, dict) for row in rows):
         raise UnknownForm("the answer has no data")
     return answer, rows

@@ -24,7 +24,6 @@ from datatrove_ckpt.inference.client.urls import HiddenUrl, proxy_of
 _BLOCK = 1 << 16
 _MANY = 1 << 40
 _SHOWN = 2000
-_NOT_FOUND = (404, 410)
 UNSENT = frozenset({"expired", "cancelled", "canceled"})
 """The states of an ended batch of which requests were not sent."""
 ENDED = UNSENT | {"completed", "failed", "ended"}
@@ -268,7 +267,7 @@ class BatchProvider:
     ) -> NoReturn:
         status = response.status
         text = self.clean(excerpt((await response.read()).decode(errors="replace"), _SHOWN))
-        if status in _NOT_FOUND and path not in ("files", self._path):
+        if status in (404, 410) and path not in ("files", self._path):
             raise Gone(f"HTTP {status}: {text}")
         if status in retrying.SERVER.retried:
             raise RetryableError(

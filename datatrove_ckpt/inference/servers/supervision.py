@@ -25,13 +25,11 @@ from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 # All times are seconds.
 _PROBE_INTERVAL = 5.0
 _PROBE_TIMEOUT = 10.0
-_PROBES = 3  # in a row
 _PROBE_PAUSE = 0.3
 # Added to the time for requests in flight after a SIGTERM.
 _DRAIN_MARGIN = 5.0
 _RESTART_WINDOW_SECONDS = 3600.0  # for ``server_max_restarts``
 _LONG_AGO = -1.0
-_METRICS_TIMEOUT = 5.0
 
 
 @dataclass(eq=False, repr=False)
@@ -192,7 +190,7 @@ class ServerSupervisor:
         last: Metrics | None = None
         while True:
             await asyncio.sleep(interval)
-            last = await self._check_progress(last, min(interval, _METRICS_TIMEOUT))
+            last = await self._check_progress(last, min(interval, 5.0))
 
     async def _check_progress(self, last: Metrics | None, seconds: float) -> Metrics | None:
         """Marks the server dead if it hangs. Returns its metrics; None without any, or requests."""
@@ -244,7 +242,7 @@ class ServerSupervisor:
 
     async def _run_probes(self) -> None:
         problem: str | None = None
-        for number in range(_PROBES):
+        for number in range(3):
             if number:
                 await asyncio.sleep(_PROBE_PAUSE)
             problem = await self.server.problem(_PROBE_TIMEOUT)

@@ -256,6 +256,8 @@ NULL_ACCEPTED = {"accept_null_finish_reason": True, **ENDPOINT}
         (b"\xef\xbb\xbf" + chat(), {}, HI),
         (chat(tool_calls=[{"function": {"name": "f", "arguments": {"city": "K\xf6ln"}}}]), {}, replace(HI,
          tool_calls=[{"function": {"name": "f", "arguments": '{"city": "K\xf6ln"}'}}])),
+        (chat(None, refusal="no"), {}, replace(HI, text="", refusal="no", choices=[{"text": "", **EMPTY,
+         "refusal": "no"}])),
         (choices(*INDEXED), {}, Completion("choice 0", "stop", {}, choices=CHOICES)),
         (choices(INDEXED[0]), {}, Completion("choice 2", "stop", {})),
         (choices({"text": "hello", "finish_reason": "stop"}), {"use_chat": False}, Completion("hello", "stop", {})),

@@ -49,7 +49,7 @@ from datatrove_ckpt.inference.client.provider_batches import (
     Undecided,
 )
 from datatrove_ckpt.inference.servers.endpoints import ready_endpoints
-from datatrove_ckpt.process.shutdown import Shutdown
+from datatrove_ckpt.process.shutdown import Shutdown, end_tasks
 
 T = TypeVar("T")
 
@@ -146,9 +146,7 @@ class ProviderPasses:
             working.result()
             return True
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(*tasks)
             for provider in self._providers.values():
                 await provider.close()
             self._providers.clear()

@@ -23,7 +23,7 @@ from datatrove_ckpt.inference.servers.admission import follow_endpoint
 from datatrove_ckpt.inference.servers.endpoints import endpoints_of, ready_endpoints
 from datatrove_ckpt.inference.servers.supervision import ServerPool
 from datatrove_ckpt.inference.servers.warm import RankModels
-from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
+from datatrove_ckpt.process.shutdown import Shutdown, end_tasks, wait_until_cancelled
 
 Watch = Callable[[], Awaitable[None]]
 """Raises when no server is left."""
@@ -65,9 +65,7 @@ async def _connected(servers: ModelServers, is_new: bool) -> AsyncIterator[Watch
     try:
         yield wait_until_cancelled  # a failure of these servers shows in their answers
     finally:
-        for task in following:
-            task.cancel()
-        await asyncio.gather(*following, return_exceptions=True)
+        await end_tasks(*following)
 
 
 @dataclass

@@ -20,7 +20,7 @@ from datatrove_ckpt.inference.servers.admission import Metrics, adapt_admission,
 from datatrove_ckpt.inference.servers.multi_node import HeadNode
 from datatrove_ckpt.inference.servers.server import NO_ANSWER, InferenceServer
 from datatrove_ckpt.inference.servers.warm import RankModels
-from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
+from datatrove_ckpt.process.shutdown import Shutdown, end_tasks, wait_until_cancelled
 
 # All times are seconds.
 _PROBE_INTERVAL = 5.0
@@ -127,10 +127,7 @@ class ServerSupervisor:
                     task.result()  # raises only if a watcher has a bug
             cause = await self._death_cause
         finally:
-            started = [*tasks, *([self._probing] if self._probing else [])]
-            for task in started:
-                task.cancel()
-            await asyncio.gather(*started, return_exceptions=True)
+            await end_tasks(*tasks, *([self._probing] if self._probing else []))
         return await self.server.report(cause, self._exit_code)
 
     def mark_dead(self, cause: str) -> None:
@@ -299,8 +296,7 @@ class ServerPool:
                     yield lambda: asyncio.shield(supervision)
                     ends_well = True
                 finally:
-                    supervision.cancel()
-                    await asyncio.gather(supervision, return_exceptions=True)
+                    await end_tasks(supervision)
             finally:
                 await self._end(servers, ends_well)
 
@@ -350,6 +346,4 @@ async def _run_all(work: Iterable[Awaitable[None]]) -> None:
     try:
         await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)

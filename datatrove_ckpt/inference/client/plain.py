@@ -421,11 +421,10 @@ class _Tunnel(asyncio.Protocol):
             self.status.set_exception(error or ConnectionResetError("the proxy has hung up"))
 
 
-def _id_of(answer: bytes) -> bytes | None:
+def _id_of(answer: bytes) -> bytes:
+    """Returns "" if it has none."""
     found = _ID.search(answer)
-    if found is None:
-        return None
-    return found[0]
+    return found[0] if found else b""
 
 
 @lru_cache(maxsize=1)
@@ -464,7 +463,7 @@ class Transport:
         self.unread_since = 0.0
         self.is_read = False
         self.refusal = ""
-        self._first_id: bytes | None = None
+        self._first_id = b""
         self._searches = 0
         self._was_first_repeated = False
         self._timeout = timeout
@@ -487,7 +486,7 @@ class Transport:
         self._connecting = asyncio.Semaphore(1000)
         self._lookup: asyncio.Future[list[Any]] | None = None
         self._lookup_started_at = 0.0
-        self._last_connected: object = None
+        self._last_connected: object = ()
 
     async def send(self, body: AnyBody = b"", extras: Extras | None = None) -> Response:
         """Returns the response, whatever its status.
@@ -567,7 +566,7 @@ class Transport:
         """Raises UnaskedBytes if the answer equals the one before it, which answered another
         request.
         """
-        if self._first_id is None and self._searches < _MAX_SEARCHES:
+        if not self._first_id and self._searches < _MAX_SEARCHES:
             self._searches += 1
             self._first_id = _id_of(answer)
         before = connection.last
@@ -580,7 +579,7 @@ class Transport:
         if before[1] != connection.last[1] or before[0] == sent:
             return
         name = _id_of(answer)
-        if name is None:
+        if not name:
             return  # answers of this server have no id of their own
         if name == self._first_id:
             # The first answer once more, or a server whose answers all have one id: then the next

@@ -121,7 +121,7 @@ class Admission:
     def __init__(self) -> None:
         self.limit = FIRST_LIMIT
         self.target = _LEAST_TARGET
-        self._last: Metrics | None = None
+        self._last = Metrics(0.0, 0.0, 0.0, preemptions=math.inf)
         self._has_queued = False
         self._on_the_way: deque[float] = deque(maxlen=_USUAL_SAMPLES)
         self._growth = math.inf  # requests more per sample
@@ -139,7 +139,7 @@ class Admission:
         on_the_way = max(0.0, in_flight - metrics.running - metrics.waiting)
         self._on_the_way.append(on_the_way)
         self.target = math.ceil(max(_LEAST_TARGET, metrics.running / 8, usual))
-        preempted = last is not None and metrics.preemptions > last.preemptions
+        preempted = metrics.preemptions > last.preemptions
         if preempted:
             self._growth = _GROWTH_AFTER_PREEMPTION
             wanted = metrics.running

@@ -22,7 +22,7 @@ from datatrove_ckpt.rollouts import (
     PromptRollout,
     for_config,
 )
-from datatrove_ckpt.rollouts.model_files import load_counter
+from datatrove_ckpt.rollouts.cutting import load_counter
 from tests.clients import config
 from tests.jobs import rejects, rows, runner
 from tests.unit.test_rollouts import asked, document

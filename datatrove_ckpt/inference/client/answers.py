@@ -16,7 +16,6 @@ has NaN or infinity (null in JSON), is retried.
 """
 
 import base64
-import binascii
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -629,7 +628,7 @@ def _vector(value: object) -> Floats:
         return _numbers(value, "embedding", np.float32)
     try:
         vector = np.frombuffer(base64.b64decode(value, validate=True), _FLOAT32)
-    except (binascii.Error, ValueError):
+    except ValueError:
         raise RetryableError("the answer's embedding is no base64 of float32 values") from None
     return _checked(vector, "embedding")
 

@@ -5,7 +5,6 @@ effects. Files are streamed in both directions.
 """
 
 import asyncio
-from codecs import BOM_UTF8
 from collections.abc import AsyncGenerator, AsyncIterator, Set
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -365,7 +364,7 @@ async def _tagged(content: IO[bytes], tag: bytes) -> AsyncGenerator[bytes]:
 def _loads(raw: bytes) -> object:
     """Returns None if it is not JSON."""
     with suppress(ValueError, RecursionError):
-        return parse_json(raw.removeprefix(BOM_UTF8))
+        return parse_json(raw)
     return None
 
 

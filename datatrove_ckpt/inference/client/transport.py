@@ -4,7 +4,6 @@ Errors raised here have no cause, because its frames would hold the API key.
 """
 
 import asyncio
-import errno
 import re
 
 import orjson
@@ -84,8 +83,8 @@ async def post(transport: Transport, body: AnyBody, model: str, extras: Extras |
         cause = f"{failure.kind} from {url}"
         if failure.details:
             cause += f": {failure.details}"
-        refused = getattr(error, "errno", None) == errno.ECONNREFUSED
-        raise RetryableError(cause, unreachable=True, unsent=refused) from None
+        unsent = isinstance(error, ConnectionRefusedError)
+        raise RetryableError(cause, unreachable=True, unsent=unsent) from None
     if response.status in _ANSWERED:
         return response
     if 200 <= response.status < 300:

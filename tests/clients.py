@@ -59,9 +59,10 @@ async def client_of(config, urls=(), api_key=None, *, sleep=asyncio.sleep, clock
 
 @asynccontextmanager
 async def lent_client(config):
-    servers = ServerHost(Shutdown())
+    servers = ServerHost(Shutdown(), [config])
     try:
-        async with servers.lend(config, [config], 0, Sender(), lambda outage: None) as (client, _):
+        async with servers.lend(config, 0, Sender()) as (client, ready):
+            await ready
             yield client
     finally:
         await servers.close()

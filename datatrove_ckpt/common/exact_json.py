@@ -10,7 +10,6 @@ from typing import Any
 import orjson
 
 _AS_ZEROS = bytes.maketrans(b"0123456789", b"0" * 10)
-_LONG_LIST = 16
 
 
 def loads(line: bytes) -> Any:
@@ -45,5 +44,5 @@ def _may_be_inexact(value: object) -> bool:
     if isinstance(value, dict):
         return any(map(_may_be_inexact, value.values()))
     if isinstance(value, list):
-        return len(value) > _LONG_LIST or any(map(_may_be_inexact, value))
+        return len(value) > 16 or any(map(_may_be_inexact, value))
     return isinstance(value, float) and abs(value) >= 2**63

@@ -185,32 +185,22 @@ def _is_in_environment(is_one: Callable[[str, str], bool], name: str, value: str
     return name.startswith(_OUR_VARIABLES) or is_one(name, value)
 
 
-def without_secrets(name: str, value: object, found: Collection[str] | None = None) -> Any:
-    """JSON values with a hash in the place of each secret, to be written and compared.
-
-    A hash stays.
-
-    Args:
-        found: the secrets of the environment; None: look.
-    """
-    if found is None:
-        found = environment_secrets(is_surely_secret).values()
-    return _replaced(name, value, True, found)
-
-
-def _replaced(name: str, value: object, is_hashed: bool, found: Collection[str] = ()) -> Any:
-    """Puts a hash, or ``HIDDEN``, in the place of each secret, and of each text that holds a
-    ``found`` one.
+def without_secrets(
+    name: str, value: object, found: Collection[str] = (), is_hashed: bool = True
+) -> Any:
+    """JSON values with a hash, or ``HIDDEN``, in the place of each secret, and of each text that
+    holds a ``found`` secret. A hash stays.
     """
     holds_one = isinstance(value, str) and any(secret in value for secret in found)
     if holds_one or is_secret(name, value):
         return hashed(name, value) if is_hashed else HIDDEN
     if isinstance(value, dict):
         return {
-            key: _replaced(f"{name}.{key}", part, is_hashed, found) for key, part in value.items()
+            key: without_secrets(f"{name}.{key}", part, found, is_hashed)
+            for key, part in value.items()
         }
     if isinstance(value, list | tuple):
-        return [_replaced(name, part, is_hashed, found) for part in value]
+        return [without_secrets(name, part, found, is_hashed) for part in value]
     return value
 
 
@@ -291,7 +281,7 @@ class Veiled:
 def shown(name: str, value: object) -> Any:
     """Returns what JSON shows of a value: no secrets, and only the types of objects."""
     plain = json.loads(json.dumps(value, skipkeys=True, default=_shown_object))
-    return _replaced(name, plain, False)
+    return without_secrets(name, plain, is_hashed=False)
 
 
 def _shown_object(value: object) -> object:

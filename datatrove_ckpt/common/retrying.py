@@ -55,7 +55,6 @@ _LOST_CONNECTION = {
     "NetworkError",
     "RemoteProtocolError",
 }
-_STORAGE_ATTEMPTS = 5
 
 
 class FileSystemFailed(OSError):
@@ -415,7 +414,7 @@ class HubPolicy(RetryPolicy):
         is_of_storage = url and "/api/" not in url and ".git/info/lfs" not in url
         if is_of_storage and http_status(error) in (400, 401, 403):
             # The storage, not the hub, refused content: signed URLs expire.
-            return failures <= _STORAGE_ATTEMPTS
+            return failures <= 5
         return isinstance(error, OSError) and super().passes(error)
 
 
@@ -470,13 +469,10 @@ class Attempts:
         return seconds
 
 
-_ALL = frozenset(range(300, 600))
-_5XX = frozenset(range(500, 600))
-
 # Requests to an inference server; the patience is ``server_patience_seconds``.
 SERVER = RetryPolicy(
     # "not implemented" is no state that passes.
-    retried=frozenset({408, 409, 425, 429, 498}) | _5XX - {501},
+    retried=frozenset({408, 409, 425, 429, 498}) | frozenset(range(500, 600)) - {501},
     limited=frozenset({429, 498, 503, 529}),  # 498: Groq's flex tier is full
     first=0.5,
     longest=30.0,
@@ -514,7 +510,7 @@ ends.
 
 # Output on S3 and others. Generation continues meanwhile.
 STORAGE = RetryPolicy(
-    retried=_ALL - {401, 403, 404, 405, 501},
+    retried=frozenset(range(300, 600)) - {401, 403, 404, 405, 501},
     patience=300.0,
     first=0.5,
     longest=20.0,

@@ -19,8 +19,6 @@ SHORT = {
     "rollout_fn": "rollout",
 }
 """The settings that have another name in the short form."""
-_OUTER = ("default_generation_params.", "rollout_fn.")
-"""Where the long form has settings that the short form has beside the others."""
 
 _form = ""
 _copies: dict[str, str] = {}
@@ -66,7 +64,8 @@ def setting_name(setting: str) -> str:
         return setting
     if setting == "executor":
         return _form
-    for outer in _OUTER:
+    # The short form has these settings beside the others.
+    for outer in ("default_generation_params.", "rollout_fn."):
         setting = setting.removeprefix(outer)
     return SHORT.get(setting, setting)
 

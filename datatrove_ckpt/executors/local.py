@@ -641,7 +641,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                 preemption = runner.preemption()
                 shutdown = preemption.shutdown
                 at_once = raise_limit(*runner.requests_and_servers(), self._most_at_once)
-                make_servers = partial(ServerHost, shutdown)
+                make_servers = partial(ServerHost, shutdown, runner.models.values())
                 exits = no_exit("A rollout, or a task that it started,", shutdown)
                 with task_of_many(True), log_of_many(slot), preemption, exits:
                     RankThreads(at_once, preemption, make_servers, run, ranks).work_through()

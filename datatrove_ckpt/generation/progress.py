@@ -96,7 +96,6 @@ class RankReporter:
 
     def serving(self, client: CompletionClient) -> None:
         self.clients.append(client)
-        self.outages.append(client.outage)
         self._ended_at = time.monotonic()
         self._checkpoint.clock.serving()
 

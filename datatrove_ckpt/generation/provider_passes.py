@@ -48,8 +48,8 @@ from datatrove_ckpt.inference.client.provider_batches import (
     RemoteBatch,
     Undecided,
 )
-from datatrove_ckpt.inference.servers.endpoints import ExternalServers
-from datatrove_ckpt.process.shutdown import Shutdown
+from datatrove_ckpt.inference.servers.endpoints import ready_endpoints
+from datatrove_ckpt.process.shutdown import Shutdown, end_tasks
 
 T = TypeVar("T")
 
@@ -69,10 +69,9 @@ _FULL = "token_limit_exceeded"
 
 async def open_provider(config: InferenceConfig, path: str) -> BatchProvider:
     """``path``: of the requests."""
-    servers = ExternalServers(config)
-    await servers.start()
+    endpoint, *_ = await ready_endpoints(config, Outage(config.server_patience_seconds))
     kind = MessageBatches if path == MESSAGES else BatchProvider
-    return kind(servers.endpoints[0].url, servers.endpoints[0].api_key)
+    return kind(endpoint.url, endpoint.api_key)
 
 
 async def cancel(batch: Batch) -> str | None:
@@ -147,9 +146,7 @@ class ProviderPasses:
             working.result()
             return True
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(*tasks)
             for provider in self._providers.values():
                 await provider.close()
             self._providers.clear()
@@ -165,7 +162,7 @@ class ProviderPasses:
                 except RetryableError as error:
                     if self._outage is None:
                         patience = self._configs[batch.model].server_patience_seconds
-                        self._outage = Outage(patience, time.monotonic, batch.model)
+                        self._outage = Outage(patience, model=batch.model)
                     # A provider that takes no more batches takes them when others have ended.
                     self._outage.failed(error, lambda: math.inf)
                     await asyncio.sleep(retrying.SERVER.wait(_FAILURES, error.asked_wait))

@@ -403,7 +403,7 @@ class _Run:
         shared_host = None
         if host is not None and isinstance(host.servers, ServerHost):
             shared_host = host.servers
-        servers = shared_host or ServerHost(preemption.shutdown, keeps=True)
+        servers = shared_host or ServerHost(preemption.shutdown, step.models.values(), keeps=True)
         ends_well = False
         try:
             with shared_arguments(step.shared_context, preemption) as shared:

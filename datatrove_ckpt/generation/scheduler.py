@@ -77,11 +77,11 @@ class Scheduler:
         self.checkpoint = requests.checkpoint
         self.observer = requests.observer
         self.shutdown = requests.shutdown
-        self._configs = [*requests.configs.values()]
-        self._rollouts = range(self._configs[0].rollouts_per_document)
+        configs = [*requests.configs.values()]
+        self._rollouts = range(configs[0].rollouts_per_document)
         self.parked = 0
         self._dropped = 0
-        self._document_limit = DocumentLimit(self._configs, self.servers.media)
+        self._document_limit = DocumentLimit(configs, self.servers.media)
         self._server_needed = asyncio.Event()
         self._is_ending = False
         self._loop = asyncio.get_running_loop()
@@ -215,14 +215,14 @@ class Scheduler:
         sender = Sender(self.shutdown, order, observer.server, observer.own, changed)
         served = self.servers.lend(
             model.config,
-            self._configs,
             self.rank,
             sender,
-            observer.outages.append,
             is_new=not self.checkpoint.run_has_answers(),
         )
         try:
-            async with served as (client, watch):
+            async with served as (client, ready):
+                observer.outages.append(client.outage)
+                watch = await ready
                 observer.serving(client)
                 self._document_limit.follow(model.config, client.servers.router, sender)
                 model.client.set_result(client)

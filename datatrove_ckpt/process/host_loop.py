@@ -38,6 +38,7 @@ class HostLoop:
         parent: of the process, if several ranks share the loop.
 
     Attributes:
+        shutdown: the rank's.
         has_admitted: the rank has handed out all its documents.
         save: returns when all that the rank has handed over is on the disk.
         is_open: the rank processes documents, or closes its files. Before that it has nothing to
@@ -52,10 +53,10 @@ class HostLoop:
     has_admitted: bool = False
     save: Callable[[], None] | None = None
     is_open: bool = False
-    _cause: str = ""
-    _shutdown: Shutdown | None = None
-    _is_fast: bool = False
     _closings: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        self.shutdown = Shutdown(parent=self.parent)
 
     def run(self, main: Coroutine[Any, Any, _Result]) -> _Result:
         """Runs ``main`` on the caller's loop, and waits for it in this thread.
@@ -66,19 +67,12 @@ class HostLoop:
         try:
             return asyncio.run_coroutine_threadsafe(main, self._loop).result()
         except concurrent.futures.CancelledError:
-            assert self._shutdown is not None
-            self._shutdown.request(self._cause or _CAUSE)
-            self._shutdown.fast_stop()
-            self._shutdown.raise_preempted()
-
-    def attach(self, shutdown: Shutdown) -> None:
-        self._shutdown = shutdown
-        self.has_admitted = False
-        self._pass_on()
+            self.stop(_CAUSE, True)
+            self.shutdown.raise_preempted()
 
     @property
     def is_stopping(self) -> bool:
-        return self._shutdown is not None and self._shutdown.is_stopping
+        return self.shutdown.is_stopping
 
     @contextmanager
     def saving(self, save: Callable[[], None]) -> Iterator[None]:
@@ -101,20 +95,13 @@ class HostLoop:
 
     def cancel(self) -> None:
         """Lets the rank drain. A second call ends the drain. On the caller's loop."""
-        is_draining = self._shutdown is not None and self._shutdown.is_draining
-        self.stop(_CAUSE, self._cause != "" or is_draining)
+        self.stop(_CAUSE, self.shutdown.is_draining)
 
     def stop(self, cause: str, is_fast: bool) -> None:
         """Lets the rank drain for another reason. In any thread, or in a signal handler."""
-        self._cause = cause
-        self._is_fast = is_fast
-        self._pass_on()
-
-    def _pass_on(self) -> None:
-        if self._shutdown is not None and self._cause:
-            self._shutdown.request(self._cause)
-            if self._is_fast:
-                self._shutdown.fast_stop()
+        self.shutdown.request(cause)
+        if is_fast:
+            self.shutdown.fast_stop()
 
 
 _host = contextvars.ContextVar[HostLoop | None]("host", default=None)

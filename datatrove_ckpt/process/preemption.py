@@ -132,8 +132,8 @@ class Preemption:
         self, names: Sequence[str], drain_seconds: float, notice: Setting | None = None
     ) -> None:
         self._host = host_loop()
-        parent = None if self._host is None else self._host.parent
-        self.shutdown = Shutdown(drain_seconds, parent)
+        self.shutdown = Shutdown() if self._host is None else self._host.shutdown
+        self.shutdown.drain_for(drain_seconds)
         self._names = names
         self._setting = notice
         self._notice = ""
@@ -147,8 +147,6 @@ class Preemption:
         self._watches = ExitStack()
 
     def __enter__(self) -> Self:
-        if self._host is not None:
-            self._host.attach(self.shutdown)
         if self._is_pool_worker:
             parent_watch.die_with_parent()
             logger.info(

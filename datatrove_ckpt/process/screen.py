@@ -30,11 +30,9 @@ from datatrove_ckpt.process.parent_watch import end_managers
 
 WAITING = "waiting for the server"
 READING = "reading the input"
-_RATE_SECONDS = 60.0
 _TIME_LEFT_SECONDS = 600.0
 _SAMPLE_SECONDS = 1.0
 _LEAST_CELLS = 8
-_MOST_CELLS = 40
 
 
 class RankProgress(NamedTuple):
@@ -160,7 +158,7 @@ class RunProgress:
     def _sample(self) -> _Work:
         return _Work(self._clock(), *self.work)
 
-    def rates(self, seconds: float = _RATE_SECONDS) -> _Work:
+    def rates(self, seconds: float = 60.0) -> _Work:
         """Returns the work per second in the last seconds."""
         now = self._sample()
         first = next(
@@ -276,7 +274,7 @@ def bar(progress: RunProgress, columns: int) -> str:
     tail = ", ".join(parts)
     room += _LEAST_CELLS - len(tail)
     if head and room >= _LEAST_CELLS:
-        cells = filled_cells(progress.share or 0.0, min(room, _MOST_CELLS))
+        cells = filled_cells(progress.share or 0.0, min(room, 40))
         tail = f"{head} |{cells}| {tail}"
     elif head:
         tail = f"{head} {tail}"
@@ -284,7 +282,6 @@ def bar(progress: RunProgress, columns: int) -> str:
 
 
 _CLEAR = "\r\x1b[K"
-_FALLBACK_COLUMNS = 80
 
 
 def has_terminal() -> bool:
@@ -361,7 +358,7 @@ class BarTerminal:
             columns = 0
             with suppress(OSError):
                 columns = os.get_terminal_size(self._fd).columns
-            self._bar = self._text(columns or _FALLBACK_COLUMNS)
+            self._bar = self._text(columns or 80)
             self._put(f"{_CLEAR}{self._bar}\r")
 
     def print(self, text: str) -> None:
@@ -467,7 +464,6 @@ def _write_all(fd: int, text: str) -> None:
 
 TICK_SECONDS = 0.5
 """Between two drawings of a bar."""
-_FIRST_LINE_SECONDS = 10.0
 
 
 class NotebookBar:
@@ -508,7 +504,7 @@ class Screen:
     log: Callable[[str], object] = logger.info
 
     def __post_init__(self) -> None:
-        self._next = self.clock() + min(_FIRST_LINE_SECONDS, self.interval)
+        self._next = self.clock() + min(10.0, self.interval)
         self._terminal: BarTerminal | NotebookBar | None = None
         # A rank that reports must not log the line as its own.
         self._context = contextvars.copy_context()

@@ -20,7 +20,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from datatrove_ckpt.errors import ConfigError, Preempted
 from datatrove_ckpt.process.event_loop import call_soon
@@ -86,6 +86,9 @@ class Shutdown:
         self._unnoticed = False
         # Threads and signal handlers add and remove callbacks, which is atomic.
         self._callbacks: dict[object, Callable[[], object]] = {}
+
+    def drain_for(self, seconds: float) -> None:
+        self.drain_seconds = seconds
 
     def request(self, cause: str) -> None:
         """Stops the rank early. A second request changes nothing."""
@@ -277,6 +280,13 @@ def get_within(items: queue.SimpleQueue[T], seconds: float | None) -> T:
         return items.get_nowait()
     except queue.Empty:
         return items.get(timeout=seconds)
+
+
+async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
+    """Cancels tasks, and waits for their end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def wait_until_cancelled() -> NoReturn:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -35,10 +34,8 @@ _of_many = False
 
 
 def safe_log() -> None:
-    """Installs the patcher. The user's patcher runs first; loguru has no public way to read it."""
-    theirs = getattr(getattr(logger, "_core", None), "patcher", None)
-    if not (isinstance(theirs, partial) and theirs.func is _patch):
-        logger.configure(patcher=partial(_patch, theirs))
+    """Installs the patcher, in place of a user's: loguru has no public way to read it."""
+    logger.configure(patcher=_patch)
 
 
 class QuietErrors:
@@ -103,9 +100,7 @@ def task_of_many(yes: bool) -> Iterator[None]:
         _of_many = before
 
 
-def _patch(theirs: Callable[[Any], None] | None, record: Any) -> None:
-    if theirs is not None:
-        theirs(record)
+def _patch(record: Any) -> None:
     # The terminal shows INFO and above while a task runs, the log file all, with this name.
     hidden_as = ""
     error = record["exception"] and record["exception"].value

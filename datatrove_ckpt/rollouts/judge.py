@@ -19,7 +19,6 @@ from datatrove_ckpt.rollouts.media import with_media
 from datatrove_ckpt.rollouts.prompt import PromptRollout
 from datatrove_ckpt.rollouts.source import prompt_source
 
-_OF_THE_ANSWER = ("system_prompt", "generation_params", "json_schema", "regex", "choice")
 _ANSWER = ("", "key", "answer")
 # The whole number: no part of "3,5" or "1e-3" is one.
 _FIRST = re.compile(r"[-+−]?(?:(?<![\w.])\.)?\d+(?:[.,'_]\d+)*(?:[eE][-+−]?\d+)?")  # noqa: RUF001 (a minus)
@@ -68,7 +67,7 @@ class JudgeRollout(PromptRollout):
         if self.judge_prompt is None:
             raise ConfigError("judge_prompt: is missing; it is what the judge is asked.")
         if self.prompt is None:
-            for name in _OF_THE_ANSWER:
+            for name in ("system_prompt", "generation_params", "json_schema", "regex", "choice"):
                 if getattr(self, name):
                     raise ConfigError(f"{name}: is for the answer that is judged; set prompt, too.")
             if _ANSWER in parse(self.judge_prompt, "judge_prompt"):

@@ -7,13 +7,11 @@ during sending (``inference/client/body.py``), and a hash in the cache key.
 import asyncio
 import base64
 import io
-import itertools
 import os
 import posixpath
 import re
 import sys
 import threading
-from binascii import Error as Base64Error
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -240,7 +238,7 @@ def _from_text(text: str, is_url: bool = False) -> _Medium:
         head, _, content = text.partition(",")
         try:
             data = base64.b64decode(content, validate=True)
-        except Base64Error as error:
+        except ValueError as error:
             raise InvalidMedia(f"({head},...) is damaged: {error}") from None
         return _Medium(name=head, data=data)
     if text.startswith(("http://", "https://")):
@@ -355,7 +353,7 @@ def check_url(url: str, allowed: list[str] | None) -> None:
 def check_message_urls(messages: Messages, allowed: list[str] | None) -> None:
     """``check_url`` for the parts of a document's messages."""
     contents = (message.get("content") for message in messages)
-    for part in itertools.chain.from_iterable(one for one in contents if isinstance(one, list)):
+    for part in [part for one in contents if isinstance(one, list) for part in one]:
         for name in {"image_url", "audio_url", "video_url"}.intersection(part):
             url = part[name]
             if isinstance(url, dict):

@@ -32,7 +32,7 @@ from datatrove_ckpt.rollouts.media import (
     without_bytes,
 )
 from datatrove_ckpt.rollouts.settings import OneRequest, ReadyMade
-from datatrove_ckpt.rollouts.source import chat_in, prompt_source, with_system
+from datatrove_ckpt.rollouts.source import chat_in, prompt_source
 
 
 @dataclass
@@ -160,9 +160,9 @@ class PromptRollout(OneRequest):
                     "they are. Leave prompt out."
                 )
             check_message_urls(source, self.media_urls)
-            return with_media(
-                {"messages": with_system(self.system_prompt, source), **self._params()}, parts
-            )
+            if self.system_prompt is not None and source[0]["role"] != "system":
+                source = [{"role": "system", "content": self.system_prompt}, *source]
+            return with_media({"messages": source, **self._params()}, parts)
         content = await self._filled(self.prompt, document, source, self.system_prompt or "")
         return with_media(chat_payload(self.system_prompt, content, self._params()), parts)
 

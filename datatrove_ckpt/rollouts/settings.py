@@ -28,9 +28,14 @@ from datatrove_ckpt.rollouts.answers import (
     engine_of,
     is_cut_off,
 )
-from datatrove_ckpt.rollouts.cutting import cut_to_chars, cut_to_tokens, fits_for_sure
+from datatrove_ckpt.rollouts.cutting import (
+    TokenCounter,
+    cut_to_chars,
+    cut_to_tokens,
+    fits_for_sure,
+    load_counter,
+)
 from datatrove_ckpt.rollouts.interface import Generate, Payload
-from datatrove_ckpt.rollouts.model_files import TokenCounter, load_counter
 from datatrove_ckpt.rollouts.source import prompt_source
 
 

@@ -71,13 +71,6 @@ def chat_in(text: str) -> Messages | None:
     return None
 
 
-def with_system(system_prompt: str | None, messages: Messages) -> Messages:
-    """Returns the messages after the system message, unless they begin with one."""
-    if system_prompt is None or messages[0]["role"] == "system":
-        return messages
-    return [{"role": "system", "content": system_prompt}, *messages]
-
-
 def _checked(document: Document, place: str, value: Messages) -> Messages:
     for number, message in enumerate(value):
         if not _is_message(message):

@@ -57,7 +57,7 @@ from datatrove_ckpt.generation.noted_requests import NotedRequest, unsent_prompt
 from datatrove_ckpt.generation.results import check_answer
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import check_first, try_media
-from datatrove_ckpt.inference.servers.endpoints import EndpointAnswer, ExternalServers
+from datatrove_ckpt.inference.servers.endpoints import EndpointAnswer, ask_endpoints
 from datatrove_ckpt.inference.servers.host import check_servers
 from datatrove_ckpt.mirror.job import compare_mirrored_job
 from datatrove_ckpt.mirror.restore import find_outdated, restore_outdated
@@ -679,9 +679,7 @@ def check_rules_of_hub(plan: RunPlan, step: InferenceRunner) -> Iterator[Finding
 
 
 def check_endpoints(config: InferenceConfig) -> Iterator[Finding]:
-    answers = within(
-        lambda: event_loop.run(ExternalServers(config).ask()), setting_name("endpoint_url")
-    )
+    answers = within(lambda: event_loop.run(ask_endpoints(config)), setting_name("endpoint_url"))
     silent: State = "warning"
     if all(answer.cause for answer in answers):
         silent = "problem"

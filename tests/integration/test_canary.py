@@ -28,8 +28,6 @@ from datatrove.pipeline.writers import JsonlWriter
 from loguru import logger
 from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
 
-logger.configure(patcher=lambda record: record.update(message=f"of mine: {record['message']}"))
-
 async def rollout(document, generate):
     header = os.environ["TEAM"]
     payload = {"messages": [{"role": "user", "content": document.text}]}
@@ -183,6 +181,5 @@ def test_no_canary_is_in_a_log_a_file_a_page_a_pickle_a_process_list_or_a_provid
         "checkpoints/00000/dead_letters.jsonl",
     ):
         assert "***" in shown[place], place
-    assert "of mine: " in shown["terminal"]
     assert "Traceback" in shown["log_of_mine.txt"]
     assert leaks(" ".join(written(CANARIES["MINE"])))

@@ -14,7 +14,7 @@ import datatrove_ckpt
 from datatrove_ckpt import InferenceConfig, InferenceError, InferenceRunner, ServerError
 from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config.inference_config import SINGLE_NODE, Launch
-from datatrove_ckpt.inference.client import client
+from datatrove_ckpt.inference.client.client import ModelServers
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, chat, config, documents, rejects, run_job, runner, writer
 from tests.pages import ROOT, pages, table_rows
@@ -119,8 +119,9 @@ def test_the_page_names_each_import_that_is_missing():
 
 
 def test_a_request_without_a_limit_has_one_of_an_hour():
-    assert InferenceConfig("dummy", "m").request_timeout is None
-    assert client._DEFAULT_TIMEOUT == 3600
+    config = InferenceConfig("dummy", "m")
+    assert config.request_timeout is None
+    assert ModelServers(config).timeout == 3600
 
 
 def test_a_server_error_of_a_rollout_is_a_failure_of_its_document(tmp_path):

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.errors import ServerRefused
-from datatrove_ckpt.inference.servers.endpoints import ExternalServers
+from datatrove_ckpt.inference.servers.endpoints import ask_endpoints
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import run_job
 
@@ -65,7 +65,7 @@ def test_an_endpoint_is_found_at_its_path(tmp_path, api, given, lists_models):
         run_job(tmp_path, config, 2)
         asked = [path for path in server.requested if "completions" in path]
         assert asked == [f"{api}/chat/completions" + given[given.find("?") :] * ("?" in given)] * 2
-        (found,) = asyncio.run(ExternalServers(config).ask())
+        (found,) = asyncio.run(ask_endpoints(config))
         assert found.url == f"{url}{api}/models"
         assert found.models == ({"fake": None} if lists_models else None)
 

@@ -266,12 +266,6 @@ def test_an_endpoint_that_fails_leaves_its_requests_to_the_others(
     assert two[1].url not in text
 
 
-def test_a_run_whose_endpoints_all_refuse_the_key_stops(tmp_path, two):
-    two[0].refuses = two[1].refuses = 401
-    with pytest.raises(ServerRefused, match="wants a key, and this run sends none"):
-        step(tmp_path, ends(*two)).run(documents(1))
-
-
 def test_a_minute_that_is_full_beside_an_endpoint_that_fails_is_no_outage(
     tmp_path, two, log, monkeypatch
 ):
@@ -328,21 +322,6 @@ def test_a_minute_of_requests_and_tokens_is_sent_and_refused_requests_do_not_cou
     now = 70.6
     limits.answered(counted[1], 1000)  # it is too old to count
     assert limits.opens_at == 80.6
-
-
-async def some_ask(document, generate):
-    if document.text in ("text 0", "text 4"):
-        return {"text": "known"}
-    return await ask(document, generate)
-
-
-def test_all_rows_of_all_lists_have_the_column_in_one_place(tmp_path, two):
-    """Else their files do not load together: a list may grow, and a rollout may ask nothing."""
-    stopped(tmp_path, two[:1], 2, some_ask)
-    step(tmp_path, [*ends(two[0]), {"url": two[1].url}], some_ask).run(documents(8))
-    (metadata,) = {tuple(row["metadata"]) for row in rows(tmp_path)}
-    assert metadata == ("rollout_results_endpoint", "rollout_results")
-    assert [text for text, who in told(tmp_path).items() if not who] == ["text 0", "text 4"]
 
 
 # ways to ask -------------------------------------------------------------------------------------

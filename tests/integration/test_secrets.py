@@ -147,12 +147,11 @@ async def start(config):
 
 
 async def complete(config):
-    from datatrove_ckpt.inference.servers.endpoints import ExternalServers
+    from datatrove_ckpt.inference.servers.endpoints import endpoints_of
 
-    servers = ExternalServers(config)
-    async with client_of(
-        config, [one.url for one in servers.endpoints], servers.endpoints[0].api_key
-    ) as client:
+    endpoints = endpoints_of(config)
+    urls = [one.url for one in endpoints]
+    async with client_of(config, urls, endpoints[0].api_key) as client:
         await client.complete(BODY)
 
 

@@ -116,25 +116,6 @@ def _with_choices(*choices):
     )
 
 
-@pytest.mark.parametrize(
-    "choices, error",
-    [
-        ([{"index": 1}, {"index": 0}], None),
-        ([{"index": 0}, {"index": 0}], "indices"),
-        ([{"index": 0}, {"index": 1}, {"index": 2}], "3 of 2 choices"),
-        ([{"index": 0}, {"index": 1, "error": "overloaded"}], "overloaded"),
-    ],
-)
-def test_several_choices_are_those_that_were_asked_for(choices, error):
-    parse = as_asked(CHAT, {"n": 2}).parse
-    if error is None:
-        assert len(parse(_with_choices(*choices)).choices) == 2
-    else:
-        with pytest.raises(RetryableError) as caught:
-            parse(_with_choices(*choices))
-        assert error in f"{caught.value}: {caught.value.quoted}"
-
-
 def test_an_answer_is_cut_off_or_empty_if_one_of_its_choices_is(server, tmp_path):
     lasts = [("a", "length"), ("", "stop"), ("", "length"), ("a", "stop")]
 
@@ -158,45 +139,43 @@ def test_an_answer_is_cut_off_or_empty_if_one_of_its_choices_is(server, tmp_path
     assert (counts.answers, counts.cut_off, counts.empty) == (8, 2, 2 + 1)
 
 
-def test_a_refusal_is_kept_with_its_choice():
-    no = {"message": {"content": None, "refusal": "I can't."}}
-    (one,) = CHAT.parse(_with_choices(no)).choices
-    assert one["text"] == ""
-    assert one["refusal"] == "I can't."
-    found = CHAT.parse(_with_choices({"index": 0}, {"index": 1, **no})).choices
-    assert [choice.get("refusal") for choice in found] == [None, "I can't."]
-    assert CHAT.parse(_with_choices({"message": {"content": "a", "refusal": None}})).choices == []
-
-
 ENDED = {"finish_reason": "tool_calls"}
 CALLED = {"id": "c", "type": "custom", "custom": {"name": "look", "input": ""}}
 
 
 @pytest.mark.parametrize(
-    "choice, payload, wrong",
+    "choices, payload, wrong",
     [
-        ({"message": {"content": None}, **ENDED}, {}, "has no tool_calls"),
+        ([{"index": 1}, {"index": 0}], {"n": 2}, ""),
+        ([{"index": 0}, {"index": 0}], {"n": 2}, "indices"),
+        ([{"index": 0}, {"index": 1}, {"index": 2}], {"n": 2}, "3 of 2 choices"),
+        ([{"index": 0}, {"index": 1, "error": "overloaded"}], {"n": 2}, "is an error"),
+        ([{"message": {"content": None}, **ENDED}], {}, "has no tool_calls"),
         (
-            {"message": {"tool_calls": [CALL, {"function": {"name": ""}}]}, **ENDED},
+            [{"message": {"tool_calls": [CALL, {"function": {"name": ""}}]}, **ENDED}],
             {},
             "tool_calls are not",
         ),
-        ({"message": {"content": ""}}, {"tool_choice": "required"}, "tool_choice 'required'"),
-        ({"logprobs": {"content": None}}, {"logprobs": True}, "asks for logprobs"),
+        ([{"message": {"content": ""}}], {"tool_choice": "required"}, "tool_choice 'required'"),
+        ([{"logprobs": {"content": None}}], {"logprobs": True}, "asks for logprobs"),
         # The model has nothing to say.
-        ({"message": {"content": "", "tool_calls": []}}, {"tool_choice": "auto"}, ""),
-        ({"message": {"content": None, "tool_calls": [CALLED]}, **ENDED}, {}, ""),
-        ({"message": {"content": ""}, "finish_reason": "length"}, {"tool_choice": "required"}, ""),
-        ({"message": {"content": "", "refusal": "no"}, "logprobs": None}, {"logprobs": True}, ""),
+        ([{"message": {"content": "", "tool_calls": []}}], {"tool_choice": "auto"}, ""),
+        ([{"message": {"content": None, "tool_calls": [CALLED]}, **ENDED}], {}, ""),
+        (
+            [{"message": {"content": ""}, "finish_reason": "length"}],
+            {"tool_choice": "required"},
+            "",
+        ),
+        ([{"message": {"content": "", "refusal": "no"}, "logprobs": None}], {"logprobs": True}, ""),
     ],
 )
-def test_an_answer_has_the_calls_and_logprobs_that_were_asked_for(choice, payload, wrong):
+def test_an_answer_has_the_choices_calls_and_logprobs_that_were_asked_for(choices, payload, wrong):
     parse = as_asked(CHAT, payload).parse
     if wrong:
         with pytest.raises(RetryableError, match=wrong):
-            parse(_with_choices(choice))
+            parse(_with_choices(*choices))
     else:
-        assert parse(_with_choices(choice)).response_id == ""
+        assert parse(_with_choices(*choices)).response_id == ""
 
 
 @pytest.mark.parametrize("status", ["failed", "in_progress", "completed", "incomplete"])

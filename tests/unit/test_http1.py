@@ -3,6 +3,7 @@ at random.
 """
 
 import gzip
+import zlib
 
 import pytest
 
@@ -17,6 +18,16 @@ from datatrove_ckpt.inference.client.plain import (
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 EMPTY = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
+
+
+def encoded(coding, body):
+    return b"HTTP/1.1 200 OK\r\nContent-Encoding: %b\r\nContent-Length: %d\r\n\r\n%b" % (
+        coding,
+        len(body),
+        body,
+    )
+
+
 # What the server sends; the answer; whether the connection can be used again.
 ANSWERS = {
     "length": (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n[1,2]", Response(200, b"[1,2]"), True),
@@ -26,12 +37,8 @@ ANSWERS = {
         Response(200, b"hello"),
         True,
     ),
-    "gzip": (
-        b"HTTP/1.1 200 OK\r\nContent-Encoding: GZip\r\nContent-Length: %d\r\n\r\n%b"
-        % (len(gzip.compress(b"hello")), gzip.compress(b"hello")),
-        Response(200, b"hello"),
-        True,
-    ),
+    "gzip": (encoded(b"GZip", gzip.compress(b"hello")), Response(200, b"hello"), True),
+    "deflate": (encoded(b"deflate", zlib.compress(b"hello")), Response(200, b"hello"), True),
     "spaces": (
         b"HTTP/1.1 200 A B\r\nContent-Length: \t 5 \t\r\nX:\r\n\r\nhello",
         Response(200, b"hello"),
@@ -156,6 +163,8 @@ def test_a_body_without_a_length_has_a_limit(monkeypatch):
         (b"HTTP/1.1 200 OK\r\n\r\n", b"x" * 11),
         (CHUNKED, b"6\r\n123456\r\n5\r\n12345\r\n"),
         (CHUNKED, b"FFFFFFFFFFFFF\r\n12345678901"),
+        # 1 MB of zeros is 1 kB in gzip; less than 1 MB has become 4 GB.
+        (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\n\r\n", gzip.compress(bytes(1 << 20))),
     ):
         parser = ResponseParser()
         parser.feed(head)

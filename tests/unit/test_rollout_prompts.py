@@ -22,7 +22,7 @@ from datatrove_ckpt.rollouts import (
     PromptRollout,
     for_config,
 )
-from datatrove_ckpt.rollouts.model_files import load_counter
+from datatrove_ckpt.rollouts.cutting import load_counter
 from tests.clients import config
 from tests.jobs import rejects, rows, runner
 from tests.unit.test_rollouts import asked, document
@@ -36,22 +36,27 @@ def content(rollout, given):
 
 # fields and columns ------------------------------------------------------------------------------
 
-
-def test_a_key_of_the_metadata_is_filled_in_by_its_name():
-    given = document(title="Rain", year=1854)
-    given.metadata["text"] = "not this one"
-    assert content(PromptRollout("{title} ({year}): {text}"), given) == "Rain (1854): Rain falls."
-    assert content(PromptRollout("{metadata[text]}"), given) == "not this one"
-
-
 EARLIER = {"summary": {"moods": ["good", "bad"]}, "rollout_results": [{"text": "é"}]}
 
 
-def test_a_part_of_an_earlier_answer_is_filled_in_and_the_whole_of_it_as_json():
-    rollout = PromptRollout("{rollout_results[0][text]} {summary[moods][1]} {summary.moods[0]}")
-    assert content(rollout, document(**EARLIER)) == "é bad good"
-    rollout = PromptRollout("{rollout_results[0].text} {summary.moods[1]} {summary}")
-    assert content(rollout, document(**EARLIER)) == 'é bad {"moods":["good","bad"]}'
+@pytest.mark.parametrize(
+    "rollout, prompt",
+    [
+        (PromptRollout("{title} ({year}): {text}"), "Rain (1854): Rain falls."),
+        (PromptRollout("{metadata[text]}"), "not this one"),
+        (PromptRollout("{rollout_results[0][text]} {summary[moods][1]} {summary.moods[0]}"), "é bad good"),
+        (PromptRollout("{rollout_results[0].text} {summary}"), 'é {"moods":["good","bad"]}'),
+        (PromptRollout("Say: {text}", prompt_column="title"), "Say: Rain"),
+        (PromptRollout("Say: [[DOCUMENT]]", prompt_column="title"), "Say: Rain"),
+        (ChunkedRollout(prompt_column="title"), "Rain"),
+        (CompletionRollout(prompt_column="year"), "1854"),
+    ],
+)  # fmt: skip
+def test_keys_of_the_metadata_and_parts_of_their_values_are_filled_in(rollout, prompt):
+    given = document(title="Rain", year=1854, **EARLIER)
+    given.metadata["text"] = "not this one"
+    sent = asked(rollout, given)
+    assert sent in ({"prompt": prompt}, {"messages": [{"role": "user", "content": prompt}]})
 
 
 @pytest.mark.parametrize("part", ["rollout_results[1].text", "summary.mood", "summary.moods[0][0]"])
@@ -59,16 +64,6 @@ def test_a_part_that_a_document_lacks_is_named(part):
     said = f"document 'd1' has no column '{part}'; its columns: text, id, "
     with pytest.raises(ConfigError, match=re.escape(said)):
         asked(PromptRollout(f"{{{part}}}"), document(**EARLIER))
-
-
-@pytest.mark.parametrize("template", ["Say: {text}", "Say: [[DOCUMENT]]"])
-def test_a_column_takes_the_place_of_the_text(template):
-    rollout = PromptRollout(template, prompt_column="question")
-    assert content(rollout, document(question="Why?")) == "Say: Why?"
-    assert asked(CompletionRollout(prompt_column="question"), document(question=7)) == {
-        "prompt": "7"
-    }
-    assert content(ChunkedRollout(prompt_column="question"), document(question="Why?")) == "Why?"
 
 
 # lists of messages -------------------------------------------------------------------------------

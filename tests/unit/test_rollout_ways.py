@@ -281,8 +281,14 @@ def test_canned_answers_have_no_score():
             "judge_params: 'model' cannot",
         ),
         (EmbedRollout, {"dimensions": 0}, "dimensions: 0 is not a whole number >= 1"),
+        (PromptRollout, {"prompt": "{text"}, "prompt: the template is broken ("),
+        (PromptRollout, {"generation_params": {"messages": "x"}}, "generation_params: 'messages' cannot be"),
+        (PromptRollout, {"tokenizer": "x"}, "tokenizer: nothing is measured in tokens; set max_prompt_tokens."),
+        (PromptRollout, {"regex": "("}, "regex: '(' is not a regular expression: "),
+        (PromptRollout, {"regex": "a", "choice": ["a"]}, "regex: is set together with choice; an answer has one"),
+        (PromptRollout, {"json_schema": {"type": "objekt"}}, "json_schema: is not a JSON schema: $.type: 'objekt'"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_cannot_work_are_refused_at_once(kind, settings, error):
     with pytest.raises(ConfigError) as refused:
         kind(**settings)

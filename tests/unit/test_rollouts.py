@@ -117,24 +117,6 @@ def test_a_name_that_is_not_allowed_is_refused_at_once(kind, written):
     assert str(refused.value) == f"prompt: {written} cannot be filled in; {ALLOWED}"
 
 
-@pytest.mark.parametrize(
-    "settings, error",
-    [
-        ({"prompt": "{text"}, "prompt: the template is broken ("),
-        ({"generation_params": {"messages": "x"}}, "generation_params: 'messages' cannot be given here"),
-        ({"tokenizer": "x"}, "tokenizer: nothing is measured in tokens; set max_prompt_tokens."),
-        ({"regex": "("}, "regex: '(' is not a regular expression: "),
-        ({"regex": "a", "choice": ["a"]}, "regex: is set together with choice; an answer has one form."),
-        ({"json_schema": {"type": "objekt"}}, "json_schema: is not a JSON schema: $.type: 'objekt'"),
-    ],
-)  # fmt: skip
-def test_settings_that_cannot_work_are_refused_at_once(settings, error):
-    with pytest.raises(ConfigError) as refused:
-        PromptRollout(**settings)
-    said = str(refused.value)
-    assert said == error if error.endswith(".") else said.startswith(error)
-
-
 @pytest.mark.parametrize("parallel, at_once", [(True, 3), (False, 1)])
 def test_a_long_document_is_asked_about_in_parts_and_joined_in_order(parallel, at_once):
     server = Server()

@@ -14,27 +14,6 @@ from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.output.documents import fingerprint
 
 
-async def test_what_was_read_meanwhile_is_taken_at_once():
-    """A change of threads for each document would cost more than its reading."""
-    number = 50
-    all_read = threading.Event()
-
-    def documents():
-        for index in range(number):
-            yield Document(text=f"text {index}", id=f"{index}")
-        all_read.set()
-
-    async def read(source):
-        return [len(batch) async for batch in source.batches(ResumePoint())]
-
-    reading = asyncio.create_task(read(DocumentSource(documents())))
-    await asyncio.sleep(0)  # its thread has started
-    assert all_read.wait(60)  # and this loop takes nothing meanwhile
-    sizes = await reading
-    assert sum(sizes) == number
-    assert len(sizes) <= 2
-
-
 @pytest.mark.parametrize(
     "limit, text, held",
     [(("_BUFFER_DOCUMENTS", 10), "", 10), (("_BUFFER_BYTES", 1000), "x" * 600, 2)],
@@ -42,6 +21,9 @@ async def test_what_was_read_meanwhile_is_taken_at_once():
 async def test_the_reader_is_ahead_by_what_the_buffer_holds_and_no_further(
     monkeypatch, limit, text, held
 ):
+    """All that it holds is taken at once: a change of threads for each document would cost more
+    than its reading.
+    """
     monkeypatch.setattr(prefetch, *limit)
     is_full = threading.Event()
 

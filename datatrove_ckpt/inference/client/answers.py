@@ -16,7 +16,6 @@ has NaN or infinity (null in JSON), is retried.
 """
 
 import base64
-import binascii
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -49,9 +48,7 @@ _Read = Callable[[JsonObject], tuple[object, object, object, object]]
 """Text, reasoning, tool calls and refusal of a choice."""
 _SHOWN = 200  # characters
 
-_NO_RESPONSE = ("cancelled", "failed", "in_progress", "queued")
 _ASKS = frozenset({"n", "logprobs", "tool_choice"})  # an answer lacks nothing that these ask for
-_DIFFERS = ("id", "created")  # in each answer; written, they would make each run another one
 
 
 @dataclass(slots=True)
@@ -207,10 +204,13 @@ def parse_other(raw: bytes) -> Completion:
     error.
     """
     answer = _answer(raw)
-    if answer.get("object") == "response" and answer.get("status") in _NO_RESPONSE:
-        raise RetryableError(f"the answer's status is {answer['status']!r}")
+    status = answer.get("status")
+    failed = status in ("cancelled", "failed", "in_progress", "queued")
+    if failed and answer.get("object") == "response":
+        raise RetryableError(f"the answer's status is {status!r}")
+    # Id and time differ in each answer; written, they would make each run another one.
     return other_than_text(
-        answer, {name: value for name, value in answer.items() if name not in _DIFFERS}
+        answer, {name: value for name, value in answer.items() if name not in ("id", "created")}
     )
 
 
@@ -443,20 +443,21 @@ def token_counts(usage: JsonObject) -> Tokens:
     return Tokens(prompt, completion, cached, min(written, prompt - cached), reasoning)
 
 
+def _is_count(value: object) -> bool:
+    return value is None or (type(value) is int and 0 <= value <= _MAX_COUNT)
+
+
 def _clean_usage(usage: object) -> JsonObject:
     if not isinstance(usage, dict):
         return {}
-    for value in usage.values():
-        if not (value is None or (type(value) is int and 0 <= value <= _MAX_COUNT)):
-            break
-    else:
+    if all(map(_is_count, usage.values())):
         return usage
     cleaned: JsonObject = {}
     for name, value in usage.items():
         if name.endswith("_tokens"):
             if isinstance(value, float) and value.is_integer():
                 value = int(value)
-            if not (value is None or (type(value) is int and 0 <= value <= _MAX_COUNT)):
+            if not _is_count(value):
                 continue
         cleaned[name] = _clean_usage(value) if isinstance(value, dict) else value
     return cleaned
@@ -507,7 +508,6 @@ def parse_json(raw: bytes) -> object:
 Floats = npt.NDArray[np.float32]
 _Number = TypeVar("_Number", np.float32, np.float64)
 _FLOAT32 = np.dtype("<f4")  # as in base64
-_ROWS = ("data", "results")
 
 
 def typed_way(name: str, path: str, count: int) -> Way:
@@ -607,7 +607,9 @@ def _read(raw: bytes) -> tuple[JsonObject, list[JsonObject]]:
         answer = {"results": found, "usage": {"prompt_tokens": sum(map(_prompt_tokens, found))}}
     elif isinstance(found, dict):
         answer = found
-    rows = next((answer[name] for name in _ROWS if isinstance(answer.get(name), list)), None)
+    rows = next(
+        (answer[name] for name in ("data", "results") if isinstance(answer.get(name), list)), None
+    )
     if rows is None or not all(isinstance(row, dict) for row in rows):
         raise UnknownForm("the answer has no data")
     return answer, rows
@@ -626,7 +628,7 @@ def _vector(value: object) -> Floats:
         return _numbers(value, "embedding", np.float32)
     try:
         vector = np.frombuffer(base64.b64decode(value, validate=True), _FLOAT32)
-    except (binascii.Error, ValueError):
+    except ValueError:
         raise RetryableError("the answer's embedding is no base64 of float32 values") from None
     return _checked(vector, "embedding")
 

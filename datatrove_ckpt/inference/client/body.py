@@ -83,10 +83,10 @@ class LargeAnswer:
     """
 
     _sizes: ClassVar[dict[int, int]] = {}
-    _stream: zlib._Decompress | None = None
 
     def __init__(self, coding: bytes = b"") -> None:
-        self._is_compressed = coding.lower() in (b"gzip", b"x-gzip", b"deflate")
+        is_compressed = coding.lower() in (b"gzip", b"x-gzip", b"deflate")
+        self._stream = zlib.decompressobj(zlib.MAX_WBITS | 32) if is_compressed else None
 
     def __del__(self) -> None:
         self._sizes.pop(id(self), None)
@@ -95,15 +95,14 @@ class LargeAnswer:
         """Appends bytes to the body. Returns why it is refused, or ""."""
         for start in range(0, len(data), _PIECE):  # 1 MB may become a gigabyte
             piece = data[start : start + _PIECE]
-            body += self._decompressed(piece) if self._is_compressed else piece
+            body += self._decompressed(piece)
             if reason := self.refusal(len(body)):
                 return reason
         return ""
 
     def _decompressed(self, data: bytes) -> bytes:
         if self._stream is None:
-            has_head = data[0] in b"\x1f\x78"  # some servers send deflate without one
-            self._stream = zlib.decompressobj(zlib.MAX_WBITS | 32 if has_head else -zlib.MAX_WBITS)
+            return data
         try:
             return self._stream.decompress(data)
         except zlib.error:  # it is not compressed

@@ -104,20 +104,14 @@ from datatrove_ckpt.inference.client.transport import post
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.open_files import requests_at_once
 
-_DEFAULT_TIMEOUT = 3600.0  # seconds
 # Seconds for which only other servers get requests after a failed connection, and after other
 # failures: a server that fails at once has the fewest requests in flight, and would get all.
 _COOLDOWN = 5.0
 _SHORTEST_REST = 1.0
 _LONGEST_REST = 30.0
-_MAX_UNASKED = 3
-_MAX_UNREAD = 3
 _OTHERS = 50  # requests that a server must have answered while it failed at one
 _SAY_AFTER = 3.0  # a reset connection or one 503 is everyday life
-_SAY_AGAIN = 60.0
 _SAY_FAILS_AGAIN = 600.0  # an endpoint with a limit fails each minute
-_SHOWN_CAUSE = 300
-_BUSY_FACTOR = 10
 _DIVIDED_AFTER = 2  # failures of a shared request while others are answered
 _WORKS = 60.0
 
@@ -148,7 +142,9 @@ class Outage:
         hangs: seconds for which an endpoint has been silent, if that is unusual.
     """
 
-    def __init__(self, patience: float, clock: Callable[[], float], model: str = "") -> None:
+    def __init__(
+        self, patience: float, clock: Callable[[], float] = time.monotonic, model: str = ""
+    ) -> None:
         self.patience = patience
         self.model = model
         self.clock = clock
@@ -236,7 +232,7 @@ class Outage:
     def show(self, cause: str) -> None:
         if self.next_line() > 0:
             return
-        self._next_line_at = self.clock() + _SAY_AGAIN
+        self._next_line_at = self.clock() + 60.0
         self._is_shown = True
         what = "is unreachable" if self.unreachable else "gives no answers"
         first = ""
@@ -244,7 +240,7 @@ class Outage:
             first = " Nothing has answered there yet: is the address right, and the server started?"
         self._log(
             "WARNING",
-            f"The server {what} ({cut(cause, _SHOWN_CAUSE)}); waiting, {self.seconds:.0f} s of "
+            f"The server {what} ({cut(cause, 300)}); waiting, {self.seconds:.0f} s of "
             f"{self.patience:g} s (server_patience_seconds). Then the task stops; finished work is "
             f"saved.{first}",
         )
@@ -352,10 +348,7 @@ class RequestClock:
         return way._replace(tiers=self._tiers[tier:])
 
     def left(self, failure: RetryableError) -> float:
-        return (
-            self._outage.patience * (_BUSY_FACTOR if failure.server_is_limited else 1)
-            - self._seconds
-        )
+        return self._outage.patience * (10 if failure.server_is_limited else 1) - self._seconds
 
 
 class EndpointAccess(NamedTuple):
@@ -458,7 +451,7 @@ class ModelServers:
 
     @property
     def timeout(self) -> float:
-        return self.config.request_timeout or _DEFAULT_TIMEOUT
+        return self.config.request_timeout or 3600.0
 
     def look(self) -> None:
         """Looks for a silent endpoint. Servers of ours have ``servers/supervision.py``."""
@@ -665,14 +658,6 @@ class CompletionClient:
         if not target.up:
             raise AttemptLost
         transport = self.servers.transport(target, way)
-        if transport.unasked >= _MAX_UNASKED:
-            raise ServerRefused(
-                f"{transport.url} has sent an answer without a request {transport.unasked} times. "
-                "So it, or a gateway before it, sends answers late, and a late answer may be "
-                "taken for that to the next request. Let the requests bypass the gateway "
-                "(another URL of the endpoint), or raise its timeout, and run the same command "
-                "again."
-            )
         if transport.refusal:
             raise ServerRefused(transport.refusal)
         attempt = target.start_attempt(request)
@@ -815,7 +800,7 @@ class CompletionClient:
             transport.unread_since = now
         transport.unread += 1
         lasts = now - transport.unread_since
-        if transport.unread >= _MAX_UNREAD and lasts >= failure.seconds:
+        if transport.unread >= 3 and lasts >= failure.seconds:
             transport.refusal = (
                 f"{transport.url} has sent {transport.unread} answers in a row, for {lasts:.0f} s, "
                 "in a form that cannot be used, and no other answer, so nothing more is sent. If "

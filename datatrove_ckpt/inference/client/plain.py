@@ -50,6 +50,7 @@ SHORT = 0.1  # seconds
 # A short one, or a short number, may be a counter, the time, or Ollama's 999.
 _ID = re.compile(rb'"id": ?"(?![^"\d]*\d{1,15}")[^"]{16,}"')
 _MAX_SEARCHES = 100  # each costs 1 us per kB
+_MAX_UNASKED = 3
 _BLANK = b"\r\n"  # no answer
 # Of everything but the body: header, trailer, sizes of chunks. llhttp keeps a field until its end.
 _MAX_FRAMING_BYTES = 1 << 24
@@ -401,28 +402,29 @@ class _Tunnel(asyncio.Protocol):
     """Reads a proxy's answer to CONNECT."""
 
     def __init__(self) -> None:
-        self.head: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._received = b""
+        self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._parser = ResponseParser()
 
     def data_received(self, data: bytes) -> None:
-        if self.head.done():
+        if self.status.done():
             return
-        self._received += data
-        if b"\r\n\r\n" in self._received:
-            self.head.set_result(self._received)
-        elif len(self._received) > 1 << 16:
-            self.head.set_exception(ConnectionError("the proxy's answer is too long"))
+        try:
+            self._parser.feed(data)
+        except RemoteProtocolError as error:
+            self.connection_lost(error)
+        else:
+            if self._parser.status:  # the rest may quote the password
+                self.status.set_result(self._parser.status)
 
     def connection_lost(self, error: Exception | None) -> None:
-        if not self.head.done():
-            self.head.set_exception(error or ConnectionResetError("the proxy has hung up"))
+        if not self.status.done():
+            self.status.set_exception(error or ConnectionResetError("the proxy has hung up"))
 
 
-def _id_of(answer: bytes) -> bytes | None:
+def _id_of(answer: bytes) -> bytes:
+    """Returns "" if it has none."""
     found = _ID.search(answer)
-    if found is None:
-        return None
-    return found[0]
+    return found[0] if found else b""
 
 
 @lru_cache(maxsize=1)
@@ -461,7 +463,7 @@ class Transport:
         self.unread_since = 0.0
         self.is_read = False
         self.refusal = ""
-        self._first_id: bytes | None = None
+        self._first_id = b""
         self._searches = 0
         self._was_first_repeated = False
         self._timeout = timeout
@@ -484,7 +486,7 @@ class Transport:
         self._connecting = asyncio.Semaphore(1000)
         self._lookup: asyncio.Future[list[Any]] | None = None
         self._lookup_started_at = 0.0
-        self._last_connected: object = None
+        self._last_connected: object = ()
 
     async def send(self, body: AnyBody = b"", extras: Extras | None = None) -> Response:
         """Returns the response, whatever its status.
@@ -552,12 +554,19 @@ class Transport:
                 "From now on, each request to this server has a connection of its own."
             )
         self.unasked += 1
+        if self.unasked >= _MAX_UNASKED:
+            self.refusal = (
+                f"{self.url} has sent an answer without a request {self.unasked} times. So it, or "
+                "a gateway before it, sends answers late, and a late answer may be taken for that "
+                "to the next request. Let the requests bypass the gateway (another URL of the "
+                "endpoint), or raise its timeout, and run the same command again."
+            )
 
     def _refuse_late(self, connection: _Connection, request: AnyBody, answer: bytes) -> None:
         """Raises UnaskedBytes if the answer equals the one before it, which answered another
         request.
         """
-        if self._first_id is None and self._searches < _MAX_SEARCHES:
+        if not self._first_id and self._searches < _MAX_SEARCHES:
             self._searches += 1
             self._first_id = _id_of(answer)
         before = connection.last
@@ -570,7 +579,7 @@ class Transport:
         if before[1] != connection.last[1] or before[0] == sent:
             return
         name = _id_of(answer)
-        if name is None:
+        if not name:
             return  # answers of this server have no id of their own
         if name == self._first_id:
             # The first answer once more, or a server whose answers all have one id: then the next
@@ -634,12 +643,8 @@ class Transport:
             host = f"{url.host_subcomponent}:{url.port}"
             fields = _lines({"Host": host, **self._proxy_headers()})
             transport.write(f"CONNECT {host} HTTP/1.1\r\n{fields}\r\n".encode())
-            first, _, _ = (await tunnel.head).partition(b"\r\n")
-            status = re.match(rb"HTTP/1\.\d (\d{3})", first)
-            if status is None:
-                raise ConnectionError("the proxy answered no HTTP")
-            if status[1] != b"200":  # the rest may quote the password
-                raise ConnectionError(f"the proxy answered HTTP {status[1].decode()}")
+            if (status := await tunnel.status) != 200:
+                raise ConnectionError(f"the proxy answered HTTP {status}")
             connection = _Connection(self)
             connection.connection_made(transport)  # it may be lost in the handshake
             connection.transport = await self._loop.start_tls(

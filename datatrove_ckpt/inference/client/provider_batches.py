@@ -5,9 +5,8 @@ effects. Files are streamed in both directions.
 """
 
 import asyncio
-from codecs import BOM_UTF8
-from collections.abc import AsyncGenerator, Set
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Set
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, NamedTuple, NoReturn, Protocol
 from urllib.parse import quote
@@ -24,7 +23,6 @@ from datatrove_ckpt.inference.client.urls import HiddenUrl, proxy_of
 _BLOCK = 1 << 16
 _MANY = 1 << 40
 _SHOWN = 2000
-_NOT_FOUND = (404, 410)
 UNSENT = frozenset({"expired", "cancelled", "canceled"})
 """The states of an ended batch of which requests were not sent."""
 ENDED = UNSENT | {"completed", "failed", "ended"}
@@ -223,52 +221,53 @@ class BatchProvider:
         return self.clean(answer["id"])
 
     async def _lines(self, file: str) -> AsyncGenerator[bytes]:
-        url = self.url.api(quote(file))
         rest = bytearray()
-        try:
-            async with self._session.get(url.reveal()) as response:
-                if response.status != 200:
-                    await self._refuse(response, url, file)
-                async for block in response.content.iter_chunked(_BLOCK):
-                    *lines, last = block.split(b"\n")
-                    for line in lines:
-                        rest += line
-                        yield bytes(rest)
-                        rest.clear()
-                    rest += last
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._lost(error, url) from None
+        async with self._exchange("GET", file, allow_redirects=True) as response:
+            if response.status != 200:
+                raise RetryableError(f"HTTP {response.status} in place of a file")
+            async for block in response.content.iter_chunked(_BLOCK):
+                *lines, last = block.split(b"\n")
+                for line in lines:
+                    rest += line
+                    yield bytes(rest)
+                    rest.clear()
+                rest += last
         if rest:
             yield bytes(rest)
 
     async def _ask(self, method: str, path: str, **content: object) -> JsonObject:
+        async with self._exchange(method, path, allow_redirects=False, **content) as response:
+            answer = _loads(await response.read())
+        if not isinstance(answer, dict):
+            raise RetryableError(f"the answer of {self.url.api(path)} is no JSON object")
+        return answer
+
+    @asynccontextmanager
+    async def _exchange(
+        self, method: str, path: str, **content: object
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         url = self.url.api(quote(path))
         try:
             async with self._session.request(
                 method,
                 url.reveal(),
-                allow_redirects=False,
                 **content,  # type: ignore[arg-type]
             ) as response:
                 if not 200 <= response.status < 300:
                     await self._refuse(response, url, path)
-                answer = _loads(await response.read())
+                yield response
         except (aiohttp.ClientError, OSError) as error:
-            raise self._lost(error, url) from None
-        if not isinstance(answer, dict):
-            raise RetryableError(f"the answer of {url} is no JSON object")
-        return answer
-
-    def _lost(self, error: Exception, url: HiddenUrl) -> RetryableError:
-        text = self.clean(str(error).replace(str(url.reveal()), str(url)))
-        return RetryableError(f"{type(error).__name__} from {url}: {text}", unreachable=True)
+            text = self.clean(str(error).replace(str(url.reveal()), str(url)))
+            raise RetryableError(
+                f"{type(error).__name__} from {url}: {text}", unreachable=True
+            ) from None
 
     async def _refuse(
         self, response: aiohttp.ClientResponse, url: HiddenUrl, path: str
     ) -> NoReturn:
         status = response.status
         text = self.clean(excerpt((await response.read()).decode(errors="replace"), _SHOWN))
-        if status in _NOT_FOUND and path not in ("files", self._path):
+        if status in (404, 410) and path not in ("files", self._path):
             raise Gone(f"HTTP {status}: {text}")
         if status in retrying.SERVER.retried:
             raise RetryableError(
@@ -365,7 +364,7 @@ async def _tagged(content: IO[bytes], tag: bytes) -> AsyncGenerator[bytes]:
 def _loads(raw: bytes) -> object:
     """Returns None if it is not JSON."""
     with suppress(ValueError, RecursionError):
-        return parse_json(raw.removeprefix(BOM_UTF8))
+        return parse_json(raw)
     return None
 
 

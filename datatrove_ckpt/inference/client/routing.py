@@ -539,7 +539,7 @@ class Router:
         self._arrivals = 0
         self._prefixes = Prefixes()
         self._quarantine = Quarantine()
-        self._failure: str | None = None
+        self._failure = ""
         self._looks_at = math.inf
         self._look: asyncio.TimerHandle | None = None
         self._turn = 0.0
@@ -574,7 +574,7 @@ class Router:
         Raises:
             ServerDied: no server will be up again.
         """
-        if self._failure is not None:
+        if self._failure:
             raise ServerDied(self._failure)
         if request.texts is None:
             request.texts = ()

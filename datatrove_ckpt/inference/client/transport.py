@@ -4,7 +4,6 @@ Errors raised here have no cause, because its frames would hold the API key.
 """
 
 import asyncio
-import errno
 import re
 
 import orjson
@@ -73,15 +72,10 @@ async def post(transport: Transport, body: AnyBody, model: str, extras: Extras |
     try:
         response = await transport.send(body, extras)
     except TimeoutError as error:
-        if isinstance(error, ConnectTimeout):
-            kind = "connection"
-        else:
-            kind = "answer"
+        unsent = isinstance(error, ConnectTimeout)
+        kind = "connection" if unsent else "answer"
         raise RetryableError(
-            f"no {kind} in time from {url}",
-            unreachable=True,
-            unsent=isinstance(error, ConnectTimeout),
-            timed_out=True,
+            f"no {kind} in time from {url}", unreachable=True, unsent=unsent, timed_out=True
         ) from None
     except OSError as error:
         note_sent(extras)
@@ -89,8 +83,8 @@ async def post(transport: Transport, body: AnyBody, model: str, extras: Extras |
         cause = f"{failure.kind} from {url}"
         if failure.details:
             cause += f": {failure.details}"
-        refused = getattr(error, "errno", None) == errno.ECONNREFUSED
-        raise RetryableError(cause, unreachable=True, unsent=refused) from None
+        unsent = isinstance(error, ConnectionRefusedError)
+        raise RetryableError(cause, unreachable=True, unsent=unsent) from None
     if response.status in _ANSWERED:
         return response
     if 200 <= response.status < 300:

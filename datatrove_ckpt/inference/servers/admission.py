@@ -86,7 +86,6 @@ async def read_metrics(target: Target, names: MetricNames | None, seconds: float
 
 # At most twice the target wait, even if the engine runs one request at a time.
 _LEAST_TARGET = FIRST_LIMIT // 2
-_RUNNING_PER_WAITING = 8
 _USUAL_SAMPLES = 5
 # Requests per sample: one in 2.5 seconds, twice as many after 9 s without a preemption.
 _GROWTH_AFTER_PREEMPTION = 0.1
@@ -122,7 +121,7 @@ class Admission:
     def __init__(self) -> None:
         self.limit = FIRST_LIMIT
         self.target = _LEAST_TARGET
-        self._last: Metrics | None = None
+        self._last = Metrics(0.0, 0.0, 0.0, preemptions=math.inf)
         self._has_queued = False
         self._on_the_way: deque[float] = deque(maxlen=_USUAL_SAMPLES)
         self._growth = math.inf  # requests more per sample
@@ -139,8 +138,8 @@ class Admission:
             usual = 0.0
         on_the_way = max(0.0, in_flight - metrics.running - metrics.waiting)
         self._on_the_way.append(on_the_way)
-        self.target = math.ceil(max(_LEAST_TARGET, metrics.running / _RUNNING_PER_WAITING, usual))
-        preempted = last is not None and metrics.preemptions > last.preemptions
+        self.target = math.ceil(max(_LEAST_TARGET, metrics.running / 8, usual))
+        preempted = metrics.preemptions > last.preemptions
         if preempted:
             self._growth = _GROWTH_AFTER_PREEMPTION
             wanted = metrics.running

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import re
-import time
 from dataclasses import dataclass
 
 import orjson
@@ -47,99 +46,80 @@ class EndpointAnswer:
     is_absent: bool = False
 
 
-class ExternalServers:
-    """The endpoints of a config.
-
-    Args:
-        config: of its ready window, at most ``server_patience_seconds`` count.
-        is_new: no request of the run has been answered yet.
-
-    Attributes:
-        outage: since when ``start`` has had no answer.
+def endpoints_of(config: InferenceConfig) -> list[EndpointAccess]:
+    """Returns the endpoints of a config.
 
     Raises:
         ConfigError: an endpoint_url is not a URL, or the key is not set.
     """
+    return [
+        EndpointAccess(name, one, _with_environment(one.url), config.endpoint_api_key(one))
+        for name, one in config.endpoints_by_name.items()
+    ]
 
-    def __init__(self, config: InferenceConfig, is_new: bool = False) -> None:
-        self.config = config
-        self._is_new = is_new
-        self.outage = Outage(ready_window(config), time.monotonic, config.name)
-        self.endpoints = [
-            EndpointAccess(name, one, _with_environment(one.url), config.endpoint_api_key(one))
-            for name, one in config.endpoints_by_name.items()
-        ]
 
-    async def ask(self) -> list[EndpointAnswer]:
-        asked = (_ask(one.url, one.api_key) for one in self.endpoints)
-        return list(await asyncio.gather(*asked))
+async def ask_endpoints(config: InferenceConfig) -> list[EndpointAnswer]:
+    return await asyncio.gather(*(_ask(one.url, one.api_key) for one in endpoints_of(config)))
 
-    async def start(self) -> None:
-        """Waits until one of the URLs answers GET /v1/models, or /models below its own path.
 
-        Every status except 401, 403, 429 and 5xx counts as an answer: some gateways do not list
-        models. An endpoint gets no requests before it is known whether its API is below /v1.
+async def ready_endpoints(
+    config: InferenceConfig, outage: Outage, is_new: bool = False
+) -> list[EndpointAccess]:
+    """Waits until one of the URLs answers GET /v1/models, or /models below its own path.
 
-        Where nothing listens, it may be a wrong port: at a terminal a new run waits only for
-        ``NEW_RUN_SECONDS``. A job may start beside its server, which loads a model for minutes.
+    Every status except 401, 403, 429 and 5xx counts as an answer: some gateways do not list models.
+    An endpoint gets no requests before it is known whether its API is below /v1.
 
-        Raises:
-            ServerRefused: see ``EndpointAnswer.refused``; of all of them.
-            ServerStartFailed: no server answered in time.
-        """
-        window = self.outage.patience
-        started = time.monotonic()
-        failures = 0
-        while True:
-            answers = await self.ask()
-            causes = self._causes(answers)
-            if len(causes) < len(answers):
-                self.outage.answered()
-                if causes:
-                    logger.warning(
-                        f"{self.config.said}{len(causes)} of {len(answers)} endpoints do not "
-                        f"answer: {'; '.join(causes)}. Those that refuse get no requests, nor do "
-                        "those whose path has no version: their API may be there or below /v1."
-                    )
-                asked = zip(self.endpoints, answers, strict=True)
-                self.endpoints = [one._replace(url=got.api) for one, got in asked if got.api]
-                return
-            failures = failures + 1
-            advice = ""
-            self.outage.patience = window
-            if self._may_be_wrong and all(answer.is_absent for answer in answers):
-                self.outage.patience = min(window, NEW_RUN_SECONDS)
-                advice = " To wait for a server that starts later: server_patience_seconds: 1800."
-            self.outage.begun(": HTTP " not in causes[0], started)
-            delay = retrying.ENDPOINT.wait(failures)
-            if delay > self.outage.left():
-                each = "".join(f"  {cause}\n" for cause in causes)
-                raise ServerStartFailed(
-                    f"No endpoint was ready within {self.outage.patience:g} s:\n{each}Check that "
-                    "the server runs, that this machine can reach it, and its URL. One that "
-                    f"answers 429 limits requests: start later.{advice}"
-                )
-            self.outage.show(causes[0])
-            await asyncio.sleep(delay)
+    Where nothing listens, it may be a wrong port: at a terminal a new run waits only for
+    ``NEW_RUN_SECONDS``. A job may start beside its server, which loads a model for minutes.
 
-    @property
-    def _may_be_wrong(self) -> bool:
-        is_usual = self.config.server_patience_seconds == InferenceConfig.server_patience_seconds
-        return self._is_new and is_usual and has_terminal()
+    Args:
+        config: of its ready window, at most ``server_patience_seconds`` count.
+        outage: of the model. It runs while there is no answer.
+        is_new: no request of the run has been answered yet.
 
-    def _causes(self, answers: list[EndpointAnswer]) -> list[str]:
-        """Returns what is wrong with the endpoints that do not answer.
-
-        Raises:
-            ServerRefused: see ``EndpointAnswer.refused``.
-        """
+    Raises:
+        ConfigError: see ``endpoints_of``.
+        ServerRefused: see ``EndpointAnswer.refused``; of all of them.
+        ServerStartFailed: no server answered in time.
+    """
+    endpoints = endpoints_of(config)
+    is_usual = config.server_patience_seconds == InferenceConfig.server_patience_seconds
+    may_be_wrong = is_new and is_usual and has_terminal()
+    started = outage.clock()
+    failures = 0
+    while True:
+        answers = await ask_endpoints(config)
         if all(answer.refused for answer in answers):
             raise ServerRefused(f"{answers[0].url} {answers[0].cause}.")
-        return [
-            f"{one.url}: {answer.cause}"
-            for one, answer in zip(self.endpoints, answers, strict=True)
-            if answer.cause
-        ]
+        asked = [*zip(endpoints, answers, strict=True)]
+        causes = [f"{one.url}: {answer.cause}" for one, answer in asked if answer.cause]
+        if len(causes) < len(answers):
+            if causes:
+                logger.warning(
+                    f"{config.said}{len(causes)} of {len(answers)} endpoints do not answer: "
+                    f"{'; '.join(causes)}. Those that refuse get no requests, nor do those whose "
+                    "path has no version: their API may be there or below /v1."
+                )
+            outage.patience = config.server_patience_seconds
+            return [one._replace(url=answer.api) for one, answer in asked if answer.api]
+        failures = failures + 1
+        advice = ""
+        outage.patience = ready_window(config)
+        if may_be_wrong and all(answer.is_absent for answer in answers):
+            outage.patience = min(outage.patience, NEW_RUN_SECONDS)
+            advice = " To wait for a server that starts later: server_patience_seconds: 1800."
+        outage.begun(": HTTP " not in causes[0], started)
+        delay = retrying.ENDPOINT.wait(failures)
+        if delay > outage.left():
+            each = "".join(f"  {cause}\n" for cause in causes)
+            raise ServerStartFailed(
+                f"No endpoint was ready within {outage.patience:g} s:\n{each}Check that the "
+                "server runs, that this machine can reach it, and its URL. One that answers 429 "
+                f"limits requests: start later.{advice}"
+            )
+        outage.show(causes[0])
+        await asyncio.sleep(delay)
 
 
 def ready_window(config: InferenceConfig) -> float:

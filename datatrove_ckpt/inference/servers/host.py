@@ -7,9 +7,9 @@ wait. External servers are only checked, before the first request: they must ans
 
 import asyncio
 import contextvars
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from loguru import logger
 
@@ -18,12 +18,12 @@ from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError, named
 from datatrove_ckpt.inference.client import routing
-from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers, Outage
+from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers
 from datatrove_ckpt.inference.servers.admission import follow_endpoint
-from datatrove_ckpt.inference.servers.endpoints import ExternalServers
+from datatrove_ckpt.inference.servers.endpoints import endpoints_of, ready_endpoints
 from datatrove_ckpt.inference.servers.supervision import ServerPool
 from datatrove_ckpt.inference.servers.warm import RankModels
-from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
+from datatrove_ckpt.process.shutdown import Shutdown, end_tasks, wait_until_cancelled
 
 Watch = Callable[[], Awaitable[None]]
 """Raises when no server is left."""
@@ -38,7 +38,7 @@ def check_servers(config: InferenceConfig) -> None:
     try:
         # Both are made for their exceptions alone.
         if config.server_type == "endpoint":
-            ExternalServers(config)
+            endpoints_of(config)
         else:
             config.engine.launch(config, 1, Secret(""))
     except CkptError as error:
@@ -47,20 +47,16 @@ def check_servers(config: InferenceConfig) -> None:
 
 
 @asynccontextmanager
-async def _connected(
-    servers: ModelServers, on_outage: Callable[[Outage], None], is_new: bool
-) -> AsyncIterator[Watch]:
+async def _connected(servers: ModelServers, is_new: bool) -> AsyncIterator[Watch]:
     """Sends requests to the config's endpoints in this block. See ``ServerHost.lend``."""
     config = servers.config
-    endpoints = ExternalServers(config, is_new)
-    on_outage(endpoints.outage)
-    await endpoints.start()
-    servers.add_endpoints(endpoints.endpoints)
+    endpoints = await ready_endpoints(config, servers.outage, is_new)
+    servers.add_endpoints(endpoints)
     if config.endpoints is not None:
-        open_ones = {one.name for one in endpoints.endpoints}
+        open_ones = {one.name for one in endpoints}
         for name in config.endpoints_by_name.keys() - open_ones:
             servers.router.senders[0].count_error("left out at the start", name)
-    for index, one in enumerate(endpoints.endpoints):
+    for index, one in enumerate(endpoints):
         servers.tell("ready", config.server_name(index), str(one.url), "")
     following: list[asyncio.Task[None]] = []
     if config.max_concurrent_generations == "auto":
@@ -69,9 +65,7 @@ async def _connected(
     try:
         yield wait_until_cancelled  # a failure of these servers shows in their answers
     finally:
-        for task in following:
-            task.cancel()
-        await asyncio.gather(*following, return_exceptions=True)
+        await end_tasks(*following)
 
 
 @dataclass
@@ -80,7 +74,7 @@ class _Running:
 
     servers: ModelServers
     ready: asyncio.Future[Watch]
-    serving: asyncio.Task[None] = field(init=False)
+    serving: asyncio.Task[None]
 
 
 class ServerHost:
@@ -88,19 +82,21 @@ class ServerHost:
 
     Args:
         shutdown: of the ranks.
+        configs: of all models of a rank.
         keeps: it has one rank, whose servers may stay for the next rank: see ``warm.py``.
 
     Attributes:
         media: limit on the bytes of media of all documents in work.
     """
 
-    def __init__(self, shutdown: Shutdown, keeps: bool = False) -> None:
+    def __init__(
+        self, shutdown: Shutdown, configs: Iterable[InferenceConfig], keeps: bool = False
+    ) -> None:
         self.media = ByteBudget(media_bytes())
         self._shutdown = shutdown
-        self._keeps = keeps
+        self._models = RankModels(configs, keeps)
         self._ends_well = asyncio.Event()
         self._running: dict[str, _Running] = {}
-        self._models: RankModels | None = None
         # Servers outlive the rank that starts them: log lines belong to all ranks.
         self._context = contextvars.copy_context()
 
@@ -115,36 +111,31 @@ class ServerHost:
     async def lend(
         self,
         config: InferenceConfig,
-        configs: Sequence[InferenceConfig],
         rank: int,
         sender: routing.Sender,
-        on_outage: Callable[[Outage], None],
         is_new: bool = False,
-    ) -> AsyncIterator[tuple[CompletionClient, Watch]]:
-        """Gives a rank a client of one model's servers, and their watch, once they are ready.
+    ) -> AsyncIterator[tuple[CompletionClient, Awaitable[Watch]]]:
+        """Gives a rank a client of one model's servers, and their watch to await: then they are
+        ready.
 
         Args:
-            configs: of all models of the rank.
-            on_outage: gets the outage clock of endpoints before the client is there.
             is_new: no request of the run has been answered yet.
 
         Raises:
             ServerStartFailed, ServerRefused, ConfigError: see ``InferenceServer.start`` and
-                ``ExternalServers.start``.
+                ``ready_endpoints``.
         """
         running = self._running.get(config.name)
         if running is None:
-            model_servers = self._context.copy().run(ModelServers, config)
-            running = _Running(model_servers, asyncio.get_running_loop().create_future())
-            self._running[config.name] = running
+            servers = self._context.copy().run(ModelServers, config)
+            ready = asyncio.get_running_loop().create_future()
             # It begins once this rank has joined below.
-            serve = self._serve(running, configs, rank, on_outage, is_new)
-            running.serving = asyncio.create_task(serve, context=self._context.copy())
-        was_ready = running.ready.done()
+            serve = self._serve(servers, ready, rank, is_new)
+            serving = asyncio.create_task(serve, context=self._context.copy())
+            running = self._running[config.name] = _Running(servers, ready, serving)
         client = CompletionClient(running.servers, sender)
         try:
-            watch = await asyncio.shield(running.ready)
-            if was_ready and sender.on_server is not None:  # others have seen the start
+            if running.ready.done() and sender.on_server is not None:  # others have seen the start
                 if config.server_type == "endpoint":
                     what = "ready"
                 else:
@@ -152,38 +143,31 @@ class ServerHost:
                 for index, target in enumerate(running.servers.router.targets):
                     if target.up:
                         sender.on_server(what, config.server_name(index), str(target.url), "")
-            yield client, watch
+            yield client, asyncio.shield(running.ready)
         finally:
             client.leave()
 
     async def _serve(
-        self,
-        running: _Running,
-        configs: Sequence[InferenceConfig],
-        rank: int,
-        on_outage: Callable[[Outage], None],
-        is_new: bool,
+        self, servers: ModelServers, ready: asyncio.Future[Watch], rank: int, is_new: bool
     ) -> None:
         """Runs the servers until ``close``. What keeps them from starting goes to all ranks."""
-        if self._models is None:
-            self._models = RankModels(configs, self._keeps)
-        config = running.servers.config
+        config = servers.config
         logger.info(f"{config.said}Requests: {config.places} (max_concurrent_generations).")
         if config.server_type == "endpoint":
-            kept = _connected(running.servers, on_outage, is_new)
+            kept = _connected(servers, is_new)
         else:
-            kept = ServerPool(rank, running.servers, self._shutdown, self._models).running()
+            kept = ServerPool(rank, servers, self._shutdown, self._models).running()
         try:
             async with kept as watch:
-                running.ready.set_result(watch)
+                ready.set_result(watch)
                 await self._ends_well.wait()
         except Exception as error:
-            if running.ready.done():
+            if ready.done():
                 raise
             # Later ranks fail, too: these servers' leases are gone.
-            running.ready.set_exception(error)
+            ready.set_exception(error)
         finally:
-            await running.servers.close()
+            await servers.close()
 
     async def close(self, ends_well: bool = False) -> None:
         if ends_well:
@@ -194,5 +178,4 @@ class ServerHost:
         await asyncio.gather(
             *(one.serving for one in self._running.values()), return_exceptions=True
         )
-        if self._models is not None:
-            self._models.close()
+        self._models.close()

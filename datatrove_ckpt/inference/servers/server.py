@@ -55,7 +55,6 @@ _PORT_TRIES = 100
 _last_ports: deque[int] = deque(maxlen=100)  # a server needs a while until it listens
 _PROBE_TIMEOUT = 5.0  # seconds
 _SAY_EVERY = 30.0  # seconds
-_LOG_TAIL_LINES = 20
 _FLAG = re.compile(r"--([\w-]+)=")  # as ``arguments`` joins those of users
 _TAKE_OVER_TIMEOUT = 15.0  # seconds
 
@@ -84,7 +83,7 @@ class InferenceServer:
     replica: int = 0
     lease: GpuLease = field(default_factory=GpuLease)
     nodes: Nodes = SINGLE_NODE
-    on_launch: Callable[[], None] = lambda: None
+    on_launch: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         self.started_by = self.rank
@@ -157,7 +156,8 @@ class InferenceServer:
         self.url = f"http://{HOST}:{port}"
         logger.info(f"starting {redacted_command(self._command.argv)}")
         log = await in_own_thread(self._open_log)
-        self.on_launch()
+        if self.on_launch is not None:
+            self.on_launch()
         try:
             self._process = GuardedProcess(
                 self._command.argv,
@@ -259,7 +259,7 @@ class InferenceServer:
             lines.append(f"Cause: {cause.text}")
         lines.append(f"Command: {redacted_command(self._command.argv)}")
         lines.append(f"End of its log ({self._log_path}):")
-        lines += [f"  {line}" for line in log.rstrip().splitlines()[-_LOG_TAIL_LINES:]]
+        lines += [f"  {line}" for line in log.rstrip().splitlines()[-20:]]
         failure = _StartAttemptFailed("\n".join(lines))
         failure.is_permanent = cause is not None and cause.permanent
         return failure

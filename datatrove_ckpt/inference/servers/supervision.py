@@ -20,18 +20,16 @@ from datatrove_ckpt.inference.servers.admission import Metrics, adapt_admission,
 from datatrove_ckpt.inference.servers.multi_node import HeadNode
 from datatrove_ckpt.inference.servers.server import NO_ANSWER, InferenceServer
 from datatrove_ckpt.inference.servers.warm import RankModels
-from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
+from datatrove_ckpt.process.shutdown import Shutdown, end_tasks, wait_until_cancelled
 
 # All times are seconds.
 _PROBE_INTERVAL = 5.0
 _PROBE_TIMEOUT = 10.0
-_PROBES = 3  # in a row
 _PROBE_PAUSE = 0.3
 # Added to the time for requests in flight after a SIGTERM.
 _DRAIN_MARGIN = 5.0
 _RESTART_WINDOW_SECONDS = 3600.0  # for ``server_max_restarts``
 _LONG_AGO = -1.0
-_METRICS_TIMEOUT = 5.0
 
 
 @dataclass(eq=False, repr=False)
@@ -129,10 +127,7 @@ class ServerSupervisor:
                     task.result()  # raises only if a watcher has a bug
             cause = await self._death_cause
         finally:
-            started = [*tasks, *([self._probing] if self._probing else [])]
-            for task in started:
-                task.cancel()
-            await asyncio.gather(*started, return_exceptions=True)
+            await end_tasks(*tasks, *([self._probing] if self._probing else []))
         return await self.server.report(cause, self._exit_code)
 
     def mark_dead(self, cause: str) -> None:
@@ -192,7 +187,7 @@ class ServerSupervisor:
         last: Metrics | None = None
         while True:
             await asyncio.sleep(interval)
-            last = await self._check_progress(last, min(interval, _METRICS_TIMEOUT))
+            last = await self._check_progress(last, min(interval, 5.0))
 
     async def _check_progress(self, last: Metrics | None, seconds: float) -> Metrics | None:
         """Marks the server dead if it hangs. Returns its metrics; None without any, or requests."""
@@ -244,7 +239,7 @@ class ServerSupervisor:
 
     async def _run_probes(self) -> None:
         problem: str | None = None
-        for number in range(_PROBES):
+        for number in range(3):
             if number:
                 await asyncio.sleep(_PROBE_PAUSE)
             problem = await self.server.problem(_PROBE_TIMEOUT)
@@ -276,19 +271,19 @@ class ServerPool:
         config = self.model_servers.config
         async with AsyncExitStack() as stack:
             nodes = Nodes.from_environment()
+            on_launch = None
             if nodes.count > 1:
                 head = await stack.enter_async_context(HeadNode(config))
+                on_launch = head.start_workers
             servers, leases = await self.models.get(config)
             for server in servers:
                 # It may differ from the earlier rank's in what is no part of the command.
                 server.config = config
                 server.rank = self.rank
             servers = servers or [
-                InferenceServer(config, self.rank, index, lease, nodes)
+                InferenceServer(config, self.rank, index, lease, nodes, on_launch)
                 for index, lease in enumerate(leases)
             ]
-            if nodes.count > 1:
-                servers[0].on_launch = head.start_workers
             ends_well = False
             try:
                 self.supervisors += [
@@ -301,8 +296,7 @@ class ServerPool:
                     yield lambda: asyncio.shield(supervision)
                     ends_well = True
                 finally:
-                    supervision.cancel()
-                    await asyncio.gather(supervision, return_exceptions=True)
+                    await end_tasks(supervision)
             finally:
                 await self._end(servers, ends_well)
 
@@ -352,6 +346,4 @@ async def _run_all(work: Iterable[Awaitable[None]]) -> None:
     try:
         await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)

@@ -21,7 +21,7 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -156,7 +156,7 @@ class RankModels:
         keeps: servers may come from the rank before, and pass on to the next rank.
     """
 
-    def __init__(self, configs: Sequence[InferenceConfig], keeps: bool) -> None:
+    def __init__(self, configs: Iterable[InferenceConfig], keeps: bool) -> None:
         self._keeps = keeps
         self._configs = [config for config in configs if config.server_type != "endpoint"]
         self._lock = asyncio.Lock()

@@ -54,7 +54,12 @@ def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Names
             f"executor: class_path: write {plan.name}; datatrove's own is for scripts."
         )
     if arguments.no_wait:
-        plan = _not_waiting(executor, plan)
+        if plan.tasks > 1:  # the first would end the others
+            raise ConfigError(
+                "--no-wait: is for a run of one task, and this one has more. Set tasks: 1, or "
+                "leave it out."
+            )
+        plan = _changed(executor, plan, no_wait=True)
     if arguments.cancel:
         if not hasattr(executor, "cancel"):
             raise ConfigError(
@@ -236,20 +241,6 @@ def _interrupted(interruption: Interruption, words: Sequence[str]) -> int:
         f"{shlex.join(words)}"
     )
     return 128 + number
-
-
-def _not_waiting(executor: PipelineExecutor, plan: RunPlan) -> RunPlan:
-    """Returns the plan by which a rank ends while its batches are at the provider.
-
-    Raises:
-        ConfigError: the first of several tasks would end the others.
-    """
-    if plan.tasks > 1:
-        raise ConfigError(
-            "--no-wait: is for a run of one task, and this one has more. Set tasks: 1, or leave "
-            "it out."
-        )
-    return _changed(executor, plan, no_wait=True)
 
 
 def _retry_dead_letters(executor: PipelineExecutor, plan: RunPlan) -> RunPlan:

@@ -78,7 +78,6 @@ _BY_FORM = (
     "dataset",
 )
 """Settings of the long form that the form sets."""
-_BY_RUN_FOLDER = ("checkpoints_local_dir", "checkpoints_dir", "checkpoint_dir", "logging_dir")
 
 
 @cache
@@ -165,11 +164,6 @@ def expand(content: Node, only_look: bool = False, rows: object = None) -> Node:
 
 
 def _expanded(content: Node, only_look: bool, rows: object) -> Node:
-    for name in content:
-        if name in _BY_RUN_FOLDER:
-            raise ConfigError(
-                f"{name}: is set by run_folder, which holds output, checkpoints and logs."
-            )
     refuse_unknown(content, [*settings()], form())
     content = {name: _text(name, value, only_look) for name, value in content.items()}
     own = {name: content[name] for name in NAMES if content.get(name) is not None}

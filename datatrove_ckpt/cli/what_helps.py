@@ -60,6 +60,9 @@ def _run_folder(plan: RunPlan) -> Path | None:
     if not form() or not plan.logging_dir.is_local():
         return None
     folder = Path(plan.logging_dir.resolve_paths("")).absolute().parent
-    if not folder.is_dir() or any(path.is_relative_to(folder) for path in plan.inputs):
+    inputs = [step.data_folder for step in plan.pipeline if hasattr(step, "data_folder")]
+    if not folder.is_dir() or any(
+        Path(one.path).absolute().is_relative_to(folder) for one in inputs
+    ):
         return None
     return folder

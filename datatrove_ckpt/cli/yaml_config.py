@@ -81,7 +81,8 @@ OTHER_NAMES = {
         "request_max_attempts": "max_retries retries",
         "request_timeout": "timeout",
         "rollouts_per_document": "num_samples rollouts samples",
-        "run_folder": "out output output_dir output_folder output_path",
+        "run_folder": "checkpoint_dir checkpoints_dir checkpoints_local_dir logging_dir out output "
+        "output_dir output_folder output_path",
         "system_prompt": "system system_message",
         "text_key": "column text_column text_field",
         "tp": "tensor_parallel_size",
@@ -368,7 +369,8 @@ def _inside(label: str, key: str) -> str:
 def refuse_unknown(mapping: JsonObject, known: list[str], place: str) -> None:
     for key in mapping:
         if key not in known:
-            hint = did_you_mean(OTHER_NAMES.get(key, key), known, cutoff=0.7)
+            other = OTHER_NAMES.get(key, key)
+            hint = did_you_mean(other if other in known else key, known, cutoff=0.7)
             if key in REQUEST_PARAMETERS and key not in OTHER_NAMES and _OF_REQUESTS in known:
                 hint = f"; as a parameter of requests it belongs into {_OF_REQUESTS}."
             if not hint and len(known) > _MOST_LISTED:

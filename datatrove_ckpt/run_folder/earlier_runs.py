@@ -222,7 +222,14 @@ def check_inputs_unchanged(plan: RunPlan) -> None:
         OSError: the input cannot be listed.
     """
     for runner, root in plan.kept:
-        records = _records(plan, root)
+        records: dict[int, ShardRecord] = {}
+        # The number of tasks is refused elsewhere, with a better message.
+        if recorded_settings(root).get("tasks") == plan.tasks:
+            for rank in rank_numbers(root):
+                folder = rank_folder(root, rank)
+                record = ShardRecord.read(folder / SHARD) if is_finished(folder) else None
+                if record is not None:
+                    records[rank] = record
         is_retry = runner.step.retry_dead_letters
         if not is_retry:  # a retry does not run the steps before it
             _check_steps(runner.before, records)
@@ -248,20 +255,6 @@ def check_inputs_unchanged(plan: RunPlan) -> None:
                     continue
                 read = {rank: record.readers[number] for rank, record in records.items()}
                 _check_reader(plan.tasks, reader, read, resuming, plan.listed.get(reader, ()))
-
-
-def _records(plan: RunPlan, root: Path) -> dict[int, ShardRecord]:
-    # The number of tasks is refused elsewhere, with a better message.
-    if recorded_settings(root).get("tasks") != plan.tasks:
-        return {}
-    records = {}
-    for rank in rank_numbers(root):
-        folder = rank_folder(root, rank)
-        if is_finished(folder):
-            record = ShardRecord.read(folder / SHARD)
-            if record is not None:
-                records[rank] = record
-    return records
 
 
 def _check_steps(pipeline: Sequence[object], records: dict[int, ShardRecord]) -> None:

@@ -69,7 +69,7 @@ def check_input(reader: BaseReader, plan: RunPlan, sample: list[Document]) -> It
         if refused and not documents:
             raise next(iter(refused.values()))
     if not documents:
-        if names and not any(map(inputs.size, range(min(len(names), _TRIED_FILES)))):
+        if not any(map(inputs.size, range(min(len(names), _TRIED_FILES)))):
             yield Finding("warning", "readable", f"{where}: the first files are empty.")
             return
         text = f"{where} holds no documents for this reader. {_advice(tried, names)}"
@@ -193,8 +193,7 @@ def _advice(reader: BaseDiskReader, names: list[str]) -> str:
     text = ""
     # File systems and decompressors raise anything; the check reports what it knows.
     with suppress(Exception):
-        if names:
-            text = explain(reader, names[0])
+        text = explain(reader, names[0])
     if text:
         return f"{names[0]!r}: {text}"
     return "Check the path of the input, its pattern, and text_key."

@@ -181,14 +181,6 @@ class RunPlan:
             self._executor.check(self)
 
     @property
-    def inputs(self) -> list[Path]:
-        return [
-            Path(step.data_folder.path).absolute()
-            for step in self.pipeline
-            if hasattr(step, "data_folder")
-        ]
-
-    @property
     def kept(self) -> list[tuple[RunnerPlan, Path]]:
         roots = [(runner, runner.root) for runner in self.runners]
         return [(runner, root) for runner, root in roots if root is not None]

@@ -269,14 +269,10 @@ class RunState:
         )
 
 
-VERSION = 2
-"""Version of the JSON. New keys do not change it."""
-
-
 def to_json(state: RunState) -> bytes:
     """Returns the JSON of ``status --json``. docs/status.md explains it."""
     content = {
-        "version": VERSION,
+        "version": 2,  # new keys do not change it
         "what": state.what,
         "is_copy": state.is_copy,
         "read_at": state.read_at,
@@ -441,7 +437,6 @@ SLOW_SHARE = 0.5
 """A rank that is slower than this share of the median is slow."""
 _MIN_PEERS = 4
 _MIN_SECONDS = 60.0
-_HOST = socket.gethostname()
 
 
 def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankStatus:
@@ -479,7 +474,7 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
     # An attempt may run although no lock is visible.
     may_run = False
     if attempt is not None and attempt.ended is None:
-        may_run = rank.is_copy or attempt.host != _HOST
+        may_run = rank.is_copy or attempt.host != socket.gethostname()
     # An attempt without a number in the history ended before its first line.
     if ledger.is_finished:
         rank.state = "finished"

@@ -51,7 +51,7 @@ from datatrove_ckpt.run_folder.run_plan import (
     check_steps,
     refuse_without_claims,
 )
-from datatrove_ckpt.run_folder.sample_table import ROUND_NUMBER, costs
+from datatrove_ckpt.run_folder.sample import ROUND_NUMBER, costs
 from datatrove_ckpt.runner import InferenceRunner
 
 

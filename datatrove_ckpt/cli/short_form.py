@@ -170,12 +170,12 @@ def _expanded(content: Node, only_look: bool, rows: object) -> Node:
     job = construct(ShortJob, own, form())
     _check_place(job)
     begun = recorded_settings(job.root / "checkpoints")
-    job_input = JobInput(_input(job, only_look, rows))
-    reader = job_input.reader(only_look)
-    job = _as_batch(job, job_input, reader, only_look, content)
+    job_input = JobInput(_input(job, only_look, rows), only_look)
+    reader = job_input.reader()
+    job = _as_batch(job, job_input, reader, content)
     tasks = begun.get("tasks") if job.tasks is None else job.tasks
     if tasks is None:
-        tasks = 1 if only_look else job_input.count_tasks(reader, bool(job.elsewhere))
+        tasks = job_input.count_tasks(reader, bool(job.elsewhere))
     rollout = _rollout(job, content)
     if isinstance(rollout, dict) and reader["class_path"] == "PageReader":
         known = parameters_of(import_name(rollout["class_path"], form()))[0]
@@ -203,7 +203,7 @@ def _expanded(content: Node, only_look: bool, rows: object) -> Node:
     if not job.is_remote:
         _allow_no_text(job, begun, reader, rollout)
         if not (begun or job.task == "batch" or "answer" in content):
-            runner["answer"] = _answer(job_input, reader, rollout, only_look)
+            runner["answer"] = _answer(job_input, reader, rollout)
     runner["checkpoints_local_dir"] = "checkpoints" if job.is_remote else f"{job.root}/checkpoints"
     runner["output_writer"] = _writer(job, reader, begun, runner["answer"])
     executor = {"tasks": tasks, "logging_dir": f"{job.below}/logs"}
@@ -236,9 +236,7 @@ def _place(name: str, value: object, places: dict[str, Node]) -> None:
     arguments[name] = value
 
 
-def _as_batch(
-    job: ShortJob, job_input: JobInput, reader: Node, only_look: bool, content: Node
-) -> ShortJob:
+def _as_batch(job: ShortJob, job_input: JobInput, reader: Node, content: Node) -> ShortJob:
     """Returns the job with task, model and reader, where the input is a batch file."""
     is_told = job.task == "batch"
     if not is_told and (job.prompt or job.rollout or job.task or content.get("prompt_column")):
@@ -247,11 +245,11 @@ def _as_batch(
         raise ConfigError("task: batch is for JSON lines, and the input has none.")
     model = job.model
     first: Node = {}
-    if only_look:
+    if job_input.only_look:
         model = model or "(of the input)"
     elif not (is_told and model):
         first = job_input.first_request(reader)
-    if not (is_told or only_look or first):
+    if not (is_told or job_input.only_look or first):
         return job
     if (job.endpoint or content.get("endpoints")) and isinstance(first.get("body"), dict):
         model = model or first["body"].get("model")
@@ -459,11 +457,11 @@ def _input(job: ShortJob, only_look: bool, rows: object) -> str:
     return str(path)
 
 
-def _answer(job_input: JobInput, reader: Node, rollout: object, only_look: bool) -> object:
+def _answer(job_input: JobInput, reader: Node, rollout: object) -> object:
     """Returns the column of the answers: one that the first document has not."""
     if isinstance(rollout, dict) and rollout["class_path"] == "EmbedRollout":
         return rollout["init_args"].get("column")
-    columns = () if only_look else job_input.first_columns(reader)
+    columns = job_input.first_columns(reader)
     if "answer" not in columns or "rollout_results" in columns:
         return "answer"
     free = next(other for number in count(2) if (other := f"answer_{number}") not in columns)

@@ -152,8 +152,12 @@ def _describe_trouble(state: RunState) -> Iterator[str]:
             alike.setdefault((rank.root, rank.reason), []).append(rank)
         groups = list(alike.values())
         for group in groups[:MAX_TROUBLED]:
-            reason = group[0].reason.replace("\n", "\n    ")
-            yield f"  {_places(group)}: {trouble}: {reason}"
+            first = group[0]
+            places = name_place(first.root, first.rank)
+            if len(group) > 1:
+                places = f"{first.root}, tasks {ranges([rank.rank for rank in group])}"
+            reason = first.reason.replace("\n", "\n    ")
+            yield f"  {places.removeprefix(', ')}: {trouble}: {reason}"
         others = [rank for group in groups[MAX_TROUBLED:] for rank in group]
         if others:
             yield (
@@ -168,15 +172,6 @@ def _describe_trouble(state: RunState) -> Iterator[str]:
         )
     elif not troubled:
         yield "No task needs attention."
-
-
-def _places(ranks: Sequence[RankStatus]) -> str:
-    if len(ranks) == 1:
-        return name_place(ranks[0].root, ranks[0].rank)
-    numbers = f"tasks {ranges([rank.rank for rank in ranks])}"
-    if ranks[0].root:
-        return f"{ranks[0].root}, {numbers}"
-    return numbers
 
 
 _TABLE_BAR = 10

@@ -213,20 +213,13 @@ def construct(cls: type[_Built], given: object, label: str) -> _Built:
             name = f"{type(error).__name__}: "
         raise ConfigError(f"{label}: {name}{error}") from error
     if cls.__module__.startswith("datatrove"):
-        _refuse_variables(built, label)
+        for key, value in getattr(built, "__dict__", {}).items():
+            path = getattr(value, "path", value)
+            # datatrove opens these, and would make a folder of a variable's name.
+            is_opened = key.endswith(("_folder", "_dir", "_file")) and key not in _EXPANDED
+            if is_opened and isinstance(path, str):
+                redaction.refuse_variables(f"{label}: {setting_name(key)}", path)
     return built
-
-
-def _refuse_variables(built: object, label: str) -> None:
-    """Refuses variables in paths that datatrove opens: it would make a folder of that name."""
-    for key, value in getattr(built, "__dict__", {}).items():
-        path = getattr(value, "path", value)
-        if (
-            isinstance(path, str)
-            and key.endswith(("_folder", "_dir", "_file"))
-            and key not in _EXPANDED
-        ):
-            redaction.refuse_variables(f"{label}: {setting_name(key)}", path)
 
 
 def _value(hint: object, value: object, label: str, key: str) -> object:

@@ -109,7 +109,19 @@ def read_prices(prices: JsonObject | str | None, model: str) -> JsonObject | Non
         ConfigError: they cannot be, or the file cannot be read, or has no such model.
     """
     if isinstance(prices, str):
-        prices = _prices_in(prices, model)
+        import yaml  # type: ignore[import-untyped]  # slow
+
+        path = Path(prices.removeprefix("@")).expanduser()
+        try:
+            table = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError(f"prices: {path.absolute()} cannot be read: {why}.") from None
+        if not isinstance(table, dict) or model not in table:
+            models = ", ".join(map(str, table or ())) or "nothing"
+            raise ConfigError(f"prices: {path.absolute()} has no model {model!r}; it has {models}.")
+        of_model: JsonObject = table[model]
+        prices = of_model
     check_value("prices", JsonObject | None, prices)
     of_tokens = dict(prices or {})
     tiers = of_tokens.pop("tiers", {})
@@ -118,27 +130,6 @@ def read_prices(prices: JsonObject | str | None, model: str) -> JsonObject | Non
         check_value("prices", one_of(_PRICES), name)
     for name, number in (of_tokens | tiers).items():
         check_value(f"prices.{name}", Price, number)
-    return prices
-
-
-def _prices_in(name: str, model: str) -> JsonObject:
-    """Reads the prices of a model from a file.
-
-    Raises:
-        ConfigError: it cannot be read, or has no such model.
-    """
-    import yaml  # type: ignore[import-untyped]  # slow
-
-    path = Path(name.removeprefix("@")).expanduser()
-    try:
-        table = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"prices: {path.absolute()} cannot be read: {why}.") from None
-    if not isinstance(table, dict) or model not in table:
-        models = ", ".join(map(str, table or ())) or "nothing"
-        raise ConfigError(f"prices: {path.absolute()} has no model {model!r}; it has {models}.")
-    prices: JsonObject = table[model]
     return prices
 
 

@@ -143,8 +143,14 @@ def _lines(
         prompt = figure(done.prompt_tokens / done.read)
         completion = figure(done.completion_tokens / done.read)
         yield f"- tokens of a document: {prompt} prompt, {completion} completion on average"
-    if shown_topics is None:
-        yield from _gpu_hours(runner, state)
+    gpus = sum(
+        config.gpus_each * config.replicas
+        for config in runner.step.models.values()
+        if config.server_type != "endpoint"
+    )
+    if gpus and shown_topics is None:  # tasks may share them
+        hours = gpus * state.together.seconds / 3600
+        yield f"- GPU hours: {figure(hours)} at most, with {plural(gpus, 'GPU')} for each task"
     kind = _format(runner)
     if kind is not None:
         yield "\n## How to load it\n"
@@ -157,14 +163,3 @@ def _lines(
 def _row(setting: str, value: str) -> str:
     shown = value[:_MOST].replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
     return f"| {setting} | {shown} |"
-
-
-def _gpu_hours(runner: RunnerPlan, state: RunState) -> Iterator[str]:
-    gpus = sum(
-        config.gpus_each * config.replicas
-        for config in runner.step.models.values()
-        if config.server_type != "endpoint"
-    )
-    if gpus:  # tasks may share them
-        hours = gpus * state.together.seconds / 3600
-        yield f"- GPU hours: {figure(hours)} at most, with {plural(gpus, 'GPU')} for each task"

@@ -78,32 +78,25 @@ def check_job(plan: RunPlan, dry_run: bool = False) -> list[WrongMarker]:
     if plan.depends is not None:
         wrong = check_job(plan.depends, dry_run)
     completed = plan.completed()
+    tasks = plan.tasks
     for runner in plan.runners:
         if runner.step.checkpoints_local_dir is None:
-            _check_tasks(plan, completed)
+            # datatrove's file of the last start has it, where no checkpoint does.
+            if completed and plan.logging_dir.isfile("executor.json"):
+                with plan.logging_dir.open("executor.json") as file:
+                    tasks = json.load(file).get("world_size")
+            if tasks != plan.tasks:
+                raise CheckpointMismatch(
+                    f"{plan.logging_dir.resolve_paths('completions')} marks tasks of another run "
+                    f"as complete:\n  tasks: {tasks} -> {plan.tasks}\n"
+                    "Go on with the old number of tasks, or choose another logging_dir (and "
+                    "output) for the new one."
+                )
             continue
         found = _compare_checkpoints(runner, completed, dry_run)
         wrong += [WrongMarker(plan, rank, text) for rank, text in found.items()]
         completed = [rank for rank in completed if rank not in found]
     return wrong
-
-
-def _check_tasks(plan: RunPlan, completed: list[int]) -> None:
-    """Compares the number of tasks with datatrove's file of the last start, where no checkpoint has
-    it.
-    """
-    if not completed or not plan.logging_dir.isfile("executor.json"):
-        return
-    with plan.logging_dir.open("executor.json") as file:
-        tasks = json.load(file).get("world_size")
-    if tasks != plan.tasks:
-        raise CheckpointMismatch(
-            f"{plan.logging_dir.resolve_paths('completions')} marks tasks of another run as "
-            "complete:\n"
-            f"  tasks: {tasks} -> {plan.tasks}\n"
-            "Go on with the old number of tasks, or choose another logging_dir (and output) for "
-            "the new one."
-        )
 
 
 def _compare_checkpoints(runner: RunnerPlan, skipped: list[int], dry_run: bool) -> dict[int, str]:

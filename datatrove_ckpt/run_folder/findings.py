@@ -18,7 +18,7 @@ from datatrove_ckpt.checkpoint.ledger import JobSums, Want
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import CkptError, TooManyDeadLetters
 from datatrove_ckpt.generation.final_stats import lines_with_error
-from datatrove_ckpt.mirror.restore import find_outdated, restore_outdated
+from datatrove_ckpt.mirror.restore import find_outdated, restore_outdated, upload_finished_ranks
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder.checks import Finding, about, within
 from datatrove_ckpt.run_folder.earlier_runs import (
@@ -122,8 +122,6 @@ def check_before_run(plan: RunPlan) -> None:
         runner.step.limits.note(root)
         mirror = runner.step.checkpoints_remote_dir
         if mirror is not None and root.is_dir():
-            from datatrove_ckpt.mirror.restore import upload_finished_ranks
-
             # datatrove skips complete ranks, so they are uploaded here.
             upload_finished_ranks(mirror, root)
     remove_markers(wrong)

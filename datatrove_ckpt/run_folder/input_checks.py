@@ -72,7 +72,12 @@ def check_input(reader: BaseReader, plan: RunPlan, sample: list[Document]) -> It
         if not any(map(inputs.size, range(min(len(names), _TRIED_FILES)))):
             yield Finding("warning", "readable", f"{where}: the first files are empty.")
             return
-        text = f"{where} holds no documents for this reader. {_advice(tried, names)}"
+        advice = "Check the path of the input, its pattern, and text_key."
+        # File systems and decompressors raise anything; the check reports what it knows.
+        with suppress(Exception):
+            text = explain(tried, names[0])  # of datatrove's own readers; ours do it themselves
+            advice = f"{names[0]!r}: {text}" if text else advice
+        text = f"{where} holds no documents for this reader. {advice}"
         yield Finding("problem", "readable", text)
         return
     if not sample:
@@ -186,17 +191,6 @@ def _read_some(
             refused[rank] = error
         if found and one.limit >= 0:  # it counts for a task, which has more files than one
             return
-
-
-def _advice(reader: BaseDiskReader, names: list[str]) -> str:
-    """Explains datatrove's own readers; ours do it themselves."""
-    text = ""
-    # File systems and decompressors raise anything; the check reports what it knows.
-    with suppress(Exception):
-        text = explain(reader, names[0])
-    if text:
-        return f"{names[0]!r}: {text}"
-    return "Check the path of the input, its pattern, and text_key."
 
 
 def input_names(folder: str, pattern: str | None) -> list[str]:

@@ -10,6 +10,8 @@ from glob import escape, has_magic
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
+from datatrove.io import get_datafolder
+
 from datatrove_ckpt.checkpoint.layout import is_input
 from datatrove_ckpt.cli.yaml_config import import_name
 from datatrove_ckpt.common import JsonObject
@@ -18,6 +20,7 @@ from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.readers import READERS, JsonlReader, SeekingReader
 from datatrove_ckpt.readers.compressed import open_content, uncompressed
+from datatrove_ckpt.readers.inputs import InputFolder
 
 _READERS = {reader.__name__: reader for reader in READERS}
 _SUFFIXES = {suffix: reader.__name__ for reader in READERS for suffix in reader.suffixes.split()}
@@ -180,10 +183,9 @@ class JobInput:
         return max(1, tasks)
 
     def _list(self, pattern: str | None) -> list[str]:
-        from datatrove_ckpt.run_folder.input_checks import input_names  # slow to import
-
         try:
-            names = input_names(self._folder, pattern)
+            found = get_datafolder(self._folder)
+            names: list[str] = InputFolder(found.path, found.fs).list_files(glob_pattern=pattern)
         except Exception as error:  # botocore's errors have no common base
             shown = re.sub(r"//[^/@]*@", f"//{HIDDEN}@", self._folder)
             raise ConfigError(f"input: {shown} cannot be listed: {failure_line(error)}.") from None

@@ -33,7 +33,7 @@ from datatrove_ckpt.run_folder.topics import (
     ranks_of,
     topics,
 )
-from datatrove_ckpt.run_folder.where import NotBegun
+from datatrove_ckpt.run_folder.where import NotBegun, cancel_batch
 
 
 def status(arguments: argparse.Namespace) -> int:
@@ -65,11 +65,9 @@ def batches(arguments: argparse.Namespace) -> int:
             say("No batch is open.")
         if arguments.action == "list" or not found:
             return 0
-        from datatrove_ckpt.run_folder.batches import cancel_batch  # slow to import
-
         problems = []
         for rank, batch in found:
-            problem = cancel_batch(place, rank, batch)
+            problem = cancel_batch(place, rank.folder, batch)
             if problem is not None:
                 problems.append(problem)
                 continue
@@ -164,7 +162,8 @@ def _describe_trouble(state: RunState) -> Iterator[str]:
                 f"  {trouble}, too: {counted(len(others), 'task')}: "
                 f"{ranges([rank.rank for rank in others])}"
             )
-    if state.is_mostly_dead:
+    done = state.together.done
+    if 2 * done.dead > done.read >= 20:
         often = "".join(f", most often {cause}" for cause, _ in state.causes.most_common(1))
         yield (
             f"More than half of the documents are dead letters{often}. Correct that, and retry "

@@ -25,7 +25,9 @@ def verify(arguments: argparse.Namespace) -> int:
     elif report.unfinished and report.goal is None:
         code = 3
     lines = [*map(str, report.problems), *map(str, report.unfinished)]
-    for name, old, new in mixed_settings(report.accepted):
+    runs = [report.job, *(rank.run for rank in report.ranks)]
+    accepted = (change for run in runs for change in run.get("accepted_changes", []))
+    for name, old, new in mixed_settings(accepted):
         lines.append(
             f"accept_changes: {name} was {old} for some of the documents, and {new} for others."
         )

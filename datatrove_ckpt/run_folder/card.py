@@ -63,7 +63,14 @@ def write_card(runner: RunnerPlan, root: Path, command: str) -> None:
         section = redact("\n".join(_lines(runner, state, _OF_OUTPUT)))
         repository = replace(hub, path="")
         calls = StoppableCalls(repository.url, repository)
-        publish = partial(_publish, repository, hub.path, section, _header(runner, hub.path))
+        # The YAML header of a README that is not there yet.
+        header = "---\n"
+        kind = _format(runner)
+        if kind is not None:
+            pattern = json.dumps(f"{hub.path}/**/*{kind.suffix}*".lstrip("/"))
+            header += f"configs:\n- config_name: default\n  data_files: {pattern}\n"
+        header += "tags:\n- synthetic\n- datatrove-ckpt\n---\n"
+        publish = partial(_publish, repository, hub.path, section, header)
         calls.retry(f"{_README} cannot be changed", publish, retrying.HUB_PROBE)
 
 
@@ -77,29 +84,16 @@ def _publish(repository: HubFolder, folder: str, section: str, header: str) -> N
     if found:
         blocks = repository.blocks(_README, found[_README].size + 1)
         before = b"".join(blocks).decode()
-    readme = _with_section(before, f"<!-- datatrove-ckpt: {folder or '/'} -->", section)
+    mark = f"<!-- datatrove-ckpt: {folder or '/'} -->"
+    start, _, rest = before.partition(mark)
+    _, has_end, after = rest.partition(_END)
+    if not has_end:
+        start = f"{before.rstrip()}\n\n"
+        after = "\n"
+    readme = f"{start}{mark}\n\n{section}\n\n{_END}{after}"
     if readme != before:
         content = CommitOperationAdd(_README, readme.encode(errors="replace"))
         repository.commit([content], "Card of a finished run", head)
-
-
-def _with_section(readme: str, mark: str, section: str) -> str:
-    content = f"{mark}\n\n{section}\n\n{_END}"
-    before, _, rest = readme.partition(mark)
-    _, has_end, after = rest.partition(_END)
-    if has_end:
-        return f"{before}{content}{after}"
-    return f"{readme.rstrip()}\n\n{content}\n"
-
-
-def _header(runner: RunnerPlan, folder: str) -> str:
-    """Returns the YAML header of a README that is not there yet."""
-    data_files = ""
-    kind = _format(runner)
-    if kind is not None:
-        pattern = f"{folder}/**/*{kind.suffix}*".lstrip("/")
-        data_files = f"configs:\n- config_name: default\n  data_files: {json.dumps(pattern)}\n"
-    return f"---\n{data_files}tags:\n- synthetic\n- datatrove-ckpt\n---\n"
 
 
 def _format(runner: RunnerPlan) -> Format | None:

@@ -11,7 +11,6 @@ from contextlib import closing, suppress
 from functools import partial
 
 from datatrove.data import Document
-from datatrove.io import get_datafolder
 from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
 
 from datatrove_ckpt.common.formatting import plural
@@ -191,10 +190,3 @@ def _read_some(
             refused[rank] = error
         if found and one.limit >= 0:  # it counts for a task, which has more files than one
             return
-
-
-def input_names(folder: str, pattern: str | None) -> list[str]:
-    """Returns the names of the input files in a folder, as readers list them."""
-    found = get_datafolder(folder)
-    names: list[str] = InputFolder(found.path, found.fs).list_files(glob_pattern=pattern)
-    return names

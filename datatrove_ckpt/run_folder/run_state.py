@@ -13,7 +13,7 @@ import socket
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -255,12 +255,6 @@ class RunState:
         return bool(self.totals.states["damaged"] or self.retried.states["damaged"])
 
     @property
-    def is_mostly_dead(self) -> bool:
-        """Whether most documents are dead, of at least 20."""
-        done = self.together.done
-        return 2 * done.dead > done.read >= 20
-
-    @property
     def is_finished(self) -> bool:
         return (
             bool(self.ranks)
@@ -326,7 +320,17 @@ def add_up(ranks: list[RankStatus], now: float, tasks: int = 0) -> Totals:
     )
     totals.dead_letters = few(totals.dead_letters)
     totals.not_started = max(0, tasks - sum(rank.rank < tasks for rank in ranks))
-    spans = sorted(span for rank in ranks for span in _spans(rank, now))
+    spans = []
+    for rank in ranks:
+        ended = rank.attempts[:-1]
+        spans += [(attempt.started, attempt.ended or attempt.last_seen) for attempt in ended]
+        if rank.attempts:
+            last = rank.attempts[-1]
+            end = last.ended or max(last.last_seen, rank.last_change)
+            if rank.state == "running" and not rank.is_copy:
+                end = now  # its last line is older
+            spans.append((last.started, end))
+    spans.sort()
     if spans:
         totals.started = spans[0][0]
     covered = 0.0
@@ -375,22 +379,6 @@ def _rates_now(ranks: list[RankStatus], now: float) -> Rates:
 
 def _with_attempt(ranks: list[RankStatus], state: State) -> list[tuple[RankStatus, AttemptSummary]]:
     return [(rank, rank.attempts[-1]) for rank in ranks if rank.state == state and rank.attempts]
-
-
-def _spans(rank: RankStatus, now: float) -> Iterator[tuple[float, float]]:
-    """Start and end of each attempt.
-
-    One that runs has worked until now, though its last line is older.
-    """
-    for attempt in rank.attempts[:-1]:
-        yield attempt.started, attempt.ended or attempt.last_seen
-    last = rank.attempt
-    if last is None:
-        return
-    if rank.state == "running" and not rank.is_copy:
-        yield last.started, now
-    else:
-        yield last.started, last.ended or max(last.last_seen, rank.last_change)
 
 
 def _add_input(totals: Totals, ranks: list[RankStatus]) -> None:
@@ -634,17 +622,6 @@ def wanted_files(name: str, size: int) -> bool:
     return name not in (layout.CACHE, layout.RETRY_INPUT) and size <= _MOST_BYTES
 
 
-def _command_in(logs: Path) -> str:
-    """Returns the command that started a run; if its run folder was moved or copied since, with the
-    folder of now.
-    """
-    command, _, started_in = Path(logs, COMMAND_FILE).read_text().partition("\n")
-    if not started_in or (Path(started_in).exists() and logs.samefile(started_in)):
-        return command
-    elsewhere = without_flag(shlex.split(command), "--run-folder")
-    return shlex.join([*elsewhere, "--run-folder", str(logs.parent)])
-
-
 def read_run_state(place: Place, now: float | None = None) -> RunState:
     """Reads the ranks of a place.
 
@@ -662,7 +639,13 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     elif place.logging_dir:
         # Redaction may have hidden a quote of the command.
         with suppress(OSError, ValueError):
-            state.command = _command_in(Path(place.logging_dir))
+            logs = Path(place.logging_dir)
+            command, _, started_in = (logs / COMMAND_FILE).read_text().partition("\n")
+            # The run folder was moved or copied since.
+            if started_in and not (Path(started_in).exists() and logs.samefile(started_in)):
+                elsewhere = without_flag(shlex.split(command), "--run-folder")
+                command = shlex.join([*elsewhere, "--run-folder", str(logs.parent)])
+            state.command = command
     run: Json = {}
     for folder in found:
         wanted = Want.HISTORY | Want.JOURNALS | Want.LETTERS

@@ -148,12 +148,6 @@ class Report:
         """The output folder of the last start."""
         return identity.recorded_output(self.checkpoints) or self.output
 
-    @property
-    def accepted(self) -> list[Json]:
-        """The changes that the user accepted."""
-        runs = [self.job, *(rank.run for rank in self.ranks)]
-        return [change for run in runs for change in run.get("accepted_changes", [])]
-
     @cached_property
     def job(self) -> Json:
         """The content of ``job.json``; empty if it is missing or damaged."""

@@ -168,7 +168,19 @@ def _expanded(content: Node, only_look: bool, rows: object) -> Node:
     content = {name: _text(name, value, only_look) for name, value in content.items()}
     own = {name: content[name] for name in NAMES if content.get(name) is not None}
     job = construct(ShortJob, own, form())
-    _check_place(job)
+    places = job.elsewhere
+    if len(places) > 1 and places != ["slurm", "kubernetes"]:
+        raise ConfigError(f"{', '.join(places)}: are different places to run. Give one of them.")
+    if job.workers != 1 and places:
+        raise ConfigError(
+            f"workers: are processes of this machine. Write them inside `{places[0]}`."
+        )
+    if job.is_remote and job.jobs is None:
+        raise ConfigError(
+            f"run_folder: must be a folder of this machine; it is {job.run_folder}. For "
+            "Hugging Face Jobs, add `jobs: {}`. For the output alone, give a folder here: "
+            '--print-config then writes the long form, in which a URL can replace "output_folder".'
+        )
     begun = recorded_settings(job.root / "checkpoints")
     job_input = JobInput(_input(job, only_look, rows), only_look)
     reader = job_input.reader()
@@ -191,14 +203,14 @@ def _expanded(content: Node, only_look: bool, rows: object) -> Node:
         "answer": begun.get("answer"),
         "records_per_chunk": begun.get("records_per_chunk", chunk),
     }
-    places = {"InferenceConfig": config, "InferenceRunner": runner}
+    owners = {"InferenceConfig": config, "InferenceRunner": runner}
     for name in [reader["class_path"]] if reader["class_path"] else _READERS:
-        places[name] = reader["init_args"]
+        owners[name] = reader["init_args"]
     if isinstance(rollout, dict):
-        places[rollout["class_path"]] = rollout["init_args"]
+        owners[rollout["class_path"]] = rollout["init_args"]
     for name, value in content.items():
         if name not in NAMES:
-            _place(name, value, places)
+            _place(name, value, owners)
     # This machine cannot see how a run elsewhere began, nor its files.
     if not job.is_remote:
         _allow_no_text(job, begun, reader, rollout)
@@ -280,22 +292,6 @@ def _allow_no_text(job: ShortJob, begun: Node, reader: Node, rollout: object) ->
     is_by_column = given.get("prompt_column") is not None and text_key is None
     if is_by_column or (templates and "text" not in keys and text_key in (None, *keys)):
         reader["init_args"]["text_key"] = None
-
-
-def _check_place(job: ShortJob) -> None:
-    places = job.elsewhere
-    if len(places) > 1 and places != ["slurm", "kubernetes"]:
-        raise ConfigError(f"{', '.join(places)}: are different places to run. Give one of them.")
-    if job.workers != 1 and places:
-        raise ConfigError(
-            f"workers: are processes of this machine. Write them inside `{places[0]}`."
-        )
-    if job.is_remote and job.jobs is None:
-        raise ConfigError(
-            f"run_folder: must be a folder of this machine; it is {job.run_folder}. For "
-            "Hugging Face Jobs, add `jobs: {}`. For the output alone, give a folder here: "
-            '--print-config then writes the long form, in which a URL can replace "output_folder".'
-        )
 
 
 def _executor(job: ShortJob, executor: Node, config: Node) -> Node:

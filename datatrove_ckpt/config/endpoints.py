@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from datatrove_ckpt.common import BATCH, JsonObject
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.declared import Count, Positive, Price, check, check_value, one_of
-from datatrove_ckpt.common.work_counts import Tokens
 from datatrove_ckpt.errors import ConfigError
 
 _PRICES = ("prompt", "cached", "cache_write", "completion")
-_MOST_COST = 1 << 43  # of an answer, in billionths: sums of a million answers fit into 64 bits
 _VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _ENDPOINT = re.compile(r"(https?://|\$\{\w+\})[^\s@]*")
 _FROM_ENVIRONMENT = re.compile(r"(\$\{\w+\})+")
@@ -131,14 +129,3 @@ def read_prices(prices: JsonObject | str | None, model: str) -> JsonObject | Non
     for name, number in (of_tokens | tiers).items():
         check_value(f"prices.{name}", Price, number)
     return prices
-
-
-def cost_of(tokens: Tokens, tier: str, prices: JsonObject) -> int:
-    """Returns the price of an answer, in billionths."""
-    price: float = prices.get("prompt", 0)
-    total: float = (tokens.prompt - tokens.cached - tokens.written) * price
-    total += tokens.cached * prices.get("cached", price)
-    total += tokens.written * prices.get("cache_write", price)
-    total += tokens.completion * prices.get("completion", 0)
-    factor: float = prices.get("tiers", {}).get(tier, 0.5 if tier == BATCH else 1)
-    return min(round(1000 * total * factor), _MOST_COST)

@@ -80,6 +80,8 @@ def _checked(place: str, config: object) -> InferenceConfig:
         raise ConfigError(
             f"{place}: takes an InferenceConfig(...), and not a {type(config).__name__}."
         )
-    made = InferenceConfig.from_datatrove(config)
+    known = {field.name for field in fields(InferenceConfig)}  # datatrove's may have more
+    given = {name: value for name, value in vars(config).items() if name in known}
+    made = InferenceConfig(**given)
     made.limits_documents = False  # datatrove fills it in
     return made

@@ -100,18 +100,6 @@ def _format(runner: RunnerPlan) -> Format | None:
     return format_of_file(str(runner.step.output_writer.output_filename.template))
 
 
-def _input(runner: RunnerPlan) -> str:
-    """Returns the files or the dataset that are read; "" if they are neither."""
-    for step in runner.before[:1]:
-        folder = getattr(step, "data_folder", None)
-        if folder is not None:
-            pattern = getattr(step, "glob_pattern", None) or ""
-            # The short form writes the name of a file as a pattern: "a.json[l]".
-            return str(folder.resolve_paths(re.sub(r"\[(.)\]", r"\1", pattern)))
-        return str(getattr(step, "dataset", ""))
-    return ""
-
-
 def _lines(
     runner: RunnerPlan, state: RunState, shown_topics: Container[str] | None = None
 ) -> Iterator[str]:
@@ -122,7 +110,15 @@ def _lines(
     yield f"{_MADE_BY.decode()}{__version__}, finished on {made} (UTC). Output: `{output}`.\n"
     yield "## What made it\n"
     yield "| setting | value |\n|---|---|"
-    yield _row("input", _input(runner))
+    source = ""  # the files or the dataset that are read
+    for step in runner.before[:1]:
+        source = str(getattr(step, "dataset", ""))
+        folder = getattr(step, "data_folder", None)
+        if folder is not None:
+            pattern = getattr(step, "glob_pattern", None) or ""
+            # The short form writes the name of a file as a pattern: "a.json[l]".
+            source = str(folder.resolve_paths(re.sub(r"\[(.)\]", r"\1", pattern)))
+    yield _row("input", source)
     for setting, value in state.identity.items():
         text = value if isinstance(value, str) else json.dumps(value)
         is_default = value is None or value is False or value == {}

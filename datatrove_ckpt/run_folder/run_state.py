@@ -595,16 +595,6 @@ def find_slow(ranks: Sequence[RankStatus]) -> None:
             rank.need_attention("slow", f"{own[0]:.3g} documents/s; {median}")
 
 
-def find_left(ranks: Sequence[RankStatus]) -> None:
-    if any(rank.state == "running" for rank in ranks):
-        return
-    for rank in ranks:
-        if rank.state == "unfinished" and rank.trouble is None:
-            rank.need_attention(
-                "unfinished", "nothing runs, and it is not finished; what it did is saved"
-            )
-
-
 def _speed(done: Rates | WorkCounts, seconds: float = 1.0) -> tuple[float, float]:
     return done.documents / seconds, (
         done.prompt_tokens + done.completion_tokens or done.requests
@@ -672,7 +662,13 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     state.foreign = [rank.rank for rank in state.ranks if 0 < state.tasks <= rank.rank]
     state.ranks = [rank for rank in state.ranks if rank.rank not in state.foreign]
     find_slow(state.ranks)
-    find_left(state.ranks + state.retries)
+    left = [rank for rank in state.ranks + state.retries if rank.state != "finished"]
+    if all(rank.state != "running" for rank in left):
+        for rank in left:
+            if rank.state == "unfinished" and rank.trouble is None:
+                rank.need_attention(
+                    "unfinished", "nothing runs, and it is not finished; what it did is saved"
+                )
     state.totals = add_up(state.ranks, state.read_at, state.tasks)
     state.retried = add_up(state.retries, state.read_at)
     words = [rank.last_word for rank in state.ranks + state.retries if rank.last_word is not None]

@@ -101,8 +101,26 @@ def surroundings(plan: RunPlan) -> Iterator[Finding]:
             yield from about(f"{place}input", refuse_input, plan, index, step)
         elif isinstance(step, BaseReader):
             yield from about(f"{place}input", check_input, step, plan, sample, what="readable")
-        if index in runners:
-            yield from check_runner(runners[index], sample)
+        if index not in runners:
+            continue
+        runner = runners[index]
+        yield from about(f"{place}input", _check_prompt, runner, sample)
+        # Cluster jobs may have what is missing here.
+        if plan.for_doctor or (plan.is_local and plan.incomplete()):
+            for config in runner.step.models.values():
+                subject = f"{place}{config.server_name('server')}"
+                yield from about(subject, _check_server, runner, config)
+            if sample:
+                yield from _costs(runner.step, sample)
+            yield from about(f"{place}monitoring", runner.step.monitoring.check_packages)
+        for subject, check in (("checkpoints", _check_checkpoints), ("output", _check_output)):
+            yield from about(f"{place}{subject}", check, runner, what="reachable")
+        if plan.for_doctor:
+            yield from about(f"{place}output", _check_writer, runner, sample)
+            remote = runner.step.checkpoints_remote_dir
+            if remote is not None:
+                yield from about(f"{place}mirror", check_remote, remote)
+        yield from about(f"{place}output", check_rules_of_hub, plan, runner.step)
 
 
 def _check_logging_dir(plan: RunPlan) -> Iterator[Finding]:
@@ -123,29 +141,6 @@ def refuse_file(setting: str, folder: str | Path) -> None:
             "folder.",
             setting=setting,
         )
-
-
-def check_runner(runner: RunnerPlan, sample: list[Document]) -> Iterator[Finding]:
-    plan = runner.plan
-    place = plan.place(runner.index)
-    step = runner.step
-    remote = step.checkpoints_remote_dir
-    yield from about(f"{place}input", _check_prompt, runner, sample)
-    # Cluster jobs may have what is missing here.
-    if plan.for_doctor or (plan.is_local and plan.incomplete()):
-        for config in step.models.values():
-            subject = f"{place}{config.server_name('server')}"
-            yield from about(subject, _check_server, runner, config)
-        if sample:
-            yield from _costs(step, sample)
-        yield from about(f"{place}monitoring", step.monitoring.check_packages)
-    for subject, check in (("checkpoints", _check_checkpoints), ("output", _check_output)):
-        yield from about(f"{place}{subject}", check, runner, what="reachable")
-    if plan.for_doctor:
-        yield from about(f"{place}output", _check_writer, runner, sample)
-        if remote is not None:
-            yield from about(f"{place}mirror", check_remote, remote)
-    yield from about(f"{place}output", check_rules_of_hub, plan, step)
 
 
 def _check_prompt(runner: RunnerPlan, sample: list[Document]) -> Iterator[Finding]:

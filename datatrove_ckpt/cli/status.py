@@ -182,24 +182,20 @@ def table(ranks: Sequence[RankStatus], now: float) -> Iterator[str]:
         f"{'per second':>10}  {'left':>8}  {'changed':>8}  notes"
     )
     for rank in ranks:
-        yield _row(rank, now)
-
-
-def _row(rank: RankStatus, now: float) -> str:
-    name = f"{rank.root}/{rank.rank}".lstrip("/")
-    shown = rank.trouble or rank.state
-    share = 1.0 if rank.state == "finished" else rank.position.share
-    done = rate = left = word = ""
-    if share is not None:
-        done = f"{filled_cells(share, _TABLE_BAR, _REST)} {percent(share):>7}"
-    if rank.state == "running" and rank.rates.documents:
-        rate = figure(rank.rates.documents)
-    if rank.time_left is not None:
-        left = duration(rank.time_left)
-    if rank.last_word is not None and rank.state != "finished":
-        word = duration(max(1.0, now - rank.last_word))
-    notes = rank.reason.partition("\n")[0]
-    if not notes and rank.state == "running":
-        notes = rank.process
-    numbers = f"{rank.documents:>11,}  {rate:>10}  {left:>8}  {word:>8}"
-    return f"{name:>6}  {shown:<11}  {done:<{_TABLE_BAR + 8}}  {numbers}  {notes}".rstrip()
+        name = f"{rank.root}/{rank.rank}".lstrip("/")
+        shown = rank.trouble or rank.state
+        share = 1.0 if rank.state == "finished" else rank.position.share
+        done = rate = left = word = ""
+        if share is not None:
+            done = f"{filled_cells(share, _TABLE_BAR, _REST)} {percent(share):>7}"
+        if rank.state == "running" and rank.rates.documents:
+            rate = figure(rank.rates.documents)
+        if rank.time_left is not None:
+            left = duration(rank.time_left)
+        if rank.last_word is not None and rank.state != "finished":
+            word = duration(max(1.0, now - rank.last_word))
+        notes = rank.reason.partition("\n")[0]
+        if not notes and rank.state == "running":
+            notes = rank.process
+        numbers = f"{rank.documents:>11,}  {rate:>10}  {left:>8}  {word:>8}"
+        yield f"{name:>6}  {shown:<11}  {done:<{_TABLE_BAR + 8}}  {numbers}  {notes}".rstrip()

@@ -1,10 +1,8 @@
 """Endpoints: servers that run already, with what their providers allow and charge."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qsl
 
 from datatrove_ckpt.common import JsonObject
@@ -47,26 +45,6 @@ class EndpointConfig:
         check(EndpointConfig, vars(self))
         check_url(self.url, "url")
         check_variable(self.api_key_env)
-
-    @classmethod
-    def made_of(cls, given: Any, place: str, model: str) -> "EndpointConfig":
-        """Returns the endpoint of a mapping, with the file of its prices read.
-
-        Args:
-            place: for messages.
-            model: the name of the run's model.
-        """
-        try:
-            if not isinstance(given, Mapping):
-                check_value("", EndpointConfig, given)
-                given = vars(given)
-            known = [field.name for field in fields(cls)]
-            for name in given:
-                check_value("", one_of(known), name)
-            one = cls(**{"url": None, **given})
-            return replace(one, prices=read_prices(one.prices, one.model or model))
-        except ConfigError as error:
-            raise ConfigError(f"{place}: {error}") from None
 
 
 def check_variable(name: str | None) -> None:

@@ -15,7 +15,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -316,9 +316,19 @@ class InferenceConfig:
         if self.server_type != "endpoint":
             raise ConfigError('needs server_type "endpoint".', setting="endpoints")
         found = []
+        known = [one.name for one in fields(EndpointConfig)]
         for index, given in enumerate(self.endpoints):
-            place = f"endpoints[{index}]"
-            found.append(EndpointConfig.made_of(given, place, self.model_name_or_path))
+            try:
+                if not isinstance(given, Mapping):
+                    check_value("", EndpointConfig, given)
+                    given = vars(given)
+                for name in given:
+                    check_value("", one_of(known), name)
+                one = EndpointConfig(**{"url": None, **given})
+                prices = read_prices(one.prices, one.model or self.model_name_or_path)
+                found.append(replace(one, prices=prices))
+            except ConfigError as error:
+                raise ConfigError(f"endpoints[{index}]: {error}") from None
         if len({one.weight is None for one in found}) > 1:
             raise ConfigError("either all have a weight, or none.", setting="endpoints")
         self.endpoints = found

@@ -11,7 +11,6 @@ import re
 from collections.abc import Container, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
 from datatrove_ckpt import __version__
@@ -60,6 +59,8 @@ def write_card(runner: RunnerPlan, root: Path, command: str) -> None:
     files.disk.replace(path, text.encode(errors="replace"), files.PUBLIC_FILE)
     hub = HubFolder.of(runner.step.output_writer.output_folder)
     if hub is not None and hub.kind == "dataset":
+        from huggingface_hub import CommitOperationAdd
+
         section = redact("\n".join(_lines(runner, state, _OF_OUTPUT)))
         repository = replace(hub, path="")
         calls = StoppableCalls(repository.url, repository)
@@ -70,30 +71,26 @@ def write_card(runner: RunnerPlan, root: Path, command: str) -> None:
             pattern = json.dumps(f"{hub.path}/**/*{kind.suffix}*".lstrip("/"))
             header += f"configs:\n- config_name: default\n  data_files: {pattern}\n"
         header += "tags:\n- synthetic\n- datatrove-ckpt\n---\n"
-        publish = partial(_publish, repository, hub.path, section, header)
+
+        def publish() -> None:
+            head = repository.head()
+            before = header
+            found = repository.look_up([_README], head)
+            if found:
+                blocks = repository.blocks(_README, found[_README].size + 1)
+                before = b"".join(blocks).decode()
+            mark = f"<!-- datatrove-ckpt: {hub.path or '/'} -->"
+            start, _, rest = before.partition(mark)
+            _, has_end, after = rest.partition(_END)
+            if not has_end:
+                start = f"{before.rstrip()}\n\n"
+                after = "\n"
+            readme = f"{start}{mark}\n\n{section}\n\n{_END}{after}"
+            if readme != before:
+                content = CommitOperationAdd(_README, readme.encode(errors="replace"))
+                repository.commit([content], "Card of a finished run", head)
+
         calls.retry(f"{_README} cannot be changed", publish, retrying.HUB_PROBE)
-
-
-def _publish(repository: HubFolder, folder: str, section: str, header: str) -> None:
-    """Raises OSError."""
-    from huggingface_hub import CommitOperationAdd
-
-    head = repository.head()
-    before = header
-    found = repository.look_up([_README], head)
-    if found:
-        blocks = repository.blocks(_README, found[_README].size + 1)
-        before = b"".join(blocks).decode()
-    mark = f"<!-- datatrove-ckpt: {folder or '/'} -->"
-    start, _, rest = before.partition(mark)
-    _, has_end, after = rest.partition(_END)
-    if not has_end:
-        start = f"{before.rstrip()}\n\n"
-        after = "\n"
-    readme = f"{start}{mark}\n\n{section}\n\n{_END}{after}"
-    if readme != before:
-        content = CommitOperationAdd(_README, readme.encode(errors="replace"))
-        repository.commit([content], "Card of a finished run", head)
 
 
 def _format(runner: RunnerPlan) -> Format | None:

@@ -27,7 +27,7 @@ from datatrove_ckpt.readers.inputs import (
     refuse_pointers,
 )
 from datatrove_ckpt.readers.no_document import NoDocument, explain
-from datatrove_ckpt.run_folder.checks import Finding, within
+from datatrove_ckpt.run_folder.checks import Finding, State, within
 from datatrove_ckpt.run_folder.run_plan import RunPlan
 
 _SAMPLE_DOCUMENTS = 1000
@@ -90,17 +90,17 @@ def check_input(reader: BaseReader, plan: RunPlan, sample: list[Document]) -> It
             "is no input."
         )
         yield Finding("warning", "files", text)
-    if is_dataset and reader.shares_rows(len(names)):
-        equal = f"each of {plural(tasks, 'task')} gets an equal part of the rows."
-        yield Finding("ok", "shares", equal)
-        return
+    state: State = "ok"
     text = f"{plural(len(names), 'file')} for {plural(tasks, 'task')}."
-    if len(names) >= tasks:  # datatrove deals out whole files
-        yield Finding("ok", "shares", text)
-        return
-    idle = f"{tasks - len(names)} of {tasks} tasks have no input: {text}"
-    advice = f"Set tasks to {len(names)}, or split the input into at least {tasks} files."
-    yield Finding("warning", "shares", f"{idle} {advice}")
+    if is_dataset and reader.shares_rows(len(names)):
+        text = f"each of {plural(tasks, 'task')} gets an equal part of the rows."
+    elif len(names) < tasks:  # datatrove deals out whole files
+        state = "warning"
+        text = (
+            f"{tasks - len(names)} of {tasks} tasks have no input: {text} Set tasks to "
+            f"{len(names)}, or split the input into at least {tasks} files."
+        )
+    yield Finding(state, "shares", text)
 
 
 def refuse_input(plan: RunPlan, index: int, step: object) -> None:

@@ -54,7 +54,12 @@ def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Names
             f"executor: class_path: write {plan.name}; datatrove's own is for scripts."
         )
     if arguments.no_wait:
-        plan = _not_waiting(executor, plan)
+        if plan.tasks > 1:  # the first would end the others
+            raise ConfigError(
+                "--no-wait: is for a run of one task, and this one has more. Set tasks: 1, or "
+                "leave it out."
+            )
+        plan = _changed(executor, plan, no_wait=True)
     if arguments.cancel:
         if not hasattr(executor, "cancel"):
             raise ConfigError(
@@ -111,7 +116,15 @@ def _checked_run(
                     "letters."
                 )
             if arguments.retry_dead_letters:
-                plan = _retry_dead_letters(executor, plan)
+                _check_tasks(plan)
+                left = plan.incomplete(skip_completed=True)
+                if left:  # datatrove would mark it as complete although its input is not done
+                    raise ConfigError(
+                        f"--retry-dead-letters: {len(left)} of {plan.tasks} tasks are not finished "
+                        f"(task {left[0]} is the first). Finish them first: run the same command "
+                        "without it."
+                    )
+                plan = _changed(executor, plan, retry_dead_letters=True)
             if plan.retries:  # datatrove's executors, and a flag, leave it as it was
                 executor.skip_completed = False
             if not arguments.worker:
@@ -120,10 +133,8 @@ def _checked_run(
             started = True
             dead = _execute(executor, plan, content, arguments)
             if dead and arguments.fail_on_dead_letters:
-                left = TooManyDeadLetters(
-                    f"{plural_is(dead, 'dead letter')} left (--fail-on-dead-letters)."
-                )
-                return fail(left, 1)
+                text = f"{plural_is(dead, 'dead letter')} left (--fail-on-dead-letters)."
+                return fail(TooManyDeadLetters(text), 1)
     except KeyboardInterrupt:
         return _interrupted(interruption, arguments.command)
     except SystemExit as exit:
@@ -236,38 +247,6 @@ def _interrupted(interruption: Interruption, words: Sequence[str]) -> int:
         f"{shlex.join(words)}"
     )
     return 128 + number
-
-
-def _not_waiting(executor: PipelineExecutor, plan: RunPlan) -> RunPlan:
-    """Returns the plan by which a rank ends while its batches are at the provider.
-
-    Raises:
-        ConfigError: the first of several tasks would end the others.
-    """
-    if plan.tasks > 1:
-        raise ConfigError(
-            "--no-wait: is for a run of one task, and this one has more. Set tasks: 1, or leave "
-            "it out."
-        )
-    return _changed(executor, plan, no_wait=True)
-
-
-def _retry_dead_letters(executor: PipelineExecutor, plan: RunPlan) -> RunPlan:
-    """Returns the plan by which the ranks process their dead letters instead of the input.
-
-    Raises:
-        ConfigError: a rank is not complete; datatrove would mark it as complete although its input
-            is not done.
-        CheckpointMismatch: see ``_check_tasks``.
-    """
-    _check_tasks(plan)
-    incomplete = plan.incomplete(skip_completed=True)
-    if incomplete:
-        raise ConfigError(
-            f"--retry-dead-letters: {len(incomplete)} of {plan.tasks} tasks are not finished (task "
-            f"{incomplete[0]} is the first). Finish them first: run the same command without it."
-        )
-    return _changed(executor, plan, retry_dead_letters=True)
 
 
 def _changed(executor: PipelineExecutor, plan: RunPlan, **changes: bool) -> RunPlan:

@@ -10,6 +10,8 @@ from glob import escape, has_magic
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
+from datatrove.io import get_datafolder
+
 from datatrove_ckpt.checkpoint.layout import is_input
 from datatrove_ckpt.cli.yaml_config import import_name
 from datatrove_ckpt.common import JsonObject
@@ -18,6 +20,7 @@ from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.readers import READERS, JsonlReader, SeekingReader
 from datatrove_ckpt.readers.compressed import open_content, uncompressed
+from datatrove_ckpt.readers.inputs import InputFolder
 
 _READERS = {reader.__name__: reader for reader in READERS}
 _SUFFIXES = {suffix: reader.__name__ for reader in READERS for suffix in reader.suffixes.split()}
@@ -38,12 +41,15 @@ def node(class_path: str, **arguments: object) -> JsonObject:
 
 
 class JobInput:
-    def __init__(self, given: str) -> None:
+    """``only_look``: its files may be gone, and are not read."""
+
+    def __init__(self, given: str, only_look: bool) -> None:
+        self.only_look = only_look
         self._given = given
         self._is_here = "://" not in given
         self._folder, self._pattern = _split(given)
 
-    def reader(self, only_look: bool) -> JsonObject:
+    def reader(self) -> JsonObject:
         """Returns the reader. Lists the input only if its name does not show its format.
 
         Raises:
@@ -66,7 +72,7 @@ class JobInput:
         if pattern and "@" not in given:
             kind = _kind(given)
         is_told = kind and (has_magic(given) or not self._is_here or Path(given).is_file())
-        if is_told or only_look:
+        if is_told or self.only_look:
             return node(kind, data_folder=folder, glob_pattern=pattern)
         if self._is_here and pattern and not has_magic(given) and not Path(given).exists():
             raise _is_absent(given)
@@ -135,7 +141,7 @@ class JobInput:
         not listed for it.
         """
         path = Path(self._given)
-        if path.is_file():
+        if path.is_file() and not self.only_look:
             with suppress(Exception):  # the checks before a start name what is wrong
                 rows = import_name(reader["class_path"], "")(**reader["init_args"])
                 columns: Collection[str] = next(iter(rows.read_file(path.name))).metadata
@@ -160,6 +166,8 @@ class JobInput:
 
     def count_tasks(self, reader: JsonObject, is_elsewhere: bool) -> int:
         """Returns how many tasks have work."""
+        if self.only_look:
+            return 1
         if "glob_pattern" not in reader["init_args"]:  # a dataset
             return _MOST_TASKS if is_elsewhere else 1
         try:
@@ -175,10 +183,9 @@ class JobInput:
         return max(1, tasks)
 
     def _list(self, pattern: str | None) -> list[str]:
-        from datatrove_ckpt.run_folder.input_checks import input_names  # slow to import
-
         try:
-            names = input_names(self._folder, pattern)
+            found = get_datafolder(self._folder)
+            names: list[str] = InputFolder(found.path, found.fs).list_files(glob_pattern=pattern)
         except Exception as error:  # botocore's errors have no common base
             shown = re.sub(r"//[^/@]*@", f"//{HIDDEN}@", self._folder)
             raise ConfigError(f"input: {shown} cannot be listed: {failure_line(error)}.") from None

@@ -15,16 +15,29 @@ from datatrove_ckpt.errors import ConfigError
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Prints the intervals. Returns the exit code.
+    """Prints the intervals. The history of a training tells the median pause of its saves, and the
+    mean time between its restarts. Returns the exit code.
 
     Raises:
-        ConfigError: the cost of a save, or the time between two losses, is not known.
+        ConfigError: there is no history, or it lacks one of the two, and no flag gives it.
     """
-    measured = {}
+    save_cost = arguments.save_cost
+    mtbf = arguments.mtbf
     if arguments.folder is not None:
-        measured = measure(Path(arguments.folder))
-    save_cost = arguments.save_cost or measured.get("save_cost")
-    mtbf = arguments.mtbf or measured.get("mtbf")
+        folder = Path(arguments.folder)
+        path = folder / training_steps.HISTORY
+        if not path.is_file():
+            raise ConfigError(
+                f"{path}: there is no such file, so nothing can be measured. Give --save-cost and "
+                "--mtbf."
+            )
+        events = list(training_steps.read_events(folder))
+        pauses = [event["pause_seconds"] for event in events if event["event"] == "saved"]
+        restarts = [event["at"] for event in events if event["event"] == "restored"]
+        if pauses:
+            save_cost = save_cost or median(pauses)
+        if len(restarts) >= 3:
+            mtbf = mtbf or (restarts[-1] - restarts[0]) / (len(restarts) - 1)
     if not save_cost:
         raise ConfigError(
             "--save-cost is missing: how long a save stops training, such as 140s; or give FOLDER."
@@ -48,27 +61,3 @@ def plan(arguments: argparse.Namespace) -> int:
     ]
     say_result(arguments.json, found, lines)
     return 0
-
-
-def measure(folder: Path) -> dict[str, float]:
-    """Returns the median pause of the saves in the training's history, and the mean time between
-    its restarts.
-
-    Raises:
-        ConfigError: there is no history.
-    """
-    path = folder / training_steps.HISTORY
-    if not path.is_file():
-        raise ConfigError(
-            f"{path}: there is no such file, so nothing can be measured. Give --save-cost and "
-            "--mtbf."
-        )
-    events = list(training_steps.read_events(folder))
-    pauses = [event["pause_seconds"] for event in events if event["event"] == "saved"]
-    restarts = [event["at"] for event in events if event["event"] == "restored"]
-    found: dict[str, float] = {}
-    if pauses:
-        found["save_cost"] = median(pauses)
-    if len(restarts) >= 3:
-        found["mtbf"] = (restarts[-1] - restarts[0]) / (len(restarts) - 1)
-    return found

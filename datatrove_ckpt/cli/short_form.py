@@ -78,7 +78,6 @@ _BY_FORM = (
     "dataset",
 )
 """Settings of the long form that the form sets."""
-_BY_RUN_FOLDER = ("checkpoints_local_dir", "checkpoints_dir", "checkpoint_dir", "logging_dir")
 
 
 @cache
@@ -165,23 +164,30 @@ def expand(content: Node, only_look: bool = False, rows: object = None) -> Node:
 
 
 def _expanded(content: Node, only_look: bool, rows: object) -> Node:
-    for name in content:
-        if name in _BY_RUN_FOLDER:
-            raise ConfigError(
-                f"{name}: is set by run_folder, which holds output, checkpoints and logs."
-            )
     refuse_unknown(content, [*settings()], form())
     content = {name: _text(name, value, only_look) for name, value in content.items()}
     own = {name: content[name] for name in NAMES if content.get(name) is not None}
     job = construct(ShortJob, own, form())
-    _check_place(job)
+    places = job.elsewhere
+    if len(places) > 1 and places != ["slurm", "kubernetes"]:
+        raise ConfigError(f"{', '.join(places)}: are different places to run. Give one of them.")
+    if job.workers != 1 and places:
+        raise ConfigError(
+            f"workers: are processes of this machine. Write them inside `{places[0]}`."
+        )
+    if job.is_remote and job.jobs is None:
+        raise ConfigError(
+            f"run_folder: must be a folder of this machine; it is {job.run_folder}. For "
+            "Hugging Face Jobs, add `jobs: {}`. For the output alone, give a folder here: "
+            '--print-config then writes the long form, in which a URL can replace "output_folder".'
+        )
     begun = recorded_settings(job.root / "checkpoints")
-    job_input = JobInput(_input(job, only_look, rows))
-    reader = job_input.reader(only_look)
-    job = _as_batch(job, job_input, reader, only_look, content)
+    job_input = JobInput(_input(job, only_look, rows), only_look)
+    reader = job_input.reader()
+    job = _as_batch(job, job_input, reader, content)
     tasks = begun.get("tasks") if job.tasks is None else job.tasks
     if tasks is None:
-        tasks = 1 if only_look else job_input.count_tasks(reader, bool(job.elsewhere))
+        tasks = job_input.count_tasks(reader, bool(job.elsewhere))
     rollout = _rollout(job, content)
     if isinstance(rollout, dict) and reader["class_path"] == "PageReader":
         known = parameters_of(import_name(rollout["class_path"], form()))[0]
@@ -197,19 +203,19 @@ def _expanded(content: Node, only_look: bool, rows: object) -> Node:
         "answer": begun.get("answer"),
         "records_per_chunk": begun.get("records_per_chunk", chunk),
     }
-    places = {"InferenceConfig": config, "InferenceRunner": runner}
+    owners = {"InferenceConfig": config, "InferenceRunner": runner}
     for name in [reader["class_path"]] if reader["class_path"] else _READERS:
-        places[name] = reader["init_args"]
+        owners[name] = reader["init_args"]
     if isinstance(rollout, dict):
-        places[rollout["class_path"]] = rollout["init_args"]
+        owners[rollout["class_path"]] = rollout["init_args"]
     for name, value in content.items():
         if name not in NAMES:
-            _place(name, value, places)
+            _place(name, value, owners)
     # This machine cannot see how a run elsewhere began, nor its files.
     if not job.is_remote:
         _allow_no_text(job, begun, reader, rollout)
         if not (begun or job.task == "batch" or "answer" in content):
-            runner["answer"] = _answer(job_input, reader, rollout, only_look)
+            runner["answer"] = _answer(job_input, reader, rollout)
     runner["checkpoints_local_dir"] = "checkpoints" if job.is_remote else f"{job.root}/checkpoints"
     runner["output_writer"] = _writer(job, reader, begun, runner["answer"])
     executor = {"tasks": tasks, "logging_dir": f"{job.below}/logs"}
@@ -242,9 +248,7 @@ def _place(name: str, value: object, places: dict[str, Node]) -> None:
     arguments[name] = value
 
 
-def _as_batch(
-    job: ShortJob, job_input: JobInput, reader: Node, only_look: bool, content: Node
-) -> ShortJob:
+def _as_batch(job: ShortJob, job_input: JobInput, reader: Node, content: Node) -> ShortJob:
     """Returns the job with task, model and reader, where the input is a batch file."""
     is_told = job.task == "batch"
     if not is_told and (job.prompt or job.rollout or job.task or content.get("prompt_column")):
@@ -253,11 +257,11 @@ def _as_batch(
         raise ConfigError("task: batch is for JSON lines, and the input has none.")
     model = job.model
     first: Node = {}
-    if only_look:
+    if job_input.only_look:
         model = model or "(of the input)"
     elif not (is_told and model):
         first = job_input.first_request(reader)
-    if not (is_told or only_look or first):
+    if not (is_told or job_input.only_look or first):
         return job
     if (job.endpoint or content.get("endpoints")) and isinstance(first.get("body"), dict):
         model = model or first["body"].get("model")
@@ -288,22 +292,6 @@ def _allow_no_text(job: ShortJob, begun: Node, reader: Node, rollout: object) ->
     is_by_column = given.get("prompt_column") is not None and text_key is None
     if is_by_column or (templates and "text" not in keys and text_key in (None, *keys)):
         reader["init_args"]["text_key"] = None
-
-
-def _check_place(job: ShortJob) -> None:
-    places = job.elsewhere
-    if len(places) > 1 and places != ["slurm", "kubernetes"]:
-        raise ConfigError(f"{', '.join(places)}: are different places to run. Give one of them.")
-    if job.workers != 1 and places:
-        raise ConfigError(
-            f"workers: are processes of this machine. Write them inside `{places[0]}`."
-        )
-    if job.is_remote and job.jobs is None:
-        raise ConfigError(
-            f"run_folder: must be a folder of this machine; it is {job.run_folder}. For "
-            "Hugging Face Jobs, add `jobs: {}`. For the output alone, give a folder here: "
-            '--print-config then writes the long form, in which a URL can replace "output_folder".'
-        )
 
 
 def _executor(job: ShortJob, executor: Node, config: Node) -> Node:
@@ -465,11 +453,11 @@ def _input(job: ShortJob, only_look: bool, rows: object) -> str:
     return str(path)
 
 
-def _answer(job_input: JobInput, reader: Node, rollout: object, only_look: bool) -> object:
+def _answer(job_input: JobInput, reader: Node, rollout: object) -> object:
     """Returns the column of the answers: one that the first document has not."""
     if isinstance(rollout, dict) and rollout["class_path"] == "EmbedRollout":
         return rollout["init_args"].get("column")
-    columns = () if only_look else job_input.first_columns(reader)
+    columns = job_input.first_columns(reader)
     if "answer" not in columns or "rollout_results" in columns:
         return "answer"
     free = next(other for number in count(2) if (other := f"answer_{number}") not in columns)

@@ -85,8 +85,7 @@ def sample(executor: PipelineExecutor, number: int) -> int:
     from datatrove_ckpt.process import signals
     from datatrove_ckpt.run_folder.prompts import check_prompts
     from datatrove_ckpt.run_folder.run_plan import RunPlan
-    from datatrove_ckpt.run_folder.sample import take_sample
-    from datatrove_ckpt.run_folder.sample_table import estimate_lines
+    from datatrove_ckpt.run_folder.sample import estimate_lines, take_sample
 
     # The run's own lines would promise a resume.
     quiet = log_disabled("datatrove_ckpt.generation.rank")

@@ -33,7 +33,7 @@ from datatrove_ckpt.run_folder.topics import (
     ranks_of,
     topics,
 )
-from datatrove_ckpt.run_folder.where import NotBegun
+from datatrove_ckpt.run_folder.where import NotBegun, cancel_batch
 
 
 def status(arguments: argparse.Namespace) -> int:
@@ -65,11 +65,9 @@ def batches(arguments: argparse.Namespace) -> int:
             say("No batch is open.")
         if arguments.action == "list" or not found:
             return 0
-        from datatrove_ckpt.run_folder.batches import cancel_batch  # slow to import
-
         problems = []
         for rank, batch in found:
-            problem = cancel_batch(place, rank, batch)
+            problem = cancel_batch(place, rank.folder, batch)
             if problem is not None:
                 problems.append(problem)
                 continue
@@ -152,15 +150,20 @@ def _describe_trouble(state: RunState) -> Iterator[str]:
             alike.setdefault((rank.root, rank.reason), []).append(rank)
         groups = list(alike.values())
         for group in groups[:MAX_TROUBLED]:
-            reason = group[0].reason.replace("\n", "\n    ")
-            yield f"  {_places(group)}: {trouble}: {reason}"
+            first = group[0]
+            places = name_place(first.root, first.rank)
+            if len(group) > 1:
+                places = f"{first.root}, tasks {ranges([rank.rank for rank in group])}"
+            reason = first.reason.replace("\n", "\n    ")
+            yield f"  {places.removeprefix(', ')}: {trouble}: {reason}"
         others = [rank for group in groups[MAX_TROUBLED:] for rank in group]
         if others:
             yield (
                 f"  {trouble}, too: {counted(len(others), 'task')}: "
                 f"{ranges([rank.rank for rank in others])}"
             )
-    if state.is_mostly_dead:
+    done = state.together.done
+    if 2 * done.dead > done.read >= 20:
         often = "".join(f", most often {cause}" for cause, _ in state.causes.most_common(1))
         yield (
             f"More than half of the documents are dead letters{often}. Correct that, and retry "
@@ -168,15 +171,6 @@ def _describe_trouble(state: RunState) -> Iterator[str]:
         )
     elif not troubled:
         yield "No task needs attention."
-
-
-def _places(ranks: Sequence[RankStatus]) -> str:
-    if len(ranks) == 1:
-        return name_place(ranks[0].root, ranks[0].rank)
-    numbers = f"tasks {ranges([rank.rank for rank in ranks])}"
-    if ranks[0].root:
-        return f"{ranks[0].root}, {numbers}"
-    return numbers
 
 
 _TABLE_BAR = 10
@@ -188,24 +182,20 @@ def table(ranks: Sequence[RankStatus], now: float) -> Iterator[str]:
         f"{'per second':>10}  {'left':>8}  {'changed':>8}  notes"
     )
     for rank in ranks:
-        yield _row(rank, now)
-
-
-def _row(rank: RankStatus, now: float) -> str:
-    name = f"{rank.root}/{rank.rank}".lstrip("/")
-    shown = rank.trouble or rank.state
-    share = 1.0 if rank.state == "finished" else rank.position.share
-    done = rate = left = word = ""
-    if share is not None:
-        done = f"{filled_cells(share, _TABLE_BAR, _REST)} {percent(share):>7}"
-    if rank.state == "running" and rank.rates.documents:
-        rate = figure(rank.rates.documents)
-    if rank.time_left is not None:
-        left = duration(rank.time_left)
-    if rank.last_word is not None and rank.state != "finished":
-        word = duration(max(1.0, now - rank.last_word))
-    notes = rank.reason.partition("\n")[0]
-    if not notes and rank.state == "running":
-        notes = rank.process
-    numbers = f"{rank.documents:>11,}  {rate:>10}  {left:>8}  {word:>8}"
-    return f"{name:>6}  {shown:<11}  {done:<{_TABLE_BAR + 8}}  {numbers}  {notes}".rstrip()
+        name = f"{rank.root}/{rank.rank}".lstrip("/")
+        shown = rank.trouble or rank.state
+        share = 1.0 if rank.state == "finished" else rank.position.share
+        done = rate = left = word = ""
+        if share is not None:
+            done = f"{filled_cells(share, _TABLE_BAR, _REST)} {percent(share):>7}"
+        if rank.state == "running" and rank.rates.documents:
+            rate = figure(rank.rates.documents)
+        if rank.time_left is not None:
+            left = duration(rank.time_left)
+        if rank.last_word is not None and rank.state != "finished":
+            word = duration(max(1.0, now - rank.last_word))
+        notes = rank.reason.partition("\n")[0]
+        if not notes and rank.state == "running":
+            notes = rank.process
+        numbers = f"{rank.documents:>11,}  {rate:>10}  {left:>8}  {word:>8}"
+        yield f"{name:>6}  {shown:<11}  {done:<{_TABLE_BAR + 8}}  {numbers}  {notes}".rstrip()

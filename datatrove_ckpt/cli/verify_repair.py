@@ -6,7 +6,6 @@ from dataclasses import asdict
 from datatrove_ckpt.checkpoint.identity import mixed_settings
 from datatrove_ckpt.cli.printing import say, say_result
 from datatrove_ckpt.cli.what import place_of
-from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import plural, plural_or_no
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder import verify as checks
@@ -25,19 +24,16 @@ def verify(arguments: argparse.Namespace) -> int:
     elif report.unfinished and report.goal is None:
         code = 3
     lines = [*map(str, report.problems), *map(str, report.unfinished)]
-    for name, old, new in mixed_settings(report.accepted):
+    runs = [report.job, *(rank.run for rank in report.ranks)]
+    accepted = (change for run in runs for change in run.get("accepted_changes", []))
+    for name, old, new in mixed_settings(accepted):
         lines.append(
             f"accept_changes: {name} was {old} for some of the documents, and {new} for others."
         )
     lines.append(_verdict(report))
-    say_result(arguments.json, _as_json(report, code), lines)
-    return code
-
-
-def _as_json(report: checks.Report, code: int) -> JsonObject:
     counts = report.sums.counts
     shown = {**counts.fields(), "lengths": counts.lengths.percentiles}
-    return {
+    content = {
         "checkpoints": str(report.checkpoints),
         "output": report.output,
         "full": report.full,
@@ -46,6 +42,8 @@ def _as_json(report: checks.Report, code: int) -> JsonObject:
         "problems": [asdict(problem) for problem in report.problems],
         "unfinished": [asdict(unfinished) for unfinished in report.unfinished],
     }
+    say_result(arguments.json, content, lines)
+    return code
 
 
 def _verdict(report: checks.Report) -> str:

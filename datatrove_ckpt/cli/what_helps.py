@@ -23,9 +23,11 @@ def advise(error: Exception, plan: RunPlan, words: Sequence[str] = ()) -> None:
         for number, changes in enumerate(error.changes):
             command = _changed(words, changes, plan)
             error.add_note(f"{'or' if number else 'The whole command'}: {command}")
-    if error.starts_over:
-        folder = _run_folder(plan)
-        if folder is not None:
+    if error.starts_over and form() and plan.logging_dir.is_local():
+        folder = Path(plan.logging_dir.resolve_paths("")).absolute().parent  # the run folder
+        inputs = [step.data_folder for step in plan.pipeline if hasattr(step, "data_folder")]
+        holds_input = any(Path(one.path).absolute().is_relative_to(folder) for one in inputs)
+        if folder.is_dir() and not holds_input:
             move = shlex.join(["mv", str(folder), str(files.free_name(folder, "."))])
             error.add_note(f"To start over, move what is there aside while no task runs: {move}")
 
@@ -51,15 +53,3 @@ def _changed(words: Sequence[str], changes: Mapping[str, object], plan: RunPlan)
             added = [f"{flag}={text}"]
         changed = [*without_flag(changed, flag), *added]
     return shlex.join(changed)
-
-
-def _run_folder(plan: RunPlan) -> Path | None:
-    """Returns the run folder of a job in the short form, if it is on this machine and does not hold
-    the input.
-    """
-    if not form() or not plan.logging_dir.is_local():
-        return None
-    folder = Path(plan.logging_dir.resolve_paths("")).absolute().parent
-    if not folder.is_dir() or any(path.is_relative_to(folder) for path in plan.inputs):
-        return None
-    return folder

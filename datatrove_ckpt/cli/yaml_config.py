@@ -81,7 +81,8 @@ OTHER_NAMES = {
         "request_max_attempts": "max_retries retries",
         "request_timeout": "timeout",
         "rollouts_per_document": "num_samples rollouts samples",
-        "run_folder": "out output output_dir output_folder output_path",
+        "run_folder": "checkpoint_dir checkpoints_dir checkpoints_local_dir logging_dir out output "
+        "output_dir output_folder output_path",
         "system_prompt": "system system_message",
         "text_key": "column text_column text_field",
         "tp": "tensor_parallel_size",
@@ -212,20 +213,13 @@ def construct(cls: type[_Built], given: object, label: str) -> _Built:
             name = f"{type(error).__name__}: "
         raise ConfigError(f"{label}: {name}{error}") from error
     if cls.__module__.startswith("datatrove"):
-        _refuse_variables(built, label)
+        for key, value in getattr(built, "__dict__", {}).items():
+            path = getattr(value, "path", value)
+            # datatrove opens these, and would make a folder of a variable's name.
+            is_opened = key.endswith(("_folder", "_dir", "_file")) and key not in _EXPANDED
+            if is_opened and isinstance(path, str):
+                redaction.refuse_variables(f"{label}: {setting_name(key)}", path)
     return built
-
-
-def _refuse_variables(built: object, label: str) -> None:
-    """Refuses variables in paths that datatrove opens: it would make a folder of that name."""
-    for key, value in getattr(built, "__dict__", {}).items():
-        path = getattr(value, "path", value)
-        if (
-            isinstance(path, str)
-            and key.endswith(("_folder", "_dir", "_file"))
-            and key not in _EXPANDED
-        ):
-            redaction.refuse_variables(f"{label}: {setting_name(key)}", path)
 
 
 def _value(hint: object, value: object, label: str, key: str) -> object:
@@ -368,7 +362,8 @@ def _inside(label: str, key: str) -> str:
 def refuse_unknown(mapping: JsonObject, known: list[str], place: str) -> None:
     for key in mapping:
         if key not in known:
-            hint = did_you_mean(OTHER_NAMES.get(key, key), known, cutoff=0.7)
+            other = OTHER_NAMES.get(key, key)
+            hint = did_you_mean(other if other in known else key, known, cutoff=0.7)
             if key in REQUEST_PARAMETERS and key not in OTHER_NAMES and _OF_REQUESTS in known:
                 hint = f"; as a parameter of requests it belongs into {_OF_REQUESTS}."
             if not hint and len(known) > _MOST_LISTED:

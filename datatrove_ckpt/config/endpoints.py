@@ -1,19 +1,15 @@
 """Endpoints: servers that run already, with what their providers allow and charge."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qsl
 
-from datatrove_ckpt.common import BATCH, JsonObject
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.declared import Count, Positive, Price, check, check_value, one_of
-from datatrove_ckpt.common.work_counts import Tokens
 from datatrove_ckpt.errors import ConfigError
 
 _PRICES = ("prompt", "cached", "cache_write", "completion")
-_MOST_COST = 1 << 43  # of an answer, in billionths: sums of a million answers fit into 64 bits
 _VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _ENDPOINT = re.compile(r"(https?://|\$\{\w+\})[^\s@]*")
 _FROM_ENVIRONMENT = re.compile(r"(\$\{\w+\})+")
@@ -49,26 +45,6 @@ class EndpointConfig:
         check(EndpointConfig, vars(self))
         check_url(self.url, "url")
         check_variable(self.api_key_env)
-
-    @classmethod
-    def made_of(cls, given: Any, place: str, model: str) -> "EndpointConfig":
-        """Returns the endpoint of a mapping, with the file of its prices read.
-
-        Args:
-            place: for messages.
-            model: the name of the run's model.
-        """
-        try:
-            if not isinstance(given, Mapping):
-                check_value("", EndpointConfig, given)
-                given = vars(given)
-            known = [field.name for field in fields(cls)]
-            for name in given:
-                check_value("", one_of(known), name)
-            one = cls(**{"url": None, **given})
-            return replace(one, prices=read_prices(one.prices, one.model or model))
-        except ConfigError as error:
-            raise ConfigError(f"{place}: {error}") from None
 
 
 def check_variable(name: str | None) -> None:
@@ -109,7 +85,19 @@ def read_prices(prices: JsonObject | str | None, model: str) -> JsonObject | Non
         ConfigError: they cannot be, or the file cannot be read, or has no such model.
     """
     if isinstance(prices, str):
-        prices = _prices_in(prices, model)
+        import yaml  # type: ignore[import-untyped]  # slow
+
+        path = Path(prices.removeprefix("@")).expanduser()
+        try:
+            table = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError(f"prices: {path.absolute()} cannot be read: {why}.") from None
+        if not isinstance(table, dict) or model not in table:
+            models = ", ".join(map(str, table or ())) or "nothing"
+            raise ConfigError(f"prices: {path.absolute()} has no model {model!r}; it has {models}.")
+        of_model: JsonObject = table[model]
+        prices = of_model
     check_value("prices", JsonObject | None, prices)
     of_tokens = dict(prices or {})
     tiers = of_tokens.pop("tiers", {})
@@ -119,35 +107,3 @@ def read_prices(prices: JsonObject | str | None, model: str) -> JsonObject | Non
     for name, number in (of_tokens | tiers).items():
         check_value(f"prices.{name}", Price, number)
     return prices
-
-
-def _prices_in(name: str, model: str) -> JsonObject:
-    """Reads the prices of a model from a file.
-
-    Raises:
-        ConfigError: it cannot be read, or has no such model.
-    """
-    import yaml  # type: ignore[import-untyped]  # slow
-
-    path = Path(name.removeprefix("@")).expanduser()
-    try:
-        table = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"prices: {path.absolute()} cannot be read: {why}.") from None
-    if not isinstance(table, dict) or model not in table:
-        models = ", ".join(map(str, table or ())) or "nothing"
-        raise ConfigError(f"prices: {path.absolute()} has no model {model!r}; it has {models}.")
-    prices: JsonObject = table[model]
-    return prices
-
-
-def cost_of(tokens: Tokens, tier: str, prices: JsonObject) -> int:
-    """Returns the price of an answer, in billionths."""
-    price: float = prices.get("prompt", 0)
-    total: float = (tokens.prompt - tokens.cached - tokens.written) * price
-    total += tokens.cached * prices.get("cached", price)
-    total += tokens.written * prices.get("cache_write", price)
-    total += tokens.completion * prices.get("completion", 0)
-    factor: float = prices.get("tiers", {}).get(tier, 0.5 if tier == BATCH else 1)
-    return min(round(1000 * total * factor), _MOST_COST)

@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
-from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common import BATCH, JsonObject
 from datatrove_ckpt.common.declared import (
     Count,
     CountFromZero,
@@ -36,7 +36,6 @@ from datatrove_ckpt.config.endpoints import (
     EndpointConfig,
     check_url,
     check_variable,
-    cost_of,
     read_prices,
 )
 from datatrove_ckpt.config.generation_params import (
@@ -49,6 +48,7 @@ from datatrove_ckpt.config.generation_params import (
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
 
 # The first one that an answer is a case of applies: loops are often cut off.
+_MOST_COST = 1 << 43  # of an answer, in billionths: sums of a million answers fit into 64 bits
 _BAD_ANSWERS = ("on_loop", "on_refusal", "on_cut_off")
 
 
@@ -235,7 +235,18 @@ class InferenceConfig:
         self._check_choices()
         self._check_gpus()
         check_generation_params("default_generation_params", self.default_generation_params)
-        self._check_context()
+        given = {"default_generation_params": self.default_generation_params}
+        given |= {name: policy.params for name, policy in self.answer_policies.items()}
+        for setting, params in given.items():
+            for name in TOKEN_LIMITS:
+                tokens = params.get(name) or 0
+                if self.server_type != "endpoint" and tokens >= self.model_max_context:
+                    raise ConfigError(
+                        f"{tokens} tokens leave no "
+                        "room for a prompt: model_max_context, prompt and answer together, is "
+                        f"{self.model_max_context}.",
+                        setting=f"{setting}.{name}",
+                    )
         if self.max_concurrent_documents is not None:
             self.limits_documents = True
         else:  # scripts of datatrove's read a number
@@ -254,7 +265,16 @@ class InferenceConfig:
                 "is empty; set it to the model's name or path.", setting="model_name_or_path"
             )
         self.engine.check(self)
-        _check_flags(self.model_kwargs or {})
+        # Every user of the node can read command lines.
+        for name, value in (self.model_kwargs or {}).items():
+            # Models have tokens, too: "<|end|>", "[SEP]".
+            is_text = isinstance(value, str) and not value.startswith(("<", "["))
+            if is_text and names_secret(name):
+                raise ConfigError(
+                    f"model_kwargs: {name!r} is a secret, and would be in the process list and in "
+                    "files. Export it in the environment instead, which servers inherit: HF_TOKEN "
+                    "for the model hub."
+                )
         check_variable(self.api_key_env)
         if self.api_key is not None and self.api_key_env is not None:
             raise ConfigError("api_key_env: is set together with api_key; set only one of them.")
@@ -296,9 +316,19 @@ class InferenceConfig:
         if self.server_type != "endpoint":
             raise ConfigError('needs server_type "endpoint".', setting="endpoints")
         found = []
+        known = [one.name for one in fields(EndpointConfig)]
         for index, given in enumerate(self.endpoints):
-            place = f"endpoints[{index}]"
-            found.append(EndpointConfig.made_of(given, place, self.model_name_or_path))
+            try:
+                if not isinstance(given, Mapping):
+                    check_value("", EndpointConfig, given)
+                    given = vars(given)
+                for name in given:
+                    check_value("", one_of(known), name)
+                one = EndpointConfig(**{"url": None, **given})
+                prices = read_prices(one.prices, one.model or self.model_name_or_path)
+                found.append(replace(one, prices=prices))
+            except ConfigError as error:
+                raise ConfigError(f"endpoints[{index}]: {error}") from None
         if len({one.weight is None for one in found}) > 1:
             raise ConfigError("either all have a weight, or none.", setting="endpoints")
         self.endpoints = found
@@ -363,25 +393,14 @@ class InferenceConfig:
 
     def cost(self, tokens: Tokens, tier: str, endpoint: str) -> int:
         """Returns the price of an answer, in billionths."""
-        return cost_of(tokens, tier, self.prices_at(endpoint))
-
-    def _check_context(self) -> None:
-        given = {"default_generation_params": self.default_generation_params}
-        given |= {name: policy.params for name, policy in self.answer_policies.items()}
-        for setting, params in given.items():
-            for name in TOKEN_LIMITS:
-                tokens = params.get(name)
-                if (
-                    self.server_type != "endpoint"
-                    and tokens is not None
-                    and tokens >= self.model_max_context
-                ):
-                    raise ConfigError(
-                        f"{tokens} tokens leave no "
-                        "room for a prompt: model_max_context, prompt and answer together, is "
-                        f"{self.model_max_context}.",
-                        setting=f"{setting}.{name}",
-                    )
+        prices = self.prices_at(endpoint)
+        price: float = prices.get("prompt", 0)
+        total: float = (tokens.prompt - tokens.cached - tokens.written) * price
+        total += tokens.cached * prices.get("cached", price)
+        total += tokens.written * prices.get("cache_write", price)
+        total += tokens.completion * prices.get("completion", 0)
+        factor: float = prices.get("tiers", {}).get(tier, 0.5 if tier == BATCH else 1)
+        return min(round(1000 * total * factor), _MOST_COST)
 
     @property
     def answer_policies(self) -> dict[str, AnswerPolicy]:
@@ -471,34 +490,12 @@ class InferenceConfig:
             )
         return key
 
-    @classmethod
-    def from_datatrove(cls, config: object) -> InferenceConfig:
-        """Returns the same settings as in a datatrove ``InferenceConfig``."""
-        known = {f.name for f in fields(cls)}
-        return cls(**{name: value for name, value in vars(config).items() if name in known})
-
 
 _MOST_TEXTS = 10_000
 # Under ``max_concurrent_generations: auto``, at each server: at first, and at most without metrics,
 # which is datatrove's default.
 FIRST_LIMIT = 16
 REQUESTS_WITHOUT_METRICS = 500
-
-
-def _check_flags(flags: JsonObject) -> None:
-    """Raises ConfigError for a secret in a flag: every user of the node can read command lines."""
-    for name in flags:
-        # Models have tokens, too: "<|end|>", "[SEP]".
-        if (
-            names_secret(name)
-            and isinstance(flags[name], str)
-            and not flags[name].startswith(("<", "["))
-        ):
-            raise ConfigError(
-                f"model_kwargs: {name!r} is a secret, and would be in the process list and in "
-                "files. Export it in the environment instead, which servers inherit: HF_TOKEN for "
-                "the model hub."
-            )
 
 
 # Rules for every command line: the server listens on 127.0.0.1, on our port; its API key is in the

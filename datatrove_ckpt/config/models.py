@@ -51,22 +51,6 @@ def models_of(
     models = {name: _checked(f"config: {name}", one) for name, one in config.items()}
     if len(models) == 1:
         return models
-    return _several(models)
-
-
-def _checked(place: str, config: object) -> InferenceConfig:
-    if isinstance(config, InferenceConfig):
-        return config
-    if not hasattr(config, "server_type"):
-        raise ConfigError(
-            f"{place}: takes an InferenceConfig(...), and not a {type(config).__name__}."
-        )
-    made = InferenceConfig.from_datatrove(config)
-    made.limits_documents = False  # datatrove fills it in
-    return made
-
-
-def _several(models: dict[str, InferenceConfig]) -> dict[str, InferenceConfig]:
     first, *others = models
     for name in others:
         for setting in _OF_THE_RANK:
@@ -80,12 +64,24 @@ def _several(models: dict[str, InferenceConfig]) -> dict[str, InferenceConfig]:
                 f"config: {name}: max_concurrent_documents: is set for the first model only, "
                 f"{first}."
             )
-    models = {name: copy.copy(config) for name, config in models.items()}
-    on_cores = {
-        name: config.replicas for name, config in models.items() if config.server_type == "llamacpp"
-    }
-    for name, config in models.items():
-        config.name = name
-        config.models = tuple(models)
-        config.neighbours = sum(on_cores.values()) - on_cores.get(name, 0)
+    models = {name: copy.copy(one) for name, one in models.items()}
+    on_cores = {name: one.replicas for name, one in models.items() if one.server_type == "llamacpp"}
+    for name, one in models.items():
+        one.name = name
+        one.models = tuple(models)
+        one.neighbours = sum(on_cores.values()) - on_cores.get(name, 0)
     return models
+
+
+def _checked(place: str, config: object) -> InferenceConfig:
+    if isinstance(config, InferenceConfig):
+        return config
+    if not hasattr(config, "server_type"):
+        raise ConfigError(
+            f"{place}: takes an InferenceConfig(...), and not a {type(config).__name__}."
+        )
+    known = {field.name for field in fields(InferenceConfig)}  # datatrove's may have more
+    given = {name: value for name, value in vars(config).items() if name in known}
+    made = InferenceConfig(**given)
+    made.limits_documents = False  # datatrove fills it in
+    return made

@@ -231,12 +231,12 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         )
 
     def _check(self) -> None:
-        from datatrove_ckpt.run_folder import findings, run_plan
+        from datatrove_ckpt.run_folder import earlier_runs, findings, run_plan
 
         worker = self._element()
         plan = run_plan.RunPlan(worker)
         # It restores what only the mirror and other nodes have.
-        findings.remove_markers(findings.check_job(plan))
+        findings.remove_markers(earlier_runs.check_job(plan))
         left = worker.get_incomplete_ranks(skip_completed=True)
         if left and limit_reached(self.pipeline) is None:
             raise self._not_complete(left)

@@ -11,7 +11,6 @@ import re
 from collections.abc import Container, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
 from datatrove_ckpt import __version__
@@ -60,62 +59,42 @@ def write_card(runner: RunnerPlan, root: Path, command: str) -> None:
     files.disk.replace(path, text.encode(errors="replace"), files.PUBLIC_FILE)
     hub = HubFolder.of(runner.step.output_writer.output_folder)
     if hub is not None and hub.kind == "dataset":
+        from huggingface_hub import CommitOperationAdd
+
         section = redact("\n".join(_lines(runner, state, _OF_OUTPUT)))
         repository = replace(hub, path="")
         calls = StoppableCalls(repository.url, repository)
-        publish = partial(_publish, repository, hub.path, section, _header(runner, hub.path))
+        # The YAML header of a README that is not there yet.
+        header = "---\n"
+        kind = _format(runner)
+        if kind is not None:
+            pattern = json.dumps(f"{hub.path}/**/*{kind.suffix}*".lstrip("/"))
+            header += f"configs:\n- config_name: default\n  data_files: {pattern}\n"
+        header += "tags:\n- synthetic\n- datatrove-ckpt\n---\n"
+
+        def publish() -> None:
+            head = repository.head()
+            before = header
+            found = repository.look_up([_README], head)
+            if found:
+                blocks = repository.blocks(_README, found[_README].size + 1)
+                before = b"".join(blocks).decode()
+            mark = f"<!-- datatrove-ckpt: {hub.path or '/'} -->"
+            start, _, rest = before.partition(mark)
+            _, has_end, after = rest.partition(_END)
+            if not has_end:
+                start = f"{before.rstrip()}\n\n"
+                after = "\n"
+            readme = f"{start}{mark}\n\n{section}\n\n{_END}{after}"
+            if readme != before:
+                content = CommitOperationAdd(_README, readme.encode(errors="replace"))
+                repository.commit([content], "Card of a finished run", head)
+
         calls.retry(f"{_README} cannot be changed", publish, retrying.HUB_PROBE)
-
-
-def _publish(repository: HubFolder, folder: str, section: str, header: str) -> None:
-    """Raises OSError."""
-    from huggingface_hub import CommitOperationAdd
-
-    head = repository.head()
-    before = header
-    found = repository.look_up([_README], head)
-    if found:
-        blocks = repository.blocks(_README, found[_README].size + 1)
-        before = b"".join(blocks).decode()
-    readme = _with_section(before, f"<!-- datatrove-ckpt: {folder or '/'} -->", section)
-    if readme != before:
-        content = CommitOperationAdd(_README, readme.encode(errors="replace"))
-        repository.commit([content], "Card of a finished run", head)
-
-
-def _with_section(readme: str, mark: str, section: str) -> str:
-    content = f"{mark}\n\n{section}\n\n{_END}"
-    before, _, rest = readme.partition(mark)
-    _, has_end, after = rest.partition(_END)
-    if has_end:
-        return f"{before}{content}{after}"
-    return f"{readme.rstrip()}\n\n{content}\n"
-
-
-def _header(runner: RunnerPlan, folder: str) -> str:
-    """Returns the YAML header of a README that is not there yet."""
-    data_files = ""
-    kind = _format(runner)
-    if kind is not None:
-        pattern = f"{folder}/**/*{kind.suffix}*".lstrip("/")
-        data_files = f"configs:\n- config_name: default\n  data_files: {json.dumps(pattern)}\n"
-    return f"---\n{data_files}tags:\n- synthetic\n- datatrove-ckpt\n---\n"
 
 
 def _format(runner: RunnerPlan) -> Format | None:
     return format_of_file(str(runner.step.output_writer.output_filename.template))
-
-
-def _input(runner: RunnerPlan) -> str:
-    """Returns the files or the dataset that are read; "" if they are neither."""
-    for step in runner.before[:1]:
-        folder = getattr(step, "data_folder", None)
-        if folder is not None:
-            pattern = getattr(step, "glob_pattern", None) or ""
-            # The short form writes the name of a file as a pattern: "a.json[l]".
-            return str(folder.resolve_paths(re.sub(r"\[(.)\]", r"\1", pattern)))
-        return str(getattr(step, "dataset", ""))
-    return ""
 
 
 def _lines(
@@ -128,7 +107,15 @@ def _lines(
     yield f"{_MADE_BY.decode()}{__version__}, finished on {made} (UTC). Output: `{output}`.\n"
     yield "## What made it\n"
     yield "| setting | value |\n|---|---|"
-    yield _row("input", _input(runner))
+    source = ""  # the files or the dataset that are read
+    for step in runner.before[:1]:
+        source = str(getattr(step, "dataset", ""))
+        folder = getattr(step, "data_folder", None)
+        if folder is not None:
+            pattern = getattr(step, "glob_pattern", None) or ""
+            # The short form writes the name of a file as a pattern: "a.json[l]".
+            source = str(folder.resolve_paths(re.sub(r"\[(.)\]", r"\1", pattern)))
+    yield _row("input", source)
     for setting, value in state.identity.items():
         text = value if isinstance(value, str) else json.dumps(value)
         is_default = value is None or value is False or value == {}
@@ -143,8 +130,14 @@ def _lines(
         prompt = figure(done.prompt_tokens / done.read)
         completion = figure(done.completion_tokens / done.read)
         yield f"- tokens of a document: {prompt} prompt, {completion} completion on average"
-    if shown_topics is None:
-        yield from _gpu_hours(runner, state)
+    gpus = sum(
+        config.gpus_each * config.replicas
+        for config in runner.step.models.values()
+        if config.server_type != "endpoint"
+    )
+    if gpus and shown_topics is None:  # tasks may share them
+        hours = gpus * state.together.seconds / 3600
+        yield f"- GPU hours: {figure(hours)} at most, with {plural(gpus, 'GPU')} for each task"
     kind = _format(runner)
     if kind is not None:
         yield "\n## How to load it\n"
@@ -157,14 +150,3 @@ def _lines(
 def _row(setting: str, value: str) -> str:
     shown = value[:_MOST].replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
     return f"| {setting} | {shown} |"
-
-
-def _gpu_hours(runner: RunnerPlan, state: RunState) -> Iterator[str]:
-    gpus = sum(
-        config.gpus_each * config.replicas
-        for config in runner.step.models.values()
-        if config.server_type != "endpoint"
-    )
-    if gpus:  # tasks may share them
-        hours = gpus * state.together.seconds / 3600
-        yield f"- GPU hours: {figure(hours)} at most, with {plural(gpus, 'GPU')} for each task"

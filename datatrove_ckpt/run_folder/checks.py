@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from datatrove_ckpt.common.formatting import byte_size, duration
 from datatrove_ckpt.common.retrying import failure_line, file_system_call, hub_refusal
 from datatrove_ckpt.common.threads import in_thread
 from datatrove_ckpt.config.paths import existing_part
-from datatrove_ckpt.errors import CheckpointError, CkptError, StorageFailed
+from datatrove_ckpt.errors import CheckpointError, CkptError
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.run_folder.run_plan import WrongMarker
 
@@ -33,28 +33,6 @@ PROBE = ".datatrove-ckpt-probe-"
 
 REMOTE_SECONDS = 60.0
 """Seconds that a remote folder may take to answer."""
-
-
-# The local disk ----------------------------------------------------------------------------------
-
-
-@contextmanager
-def probe_folder(folder: Path) -> Iterator[Path]:
-    """A hidden folder inside ``folder``, or inside its nearest parent that exists. Removed at the
-    end.
-
-    Raises:
-        StorageFailed: it cannot be created or removed.
-    """
-    probe = existing_part(folder) / f"{PROBE}{secrets.token_hex(4)}"
-    try:
-        files.disk.make_dir(probe)
-        yield probe
-    except BaseException:
-        with suppress(StorageFailed):
-            files.disk.remove_tree(probe)
-        raise
-    files.disk.remove_tree(probe)
 
 
 # A remote folder ---------------------------------------------------------------------------------
@@ -201,13 +179,19 @@ def check_local_output(folder: Path, moves: bool) -> Iterator[Finding]:
 
 
 def _try_locally(folder: Path, *tries: Callable[[Path], Finding]) -> Iterator[Finding]:
-    """Checks that the folder can be written, then runs ``tries``, each with the probe folder."""
+    """Checks that the folder can be written, then runs ``tries``, each with a hidden folder inside
+    it, or inside its nearest parent that exists.
+    """
+    probe = existing_part(folder) / f"{PROBE}{secrets.token_hex(4)}"
     try:
-        with probe_folder(folder) as probe:
-            files.disk.replace(probe / "written", b"datatrove-ckpt")
+        try:
+            files.disk.make_dir(probe)
+            files.disk.replace(probe / "written", _CONTENT)
             made = "" if folder.is_dir() else f" (will be created in {probe.parent})"
             yield Finding("ok", "writable", f"{folder}{made}")
             yield from (attempt(probe) for attempt in tries)
+        finally:
+            files.disk.remove_tree(probe)
     except (CheckpointError, OSError) as error:
         yield Finding("problem", "writable", f"{folder}: {error}")
 

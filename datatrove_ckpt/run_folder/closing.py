@@ -5,7 +5,6 @@ from pathlib import Path
 
 from datatrove_ckpt.checkpoint.ledger import JobSums, find_ranks
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts
-from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.errors import CheckpointCorrupt, InputError
 from datatrove_ckpt.generation.final_stats import lines_with_error
@@ -30,7 +29,18 @@ def closing_line(runner: RunnerPlan, root: Path, job: JobSums, started: float, c
         find_ranks(root)  # raises, and says why
     counts = job.counts
     skipped = job.numbers.skipped
-    _check_counts(root, counts, skipped)
+    if counts.dead < 0 or counts.written + counts.dropped + counts.dead != counts.read:
+        raise CheckpointCorrupt(
+            f"The commits in {root} contradict each other: {counts.read} documents read, "
+            f"{counts.written} written, {counts.dropped} dropped, {counts.dead} dead letters. Do "
+            f"not use the output before you have run: {_verify(root)}"
+        )
+    if skipped and not counts.read:
+        raise InputError(
+            f"No row of the whole input is a document.{skipped} Check "
+            "text_key and the adapter of the reader.",
+            starts_over="anew",
+        )
     folder = runner.step.output_writer.output_folder.resolve_paths("")
     if not counts.read:
         return f"There are no documents in the input, so there is no output in {folder}."
@@ -66,21 +76,6 @@ def closing_line(runner: RunnerPlan, root: Path, job: JobSums, started: float, c
         f"{plural(counts.completion_tokens, 'completion token')}.{work} "
         f"{_next_step(runner, root, counts, command)}"
     )
-
-
-def _check_counts(root: Path, counts: DocumentCounts, skipped: SkippedLines) -> None:
-    if counts.dead < 0 or counts.written + counts.dropped + counts.dead != counts.read:
-        raise CheckpointCorrupt(
-            f"The commits in {root} contradict each other: {counts.read} documents read, "
-            f"{counts.written} written, {counts.dropped} dropped, {counts.dead} dead letters. Do "
-            f"not use the output before you have run: {_verify(root)}"
-        )
-    if not counts.read and skipped:
-        raise InputError(
-            f"No row of the whole input is a document.{skipped} Check "
-            "text_key and the adapter of the reader.",
-            starts_over="anew",
-        )
 
 
 def _next_step(runner: RunnerPlan, root: Path, counts: DocumentCounts, retry: str) -> str:

@@ -64,21 +64,19 @@ def read_documents(place: Place) -> Iterator[ShownDocument]:
             name = row.get("id")
             if "text" not in row:  # a line of a batch file's output
                 name = row.get("custom_id", name)
+            columns = []
+            for column, value in row.items():
+                if column == "metadata" and isinstance(value, dict):
+                    columns += [f"metadata.{key}" for key in value]
+                else:
+                    columns.append(column)
             yield ShownDocument(
                 str(name),
                 str(row.get("text", "")),
                 answer_of(row, run),
                 file.path,
-                columns=[*_columns(row)],
+                columns=columns,
             )
-
-
-def _columns(row: Json) -> Iterator[str]:
-    for name, value in row.items():
-        if name == "metadata" and isinstance(value, dict):
-            yield from (f"metadata.{key}" for key in value)
-        else:
-            yield name
 
 
 def committed_files(place: Place) -> Iterator[Committed]:

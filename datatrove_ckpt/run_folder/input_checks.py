@@ -2,45 +2,32 @@
 some.
 """
 
+from __future__ import annotations
+
 import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from functools import partial
-from pathlib import Path
 
 from datatrove.data import Document
-from datatrove.io import get_datafolder
 from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
-from loguru import logger
 
-from datatrove_ckpt.checkpoint.identity import recorded_settings
-from datatrove_ckpt.checkpoint.layout import SHARD, is_finished, rank_folder, rank_numbers
-from datatrove_ckpt.checkpoint.ledger import JobSums
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.retrying import failure_line
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
+from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.names import setting_name, step_place
-from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.output.file_managers import missing_codec
 from datatrove_ckpt.readers import BatchReader, HuggingFaceDatasetReader
 from datatrove_ckpt.readers.inputs import (
-    MISSING,
     InputFolder,
     Inputs,
     check_reachable,
     list_input,
-    options_of,
     refuse_pointers,
-    sample_files,
-    shuffled_names,
 )
 from datatrove_ckpt.readers.no_document import NoDocument, explain
-from datatrove_ckpt.readers.positions import Reading
-from datatrove_ckpt.readers.revisions import Revisions
-from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord, ShardRecord
-from datatrove_ckpt.readers.step_records import describe_pipeline, differences
-from datatrove_ckpt.run_folder.checks import Finding, within
+from datatrove_ckpt.run_folder.checks import Finding, State, within
 from datatrove_ckpt.run_folder.run_plan import RunPlan
 
 _SAMPLE_DOCUMENTS = 1000
@@ -81,10 +68,15 @@ def check_input(reader: BaseReader, plan: RunPlan, sample: list[Document]) -> It
         if refused and not documents:
             raise next(iter(refused.values()))
     if not documents:
-        if names and not any(map(inputs.size, range(min(len(names), _TRIED_FILES)))):
+        if not any(map(inputs.size, range(min(len(names), _TRIED_FILES)))):
             yield Finding("warning", "readable", f"{where}: the first files are empty.")
             return
-        text = f"{where} holds no documents for this reader. {_advice(tried, names)}"
+        advice = "Check the path of the input, its pattern, and text_key."
+        # File systems and decompressors raise anything; the check reports what it knows.
+        with suppress(Exception):
+            text = explain(tried, names[0])  # of datatrove's own readers; ours do it themselves
+            advice = f"{names[0]!r}: {text}" if text else advice
+        text = f"{where} holds no documents for this reader. {advice}"
         yield Finding("problem", "readable", text)
         return
     if not sample:
@@ -98,17 +90,17 @@ def check_input(reader: BaseReader, plan: RunPlan, sample: list[Document]) -> It
             "is no input."
         )
         yield Finding("warning", "files", text)
-    if is_dataset and reader.shares_rows(len(names)):
-        equal = f"each of {plural(tasks, 'task')} gets an equal part of the rows."
-        yield Finding("ok", "shares", equal)
-        return
+    state: State = "ok"
     text = f"{plural(len(names), 'file')} for {plural(tasks, 'task')}."
-    if len(names) >= tasks:  # datatrove deals out whole files
-        yield Finding("ok", "shares", text)
-        return
-    idle = f"{tasks - len(names)} of {tasks} tasks have no input: {text}"
-    advice = f"Set tasks to {len(names)}, or split the input into at least {tasks} files."
-    yield Finding("warning", "shares", f"{idle} {advice}")
+    if is_dataset and reader.shares_rows(len(names)):
+        text = f"each of {plural(tasks, 'task')} gets an equal part of the rows."
+    elif len(names) < tasks:  # datatrove deals out whole files
+        state = "warning"
+        text = (
+            f"{tasks - len(names)} of {tasks} tasks have no input: {text} Set tasks to "
+            f"{len(names)}, or split the input into at least {tasks} files."
+        )
+    yield Finding(state, "shares", text)
 
 
 def refuse_input(plan: RunPlan, index: int, step: object) -> None:
@@ -198,216 +190,3 @@ def _read_some(
             refused[rank] = error
         if found and one.limit >= 0:  # it counts for a task, which has more files than one
             return
-
-
-def _advice(reader: BaseDiskReader, names: list[str]) -> str:
-    """Explains datatrove's own readers; ours do it themselves."""
-    text = ""
-    # File systems and decompressors raise anything; the check reports what it knows.
-    with suppress(Exception):
-        if names:
-            text = explain(reader, names[0])
-    if text:
-        return f"{names[0]!r}: {text}"
-    return "Check the path of the input, its pattern, and text_key."
-
-
-def note_steps(plan: RunPlan) -> None:
-    if plan.depends is not None:
-        note_steps(plan.depends)
-    for runner in plan.runners:
-        runner.step.note_steps_before(runner.before)
-
-
-# Checks that finished ranks would read the same input today. datatrove skips a finished rank, so
-# the old output would stand for a changed input. The own check of a finished rank without its
-# marker misses files that were replaced by others of equal size.
-
-_NAMED_FILES = 10
-_OTHER_CONTENT = "has other content"
-
-
-def check_inputs_unchanged(plan: RunPlan) -> None:
-    """Compares the input with what each finished rank has read: a listing per reader, a sample per
-    file.
-
-    It skips runs with another number of tasks, sources that are no files, and retries of dead
-    letters, whose input may be gone.
-
-    Raises:
-        CheckpointMismatch: a file was added, removed or changed, or an option of a reader, or a
-            step before the runner.
-        OSError: the input cannot be listed.
-    """
-    for runner, root in plan.kept:
-        records = _records(plan, root)
-        is_retry = runner.step.retry_dead_letters
-        if not is_retry:  # a retry does not run the steps before it
-            _check_steps(runner.before, records)
-        if plan.waits:
-            continue  # another executor has yet to create the input
-        readers = [one for one in runner.before if isinstance(one, BaseDiskReader)]
-        records = {
-            rank: record for rank, record in records.items() if len(record.readers) == len(readers)
-        }
-        if not records:
-            continue
-        # A retry does not read the input.
-        resuming = set(plan.incomplete(skip_completed=True if is_retry else None))
-        with Reading(revisions=Revisions(root)):  # a dataset is listed as the ranks read it
-            for number, reader in enumerate(readers):
-                # A listing would open the dataset; and the input may be gone.
-                if is_retry and isinstance(reader, HuggingFaceDatasetReader):
-                    continue
-                try:
-                    if is_retry and not list_input(reader).names:
-                        continue
-                except (FileNotFoundError, InputError):  # such as a repository on the hub
-                    continue
-                read = {rank: record.readers[number] for rank, record in records.items()}
-                _check_reader(plan.tasks, reader, read, resuming, plan.listed.get(reader, ()))
-
-
-def _records(plan: RunPlan, root: Path) -> dict[int, ShardRecord]:
-    # The number of tasks is refused elsewhere, with a better message.
-    if recorded_settings(root).get("tasks") != plan.tasks:
-        return {}
-    records = {}
-    for rank in rank_numbers(root):
-        folder = rank_folder(root, rank)
-        if is_finished(folder):
-            record = ShardRecord.read(folder / SHARD)
-            if record is not None:
-                records[rank] = record
-    return records
-
-
-def _check_steps(pipeline: Sequence[object], records: dict[int, ShardRecord]) -> None:
-    listed = describe_pipeline(pipeline, code_of)
-    changed = {
-        rank: differences(record.pipeline, listed)
-        for rank, record in records.items()
-        if record.pipeline is not None
-    }
-    ranks = [rank for rank, lines in changed.items() if lines]
-    if ranks:
-        lines = "\n  ".join(changed[ranks[0]])
-        raise CheckpointMismatch(
-            f"The steps before InferenceRunner are not those through which {_who(ranks)} read the "
-            f"input:\n  {lines}\n"
-            "A finished task is not run again, so its output would stay that of the old steps. Put "
-            "the steps back, or process the new input as another run.",
-            starts_over="with old results",
-        )
-
-
-def _who(ranks: Sequence[int]) -> str:
-    others = len(ranks) - 1
-    if not others:
-        return f"task {ranks[0]} has"
-    return f"task {ranks[0]} and {plural(others, 'other finished task')} have"
-
-
-def _check_reader(
-    tasks: int,
-    reader: BaseDiskReader,
-    records: dict[int, ReaderRecord],
-    resuming: set[int],
-    listed: Sequence[str],
-) -> None:
-    inputs = None
-    # Listing such a dataset would download it: its name and kept commit stand for it.
-    is_dataset = isinstance(reader, HuggingFaceDatasetReader)
-    if not is_dataset or reader.load_from_disk or reader.streaming:
-        inputs = list_input(reader)
-    now = then = {file.name: file for record in records.values() for file in record.files}
-    if inputs is not None:
-        known = [index for index, name in enumerate(inputs.names) if name in then]
-        now = {file.name: file for file in sample_files(inputs, known)}
-        unread = sorted({*listed} - {*inputs.names} - then.keys())
-        if unread and not any(record.limited for record in records.values()):
-            raise InputError(
-                f"The input file {unread[0]!r} in {reader.data_folder.path} is gone since this run "
-                "began, and no task has read it. Put it back, and process it as another run."
-            )
-    changed = {name: _difference(file, now.get(name)) for name, file in then.items()}
-    changed = {name: text for name, text in changed.items() if text}
-    without = {"path_columns": False, "delimiter": ","}  # a record has what is set
-    options_now = without | options_of(reader)
-    options = dict[str, str]()
-    ranks = []  # those that something of it concerns
-    for rank, record in records.items():
-        read = {file.name for file in record.files}
-        if rank in resuming:
-            if any(changed.get(name) == _OTHER_CONTENT for name in read):
-                ranks.append(rank)
-            continue
-        would_read = read
-        if inputs is not None:
-            names = inputs.shard(rank, tasks).names
-            if (seed := getattr(reader, "shuffle_seed", None)) is not None:
-                names = shuffled_names(names, seed)
-            if record.limited:
-                names = names[: len(record.files)]
-            would_read = set(names)
-        changed |= dict.fromkeys(would_read - then.keys(), "was not read then")
-        differing = {
-            name: f"{value!r} -> {options_now[name]!r}"
-            for name, value in (without | record.options).items()
-            if value != options_now[name]
-        }
-        options |= differing
-        if differing or would_read != read or not read.isdisjoint(changed):
-            ranks.append(rank)
-    if ranks:
-        lines = [f"  {name!r} {text}" for name, text in sorted(changed.items())]
-        if len(lines) > _NAMED_FILES:
-            lines[_NAMED_FILES:] = [f"  and {len(lines) - _NAMED_FILES} more"]
-        lines += [f"  {name}: {text}" for name, text in options.items()]
-        raise CheckpointMismatch(
-            f"The input in {reader.data_folder.path} is not what {_who(ranks)} read:\n"
-            + "\n".join(lines or ["  the files are dealt out to the tasks in another order"])
-            + "\nA finished task is not run again, so its output would stay that of the old input. "
-            "Put the input back, or process the new one as another run.",
-            starts_over="with old results",
-        )
-    # Samples do not show an edit in the middle of a long file that keeps its size.
-    touched = sum(
-        file.modified != now[name].modified for name, file in then.items() if name not in changed
-    )
-    if touched:
-        logger.warning(
-            f"{plural(touched, 'input file')} of finished tasks in {reader.data_folder.path}: the "
-            "time of the last change is another, size and samples of the content are the same. "
-            "They are taken as unchanged."
-        )
-
-
-def _difference(then: FileRecord, now: FileRecord | None) -> str:
-    if now is None or now.size == MISSING:
-        return "is gone"
-    if then.size != now.size:
-        return f"had {then.size} bytes, has {now.size}"
-    if then.sample and now.sample and then.sample != now.sample:
-        return _OTHER_CONTENT
-    return ""
-
-
-def refuse_vanished_input(root: Path, job: JobSums) -> None:
-    """Raises InputError if a rank without a file had one when another rank listed the input."""
-    for rank in sorted({*range(job.with_input)} - job.known):
-        record = ShardRecord.read(rank_folder(root, rank) / SHARD)
-        if record is None or not record.readers:
-            continue
-        if not any(reader.files for reader in record.readers):
-            raise InputError(
-                f"The input file of task {rank} was gone before the task started. Put it back, and "
-                "process it as another run."
-            )
-
-
-def input_names(folder: str, pattern: str | None) -> list[str]:
-    """Returns the names of the input files in a folder, as readers list them."""
-    found = get_datafolder(folder)
-    names: list[str] = InputFolder(found.path, found.fs).list_files(glob_pattern=pattern)
-    return names

@@ -104,11 +104,16 @@ class RunPlan:
         waits: another job has yet to create the input.
         runners: in the order of the pipeline.
         listed: names of the input files before the run, by their reader.
+        for_doctor: its checks change nothing. They try and read what a run finds out by itself.
     """
 
     def __init__(
-        self, executor: PipelineExecutor, copies: Mapping[int, Path] | None = None
+        self,
+        executor: PipelineExecutor,
+        copies: Mapping[int, Path] | None = None,
+        for_doctor: bool = False,
     ) -> None:
+        self.for_doctor = for_doctor
         self.name = type(executor).__name__
         self.pipeline: Sequence[PipelineStep] = executor.pipeline
         self.listed: dict[PipelineStep, Sequence[str]] = {}
@@ -176,14 +181,6 @@ class RunPlan:
             self._executor.check(self)
 
     @property
-    def inputs(self) -> list[Path]:
-        return [
-            Path(step.data_folder.path).absolute()
-            for step in self.pipeline
-            if hasattr(step, "data_folder")
-        ]
-
-    @property
     def kept(self) -> list[tuple[RunnerPlan, Path]]:
         roots = [(runner, runner.root) for runner in self.runners]
         return [(runner, root) for runner, root in roots if root is not None]
@@ -199,19 +196,16 @@ class RunPlan:
         return bool(getattr(self._executor, "pulls", False))
 
     @contextmanager
-    def with_mirrors(self, dry_run: bool = False) -> Iterator[RunPlan]:
+    def with_mirrors(self) -> Iterator[RunPlan]:
         """Yields the plan for checks on this machine: where ranks run as jobs, with copies of their
         mirrors, which errors name by their URLs.
-
-        Args:
-            dry_run: make no repository for the logs.
         """
         if not self.as_jobs:
             yield self
             return
         from datatrove_ckpt.mirror.restore import MirrorReader
 
-        if not dry_run:
+        if not self.for_doctor:
             self._executor._ensure_logging_dir_repo()
         copies: dict[int, Path] = {}
         with ExitStack() as stack:
@@ -222,7 +216,7 @@ class RunPlan:
                     copy = copies[runner.index] = Path(stack.enter_context(temporary))
                     name_copy(copy, url)
                     MirrorReader(url, copy, lambda name, _: not is_journal(name)).refresh()
-            yield RunPlan(self._executor, copies)
+            yield RunPlan(self._executor, copies, self.for_doctor)
 
     def incomplete(
         self, ranks: Iterable[int] | None = None, skip_completed: bool | None = None

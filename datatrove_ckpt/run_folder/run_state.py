@@ -13,7 +13,7 @@ import socket
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -255,12 +255,6 @@ class RunState:
         return bool(self.totals.states["damaged"] or self.retried.states["damaged"])
 
     @property
-    def is_mostly_dead(self) -> bool:
-        """Whether most documents are dead, of at least 20."""
-        done = self.together.done
-        return 2 * done.dead > done.read >= 20
-
-    @property
     def is_finished(self) -> bool:
         return (
             bool(self.ranks)
@@ -269,14 +263,10 @@ class RunState:
         )
 
 
-VERSION = 2
-"""Version of the JSON. New keys do not change it."""
-
-
 def to_json(state: RunState) -> bytes:
     """Returns the JSON of ``status --json``. docs/status.md explains it."""
     content = {
-        "version": VERSION,
+        "version": 2,  # new keys do not change it
         "what": state.what,
         "is_copy": state.is_copy,
         "read_at": state.read_at,
@@ -330,7 +320,17 @@ def add_up(ranks: list[RankStatus], now: float, tasks: int = 0) -> Totals:
     )
     totals.dead_letters = few(totals.dead_letters)
     totals.not_started = max(0, tasks - sum(rank.rank < tasks for rank in ranks))
-    spans = sorted(span for rank in ranks for span in _spans(rank, now))
+    spans = []
+    for rank in ranks:
+        ended = rank.attempts[:-1]
+        spans += [(attempt.started, attempt.ended or attempt.last_seen) for attempt in ended]
+        if rank.attempts:
+            last = rank.attempts[-1]
+            end = last.ended or max(last.last_seen, rank.last_change)
+            if rank.state == "running" and not rank.is_copy:
+                end = now  # its last line is older
+            spans.append((last.started, end))
+    spans.sort()
     if spans:
         totals.started = spans[0][0]
     covered = 0.0
@@ -381,22 +381,6 @@ def _with_attempt(ranks: list[RankStatus], state: State) -> list[tuple[RankStatu
     return [(rank, rank.attempts[-1]) for rank in ranks if rank.state == state and rank.attempts]
 
 
-def _spans(rank: RankStatus, now: float) -> Iterator[tuple[float, float]]:
-    """Start and end of each attempt.
-
-    One that runs has worked until now, though its last line is older.
-    """
-    for attempt in rank.attempts[:-1]:
-        yield attempt.started, attempt.ended or attempt.last_seen
-    last = rank.attempt
-    if last is None:
-        return
-    if rank.state == "running" and not rank.is_copy:
-        yield last.started, now
-    else:
-        yield last.started, last.ended or max(last.last_seen, rank.last_change)
-
-
 def _add_input(totals: Totals, ranks: list[RankStatus]) -> None:
     """Adds inputs; an unknown input counts as the mean of the others."""
     known = [rank for rank in ranks if rank.position.total is not None]
@@ -441,7 +425,6 @@ SLOW_SHARE = 0.5
 """A rank that is slower than this share of the median is slow."""
 _MIN_PEERS = 4
 _MIN_SECONDS = 60.0
-_HOST = socket.gethostname()
 
 
 def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankStatus:
@@ -479,7 +462,7 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
     # An attempt may run although no lock is visible.
     may_run = False
     if attempt is not None and attempt.ended is None:
-        may_run = rank.is_copy or attempt.host != _HOST
+        may_run = rank.is_copy or attempt.host != socket.gethostname()
     # An attempt without a number in the history ended before its first line.
     if ledger.is_finished:
         rank.state = "finished"
@@ -609,16 +592,6 @@ def find_slow(ranks: Sequence[RankStatus]) -> None:
             rank.need_attention("slow", f"{own[0]:.3g} documents/s; {median}")
 
 
-def find_left(ranks: Sequence[RankStatus]) -> None:
-    if any(rank.state == "running" for rank in ranks):
-        return
-    for rank in ranks:
-        if rank.state == "unfinished" and rank.trouble is None:
-            rank.need_attention(
-                "unfinished", "nothing runs, and it is not finished; what it did is saved"
-            )
-
-
 def _speed(done: Rates | WorkCounts, seconds: float = 1.0) -> tuple[float, float]:
     return done.documents / seconds, (
         done.prompt_tokens + done.completion_tokens or done.requests
@@ -634,17 +607,6 @@ _MOST_BYTES = 1 << 23
 
 def wanted_files(name: str, size: int) -> bool:
     return name not in (layout.CACHE, layout.RETRY_INPUT) and size <= _MOST_BYTES
-
-
-def _command_in(logs: Path) -> str:
-    """Returns the command that started a run; if its run folder was moved or copied since, with the
-    folder of now.
-    """
-    command, _, started_in = Path(logs, COMMAND_FILE).read_text().partition("\n")
-    if not started_in or (Path(started_in).exists() and logs.samefile(started_in)):
-        return command
-    elsewhere = without_flag(shlex.split(command), "--run-folder")
-    return shlex.join([*elsewhere, "--run-folder", str(logs.parent)])
 
 
 def read_run_state(place: Place, now: float | None = None) -> RunState:
@@ -664,7 +626,13 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     elif place.logging_dir:
         # Redaction may have hidden a quote of the command.
         with suppress(OSError, ValueError):
-            state.command = _command_in(Path(place.logging_dir))
+            logs = Path(place.logging_dir)
+            command, _, started_in = (logs / COMMAND_FILE).read_text().partition("\n")
+            # The run folder was moved or copied since.
+            if started_in and not (Path(started_in).exists() and logs.samefile(started_in)):
+                elsewhere = without_flag(shlex.split(command), "--run-folder")
+                command = shlex.join([*elsewhere, "--run-folder", str(logs.parent)])
+            state.command = command
     run: Json = {}
     for folder in found:
         wanted = Want.HISTORY | Want.JOURNALS | Want.LETTERS
@@ -691,7 +659,13 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     state.foreign = [rank.rank for rank in state.ranks if 0 < state.tasks <= rank.rank]
     state.ranks = [rank for rank in state.ranks if rank.rank not in state.foreign]
     find_slow(state.ranks)
-    find_left(state.ranks + state.retries)
+    left = [rank for rank in state.ranks + state.retries if rank.state != "finished"]
+    if all(rank.state != "running" for rank in left):
+        for rank in left:
+            if rank.state == "unfinished" and rank.trouble is None:
+                rank.need_attention(
+                    "unfinished", "nothing runs, and it is not finished; what it did is saved"
+                )
     state.totals = add_up(state.ranks, state.read_at, state.tasks)
     state.retried = add_up(state.retries, state.read_at)
     words = [rank.last_word for rank in state.ranks + state.retries if rank.last_word is not None]

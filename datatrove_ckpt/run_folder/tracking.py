@@ -19,7 +19,7 @@ import xxhash
 from datatrove_ckpt.checkpoint.training_steps import Row
 from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.run_folder.run_state import RunState, read_run_state, to_json
+from datatrove_ckpt.run_folder.run_state import read_run_state, to_json
 from datatrove_ckpt.run_folder.training import read_training
 from datatrove_ckpt.run_folder.where import Place
 
@@ -45,25 +45,6 @@ def flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
         yield _NOT_IN_NAMES.sub("_", name.removeprefix("."))[:_MAX_NAME], value
 
 
-def values_of(run: RunState) -> dict[str, float]:
-    """Without causes of dead letters: they quote servers, and would be names."""
-    totals = orjson.loads(to_json(run))["totals"]
-    del totals["dead_letters"]
-    return {name: float(value) for name, value in flat(totals) if isinstance(value, int | float)}
-
-
-def status_of(run: RunState) -> str:
-    """RUNNING, FINISHED, FAILED or KILLED: the words of MLflow."""
-    states = run.totals.states
-    if run.is_finished:
-        return "FINISHED"
-    if states["running"]:
-        return "RUNNING"
-    if states["failed"] or states["damaged"]:
-        return "FAILED"
-    return "KILLED"
-
-
 @dataclass(frozen=True)
 class TrackedJob:
     """A job, as services know it.
@@ -78,16 +59,6 @@ class TrackedJob:
     name: str
     started: float
     parameters: dict[str, str]
-
-    @classmethod
-    def of(cls, run: RunState, name: str) -> TrackedJob:
-        identity = run.identity
-        known = [name, identity.get("output_folder"), identity.get("output_filename"), run.tasks]
-        parameters = {}
-        for key, value in flat(identity):
-            parameters[key] = value if isinstance(value, str) else orjson.dumps(value).decode()
-        started = run.totals.started or run.read_at
-        return cls(xxhash.xxh3_128_hexdigest(orjson.dumps(known)), name, started, parameters)
 
 
 class MlflowRun:
@@ -182,19 +153,35 @@ class Tracker(_Sending):
         except CkptError as error:
             return str(error)
         folder = self.place.what if self.place.is_copy else str(self.place.folder.absolute())
-        job = TrackedJob.of(state, self.name or name_of_folder(folder))
-        status = status_of(state)
-        if status == "RUNNING":
+        name = self.name or name_of_folder(folder)
+        identity = state.identity
+        known = [name, identity.get("output_folder"), identity.get("output_filename"), state.tasks]
+        parameters = {}
+        for key, value in flat(identity):
+            parameters[key] = value if isinstance(value, str) else orjson.dumps(value).decode()
+        started = state.totals.started or state.read_at
+        number = xxhash.xxh3_128_hexdigest(orjson.dumps(known))
+        job = TrackedJob(number, name, started, parameters)
+        states = state.totals.states
+        status = "KILLED"
+        self._idle_looks += 1
+        if state.is_finished:
+            status = "FINISHED"
+        elif states["running"]:
+            status = "RUNNING"
             self._idle_looks = 0
-        else:
-            self._idle_looks += 1
+        elif states["failed"] or states["damaged"]:
+            status = "FAILED"
         # Between two tasks, or before the first.
         if status != "FINISHED" and self._idle_looks < _IDLE_LOOKS:
             status = "RUNNING"
         at = state.read_at
         if status != "RUNNING" and state.newest is not None:
             at = state.newest
-        return self._serve(job, [(at, values_of(state), None)], status)
+        totals = orjson.loads(to_json(state))["totals"]
+        del totals["dead_letters"]  # their causes quote servers, and would be names
+        values = {key: float(one) for key, one in flat(totals) if isinstance(one, int | float)}
+        return self._serve(job, [(at, values, None)], status)
 
 
 @dataclass
@@ -224,8 +211,13 @@ class TrainingTracker(_Sending):
         if state.writer:
             self._idle_looks = 0
         status = "RUNNING"
-        if self._idle_looks >= _IDLE_LOOKS and _is_quiet(times):
-            status = "FINISHED"
+        if self._idle_looks >= _IDLE_LOOKS:
+            interval = _UNKNOWN_SECONDS
+            if len(times) > 1:
+                interval = times[-1] - times[-2]
+            # A training that goes on would have saved since.
+            if not times or time.time() - times[-1] > _INTERVALS * interval:
+                status = "FINISHED"
         return self._serve(job, self._new_points(state.curve), status)
 
     def _new_points(self, curve: Sequence[Row]) -> Iterator[_Point]:
@@ -235,13 +227,3 @@ class TrainingTracker(_Sending):
                 numbers = {key: value for key, value in metrics.items() if value is not None}
                 yield time.time(), numbers, step
                 self._sent[number:] = [(step, metrics)]
-
-
-def _is_quiet(times: Sequence[float]) -> bool:
-    """Returns whether a training that goes on would have saved since the newest of its saves."""
-    if not times:
-        return True
-    interval = _UNKNOWN_SECONDS
-    if len(times) > 1:
-        interval = times[-1] - times[-2]
-    return time.time() - times[-1] > _INTERVALS * interval

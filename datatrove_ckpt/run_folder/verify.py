@@ -148,12 +148,6 @@ class Report:
         """The output folder of the last start."""
         return identity.recorded_output(self.checkpoints) or self.output
 
-    @property
-    def accepted(self) -> list[Json]:
-        """The changes that the user accepted."""
-        runs = [self.job, *(rank.run for rank in self.ranks)]
-        return [change for run in runs for change in run.get("accepted_changes", [])]
-
     @cached_property
     def job(self) -> Json:
         """The content of ``job.json``; empty if it is missing or damaged."""
@@ -476,7 +470,13 @@ def _check_documents(report: Report, chunk: CommittedChunk) -> Iterator[Problem]
     found = None
     if chunk.rows is not None:
         with suppress(ImportError, ValueError, OSError, EOFError):
-            found = sum(_count_documents(report.folder, file.path) for file in chunk.files)
+            found = 0
+            for file in chunk.files:
+                known = format_of_file(file.path)
+                if known is None:
+                    raise ValueError(file.path)
+                with known.open(report.folder, file.path) as opened:
+                    found += known.count(opened)
     if found is None:
         report.uncounted.add(str(chunk.rank.run.get("output_writer")))
     elif found != chunk.rows:
@@ -485,15 +485,6 @@ def _check_documents(report: Report, chunk: CommittedChunk) -> Iterator[Problem]
             "were committed."
         )
         yield Problem("documents", f"{message} Please report this.", *chunk.rank.key, chunk.index)
-
-
-def _count_documents(folder: DataFolder, path: str) -> int:
-    """Raises ValueError if the file's format is unknown."""
-    known = format_of_file(path)
-    if known is None:
-        raise ValueError(path)
-    with known.open(folder, path) as file:
-        return known.count(file)
 
 
 def _check_uncommitted(report: Report, paths: Iterable[str]) -> Iterator[Problem]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from datatrove_ckpt.checkpoint import layout
+from datatrove_ckpt.checkpoint.batch_log import Batch, give_up
 from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.checkpoint.lines import is_count
 from datatrove_ckpt.common import JsonObject
@@ -212,6 +213,23 @@ def upload(place: Place, ranks: list[RankLedger]) -> None:
 
     for rank in {rank.key: rank for rank in ranks}.values():
         upload_rank(f"{place.mirror.url}/{rank.folder.relative_to(place.folder)}", rank.folder)
+
+
+def cancel_batch(place: Place, rank: Path, batch: Batch) -> str | None:
+    """Cancels a batch of a rank at its provider. Returns why the provider could not; "" if it
+    could; None: it has forgotten the batch, which is given up.
+    """
+    import asyncio
+
+    from datatrove_ckpt.generation.provider_passes import cancel  # both are slow to import
+
+    problem = asyncio.run(cancel(batch))
+    if problem is None:
+        with restored(place) as changed:
+            folder = changed.folder / rank.relative_to(place.folder)
+            give_up(folder, batch.number)
+            upload(changed, [RankLedger(folder)])
+    return problem
 
 
 def _named_by_config(path: str, config: JsonObject) -> tuple[Place, str | None]:

@@ -12,7 +12,7 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove_ckpt import LocalPipelineExecutor as OurExecutor
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.run_folder.input_checks import check_inputs_unchanged
+from datatrove_ckpt.run_folder.earlier_runs import check_inputs_unchanged
 from datatrove_ckpt.run_folder.run_plan import RunPlan
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, rows, runner

@@ -22,7 +22,7 @@ from datatrove_ckpt.output.names import output_pattern, rank_and_chunk
 from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.writer_checks import refuse_equal_folders, stands_elsewhere
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.run_folder import findings
+from datatrove_ckpt.run_folder import earlier_runs
 from datatrove_ckpt.run_folder.run_plan import RunPlan
 from datatrove_ckpt.testing import crash_at, outputs
 from tests.jobs import ids, run_job, runner, writer
@@ -81,7 +81,7 @@ def test_output_of_a_run_that_starts_meanwhile_is_not_called_nobodys(job, comman
         return look(*arguments, **options)
 
     monkeypatch.setattr(OutputFolder, "look", starts_meanwhile)
-    findings.compare_outputs(RunPlan(executor))
+    earlier_runs.compare_outputs(RunPlan(executor))
 
 
 # files that no commit knows ----------------------------------------------------------------------

@@ -8,11 +8,9 @@ import pytest
 from datatrove.io import get_datafolder
 from fsspec.implementations.memory import MemoryFileSystem
 
-from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.errors import StorageFailed
 from datatrove_ckpt.run_folder.checks import (
     RemoteFailed,
-    probe_folder,
+    check_local_output,
     probe_object,
 )
 from datatrove_ckpt.testing import disk_in_place
@@ -27,13 +25,12 @@ def test_a_disk_that_refuses_any_effect_is_quoted_and_keeps_nothing_of_the_probe
         folder = tmp_path / str(number)
         folder.mkdir()
         disk = FailingDisk(number, permanent=permanent)
-        try:
-            with disk_in_place(disk), probe_folder(folder / "checkpoints") as probe:
-                files.disk.replace(probe / "written", b"datatrove-ckpt")
-        except StorageFailed as error:
-            assert f"{disk.refused[0]}:" in str(error)
-        else:
-            assert not disk.failed_at, "nobody said so"
+        with disk_in_place(disk):
+            findings = [*check_local_output(folder / "checkpoints", moves=False)]
+        problems = [one.message for one in findings if one.state == "problem"]
+        assert bool(problems) == bool(disk.failed_at)
+        for message in problems:
+            assert f"{disk.refused[-1]}:" in message
         if not permanent and "remove_tree" not in str(disk.failed_at):
             assert not list(folder.iterdir()), disk.failed_at
     assert not disk.failed_at

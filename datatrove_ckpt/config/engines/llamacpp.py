@@ -85,14 +85,9 @@ class Llamacpp(Engine):
             return {kind: value}
         if kind == "regex":
             return "llama.cpp takes no regex; use choice or json_schema"
-        return {"grammar": "root ::= " + " | ".join(_gbnf(one) for one in value)}
-
-
-def _gbnf(text: str) -> str:
-    escaped = (
-        text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\r", "\\r")
-    )
-    return f'"{escaped}"'
+        escapes = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r"})
+        choices = [f'"{one.translate(escapes)}"' for one in value]
+        return {"grammar": f"root ::= {' | '.join(choices)}"}
 
 
 def resolve_model_path(model: str) -> Path:

@@ -1,0 +1,340 @@
+"""What a job needs: settings that fit each other, folders, input, servers, prompts, a writer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from datatrove.data import Document
+from datatrove.pipeline.readers.base import BaseReader
+
+from datatrove_ckpt.common.formatting import duration, error_text, plural
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.generation_params import max_tokens_of
+from datatrove_ckpt.config.paths import existing_part, expand_path
+from datatrove_ckpt.errors import ConfigError, DocumentNotSerializable, ServerStartFailed
+from datatrove_ckpt.errors.names import setting_name
+from datatrove_ckpt.generation.as_read import as_read
+from datatrove_ckpt.generation.noted_requests import NotedRequest, unsent_prompts
+from datatrove_ckpt.generation.results import check_answer
+from datatrove_ckpt.generation.step import Step
+from datatrove_ckpt.generation.user_code import check_first, try_media
+from datatrove_ckpt.inference.servers.endpoints import EndpointAnswer, ask_endpoints
+from datatrove_ckpt.inference.servers.host import check_servers
+from datatrove_ckpt.output.arrow_types import NO_TYPES
+from datatrove_ckpt.output.committed import has_commits, some
+from datatrove_ckpt.output.documents import decode, encode
+from datatrove_ckpt.output.hub import HubFolder
+from datatrove_ckpt.output.hub_access import check_access
+from datatrove_ckpt.output.hub_pace import HOUR
+from datatrove_ckpt.output.names import writer_name
+from datatrove_ckpt.output.writer_trial import WriterTrial
+from datatrove_ckpt.process import event_loop
+from datatrove_ckpt.process.open_files import files_needed, limits, too_low
+from datatrove_ckpt.run_folder.checks import (
+    Finding,
+    State,
+    about,
+    check_checkpoints,
+    check_local_output,
+    check_remote,
+    within,
+)
+from datatrove_ckpt.run_folder.input_checks import check_input, refuse_input
+from datatrove_ckpt.run_folder.prompts import check_prompts
+from datatrove_ckpt.run_folder.run_plan import (
+    RunnerPlan,
+    RunPlan,
+    check_steps,
+    refuse_without_claims,
+)
+from datatrove_ckpt.run_folder.sample import ROUND_NUMBER, costs
+from datatrove_ckpt.runner import InferenceRunner
+
+
+def check_hub(plan: RunPlan) -> None:
+    """Checks that tasks may write to their output folders on the hub, and makes missing
+    repositories.
+
+    Raises:
+        OutputFailed: see ``check_access``.
+    """
+    for runner in plan.runners:
+        writer = runner.step.output_writer
+        hub = HubFolder.of(writer.output_folder)
+        if hub is not None and (runner.step.retry_dead_letters or plan.incomplete()):
+            check_access_of(runner, hub)
+
+
+def check_access_of(runner: RunnerPlan, hub: HubFolder) -> str:
+    """Returns what was found. See ``check_access``."""
+    private = None
+    if runner.root is None or not has_commits(runner.root):
+        private = getattr(runner.step.output_writer, "private", None)
+    return check_access(hub, private, only_look=runner.plan.for_doctor)
+
+
+_COMMITS_PER_HOUR = 128  # what the hub allows to a free account
+_USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+_ANSWER = {"text": "An answer.", "finish_reason": "stop", "usage": _USAGE}
+
+
+_CHARACTERS_PER_TOKEN = 4
+_ONLY_HERE = re.compile(r"//(localhost|127\.|0\.0\.0\.0|\[::1?\])")
+
+
+def surroundings(plan: RunPlan) -> Iterator[Finding]:
+    """Checks what a job needs: settings, folders, input, and what its servers need. For doctor, it
+    also tries the folders, reads the first documents and asks the endpoints.
+    """
+    yield from about("pipeline", check_steps, plan)
+    yield from about("pipeline", plan.check_executor)
+    yield from about(setting_name("logging_dir"), _check_logging_dir, plan)
+    sample: list[Document] = []
+    runners = {runner.index: runner for runner in plan.runners}
+    for index, step in enumerate(plan.pipeline):
+        place = plan.place(index)
+        if not plan.for_doctor:
+            yield from about(f"{place}input", refuse_input, plan, index, step)
+        elif isinstance(step, BaseReader):
+            yield from about(f"{place}input", check_input, step, plan, sample, what="readable")
+        if index not in runners:
+            continue
+        runner = runners[index]
+        yield from about(f"{place}input", _check_prompt, runner, sample)
+        # Cluster jobs may have what is missing here.
+        if plan.for_doctor or (plan.is_local and plan.incomplete()):
+            for config in runner.step.models.values():
+                subject = f"{place}{config.server_name('server')}"
+                yield from about(subject, _check_server, runner, config)
+            if sample:
+                yield from _costs(runner.step, sample)
+            yield from about(f"{place}monitoring", runner.step.monitoring.check_packages)
+        for subject, check in (("checkpoints", _check_checkpoints), ("output", _check_output)):
+            yield from about(f"{place}{subject}", check, runner, what="reachable")
+        if plan.for_doctor:
+            yield from about(f"{place}output", _check_writer, runner, sample)
+            remote = runner.step.checkpoints_remote_dir
+            if remote is not None:
+                yield from about(f"{place}mirror", check_remote, remote)
+        yield from about(f"{place}output", check_rules_of_hub, plan, runner.step)
+
+
+def _check_logging_dir(plan: RunPlan) -> Iterator[Finding]:
+    if plan.pulls:
+        refuse_without_claims(plan)
+    if plan.logging_dir.is_local():
+        refuse_file("logging_dir", plan.logging_dir.resolve_paths(""))
+    if plan.for_doctor:
+        yield from check_remote(plan.logging_dir)
+
+
+def refuse_file(setting: str, folder: str | Path) -> None:
+    """Raises ConfigError if a file is in the place of a folder, or of one of its parents."""
+    place = existing_part(Path(folder).absolute())
+    if not place.is_dir():
+        raise ConfigError(
+            f"{str(folder)!r} cannot be a folder, because {place} is a file. Choose another "
+            "folder.",
+            setting=setting,
+        )
+
+
+def _check_prompt(runner: RunnerPlan, sample: list[Document]) -> Iterator[Finding]:
+    if sample and runner.index == 1:  # a later step gets what the steps before it have changed
+        # Rollouts may change fields, whose values may be large, or not be copied at all.
+        copies = (replace(one, metadata={**one.metadata}) for one in (sample[0], *sample))
+        first, *documents = copies
+        check_answer(runner.step, first)
+        if runner.step.on_document_error == "stop":
+            check_first(runner.step.rollout_fn, first)
+            event_loop.run(try_media(runner.step.rollout_fn, first))
+        prompts = event_loop.run(unsent_prompts(runner.step.rollout_fn, documents))
+        yield from check_prompts(prompts, runner.step.model.servers)
+
+
+def _costs(step: Step, documents: Sequence[Document]) -> Iterator[Finding]:
+    """Estimates what documents cost, from the texts of the first ones."""
+    answer = max_tokens_of(step.model.default_generation_params)
+    sent = []
+    for document in documents:
+        usage = {
+            "prompt_tokens": len(document.text) // _CHARACTERS_PER_TOKEN,
+            "completion_tokens": answer,
+        }
+        request = NotedRequest(document.text, usage=usage)
+        sent.append([request] * step.model.rollouts_per_document)
+    found = [" ".join(row) for row in costs(step, sent, [1] * len(sent), ROUND_NUMBER)]
+    if found:
+        text = (
+            f"of {ROUND_NUMBER:,} documents: {'; '.join(found)}, if each takes one request, of the "
+            f"tokens of its text and {answer} of an answer (max_tokens). `run --sample` measures "
+            "them."
+        )
+        yield Finding("ok", "costs", text, "prices")
+
+
+def _check_server(runner: RunnerPlan, config: InferenceConfig) -> Iterator[Finding]:
+    """Checks that what the server needs is installed, and its key set. Starts nothing, and asks
+    endpoints for their models only for doctor.
+    """
+    as_jobs = runner.plan.as_jobs
+    is_endpoint = config.server_type == "endpoint"
+    text = f"everything that {config.server_type} needs is installed here."
+    if is_endpoint:
+        text = "the key is set, if the endpoint needs one."
+    elif as_jobs:
+        text = f"the jobs install {config.server_type}, unless their image has it."
+    ready = Finding("ok", "ready", text)
+    if is_endpoint or not as_jobs:
+        try:
+            check_servers(config)
+        except (ConfigError, ServerStartFailed) as error:
+            ready = Finding("problem", "ready", str(error), error=ConfigError(error))
+    yield ready
+    if not runner.plan.for_doctor or (as_jobs and not is_endpoint):
+        return
+    yield Finding("note", "requests", f"{config.places} (max_concurrent_generations).")
+    if config is runner.step.model:
+        requests, servers = runner.step.requests_and_servers()
+        needed = files_needed(requests, servers)
+        allowed = limits()[1]
+        text = too_low(requests, servers, needed, allowed)
+        if allowed >= needed:
+            text = f"{requests} at once need up to {needed}; the hard limit is {allowed}."
+        yield Finding("ok" if allowed >= needed else "problem", "open files", text)
+    if config.server_log_folder is not None:
+        expand_path("server_log_folder", config.server_log_folder)
+    if is_endpoint and ready.state == "ok":
+        yield from check_endpoints(config)
+    here = [one.url for one in config.endpoints_by_name.values() if _ONLY_HERE.search(one.url)]
+    if as_jobs and here:
+        yield Finding(
+            "warning", "endpoint", f"{here[0]} is this machine, which the jobs cannot reach."
+        )
+
+
+def _check_checkpoints(runner: RunnerPlan) -> Iterator[Finding]:
+    if runner.root is not None:
+        refuse_file("checkpoints_local_dir", runner.root)
+    plan = runner.plan
+    step = runner.step
+    if plan.as_jobs or not plan.for_doctor:
+        return  # each job has a disk of its own
+    if step.checkpoints_local_dir is None:
+        yield Finding(
+            "warning", "folder", "none: a run that dies starts over. Set checkpoints_local_dir."
+        )
+        return
+    folder = step.checkpoints_root
+    mirrored = step.checkpoints_remote_dir is not None
+    check = check_checkpoints(folder, mirrored, not plan.is_local)
+    yield from within(lambda: [*check], str(folder))
+
+
+def _check_output(runner: RunnerPlan) -> Iterator[Finding]:
+    output = runner.step.output_writer.output_folder
+    if output.is_local():
+        refuse_file("output_folder", output.resolve_paths(""))
+    if not runner.plan.for_doctor:
+        return  # tasks write there soon
+    hub = HubFolder.of(output)
+    if hub is not None:
+        look = partial(check_access_of, runner, hub)
+        yield Finding("ok", "reachable", within(look, hub.url))
+    elif not output.is_local():
+        yield from check_remote(output)
+    else:
+        folder = Path(output.resolve_paths("")).absolute()
+        check = check_local_output(folder, not runner.plan.is_local)
+        yield from within(lambda: [*check], str(folder))
+
+
+def _check_writer(runner: RunnerPlan, sample: list[Document]) -> Iterator[Finding]:
+    step = runner.step
+    writer = step.output_writer
+    name = writer_name(writer)
+    document = Document(text="text", id="id")
+    if sample:
+        document = decode(as_read(sample[0]).data)
+    document.metadata[step.metadata_key] = [_ANSWER] * step.config.rollouts_per_document
+    try:
+        WriterTrial(writer, NO_TYPES)(encode(document), document.id)
+    except DocumentNotSerializable as error:
+        text = (
+            f"{name} cannot write a document with an answer that is made up: "
+            f"{error_text(error.__cause__ or error)}."
+        )
+        text += " Correct it, unless real answers are different."
+        # datatrove's writers write any document, but an adapter or a schema may expect another
+        # answer.
+        yield Finding("warning" if name.startswith("datatrove.") else "problem", "writer", text)
+    else:
+        yield Finding("ok", "writer", f"{name} writes a document with an answer that is made up.")
+
+
+def check_rules_of_hub(plan: RunPlan, step: InferenceRunner) -> Iterator[Finding]:
+    """Compares a job's commits, at least one per task, with the hub's limit for a free account."""
+    hub = HubFolder.of(step.output_writer.output_folder)
+    if hub is None or hub.is_bucket:
+        return
+    pace = step.hub_pace
+    text = f"all tasks together keep to {pace.per_hour} per hour (hub_commits_per_hour)."
+    if pace.per_hour > _COMMITS_PER_HOUR:
+        text += (
+            f" The hub allows {_COMMITS_PER_HOUR} to a free account, and refuses more for up to "
+            "an hour."
+        )
+    state: State = "ok"
+    if plan.tasks > 24 * pace.per_hour:  # more than a day
+        state = "warning"
+        text += (
+            f" Each of {plural(plan.tasks, 'task')} makes one commit at least, which takes "
+            f"{duration(plan.tasks * HOUR / pace.per_hour)}. Use fewer tasks, or several "
+            "repositories."
+        )
+    yield Finding(state, "commits", text)
+
+
+# job checks --------------------------------------------------------------------------------------
+
+
+def check_endpoints(config: InferenceConfig) -> Iterator[Finding]:
+    answers = within(lambda: event_loop.run(ask_endpoints(config)), setting_name("endpoint_url"))
+    silent: State = "warning"
+    if all(answer.cause for answer in answers):
+        silent = "problem"
+    for answer, endpoint in zip(answers, config.endpoints_by_name.values(), strict=True):
+        yield _check_answer(answer, config, str(endpoint.model), silent)
+
+
+def _check_answer(
+    answer: EndpointAnswer, config: InferenceConfig, model: str, silent: State
+) -> Finding:
+    if answer.refused:
+        return Finding(silent, "endpoint", f"{answer.url} {answer.cause}.")
+    if answer.cause:
+        text = f"{answer.url}: {answer.cause}. Start the server, or correct its URL."
+        return Finding(silent, "endpoint", text)
+    if answer.models is None:
+        text = (
+            f"{answer.url} answers, and does not list its models. Some gateways have no such list: "
+            "then all is well. Otherwise correct its URL."
+        )
+        return Finding("warning", "endpoint", text)
+    if model in answer.models:
+        context = answer.models[model]
+        asked = max_tokens_of(config.default_generation_params)
+        if isinstance(context, int) and asked >= context:
+            text = f"max_tokens is {asked}, and max_model_len of {answer.url} {context}: lower it."
+            return Finding("problem", "endpoint", text)
+        return Finding("ok", "endpoint", f"{answer.url} answers, and serves {model}.")
+    listed = some([*answer.models], 5) or "none"
+    text = (
+        f"{answer.url} does not list the model {model!r}; it lists {listed}. Correct the model's "
+        "name."
+    )
+    return Finding("problem", "endpoint", text)

@@ -153,7 +153,7 @@ class JobInput:
                 for name in self._list(lines.glob_pattern)[:1]:
                     with open_content(lines.data_folder, name, lines.compression) as file:
                         for line in islice(file, _LOOKED_AT):
-                            row: JsonObject = lines.parse_row(line, name, 0)
+                            row = lines.parse_row(line, name)
                             if isinstance(row, dict) and {"custom_id", "body"} <= row.keys():
                                 return row
         return {}

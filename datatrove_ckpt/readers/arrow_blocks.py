@@ -17,6 +17,7 @@ from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.block_file import FileIndex, Group, TableFile, changed, fitting, opened
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.extent import FileExtent
+from datatrove_ckpt.readers.positions import FilePosition
 
 _FILE_MARK = b"ARROW1"
 _MOST_PADDING = 2**8  # of the mark: 2 bytes in most files with a footer, 58 in those of Rust
@@ -45,15 +46,15 @@ class ArrowBlocks(TableFile):
                 raise
         self.schema = self._reader.schema
 
-    def count(self) -> FileIndex:
+    def index(self) -> FileIndex:
         """Raises ConfigError for a stream of which no batch can be read without the dictionaries
         before it.
         """
         with naming_damage(self.name):
             return self._index_of(self._groups())
 
-    def forward(
-        self, place: tuple[int, int], most: int, columns: Sequence[str] | None, extent: FileExtent
+    def _forward(
+        self, place: FilePosition, most: int, columns: Sequence[str] | None, extent: FileExtent
     ) -> Iterator[tuple[int, int, pa.RecordBatch]]:
         for number, batch in self._batches(place[0], extent):
             first = place[1] if number == place[0] else 0
@@ -130,13 +131,13 @@ class ArrowBlocks(TableFile):
             self.let_go()  # not two batches at once
             self._last = (key, self._batch(part, chosen))
         batch = self._last[1]
-        if batch.num_rows != self.index.groups[part].rows:
+        if batch.num_rows != self.groups[part].rows:
             raise changed(self.name)
         return pa.Table.from_batches([batch.slice(row, rows)])
 
     def _batch(self, number: int, columns: tuple[str, ...]) -> pa.RecordBatch:
         if self._is_stream:
-            group = self.index.groups[number]
+            group = self.groups[number]
             self._source.seek(group.start)
             message = pa.ipc.read_message(self._source)
             if message.type != "record batch" or message.body.size != group.bytes:

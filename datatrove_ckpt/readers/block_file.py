@@ -1,7 +1,7 @@
 """A file as parts that can be read alone, and the rows of a part, for each format.
 
-A reader of a pipeline reads a file forward, from any place, without an index. A training counts the
-rows of each part once (``count``), and reads rows by their numbers (``read``).
+A reader of a pipeline reads a file forward, from any place, without an index (``blocks``). A
+training counts the rows of each part once (``index``), and reads rows by their numbers (``read``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import IO, Any, NamedTuple, TypeAlias, cast
 
 from datatrove.io import DataFolder
@@ -22,7 +22,8 @@ from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.extent import FileExtent
 from datatrove_ckpt.readers.input_errors import naming_hub_input, refuse_equal_names
 from datatrove_ckpt.readers.inputs import misfit
-from datatrove_ckpt.readers.positions import Row
+from datatrove_ckpt.readers.positions import FilePosition, Row, RowBlock
+from datatrove_ckpt.readers.python_rows import python_rows
 
 Rows: TypeAlias = "pa.Table | list[Row | None]"
 """Rows of a file: a table, or for JSONL dicts, and None for a damaged line."""
@@ -60,12 +61,16 @@ class FileIndex:
 
 class BlockFile(ABC):
     name: str
-    index: FileIndex
+    groups: tuple[Group, ...]
     expected: Sequence[int] = ()
     """The parts that are read next, in their order."""
 
     @abstractmethod
-    def count(self) -> FileIndex:
+    def blocks(self, file_position: FilePosition, extent: FileExtent) -> Iterator[RowBlock]:
+        """Yields the rows after a place, and notes in ``extent`` how much of the file it is."""
+
+    @abstractmethod
+    def index(self) -> FileIndex:
         """Counts the rows of each part.
 
         Raises:
@@ -74,7 +79,7 @@ class BlockFile(ABC):
 
     def use(self, index: FileIndex) -> None:
         """Sets the index that ``read`` needs."""
-        self.index = index
+        self.groups = index.groups
         self._firsts = [0, *accumulate(group.rows for group in index.groups)]
 
     def part_of(self, row: int) -> tuple[int, int]:
@@ -110,9 +115,25 @@ class TableFile(BlockFile):
             return table
         return table.select(list(columns))
 
+    def blocks(
+        self,
+        file_position: FilePosition,
+        extent: FileExtent,
+        most: int = 1000,
+        columns: Sequence[str] | None = None,
+    ) -> Iterator[RowBlock]:
+        place = file_position[:2] or (0, 0)
+        with naming_damage(self.name):
+            for group, row, batch in self._forward(place, most, columns, extent):
+                rows = python_rows(batch, self.name)
+                numbers = range(row + 1, row + 1 + len(rows))
+                places = zip(repeat(group), numbers)
+                where = f"row {{}} of group {group + 1}"
+                yield RowBlock(where, zip(rows, repeat(None), places, numbers))
+
     @abstractmethod
-    def forward(
-        self, place: tuple[int, int], most: int, columns: Sequence[str] | None, extent: FileExtent
+    def _forward(
+        self, place: FilePosition, most: int, columns: Sequence[str] | None, extent: FileExtent
     ) -> Iterator[tuple[int, int, pa.RecordBatch | pa.Table]]:
         """Yields the rows from a place (part, row in it) on: place of the first one, and at most
         ``most`` of them, of one part.

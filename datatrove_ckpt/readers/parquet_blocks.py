@@ -17,6 +17,7 @@ from datatrove_ckpt.common.lazy import pa, pq
 from datatrove_ckpt.readers.block_file import FileIndex, Group, TableFile, changed, fitting, opened
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.extent import FileExtent
+from datatrove_ckpt.readers.positions import FilePosition
 
 _BUFFER_BYTES = 2**20
 # The largest batch. Rows keep all of it in memory.
@@ -74,7 +75,7 @@ class ParquetBlocks(TableFile):
         self.schema = self._file.schema_arrow
         self._groups = tuple(Group(group.num_rows, group.total_byte_size) for group in groups)
 
-    def count(self) -> FileIndex:
+    def index(self) -> FileIndex:
         return self._index_of(self._groups)
 
     def use(self, index: FileIndex) -> None:
@@ -83,8 +84,8 @@ class ParquetBlocks(TableFile):
             raise changed(self.name)
         super().use(index)
 
-    def forward(
-        self, place: tuple[int, int], most: int, columns: Sequence[str] | None, extent: FileExtent
+    def _forward(
+        self, place: FilePosition, most: int, columns: Sequence[str] | None, extent: FileExtent
     ) -> Iterator[tuple[int, int, pa.Table]]:
         self.use(FileIndex(self._groups))
         if not self._is_local:  # a row group's column in one request

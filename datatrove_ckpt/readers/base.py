@@ -194,9 +194,9 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             yield from data
         self._position = None
         self._file_extent = FileExtent()
-        self._start_state = self._next_state
+        start = start_reader(self._next_state)
+        self._start_state = start.state
         self._next_state = None
-        start = start_reader(self._start_state)
         self._damaged_rows = start.skipped.damaged
         if rank == 0 and world_size > 1 and self.limit != -1:
             logger.info(
@@ -373,7 +373,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         return inputs
 
     def _documents(self, inputs: Inputs, start: ReaderStart, shard: ShardKey) -> Iterator[Document]:
-        self._start_state = start.state
         state = self._checked_state(start.state, shard)
         digest = Digest()
         documents = before = 0
@@ -435,7 +434,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                     )
                     self.update_doc_stats(document)
                     yield document
-                    documents_bar.update()
+                    if self.doc_progress:
+                        documents_bar.update()
                     if documents == self.limit:
                         break
                 start.note_skipped(name, skipped_before, in_file or inputs.row_shard != ALL_ROWS)

@@ -19,7 +19,7 @@ from datatrove_ckpt.common.redaction import HIDDEN
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.readers import READERS, JsonlReader, SeekingReader
-from datatrove_ckpt.readers.compressed import open_content, uncompressed
+from datatrove_ckpt.readers.compressed import uncompressed
 from datatrove_ckpt.readers.inputs import InputFolder
 
 _READERS = {reader.__name__: reader for reader in READERS}
@@ -154,12 +154,10 @@ class JobInput:
         """
         if reader["class_path"] == "JsonlReader":
             lines = import_name("JsonlReader", "")(**reader["init_args"])
-            lines.max_skipped = None
             with suppress(CkptError, OSError):  # the checks before a start name what is wrong
                 for name in self._list(lines.glob_pattern)[:1]:
-                    with open_content(lines.data_folder, name, lines.compression) as file:
-                        for line in islice(file, _LOOKED_AT):
-                            row: JsonObject = lines.parse_row(line, name, 0)
+                    for block in islice(lines.blocks(name, ()), 1):
+                        for row, _, _, _ in islice(block.rows, _LOOKED_AT):
                             if isinstance(row, dict) and {"custom_id", "body"} <= row.keys():
                                 return row
         return {}

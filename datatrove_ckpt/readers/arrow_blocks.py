@@ -14,7 +14,7 @@ from datatrove.io import DataFolder
 
 from datatrove_ckpt.common.lazy import pa
 from datatrove_ckpt.errors import ConfigError, InputError
-from datatrove_ckpt.readers.block_file import FileIndex, Group, TableFile, changed, fitting, opened
+from datatrove_ckpt.readers.block_file import FileIndex, Group, TableFile, changed, opened
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.extent import FileExtent
 
@@ -45,21 +45,12 @@ class ArrowBlocks(TableFile):
                 raise
         self.schema = self._reader.schema
 
-    def count(self) -> FileIndex:
+    def index(self) -> FileIndex:
         """Raises ConfigError for a stream of which no batch can be read without the dictionaries
         before it.
         """
         with naming_damage(self.name):
             return self._index_of(self._groups())
-
-    def forward(
-        self, place: tuple[int, int], most: int, columns: Sequence[str] | None, extent: FileExtent
-    ) -> Iterator[tuple[int, int, pa.RecordBatch]]:
-        for number, batch in self._batches(place[0], extent):
-            first = place[1] if number == place[0] else 0
-            step = fitting(most, batch.num_rows, batch.nbytes)
-            for row in range(first, batch.num_rows, step):
-                yield number, row, batch.slice(row, step)
 
     def let_go(self) -> None:
         self._last = (None, None)
@@ -69,22 +60,25 @@ class ArrowBlocks(TableFile):
         self.let_go()
         self._source.close()
 
+    def _parts(self, first: int, extent: FileExtent) -> Iterator[tuple[int, int, int]]:
+        for number, batch in self._batches(first, extent):
+            extent.lengths[number] = batch.num_rows
+            if number >= first:
+                self._last = ((number, ()), batch)
+                yield number, batch.num_rows, batch.nbytes
+
     def _batches(self, first: int, extent: FileExtent) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Yields the record batches from the ``first`` on, each after its number."""
+        """Yields the record batches with their numbers, of a file from the ``first`` on."""
         if not self._is_stream:
             count = self._reader.num_record_batches
             extent.starts = [number / max(1, count) for number in range(count + 1)]
             for number in range(first, count):
-                batch = self._reader.get_batch(number)
-                extent.lengths[number] = batch.num_rows
-                yield number, batch
+                yield number, self._reader.get_batch(number)
             return
         extent.starts = [0.0]
         for number, batch in enumerate(self._reader):
             extent.starts.append(self._source.tell() / max(1.0, extent.size))
-            extent.lengths[number] = batch.num_rows
-            if number >= first:
-                yield number, batch
+            yield number, batch
         _check_end_of_stream(self._source)
 
     def _groups(self) -> Iterator[Group]:
@@ -128,15 +122,15 @@ class ArrowBlocks(TableFile):
         key = (part, chosen)
         if self._last[0] != key:
             self.let_go()  # not two batches at once
-            self._last = (key, self._batch(part, chosen))
-        batch = self._last[1]
-        if batch.num_rows != self.index.groups[part].rows:
-            raise changed(self.name)
-        return pa.Table.from_batches([batch.slice(row, rows)])
+            batch = self._batch(part, chosen)
+            if batch.num_rows != self.groups[part].rows:
+                raise changed(self.name)
+            self._last = (key, batch)
+        return pa.Table.from_batches([self._last[1].slice(row, rows)])
 
     def _batch(self, number: int, columns: tuple[str, ...]) -> pa.RecordBatch:
         if self._is_stream:
-            group = self.index.groups[number]
+            group = self.groups[number]
             self._source.seek(group.start)
             message = pa.ipc.read_message(self._source)
             if message.type != "record batch" or message.body.size != group.bytes:

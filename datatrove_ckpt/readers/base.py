@@ -1,13 +1,14 @@
 """SeekingReader, the base of all readers: it chooses files, resumes, and gives documents positions.
 
-A format implements ``_read``, which reads a file from a place in it. Files, order, ``limit``,
-``skip`` and stats are as in datatrove's ``BaseDiskReader.run``.
+A format implements ``blocks``, which reads the rows of a file from a place in it. Only this module
+makes documents of them. Files, order, ``limit``, ``skip`` and stats are as in datatrove's
+``BaseDiskReader.run``.
 
 A step holds plain data only, because datatrove copies and pickles it. It may run several ranks, so
 each run forgets where the previous run ended.
 """
 
-from abc import abstractmethod
+import time
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -43,6 +44,7 @@ from datatrove_ckpt.readers.inputs import (
 from datatrove_ckpt.readers.no_document import refuse_file_without_documents
 from datatrove_ckpt.readers.positions import (
     ALL_ROWS,
+    BadRow,
     FilePosition,
     FileRead,
     FileState,
@@ -50,6 +52,7 @@ from datatrove_ckpt.readers.positions import (
     PositionedDocument,
     ReaderStart,
     Row,
+    RowBlock,
     ShardKey,
     State,
     start_reader,
@@ -87,6 +90,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     shuffle_seed: int | None = None
     path_columns: bool = False
     max_skipped: int | None = None  # pickles of earlier releases
+    stop_on_bad_line: bool | None = None
     format: ClassVar[str]
     """The name of the format, in states.
 
@@ -190,9 +194,9 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             yield from data
         self._position = None
         self._file_extent = FileExtent()
-        self._start_state = self._next_state
+        start = start_reader(self._next_state)
+        self._start_state = start.state
         self._next_state = None
-        start = start_reader(self._start_state)
         self._damaged_rows = start.skipped.damaged
         if rank == 0 and world_size > 1 and self.limit != -1:
             logger.info(
@@ -263,27 +267,62 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             document.metadata.setdefault("file_path", self._resolved[source_file])
         return document
 
-    def document_of(
-        self, data: Row, file: str, id_in_file: int | str, where: str
-    ) -> Document | SkippedLines:
-        """Returns the document of a row, or why it has none. ``where``: the row, for people."""
-        try:
-            return self.get_document_from_dict(data, file, id_in_file) or WITHOUT_TEXT
-        except DocumentNotSerializable as error:
-            return self.skip_damaged(file, where, error, self.max_skipped)
-
-    def skip_damaged(
-        self, file: str, where: str, error: object, most: int | None, begin: str = ""
-    ) -> SkippedLines:
-        """Counts a line or row that cannot be read.
+    def documents_of(
+        self, name: str, blocks: Iterable[RowBlock], number: int = 0, task: str = ""
+    ) -> FileRead:
+        """Makes the documents of rows.
 
         Args:
-            most: that may be left out; None: any number.
-            begin: of its text.
+            number: documents of the file before, where the default ids are such numbers; places
+                then end with them.
+            task: begins the default ids of a dataset, which number the documents of all its shards;
+                places do without them.
+        """
+        make = self.get_document_from_dict
+        seconds = 0.0
+        began = time.perf_counter()
+        for where, rows in blocks:
+            try:
+                for row, given_id, after, shown in rows:
+                    id_in_file: int | str = number
+                    if given_id is not None:
+                        id_in_file = given_id
+                    elif task:
+                        id_in_file = f"{task}{number}"
+                    document: Document | SkippedLines = WITHOUT_TEXT
+                    try:
+                        if isinstance(row, dict):
+                            document = make(row, name, id_in_file) or WITHOUT_TEXT
+                        elif row is not None:
+                            document = self.skip_damaged(name, where.format(shown), row)
+                    except DocumentNotSerializable as error:
+                        document = self.skip_damaged(name, where.format(shown), BadRow(error))
+                    if given_id is None:
+                        number += not isinstance(document, SkippedLines)
+                        if not task:
+                            after = (*after, number)
+                    # Timing each row by stats would cost too much.
+                    seconds += time.perf_counter() - began
+                    yield document, after
+                    began = time.perf_counter()
+            finally:
+                self.stats.time_stats.update(seconds, "batch")
+                seconds = 0.0
 
-        Raises DamagedLine: there are more of them.
+    def skip_damaged(
+        self, file: str, where: str, bad: BadRow, in_training: bool = False
+    ) -> Document | SkippedLines:
+        """Counts a line or row that cannot be read, and returns what stands for it.
+
+        Raises DamagedLine: there are more of them than may be left out.
         """
         self._damaged_rows += 1
+        most = self.max_skipped
+        if in_training:  # which reads lines in each epoch
+            most = None
+        if self.stop_on_bad_line:  # also in pickles of earlier releases
+            most = 0
+        error, begin = bad
         if most is not None and self._damaged_rows > most:
             if begin:
                 begin = f", in {begin!r}"
@@ -304,7 +343,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         return DAMAGED
 
     def read_file(self, filepath: str) -> Iterator[Document]:
-        for document, _ in self._read(filepath, ()):
+        for document, _ in self.documents_of(filepath, self.blocks(filepath, ())):
             if not isinstance(document, SkippedLines):
                 yield document
 
@@ -334,7 +373,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         return inputs
 
     def _documents(self, inputs: Inputs, start: ReaderStart, shard: ShardKey) -> Iterator[Document]:
-        self._start_state = start.state
         state = self._checked_state(start.state, shard)
         digest = Digest()
         documents = before = 0
@@ -396,7 +434,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                     )
                     self.update_doc_stats(document)
                     yield document
-                    documents_bar.update()
+                    if self.doc_progress:
+                        documents_bar.update()
                     if documents == self.limit:
                         break
                 start.note_skipped(name, skipped_before, in_file or inputs.row_shard != ALL_ROWS)
@@ -536,14 +575,14 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def _read_input(
         self, inputs: Inputs, index: int, file_position: FilePosition, number: tuple[int, int]
     ) -> FileRead:
-        """Reads file ``index`` as ``_read`` does. ``number``: (rank, documents read so far)."""
-        return self._read(inputs.names[index], file_position)
+        """Reads file ``index``. ``number``: (rank, documents read so far)."""
+        name = inputs.names[index]
+        documents = file_position[-1] if file_position else 0
+        return self.documents_of(name, self.blocks(name, file_position), documents)
 
-    @abstractmethod
-    def _read(self, name: str, file_position: FilePosition) -> FileRead:
-        """Yields documents and skipped rows after ``file_position``, each with the place right
-        after it.
-        """
+    def blocks(self, name: str, file_position: FilePosition) -> Iterator[RowBlock]:
+        """Yields the rows of a file after ``file_position``."""
+        raise NotImplementedError
 
     def _may_grow(self, name: str) -> bool:
         """Returns whether a longer file may continue the file that was read."""

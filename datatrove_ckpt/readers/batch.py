@@ -15,7 +15,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers.base import DamagedLine
 from datatrove_ckpt.readers.inputs import list_input
 from datatrove_ckpt.readers.jsonl import JsonlReader
-from datatrove_ckpt.readers.positions import PositionedDocument, Row
+from datatrove_ckpt.readers.positions import BadRow, PositionedDocument, Row
 
 _URLS = (
     "/v1/chat/completions",
@@ -60,7 +60,8 @@ class BatchReader(JsonlReader):
         earlier = set[str]()
         for name in list_input(self).names:
             try:
-                for request, position in islice(strict._read(name, ()), left):
+                requests = strict.documents_of(name, strict.blocks(name, ()))
+                for request, position in islice(requests, left):
                     left -= 1
                     custom_id = getattr(request, "id", "")
                     if custom_id in earlier:
@@ -84,16 +85,17 @@ class BatchReader(JsonlReader):
             except TypeError as error:
                 problem = f"its body cannot be sent as it is written: {error}"
         if problem:
-            document = self._damaged(source_file, id_in_file, problem)
+            where = f"line {int(id_in_file) + 1}"
+            document = self.skip_damaged(source_file, where, BadRow(problem))
             document.metadata["custom_id"] = name
             return document
         return PositionedDocument(text, name, metadata={"url": data["url"]})
 
-    def _damaged(
-        self, name: str, id_in_file: int | str, error: object, begin: str = ""
+    def skip_damaged(
+        self, file: str, where: str, bad: BadRow, in_training: bool = False
     ) -> Document:
-        super()._damaged(name, id_in_file, error, begin)
-        problem = f"`{name}`, line {int(id_in_file) + 1}: {error}"
+        super().skip_damaged(file, where, bad, in_training)
+        problem = f"`{file}`, {where}: {bad.error}"
         return PositionedDocument(
             problem, problem, metadata={"problem": problem, "custom_id": None}
         )

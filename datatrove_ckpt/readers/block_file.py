@@ -1,7 +1,7 @@
 """A file as parts that can be read alone, and the rows of a part, for each format.
 
-A reader of a pipeline reads a file forward, from any place, without an index. A training counts the
-rows of each part once (``count``), and reads rows by their numbers (``read``).
+A reader of a pipeline reads a file forward, from any place, without an index (``blocks``). A
+training counts the rows of each part once (``index``), and reads rows by their numbers (``read``).
 """
 
 from __future__ import annotations
@@ -10,19 +10,21 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import IO, Any, NamedTuple, TypeAlias, cast
 
 from datatrove.io import DataFolder
 
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.lazy import pa
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.extent import FileExtent
 from datatrove_ckpt.readers.input_errors import naming_hub_input, refuse_equal_names
 from datatrove_ckpt.readers.inputs import misfit
-from datatrove_ckpt.readers.positions import Row
+from datatrove_ckpt.readers.positions import FilePosition, Row, RowBlock
+
+_PART_BYTES = 2**25  # of rows with pictures a thousand may be 10 GB
 
 Rows: TypeAlias = "pa.Table | list[Row | None]"
 """Rows of a file: a table, or for JSONL dicts, and None for a damaged line."""
@@ -60,12 +62,16 @@ class FileIndex:
 
 class BlockFile(ABC):
     name: str
-    index: FileIndex
+    groups: tuple[Group, ...]
     expected: Sequence[int] = ()
     """The parts that are read next, in their order."""
 
     @abstractmethod
-    def count(self) -> FileIndex:
+    def blocks(self, file_position: FilePosition, extent: FileExtent) -> Iterator[RowBlock]:
+        """Yields the rows after a place, and notes in ``extent`` how much of the file it is."""
+
+    @abstractmethod
+    def index(self) -> FileIndex:
         """Counts the rows of each part.
 
         Raises:
@@ -74,7 +80,7 @@ class BlockFile(ABC):
 
     def use(self, index: FileIndex) -> None:
         """Sets the index that ``read`` needs."""
-        self.index = index
+        self.groups = index.groups
         self._firsts = [0, *accumulate(group.rows for group in index.groups)]
 
     def part_of(self, row: int) -> tuple[int, int]:
@@ -110,13 +116,29 @@ class TableFile(BlockFile):
             return table
         return table.select(list(columns))
 
+    def blocks(
+        self,
+        file_position: FilePosition,
+        extent: FileExtent,
+        most: int = 1000,
+        columns: Sequence[str] | None = None,
+    ) -> Iterator[RowBlock]:
+        first, row = file_position[:2] or (0, 0)
+        with naming_damage(self.name):
+            for part, rows, size in self._parts(first, extent):
+                where = f"row {{}} of group {part + 1}"
+                step = max(1, min(most, rows * _PART_BYTES // max(1, size)))
+                for start in range(row, rows, step):
+                    table = self._read(part, start, min(step, rows - start), columns)
+                    numbers = range(start + 1, rows + 1)
+                    places = zip(repeat(part), numbers)
+                    read = _python_rows(table, self.name)
+                    yield RowBlock(where, zip(read, repeat(None), places, numbers))
+                row = 0
+
     @abstractmethod
-    def forward(
-        self, place: tuple[int, int], most: int, columns: Sequence[str] | None, extent: FileExtent
-    ) -> Iterator[tuple[int, int, pa.RecordBatch | pa.Table]]:
-        """Yields the rows from a place (part, row in it) on: place of the first one, and at most
-        ``most`` of them, of one part.
-        """
+    def _parts(self, first: int, extent: FileExtent) -> Iterator[tuple[int, int, int]]:
+        """Yields number, rows and size of the parts from the ``first`` on, before each is read."""
 
     @abstractmethod
     def _read(self, part: int, row: int, rows: int, columns: Sequence[str] | None) -> pa.Table:
@@ -164,8 +186,57 @@ def changed(name: str) -> CheckpointMismatch:
     return misfit(f"The input file {name!r} has changed since its rows were counted.")
 
 
-_GROUP_BYTES = 2**25  # of rows with pictures a thousand may be 10 GB
+def _python_rows(batch: pa.Table, name: str) -> list[Row]:
+    """Returns the rows with Python's values.
+
+    Raises:
+        InputError: a value has no form in Python, or would lose digits.
+    """
+    shorter = {"time64[ns]": pa.time64("us"), "duration[ns]": pa.duration("us")}
+    for column in batch.schema:
+        if not any(kind in str(column.type) for kind in shorter):
+            continue
+        try:
+            for values in _leaves(batch.column(column.name)):
+                if str(values.type) in shorter:
+                    values.cast(shorter[str(values.type)])
+        except pa.ArrowInvalid as error:
+            raise _without_form(column, name, error) from error
+    try:
+        return cast("list[Row]", batch.to_pylist())
+    except (OverflowError, ValueError):
+        for column in batch.schema:
+            try:
+                batch.column(column.name).to_pylist()
+            except (OverflowError, ValueError) as error:
+                raise _without_form(column, name, error) from error
+        raise
 
 
-def fitting(most: int, rows: int, size: int) -> int:
-    return max(1, min(most, rows * _GROUP_BYTES // max(1, size)))
+def _leaves(column: pa.Array) -> Iterator[pa.Array]:
+    """Yields the arrays of a column that hold its values."""
+    parts = []
+    if isinstance(column, pa.ChunkedArray):
+        parts = column.chunks
+    elif isinstance(column, pa.DictionaryArray):
+        parts = [column.dictionary]
+    elif isinstance(column, pa.RunEndEncodedArray):
+        parts = [column.values]
+    elif isinstance(column, pa.MapArray):
+        parts = [column.keys, column.items]
+    elif isinstance(column, pa.StructArray):
+        parts = column.flatten()
+    elif hasattr(column, "flatten"):  # a list
+        parts = [column.flatten()]
+    else:
+        yield column
+    for part in parts:
+        yield from _leaves(part)
+
+
+def _without_form(field: pa.Field, name: str, error: Exception) -> InputError:
+    return InputError(
+        f"The input file {name!r} has a value in the column {field.name!r}, of type {field.type}, "
+        f"that Python cannot hold: {error}. Convert the column, for example to microseconds or "
+        "to text, and run the same command again."
+    )

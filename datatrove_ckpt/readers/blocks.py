@@ -190,7 +190,7 @@ class BlockInput:
 
     def _index_file(self, number: int) -> FileIndex:
         with closing(self._reader.open_file(self.names[number])) as file:
-            index = file.count()
+            index = file.index()
         return replace(index, schema=self._schemas.setdefault(index.schema, index.schema))
 
     def _size_in_memory(self) -> int:

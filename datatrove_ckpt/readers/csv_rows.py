@@ -8,23 +8,29 @@ import codecs
 import csv
 import io
 from collections.abc import Iterable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
-from datatrove.data import Document
 from datatrove.io import DataFolderLike
 from datatrove.pipeline.readers import csv as datatrove_csv
 from xxhash import xxh3_64
 
-from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import open_content
 from datatrove_ckpt.readers.declared_types import declared_types
 from datatrove_ckpt.readers.input_errors import refuse_equal_names
 from datatrove_ckpt.readers.inputs import misfit, refuse_pointer
-from datatrove_ckpt.readers.positions import PLAIN_INTEGER, FilePosition, FileRead
+from datatrove_ckpt.readers.positions import (
+    PLAIN_INTEGER,
+    BadRow,
+    FilePosition,
+    ReadRow,
+    Row,
+    RowBlock,
+)
 
+_BLOCK_ROWS = 1000
 _QUOTES = "Close each quote, double those within a cell"
 
 
@@ -67,7 +73,13 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
         if len(self.delimiter) != 1 or self.delimiter in '"\r\n':
             raise ConfigError(f"delimiter: {delimiter!r} is not one character, such as ';'.")
 
-    def _read(self, name: str, file_position: FilePosition) -> FileRead:
+    def blocks(self, name: str, file_position: FilePosition) -> Iterator[RowBlock]:
+        rows = self._read_rows(name, file_position)
+        for first in rows:
+            following = islice(rows, _BLOCK_ROWS - 1)
+            yield RowBlock("the row that begins in line {}", chain([first], following))
+
+    def _read_rows(self, name: str, file_position: FilePosition) -> Iterator[ReadRow]:
         done, kept_hash = file_position or (0, 0)
         extent = self._file_extent
         with open_content(self.data_folder, name, self.compression) as content:
@@ -95,24 +107,19 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
                         raise misfit(f"The input file {name!r} has changed before line {line}.")
                     continue
                 extent.per = stored.tell() / number
-                with self.track_time():
-                    document = self._document(name, names, cells, number - 1, line)
-                yield document, (number, digest.intdigest())
+                row: Row | BadRow
+                if len(cells) == len(names):
+                    row = dict(zip(names, cells, strict=True))
+                else:
+                    more_or_fewer = "more" if len(cells) > len(names) else "fewer"
+                    row = BadRow(
+                        f"{more_or_fewer} cells than columns; put cells with {self.delimiter!r} in "
+                        "quotes"
+                    )
+                yield row, number - 1, (number, digest.intdigest()), line
             if number < done:
                 raise misfit(f"The input file {name!r} had {done} rows or more, and has {number}.")
             extent.end = stored.tell()
-
-    def _document(
-        self, name: str, names: list[str], cells: list[str], number: int, line: int
-    ) -> Document | SkippedLines:
-        where = f"the row that begins in line {line}"
-        if len(cells) != len(names):
-            more_or_fewer = "more" if len(cells) > len(names) else "fewer"
-            problem = (
-                f"{more_or_fewer} cells than columns; put cells with {self.delimiter!r} in quotes"
-            )
-            return self.skip_damaged(name, where, problem, self.max_skipped)
-        return self.document_of(dict(zip(names, cells, strict=True)), name, number, where)
 
     def _check_read_part(self, name: str, file_position: FilePosition) -> bool:
         return True  # the reading itself does

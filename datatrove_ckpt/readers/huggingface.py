@@ -11,6 +11,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from types import MethodType
 from typing import Any, ClassVar
@@ -19,7 +20,6 @@ import orjson
 from datatrove.data import Document
 from datatrove.pipeline.readers import huggingface
 
-from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common import JsonObject, retrying
 from datatrove_ckpt.errors import CkptError, ConfigError, InputError
 from datatrove_ckpt.readers.base import SeekingReader
@@ -38,8 +38,8 @@ from datatrove_ckpt.readers.positions import (
     Adapter,
     FilePosition,
     FileRead,
-    ReadResult,
     Row,
+    RowBlock,
     State,
     job_revisions,
 )
@@ -168,6 +168,12 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
     ) -> FileRead:
         assert isinstance(inputs, DatasetInputs)
         rank, documents = number
+        blocks = self._blocks(inputs, index, file_position)
+        return self.documents_of(self.dataset, blocks, documents, task=f"{rank:05d}/")
+
+    def _blocks(
+        self, inputs: DatasetInputs, index: int, file_position: FilePosition
+    ) -> Iterator[RowBlock]:
         done = file_position[0] if file_position else 0
         row = done - done % self.batch_size
         extent = self._file_extent
@@ -178,22 +184,12 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
             extent.per = extent.size / max(1, -(-rows // shares))
         with self._naming(without_commit(inputs.urls[index])):
             for batch in inputs.batches(index, row, self.batch_size):
-                lines = [
-                    dict(zip(batch, values, strict=False))
-                    for values in zip(*batch.values(), strict=False)
-                ]
-                made: list[ReadResult] = []
-                with self.track_time("batch"):
-                    for line in lines:
-                        row += 1
-                        if row <= done:
-                            continue
-                        document = self.document_of(
-                            line, self.dataset, f"{rank:05d}/{documents}", f"row {row}"
-                        )
-                        documents += not isinstance(document, SkippedLines)
-                        made.append((document, (row,)))
-                yield from made
+                values = list(zip(*batch.values(), strict=False))[max(0, done - row) :]
+                row = max(row, done)
+                numbers = range(row + 1, row + 1 + len(values))
+                lines = [dict(zip(batch, cells, strict=False)) for cells in values]
+                yield RowBlock("row {}", zip(lines, repeat(None), zip(numbers), numbers))
+                row += len(values)
 
     def _refuse_without_documents(self, name: str, damaged: bool) -> None:
         if not self.has_default_adapter():
@@ -201,9 +197,6 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
                 "This task's input holds no document: the adapter found no text in any row of "
                 f"{name!r}. Correct that, and run the same command again."
             )
-
-    def _read(self, name: str, file_position: FilePosition) -> FileRead:
-        raise NotImplementedError("a dataset has no files that can be read by name")
 
     @contextmanager
     def _naming(self, name: str) -> Iterator[None]:

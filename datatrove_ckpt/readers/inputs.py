@@ -279,8 +279,6 @@ def record_reader(
 
 def sample_files(inputs: Inputs, indices: Sequence[int]) -> list[FileRecord]:
     """Records the files with the sizes that ``inputs`` knows, and with new samples."""
-    if len(indices) < _THREADS:
-        return [_record(inputs, index) for index in indices]
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="datatrove-ckpt sample") as threads:
         return list(threads.map(partial(_record, inputs), indices))
 

@@ -16,33 +16,35 @@ from __future__ import annotations
 
 import base64
 import codecs
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 import numpy as np
 import orjson
-from datatrove.data import Document
 from datatrove.io import DataFolderLike
 from datatrove.pipeline.readers import jsonl as datatrove_jsonl
 from loguru import logger
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from datatrove_ckpt.checkpoint.skipped import WITHOUT_TEXT, SkippedLines
 from datatrove_ckpt.common.exact_json import loads
-from datatrove_ckpt.errors import (
-    DocumentNotSerializable,
-    InputError,
-)
+from datatrove_ckpt.errors import DocumentNotSerializable, InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.block_file import BlockFile, FileIndex, Group, changed
 from datatrove_ckpt.readers.compressed import Content, codec_of, naming_damage, open_content
 from datatrove_ckpt.readers.declared_types import declared_types
+from datatrove_ckpt.readers.extent import FileExtent
 from datatrove_ckpt.readers.inputs import misfit, refuse_pointer
 from datatrove_ckpt.readers.no_document import MAX_LINE_BYTES, read_line, refuse_array
-from datatrove_ckpt.readers.positions import PLAIN_INTEGER, FilePosition, FileRead, Row
+from datatrove_ckpt.readers.positions import (
+    PLAIN_INTEGER,
+    BadRow,
+    FilePosition,
+    ReadRow,
+    Row,
+    RowBlock,
+)
 
 PART_BYTES = 2**20
 """The size of a part, up to the rest of its last line. Counts depend on it."""
@@ -50,7 +52,6 @@ _SKIP_BYTES = 2**20
 _HEAD = 2**16
 _WITH_HEAD = 1
 _SHOWN = 60
-T = TypeVar("T")
 
 
 class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[misc, unused-ignore]
@@ -72,7 +73,6 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
     suffixes = ".jsonl .json .ndjson"
     grows = True
     _order_options = (*SeekingReader._order_options, "compression")
-    _parsing = 0.0  # seconds, of this block
 
     def __init__(
         self,
@@ -89,145 +89,41 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             logger.warning("stop_on_bad_line: false is deprecated. Write max_skipped: null.")
             self.max_skipped = None
 
-    def _read(self, name: str, file_position: FilePosition) -> FileRead:
-        offset, number = file_position[:2] or (0, 0)
-        extent = self._file_extent
-        is_plain = self._may_grow(name)
-        if is_plain:
-            extent.per = 1.0
-        with open_content(self.data_folder, name, self.compression) as file:
-            head = xxh3_64(self._skip(file, offset, name))
-            if offset and is_plain:
-                late_line_end = _read_late_line_end(file, offset)
-                head.update(late_line_end[: max(0, _HEAD - offset)])
-                offset += len(late_line_end)
-            head_hash = head.intdigest()
-            for lines in self._timed(_line_blocks(file, name)):
-                if isinstance(file, Content):
-                    content = offset + sum(map(len, lines))
-                    extent.per = file.stored.tell() / max(1, content)
-                for line in lines:
-                    start = offset
-                    offset += len(line)
-                    number += 1
-                    if start < _HEAD:
-                        head.update(line[: _HEAD - start])
-                        head_hash = head.intdigest()
-                    document = self._parse(line, name, number - 1)
-                    if document is not None:
-                        yield (
-                            document,
-                            (offset, number, start, xxh3_64_intdigest(line, head_hash), _WITH_HEAD),
-                        )
-        if is_plain:
-            extent.end = offset
+    def blocks(self, name: str, file_position: FilePosition) -> Iterator[RowBlock]:
+        return self.open_file(name).blocks(file_position, self._file_extent)
 
-    def parse_row(
-        self, line: bytes, name: str, id_in_file: int | str
-    ) -> Row | Document | SkippedLines | None:
-        """Returns the object of a line, or what stands for a damaged line, which is counted; None
-        for a blank line.
-        """
+    def parse_row(self, line: bytes, name: str) -> Row | BadRow | None:
+        """Returns the object of a line; None for a blank line."""
         try:
             data = loads(line)
-        except (EOFError, orjson.JSONDecodeError) as error:
+            if type(data) is dict and "media" not in data:
+                return data
+        except orjson.JSONDecodeError as error:
             if not line.strip():
                 return None
             if line.startswith(codecs.BOM_UTF8):  # of the file, or of one that was appended to it
-                return self.parse_row(line.removeprefix(codecs.BOM_UTF8), name, id_in_file)
+                return self.parse_row(line.removeprefix(codecs.BOM_UTF8), name)
             refuse_pointer(line, name)
             if _opens_array(line.strip()):  # else all but the last element would be damaged lines
                 refuse_array(self, name)
-            begin = line[:_SHOWN].decode(errors="replace").rstrip()
-            return self._damaged(name, id_in_file, error, begin)
+            return BadRow(error, line[:_SHOWN].decode(errors="replace").rstrip())
         if not isinstance(data, dict):
             if _holds_objects(data):  # else a whole file would be one damaged line
                 refuse_array(self, name)
-            return self._damaged(name, id_in_file, f"{type(data).__name__}, not an object")
+            return BadRow(f"{type(data).__name__}, not an object")
         try:
             if isinstance(data.get("media"), list):
                 _decode_media(data["media"])
         except DocumentNotSerializable as error:
-            return self._damaged(name, id_in_file, error)
+            return BadRow(error)
         return data
-
-    def _parse(self, line: bytes, name: str, id_in_file: int) -> Document | SkippedLines | None:
-        began = time.perf_counter()
-        try:
-            row = self.parse_row(line, name, id_in_file)
-            if not isinstance(row, dict):
-                return row
-            return self.get_document_from_dict(row, name, id_in_file) or WITHOUT_TEXT
-        except DocumentNotSerializable as error:  # a number as text, a text as media
-            return self._damaged(name, id_in_file, error)
-        finally:
-            self._parsing += time.perf_counter() - began
-
-    def _timed(self, blocks: Iterator[T]) -> Iterator[T]:
-        """Yields the blocks, and adds the time of ``_parse`` to the stats by block, because timing
-        lines costs too much.
-        """
-        for block in blocks:
-            self._parsing = 0.0
-            try:
-                yield block
-            finally:
-                self.stats.time_stats.update(self._parsing, "batch")
-
-    def _damaged(
-        self, name: str, id_in_file: int | str, error: object, begin: str = ""
-    ) -> Document | SkippedLines:
-        """Counts a damaged line, and returns its replacement."""
-        if isinstance(id_in_file, int):
-            where = f"line {id_in_file + 1}"
-            most = self.max_skipped
-        else:
-            where = f"the line at byte {id_in_file.removeprefix('@')}"
-            most = None  # a training reads lines in each epoch
-        if self.stop_on_bad_line:  # also in pickles of earlier releases
-            most = 0
-        return self.skip_damaged(name, where, error, most, begin)
 
     def open_file(self, name: str) -> LineBlocks:
         return LineBlocks(self, name)
 
     def _check_read_part(self, name: str, file_position: FilePosition) -> bool:
-        offset, _, start, line_hash, _ = file_position
-        is_plain = self._may_grow(name)
-        with open_content(self.data_folder, name, self.compression) as file:
-            head = self._skip(file, start, name)
-            line = _read_exactly(file, offset - start, name)
-            head += line[: max(0, _HEAD - start)]
-            following = b""
-            if not line.endswith((b"\n", b"\r")):
-                following = file.read(1)
-        if xxh3_64_intdigest(line, xxh3_64_intdigest(head)) & PLAIN_INTEGER != line_hash:
-            raise misfit(
-                f"The input file {name!r} has changed before byte {offset} of its content, the "
-                "saved position."
-            )
-        if following and not (is_plain and following in b"\n\r"):
-            raise misfit(
-                f"The line of the input file {name!r} that starts at byte {start} was the last "
-                "one when it was read, and has grown."
-            )
+        self.open_file(name).check(file_position)
         return True
-
-    def _skip(self, file: IO[bytes], offset: int, name: str) -> bytes:
-        """Goes from the beginning of the content to ``offset``. Returns at most its first 64 kB."""
-        is_plain = self._may_grow(name)
-        if is_plain and offset > _HEAD and not self.data_folder.is_local():
-            # A remote file would download a block at its beginning, 50 MB on S3.
-            file.seek(offset)
-            return bytes(self.data_folder.cat_file(name, start=0, end=_HEAD))
-        head = _read_exactly(file, min(offset, _HEAD), name)
-        if is_plain:
-            file.seek(offset)
-            return head
-        left = offset - len(head)
-        while left > 0:
-            left -= len(_read_exactly(file, min(left, _SKIP_BYTES), name))
-        return head
 
 
 def _decode_media(media: Any) -> None:
@@ -283,16 +179,18 @@ def _read_parts(file: IO[bytes], name: str) -> Iterator[bytes]:
         yield part
 
 
-def _line_blocks(file: IO[bytes], name: str) -> Iterator[list[bytes]]:
+def _line_blocks(file: IO[bytes], name: str) -> Iterator[tuple[list[bytes], int]]:
+    """Yields lines and their size."""
     unfinished = b""
     for part in _read_parts(file, name):
-        lines = (unfinished + part).splitlines(keepends=True)
+        content = unfinished + part
+        lines = content.splitlines(keepends=True)
         unfinished = b""
         if not part.endswith(b"\n"):  # somebody may be writing it
             unfinished = lines.pop()
-        yield lines
+        yield lines, len(content) - len(unfinished)
     if unfinished:
-        yield [unfinished]
+        yield [unfinished], len(unfinished)
 
 
 def _read_late_line_end(file: IO[bytes], offset: int) -> bytes:
@@ -329,7 +227,81 @@ class LineBlocks(BlockFile):
         self._last: tuple[int, list[bytes]] = (-1, [])  # number and lines of a part
         self._part = b""
 
-    def count(self) -> FileIndex:
+    def blocks(self, file_position: FilePosition, extent: FileExtent) -> Iterator[RowBlock]:
+        offset, number = file_position[:2] or (0, 0)
+        if self._is_plain:
+            extent.per = 1.0
+        with self._open() as file:
+            head = xxh3_64(self._skip(file, offset))
+            if offset and self._is_plain:
+                late_line_end = _read_late_line_end(file, offset)
+                head.update(late_line_end[: max(0, _HEAD - offset)])
+                offset += len(late_line_end)
+            for lines, size in _line_blocks(file, self.name):
+                if isinstance(file, Content):
+                    extent.per = file.stored.tell() / max(1, offset + size)
+                yield RowBlock("line {}", self._read_rows(lines, offset, number, head))
+                offset += size
+                number += len(lines)
+        if self._is_plain:
+            extent.end = offset
+
+    def _read_rows(
+        self, lines: list[bytes], offset: int, number: int, head: xxh3_64
+    ) -> Iterator[ReadRow]:
+        parse_row = self._reader.parse_row
+        name = self.name
+        head_hash = head.intdigest()
+        for line in lines:
+            start = offset
+            offset += len(line)
+            number += 1
+            if start < _HEAD:
+                head.update(line[: _HEAD - start])
+                head_hash = head.intdigest()
+            row = parse_row(line, name)
+            if row is not None:
+                after = (offset, number, start, xxh3_64_intdigest(line, head_hash), _WITH_HEAD)
+                yield row, number - 1, after, number
+
+    def check(self, file_position: FilePosition) -> None:
+        """Raises CheckpointMismatch if the content before a place is not what was read."""
+        offset, _, start, line_hash, _ = file_position
+        with self._open() as file:
+            head = self._skip(file, start)
+            line = _read_exactly(file, offset - start, self.name)
+            head += line[: max(0, _HEAD - start)]
+            following = b""
+            if not line.endswith((b"\n", b"\r")):
+                following = file.read(1)
+        if xxh3_64_intdigest(line, xxh3_64_intdigest(head)) & PLAIN_INTEGER != line_hash:
+            raise misfit(
+                f"The input file {self.name!r} has changed before byte {offset} of its content, "
+                "the saved position."
+            )
+        if following and not (self._is_plain and following in b"\n\r"):
+            raise misfit(
+                f"The line of the input file {self.name!r} that starts at byte {start} was the "
+                "last one when it was read, and has grown."
+            )
+
+    def _skip(self, file: IO[bytes], offset: int) -> bytes:
+        """Goes from the beginning of the content to ``offset``. Returns at most its first 64 kB."""
+        folder = self._reader.data_folder
+        if self._is_plain and offset > _HEAD and not folder.is_local():
+            # A remote file would download a block at its beginning, 50 MB on S3.
+            file.seek(offset)
+            return bytes(folder.cat_file(self.name, start=0, end=_HEAD))
+        head = _read_exactly(file, min(offset, _HEAD), self.name)
+        if self._is_plain:
+            file.seek(offset)
+            return head
+        left = offset - len(head)
+        while left > 0:
+            left -= len(_read_exactly(file, min(left, _SKIP_BYTES), self.name))
+        return head
+
+    def index(self) -> FileIndex:
         groups = []
         start = 0
         with self._open() as file:
@@ -344,7 +316,18 @@ class LineBlocks(BlockFile):
         if self._last[0] != number:
             with nullcontext() if self._is_plain else naming_damage(self.name):
                 self._last = (number, self._lines(number))
-        return [self._row(line, number) for line in self._last[1][start : start + rows]]
+        parse_row = self._reader.parse_row
+        name = self.name
+        lines = self._last[1][start : start + rows]
+        parsed: list[Any] = [parse_row(line, name) for line in lines]
+        if BadRow in map(type, parsed):
+            for index, row in enumerate(parsed):
+                if isinstance(row, BadRow):
+                    place = self.groups[number].start + self._part.find(lines[index])
+                    where = f"the line at byte {place}"
+                    self._reader.skip_damaged(name, where, row, in_training=True)
+                    parsed[index] = None
+        return parsed
 
     def let_go(self) -> None:
         pass  # it keeps the lines of one part
@@ -356,7 +339,7 @@ class LineBlocks(BlockFile):
         self._part = b""
 
     def _lines(self, number: int) -> list[bytes]:
-        group = self.index.groups[number]
+        group = self.groups[number]
         if self._file is None or (group.start < self._at and not self._is_plain):
             self.close()
             self._file = self._stack.enter_context(self._open())
@@ -374,21 +357,10 @@ class LineBlocks(BlockFile):
         self._part = part
         lines = _split(part)
         # A line that was moved across the ends of a part shows, too.
-        is_whole = part.endswith(b"\n") or number == len(self.index.groups) - 1
+        is_whole = part.endswith(b"\n") or number == len(self.groups) - 1
         if len(part) != group.bytes or len(lines) != group.rows or not is_whole:
             raise changed(self.name)
         return lines
-
-    def _row(self, line: bytes, number: int) -> Row | None:
-        try:
-            row = loads(line)
-            if type(row) is dict and "media" not in row:
-                return row
-        except orjson.JSONDecodeError:
-            pass
-        place = self.index.groups[number].start + self._part.find(line)
-        parsed = self._reader.parse_row(line, self.name, f"@{place}")
-        return parsed if isinstance(parsed, dict) else None
 
 
 def _count_lines(part: bytes) -> int:

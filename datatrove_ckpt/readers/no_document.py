@@ -5,7 +5,7 @@ change.
 import codecs
 import csv
 from contextlib import closing, suppress
-from typing import IO, NoReturn
+from typing import IO, NoReturn, cast
 
 import orjson
 from datatrove.pipeline.readers import CSVReader, IpcReader, ParquetReader
@@ -136,7 +136,7 @@ def _first_table_row(reader: BaseDiskReader, name: str) -> JsonObject | None:
     else:
         file = ArrowBlocks(reader.data_folder, name, reader.stream)
     with closing(file):
-        for _, _, rows in file.forward((0, 0), 1, None, FileExtent()):
-            row: JsonObject = rows.to_pylist()[0]
-            return row
+        for block in file.blocks((), FileExtent(), most=1):
+            for row, _, _, _ in block.rows:
+                return cast("JsonObject", row)
     return None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datatrove.io import DataFolder
 
 from datatrove_ckpt.common.lazy import pa, pq
-from datatrove_ckpt.readers.block_file import FileIndex, Group, TableFile, changed, fitting, opened
+from datatrove_ckpt.readers.block_file import FileIndex, Group, TableFile, changed, opened
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.extent import FileExtent
 
@@ -74,7 +74,7 @@ class ParquetBlocks(TableFile):
         self.schema = self._file.schema_arrow
         self._groups = tuple(Group(group.num_rows, group.total_byte_size) for group in groups)
 
-    def count(self) -> FileIndex:
+    def index(self) -> FileIndex:
         return self._index_of(self._groups)
 
     def use(self, index: FileIndex) -> None:
@@ -83,9 +83,7 @@ class ParquetBlocks(TableFile):
             raise changed(self.name)
         super().use(index)
 
-    def forward(
-        self, place: tuple[int, int], most: int, columns: Sequence[str] | None, extent: FileExtent
-    ) -> Iterator[tuple[int, int, pa.Table]]:
+    def _parts(self, first: int, extent: FileExtent) -> Iterator[tuple[int, int, int]]:
         self.use(FileIndex(self._groups))
         if not self._is_local:  # a row group's column in one request
             self._file = pq.ParquetFile(
@@ -93,11 +91,8 @@ class ParquetBlocks(TableFile):
             )
         extent.set_groups([group.rows for group in self._groups])
         self.expected = range(len(self._groups))
-        for number in self.expected[place[0] :]:
-            rows, size, _ = self._groups[number]
-            step = fitting(most, rows, size)
-            for row in range(place[1] if number == place[0] else 0, rows, step):
-                yield number, row, self._read(number, row, min(step, rows - row), columns)
+        for number in self.expected[first:]:
+            yield number, self._groups[number].rows, self._groups[number].bytes
 
     def let_go(self) -> None:
         self._run = None  # at least a page of each column and its dictionary

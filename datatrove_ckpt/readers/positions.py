@@ -11,9 +11,9 @@ would not do, because a step may run several ranks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from datatrove.data import Document
 from loguru import logger
@@ -245,11 +245,34 @@ Row = dict[str, Any]
 Adapter = Callable[..., Row]
 """datatrove's adapter: (reader, row, path, id_in_file) -> the fields of a document."""
 
-ReadResult = tuple[Document | SkippedLines, FilePosition]
-"""A document, or why a line or row is none, and the place in the file right after it."""
 
-FileRead = Generator[ReadResult, None, None]
-"""What a format reads of one file."""
+class BadRow(NamedTuple):
+    """Why a line or row cannot be read. ``begin``: of its text."""
+
+    error: object
+    begin: str = ""
+
+
+ReadRow = tuple[Row | BadRow | None, int | None, FilePosition, int]
+"""A row, the default id of its document, the place right after it, and its number for people.
+
+A row that is None is an empty text. An id that is None is the number of documents before: a place
+of the file does not have this number yet.
+"""
+
+
+class RowBlock(NamedTuple):
+    """Consecutive rows of one file, which are read before the next block.
+
+    ``where``: names a row for people, with its number.
+    """
+
+    where: str
+    rows: Iterable[ReadRow]
+
+
+FileRead = Iterator[tuple[Document | SkippedLines, FilePosition]]
+"""The documents of one file, or why a line or row is none, each with the place right after it."""
 
 RowShard = tuple[int, int]
 """(index, count): every ``count``-th line or row of a file, from ``index`` on."""

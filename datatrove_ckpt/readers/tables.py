@@ -14,21 +14,17 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import cast
 
 from datatrove.pipeline.readers import ipc, parquet
 
-from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.lazy import pa
-from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.arrow_blocks import ArrowBlocks
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.block_file import TableFile
-from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.input_errors import naming_hub_input, refuse_equal_names
 from datatrove_ckpt.readers.inputs import list_input
 from datatrove_ckpt.readers.parquet_blocks import ParquetBlocks
-from datatrove_ckpt.readers.positions import FilePosition, FileRead, ReadResult, Row
+from datatrove_ckpt.readers.positions import FilePosition, RowBlock
 
 
 class _TableReader(SeekingReader):
@@ -51,81 +47,10 @@ class _TableReader(SeekingReader):
         with closing(self.open_file(name)) as file:
             return file.schema
 
-    def _read(self, name: str, file_position: FilePosition) -> FileRead:
-        first, row, number = file_position or (0, 0, 0)
-        with (
-            naming_hub_input(self.data_folder, name),
-            naming_damage(name),
-            closing(self.open_file(name)) as file,
-        ):
+    def blocks(self, name: str, file_position: FilePosition) -> Iterator[RowBlock]:
+        with naming_hub_input(self.data_folder, name), closing(self.open_file(name)) as file:
             refuse_equal_names(file.schema.names, name)
-            parts = file.forward((first, row), self.batch_size, self._columns, self._file_extent)
-            for group, row, batch in parts:
-                documents: list[ReadResult] = []
-                with self.track_time("batch"):
-                    for data in _python_rows(batch, name):
-                        row += 1
-                        where = f"row {row} of group {group + 1}"
-                        document = self.document_of(data, name, number, where)
-                        number += not isinstance(document, SkippedLines)
-                        documents.append((document, (group, row, number)))
-                yield from documents
-
-
-def _python_rows(batch: pa.RecordBatch | pa.Table, name: str) -> list[Row]:
-    """Returns the rows with Python's values.
-
-    Raises:
-        InputError: a value has no form in Python, or would lose digits.
-    """
-    shorter = {"time64[ns]": pa.time64("us"), "duration[ns]": pa.duration("us")}
-    for field in batch.schema:
-        if not any(kind in str(field.type) for kind in shorter):
-            continue
-        try:
-            for values in _leaves(batch.column(field.name)):
-                if str(values.type) in shorter:
-                    values.cast(shorter[str(values.type)])
-        except pa.ArrowInvalid as error:
-            raise _without_form(field, name, error) from error
-    try:
-        return cast("list[Row]", batch.to_pylist())
-    except (OverflowError, ValueError):
-        for field in batch.schema:
-            try:
-                batch.column(field.name).to_pylist()
-            except (OverflowError, ValueError) as error:
-                raise _without_form(field, name, error) from error
-        raise
-
-
-def _leaves(column: pa.Array) -> Iterator[pa.Array]:
-    """Yields the arrays of a column that hold its values."""
-    parts = []
-    if isinstance(column, pa.ChunkedArray):
-        parts = column.chunks
-    elif isinstance(column, pa.DictionaryArray):
-        parts = [column.dictionary]
-    elif isinstance(column, pa.RunEndEncodedArray):
-        parts = [column.values]
-    elif isinstance(column, pa.MapArray):
-        parts = [column.keys, column.items]
-    elif isinstance(column, pa.StructArray):
-        parts = column.flatten()
-    elif hasattr(column, "flatten"):  # a list
-        parts = [column.flatten()]
-    else:
-        yield column
-    for part in parts:
-        yield from _leaves(part)
-
-
-def _without_form(field: pa.Field, name: str, error: Exception) -> InputError:
-    return InputError(
-        f"The input file {name!r} has a value in the column {field.name!r}, of type {field.type}, "
-        f"that Python cannot hold: {error}. Convert the column, for example to microseconds or "
-        "to text, and run the same command again."
-    )
+            yield from file.blocks(file_position, self._file_extent, self.batch_size, self._columns)
 
 
 class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, unused-ignore]

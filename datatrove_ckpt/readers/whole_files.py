@@ -14,14 +14,13 @@ from datatrove.data import MediaType
 from datatrove.io import DataFileLike, DataFolderLike
 from datatrove.pipeline.readers.base import BaseDiskReader
 
-from datatrove_ckpt.checkpoint.skipped import WITHOUT_TEXT
 from datatrove_ckpt.common.formatting import install_extra
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import open_content
 from datatrove_ckpt.readers.no_document import MAX_LINE_BYTES
-from datatrove_ckpt.readers.positions import FilePosition, FileRead, Row
+from datatrove_ckpt.readers.positions import FilePosition, Row, RowBlock
 
 _POINTS = 72  # in an inch, the unit of a PDF
 _PDF = b"%PDF-"
@@ -42,11 +41,11 @@ class TextReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ig
     has_rows = False
     compression = "infer"
 
-    def _read(self, name: str, file_position: FilePosition) -> FileRead:
+    def blocks(self, name: str, file_position: FilePosition) -> Iterator[RowBlock]:
         self._file_extent.per = self._file_extent.size
         if file_position:
             return
-        with self.track_time(), open_content(self.data_folder, name, self.compression) as file:
+        with open_content(self.data_folder, name, self.compression) as file:
             content = file.read(MAX_LINE_BYTES + 1)
         if len(content) > MAX_LINE_BYTES:
             raise InputError(
@@ -60,10 +59,10 @@ class TextReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ig
                 f"The input file {name!r} is no text in UTF-8: {error}. Save it as UTF-8, or move "
                 "it out of the folder, and run the same command again."
             ) from None
-        document = None
+        row = None
         if text:
-            document = self.get_document_from_dict({"text": text, "id": name}, name, 0)
-        yield document or WITHOUT_TEXT, (1,)
+            row = {"text": text, "id": name}
+        yield RowBlock("document {}", [(row, 0, (1,), 1)])
 
 
 class PageReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ignore]
@@ -100,7 +99,7 @@ class PageReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ig
         super().__init__(data_folder, paths_file, text_key=text_key, **options)
         self.dpi = dpi
 
-    def _read(self, name: str, file_position: FilePosition) -> FileRead:
+    def blocks(self, name: str, file_position: FilePosition) -> Iterator[RowBlock]:
         first = file_position[0] if file_position else 0
         with self.data_folder.open(name, "rb") as file:
             is_pdf = file.read(len(_PDF)) == _PDF
@@ -112,9 +111,7 @@ class PageReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ig
                 self._file_extent.per = self._file_extent.size
                 pages = iter([] if first else [{"id": name, "media": _media(name, file.read())}])
             for number, page in enumerate(pages, first + 1):
-                with self.track_time():
-                    document = self.get_document_from_dict(page, name, number)
-                yield document or WITHOUT_TEXT, (number,)
+                yield RowBlock("page {}", [(page, number, (number,), number)])
 
     def _pages(self, file: io.IOBase, name: str, first: int) -> Iterator[Row]:
         try:

@@ -316,16 +316,16 @@ def test_lines_that_come_while_a_file_is_read_are_part_of_the_finished_input(
     Document 8 is appended to one.
     """
     grown = tmp_path / ("documents/0.jsonl" if limit == -1 else "documents/2.jsonl")
-    parse = JsonlReader._parse
+    make = JsonlReader.get_document_from_dict
 
-    def grow(self, line, name, id_in_file):
+    def grow(self, row, name, id_in_file):
         if name == grown.name and id_in_file == 0:
             with grown.open("a") as file:
                 file.write(lines(8))
-        return parse(self, line, name, id_in_file)
+        return make(self, row, name, id_in_file)
 
     with monkeypatch.context() as patch:
-        patch.setattr(JsonlReader, "_parse", grow)
+        patch.setattr(JsonlReader, "get_document_from_dict", grow)
         job(limit=limit)
     found = outputs(tmp_path)
     job(limit=limit)  # nothing has changed since it was read

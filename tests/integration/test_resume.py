@@ -12,6 +12,7 @@ from datatrove.pipeline.readers import JsonlReader as OriginalJsonl
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.errors import ConfigError, DocumentFailed
 from datatrove_ckpt.readers import JsonlReader, SeekingReader
+from datatrove_ckpt.readers.positions import RowBlock
 from datatrove_ckpt.testing import assert_same_output_after_crash
 from datatrove_ckpt.testing.crashes import EFFECTS
 from tests.jobs import ask, ids, runner
@@ -208,13 +209,13 @@ class ReaderOfTheRecipe(SeekingReader, OriginalJsonl):
     format = "lines"
     read = 0
 
-    def _read(self, name, at):
+    def blocks(self, name, at):
         self._file_extent.per = 40.0
         (first,) = at or (0,)
         lines = self.data_folder.open(name, "rb").read().splitlines()
-        for number, line in enumerate(lines[first:], first):
+        for number, line in enumerate(lines[first:], first + 1):
             type(self).read += 1
-            yield self.get_document_from_dict(json.loads(line), name, number), (number + 1,)
+            yield RowBlock("line {}", [(json.loads(line), number - 1, (number,), number)])
 
 
 def test_a_reader_that_is_made_by_the_recipe_seeks_at_a_resume(folder, server, log):

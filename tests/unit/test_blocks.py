@@ -114,7 +114,7 @@ def test_counting_a_remote_arrow_file_reads_it_once(tmp_path, monkeypatch):
     monkeypatch.setattr(DataFolder, "is_local", lambda folder: False)
     monkeypatch.setattr(block_file.RetryingFile, "read", counted)
     file = reader_of(tmp_path, "arrow").open_file("a.arrow")
-    assert [group.rows for group in file.count().groups] == [1000] * 5
+    assert [group.rows for group in file.index().groups] == [1000] * 5
     assert sum(read) < 1.5 * (tmp_path / "a.arrow").stat().st_size
 
 

@@ -22,13 +22,13 @@ def cache(tmp_path, monkeypatch):
 def counted(monkeypatch):
     """The files whose lines were counted."""
     names = []
-    count = LineBlocks.count
+    count = LineBlocks.index
 
     def spied(self):
         names.append(self.name)
         return count(self)
 
-    monkeypatch.setattr(LineBlocks, "count", spied)
+    monkeypatch.setattr(LineBlocks, "index", spied)
     return names
 
 

@@ -34,8 +34,9 @@ from datatrove.executor.jobs import JobsPipelineExecutor as DatatroveExecutor
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
-from datatrove_ckpt.claims.claims import Claims, Progress, refuse_for_claims
+from datatrove_ckpt.claims.claims import LOOKS, Claims, refuse_for_claims
 from datatrove_ckpt.common import redaction, retrying
+from datatrove_ckpt.common.attempts import Progress
 from datatrove_ckpt.common.declared import Count, CountFromZero, CountOrAll, check
 from datatrove_ckpt.common.formatting import plural, plural_is, seconds_of
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp, GoalReached
@@ -276,7 +277,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         CkptError: no other job would help.
         """
         worker = self._worker(max_rank_attempts=self.max_retries + 1)
-        with Interruption([signal.SIGTERM]), worker._open_claims(runs_all=False) as claims:
+        with Interruption([signal.SIGTERM]), worker._open_claims(LOOKS) as claims:
             claims.clear()
             try:
                 self._keep_jobs(claims)

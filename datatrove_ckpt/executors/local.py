@@ -34,13 +34,14 @@ from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.claims.claims import (
+    RUN,
     Claims,
-    Progress,
     may_hold_claims,
     new_owner,
     open_store,
 )
 from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.attempts import Progress
 from datatrove_ckpt.common.declared import Count, CountOrAll, check, check_value, one_of
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.errors import (
@@ -373,11 +374,11 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         interval = min(runner.config.metric_interval for runner in self._runners)
         return Screen(RunProgress(ranks, complete, finished_documents(stats.stats)), interval)
 
-    def _open_claims(self, runs_all: bool, screen: Screen | None = None) -> closing[Claims]:
-        """Makes this process known to the others. ``runs_all``: no other process may run a rank."""
+    def _open_claims(self, end: str, screen: Screen | None = None) -> closing[Claims]:
+        """Makes this process known to the others. ``end``: of its name: RUN, LOOKS or empty."""
         from datatrove_ckpt.generation.final_stats import finished_documents
 
-        owner = new_owner(runs_all)
+        owner = new_owner(end)
         store = open_store(f"{self._folder}/claims", owner, self.logging_dir.fs.storage_options)
         apart = copy(self)
         apart.logging_dir = _own_listings(self.logging_dir)
@@ -431,7 +432,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         with ExitStack() as stack:
             workers = []
             try:
-                claims = stack.enter_context(self._open_claims(runs_all=True))
+                claims = stack.enter_context(self._open_claims(RUN))
                 claims.clear()
                 workers = [other.process for other in claims.workers()]
             except (OSError, CkptError) as error:
@@ -460,7 +461,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
             GivenUp: some ranks were given up.
             CheckpointLocked: this is a worker, and another process runs all ranks.
         """
-        with self._open_claims(runs_all=False, screen=screen) as claims:
+        with self._open_claims("", screen) as claims:
             worker = copy(self)
             worker.workers = 1
             worker._claims = claims
@@ -504,7 +505,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                     screen.tick()
                 time.sleep(_CLAIMS_POLL if self.logging_dir.is_local() else _REMOTE_CLAIMS_POLL)
             runs = [other.process for other in claims.others() if other.runs_all]
-            taken = left if runs else left & claims.locked
+            taken = left if runs else left & claims.locked.keys()
             if taken and self._is_worker:
                 raise CheckpointLocked(
                     f"{plural_is(len(taken), 'task')} run by {', '.join(runs) or 'processes'}, as "

@@ -95,13 +95,9 @@ class Look(NamedTuple):
         return found
 
 
-def may_hold_claims(folder: str) -> bool:
-    return not object_store.is_in_repository(folder)
-
-
 def refuse_for_claims(folder: str) -> None:
     """Raises ConfigError if ``logging_dir`` is in a repository."""
-    if not may_hold_claims(folder):
+    if object_store.is_in_repository(folder):
         object_store.refuse_repository("logging_dir", folder, "each claim of a worker")
 
 
@@ -446,12 +442,10 @@ class Claims:
         return self._has_time(sum(self._took) / max(1, len(self._took)))
 
     def complete(self, rank: int) -> None:
-        with self._guard, _hint():
+        with self._guard:
             self.done.add(rank)
-            mark, _, began = self._held.pop(rank)
-            self._took.append(time.monotonic() - began)
-            if self._is_current(mark):
-                self._store.remove(mark)
+            self._took.append(time.monotonic() - self._held[rank][2])
+            self._let_go(rank, Record())
 
     def release(self, rank: int) -> None:
         with self._guard:
@@ -480,9 +474,6 @@ class Claims:
     def others(self) -> list[Claimant]:
         with self._guard:
             return [other for other in claimants(self._store, self._owner) if other.is_alive]
-
-    def workers(self) -> list[Claimant]:
-        return [other for other in self.others() if not other.runs_all]
 
     def clear(self) -> None:
         """Removes what no living process owns: ranks that are given up are free again."""
@@ -560,15 +551,12 @@ class Claims:
         mark, *_ = self._held.pop(rank)
         owner = self._given_up if record.why else FREE
         with _hint():
-            if not self._is_current(mark):
+            if self._store.look().current().get(rank) != mark:
                 return
             if record.tries or record.why:
                 self._put(Mark(rank, mark.number + 1, owner), record, [mark])
             else:
                 self._store.remove(mark)
-
-    def _is_current(self, mark: Mark) -> bool:
-        return self._store.look().current().get(mark.rank) == mark
 
     def _put(self, mark: Mark, record: Record, before: list[Mark]) -> bool:
         if not self._store.put(mark, asdict(record)):

@@ -36,11 +36,10 @@ from multiprocess.reduction import ForkingPickler
 from datatrove_ckpt.claims.claims import (
     RUN,
     Claims,
-    may_hold_claims,
     new_owner,
     open_store,
 )
-from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common import JsonObject, object_store
 from datatrove_ckpt.common.attempts import Progress
 from datatrove_ckpt.common.declared import Count, CountOrAll, check, check_value, one_of
 from datatrove_ckpt.common.formatting import plural, plural_is
@@ -154,9 +153,9 @@ class OwnExecutor(PipelineExecutor):  # type: ignore[misc]  # datatrove has no t
             raise reached
         return reached is not None
 
-    def given_up_error(self, causes: dict[int, str]) -> GivenUp:
+    def given_up_error(self, causes: dict[int, str], kind: type[CkptError] = GivenUp) -> CkptError:
         named = "".join(f"\n  task {rank}: {why}" for rank, why in sorted(causes.items()))
-        return GivenUp(
+        return kind(
             f"{len(causes)} of {self.world_size} tasks are not complete, because they were given "
             f"up:{named}\nCorrect the cause, and run the job again, not as a worker, to resume."
         )
@@ -423,7 +422,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         may_have_workers = (
             self.skip_completed
             and self.local_tasks == self.world_size > 1
-            and may_hold_claims(self._folder)
+            and not object_store.is_in_repository(self._folder)
             and None not in folders
         )
         if not folders or not may_have_workers:
@@ -434,7 +433,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
             try:
                 claims = stack.enter_context(self._open_claims(RUN))
                 claims.clear()
-                workers = [other.process for other in claims.workers()]
+                workers = [other.process for other in claims.others() if not other.runs_all]
             except (OSError, CkptError) as error:
                 logger.warning(
                     f"Whether workers have tasks of this job cannot be seen: {error}. Start none "
@@ -664,8 +663,6 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         # Pickled for every start method, so that each rank gets its own copy.
         work = partial(_work, self._pickled(), kept, overlap)
         stop_seconds = self._drain_seconds + _TO_SAVE
-        # Markers of ranks that run again are of an earlier run.
-        anew = set(ranks) - set(self.get_incomplete_ranks(ranks, skip_completed=True))
         attempts = self.max_rank_attempts
         with Workers(
             context, self.workers, work, numbers, attempts, stop_seconds, screen
@@ -679,21 +676,8 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                 f"Stopped by {signal.Signals(workers.signal).name}. Run the same command again to "
                 "resume."
             )
-        again = {*self.get_incomplete_ranks(workers.lost, skip_completed=True), *anew}
-        for rank in workers.lost.keys() - again:
-            done(rank, _saved_stats(self.logging_dir, rank))
-        lost = sorted(again & workers.lost.keys())
-        if lost:
-            named = "; ".join(f"task {rank}: {workers.lost[rank]}" for rank in lost)
-            memory = ""
-            if "SIGKILL" in named:
-                memory = (
-                    "SIGKILL mostly means that the machine was out of memory: use fewer workers. "
-                )
-            raise WorkerDied(
-                f"{len(lost)} of {self.world_size} tasks are not complete, because their worker "
-                f"processes died ({named}). {memory}Run the same command again to resume."
-            )
+        if workers.lost:
+            raise self.given_up_error(workers.lost, WorkerDied)
 
     def _pickled(self) -> bytes:
         try:

@@ -174,6 +174,8 @@ class _Process:
         if self._handle is not None:
             os.close(self._handle)
         code = self.process.exitcode
+        if code == -signal.SIGKILL:
+            return "was ended by SIGKILL (mostly out of memory: use fewer workers)"
         if code is not None and code < 0:
             return f"was ended by {signal.Signals(-code).name}"
         return f"ended with exit code {code}"

@@ -126,7 +126,8 @@ def test_the_tasks_of_a_worker_that_dies_are_tried_alone_and_only_a_death_alone_
     with several(work) as workers:
         done = dict(workers.run(range(4)))
     assert sorted(done) == [0, 2, 3]
-    assert workers.lost == {1: "its worker process was ended by SIGKILL"}
+    assert workers.lost.keys() == {1}
+    assert "was ended by SIGKILL" in workers.lost[1]
     tried = (tmp_path / "tried").read_text().splitlines()
     assert tried == ["[0, 1, 2]", "[3]", "[0]", "[1]", "[2]", "[1]"]
 

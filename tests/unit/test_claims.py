@@ -201,17 +201,6 @@ def job(tmp_path, request):
     return Job(request.param(tmp_path))
 
 
-def test_a_rank_is_given_up_after_attempts_without_progress_of_any_processes(job):
-    first, second = Process(job, alone=True), Process(job, alone=True)
-    for process in (first, second):
-        assert process.take_rank(0)
-        process.claims.failed(0, "no memory", for_good=False)
-    assert not first.take_rank(0)
-    assert second.claims.given_up() == {0: "no memory"}
-    first.claims.clear()
-    assert second.take_rank(0)
-
-
 def test_workers_share_ranks_on_each_store(store_kind, tmp_path):
     job = Job(lambda owner: ObjectClaims(store_kind.url(tmp_path), owner, 0.0))
     first, second = Process(job), Process(job)

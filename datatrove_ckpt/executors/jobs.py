@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
 _LABEL = "datatrove_ckpt_run"
 _SETTINGS = "DATATROVE_CKPT_JOB_SETTINGS"
-_ENDED = ("COMPLETED", "ERROR", "CANCELED", "DELETED")
 _CANCELED = "canceled"  # a file in logging_dir
 _ALL_RANKS = 2  # codes of ``code_of_rank``
 _LIMIT_REACHED = 4
@@ -308,7 +307,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
                 if job.id in alive:
                     continue
                 stage = self._stage(job)
-                if stage in _ENDED:
+                if stage in ("COMPLETED", "ERROR", "CANCELED", "DELETED"):
                     retries = self._retries_after(job, stage)
                 else:  # the list was old
                     alive[job.id] = job

@@ -70,17 +70,12 @@ from datatrove_ckpt.process.workers import TaskList, Tasks, Workers, in_turn
 from datatrove_ckpt.runner import InferenceRunner
 from datatrove_ckpt.user_code.script_names import nothing_carried
 
-_DEPENDENCY_POLL = 120.0  # seconds
 _CLAIMS_POLL = 2.0  # seconds
-_MOST_FAILURES = 5  # of claims, in a row
 _REMOTE_CLAIMS_POLL = 15.0
-_WAITING_LINE = 300.0  # seconds between two lines about the tasks that are waited for
 _TO_SAVE = 120.0  # seconds after the drain: disk, the last upload of a mirror, servers
 # Seconds before each look: a remote listing may lag.
 _MARKER_LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0)
 _RANK = "datatrove_ckpt.generation.rank"
-# Short tasks with a long tail need as many for 64 requests (docs/internals/benchmarks.md).
-_RANKS_AT_ONCE = 32
 _Done = Callable[[int, PipelineStats], None]
 """Takes each complete rank, with its statistics."""
 
@@ -134,7 +129,7 @@ class OwnExecutor(PipelineExecutor):  # type: ignore[misc]  # datatrove has no t
             if getattr(first, "local_tasks", first.world_size) == first.world_size:
                 raise not_complete(first, left)
             logger.info(f"Waiting for {plural(len(left), 'task')} that this executor depends on.")
-            time.sleep(_DEPENDENCY_POLL)
+            time.sleep(120.0)
 
     def _worker(self, **options: Any) -> LocalPipelineExecutor:
         worker = LocalPipelineExecutor(self.pipeline, self.tasks, 1, self.logging_dir, **options)
@@ -393,12 +388,16 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                         screen.progress.complete(rank, finished_documents(stats.stats))
             return left
 
-        alone = self._most_at_once == 1
-        attempts = self.max_rank_attempts
-        has_time = partial(has_time_for, self._drain_seconds)
         return closing(
             Claims(
-                store, owner, incomplete, self.reached, attempts, alone, has_time, self._is_worker
+                store,
+                owner,
+                incomplete,
+                self.reached,
+                self.max_rank_attempts,
+                self._most_at_once == 1,
+                partial(has_time_for, self._drain_seconds),
+                self._is_worker,
             )
         )
 
@@ -420,12 +419,13 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         """
         folders = [runner.checkpoints_local_dir for runner in self._runners]
         may_have_workers = (
-            self.skip_completed
+            folders
+            and self.skip_completed
             and self.local_tasks == self.world_size > 1
             and not object_store.is_in_repository(self._folder)
             and None not in folders
         )
-        if not folders or not may_have_workers:
+        if not may_have_workers:
             self._run_all(ranks, screen, done)
             return
         with ExitStack() as stack:
@@ -484,7 +484,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                     line_at = 0.0
                     if not claims.failures:
                         continue
-                    if claims.failures >= _MOST_FAILURES:
+                    if claims.failures >= 5:
                         raise CkptError(
                             f"No task could be claimed, {claims.failures} times in a row: see the "
                             "lines above. Correct the cause, and run the same command again."
@@ -499,7 +499,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                         f"Waiting for {plural(len(left), 'task')} of other processes: "
                         f"{', '.join(others) or 'without claims'}."
                     )
-                    line_at = time.monotonic() + _WAITING_LINE
+                    line_at = time.monotonic() + 300.0
                 if screen is not None:
                     screen.tick()
                 time.sleep(_CLAIMS_POLL if self.logging_dir.is_local() else _REMOTE_CLAIMS_POLL)
@@ -599,7 +599,9 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         if self.ranks_at_once is not None:
             return self.ranks_at_once
         if isinstance(runners[0].shared_context, Mapping | None):
-            return _RANKS_AT_ONCE
+            # Short tasks with a long tail need as many for 64 requests
+            # (docs/internals/benchmarks.md).
+            return 32
         return 1
 
     def _work_through(
@@ -662,10 +664,14 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         numbers = {*signals.STOP_SIGNALS, *(signal.Signals[name] for name in drain_signals)}
         # Pickled for every start method, so that each rank gets its own copy.
         work = partial(_work, self._pickled(), kept, overlap)
-        stop_seconds = self._drain_seconds + _TO_SAVE
-        attempts = self.max_rank_attempts
         with Workers(
-            context, self.workers, work, numbers, attempts, stop_seconds, screen
+            context,
+            self.workers,
+            work,
+            numbers,
+            self.max_rank_attempts,
+            self._drain_seconds + _TO_SAVE,
+            screen,
         ) as workers:
             for rank, stats in workers.run(ranks):
                 if stats is not None:

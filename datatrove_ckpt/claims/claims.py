@@ -9,6 +9,7 @@ no clock or listing has to be right.
     no mark         the rank is free, or complete
     an owner        a process with a beat; or FREE, or GIVEN_UP
     a run           an owner that runs all ranks, without marks: beside it no worker takes any
+    a sibling       an owner without a mark: each gets a rank before others take a second one
     a record        the content of a mark
 
 A process that dies leaves its marks behind. The next owner runs such a rank alone; a death with a
@@ -28,7 +29,7 @@ Claims lie, and their owners are alive, as the store says:
 
 So times are compared only with each other, as the file server or the store has stamped them.
 
-``Progress`` is how far a rank is, as numbers that only grow: whether an attempt was in vain.
+``common/attempts.py`` decides which ranks are given up, and which are run alone.
 """
 
 from __future__ import annotations
@@ -52,19 +53,12 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.common import LAUNCH, JsonObject, object_store
-from datatrove_ckpt.common.formatting import plural
+from datatrove_ckpt.common.attempts import Progress, Record, may_overlap
 from datatrove_ckpt.common.places import process_place
 from datatrove_ckpt.common.retrying import STORAGE
 
-Progress = tuple[int, int, int]
-"""Bytes of a rank's commits, journals and saved answers.
-
-Earlier ones count more: a commit drops the others.
-"""
-
-
 _POLICY = replace(STORAGE, patience=20.0)  # claims are hints: nothing waits long for them
-_OWNER = re.compile("[0-9a-f]{40}(-run)?")
+_OWNER = re.compile("[0-9a-f]{40}(-run|-looks)?")
 _NAME = re.compile(r"(\d+)-(\d+)(?:-([0-9a-z-]+))?")
 _BEATS = 5  # so many beats that did not come are a death
 # Seconds until a listing has what was written before.
@@ -74,7 +68,9 @@ _WORKERS = "workers"
 # Names of processes are hexadecimal, and sorted before.
 FREE = "free"
 GIVEN_UP = "given-up"
-_RUN = "-run"  # the end of the name of an owner that runs all ranks
+# How the names of these owners end.
+RUN = "-run"  # runs all ranks
+LOOKS = "-looks"  # takes none, and waits for the others
 open_here: set[str] = set()
 
 
@@ -99,13 +95,9 @@ class Look(NamedTuple):
         return found
 
 
-def may_hold_claims(folder: str) -> bool:
-    return not object_store.is_in_repository(folder)
-
-
 def refuse_for_claims(folder: str) -> None:
     """Raises ConfigError if ``logging_dir`` is in a repository."""
-    if not may_hold_claims(folder):
+    if object_store.is_in_repository(folder):
         object_store.refuse_repository("logging_dir", folder, "each claim of a worker")
 
 
@@ -329,10 +321,10 @@ def is_process(owner: str) -> bool:
 
 
 def is_run(owner: str) -> bool:
-    return owner.endswith(_RUN)
+    return owner.endswith(RUN)
 
 
-def new_owner(runs_all: bool = False) -> str:
+def new_owner(end: str = "") -> str:
     """Returns a name for this process: boot, PID namespace, process id, start, and random digits,
     eight hexadecimal digits each.
 
@@ -342,7 +334,7 @@ def new_owner(runs_all: bool = False) -> str:
     pid = os.getpid()
     # A random place is unlike every other one.
     place = process_place() or os.urandom(8).hex()
-    return f"{place}{pid:08x}{_started(pid)}{os.urandom(4).hex()}{_RUN * runs_all}"
+    return f"{place}{pid:08x}{_started(pid)}{os.urandom(4).hex()}{end}"
 
 
 def has_ended(owner: str) -> bool:
@@ -384,22 +376,6 @@ class Free(NamedTuple):
     are_left: bool
 
 
-@dataclass(frozen=True)
-class Record:
-    """Attributes:
-    tries: attempts in a row that ended by a failure or a death, all but the first without
-        progress.
-    reached: the rank's progress at the end of the last of them.
-    why: the cause, if the rank is given up.
-    alone: the owner has no other rank, so its death counts as an attempt.
-    """
-
-    tries: int = 0
-    reached: Progress = (0, 0, 0)
-    why: str = ""
-    alone: bool = False
-
-
 @dataclass(eq=False)
 class Claims:
     """The claims of this process.
@@ -427,15 +403,14 @@ class Claims:
         self.done: set[int] = set()
         """Ranks that this process has completed: a listing may not show that yet."""
         self._took: list[float] = []
-        self._taken_at: dict[int, float] = {}
         self.failures = 0
         """How often in a row ``next`` could not read or write the store."""
         self._given_up = (
             f"{GIVEN_UP}-{xxhash.xxh32(os.environb.get(LAUNCH.encode(), b'')).hexdigest()}"
         )
-        self._held: dict[int, tuple[Mark, Record]] = {}
-        # Ranks with foreign locks, with the time of the next try.
-        self._locked: dict[int, float] = {}
+        self._held: dict[int, tuple[Mark, Record, float]] = {}
+        self.locked: dict[int, float] = {}
+        """Ranks with foreign locks, with the time of the next try."""
         self._guard = threading.RLock()  # ranks run in threads
         self._closed = threading.Event()
         open_here.add(self._owner)
@@ -454,10 +429,10 @@ class Claims:
         with self._guard, _hint():
             self.failures += 1
             look = self._store.look()
-            free = self._free(look).ranks
+            free, are_left = self._free(look)
             if self._is_worker:
                 random.shuffle(free)
-            taken = next((rank for rank in free if self._take(rank, look)), None)
+            taken = next((rank for rank in free if self._take(rank, look, are_left)), None)
             self.failures = 0
             return taken
         return None
@@ -467,12 +442,10 @@ class Claims:
         return self._has_time(sum(self._took) / max(1, len(self._took)))
 
     def complete(self, rank: int) -> None:
-        with self._guard, _hint():
+        with self._guard:
             self.done.add(rank)
-            self._took.append(time.monotonic() - self._taken_at[rank])
-            mark, _ = self._held.pop(rank)
-            if self._is_current(mark):
-                self._store.remove(mark)
+            self._took.append(time.monotonic() - self._held[rank][2])
+            self._let_go(rank, Record())
 
     def release(self, rank: int) -> None:
         with self._guard:
@@ -481,7 +454,7 @@ class Claims:
     def lost(self, rank: int) -> None:
         """Frees a rank whose lock another process holds, and that is tried again later."""
         with self._guard:
-            self._locked[rank] = time.monotonic() + 30.0
+            self.locked[rank] = time.monotonic() + 30.0
             self.release(rank)
 
     def failed(self, rank: int, why: str, for_good: bool) -> None:
@@ -489,10 +462,10 @@ class Claims:
         failed too often.
         """
         with self._guard:
-            record = self._counted(rank, self._held[rank][1])
-            if for_good or record.tries >= self._max_attempts:
-                record = replace(record, why=why)
-            self._let_go(rank, record)
+            most = self._max_attempts
+            if for_good:
+                most = 1
+            self._let_go(rank, self._ended(rank, self._held[rank][1], why, most))
 
     def given_up(self) -> dict[int, str]:
         with self._guard:
@@ -501,9 +474,6 @@ class Claims:
     def others(self) -> list[Claimant]:
         with self._guard:
             return [other for other in claimants(self._store, self._owner) if other.is_alive]
-
-    def workers(self) -> list[Claimant]:
-        return [other for other in self.others() if not other.runs_all]
 
     def clear(self) -> None:
         """Removes what no living process owns: ranks that are given up are free again."""
@@ -523,66 +493,52 @@ class Claims:
                 self.release(rank)
             self._store.close()
 
-    @property
-    def locked(self) -> set[int]:
-        """Returns ranks whose lock another process held at this process's last try."""
-        return set(self._locked)
-
     def _free(self, look: Look) -> Free:
         """Ranks of dead processes come last, and only while this process has no rank."""
-        if any(record.alone for _, record in self._held.values()) or any(map(is_run, look.alive)):
+        if any(map(is_run, look.alive)):
             return Free([], False)
         current = look.current()
         free: list[int] = []
         left: list[int] = []
         for rank in self._incomplete():
-            mark = current.get(rank)
+            owner = current.get(rank, Mark(rank, 0, FREE)).owner
             if rank in self._held or rank in self.done:
                 continue
-            if self._locked.get(rank, 0.0) > time.monotonic():
+            if self.locked.get(rank, 0.0) > time.monotonic():
                 continue  # another process held its lock a moment ago
-            if mark is None or mark.owner == self._owner:
-                free.append(rank)  # its own mark, but not held: the write failed after it was done
-            elif is_process(mark.owner):
-                if mark.owner not in look.alive:
+            # An own mark that is not held: the write failed after it was done.
+            if is_process(owner) and owner != self._owner:
+                if owner not in look.alive:
                     left.append(rank)
-            elif not self._is_given_up(mark):
-                free.append(rank)  # released, or given up in another launch
-        if not free and not self._held:
-            return Free(left, True)
+            elif not owner.startswith(self._given_up_prefix):
+                free.append(rank)  # also one that was given up in another launch
+        if not self._held:
+            return Free(free or left, not free)
+        at_work = {mark.owner for mark in current.values()}
+        siblings = [owner for owner in look.alive - at_work if not owner.endswith(LOOKS)]
+        held = [record for _, record, _ in self._held.values()]
+        if not may_overlap(held, len(free) + len(left), len(siblings)):
+            free = []
         return Free(free, False)
 
-    def _take(self, rank: int, look: Look) -> bool:
-        mark = look.current().get(rank)
+    def _take(self, rank: int, look: Look, is_left: bool) -> bool:
+        mark = look.current().get(rank, Mark(rank, 0, FREE))
         record = Record()
-        is_left = False
-        number = 1
-        if mark is not None:
-            is_mine = mark.owner == self._owner
-            if self._is_given_up(mark):
-                return False
-            if not mark.owner.startswith(GIVEN_UP):
-                record = _record(self._store, mark)
-            is_left = is_process(mark.owner) and not is_mine
-            number = mark.number + 1
-        if is_left and self._held:
-            return False
+        if mark.number and not mark.owner.startswith(GIVEN_UP):
+            record = _record(self._store, mark)
+        owner = self._owner
         if is_left and record.alone:
-            record = self._counted(rank, record)
             # Mostly the machine is the cause of a kill, and not the rank.
-            if record.tries >= self._max_attempts * 3:
-                why = (
-                    f"the process that ran it was killed, {plural(record.tries, 'time')} in a "
-                    "row without progress"
-                )
-                self._put(Mark(rank, number, self._given_up), replace(record, why=why), look)
-                return False
+            most = self._max_attempts * 3
+            why = f"the process that ran it was killed, {most} times in a row without progress"
+            record = self._ended(rank, record, why, most)
+            if record.why:
+                owner = self._given_up
         record = replace(record, alone=self._alone or is_left)
-        mine = Mark(rank, number, self._owner)
-        if not self._put(mine, record, look):
+        new = Mark(rank, mark.number + 1, owner)
+        if not self._put(new, record, look.marks) or record.why:
             return False
-        self._held[rank] = mine, record
-        self._taken_at[rank] = time.monotonic()
+        self._held[rank] = new, record, time.monotonic()
         return True
 
     @property
@@ -591,32 +547,26 @@ class Claims:
             return self._given_up
         return GIVEN_UP
 
-    def _is_given_up(self, mark: Mark) -> bool:
-        return mark.owner.startswith(self._given_up_prefix)
-
     def _let_go(self, rank: int, record: Record) -> None:
-        mark, _ = self._held.pop(rank)
+        mark, *_ = self._held.pop(rank)
         owner = self._given_up if record.why else FREE
         with _hint():
-            if not self._is_current(mark):
+            if self._store.look().current().get(rank) != mark:
                 return
             if record.tries or record.why:
-                self._put(Mark(rank, mark.number + 1, owner), record, Look([mark], set(), set()))
+                self._put(Mark(rank, mark.number + 1, owner), record, [mark])
             else:
                 self._store.remove(mark)
 
-    def _is_current(self, mark: Mark) -> bool:
-        return self._store.look().current().get(mark.rank) == mark
-
-    def _put(self, mark: Mark, record: Record, before: Look) -> bool:
+    def _put(self, mark: Mark, record: Record, before: list[Mark]) -> bool:
         if not self._store.put(mark, asdict(record)):
             return False
-        for old in before.marks:
+        for old in before:
             if old.rank == mark.rank:
                 self._store.remove(old)
         return True
 
-    def _counted(self, rank: int, record: Record) -> Record:
+    def _ended(self, rank: int, record: Record, why: str, most: int) -> Record:
         try:
             reached = self._reached(rank)
         except Exception as error:  # of a store's library, too
@@ -625,10 +575,7 @@ class Claims:
                 "progress."
             )
             reached = record.reached
-        tries = record.tries + 1
-        if reached > record.reached:
-            tries = 1
-        return replace(record, tries=tries, reached=reached)
+        return record.ended(why, most, reached)
 
     def _beat(self) -> None:
         while not self._closed.wait(self._store.beat_seconds):

@@ -34,8 +34,9 @@ from datatrove.executor.jobs import JobsPipelineExecutor as DatatroveExecutor
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
-from datatrove_ckpt.claims.claims import Claims, Progress, refuse_for_claims
+from datatrove_ckpt.claims.claims import LOOKS, Claims, refuse_for_claims
 from datatrove_ckpt.common import redaction, retrying
+from datatrove_ckpt.common.attempts import Progress
 from datatrove_ckpt.common.declared import Count, CountFromZero, CountOrAll, check
 from datatrove_ckpt.common.formatting import plural, plural_is, seconds_of
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp, GoalReached
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
 
 _LABEL = "datatrove_ckpt_run"
 _SETTINGS = "DATATROVE_CKPT_JOB_SETTINGS"
-_ENDED = ("COMPLETED", "ERROR", "CANCELED", "DELETED")
 _CANCELED = "canceled"  # a file in logging_dir
 _ALL_RANKS = 2  # codes of ``code_of_rank``
 _LIMIT_REACHED = 4
@@ -276,7 +276,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         CkptError: no other job would help.
         """
         worker = self._worker(max_rank_attempts=self.max_retries + 1)
-        with Interruption([signal.SIGTERM]), worker._open_claims(runs_all=False) as claims:
+        with Interruption([signal.SIGTERM]), worker._open_claims(LOOKS) as claims:
             claims.clear()
             try:
                 self._keep_jobs(claims)
@@ -296,7 +296,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         """
 
         def look() -> tuple[int, int, dict[int, str]]:
-            return len(claims.free().ranks), len(claims.workers()), claims.given_up()
+            return len(claims.free().ranks), len(claims.others()), claims.given_up()
 
         began = time.time()
         known: dict[str, _Job] = {}
@@ -307,7 +307,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
                 if job.id in alive:
                     continue
                 stage = self._stage(job)
-                if stage in _ENDED:
+                if stage in ("COMPLETED", "ERROR", "CANCELED", "DELETED"):
                     retries = self._retries_after(job, stage)
                 else:  # the list was old
                     alive[job.id] = job

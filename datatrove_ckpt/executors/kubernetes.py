@@ -31,8 +31,6 @@ _CONFIG = "/etc/datatrove-ckpt"
 # ``kubectl apply`` copies the object into an annotation, which has at most 256 KiB.
 _MOST_BYTES = 200_000
 _KEY = re.compile("[-_.a-zA-Z0-9]{1,253}")
-_LAUNCH_LABEL = "metadata.labels['batch.kubernetes.io/controller-uid']"  # of this very Job
-_OF_THE_COMMAND = ("containers", "restartPolicy", "terminationGracePeriodSeconds", "volumes")
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,8 @@ class KubernetesJob:
                     "sees it. Put it into a Secret (kubectl create secret generic NAME "
                     f"--from-literal={variable}=...) and write secrets: [NAME]."
                 )
-        for field in (self.pod or {}).keys() & {*_OF_THE_COMMAND}:
+        own = {"containers", "restartPolicy", "terminationGracePeriodSeconds", "volumes"}
+        for field in (self.pod or {}).keys() & own:
             raise ConfigError(f"pod: {field}: is set by this command. Remove it.")
 
     def is_kept(self, folder: str) -> bool:
@@ -184,7 +183,8 @@ def manifest(plan: RunPlan, job: KubernetesJob, files: JsonObject, workers: int)
     variables: list[JsonObject] = [
         {"name": variable, "value": value} for variable, value in env.items()
     ]
-    variables.append({"name": LAUNCH, "valueFrom": {"fieldRef": {"fieldPath": _LAUNCH_LABEL}}})
+    launch = "metadata.labels['batch.kubernetes.io/controller-uid']"  # of this very Job
+    variables.append({"name": LAUNCH, "valueFrom": {"fieldRef": {"fieldPath": launch}}})
     container: JsonObject = {
         "name": "worker",
         "image": job.image,

@@ -34,13 +34,13 @@ from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.claims.claims import (
+    RUN,
     Claims,
-    Progress,
-    may_hold_claims,
     new_owner,
     open_store,
 )
-from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common import JsonObject, object_store
+from datatrove_ckpt.common.attempts import Progress
 from datatrove_ckpt.common.declared import Count, CountOrAll, check, check_value, one_of
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.errors import (
@@ -70,17 +70,12 @@ from datatrove_ckpt.process.workers import TaskList, Tasks, Workers, in_turn
 from datatrove_ckpt.runner import InferenceRunner
 from datatrove_ckpt.user_code.script_names import nothing_carried
 
-_DEPENDENCY_POLL = 120.0  # seconds
 _CLAIMS_POLL = 2.0  # seconds
-_MOST_FAILURES = 5  # of claims, in a row
 _REMOTE_CLAIMS_POLL = 15.0
-_WAITING_LINE = 300.0  # seconds between two lines about the tasks that are waited for
 _TO_SAVE = 120.0  # seconds after the drain: disk, the last upload of a mirror, servers
 # Seconds before each look: a remote listing may lag.
 _MARKER_LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0)
 _RANK = "datatrove_ckpt.generation.rank"
-# Short tasks with a long tail need as many for 64 requests (docs/internals/benchmarks.md).
-_RANKS_AT_ONCE = 32
 _Done = Callable[[int, PipelineStats], None]
 """Takes each complete rank, with its statistics."""
 
@@ -134,7 +129,7 @@ class OwnExecutor(PipelineExecutor):  # type: ignore[misc]  # datatrove has no t
             if getattr(first, "local_tasks", first.world_size) == first.world_size:
                 raise not_complete(first, left)
             logger.info(f"Waiting for {plural(len(left), 'task')} that this executor depends on.")
-            time.sleep(_DEPENDENCY_POLL)
+            time.sleep(120.0)
 
     def _worker(self, **options: Any) -> LocalPipelineExecutor:
         worker = LocalPipelineExecutor(self.pipeline, self.tasks, 1, self.logging_dir, **options)
@@ -153,9 +148,9 @@ class OwnExecutor(PipelineExecutor):  # type: ignore[misc]  # datatrove has no t
             raise reached
         return reached is not None
 
-    def given_up_error(self, causes: dict[int, str]) -> GivenUp:
+    def given_up_error(self, causes: dict[int, str], kind: type[CkptError] = GivenUp) -> CkptError:
         named = "".join(f"\n  task {rank}: {why}" for rank, why in sorted(causes.items()))
-        return GivenUp(
+        return kind(
             f"{len(causes)} of {self.world_size} tasks are not complete, because they were given "
             f"up:{named}\nCorrect the cause, and run the job again, not as a worker, to resume."
         )
@@ -373,11 +368,11 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         interval = min(runner.config.metric_interval for runner in self._runners)
         return Screen(RunProgress(ranks, complete, finished_documents(stats.stats)), interval)
 
-    def _open_claims(self, runs_all: bool, screen: Screen | None = None) -> closing[Claims]:
-        """Makes this process known to the others. ``runs_all``: no other process may run a rank."""
+    def _open_claims(self, end: str, screen: Screen | None = None) -> closing[Claims]:
+        """Makes this process known to the others. ``end``: of its name: RUN, LOOKS or empty."""
         from datatrove_ckpt.generation.final_stats import finished_documents
 
-        owner = new_owner(runs_all)
+        owner = new_owner(end)
         store = open_store(f"{self._folder}/claims", owner, self.logging_dir.fs.storage_options)
         apart = copy(self)
         apart.logging_dir = _own_listings(self.logging_dir)
@@ -393,12 +388,16 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                         screen.progress.complete(rank, finished_documents(stats.stats))
             return left
 
-        alone = self._most_at_once == 1
-        attempts = self.max_rank_attempts
-        has_time = partial(has_time_for, self._drain_seconds)
         return closing(
             Claims(
-                store, owner, incomplete, self.reached, attempts, alone, has_time, self._is_worker
+                store,
+                owner,
+                incomplete,
+                self.reached,
+                self.max_rank_attempts,
+                self._most_at_once == 1,
+                partial(has_time_for, self._drain_seconds),
+                self._is_worker,
             )
         )
 
@@ -420,20 +419,21 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         """
         folders = [runner.checkpoints_local_dir for runner in self._runners]
         may_have_workers = (
-            self.skip_completed
+            folders
+            and self.skip_completed
             and self.local_tasks == self.world_size > 1
-            and may_hold_claims(self._folder)
+            and not object_store.is_in_repository(self._folder)
             and None not in folders
         )
-        if not folders or not may_have_workers:
+        if not may_have_workers:
             self._run_all(ranks, screen, done)
             return
         with ExitStack() as stack:
             workers = []
             try:
-                claims = stack.enter_context(self._open_claims(runs_all=True))
+                claims = stack.enter_context(self._open_claims(RUN))
                 claims.clear()
-                workers = [other.process for other in claims.workers()]
+                workers = [other.process for other in claims.others() if not other.runs_all]
             except (OSError, CkptError) as error:
                 logger.warning(
                     f"Whether workers have tasks of this job cannot be seen: {error}. Start none "
@@ -460,7 +460,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
             GivenUp: some ranks were given up.
             CheckpointLocked: this is a worker, and another process runs all ranks.
         """
-        with self._open_claims(runs_all=False, screen=screen) as claims:
+        with self._open_claims("", screen) as claims:
             worker = copy(self)
             worker.workers = 1
             worker._claims = claims
@@ -484,7 +484,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                     line_at = 0.0
                     if not claims.failures:
                         continue
-                    if claims.failures >= _MOST_FAILURES:
+                    if claims.failures >= 5:
                         raise CkptError(
                             f"No task could be claimed, {claims.failures} times in a row: see the "
                             "lines above. Correct the cause, and run the same command again."
@@ -499,12 +499,12 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                         f"Waiting for {plural(len(left), 'task')} of other processes: "
                         f"{', '.join(others) or 'without claims'}."
                     )
-                    line_at = time.monotonic() + _WAITING_LINE
+                    line_at = time.monotonic() + 300.0
                 if screen is not None:
                     screen.tick()
                 time.sleep(_CLAIMS_POLL if self.logging_dir.is_local() else _REMOTE_CLAIMS_POLL)
             runs = [other.process for other in claims.others() if other.runs_all]
-            taken = left if runs else left & claims.locked
+            taken = left if runs else left & claims.locked.keys()
             if taken and self._is_worker:
                 raise CheckpointLocked(
                     f"{plural_is(len(taken), 'task')} run by {', '.join(runs) or 'processes'}, as "
@@ -599,7 +599,9 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         if self.ranks_at_once is not None:
             return self.ranks_at_once
         if isinstance(runners[0].shared_context, Mapping | None):
-            return _RANKS_AT_ONCE
+            # Short tasks with a long tail need as many for 64 requests
+            # (docs/internals/benchmarks.md).
+            return 32
         return 1
 
     def _work_through(
@@ -662,12 +664,14 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         numbers = {*signals.STOP_SIGNALS, *(signal.Signals[name] for name in drain_signals)}
         # Pickled for every start method, so that each rank gets its own copy.
         work = partial(_work, self._pickled(), kept, overlap)
-        stop_seconds = self._drain_seconds + _TO_SAVE
-        # Markers of ranks that run again are of an earlier run.
-        anew = set(ranks) - set(self.get_incomplete_ranks(ranks, skip_completed=True))
-        attempts = self.max_rank_attempts
         with Workers(
-            context, self.workers, work, numbers, attempts, stop_seconds, screen
+            context,
+            self.workers,
+            work,
+            numbers,
+            self.max_rank_attempts,
+            self._drain_seconds + _TO_SAVE,
+            screen,
         ) as workers:
             for rank, stats in workers.run(ranks):
                 if stats is not None:
@@ -678,21 +682,8 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                 f"Stopped by {signal.Signals(workers.signal).name}. Run the same command again to "
                 "resume."
             )
-        again = {*self.get_incomplete_ranks(workers.lost, skip_completed=True), *anew}
-        for rank in workers.lost.keys() - again:
-            done(rank, _saved_stats(self.logging_dir, rank))
-        lost = sorted(again & workers.lost.keys())
-        if lost:
-            named = "; ".join(f"task {rank}: {workers.lost[rank]}" for rank in lost)
-            memory = ""
-            if "SIGKILL" in named:
-                memory = (
-                    "SIGKILL mostly means that the machine was out of memory: use fewer workers. "
-                )
-            raise WorkerDied(
-                f"{len(lost)} of {self.world_size} tasks are not complete, because their worker "
-                f"processes died ({named}). {memory}Run the same command again to resume."
-            )
+        if workers.lost:
+            raise self.given_up_error(workers.lost, WorkerDied)
 
     def _pickled(self) -> bytes:
         try:

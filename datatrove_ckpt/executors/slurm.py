@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from datatrove_ckpt.run_folder.run_plan import RunPlan
 
 _LAST_JOB = "DATATROVE_CKPT_LAST_JOB"
-_MOST_WORKERS = 1000  # Slurm's own limit on an array is 1001, unless a cluster has another
 
 
 class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc]
@@ -271,7 +270,7 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         super().launch_job()
 
     def count_elements(self, tasks: int) -> int:
-        most = _MOST_WORKERS
+        most = 1000  # Slurm's own limit on an array is 1001, unless a cluster has another
         if self.workers > 0:
             most = self.workers
         elements = min(tasks, most)

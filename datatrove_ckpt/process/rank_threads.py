@@ -27,7 +27,6 @@ from datatrove_ckpt.process.workers import Tasks
 
 _LOOK_SECONDS = 0.1
 _LOOKS = 2  # how many looks in a row must find free places before a rank starts
-_FAILED = "the failure of another task"
 
 
 class Servers(Protocol):
@@ -159,7 +158,7 @@ class RankThreads:
         shutdown = self._preemption.shutdown
         cause = shutdown.cause
         if self._failure is not None:
-            cause = cause or _FAILED
+            cause = cause or "the failure of another task"
         if cause:
             for host in list(self._hosts):
                 host.stop(cause, shutdown.is_fast)

@@ -10,8 +10,7 @@
     sends None                       ->  ends
 
 A ready worker with running tasks gets no None before they are done: another worker may die and
-leave a task. If a worker dies with several tasks, each is tried alone: any of them may have killed
-it.
+leave a task. ``common/attempts.py`` decides how often such a task is tried.
 
 No lock or queue is shared, so this process notices a killed worker at once, where CPython's pool
 waits without end. Only this process gets a terminal's signals: one Ctrl-C is one request to stop.
@@ -29,10 +28,10 @@ import signal
 import sys
 import time
 import traceback
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import fsspec.asyn
@@ -43,6 +42,7 @@ from multiprocess.connection import Connection
 from multiprocess.context import BaseContext
 from multiprocess.reduction import ForkingPickler
 
+from datatrove_ckpt.common.attempts import Record, may_overlap
 from datatrove_ckpt.common.formatting import plural, safe_text
 from datatrove_ckpt.common.memory import WORKERS_VARIABLE
 from datatrove_ckpt.errors import CkptError, Preempted, UnexpectedExit, WorkerDied
@@ -174,6 +174,8 @@ class _Process:
         if self._handle is not None:
             os.close(self._handle)
         code = self.process.exitcode
+        if code == -signal.SIGKILL:
+            return "was ended by SIGKILL (mostly out of memory: use fewer workers)"
         if code is not None and code < 0:
             return f"was ended by {signal.Signals(-code).name}"
         return f"ended with exit code {code}"
@@ -207,8 +209,7 @@ class Workers:
         self._numbers = sorted(filter(signals.may_handle, set(self.numbers)))
         self._workers: list[_Process] = []
         self._tasks: deque[int] = deque()
-        self._deaths: Counter[int] = Counter()
-        self._suspects: set[int] = set()  # tasks that are tried alone
+        self._records: defaultdict[int, Record] = defaultdict(Record)
         self._failed_starts = 0
         self._error: Exception | None = None
         self._is_failing = False  # the other tasks must stop
@@ -308,16 +309,14 @@ class Workers:
             worker.send(task)
 
     def _take(self, worker: _Process) -> int | None:
-        tasks = list(self._tasks)
-        if worker.tasks:  # first, a task for each worker without one, which may only just start
-            is_tried_alone = not worker.tasks.isdisjoint(self._suspects)
-            if is_tried_alone or len(tasks) <= self._idle:
-                return None
-            tasks = [task for task in tasks if task not in self._suspects]
-        if not tasks:
+        if not self._tasks:
             return None
-        self._tasks.remove(tasks[0])
-        return tasks[0]
+        if worker.tasks:
+            # Tasks that are tried alone come last. An idle worker may only just start.
+            beside = [self._records[task] for task in (*worker.tasks, self._tasks[0])]
+            if not may_overlap(beside, len(self._tasks), self._idle):
+                return None
+        return self._tasks.popleft()
 
     def _read_replies(self, worker: _Process) -> Iterator[tuple[int, Any]]:
         # First: then all that it sent before its end has come.
@@ -354,24 +353,19 @@ class Workers:
             if self._failed_starts >= self.max_attempts:
                 self._error = _cannot_start(f"the last one {how}")
         why = worker.stopped or f"its worker process {how}"
-        is_unexplained = len(worker.tasks) > 1 and not worker.stopped
-        if is_unexplained:
-            self._suspects |= worker.tasks
-            why += f", which had {len(worker.tasks)} tasks at work"
-        for task in sorted(worker.tasks, reverse=True):
-            how = "alone"
-            if not is_unexplained:
-                self._deaths[task] += 1
-                how = f"(attempt {self._deaths[task] + 1} of {self.max_attempts})"
-            if self._deaths[task] == self.max_attempts:
-                logger.error(
-                    f"Task {task}: {why}, in its last attempt of {self.max_attempts}. The others "
-                    "go on."
-                )
+        for task in sorted(worker.tasks):
+            record = replace(self._records[task], alone=True)
+            if len(worker.tasks) == 1:
+                # Progress does not count here: it would try a task that kills workers for days.
+                record = record.ended(why, self.max_attempts)
+            self._records[task] = record
+            tried = f"{record.tries} of {plural(self.max_attempts, 'attempt')}"
+            if record.why:
+                logger.error(f"Task {task}: {why}, in {tried}. The others go on.")
                 self.lost[task] = why
             else:
-                logger.warning(f"Task {task}: {why}. It starts again {how}.")
-                self._tasks.appendleft(task)
+                logger.warning(f"Task {task}: {why}. It starts again alone, after {tried}.")
+                self._tasks.append(task)
 
     def _receive(self, number: int) -> None:
         now = time.monotonic()

@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import layout
-from datatrove_ckpt.claims.claims import Progress
+from datatrove_ckpt.common.attempts import Progress
 from datatrove_ckpt.mirror.job import newest_manifest
 
 

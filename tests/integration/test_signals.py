@@ -234,7 +234,7 @@ def test_a_rank_whose_worker_ends_alone_starts_again_and_the_others_go_on(
         os.close(worker)
         server.release()
         assert process.end() == 0, process.log
-        assert "It starts again (attempt 2 of 2)" in process.log
+        assert "It starts again alone, after 1 of 2 attempts" in process.log
         assert process.left == []
         again = {count for question, count in server.asked.items() if "document 0 " in question}
         assert again == {1}, "the other rank was disturbed"

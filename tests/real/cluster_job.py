@@ -14,6 +14,9 @@ from datatrove.pipeline.writers import JsonlWriter
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
+from tests.kept import until_kept
+from tests.real.slurm_cluster import until
+from tests.yaml_jobs import write_tasks
 
 DOCUMENTS = 24  # per task
 IN_FLIGHT = 4  # per task
@@ -68,3 +71,25 @@ def undisturbed(folder, tasks):
         for rank in range(tasks):
             runner.run(reader.run(None, rank, tasks), rank, tasks)
     return outputs(other / "output")
+
+
+class ClusterJob:
+    """A job in a folder of its own, with input for each of its tasks."""
+
+    def __init__(self, folder, server, tasks):
+        self.folder = folder
+        self.server = server
+        self.tasks = tasks
+        write_tasks(folder, tasks, DOCUMENTS)
+
+    def asked(self):
+        return self.server.asked.total()
+
+    def describe(self):
+        return f"{self.asked()} requests"
+
+    def until_held(self):
+        """Everything is in flight that may be, and what was answered is kept."""
+        expected = HELD + IN_FLIGHT * self.tasks
+        until(lambda: self.asked() >= expected, 240, self.describe)
+        until_kept(self.folder / "checkpoints", HELD)

@@ -24,48 +24,27 @@ import ray
 from datatrove.executor import RayPipelineExecutor
 
 from datatrove_ckpt.testing import outputs
-from tests.kept import until_kept
 from tests.real.cluster_job import (
     DOCUMENTS,
-    HELD,
-    IN_FLIGHT,
+    ClusterJob,
     counting_server,
     pipeline,
     undisturbed,
 )
 from tests.real.slurm_cluster import Watched, processes, until
-from tests.yaml_jobs import write_tasks
 
 TASKS = 2
 LATE = 30  # seconds a task may take, where Ray does not notice its end
 LONGEST = 450  # seconds of all cases, which take 60 on a quiet machine
 
 
-class Job:
-    """One case in a folder of its own."""
-
-    def __init__(self, folder, server):
-        self.folder = folder
-        self.server = server
-        write_tasks(folder, TASKS, DOCUMENTS)
-
+class Job(ClusterJob):
     def run(self, **settings):
         steps = pipeline(self.folder, self.server.url)
         logs = str(self.folder / "logs")
         RayPipelineExecutor(
             steps, tasks=TASKS, logging_dir=logs, mem_per_cpu_gb=1, **settings
         ).run()
-
-    def asked(self):
-        return sum(self.server.asked.values())
-
-    def until_held(self):
-        until(
-            lambda: self.asked() >= HELD + TASKS * IN_FLIGHT,
-            120,
-            lambda: f"{self.asked()} requests",
-        )
-        until_kept(self.folder / "checkpoints", HELD)
 
     def complete(self):
         return sorted(int(path.name) for path in (self.folder / "logs").glob("completions/*"))
@@ -104,7 +83,7 @@ def play(folder, event, **settings):
     """
     result = {}
     with counting_server() as server:
-        job = Job(folder, server)
+        job = Job(folder, server, TASKS)
 
         def disturb():
             try:

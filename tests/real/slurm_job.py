@@ -4,15 +4,13 @@ from datatrove.executor import SlurmPipelineExecutor as DatatroveExecutor
 
 from datatrove_ckpt import SlurmPipelineExecutor
 from datatrove_ckpt.testing import outputs
-from tests.kept import until_kept
-from tests.real.cluster_job import DOCUMENTS, HELD, IN_FLIGHT, pipeline, undisturbed
+from tests.real.cluster_job import DOCUMENTS, ClusterJob, pipeline, undisturbed
 from tests.real.slurm_cluster import Watched, processes, until
-from tests.yaml_jobs import write_tasks
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
-class Job:
+class Job(ClusterJob):
     """One job array, from its submission to its end.
 
     Attributes:
@@ -20,12 +18,9 @@ class Job:
     """
 
     def __init__(self, cluster, folder, server, tasks=1):
+        super().__init__(folder, server, tasks)
         self.cluster = cluster
-        self.folder = folder
-        self.server = server
-        self.tasks = tasks
         self.id = ""
-        write_tasks(folder, tasks, DOCUMENTS)
 
     def submit(self, pulls=False, **changes):
         """Through datatrove, as a user does.
@@ -42,15 +37,6 @@ class Job:
 
     def state(self, index=0):
         return self.cluster.show("job", f"{self.id}_{index}").get("JobState", "")
-
-    def until_held(self):
-        """Everything is in flight that may be, and what was answered is kept."""
-        expected = HELD + IN_FLIGHT * self.tasks
-        until(lambda: self.asked() >= expected, 240, self.describe)
-        until_kept(self.folder / "checkpoints", HELD)
-
-    def asked(self):
-        return sum(self.server.asked.values())
 
     def workers(self, index=0):
         """The processes that run our code in an array task, one on each node."""
@@ -93,7 +79,7 @@ class Job:
         queue = self.cluster.command("squeue", "-o", "%i %T %r %R")
         return "\n".join(
             [
-                f"{self.asked()} requests",
+                super().describe(),
                 queue,
                 str(self.cluster.show("job", f"{self.id}_0")),
                 *texts,

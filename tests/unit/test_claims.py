@@ -19,6 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.claims import claims as claims_module
 from datatrove_ckpt.claims.claims import (
+    LOOKS,
+    RUN,
     Claims,
     DiskClaims,
     Mark,
@@ -67,9 +69,9 @@ class Job:
 
 
 class Process:
-    def __init__(self, job, alone=False, runs_all=False):
+    def __init__(self, job, alone=False, end=""):
         self.job = job
-        self.owner = new_owner(runs_all)
+        self.owner = new_owner(end)
         self.store = job.make_store(self.owner)
         self.ranks = []
         self.is_stopped = False
@@ -97,10 +99,12 @@ class Process:
         return rank
 
     def take_rank(self, rank):
-        held = self.claims._held.values()
-        return not any(record.alone for _, record in held) and self.claims._take(
-            rank, self.store.look()
-        )
+        """As if only this rank were left."""
+        complete = list(self.job.complete)
+        self.job.complete += {*range(RANKS)} - {rank}
+        is_ours = self.claims.next() == rank
+        self.job.complete = complete
+        return is_ours
 
     def finish(self, rank):
         self.ranks.remove(rank)
@@ -197,26 +201,15 @@ def job(tmp_path, request):
     return Job(request.param(tmp_path))
 
 
-def test_a_rank_is_given_up_after_attempts_without_progress_of_any_processes(job):
-    first, second = Process(job, alone=True), Process(job, alone=True)
-    for process in (first, second):
-        assert process.take_rank(0)
-        process.claims.failed(0, "no memory", for_good=False)
-    assert not first.take_rank(0)
-    assert second.claims.given_up() == {0: "no memory"}
-    first.claims.clear()
-    assert second.take_rank(0)
-
-
 def test_workers_share_ranks_on_each_store(store_kind, tmp_path):
     job = Job(lambda owner: ObjectClaims(store_kind.url(tmp_path), owner, 0.0))
     first, second = Process(job), Process(job)
     assert [first.take(), second.take()] == [0, 1]
     assert first.owner in second.store.look().alive
     first.claims.failed(0, "no memory", for_good=False)
+    second.finish(1)
     assert second.take_rank(0)
     second.claims.failed(0, "no memory", for_good=False)
-    second.finish(1)
     assert first.claims.given_up() == {0: "no memory"}
     second.claims.close()
     assert second.owner not in first.store.look().alive
@@ -281,6 +274,15 @@ def test_a_death_with_several_ranks_counts_for_none_and_each_is_then_tried_alone
     assert not last.take_rank(0)
     assert "6 times in a row without progress" in last.claims.given_up()[0]
     assert last.take_rank(1)
+
+
+def test_a_worker_with_a_rank_leaves_one_for_each_that_has_none(job):
+    first, second = Process(job), Process(job)
+    Process(job, end=LOOKS)  # takes none
+    assert [first.take() for _ in range(RANKS)] == [0, 1, 2, None]
+    assert second.take() == 3
+    second.claims.close()  # which gives its rank back
+    assert first.take() == 3
 
 
 def test_a_rank_whose_lock_another_process_holds_is_left_for_a_while(job):
@@ -407,7 +409,7 @@ def test_a_process_whose_file_a_power_loss_has_cut_has_no_name():
 
 
 def test_no_beat_comes_after_the_end(job, tmp_path):
-    process = Process(job, runs_all=True)
+    process = Process(job, end=RUN)
     process.claims.close()
     process.claims._beat_once(process.claims._store.beat)
     assert Process(job).claims.others() == []
@@ -622,8 +624,8 @@ class Workers(RuleBasedStateMachine):
         for worker in self.workers:
             if not worker.is_stopped:
                 worker.store.beat()
-            for rank in worker.claims._locked:
-                worker.claims._locked[rank] -= seconds
+            for rank in worker.claims.locked:
+                worker.claims.locked[rank] -= seconds
 
     def teardown(self):
         if self.workers:

@@ -180,14 +180,6 @@ def test_in_an_element_of_an_array_nothing_is_submitted_and_the_work_is_done(
     assert list(Path("submitted").iterdir()) == []
 
 
-def test_without_sbatch_nothing_is_started_and_one_line_says_so(login_node, capsys, monkeypatch):
-    Path("bin/sbatch").unlink()
-    monkeypatch.setenv("PATH", f"{login_node}/bin")
-    assert run() == 2
-    hold("no sbatch", capsys.readouterr().err)
-    assert not Path("slurm_run").exists()
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "number, there",

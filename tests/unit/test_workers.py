@@ -126,9 +126,10 @@ def test_the_tasks_of_a_worker_that_dies_are_tried_alone_and_only_a_death_alone_
     with several(work) as workers:
         done = dict(workers.run(range(4)))
     assert sorted(done) == [0, 2, 3]
-    assert workers.lost == {1: "its worker process was ended by SIGKILL"}
+    assert workers.lost.keys() == {1}
+    assert "was ended by SIGKILL" in workers.lost[1]
     tried = (tmp_path / "tried").read_text().splitlines()
-    assert tried == ["[0, 1, 2]", "[0]", "[1]", "[1]", "[2]", "[3]"]
+    assert tried == ["[0, 1, 2]", "[3]", "[0]", "[1]", "[2]", "[1]"]
 
 
 def test_a_task_that_is_tried_alone_has_no_neighbour(tmp_path, passes):
@@ -215,17 +216,6 @@ def test_a_task_that_is_given_back_does_not_wait_for_a_worker_that_ends(tmp_path
 
     with several(work, 2) as workers:
         assert sorted(slot for _, slot in workers.run(range(2))) == [0, 1]
-
-
-def test_the_tasks_of_a_worker_that_is_stopped_by_a_signal_are_not_tried_alone(tmp_path, passes):
-    def work(slot, tasks):
-        if not (tmp_path / "first").exists():
-            (tmp_path / "first").write_text(f"{tasks.next()} {tasks.next()}")
-            signal.raise_signal(signal.SIGTERM)
-        asyncio.run(takes_what_comes(tasks, passes, {0, 1}))
-
-    with several(work, passes=passes) as workers:
-        assert dict(workers.run(range(2))) == {0: {0, 1}, 1: {0, 1}}
 
 
 class Stubborn(Exception):

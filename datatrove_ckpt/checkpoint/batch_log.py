@@ -102,15 +102,6 @@ class ParkedRequest(NamedTuple):
         return b"%s%s%s%s}\n" % (CUSTOM_ID, str(self.id).encode(), before, self.body)
 
 
-def kept_for_rollout(kind: str, value: object, attempt: int, run: str) -> Answer:
-    """Returns what the request cache keeps until the rollout has come to this request again.
-
-    Earlier versions see an answer without a finish_reason, and send the request again.
-    """
-    fields = {"text": "", "finish_reason": None, "usage": {}, kind: value}
-    return Answer(orjson.dumps({**fields, "attempt": attempt, "run": run}), None)
-
-
 def attempts_of(answer: Answer) -> float:
     """Returns in how many batches the request was; infinity if the row is no longer of a batch."""
     if answer.result is None:
@@ -151,6 +142,15 @@ class Batch:
     @property
     def is_open(self) -> bool:
         return self.state not in ("read", "dropped")
+
+    def row(self, request: RequestId, kind: str, value: object) -> CachedRequest:
+        """Returns what the request cache keeps until the rollout has come to this request again.
+
+        Earlier versions see an answer without a finish_reason, and send the request again.
+        """
+        fields = {"text": "", "finish_reason": None, "usage": {}, kind: value}
+        fields |= {"attempt": request.attempt, "run": self.run}
+        return request.row(Answer(orjson.dumps(fields), None))
 
 
 def read_batches(folder: Path) -> tuple[dict[int, Batch], int]:
@@ -204,8 +204,13 @@ class BatchLog:
                 if batch is None or not batch.is_open:
                     files.disk.remove(found)
 
-    @property
     def open(self) -> list[Batch]:
+        """Returns the open batches. Drops those that are not created, and that a run with other
+        settings or code has parked.
+        """
+        for batch in self.batches.values():
+            if batch.state in ("filled", "uploaded") and batch.run != self._run:
+                self.note(batch.number, "dropped")
         return [batch for batch in self.batches.values() if batch.is_open]
 
     def path(self, number: int) -> Path:

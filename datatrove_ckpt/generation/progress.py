@@ -88,7 +88,6 @@ class RankReporter:
         self._source: DocumentSource | None = None
         self._spread = history.Spread()
         self._has_new_examples = False
-        self.waits_for_batches = False
         self.last = history.Progress()
         self.end: history.End | None = None
 
@@ -326,14 +325,13 @@ class RankReporter:
         if completed:
             return history.End(why="done")
         error = sys.exception()
-        is_between_passes = error is None and self.waits_for_batches
-        if is_between_passes or isinstance(error, WaitsForBatches):
-            return history.End(why="stopped", what=history.WAITS_FOR_BATCHES)
         if self._shutdown.is_requested:
             return history.End(why="stopped", what=self._shutdown.cause)
+        if error is None or isinstance(error, WaitsForBatches):  # between two passes
+            return history.End(why="stopped", what=history.WAITS_FOR_BATCHES)
         if isinstance(error, LimitReached):
             return history.End(why="stopped", what=error.setting)
-        what = "" if error is None else type(error).__name__
+        what = type(error).__name__
         if isinstance(error, CkptError):  # a foreign error's text may hold a secret
             what = redact(f"{what}: {error}")
         return history.End(why="error", what=what[: history.MAX_TEXT])

@@ -2,7 +2,7 @@
 
 A pass over the input parks them in files (``BatchLog``). After it, ``ProviderPasses.settle``
 uploads the files, creates batches, waits, and puts the answers into the request cache. The order of
-effects is in ``checkpoint/batch_log.py``. Then the rank is taken again, which is a resume.
+effects is in ``checkpoint/batch_log.py``. Then another pass finds them there.
 """
 
 import asyncio
@@ -22,7 +22,6 @@ from datatrove_ckpt.checkpoint.batch_log import (
     Batch,
     RequestId,
     attempts_of,
-    kept_for_rollout,
 )
 from datatrove_ckpt.checkpoint.numbers import unix_seconds
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
@@ -109,13 +108,11 @@ class ProviderPasses:
 
     Args:
         configs: of the rank's models, by name.
-        no_wait: end with ``WaitsForBatches`` once all batches are created.
     """
 
     _configs: Mapping[str, InferenceConfig]
     _checkpoint: OpenCheckpoint
     _shutdown: Shutdown
-    _no_wait: bool
 
     def __post_init__(self) -> None:
         self._providers: dict[tuple[str, bool], BatchProvider] = {}
@@ -123,18 +120,18 @@ class ProviderPasses:
         self._undecided: set[int] = set()
         self._outage: Outage | None = None
 
-    async def settle(self) -> bool:
-        """Sends the requests that are parked. Returns when no batch is open: whether there was one.
+    async def settle(self, no_wait: bool) -> None:
+        """Sends the requests that are parked. Returns when no batch is open.
 
         Raises:
             Preempted: a stop was requested. Batches stay at the provider.
-            WaitsForBatches: see ``no_wait``.
+            WaitsForBatches: all batches are created, with ``no_wait``.
             ServerRefused, ServerUnavailable: the provider fails.
         """
         await self._change(lambda rank: rank.batches.filled())
         if not await self._open():
-            return False
-        working = asyncio.create_task(self._settle())
+            return
+        working = asyncio.create_task(self._settle(no_wait))
         stopping = asyncio.create_task(self._shutdown.requested())
         tasks = [working, stopping]
         try:
@@ -144,14 +141,13 @@ class ProviderPasses:
                 logger.warning(f"{_said(await self._open())} {stays}")
                 self._shutdown.raise_preempted()
             working.result()
-            return True
         finally:
             await end_tasks(*tasks)
             for provider in self._providers.values():
                 await provider.close()
             self._providers.clear()
 
-    async def _settle(self) -> None:
+    async def _settle(self, no_wait: bool) -> None:
         logger.info(_said(await self._open()))
         while batches := await self._open():
             has_advanced = False
@@ -169,10 +165,8 @@ class ProviderPasses:
             if has_advanced:
                 continue
             created = all(batch.id or batch.number in self._undecided for batch in batches)
-            if self._no_wait and created:
-                raise WaitsForBatches(
-                    f"{_said(batches)} The same command collects the answers (--no-wait)."
-                )
+            if no_wait and created:
+                raise WaitsForBatches(f"{_said(batches)} The same command collects the answers.")
             await asyncio.sleep(POLL_SECONDS if created else min(POLL_SECONDS, LOOK_SECONDS))
 
     async def _provider(self, batch: Batch) -> BatchProvider:
@@ -193,9 +187,9 @@ class ProviderPasses:
     async def _advance(self, batch: Batch) -> bool:
         """Does the next effect. Returns False if that is for later."""
         config = self._configs.get(batch.model)
-        parks = config is not None and config.provider_batches and batch.run == self._checkpoint.run
+        parks = config is not None and config.provider_batches
         if batch.state in ("filled", "uploaded") and not parks:
-            await self._note(batch, "dropped")  # settings or code have changed since
+            await self._note(batch, "dropped")  # settings have changed since
             return True
         provider = await self._provider(batch)
         if batch.state == "filled":
@@ -344,11 +338,11 @@ class ProviderPasses:
                             strange = provider.clean(answer.custom_id)[:_SHOWN_ID]
                         elif request not in found or answer.status == 200:  # an answer stays
                             found.add(request)
-                            rows += _rows(provider, request, answer, batch.run)
+                            rows += _rows(provider, request, answer, batch)
                         if len(rows) >= _ROWS:
-                            await self._change(RankFiles.write, rows, {})
+                            await self._change(RankFiles.write_batch, rows)
                             rows = []
-                await self._change(RankFiles.write, rows, {})
+                await self._change(RankFiles.write_batch, rows)
                 rows = []
             except Gone as error:
                 gone = f"It has no file {file} ({error}). "
@@ -396,7 +390,7 @@ class ProviderPasses:
         await self._change(lambda rank: rank.batches.note(batch.number, state, **fields))
 
     async def _open(self) -> list[Batch]:
-        return await self._change(lambda rank: rank.batches.open)
+        return await self._change(lambda rank: rank.batches.open())
 
 
 def _fail_others(rank: RankFiles, batch: Batch, found: set[RequestId]) -> None:
@@ -407,26 +401,24 @@ def _fail_others(rank: RankFiles, batch: Batch, found: set[RequestId]) -> None:
         # An earlier look may have saved its answer.
         answer = rank.cache.answers(request.ordinal).get(request.key)
         if answer is None or attempts_of(answer) < request.attempt:
-            failure = kept_for_rollout(FAILURE, _NO_LINE, request.attempt, batch.run)
-            rows.append(request.row(failure))
-    rank.write(rows, {})
+            rows.append(batch.row(request, FAILURE, _NO_LINE))
+    rank.write_batch(rows)
     rank.sync()
 
 
 def _rows(
-    provider: BatchProvider, request: RequestId, answer: BatchAnswer, run: str
+    provider: BatchProvider, request: RequestId, answer: BatchAnswer, batch: Batch
 ) -> list[CachedRequest]:
     """Returns the row for an answer; none if the request was not sent."""
     status = answer.status
     if status == 0:
         return []
     if status == 200 and isinstance(answer.body, dict):
-        return [request.row(kept_for_rollout(ANSWER, answer.body, request.attempt, run))]
+        return [batch.row(request, ANSWER, answer.body)]
     text = provider.clean(orjson.dumps(answer.body).decode())
     if status in retrying.REJECTED:
         return [request.row(Answer(None, f"{status} {text}"))]
-    cause = f"HTTP {status}: {text}"
-    return [request.row(kept_for_rollout(FAILURE, cause, request.attempt, run))]
+    return [batch.row(request, FAILURE, f"HTTP {status}: {text}")]
 
 
 def _said(batches: list[Batch]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -31,7 +31,7 @@ from datatrove_ckpt.common import BATCH
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.config.paths import expand_path
-from datatrove_ckpt.errors import CkptError, ConfigError, LimitReached
+from datatrove_ckpt.errors import CkptError, ConfigError, LimitReached, WaitsForBatches
 from datatrove_ckpt.errors.names import use
 from datatrove_ckpt.generation.blocked_loop import warn_when_blocked
 from datatrove_ckpt.generation.dead_letters import next_retry, taken_letters
@@ -184,14 +184,13 @@ class _Run:
         if not self.has_batches:
             self._take(data, root, prefix)
             return
-        again = repeatable(data)
         logger.info(
             "provider_batches: a rollout that sends k requests in a row takes k passes over the "
             "input, and each pass waits for its batches, a day at most."
         )
-        is_first = True
-        while self._take(again(), root, prefix, is_first):
-            is_first = False
+        for number, documents in enumerate(passes_over(data)):
+            if not self._take(documents, root, prefix, number == 0):
+                return
 
     def _take(
         self, data: Iterable[Document], root: Path, prefix: str = "", is_first: bool = True
@@ -371,14 +370,11 @@ class _Run:
             from datatrove_ckpt.generation.provider_passes import ProviderPasses  # few runs need it
 
             step = self.step
-            passes = ProviderPasses(step.models, checkpoint, self.preemption.shutdown, step.no_wait)
-            progress.waits_for_batches = await passes.settle()
-            if progress.waits_for_batches:
-                return True
+            passes = ProviderPasses(step.models, checkpoint, self.preemption.shutdown)
+            await passes.settle(step.no_wait)
             if not await self._run_rollouts(data, checkpoint, progress, results, limits):
                 return False
-            progress.waits_for_batches = True
-            await passes.settle()
+            await passes.settle(step.no_wait)
             return True
         finally:
             for watcher in watchers:
@@ -512,11 +508,11 @@ class _Run:
         )
 
 
-def repeatable(data: Iterable[Document]) -> Callable[[], Iterable[Document]]:
-    """Returns a function that runs the steps before the runner again.
+def passes_over(data: Iterable[Document]) -> Iterator[Iterable[Document]]:
+    """Yields what runs the steps before the runner, for one pass after the other.
 
     Raises:
-        ConfigError: they come from a function or an iterator, which would be empty.
+        WaitsForBatches: another pass would find a function or an iterator empty.
     """
     steps = [(step, names) for step, _, names in steps_before(data)]
     first = data
@@ -524,15 +520,13 @@ def repeatable(data: Iterable[Document]) -> Callable[[], Iterable[Document]]:
         first = steps[-1][1].get("data") or ()
     is_step = [isinstance(step, PipelineStep) for step, _ in steps]
     if isinstance(first, Iterator) or not all(is_step):
-        raise ConfigError(
-            "provider_batches: reads the input once for each pass, and here it comes from a "
-            "function or an iterator. Make that a PipelineStep, or give a list."
+        yield data
+        raise WaitsForBatches(
+            "The answers of the batches are saved. The input comes from a function or an iterator, "
+            "which is read once: run the same command again, or make it a PipelineStep, or a list."
         )
-
-    def again() -> Iterable[Document]:
+    while True:
         made = map(deepcopy, first) if isinstance(first, list) else first
         for step, names in reversed(steps):
             made = step.run(made, names["rank"], names["world_size"])
-        return made
-
-    return again
+        yield made

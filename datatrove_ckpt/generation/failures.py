@@ -28,7 +28,7 @@ from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.raised_errors import DocumentFailed, raised_at
 from datatrove_ckpt.generation.remedies import shown, way_out
 from datatrove_ckpt.generation.step import Step
-from datatrove_ckpt.generation.user_code import NotAwaitable
+from datatrove_ckpt.generation.user_rollout import NotAwaitable
 
 
 @dataclass

@@ -29,11 +29,11 @@ from datatrove_ckpt.common.formatting import safe_repr, safe_text
 from datatrove_ckpt.common.threads import context_thread
 from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
-from datatrove_ckpt.generation.as_read import AsRead, as_read
 from datatrove_ckpt.generation.finished_from import FinishedDocuments
-from datatrove_ckpt.generation.user_code import exit_error
+from datatrove_ckpt.output.as_read import AsRead, as_read
 from datatrove_ckpt.output.documents import fingerprint
 from datatrove_ckpt.process.event_loop import end_fork
+from datatrove_ckpt.process.exits import exit_error
 from datatrove_ckpt.readers import SeekingReader
 from datatrove_ckpt.readers.pipeline import PipelineReaders, steps_before
 from datatrove_ckpt.readers.positions import Position, Reading, State, position_of, position_state

@@ -50,7 +50,7 @@ from datatrove_ckpt.generation.results import Results
 from datatrove_ckpt.generation.run_identity import servers_digest
 from datatrove_ckpt.generation.scheduler import Scheduler
 from datatrove_ckpt.generation.step import Step
-from datatrove_ckpt.generation.user_code import bind_shared, name_of, no_exit, shared_arguments
+from datatrove_ckpt.generation.user_rollout import bind_shared, name_of, shared_arguments
 from datatrove_ckpt.inference.servers.host import ServerHost, check_servers
 from datatrove_ckpt.inference.servers.warm import one_rank
 from datatrove_ckpt.mirror.mirror import RemoteMirror
@@ -63,6 +63,7 @@ from datatrove_ckpt.output.writer_checks import (
 )
 from datatrove_ckpt.output.writer_trial import WriterTrial
 from datatrove_ckpt.process import event_loop
+from datatrove_ckpt.process.exits import no_exit
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.host_loop import host_loop, rank_of_many
 from datatrove_ckpt.process.open_files import raise_limit

@@ -8,17 +8,15 @@ a list, of which ``output`` makes rows.
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import count
 
 import orjson
 from datatrove.data import Document, Media
 from loguru import logger
 
 from datatrove_ckpt.common.exact_json import loads
-from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.answers import Answers
+from datatrove_ckpt.generation.first_document import check_answer, check_first
 from datatrove_ckpt.generation.step import Step
-from datatrove_ckpt.generation.user_code import check_first
 from datatrove_ckpt.output.documents import encode_finished, writes_media
 from datatrove_ckpt.output.names import FileNames
 from datatrove_ckpt.output.writer_trial import WriterTrial
@@ -57,15 +55,13 @@ class Results:
     def look_at_first(self, document: Document) -> None:
         """Checks the first document before a server starts for it."""
         step = self._step
-        check_answer(step, document)
+        check_first(step, document)
         if step.metadata_key in document.metadata:
             logger.warning(
                 f"The documents have {step.metadata_key!r} in their metadata already, perhaps "
                 "of an earlier run; the new results replace it. To keep both, give another "
                 "metadata_key."
             )
-        if step.on_document_error == "stop":
-            check_first(step.rollout_fn, document)
 
     def check(self, document: Document) -> None:
         if self._has_column or self._has_more:
@@ -121,27 +117,6 @@ class Results:
                 medium["media_bytes"] = None
         if self._drop_sent is not None:
             self._drop_sent(document)
-
-
-def check_answer(step: Step, document: Document) -> None:
-    """Raises ConfigError if the run would replace what a document holds."""
-    settings = dict.fromkeys(step.added_columns, "metadata_key")
-    if step.answer_column is not None:
-        settings = dict.fromkeys(step.added_columns, "answer")
-        settings |= {step.answer_column: "answer", step.metadata_key: "metadata_key"}
-    taken = [name for name in settings if name in document.metadata]
-    if taken:
-        given = {"answer": step.answer_column, "metadata_key": step.metadata_key}
-        others = {}
-        for setting in dict.fromkeys(map(settings.__getitem__, taken)):
-            numbered = (f"{given[setting]}_{number}" for number in count(2))
-            others[setting] = next(each for each in numbered if each not in document.metadata)
-        raise ConfigError(
-            f"{settings[taken[0]]}: document {document.id!r} has {' and '.join(map(repr, taken))} "
-            "in its metadata already, perhaps of an earlier run, and this run would replace "
-            f"that. Give other names: {' and '.join(map(' '.join, others.items()))}.",
-            changes=[others],
-        )
 
 
 def put_answer(step: Step, document: Document, results: Sequence[object]) -> bool:

@@ -43,10 +43,11 @@ from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.generation.rank_requests import Model, RankRequests
 from datatrove_ckpt.generation.requests import Requests
 from datatrove_ckpt.generation.results import DROPPED, Results
-from datatrove_ckpt.generation.user_code import exit_error, name_of
+from datatrove_ckpt.generation.user_rollout import name_of
 from datatrove_ckpt.inference.client.routing import Sender
 from datatrove_ckpt.inference.servers.host import ServerHost
 from datatrove_ckpt.process.event_loop import end_fork, in_own_thread
+from datatrove_ckpt.process.exits import exit_error
 from datatrove_ckpt.process.host_loop import host_loop
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
 from datatrove_ckpt.rollouts import Rollout

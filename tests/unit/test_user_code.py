@@ -8,7 +8,7 @@ import types
 import pytest
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.user_code import bind_shared, check_rollout
+from datatrove_ckpt.generation.user_rollout import bind_shared, check_rollout
 from datatrove_ckpt.rollouts import PromptRollout, chat
 from tests.jobs import ask, documents, runner
 

@@ -2,65 +2,21 @@
 
 A rollout is refused before the run only if it provably fails: a plain ``def`` may return an
 awaitable.
-
-Foreign code that tries to end the process (``sys.exit(0)`` in a rollout, a reader or
-``shared_context``) gets an error. ``SystemExit`` is no ``Exception``, so datatrove would see no
-failure: documents would be missing after exit code 0, or its pool would wait without end.
 """
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-import os
 import types
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from datatrove.data import Document
-
-from datatrove_ckpt.common.formatting import safe_repr
-from datatrove_ckpt.config.templates import fill, lacks
-from datatrove_ckpt.errors import ConfigError, UnexpectedExit
-from datatrove_ckpt.process.event_loop import end_fork
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.process.exits import no_exit
 from datatrove_ckpt.process.preemption import Preemption
-from datatrove_ckpt.process.shutdown import Shutdown
-from datatrove_ckpt.rollouts import InvalidMedia, PromptRollout, ReadyMade, Rollout
-from datatrove_ckpt.rollouts.media import MEDIA
-from datatrove_ckpt.rollouts.source import prompt_source
-
-_EXITS = (SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError)
-
-
-def exit_error(who: str, error: BaseException) -> UnexpectedExit:
-    if isinstance(error, SystemExit):
-        did = f"called sys.exit({'' if error.code is None else safe_repr(error.code)})"
-    else:
-        did = f"raised {type(error).__name__}"
-    return UnexpectedExit(
-        f"{who} {did}, which would end the process with documents missing. Raise an Exception "
-        "instead."
-    )
-
-
-@contextmanager
-def no_exit(who: str, shutdown: Shutdown) -> Iterator[None]:
-    """Turns an exit of foreign code into an error, and ends a fork that leaves the block.
-
-    Raises:
-        UnexpectedExit: the code tried to end the process, and no signal requested it.
-    """
-    pid = os.getpid()
-    try:
-        yield
-    except BaseException as error:
-        end_fork(pid, error)
-        if not isinstance(error, _EXITS) or shutdown.raised(error):
-            raise
-        raise exit_error(who, error) from error
-    end_fork(pid)
+from datatrove_ckpt.rollouts import ReadyMade, Rollout
 
 
 def name_of(function: object) -> str:
@@ -101,34 +57,6 @@ def check_rollout(rollout_fn: Rollout, context: SharedContext) -> None:
         context if isinstance(context, dict) else {},
         complete=isinstance(context, dict | None),
     )
-
-
-def check_first(rollout_fn: Rollout, document: Document) -> None:
-    """Checks the first document before a server starts for it.
-
-    Raises:
-        ConfigError: it lacks what the prompt of a ready-made rollout takes from it.
-    """
-    if isinstance(rollout_fn, ReadyMade) and type(rollout_fn).__module__ == ReadyMade.__module__:
-        prompt_source(document, rollout_fn.prompt_column)
-        fill(getattr(rollout_fn, rollout_fn.first_template), document, "")
-        images = getattr(rollout_fn, "images", None)
-        if images not in (None, MEDIA, *document.metadata):
-            raise lacks(document, "images", images)
-
-
-async def try_media(rollout_fn: Rollout, document: Document) -> None:
-    """Encodes the media of the first document.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    if isinstance(rollout_fn, PromptRollout):
-        try:
-            async with rollout_fn.media_parts(document):
-                pass
-        except InvalidMedia as error:
-            raise ConfigError(f"The first document, {document.id!r}: {error}.") from error
 
 
 def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:

@@ -44,14 +44,6 @@ class Failures:
     dead: int
     taken: dict[Attempt, bytes]
 
-    @property
-    def keep_as_read(self) -> bool:
-        return (
-            self.step.on_document_error == "dead_letter"
-            or self.step.skip_bad_requests
-            or bool(self.step.settings_for_letters)
-        )
-
     def taken_letter(self, source: SourceDocument, ordinal: int) -> bytes | None:
         """Returns the letter that replaces processing the document; None: no retry has taken it.
 

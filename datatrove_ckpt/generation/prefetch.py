@@ -195,6 +195,7 @@ class DocumentSource:
         self._newest: Position | None = None
         self._length = len(documents) if isinstance(documents, Sized) else None
         self._first = 0
+        self.has_begun = False
 
     @property
     def skipped(self) -> SkippedLines:
@@ -208,6 +209,7 @@ class DocumentSource:
         what a step before the runner has raised.
         """
         self._first = point.next_ordinal
+        self.has_begun = True
         # A daemon, because a blocked reader must not keep a failed process running.
         context_thread(self._run, "reader", point).start()
         ended = False
@@ -233,6 +235,8 @@ class DocumentSource:
         """Returns how much of the input lies before the end of the last document that was handed
         over.
         """
+        if not self.has_begun:
+            return InputPosition()
         if self._length is not None:
             return InputPosition(self._first + self.handed_over, self._length, "rows")
         if self._newest is None or self._readers.count != 1:

@@ -22,7 +22,6 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import history
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
-from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.config import InferenceConfig
@@ -58,6 +57,7 @@ class RankReporter:
     Any thread may call ``progress``, ``spread`` and ``last_records``.
 
     Args:
+        source: of the documents.
         checkpoint: writes the history.
         interval: seconds between two log lines.
 
@@ -71,9 +71,15 @@ class RankReporter:
     """
 
     def __init__(
-        self, rank: int, checkpoint: OpenCheckpoint, shutdown: Shutdown, interval: float
+        self,
+        rank: int,
+        source: DocumentSource,
+        checkpoint: OpenCheckpoint,
+        shutdown: Shutdown,
+        interval: float,
     ) -> None:
         self.own = checkpoint.own
+        self.source = source
         self._rank = rank
         self._checkpoint = checkpoint
         self._shutdown = shutdown
@@ -85,7 +91,6 @@ class RankReporter:
         self._early = Counter[str]()
         self._ended = 0
         self._ended_at = time.monotonic()  # when it last changed
-        self._source: DocumentSource | None = None
         self._spread = history.Spread()
         self._has_new_examples = False
         self.last = history.Progress()
@@ -157,14 +162,9 @@ class RankReporter:
         written = self._checkpoint.resumed.finished.written
         return self.own.requests + self.own.cached + written > 0
 
-    def reading(self, source: DocumentSource) -> None:
-        self._source = source
-
     def position(self) -> InputPosition:
         """Returns how much of the input is done."""
-        source = self._source
-        if source is None:
-            return InputPosition()
+        source = self.source
         reached = source.reached()
         # A reader is ahead of the rank, so documents are taken to be equal:
         #
@@ -194,12 +194,6 @@ class RankReporter:
             why=redact(why)[: history.MAX_TEXT],
         )
         self._checkpoint.note(event)
-
-    @property
-    def skipped(self) -> SkippedLines:
-        if self._source is None:
-            return SkippedLines()
-        return self._source.skipped
 
     # the screen ----------------------------------------------------------------------------------
 
@@ -248,7 +242,7 @@ class RankReporter:
         if silence.lasts:
             return str(silence), silence.seconds, True
         clients = self.clients
-        if not clients and self._source is not None and not self._source.handed_over:
+        if not clients and self.source.has_begun and not self.source.handed_over:
             return READING, 0.0, False
         quiet = time.monotonic() - self._ended_at
         if quiet >= _SILENCE_SECONDS and any(one.in_flight + one.pausing for one in clients):
@@ -288,13 +282,13 @@ class RankReporter:
         found.waiting += self._early.total()
         found.wait = self._wait()
         found.silence = self.silence()
-        found.skipped = self.skipped
+        found.skipped = self.source.skipped
         return found
 
     def _wait(self) -> history.Wait:
         now = time.monotonic()
         quiet = round(now - self._ended_at, 1)
-        all_started = self._source is not None and self._source.is_at_end
+        all_started = self.source.is_at_end
         attempts = filter(None, [client.oldest for client in self.clients])
         oldest = min(attempts, key=lambda attempt: attempt.started_at, default=None)
         if oldest is None:

@@ -35,6 +35,8 @@ from datatrove_ckpt.errors import CkptError, ConfigError, LimitReached, WaitsFor
 from datatrove_ckpt.errors.names import use
 from datatrove_ckpt.generation.blocked_loop import warn_when_blocked
 from datatrove_ckpt.generation.dead_letters import next_retry, taken_letters
+from datatrove_ckpt.generation.document_limit import DocumentLimit
+from datatrove_ckpt.generation.document_runs import DocumentRuns
 from datatrove_ckpt.generation.failures import Failures
 from datatrove_ckpt.generation.final_stats import fill_stats, sum_rank
 from datatrove_ckpt.generation.finished_from import FinishedDocuments, OldRuns
@@ -255,15 +257,17 @@ class _Run:
                         old = open_old_answers(place, rank, identity)
                     old = with_samples(root, rank, servers_digest(step.models), old)
             check_moved = preemption.interruptible()(output_folder.check_moved)
+            documents = self._open_source(data)
             lease = found.take(check_moved, old)
         output = ChunkOutput(
             output_folder, rank, folder, prefix, is_new, lease, step.hub_pace, step.rows
         )
         checkpoint = OpenCheckpoint(manager, lease, output)
-        return self._process(data, checkpoint, others, output)
+        return self._process(data, documents, checkpoint, others, output)
 
-    def _open_source(self, documents: Iterable[Document], keep_as_read: bool) -> DocumentSource:
+    def _open_source(self, documents: Iterable[Document]) -> DocumentSource:
         step = self.step
+        makes_letters = step.on_document_error == "dead_letter" or bool(step.settings_for_letters)
         finished = None
         if step.finished_from:
             rollouts = step.model.rollouts_per_document
@@ -277,7 +281,7 @@ class _Run:
             )
         return DocumentSource(
             documents,
-            keep_as_read,
+            makes_letters or step.skip_bad_requests,
             step.seek,
             step.steps_before,
             Revisions(self.root),
@@ -288,6 +292,7 @@ class _Run:
     def _process(
         self,
         data: Iterable[Document],
+        documents: DocumentSource,
         checkpoint: OpenCheckpoint,
         others: Done,
         output: ChunkOutput,
@@ -298,7 +303,7 @@ class _Run:
         preemption = self.preemption
         shutdown = preemption.shutdown
         completed = False
-        progress = RankReporter(rank, checkpoint, shutdown, step.model.metric_interval)
+        progress = RankReporter(rank, documents, checkpoint, shutdown, step.model.metric_interval)
         exports = ExitStack()
         if step.monitoring.metrics_port is not None:
             from datatrove_ckpt.generation.prometheus import shown_rank
@@ -314,7 +319,7 @@ class _Run:
             if step.checkpoints_local_dir is not None:
                 trial = WriterTrial(step.output_writer, types, step.rows)
             results = Results(step, output.names, trial)
-            main = self._generate(data, checkpoint, progress, results)
+            main = self._generate(documents, checkpoint, progress, results)
             who = f"The rollout {name_of(step.rollout_fn)}, or a task that it started,"
             with preemption.watched(checkpoint.flush), no_exit(who, shutdown):
                 host = host_loop()
@@ -330,6 +335,7 @@ class _Run:
                 offer_skipping(error)
             raise error from error.__cause__
         finally:
+            documents.close()
             try:
                 checkpoint.close(completed, progress.last_records)
             finally:
@@ -351,7 +357,7 @@ class _Run:
 
     async def _generate(
         self,
-        data: Iterable[Document],
+        documents: DocumentSource,
         checkpoint: OpenCheckpoint,
         progress: RankReporter,
         results: Results,
@@ -367,13 +373,13 @@ class _Run:
             watchers.append(asyncio.create_task(limits.keep_looking()))
         try:
             if not self.has_batches:
-                return await self._run_rollouts(data, checkpoint, progress, results, limits)
+                return await self._run_rollouts(documents, checkpoint, progress, results, limits)
             from datatrove_ckpt.generation.provider_passes import ProviderPasses  # few runs need it
 
             step = self.step
             passes = ProviderPasses(step.models, checkpoint, self.preemption.shutdown)
             await passes.settle(step.no_wait)
-            if not await self._run_rollouts(data, checkpoint, progress, results, limits):
+            if not await self._run_rollouts(documents, checkpoint, progress, results, limits):
                 return False
             await passes.settle(step.no_wait)
             return True
@@ -384,7 +390,7 @@ class _Run:
 
     async def _run_rollouts(
         self,
-        data: Iterable[Document],
+        documents: DocumentSource,
         checkpoint: OpenCheckpoint,
         progress: RankReporter,
         results: Results,
@@ -395,7 +401,6 @@ class _Run:
         failures = Failures(
             step, checkpoint.resumed.finished.dead, taken_letters(self.root, self.rank)
         )
-        documents = self._open_source(data, failures.keep_as_read)
         host = host_loop()
         shared_host = None
         if host is not None and isinstance(host.servers, ServerHost):
@@ -414,18 +419,16 @@ class _Run:
                     step.code().digest,
                 )
                 rollout_fn = bind_shared(step.rollout_fn, shared)
-                scheduler = Scheduler(requests, self.rank, rollout_fn, servers, failures, results)
-                await scheduler.run(documents)
+                limit = DocumentLimit([*step.models.values()], servers.media)
+                runs = DocumentRuns(requests, rollout_fn, failures, results, limit)
+                await Scheduler(requests, self.rank, servers, runs).run(documents)
                 ends_well = True
-                if not scheduler.parked:
+                if not runs.parked:
                     documents.add_earlier_stats()
         finally:
-            try:
-                if shared_host is None:
-                    await servers.close(ends_well)
-            finally:
-                documents.close()
-        return scheduler.parked > 0
+            if shared_host is None:
+                await servers.close(ends_well)
+        return runs.parked > 0
 
     # What a rank logs at its start and its end ---------------------------------------------------
 
@@ -483,7 +486,7 @@ class _Run:
         counts = checkpoint.done.counts
         if not counts.read:
             logger.success(
-                f"Task {self.rank}: there are no documents in its input.{progress.skipped}"
+                f"Task {self.rank}: there are no documents in its input.{progress.source.skipped}"
             )
             return
         again = "If you run the same command again, it has nothing to do."
@@ -505,7 +508,7 @@ class _Run:
             f"{plural(counts.requests, 'request')}, "
             f"{sent}, {plural(counts.prompt_tokens, 'prompt token')}, "
             f"{plural(counts.completion_tokens, 'completion token')}."
-            f"{counts.odd_answers}{progress.skipped} {again}"
+            f"{counts.odd_answers}{progress.source.skipped} {again}"
         )
 
 

@@ -23,7 +23,6 @@ The order of effects, each safe to repeat, and what the next attempt does after 
 
 from __future__ import annotations
 
-import math
 import re
 import secrets
 from collections.abc import Iterator
@@ -102,14 +101,13 @@ class ParkedRequest(NamedTuple):
         return b"%s%s%s%s}\n" % (CUSTOM_ID, str(self.id).encode(), before, self.body)
 
 
-def attempts_of(answer: Answer) -> float:
-    """Returns in how many batches the request was; infinity if the row is no longer of a batch."""
-    if answer.result is None:
-        return math.inf
-    fields = orjson.loads(answer.result)
-    if OF_BATCH.isdisjoint(fields):
-        return math.inf
-    return float(fields["attempt"])
+def fields_of_batch(answer: Answer | None) -> JsonObject:
+    """Returns what ``Batch.row`` has kept; {} for an answer that is not from a batch."""
+    if answer is not None and answer.result is not None:
+        fields: JsonObject = orjson.loads(answer.result)
+        if not OF_BATCH.isdisjoint(fields):
+            return fields
+    return {}
 
 
 @dataclass

@@ -130,7 +130,7 @@ class DocumentRuns:
         results: Sequence[object]
         if source.finished is not None:
             document.metadata = source.finished
-            results = self.results.of_finished(document)
+            results = document.metadata[self.results.key]
             # An old output may hold fewer results than rollouts.
             for request, result in zip(requests, results, strict=False):
                 request.count_finished(result)

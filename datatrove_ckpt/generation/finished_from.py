@@ -60,7 +60,6 @@ _OF_TASK = re.compile(r"/[^/]*(\*|\$\{rank\}).*")
 _ADAPTER = "output_writer.adapter"  # it changes values
 _UNCHECKED = {"when": "", "field": "finished_from", "old": "unchecked results", "new": None}
 _TORN = "torn lines, as a kill leaves them"
-_NO_DOCUMENT = "rows without an id or a text"
 _DAMAGED = (EOFError, ValueError, zlib.error, gzip.BadGzipFile)  # pyarrow raises a ValueError
 _DIGEST_BYTES = 16
 _LENGTH_BYTES = 8
@@ -401,7 +400,7 @@ class FinishedDocuments:
                 return None, "documents that are dropped or dead letters"
             document = decode(finished.document)
         elif row.get("id") is None or row.get("text") is None:
-            return None, _NO_DOCUMENT
+            return None, "rows without an id or a text"
         else:
             document = document_of(row)
         document.media = []

@@ -1,7 +1,5 @@
 """Checks a document before any server works for it."""
 
-from itertools import count
-
 from datatrove.data import Document
 
 from datatrove_ckpt.config.templates import fill, lacks
@@ -53,10 +51,7 @@ def check_answer(step: Step, document: Document) -> None:
     taken = [name for name in settings if name in document.metadata]
     if taken:
         given = {"answer": step.answer_column, "metadata_key": step.metadata_key}
-        others = {}
-        for setting in dict.fromkeys(map(settings.__getitem__, taken)):
-            numbered = (f"{given[setting]}_{number}" for number in count(2))
-            others[setting] = next(each for each in numbered if each not in document.metadata)
+        others = {setting: f"{given[setting]}_2" for setting in map(settings.__getitem__, taken)}
         raise ConfigError(
             f"{settings[taken[0]]}: document {document.id!r} has {' and '.join(map(repr, taken))} "
             "in its metadata already, perhaps of an earlier run, and this run would replace "

@@ -95,7 +95,6 @@ def stateful_steps(documents: Iterable[Document]) -> list[str]:
 _LOOK_SECONDS = 0.005
 _BUFFER_DOCUMENTS = 128
 _BUFFER_BYTES = 2**21
-_LARGE = 2**16  # bytes of a document whose text and media are kept once
 
 
 class SourceDocument:
@@ -123,7 +122,7 @@ class SourceDocument:
         self.size = read.size
         self.fingerprint = fingerprint(read.data)
         self._as_read: Document | bytes | None = read.data if keep else None
-        if keep and read.size > _LARGE:
+        if keep and read.size > 2**16:  # bytes of a document whose text and media are kept once
             with contextlib.suppress(Exception):
                 self._as_read = deepcopy(document)  # texts and bytes are shared
         self.resumable = False

@@ -41,13 +41,7 @@ from datatrove_ckpt.process.screen import (
 from datatrove_ckpt.process.shutdown import Shutdown
 
 MINUTE_SECONDS = 60.0
-_FIRST_SECONDS = 1.0  # a kill loses at most half of what a short attempt has counted
-_SPREAD_EVERY = 10
-_REPORT_SECONDS = 1.0
-_SILENCE_SECONDS = 60.0
-_MOST_TIERS = 20  # a server may say anything
 _SHOWN_ID = 200  # characters of a document's id
-_EXAMPLES = 3  # of each fault
 _SHOWN_ANSWER = 200  # characters of its beginning, and as many of its end
 
 
@@ -136,7 +130,7 @@ class RankReporter:
         if tier:
             tiers = self.own.tiers
             name = tier if tier in tiers else redact(tier)
-            if name in tiers or len(tiers) < _MOST_TIERS:
+            if name in tiers or len(tiers) < 20:  # a server may say anything
                 tiers[name] += 1
         if answer.endpoint:
             self.own.endpoints[answer.endpoint] += 1
@@ -150,7 +144,7 @@ class RankReporter:
     def example(self, fault: str, document: str, text: str) -> None:
         """Keeps a bad answer, if it is one of the first, for the report."""
         examples = self._spread.examples.setdefault(fault, [])
-        if len(examples) < _EXAMPLES:
+        if len(examples) < 3:  # of each fault
             shown = redact(text)
             if len(shown) > 2 * _SHOWN_ANSWER:
                 shown = f"{shown[:_SHOWN_ANSWER]} ... {shown[-_SHOWN_ANSWER:]}"
@@ -202,7 +196,7 @@ class RankReporter:
         await asyncio.gather(self._keep(), self._show())
 
     async def _show(self) -> None:
-        every = min(self._interval, _REPORT_SECONDS)
+        every = min(self._interval, 1.0)
         was_silent = False
         with _screen(self._interval) as report:
             try:
@@ -245,7 +239,7 @@ class RankReporter:
         if not clients and self.source.has_begun and not self.source.handed_over:
             return READING, 0.0, False
         quiet = time.monotonic() - self._ended_at
-        if quiet >= _SILENCE_SECONDS and any(one.in_flight + one.pausing for one in clients):
+        if quiet >= 60.0 and any(one.in_flight + one.pausing for one in clients):
             return "no answer", quiet, False
         if not clients:
             return WAITING, 0.0, False
@@ -257,12 +251,12 @@ class RankReporter:
     # the history ---------------------------------------------------------------------------------
 
     async def _keep(self) -> None:
-        pause = _FIRST_SECONDS
+        pause = 1.0  # a kill loses at most half of what a short attempt has counted
         for number in count(1):
             await asyncio.sleep(pause)
             pause = min(2 * pause, MINUTE_SECONDS)
             self._checkpoint.note(self.progress())
-            if number % _SPREAD_EVERY == 0 or self._has_new_examples:
+            if number % 10 == 0 or self._has_new_examples:
                 self._has_new_examples = False
                 self._checkpoint.note(self.spread())
 

@@ -40,7 +40,6 @@ from datatrove_ckpt.process.slurm_job import job_id
 _KEEP_ENDED_SECONDS = 120.0
 _PORTS = 1000  # that are tried
 _ENDS = {"done": "done", "stopped": "stopped", "error": "failed"}
-_MOST_REASONS = 20  # a server may say anything
 
 PREFIX = "datatrove_ckpt_"
 RANK_LABELS = ("run", "rank")
@@ -58,14 +57,12 @@ class Metric(NamedTuple):
     Attributes:
         values: by the values of its own labels, or the only one. None: not known.
         labels: its own, besides ``RANK_LABELS``.
-        kind: its class of prometheus-client.
     """
 
     name: str
     help: str
     values: Mapping[Any, float] | Histogram | float | None
     labels: tuple[str, ...] = ()
-    kind: Any = GaugeMetricFamily
 
 
 @dataclass(frozen=True)
@@ -157,7 +154,8 @@ def _of_documents(done: DocumentCounts, rank: RankNow) -> tuple[Metric, ...]:
         Metric(
             "rank_finish_reasons",
             "Answers of these documents by finish_reason.",
-            {(reason,): count for reason, count in [*done.endings.items()][:_MOST_REASONS]},
+            # A server may say anything.
+            {(reason,): count for reason, count in [*done.endings.items()][:20]},
             ("reason",),
         ),
         Metric(
@@ -179,7 +177,6 @@ def _of_documents(done: DocumentCounts, rank: RankNow) -> tuple[Metric, ...]:
             "documents_total",
             "Documents that this attempt has finished.",
             progress.own.documents,
-            kind=CounterMetricFamily,
         ),
         Metric(
             "documents_in_progress",
@@ -197,7 +194,6 @@ def _of_requests(progress: Progress, spread: Spread) -> tuple[Metric, ...]:
             "Requests of this attempt that ended at a server.",
             {("answered",): own.requests, ("failed",): own.failed},
             ("outcome",),
-            kind=CounterMetricFamily,
         ),
         Metric(
             "requests_in_flight",
@@ -225,51 +221,43 @@ def _of_requests(progress: Progress, spread: Spread) -> tuple[Metric, ...]:
             "lost.",
             {("error",): own.retries, ("server_lost",): own.resent},
             ("cause",),
-            kind=CounterMetricFamily,
         ),
         Metric(
             "request_errors_total",
             "Requests of this attempt that failed once, by kind of error.",
             {(kind,): count for kind, count in own.errors.items()},
             ("kind",),
-            kind=CounterMetricFamily,
         ),
         Metric(
             "cache_hits_total",
             "Requests of this attempt that the request cache answered.",
             own.cached,
-            kind=CounterMetricFamily,
         ),
         Metric(
             "tokens_total",
             "Tokens of this attempt's answers, as servers count them.",
             _tokens(own),
             ("type",),
-            kind=CounterMetricFamily,
         ),
         Metric(
             "server_restarts_total",
             "Restarts of model servers in this attempt.",
             own.restarts,
-            kind=CounterMetricFamily,
         ),
         Metric(
             "request_duration_seconds",
             "Time from sending a request to its answer.",
             _histogram(spread.milliseconds, 22, 1000.0),  # 1 ms to 35 min
-            kind=HistogramMetricFamily,
         ),
         Metric(
             "request_prompt_tokens",
             "Prompt tokens of each answer.",
             _histogram(spread.prompt_tokens, 18),
-            kind=HistogramMetricFamily,
         ),
         Metric(
             "request_completion_tokens",
             "Completion tokens of each answer.",
             _histogram(spread.completion_tokens, 18),
-            kind=HistogramMetricFamily,
         ),
     )
 
@@ -278,7 +266,12 @@ def families(ranks: Sequence[RankNow]) -> Iterator[Family]:
     """The metrics of some ranks, each metric once."""
     for same in zip(*map(metrics, ranks), strict=True):
         first = same[0]
-        family = first.kind(PREFIX + first.name, first.help, labels=(*RANK_LABELS, *first.labels))
+        kind: Any = GaugeMetricFamily
+        if first.name.endswith("_total"):
+            kind = CounterMetricFamily
+        elif isinstance(first.values, tuple):
+            kind = HistogramMetricFamily
+        family = kind(PREFIX + first.name, first.help, labels=(*RANK_LABELS, *first.labels))
         for rank, metric in zip(ranks, same, strict=True):
             values = metric.values
             of_rank = (rank.run, str(rank.rank))

@@ -21,7 +21,7 @@ from datatrove_ckpt.checkpoint.batch_log import (
     FAILURE,
     Batch,
     RequestId,
-    attempts_of,
+    fields_of_batch,
 )
 from datatrove_ckpt.checkpoint.numbers import unix_seconds
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
@@ -48,7 +48,7 @@ from datatrove_ckpt.inference.client.provider_batches import (
     Undecided,
 )
 from datatrove_ckpt.inference.servers.endpoints import ready_endpoints
-from datatrove_ckpt.process.shutdown import Shutdown, end_tasks
+from datatrove_ckpt.process.shutdown import Shutdown
 
 T = TypeVar("T")
 
@@ -58,12 +58,7 @@ LIST_LAG_SECONDS = 60.0
 uploaded may not be found.
 """
 LOOK_SECONDS = 5.0
-_ROWS = 500
-_FAILURES = 5  # for the wait after one
 _SHOWN = 2000
-_SHOWN_ID = 100
-_NO_LINE = "the batch has no line for this request"
-_FULL = "token_limit_exceeded"
 
 
 async def open_provider(config: InferenceConfig, path: str) -> BatchProvider:
@@ -123,7 +118,7 @@ class ProviderPasses:
     async def settle(self, no_wait: bool) -> None:
         """Sends the requests that are parked. Returns when no batch is open.
 
-        Raises:
+        Raises, in a group:
             Preempted: a stop was requested. Batches stay at the provider.
             WaitsForBatches: all batches are created, with ``no_wait``.
             ServerRefused, ServerUnavailable: the provider fails.
@@ -131,21 +126,21 @@ class ProviderPasses:
         await self._change(lambda rank: rank.batches.filled())
         if not await self._open():
             return
-        working = asyncio.create_task(self._settle(no_wait))
-        stopping = asyncio.create_task(self._shutdown.requested())
-        tasks = [working, stopping]
         try:
-            await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                stays = "They stay there; the same command collects the answers."
-                logger.warning(f"{_said(await self._open())} {stays}")
-                self._shutdown.raise_preempted()
-            working.result()
+            async with asyncio.TaskGroup() as group:
+                stop = group.create_task(self._stop_when_requested())
+                await self._settle(no_wait)
+                stop.cancel()
         finally:
-            await end_tasks(*tasks)
             for provider in self._providers.values():
                 await provider.close()
             self._providers.clear()
+
+    async def _stop_when_requested(self) -> None:
+        await self._shutdown.requested()
+        stays = "They stay there; the same command collects the answers."
+        logger.warning(f"{_said(await self._open())} {stays}")
+        self._shutdown.raise_preempted()
 
     async def _settle(self, no_wait: bool) -> None:
         logger.info(_said(await self._open()))
@@ -161,7 +156,8 @@ class ProviderPasses:
                         self._outage = Outage(patience, model=batch.model)
                     # A provider that takes no more batches takes them when others have ended.
                     self._outage.failed(error, lambda: math.inf)
-                    await asyncio.sleep(retrying.SERVER.wait(_FAILURES, error.asked_wait))
+                    # As after five failures.
+                    await asyncio.sleep(retrying.SERVER.wait(5, error.asked_wait))
             if has_advanced:
                 continue
             created = all(batch.id or batch.number in self._undecided for batch in batches)
@@ -305,7 +301,7 @@ class ProviderPasses:
     async def _refused(self, batch: Batch, remote: RemoteBatch) -> bool:
         """A batch that failed as a whole has cost nothing."""
         others = [one for one in await self._open() if one.id]
-        if len(others) > 1 and _FULL in remote.errors:
+        if len(others) > 1 and "token_limit_exceeded" in remote.errors:
             await self._note(batch, "uploaded", id="")
             return False
         await self._note(batch, "dropped")
@@ -335,11 +331,11 @@ class ProviderPasses:
                     async for answer in answers:
                         request = RequestId.parse(answer.custom_id)
                         if request is None:
-                            strange = provider.clean(answer.custom_id)[:_SHOWN_ID]
+                            strange = provider.clean(answer.custom_id)[:100]
                         elif request not in found or answer.status == 200:  # an answer stays
                             found.add(request)
                             rows += _rows(provider, request, answer, batch)
-                        if len(rows) >= _ROWS:
+                        if len(rows) >= 500:
                             await self._change(RankFiles.write_batch, rows)
                             rows = []
                 await self._change(RankFiles.write_batch, rows)
@@ -400,8 +396,8 @@ def _fail_others(rank: RankFiles, batch: Batch, found: set[RequestId]) -> None:
             continue
         # An earlier look may have saved its answer.
         answer = rank.cache.answers(request.ordinal).get(request.key)
-        if answer is None or attempts_of(answer) < request.attempt:
-            rows.append(batch.row(request, FAILURE, _NO_LINE))
+        if answer is None or fields_of_batch(answer).get("attempt", math.inf) < request.attempt:
+            rows.append(batch.row(request, FAILURE, "the batch has no line for this request"))
     rank.write_batch(rows)
     rank.sync()
 

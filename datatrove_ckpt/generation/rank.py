@@ -379,10 +379,10 @@ class _Run:
             step = self.step
             passes = ProviderPasses(step.models, checkpoint, self.preemption.shutdown)
             await passes.settle(step.no_wait)
-            if not await self._run_rollouts(documents, checkpoint, progress, results, limits):
-                return False
-            await passes.settle(step.no_wait)
-            return True
+            parked = await self._run_rollouts(documents, checkpoint, progress, results, limits)
+            if parked:
+                await passes.settle(step.no_wait)
+            return parked
         finally:
             for watcher in watchers:
                 watcher.cancel()
@@ -470,14 +470,12 @@ class _Run:
                 "again to resume; the rest is done again."
             )
         else:
-            given_up = (
-                f"{plural(shutdown.given_up, 'request')} in flight "
-                f"{'was' if shutdown.given_up == 1 else 'were'}"
-            )
+            given_up = ""
+            if shutdown.given_up:
+                given_up = f"Given up in flight: {plural(shutdown.given_up, 'request')}. "
             saved = (
                 f", saved: {plural(documents, 'document')} of this run and every "
-                f"answer, {shutdown.seconds:.1f} s later. "
-                f"{f'{given_up} given up. ' if shutdown.given_up else ''}{again}"
+                f"answer, {shutdown.seconds:.1f} s later. {given_up}{again}"
             )
         logger.log(level, f"Task {self.rank}: {ended}{saved}")
 

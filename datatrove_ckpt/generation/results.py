@@ -45,7 +45,7 @@ class Results:
         self._trial = trial
         self.may_wait = trial is not None and not trial.is_quick
         self._has_media = writes_media(step.output_writer)
-        self._key = step.metadata_key
+        self.key = step.metadata_key
         self._has_column = step.answer_column is not None
         self._quality_columns = step.quality_columns
         self._has_more = bool(step.added_columns)
@@ -67,11 +67,6 @@ class Results:
         if self._has_column or self._has_more:
             check_answer(self._step, document)
 
-    def of_finished(self, document: Document) -> Sequence[object]:
-        """Returns the results in a document's metadata, of an old output."""
-        results: Sequence[object] = document.metadata[self._key]
-        return results
-
     def put_quality(self, document: Document, answers: Answers) -> None:
         """Puts the columns of ``quality`` and the endpoints into the metadata. Those of an old
         output stay.
@@ -92,11 +87,11 @@ class Results:
         """
         if not self._has_media:
             self._drop_media(document)
-        document.metadata[self._key] = kept
+        document.metadata[self.key] = kept
         if not kept or (self._has_column and not put_answer(self._step, document, kept)):
             return DROPPED
         self._names.check(document, chunk_index)
-        data = encode_finished(document, self._key)
+        data = encode_finished(document, self.key)
         trial = self._trial
         if trial is not None and trial.is_needed(data):
             if self.may_wait:

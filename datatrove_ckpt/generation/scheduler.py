@@ -30,8 +30,6 @@ from datatrove_ckpt.process.event_loop import in_own_thread
 from datatrove_ckpt.process.host_loop import host_loop
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
 
-_SHORTEST_LOOK_SECONDS = 0.001  # of a small task, whose commits take milliseconds
-
 
 @dataclass(eq=False)
 class Scheduler:
@@ -104,7 +102,7 @@ class Scheduler:
             self.checkpoint.raise_failure()
         else:
             self.checkpoint.end_of_input(documents.shard())
-            seconds = _SHORTEST_LOOK_SECONDS
+            seconds = 0.001  # of a small task, whose commits take milliseconds
             while not self.checkpoint.all_committed:
                 await asyncio.sleep(seconds)
                 seconds = min(2 * seconds, LOOK_SECONDS)

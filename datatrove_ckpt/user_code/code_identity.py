@@ -31,9 +31,6 @@ _VERSION = 7
 
 Release 0.1.0 wrote none. What code is differs between versions.
 """
-_UNDESCRIBED = 2
-"""Version where the code could not be described, up to version 5."""
-_SHOWN_CHARACTERS = 2000
 _CONSTANTS = (str, int, float, bytes, type(None))
 _NOTHING = CodeDescription({}, {}, {}, [], frozenset(), [])
 _SETTING = re.compile(r"(rollout_fn|shared_context)\.(?!.* code$)")
@@ -89,7 +86,7 @@ def code_identity(
     # A job that was queued before an upgrade.
     if when_made is not None and when_made.version != _VERSION:
         if when_made.made is None:  # version 5 and before: the code could not be described
-            return CodeIdentity(_NOTHING, version=_UNDESCRIBED)
+            return CodeIdentity(_NOTHING, version=2)
         return when_made
     things = (rollout_fn, shared_context, output_writer)
     shared = shared_context if isinstance(shared_context, dict) else {}
@@ -177,6 +174,6 @@ def _short(value: object) -> object:
     text = value
     if not isinstance(text, str):
         text = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
-    if len(text) <= _SHOWN_CHARACTERS:
+    if len(text) <= 2000:
         return value
     return f"{len(text)} characters, hash {digest(text)}"

@@ -8,7 +8,6 @@ all work ends at once (``Shutdown.abort``).
 
 import asyncio
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from datatrove.data import Document
@@ -16,7 +15,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import Finished
-from datatrove_ckpt.checkpoint.numbers import WHY_DROPPED, Outcome
+from datatrove_ckpt.checkpoint.numbers import WHY_DROPPED
 from datatrove_ckpt.common.redaction import note_sent
 from datatrove_ckpt.errors import (
     CheckpointError,
@@ -127,7 +126,7 @@ class DocumentRuns:
         requests = [
             Requests(rank_requests, answers, index, rank_requests.model) for index in self._rollouts
         ]
-        results: Sequence[object]
+        results: list[object]
         if source.finished is not None:
             document.metadata = source.finished
             results = document.metadata[self.results.key]
@@ -146,9 +145,11 @@ class DocumentRuns:
         data = await self.results.encode(document, kept, slot.chunk.index, source.id)
         if self.results.may_wait:
             self._raise_if_stopping(answers)
-        outcome: Outcome = "dropped" if data == DROPPED else "written"
-        self._dropped += outcome == "dropped"
-        return answers.finished(outcome, source.fingerprint, data, len(kept))
+        is_dropped = data == DROPPED
+        self._dropped += is_dropped
+        return answers.finished(
+            "dropped" if is_dropped else "written", source.fingerprint, data, len(kept)
+        )
 
     def _raise_if_stopping(self, answers: Answers) -> None:
         """Raises CancelledError after a stop of the rank, or the document's failure, if the
@@ -165,7 +166,7 @@ class DocumentRuns:
         if answers.parked and answers.is_repeatable:
             raise Parked
 
-    async def _run_rollouts(self, document: Document, requests: Sequence[Requests]) -> list[object]:
+    async def _run_rollouts(self, document: Document, requests: list[Requests]) -> list[object]:
         # The first rollout that raises cancels the others, whose further requests would be wasted.
         tasks = [
             asyncio.ensure_future(self._run_rollout(document, request)) for request in requests

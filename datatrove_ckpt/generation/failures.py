@@ -91,7 +91,14 @@ class Failures:
         is_kept = self.step.checkpoints_local_dir is not None
         is_letter = (
             self.step.on_document_error == "dead_letter"
-            or (is_kept and any(map(_is_always_letter, errors.causes(error))))
+            or (
+                is_kept
+                and any(
+                    isinstance(cause, errors.RequestPoisoned)
+                    or (isinstance(cause, errors.BadAnswer) and not cause.is_dropped)
+                    for cause in errors.causes(error)
+                )
+            )
             or (self.step.skip_bad_requests and is_bad_request(error, rejections))
         )
         if isinstance(error, NotAwaitable) or not is_letter:
@@ -118,12 +125,6 @@ class Failures:
             ) from error
         logger.warning(f"D{name[1:]} becomes a dead letter: {cause}")
         return dead_letter(source, ordinal, error, payload_hashes)
-
-
-def _is_always_letter(cause: BaseException) -> bool:
-    if isinstance(cause, errors.BadAnswer):
-        return not cause.is_dropped
-    return isinstance(cause, errors.RequestPoisoned)
 
 
 def drops(error: BaseException) -> bool:

@@ -8,7 +8,6 @@ number of complete chunks that wait to be published.
 
 import asyncio
 from dataclasses import dataclass
-from typing import NoReturn
 
 from datatrove_ckpt.errors import (
     CheckpointError,
@@ -169,7 +168,7 @@ class Scheduler:
             self.shutdown.fail(error)
             await wait_until_cancelled()
 
-    async def _watch(self) -> NoReturn:
+    async def _watch(self) -> None:
         """Raises the failure of the rank, once its drain is over."""
         while True:
             self.checkpoint.raise_failure()

@@ -1,7 +1,6 @@
 """An early stop of a rank, in order. ``Shutdown`` says whether and how quickly."""
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
@@ -53,7 +52,7 @@ async def end_documents(requests: RankRequests) -> None:
 
 
 async def stop_when_requested(
-    requests: RankRequests, serving: Sequence[asyncio.Task[None]], watch: asyncio.Task[NoReturn]
+    requests: RankRequests, serving: list[asyncio.Task[None]], watch: asyncio.Task[None]
 ) -> NoReturn:
     """Waits until the rank is to stop, and stops it.
 
@@ -113,7 +112,7 @@ async def stop_when_requested(
     shutdown.raise_preempted()
 
 
-async def _drained(requests: RankRequests, models: Sequence[Model]) -> None:
+async def _drained(requests: RankRequests, models: list[Model]) -> None:
     requests.checkpoint.hurry()
     # Over when no request or call is in flight, none begins any more, and every document waits for
     # one. Twice: an answer that has just come still has to be passed to its rollout.

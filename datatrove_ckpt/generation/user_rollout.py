@@ -7,7 +7,6 @@ awaitable.
 from __future__ import annotations
 
 import inspect
-import types
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -70,7 +69,7 @@ def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:
     if isinstance(rollout_fn, ReadyMade):
         rollout_fn.prepare()
     call = _Call(rollout_fn, **shared)
-    if inspect.iscoroutinefunction(_function(rollout_fn)):
+    if any(map(inspect.iscoroutinefunction, (rollout_fn, type(rollout_fn).__call__))):
         return call
 
     def checked(*arguments: object) -> Awaitable[object]:
@@ -91,15 +90,6 @@ class _Call(partial[Any]):
 
     def __repr__(self) -> str:
         return _shown(self.func)
-
-
-def _function(rollout_fn: object) -> types.FunctionType | None:
-    while isinstance(rollout_fn, partial):
-        rollout_fn = rollout_fn.func
-    if not isinstance(rollout_fn, types.FunctionType | types.MethodType):
-        rollout_fn = type(rollout_fn).__call__
-    rollout_fn = getattr(rollout_fn, "__func__", rollout_fn)
-    return rollout_fn if isinstance(rollout_fn, types.FunctionType) else None
 
 
 def _check_call(rollout_fn: Rollout, shared: Shared, complete: bool) -> None:

@@ -24,7 +24,6 @@ import linecache
 import math
 import os
 import re
-import stat
 import sys
 import threading
 import types
@@ -600,10 +599,10 @@ class _Walk:
                 pattern = os.path.join(glob.escape(str(folder)), text)  # noqa: PTH118
                 for file in map(Path, islice(glob.iglob(pattern), 1000)):  # noqa: PTH207
                     try:
-                        status = file.stat()
+                        size = file.stat().st_size
                     except OSError:  # it is gone since, as a process's in /proc
                         continue
-                    if stat.S_ISREG(status.st_mode) and 0 < status.st_size < 2**20:
+                    if file.is_file() and 0 < size < 2**20:
                         yield file  # those of /proc have no size
 
     @functools.cached_property

@@ -55,7 +55,7 @@ class Metric(NamedTuple):
     """A metric of one rank.
 
     Attributes:
-        values: by the values of its own labels, or the only one. None: not known.
+        values: by the value of its own label, or the values, or the only one. None: not known.
         labels: its own, besides ``RANK_LABELS``.
     """
 
@@ -63,6 +63,15 @@ class Metric(NamedTuple):
     help: str
     values: Mapping[Any, float] | Histogram | float | None
     labels: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> Any:
+        """Its class of prometheus-client."""
+        if self.name.endswith("_total"):
+            return CounterMetricFamily
+        if isinstance(self.values, tuple):
+            return HistogramMetricFamily
+        return GaugeMetricFamily
 
 
 @dataclass(frozen=True)
@@ -86,8 +95,8 @@ class RankNow:
     spread: Spread
 
 
-def _tokens(counts: DocumentCounts | WorkCounts) -> dict[tuple[str, ...], float]:
-    return {("prompt",): counts.prompt_tokens, ("completion",): counts.completion_tokens}
+def _tokens(counts: DocumentCounts | WorkCounts) -> dict[str, float]:
+    return {"prompt": counts.prompt_tokens, "completion": counts.completion_tokens}
 
 
 def _histogram(buckets: Buckets, ends: int, divisor: float = 1.0) -> Histogram:
@@ -125,7 +134,7 @@ def _of_documents(done: DocumentCounts, rank: RankNow) -> tuple[Metric, ...]:
         Metric(
             "rank_state",
             f"1 for the state that the task is in, one of {', '.join(STATES)}.",
-            {(state,): int(state == rank.state) for state in STATES},
+            {state: int(state == rank.state) for state in STATES},
             ("state",),
         ),
         Metric(
@@ -136,7 +145,7 @@ def _of_documents(done: DocumentCounts, rank: RankNow) -> tuple[Metric, ...]:
         Metric(
             "rank_documents",
             "Documents that all attempts of the task have finished.",
-            {(outcome,): getattr(done, outcome) for outcome in ("written", "dropped", "dead")},
+            {outcome: getattr(done, outcome) for outcome in ("written", "dropped", "dead")},
             ("outcome",),
         ),
         Metric(
@@ -148,14 +157,14 @@ def _of_documents(done: DocumentCounts, rank: RankNow) -> tuple[Metric, ...]:
         Metric(
             "rank_answers",
             "Answers of these documents: all, and the bad ones by what is wrong with them.",
-            {(kind,): count for kind, count in {"all": done.answers, **done.bad}.items()},
+            {"all": done.answers, **done.bad},
             ("kind",),
         ),
         Metric(
             "rank_finish_reasons",
             "Answers of these documents by finish_reason.",
             # A server may say anything.
-            {(reason,): count for reason, count in [*done.endings.items()][:20]},
+            dict([*done.endings.items()][:20]),
             ("reason",),
         ),
         Metric(
@@ -192,7 +201,7 @@ def _of_requests(progress: Progress, spread: Spread) -> tuple[Metric, ...]:
         Metric(
             "requests_total",
             "Requests of this attempt that ended at a server.",
-            {("answered",): own.requests, ("failed",): own.failed},
+            {"answered": own.requests, "failed": own.failed},
             ("outcome",),
         ),
         Metric(
@@ -219,13 +228,13 @@ def _of_requests(progress: Progress, spread: Spread) -> tuple[Metric, ...]:
             "request_retries_total",
             "Requests sent again in this attempt: after an error, or because their server was "
             "lost.",
-            {("error",): own.retries, ("server_lost",): own.resent},
+            {"error": own.retries, "server_lost": own.resent},
             ("cause",),
         ),
         Metric(
             "request_errors_total",
             "Requests of this attempt that failed once, by kind of error.",
-            {(kind,): count for kind, count in own.errors.items()},
+            own.errors,
             ("kind",),
         ),
         Metric(
@@ -266,12 +275,7 @@ def families(ranks: Sequence[RankNow]) -> Iterator[Family]:
     """The metrics of some ranks, each metric once."""
     for same in zip(*map(metrics, ranks), strict=True):
         first = same[0]
-        kind: Any = GaugeMetricFamily
-        if first.name.endswith("_total"):
-            kind = CounterMetricFamily
-        elif isinstance(first.values, tuple):
-            kind = HistogramMetricFamily
-        family = kind(PREFIX + first.name, first.help, labels=(*RANK_LABELS, *first.labels))
+        family = first.kind(PREFIX + first.name, first.help, labels=(*RANK_LABELS, *first.labels))
         for rank, metric in zip(ranks, same, strict=True):
             values = metric.values
             of_rank = (rank.run, str(rank.rank))
@@ -279,7 +283,8 @@ def families(ranks: Sequence[RankNow]) -> Iterator[Family]:
                 family.add_metric(of_rank, *values)
             elif isinstance(values, Mapping):
                 for own, value in values.items():
-                    family.add_metric((*of_rank, *own), value)
+                    several = own if isinstance(own, tuple) else (own,)
+                    family.add_metric((*of_rank, *several), value)
             elif values is not None:
                 family.add_metric(of_rank, values)
         if family.samples:

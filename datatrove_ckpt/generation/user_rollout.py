@@ -46,11 +46,6 @@ def check_rollout(rollout_fn: Rollout, context: SharedContext) -> None:
         raise ConfigError(
             f"{rollout_fn!r} is not callable; give an async function.", setting="rollout_fn"
         )
-    if inspect.isclass(rollout_fn):
-        raise ConfigError(
-            f"{rollout_fn.__name__} is a class; give an object of it: {rollout_fn.__name__}(...).",
-            setting="rollout_fn",
-        )
     _check_call(
         rollout_fn,
         context if isinstance(context, dict) else {},
@@ -79,7 +74,7 @@ def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:
             wrong = f"is not async: it returned a {kind}. {_ADVICE}"
             if kind.endswith("generator"):
                 wrong = "must not yield; return the result"
-            raise NotAwaitable(f"{_shown(rollout_fn)} {wrong}.", setting="rollout_fn")
+            raise NotAwaitable(f"{name_of(rollout_fn)} {wrong}.", setting="rollout_fn")
         return result
 
     return checked
@@ -89,7 +84,7 @@ class _Call(partial[Any]):
     """A call of the user's function, whose ``repr`` hides the arguments, which may be secrets."""
 
     def __repr__(self) -> str:
-        return _shown(self.func)
+        return name_of(self.func)
 
 
 def _check_call(rollout_fn: Rollout, shared: Shared, complete: bool) -> None:
@@ -102,22 +97,11 @@ def _check_call(rollout_fn: Rollout, shared: Shared, complete: bool) -> None:
         bind("document", "generate", **shared)
     except TypeError as error:
         call = ", ".join(["document", "generate", *(f"{name}=..." for name in shared)])
-        where = " (shared_context gives the names)" if shared else ""
         raise ConfigError(
-            f"{_shown(rollout_fn)} cannot be called as "
-            f"rollout({call}){where}: {error}. Its parameters must be document, generate, and the "
-            "names that shared_context gives.",
+            f"{name_of(rollout_fn)} cannot be called as rollout({call}): {error}. Its parameters "
+            "must be document, generate, and the names that shared_context gives.",
             setting="rollout_fn",
         ) from None
-
-
-def _shown(rollout_fn: Rollout) -> str:
-    name = name_of(rollout_fn)
-    try:
-        parameters = list(inspect.signature(rollout_fn).parameters.values())
-    except (TypeError, ValueError):
-        return name
-    return f"{name}{inspect.Signature([one.replace(annotation=one.empty) for one in parameters])}"
 
 
 @contextmanager

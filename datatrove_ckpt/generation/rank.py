@@ -443,11 +443,8 @@ class _Run:
         if not point.is_fresh:
             done = plural_is(point.finished.read, "document")
             written = point.committed.counts.written
-            if point.answers == 1:
-                answers = "1 answer waits"
-            else:
-                answers = f"{point.answers} answers wait"
-            logger.info(f"Resuming: {done} done ({written} in output files), {answers}.")
+            answers = plural_is(point.answers, "answer")
+            logger.info(f"Resuming: {done} done ({written} in output files), {answers} kept.")
 
     def _log_stop(self, checkpoint: OpenCheckpoint, documents: int) -> None:
         shutdown = self.preemption.shutdown

@@ -42,7 +42,6 @@ class Scheduler:
     def __post_init__(self) -> None:
         requests = self.requests
         self.checkpoint = requests.checkpoint
-        self.observer = requests.observer
         self.shutdown = requests.shutdown
         self._server_needed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -141,7 +140,7 @@ class Scheduler:
     async def _serve(self, model: Model) -> None:
         # A finished rank, or one without documents, loads no model.
         await self._server_needed.wait()
-        observer = self.observer
+        observer = self.requests.observer
         host = host_loop()
         order = 0 if host is None else host.order
         limit = self.runs.limit

@@ -114,15 +114,15 @@ def shared_arguments(context: SharedContext, preemption: Preemption) -> Iterator
     """
     # The object that a @contextmanager function returns is callable, too: check for a context
     # manager first.
-    if not isinstance(context, AbstractContextManager) and callable(context):
+    with ExitStack() as stack:
         with no_exit("shared_context", preemption.shutdown), preemption.interruptible():
-            context = context()
-    if isinstance(context, AbstractContextManager):
-        with ExitStack() as stack:
-            with no_exit("shared_context", preemption.shutdown), preemption.interruptible():
-                entered = stack.enter_context(context)
-            yield entered or {}
-    elif context is None or isinstance(context, dict):
-        yield context or {}
-    else:
-        raise ConfigError(f"shared_context: gave a {type(context).__name__} instead of a dict.")
+            given: object = context
+            if not isinstance(given, AbstractContextManager) and callable(given):
+                given = given()
+            if isinstance(given, AbstractContextManager):
+                given = stack.enter_context(given)
+        if given is None:
+            given = {}
+        if not isinstance(given, dict):
+            raise ConfigError(f"shared_context: gave a {type(given).__name__} instead of a dict.")
+        yield given

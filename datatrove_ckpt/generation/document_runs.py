@@ -63,6 +63,7 @@ class DocumentRuns:
         requests = self.requests
         self._checkpoint = requests.checkpoint
         self._shutdown = requests.shutdown
+        self._own = requests.observer.own
         self._rollouts = range(requests.model.config.rollouts_per_document)
         self.parked = 0
         self._dropped = 0
@@ -71,8 +72,8 @@ class DocumentRuns:
     async def run(self, source: SourceDocument, slot: ChunkSlot) -> None:
         try:
             self._checkpoint.finish(slot, await self._run_document(source, slot))
-            self.requests.observer.own.documents += 1
-            if self._dropped == _MANY == self.requests.observer.own.documents:
+            self._own.documents += 1
+            if self._dropped == _MANY == self._own.documents:
                 logger.warning(f"The rollout dropped all of {_MANY} documents. {WHY_DROPPED}")
         except Parked:
             self.parked += 1

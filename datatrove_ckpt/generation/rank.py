@@ -243,6 +243,7 @@ class _Run:
             shutdown=preemption.shutdown,
         )
         with manager.look() as found:
+            documents = self._open_source(data)
             others = sum_rank(rank, self.root, folder)
             old = None
             with preemption.interruptible():
@@ -257,7 +258,6 @@ class _Run:
                         old = open_old_answers(place, rank, identity)
                     old = with_samples(root, rank, servers_digest(step.models), old)
             check_moved = preemption.interruptible()(output_folder.check_moved)
-            documents = self._open_source(data)
             lease = found.take(check_moved, old)
         output = ChunkOutput(
             output_folder, rank, folder, prefix, is_new, lease, step.hub_pace, step.rows
@@ -270,12 +270,11 @@ class _Run:
         makes_letters = step.on_document_error == "dead_letter" or bool(step.settings_for_letters)
         finished = None
         if step.finished_from:
-            rollouts = step.model.rollouts_per_document
             finished = FinishedDocuments(
                 step.finished_from,
                 self.rank,
                 step.metadata_key,
-                rollouts,
+                step.model.rollouts_per_document,
                 self.root,
                 isinstance(step.rollout_fn, ReadyMade),
             )

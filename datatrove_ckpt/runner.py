@@ -6,7 +6,6 @@ there.
 """
 
 from collections.abc import Iterable
-from functools import partial
 
 from datatrove.data import Document
 from datatrove.utils.stats import Stats
@@ -149,4 +148,4 @@ class InferenceRunner(Step):
             CkptError: see ``run``.
             asyncio.CancelledError: this call was cancelled.
         """
-        await run_hosted(partial(self.run, data_gen, rank, world_size), f"task {rank}")
+        await run_hosted(lambda: self.run(data_gen, rank, world_size), f"task {rank}")

@@ -26,11 +26,11 @@ from loguru import _better_exceptions, logger
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.common import object_store, redaction, retrying
 from datatrove_ckpt.errors import names
-from datatrove_ckpt.generation import run_identity
 from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers, Outage
 from datatrove_ckpt.inference.servers.warm import close_warm_servers
 from datatrove_ckpt.output import committed
 from datatrove_ckpt.testing import FakeServer
+from datatrove_ckpt.user_code.code_identity import code_identity as describe
 from tests import forked
 from tests.clients import Sleeps
 from tests.commands import Command
@@ -270,7 +270,7 @@ def code_described_once(monkeypatch):
             known[key] = (
                 rollout_fn,
                 shared_context,
-                run_identity.code_identity(rollout_fn, shared_context),
+                describe(rollout_fn, shared_context),
             )
         return known[key][2]
 

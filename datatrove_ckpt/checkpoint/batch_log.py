@@ -23,7 +23,6 @@ The order of effects, each safe to repeat, and what the next attempt does after 
 
 from __future__ import annotations
 
-import math
 import re
 import secrets
 from collections.abc import Iterator
@@ -102,23 +101,13 @@ class ParkedRequest(NamedTuple):
         return b"%s%s%s%s}\n" % (CUSTOM_ID, str(self.id).encode(), before, self.body)
 
 
-def kept_for_rollout(kind: str, value: object, attempt: int, run: str) -> Answer:
-    """Returns what the request cache keeps until the rollout has come to this request again.
-
-    Earlier versions see an answer without a finish_reason, and send the request again.
-    """
-    fields = {"text": "", "finish_reason": None, "usage": {}, kind: value}
-    return Answer(orjson.dumps({**fields, "attempt": attempt, "run": run}), None)
-
-
-def attempts_of(answer: Answer) -> float:
-    """Returns in how many batches the request was; infinity if the row is no longer of a batch."""
-    if answer.result is None:
-        return math.inf
-    fields = orjson.loads(answer.result)
-    if OF_BATCH.isdisjoint(fields):
-        return math.inf
-    return float(fields["attempt"])
+def fields_of_batch(answer: Answer | None) -> JsonObject:
+    """Returns what ``Batch.row`` has kept; {} for an answer that is not from a batch."""
+    if answer is not None and answer.result is not None:
+        fields: JsonObject = orjson.loads(answer.result)
+        if not OF_BATCH.isdisjoint(fields):
+            return fields
+    return {}
 
 
 @dataclass
@@ -151,6 +140,15 @@ class Batch:
     @property
     def is_open(self) -> bool:
         return self.state not in ("read", "dropped")
+
+    def row(self, request: RequestId, kind: str, value: object) -> CachedRequest:
+        """Returns what the request cache keeps until the rollout has come to this request again.
+
+        Earlier versions see an answer without a finish_reason, and send the request again.
+        """
+        fields = {"text": "", "finish_reason": None, "usage": {}, kind: value}
+        fields |= {"attempt": request.attempt, "run": self.run}
+        return request.row(Answer(orjson.dumps(fields), None))
 
 
 def read_batches(folder: Path) -> tuple[dict[int, Batch], int]:
@@ -204,8 +202,13 @@ class BatchLog:
                 if batch is None or not batch.is_open:
                     files.disk.remove(found)
 
-    @property
     def open(self) -> list[Batch]:
+        """Returns the open batches. Drops those that are not created, and that a run with other
+        settings or code has parked.
+        """
+        for batch in self.batches.values():
+            if batch.state in ("filled", "uploaded") and batch.run != self._run:
+                self.note(batch.number, "dropped")
         return [batch for batch in self.batches.values() if batch.is_open]
 
     def path(self, number: int) -> Path:

@@ -85,7 +85,7 @@ class ChunkTracker:
         self._on_complete = on_complete
         self._committed = point.done
         self._recovered = {index: journal.recovered for index, journal in point.journals.items()}
-        self._last_cached = point.last_cached
+        self._point = point
         self._next_chunk = point.next_chunk
         self._next_ordinal = point.next_ordinal
         self._current: Chunk | None = None
@@ -128,7 +128,7 @@ class ChunkTracker:
             self._expect(known, fingerprint, ordinal)
             self.document_finished(chunk)
             return None
-        return ChunkSlot(ordinal, chunk, ordinal <= self._last_cached)
+        return ChunkSlot(ordinal, chunk, ordinal <= self._point.last_cached)
 
     def document_finished(self, chunk: Chunk) -> None:
         chunk.finished += 1
@@ -165,7 +165,7 @@ class ChunkTracker:
         return (
             any(index >= first_unread for index in (*self._recovered, *self._committed))
             or any(chunk.recovered for chunk in self._open.values())
-            or self._last_cached >= self.documents
+            or self._point.last_cached >= self.documents
         )
 
     def _expect(self, known: str, fingerprint: str, ordinal: int) -> None:

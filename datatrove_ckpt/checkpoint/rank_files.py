@@ -162,6 +162,12 @@ class RankFiles:
             self._dirty[journal.path] = journal
             self.finished += DocumentCounts.of([finished.took for finished in group])
 
+    def write_batch(self, answers: list[CachedRequest]) -> None:
+        """Writes answers of a batch, to requests of documents that are not read yet."""
+        self.write(answers, {})
+        for row in answers:
+            self.point.last_cached = max(self.point.last_cached, row.ordinal)
+
     @property
     def paid(self) -> RunTotals:
         """Returns what all attempts have paid until now. Any thread may call it."""

@@ -57,8 +57,8 @@ from datatrove_ckpt.errors import (
     WorkerDied,
 )
 from datatrove_ckpt.generation.limits import limit_reached
-from datatrove_ckpt.generation.user_code import no_exit
 from datatrove_ckpt.process import signals
+from datatrove_ckpt.process.exits import no_exit
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.open_files import raise_limit
 from datatrove_ckpt.process.preemption import Preemption, has_time_for

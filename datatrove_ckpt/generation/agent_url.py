@@ -19,7 +19,6 @@ from datatrove_ckpt.common.formatting import safe_text
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.process.open_files import make_room
 
-_LINGER_SECONDS = 0.1  # 0 would wait for ever
 _NO_RETRY = {"x-should-retry": "false"}
 """What OpenAI's client heeds. We have retried what may be retried."""
 
@@ -147,7 +146,7 @@ async def serve(
     finally:
         listener.close()
         server.pre_shutdown()
-        await server.shutdown(_LINGER_SECONDS)
+        await server.shutdown(0.1)  # 0 would wait for ever
         await requests.cancel()
 
 

@@ -4,10 +4,9 @@ import asyncio
 from collections.abc import Sequence
 from functools import lru_cache
 
-import orjson
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.batch_log import OF_BATCH
+from datatrove_ckpt.checkpoint.batch_log import fields_of_batch
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Outcome, Work
@@ -23,8 +22,6 @@ from datatrove_ckpt.rollouts import Payload
 from datatrove_ckpt.rollouts.answers import ends_in_blanks, is_cut_off
 
 _PARKED_SECONDS = 0.05
-_CANCELLED_AGAIN_SECONDS = 1.0
-_SHOWN_REASON = 60  # characters
 
 
 class Parked(Exception):
@@ -145,7 +142,7 @@ class Answers:
         self.results.append(result)
         reasons = [choice["finish_reason"] for choice in choices]
         result.reasons = [
-            reason if reason in USUAL else redact(reason)[:_SHOWN_REASON]
+            reason if reason in USUAL else redact(reason)[:60]  # characters
             for reason in filter(None, reasons)
         ]
         is_cut = self._count_reasons(result, reasons)
@@ -241,7 +238,7 @@ class Answers:
         seconds = _PARKED_SECONDS
         if loop.time() >= self._parked_at + _PARKED_SECONDS and not self._pending:
             task.cancel()
-            seconds = _CANCELLED_AGAIN_SECONDS
+            seconds = 1.0
         loop.call_later(seconds, self._drop)
 
     @property
@@ -250,12 +247,8 @@ class Answers:
         run = self._rank.checkpoint.run  # the same code has parked the request
         if self.batch_answers or self._cached is None or not self._cached.done():
             return True
-        for answer in self._cached.result().values():
-            if answer.result is not None:
-                fields = orjson.loads(answer.result)
-                if not OF_BATCH.isdisjoint(fields) and fields["run"] == run:
-                    return False
-        return True
+        cached = self._cached.result().values()
+        return all(fields_of_batch(answer).get("run") != run for answer in cached)
 
     def request_started(self) -> None:
         self._pending += 1

@@ -67,7 +67,6 @@ class _Batch:
     client: CompletionClient
     rest: JsonObject
     way: Way
-    timer: asyncio.TimerHandle | None = None
     texts: list[_Text] = field(default_factory=list)
     waiting: int = 0
     task: asyncio.Task[None] | None = None
@@ -93,7 +92,7 @@ class Batches:
         # The rest as it is now: the rollout may change what is in it.
         if (batch := self._filling.get(key)) is None:
             batch = self._filling[key] = _Batch(client, orjson.loads(key)[1], way)
-            batch.timer = loop.call_later(_LONGEST, self._send, key, batch)
+            loop.call_later(_LONGEST, self._send, key, batch)
         text = _Text(payload["input"], waiter, loop.create_future())
         batch.texts.append(text)
         batch.waiting += 1
@@ -107,8 +106,8 @@ class Batches:
                 batch.task.cancel()
 
     def _send(self, key: bytes, batch: _Batch) -> None:
-        if batch.timer is not None:
-            batch.timer.cancel()
+        if self._filling.get(key) is not batch:  # it was full before
+            return
         del self._filling[key]
         if batch.waiting:
             request = Request(batch.client.sender, order=batch.texts[0].waiter.order)

@@ -10,7 +10,6 @@ from loguru import logger
 from datatrove_ckpt.common.threads import in_thread
 from datatrove_ckpt.generation.raised_errors import runs_at
 
-_BEAT_SECONDS = 1.0
 _BLOCKED_SECONDS = 10.0
 _watching: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 """By the thread of a loop: of several ranks on it, one watches at a time."""
@@ -44,7 +43,7 @@ async def warn_when_blocked() -> NoReturn:
     try:
         while True:
             beat.set()
-            await asyncio.sleep(_BEAT_SECONDS)
+            await asyncio.sleep(1.0)
     finally:
         has_ended.set()
         beat.set()

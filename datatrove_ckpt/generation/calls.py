@@ -26,7 +26,6 @@ from datatrove_ckpt.rollouts import CallFailed
 
 _THREADS = 64
 _MOST_BYTES = 100_000_000
-_MOST_NAMES = 20  # a name may be made of the document
 _RESULT = "once"
 
 
@@ -81,7 +80,7 @@ class Calls:
         if self._shutdown.is_stopping:
             await wait_until_cancelled()
         name = redact(call.name)
-        if name not in counts.calls and len(counts.calls) >= _MOST_NAMES:
+        if name not in counts.calls and len(counts.calls) >= 20:  # it may be made of the document
             name = OTHERS
         counts.calls[name] += 1
         self.running += 1

@@ -28,7 +28,7 @@ from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.raised_errors import DocumentFailed, raised_at
 from datatrove_ckpt.generation.remedies import shown, way_out
 from datatrove_ckpt.generation.step import Step
-from datatrove_ckpt.generation.user_code import NotAwaitable
+from datatrove_ckpt.generation.user_rollout import NotAwaitable
 
 
 @dataclass
@@ -43,14 +43,6 @@ class Failures:
     step: Step
     dead: int
     taken: dict[Attempt, bytes]
-
-    @property
-    def keep_as_read(self) -> bool:
-        return (
-            self.step.on_document_error == "dead_letter"
-            or self.step.skip_bad_requests
-            or bool(self.step.settings_for_letters)
-        )
 
     def taken_letter(self, source: SourceDocument, ordinal: int) -> bytes | None:
         """Returns the letter that replaces processing the document; None: no retry has taken it.
@@ -99,7 +91,14 @@ class Failures:
         is_kept = self.step.checkpoints_local_dir is not None
         is_letter = (
             self.step.on_document_error == "dead_letter"
-            or (is_kept and any(map(_is_always_letter, errors.causes(error))))
+            or (
+                is_kept
+                and any(
+                    isinstance(cause, errors.RequestPoisoned)
+                    or (isinstance(cause, errors.BadAnswer) and not cause.is_dropped)
+                    for cause in errors.causes(error)
+                )
+            )
             or (self.step.skip_bad_requests and is_bad_request(error, rejections))
         )
         if isinstance(error, NotAwaitable) or not is_letter:
@@ -126,12 +125,6 @@ class Failures:
             ) from error
         logger.warning(f"D{name[1:]} becomes a dead letter: {cause}")
         return dead_letter(source, ordinal, error, payload_hashes)
-
-
-def _is_always_letter(cause: BaseException) -> bool:
-    if isinstance(cause, errors.BadAnswer):
-        return not cause.is_dropped
-    return isinstance(cause, errors.RequestPoisoned)
 
 
 def drops(error: BaseException) -> bool:

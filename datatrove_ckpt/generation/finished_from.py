@@ -21,7 +21,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import orjson
@@ -60,7 +59,6 @@ _OF_TASK = re.compile(r"/[^/]*(\*|\$\{rank\}).*")
 _ADAPTER = "output_writer.adapter"  # it changes values
 _UNCHECKED = {"when": "", "field": "finished_from", "old": "unchecked results", "new": None}
 _TORN = "torn lines, as a kill leaves them"
-_NO_DOCUMENT = "rows without an id or a text"
 _DAMAGED = (EOFError, ValueError, zlib.error, gzip.BadGzipFile)  # pyarrow raises a ValueError
 _DIGEST_BYTES = 16
 _LENGTH_BYTES = 8
@@ -182,10 +180,7 @@ def _runs(place: str) -> list[Json]:
     return runs or [{}]
 
 
-class _OldFile(NamedTuple):
-    folder: DataFolder
-    name: str
-    format: Format
+_OldFile = tuple[DataFolder, str, Format]
 
 
 @dataclass(eq=False)
@@ -300,13 +295,13 @@ class FinishedDocuments:
         file = self._file
         places = _listed(self._places)
         found = [old for place in places for old in self._files(place)]
-        self._are_cells = any(old.format is CSV for old in found)
+        self._are_cells = any(form is CSV for _, _, form in found)
         names = ", ".join(places)
         keys = array("Q")
         offsets = array("Q")
         with explained("write a temporary file in", self._folder):
             for old in found:
-                for document in self._documents(old):
+                for document in self._documents(*old):
                     digest = _digest(document.id, document.text)
                     document.text = ""
                     data = encode(document)
@@ -364,16 +359,16 @@ class FinishedDocuments:
                 and parts[-1] not in CHECKPOINT_LINES
                 and not any(part[0] == "." for part in parts)
             ):
-                found.append(_OldFile(folder, name, known))
+                found.append((folder, name, known))
         if not found:
             logger.warning(f"finished_from: {place} names no file of documents.")
         return found
 
-    def _documents(self, old: _OldFile) -> Iterator[Document]:
-        where = old.folder.resolve_paths(old.name)
+    def _documents(self, folder: DataFolder, name: str, form: Format) -> Iterator[Document]:
+        where = folder.resolve_paths(name)
         try:
-            with old.format.open(old.folder, old.name) as file:
-                for row, line in old.format.rows(file):
+            with form.open(folder, name) as file:
+                for row, line in form.rows(file):
                     document, cause = self._document(row, line)
                     if document is not None:
                         yield document
@@ -401,7 +396,7 @@ class FinishedDocuments:
                 return None, "documents that are dropped or dead letters"
             document = decode(finished.document)
         elif row.get("id") is None or row.get("text") is None:
-            return None, _NO_DOCUMENT
+            return None, "rows without an id or a text"
         else:
             document = document_of(row)
         document.media = []

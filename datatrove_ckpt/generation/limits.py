@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 # A look at 10,000 tasks takes 0.1 s on a local disk, and seconds on others.
 _LOOKS = Tuning(share=0.02, shortest=0.1, longest=60.0, first=1.0)
-_OWN_LOOK_SECONDS = 0.01
 
 
 class RunReader:
@@ -173,4 +172,4 @@ class LimitWatch:
             looked = time.monotonic()
             while time.monotonic() < looked + _LOOKS.shortest:
                 self.look()
-                await asyncio.sleep(_OWN_LOOK_SECONDS)
+                await asyncio.sleep(0.01)

@@ -14,11 +14,10 @@ from datatrove.data import Document
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.work_counts import Tokens
+from datatrove_ckpt.generation.payloads import question_of
 from datatrove_ckpt.inference.client.answers import token_counts
 from datatrove_ckpt.rollouts import Generate, PromptRollout, ReadyMade, Rollout
 from datatrove_ckpt.rollouts.media import media_key
-
-_UNSENT_SECONDS = 2.0
 
 
 @dataclass
@@ -26,7 +25,7 @@ class NotedRequest:
     """A request of a rollout.
 
     Attributes:
-        question: the last message of the user.
+        question: the last message.
         prompt: all messages as JSON, with hashes of the media.
         usage: as ``InferenceResult`` has it; empty of other answers.
         started, ended: of the wait for the answer, as ``time.monotonic`` has them.
@@ -65,7 +64,7 @@ async def unsent_prompts(rollout_fn: Rollout, documents: Iterable[Document]) -> 
 
     if getattr(rollout_fn, "__module__", "") == ReadyMade.__module__:
         with suppress(TimeoutError):
-            async with asyncio.timeout(_UNSENT_SECONDS):  # for media and tokenizers
+            async with asyncio.timeout(2.0):  # for media and tokenizers
                 for document in documents:
                     with suppress(Exception):  # of documents without a request, too
                         await rollout_fn(document, note)
@@ -91,18 +90,13 @@ def noting(rollout_fn: Rollout, asked: NotedRequests) -> Rollout:
     return rollout
 
 
+@dataclass
 class _Noting:
     """A ``generate``, or a method or model of it, that notes each question and its answer."""
 
-    def __init__(
-        self,
-        generate: Any,
-        noted: list[NotedRequest],
-        model: str = "",
-    ) -> None:
-        self._generate = generate
-        self._noted = noted
-        self._model = model
+    _generate: Any
+    _noted: list[NotedRequest]
+    _model: str = ""
 
     async def __call__(self, asked: object, /, *more: object, **settings: object) -> object:
         request = NotedRequest(_question(asked), _prompt(asked), model=self._model)
@@ -132,15 +126,9 @@ class _Noting:
 def _question(payload: Any) -> str:
     # Of a payload that is about to be refused.
     with suppress(AttributeError, LookupError, TypeError):
-        if not isinstance(payload, Mapping):
-            return payload if isinstance(payload, str) else str(payload[0])
-        users = [one["content"] for one in payload.get("messages", ()) if one["role"] == "user"]
-        content = users[-1] if users else payload["prompt"]
-        return (
-            content
-            if isinstance(content, str)
-            else "\n".join(part.get("text", "") for part in content)
-        )
+        if isinstance(payload, Mapping):
+            return question_of({**payload})
+        return payload if isinstance(payload, str) else str(payload[0])
     return ""
 
 

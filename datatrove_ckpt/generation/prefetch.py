@@ -29,11 +29,11 @@ from datatrove_ckpt.common.formatting import safe_repr, safe_text
 from datatrove_ckpt.common.threads import context_thread
 from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
-from datatrove_ckpt.generation.as_read import AsRead, as_read
 from datatrove_ckpt.generation.finished_from import FinishedDocuments
-from datatrove_ckpt.generation.user_code import exit_error
+from datatrove_ckpt.output.as_read import AsRead, as_read
 from datatrove_ckpt.output.documents import fingerprint
 from datatrove_ckpt.process.event_loop import end_fork
+from datatrove_ckpt.process.exits import exit_error
 from datatrove_ckpt.readers import SeekingReader
 from datatrove_ckpt.readers.pipeline import PipelineReaders, steps_before
 from datatrove_ckpt.readers.positions import Position, Reading, State, position_of, position_state
@@ -95,7 +95,6 @@ def stateful_steps(documents: Iterable[Document]) -> list[str]:
 _LOOK_SECONDS = 0.005
 _BUFFER_DOCUMENTS = 128
 _BUFFER_BYTES = 2**21
-_LARGE = 2**16  # bytes of a document whose text and media are kept once
 
 
 class SourceDocument:
@@ -123,7 +122,7 @@ class SourceDocument:
         self.size = read.size
         self.fingerprint = fingerprint(read.data)
         self._as_read: Document | bytes | None = read.data if keep else None
-        if keep and read.size > _LARGE:
+        if keep and read.size > 2**16:  # bytes of a document whose text and media are kept once
             with contextlib.suppress(Exception):
                 self._as_read = deepcopy(document)  # texts and bytes are shared
         self.resumable = False
@@ -195,6 +194,7 @@ class DocumentSource:
         self._newest: Position | None = None
         self._length = len(documents) if isinstance(documents, Sized) else None
         self._first = 0
+        self.has_begun = False
 
     @property
     def skipped(self) -> SkippedLines:
@@ -208,6 +208,7 @@ class DocumentSource:
         what a step before the runner has raised.
         """
         self._first = point.next_ordinal
+        self.has_begun = True
         # A daemon, because a blocked reader must not keep a failed process running.
         context_thread(self._run, "reader", point).start()
         ended = False
@@ -233,6 +234,8 @@ class DocumentSource:
         """Returns how much of the input lies before the end of the last document that was handed
         over.
         """
+        if not self.has_begun:
+            return InputPosition()
         if self._length is not None:
             return InputPosition(self._first + self.handed_over, self._length, "rows")
         if self._newest is None or self._readers.count != 1:

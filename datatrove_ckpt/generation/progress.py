@@ -22,7 +22,6 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import history
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
-from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.config import InferenceConfig
@@ -42,13 +41,7 @@ from datatrove_ckpt.process.screen import (
 from datatrove_ckpt.process.shutdown import Shutdown
 
 MINUTE_SECONDS = 60.0
-_FIRST_SECONDS = 1.0  # a kill loses at most half of what a short attempt has counted
-_SPREAD_EVERY = 10
-_REPORT_SECONDS = 1.0
-_SILENCE_SECONDS = 60.0
-_MOST_TIERS = 20  # a server may say anything
 _SHOWN_ID = 200  # characters of a document's id
-_EXAMPLES = 3  # of each fault
 _SHOWN_ANSWER = 200  # characters of its beginning, and as many of its end
 
 
@@ -58,6 +51,7 @@ class RankReporter:
     Any thread may call ``progress``, ``spread`` and ``last_records``.
 
     Args:
+        source: of the documents.
         checkpoint: writes the history.
         interval: seconds between two log lines.
 
@@ -71,9 +65,15 @@ class RankReporter:
     """
 
     def __init__(
-        self, rank: int, checkpoint: OpenCheckpoint, shutdown: Shutdown, interval: float
+        self,
+        rank: int,
+        source: DocumentSource,
+        checkpoint: OpenCheckpoint,
+        shutdown: Shutdown,
+        interval: float,
     ) -> None:
         self.own = checkpoint.own
+        self.source = source
         self._rank = rank
         self._checkpoint = checkpoint
         self._shutdown = shutdown
@@ -85,10 +85,8 @@ class RankReporter:
         self._early = Counter[str]()
         self._ended = 0
         self._ended_at = time.monotonic()  # when it last changed
-        self._source: DocumentSource | None = None
         self._spread = history.Spread()
         self._has_new_examples = False
-        self.waits_for_batches = False
         self.last = history.Progress()
         self.end: history.End | None = None
 
@@ -132,7 +130,7 @@ class RankReporter:
         if tier:
             tiers = self.own.tiers
             name = tier if tier in tiers else redact(tier)
-            if name in tiers or len(tiers) < _MOST_TIERS:
+            if name in tiers or len(tiers) < 20:  # a server may say anything
                 tiers[name] += 1
         if answer.endpoint:
             self.own.endpoints[answer.endpoint] += 1
@@ -146,7 +144,7 @@ class RankReporter:
     def example(self, fault: str, document: str, text: str) -> None:
         """Keeps a bad answer, if it is one of the first, for the report."""
         examples = self._spread.examples.setdefault(fault, [])
-        if len(examples) < _EXAMPLES:
+        if len(examples) < 3:  # of each fault
             shown = redact(text)
             if len(shown) > 2 * _SHOWN_ANSWER:
                 shown = f"{shown[:_SHOWN_ANSWER]} ... {shown[-_SHOWN_ANSWER:]}"
@@ -158,14 +156,9 @@ class RankReporter:
         written = self._checkpoint.resumed.finished.written
         return self.own.requests + self.own.cached + written > 0
 
-    def reading(self, source: DocumentSource) -> None:
-        self._source = source
-
     def position(self) -> InputPosition:
         """Returns how much of the input is done."""
-        source = self._source
-        if source is None:
-            return InputPosition()
+        source = self.source
         reached = source.reached()
         # A reader is ahead of the rank, so documents are taken to be equal:
         #
@@ -196,12 +189,6 @@ class RankReporter:
         )
         self._checkpoint.note(event)
 
-    @property
-    def skipped(self) -> SkippedLines:
-        if self._source is None:
-            return SkippedLines()
-        return self._source.skipped
-
     # the screen ----------------------------------------------------------------------------------
 
     async def report(self) -> None:
@@ -209,7 +196,7 @@ class RankReporter:
         await asyncio.gather(self._keep(), self._show())
 
     async def _show(self) -> None:
-        every = min(self._interval, _REPORT_SECONDS)
+        every = min(self._interval, 1.0)
         was_silent = False
         with _screen(self._interval) as report:
             try:
@@ -249,10 +236,10 @@ class RankReporter:
         if silence.lasts:
             return str(silence), silence.seconds, True
         clients = self.clients
-        if not clients and self._source is not None and not self._source.handed_over:
+        if not clients and self.source.has_begun and not self.source.handed_over:
             return READING, 0.0, False
         quiet = time.monotonic() - self._ended_at
-        if quiet >= _SILENCE_SECONDS and any(one.in_flight + one.pausing for one in clients):
+        if quiet >= 60.0 and any(one.in_flight + one.pausing for one in clients):
             return "no answer", quiet, False
         if not clients:
             return WAITING, 0.0, False
@@ -264,12 +251,12 @@ class RankReporter:
     # the history ---------------------------------------------------------------------------------
 
     async def _keep(self) -> None:
-        pause = _FIRST_SECONDS
+        pause = 1.0  # a kill loses at most half of what a short attempt has counted
         for number in count(1):
             await asyncio.sleep(pause)
             pause = min(2 * pause, MINUTE_SECONDS)
             self._checkpoint.note(self.progress())
-            if number % _SPREAD_EVERY == 0 or self._has_new_examples:
+            if number % 10 == 0 or self._has_new_examples:
                 self._has_new_examples = False
                 self._checkpoint.note(self.spread())
 
@@ -289,13 +276,13 @@ class RankReporter:
         found.waiting += self._early.total()
         found.wait = self._wait()
         found.silence = self.silence()
-        found.skipped = self.skipped
+        found.skipped = self.source.skipped
         return found
 
     def _wait(self) -> history.Wait:
         now = time.monotonic()
         quiet = round(now - self._ended_at, 1)
-        all_started = self._source is not None and self._source.is_at_end
+        all_started = self.source.is_at_end
         attempts = filter(None, [client.oldest for client in self.clients])
         oldest = min(attempts, key=lambda attempt: attempt.started_at, default=None)
         if oldest is None:
@@ -326,14 +313,13 @@ class RankReporter:
         if completed:
             return history.End(why="done")
         error = sys.exception()
-        is_between_passes = error is None and self.waits_for_batches
-        if is_between_passes or isinstance(error, WaitsForBatches):
-            return history.End(why="stopped", what=history.WAITS_FOR_BATCHES)
         if self._shutdown.is_requested:
             return history.End(why="stopped", what=self._shutdown.cause)
+        if error is None or isinstance(error, WaitsForBatches):  # between two passes
+            return history.End(why="stopped", what=history.WAITS_FOR_BATCHES)
         if isinstance(error, LimitReached):
             return history.End(why="stopped", what=error.setting)
-        what = "" if error is None else type(error).__name__
+        what = type(error).__name__
         if isinstance(error, CkptError):  # a foreign error's text may hold a secret
             what = redact(f"{what}: {error}")
         return history.End(why="error", what=what[: history.MAX_TEXT])

@@ -40,7 +40,6 @@ from datatrove_ckpt.process.slurm_job import job_id
 _KEEP_ENDED_SECONDS = 120.0
 _PORTS = 1000  # that are tried
 _ENDS = {"done": "done", "stopped": "stopped", "error": "failed"}
-_MOST_REASONS = 20  # a server may say anything
 
 PREFIX = "datatrove_ckpt_"
 RANK_LABELS = ("run", "rank")
@@ -56,16 +55,23 @@ class Metric(NamedTuple):
     """A metric of one rank.
 
     Attributes:
-        values: by the values of its own labels, or the only one. None: not known.
+        values: by the value of its own label, or the values, or the only one. None: not known.
         labels: its own, besides ``RANK_LABELS``.
-        kind: its class of prometheus-client.
     """
 
     name: str
     help: str
     values: Mapping[Any, float] | Histogram | float | None
     labels: tuple[str, ...] = ()
-    kind: Any = GaugeMetricFamily
+
+    @property
+    def kind(self) -> Any:
+        """Its class of prometheus-client."""
+        if self.name.endswith("_total"):
+            return CounterMetricFamily
+        if isinstance(self.values, tuple):
+            return HistogramMetricFamily
+        return GaugeMetricFamily
 
 
 @dataclass(frozen=True)
@@ -89,8 +95,8 @@ class RankNow:
     spread: Spread
 
 
-def _tokens(counts: DocumentCounts | WorkCounts) -> dict[tuple[str, ...], float]:
-    return {("prompt",): counts.prompt_tokens, ("completion",): counts.completion_tokens}
+def _tokens(counts: DocumentCounts | WorkCounts) -> dict[str, float]:
+    return {"prompt": counts.prompt_tokens, "completion": counts.completion_tokens}
 
 
 def _histogram(buckets: Buckets, ends: int, divisor: float = 1.0) -> Histogram:
@@ -128,7 +134,7 @@ def _of_documents(done: DocumentCounts, rank: RankNow) -> tuple[Metric, ...]:
         Metric(
             "rank_state",
             f"1 for the state that the task is in, one of {', '.join(STATES)}.",
-            {(state,): int(state == rank.state) for state in STATES},
+            {state: int(state == rank.state) for state in STATES},
             ("state",),
         ),
         Metric(
@@ -139,7 +145,7 @@ def _of_documents(done: DocumentCounts, rank: RankNow) -> tuple[Metric, ...]:
         Metric(
             "rank_documents",
             "Documents that all attempts of the task have finished.",
-            {(outcome,): getattr(done, outcome) for outcome in ("written", "dropped", "dead")},
+            {outcome: getattr(done, outcome) for outcome in ("written", "dropped", "dead")},
             ("outcome",),
         ),
         Metric(
@@ -151,13 +157,14 @@ def _of_documents(done: DocumentCounts, rank: RankNow) -> tuple[Metric, ...]:
         Metric(
             "rank_answers",
             "Answers of these documents: all, and the bad ones by what is wrong with them.",
-            {(kind,): count for kind, count in {"all": done.answers, **done.bad}.items()},
+            {"all": done.answers, **done.bad},
             ("kind",),
         ),
         Metric(
             "rank_finish_reasons",
             "Answers of these documents by finish_reason.",
-            {(reason,): count for reason, count in [*done.endings.items()][:_MOST_REASONS]},
+            # A server may say anything.
+            dict([*done.endings.items()][:20]),
             ("reason",),
         ),
         Metric(
@@ -179,7 +186,6 @@ def _of_documents(done: DocumentCounts, rank: RankNow) -> tuple[Metric, ...]:
             "documents_total",
             "Documents that this attempt has finished.",
             progress.own.documents,
-            kind=CounterMetricFamily,
         ),
         Metric(
             "documents_in_progress",
@@ -195,9 +201,8 @@ def _of_requests(progress: Progress, spread: Spread) -> tuple[Metric, ...]:
         Metric(
             "requests_total",
             "Requests of this attempt that ended at a server.",
-            {("answered",): own.requests, ("failed",): own.failed},
+            {"answered": own.requests, "failed": own.failed},
             ("outcome",),
-            kind=CounterMetricFamily,
         ),
         Metric(
             "requests_in_flight",
@@ -223,53 +228,45 @@ def _of_requests(progress: Progress, spread: Spread) -> tuple[Metric, ...]:
             "request_retries_total",
             "Requests sent again in this attempt: after an error, or because their server was "
             "lost.",
-            {("error",): own.retries, ("server_lost",): own.resent},
+            {"error": own.retries, "server_lost": own.resent},
             ("cause",),
-            kind=CounterMetricFamily,
         ),
         Metric(
             "request_errors_total",
             "Requests of this attempt that failed once, by kind of error.",
-            {(kind,): count for kind, count in own.errors.items()},
+            own.errors,
             ("kind",),
-            kind=CounterMetricFamily,
         ),
         Metric(
             "cache_hits_total",
             "Requests of this attempt that the request cache answered.",
             own.cached,
-            kind=CounterMetricFamily,
         ),
         Metric(
             "tokens_total",
             "Tokens of this attempt's answers, as servers count them.",
             _tokens(own),
             ("type",),
-            kind=CounterMetricFamily,
         ),
         Metric(
             "server_restarts_total",
             "Restarts of model servers in this attempt.",
             own.restarts,
-            kind=CounterMetricFamily,
         ),
         Metric(
             "request_duration_seconds",
             "Time from sending a request to its answer.",
             _histogram(spread.milliseconds, 22, 1000.0),  # 1 ms to 35 min
-            kind=HistogramMetricFamily,
         ),
         Metric(
             "request_prompt_tokens",
             "Prompt tokens of each answer.",
             _histogram(spread.prompt_tokens, 18),
-            kind=HistogramMetricFamily,
         ),
         Metric(
             "request_completion_tokens",
             "Completion tokens of each answer.",
             _histogram(spread.completion_tokens, 18),
-            kind=HistogramMetricFamily,
         ),
     )
 
@@ -286,7 +283,8 @@ def families(ranks: Sequence[RankNow]) -> Iterator[Family]:
                 family.add_metric(of_rank, *values)
             elif isinstance(values, Mapping):
                 for own, value in values.items():
-                    family.add_metric((*of_rank, *own), value)
+                    several = own if isinstance(own, tuple) else (own,)
+                    family.add_metric((*of_rank, *several), value)
             elif values is not None:
                 family.add_metric(of_rank, values)
         if family.samples:

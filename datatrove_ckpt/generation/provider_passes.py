@@ -2,7 +2,7 @@
 
 A pass over the input parks them in files (``BatchLog``). After it, ``ProviderPasses.settle``
 uploads the files, creates batches, waits, and puts the answers into the request cache. The order of
-effects is in ``checkpoint/batch_log.py``. Then the rank is taken again, which is a resume.
+effects is in ``checkpoint/batch_log.py``. Then another pass finds them there.
 """
 
 import asyncio
@@ -21,8 +21,7 @@ from datatrove_ckpt.checkpoint.batch_log import (
     FAILURE,
     Batch,
     RequestId,
-    attempts_of,
-    kept_for_rollout,
+    fields_of_batch,
 )
 from datatrove_ckpt.checkpoint.numbers import unix_seconds
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
@@ -49,7 +48,7 @@ from datatrove_ckpt.inference.client.provider_batches import (
     Undecided,
 )
 from datatrove_ckpt.inference.servers.endpoints import ready_endpoints
-from datatrove_ckpt.process.shutdown import Shutdown, end_tasks
+from datatrove_ckpt.process.shutdown import Shutdown
 
 T = TypeVar("T")
 
@@ -59,12 +58,7 @@ LIST_LAG_SECONDS = 60.0
 uploaded may not be found.
 """
 LOOK_SECONDS = 5.0
-_ROWS = 500
-_FAILURES = 5  # for the wait after one
 _SHOWN = 2000
-_SHOWN_ID = 100
-_NO_LINE = "the batch has no line for this request"
-_FULL = "token_limit_exceeded"
 
 
 async def open_provider(config: InferenceConfig, path: str) -> BatchProvider:
@@ -109,13 +103,11 @@ class ProviderPasses:
 
     Args:
         configs: of the rank's models, by name.
-        no_wait: end with ``WaitsForBatches`` once all batches are created.
     """
 
     _configs: Mapping[str, InferenceConfig]
     _checkpoint: OpenCheckpoint
     _shutdown: Shutdown
-    _no_wait: bool
 
     def __post_init__(self) -> None:
         self._providers: dict[tuple[str, bool], BatchProvider] = {}
@@ -123,35 +115,34 @@ class ProviderPasses:
         self._undecided: set[int] = set()
         self._outage: Outage | None = None
 
-    async def settle(self) -> bool:
-        """Sends the requests that are parked. Returns when no batch is open: whether there was one.
+    async def settle(self, no_wait: bool) -> None:
+        """Sends the requests that are parked. Returns when no batch is open.
 
-        Raises:
+        Raises, in a group:
             Preempted: a stop was requested. Batches stay at the provider.
-            WaitsForBatches: see ``no_wait``.
+            WaitsForBatches: all batches are created, with ``no_wait``.
             ServerRefused, ServerUnavailable: the provider fails.
         """
         await self._change(lambda rank: rank.batches.filled())
         if not await self._open():
-            return False
-        working = asyncio.create_task(self._settle())
-        stopping = asyncio.create_task(self._shutdown.requested())
-        tasks = [working, stopping]
+            return
         try:
-            await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                stays = "They stay there; the same command collects the answers."
-                logger.warning(f"{_said(await self._open())} {stays}")
-                self._shutdown.raise_preempted()
-            working.result()
-            return True
+            async with asyncio.TaskGroup() as group:
+                stop = group.create_task(self._stop_when_requested())
+                await self._settle(no_wait)
+                stop.cancel()
         finally:
-            await end_tasks(*tasks)
             for provider in self._providers.values():
                 await provider.close()
             self._providers.clear()
 
-    async def _settle(self) -> None:
+    async def _stop_when_requested(self) -> None:
+        await self._shutdown.requested()
+        stays = "They stay there; the same command collects the answers."
+        logger.warning(f"{_said(await self._open())} {stays}")
+        self._shutdown.raise_preempted()
+
+    async def _settle(self, no_wait: bool) -> None:
         logger.info(_said(await self._open()))
         while batches := await self._open():
             has_advanced = False
@@ -165,14 +156,13 @@ class ProviderPasses:
                         self._outage = Outage(patience, model=batch.model)
                     # A provider that takes no more batches takes them when others have ended.
                     self._outage.failed(error, lambda: math.inf)
-                    await asyncio.sleep(retrying.SERVER.wait(_FAILURES, error.asked_wait))
+                    # As after five failures.
+                    await asyncio.sleep(retrying.SERVER.wait(5, error.asked_wait))
             if has_advanced:
                 continue
             created = all(batch.id or batch.number in self._undecided for batch in batches)
-            if self._no_wait and created:
-                raise WaitsForBatches(
-                    f"{_said(batches)} The same command collects the answers (--no-wait)."
-                )
+            if no_wait and created:
+                raise WaitsForBatches(f"{_said(batches)} The same command collects the answers.")
             await asyncio.sleep(POLL_SECONDS if created else min(POLL_SECONDS, LOOK_SECONDS))
 
     async def _provider(self, batch: Batch) -> BatchProvider:
@@ -193,9 +183,9 @@ class ProviderPasses:
     async def _advance(self, batch: Batch) -> bool:
         """Does the next effect. Returns False if that is for later."""
         config = self._configs.get(batch.model)
-        parks = config is not None and config.provider_batches and batch.run == self._checkpoint.run
+        parks = config is not None and config.provider_batches
         if batch.state in ("filled", "uploaded") and not parks:
-            await self._note(batch, "dropped")  # settings or code have changed since
+            await self._note(batch, "dropped")  # settings have changed since
             return True
         provider = await self._provider(batch)
         if batch.state == "filled":
@@ -311,7 +301,7 @@ class ProviderPasses:
     async def _refused(self, batch: Batch, remote: RemoteBatch) -> bool:
         """A batch that failed as a whole has cost nothing."""
         others = [one for one in await self._open() if one.id]
-        if len(others) > 1 and _FULL in remote.errors:
+        if len(others) > 1 and "token_limit_exceeded" in remote.errors:
             await self._note(batch, "uploaded", id="")
             return False
         await self._note(batch, "dropped")
@@ -341,14 +331,14 @@ class ProviderPasses:
                     async for answer in answers:
                         request = RequestId.parse(answer.custom_id)
                         if request is None:
-                            strange = provider.clean(answer.custom_id)[:_SHOWN_ID]
+                            strange = provider.clean(answer.custom_id)[:100]
                         elif request not in found or answer.status == 200:  # an answer stays
                             found.add(request)
-                            rows += _rows(provider, request, answer, batch.run)
-                        if len(rows) >= _ROWS:
-                            await self._change(RankFiles.write, rows, {})
+                            rows += _rows(provider, request, answer, batch)
+                        if len(rows) >= 500:
+                            await self._change(RankFiles.write_batch, rows)
                             rows = []
-                await self._change(RankFiles.write, rows, {})
+                await self._change(RankFiles.write_batch, rows)
                 rows = []
             except Gone as error:
                 gone = f"It has no file {file} ({error}). "
@@ -396,7 +386,7 @@ class ProviderPasses:
         await self._change(lambda rank: rank.batches.note(batch.number, state, **fields))
 
     async def _open(self) -> list[Batch]:
-        return await self._change(lambda rank: rank.batches.open)
+        return await self._change(lambda rank: rank.batches.open())
 
 
 def _fail_others(rank: RankFiles, batch: Batch, found: set[RequestId]) -> None:
@@ -406,27 +396,25 @@ def _fail_others(rank: RankFiles, batch: Batch, found: set[RequestId]) -> None:
             continue
         # An earlier look may have saved its answer.
         answer = rank.cache.answers(request.ordinal).get(request.key)
-        if answer is None or attempts_of(answer) < request.attempt:
-            failure = kept_for_rollout(FAILURE, _NO_LINE, request.attempt, batch.run)
-            rows.append(request.row(failure))
-    rank.write(rows, {})
+        if answer is None or fields_of_batch(answer).get("attempt", math.inf) < request.attempt:
+            rows.append(batch.row(request, FAILURE, "the batch has no line for this request"))
+    rank.write_batch(rows)
     rank.sync()
 
 
 def _rows(
-    provider: BatchProvider, request: RequestId, answer: BatchAnswer, run: str
+    provider: BatchProvider, request: RequestId, answer: BatchAnswer, batch: Batch
 ) -> list[CachedRequest]:
     """Returns the row for an answer; none if the request was not sent."""
     status = answer.status
     if status == 0:
         return []
     if status == 200 and isinstance(answer.body, dict):
-        return [request.row(kept_for_rollout(ANSWER, answer.body, request.attempt, run))]
+        return [batch.row(request, ANSWER, answer.body)]
     text = provider.clean(orjson.dumps(answer.body).decode())
     if status in retrying.REJECTED:
         return [request.row(Answer(None, f"{status} {text}"))]
-    cause = f"HTTP {status}: {text}"
-    return [request.row(kept_for_rollout(FAILURE, cause, request.attempt, run))]
+    return [batch.row(request, FAILURE, f"HTTP {status}: {text}")]
 
 
 def _said(batches: list[Batch]) -> str:

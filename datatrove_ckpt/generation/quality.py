@@ -32,7 +32,7 @@ _REFUSAL = re.compile(
     re.IGNORECASE,
 )
 
-_LOOP_REASON = "repetition"  # of vLLM's repetition_detection
+_FAULT_OF = {"on_loop": LOOPING, "on_refusal": REFUSING}
 _REFUSAL_REASONS = frozenset({"refusal", "content_filter"})
 
 
@@ -63,10 +63,6 @@ def _reason_of(choice: JsonObject) -> str:
     return str(choice["finish_reason"] or "").lower()
 
 
-def _is_loop(text: str, reason: str) -> bool:
-    return reason == _LOOP_REASON or is_looping(text)
-
-
 class Quality:
     """What is wrong with the answers of a rank.
 
@@ -94,12 +90,7 @@ class Quality:
     def faults(self, choice: JsonObject, prompt: str) -> list[str]:
         """Returns each fault of an answer once. ``prompt``: the last message."""
         text = _text_of(choice)
-        reason = _reason_of(choice)
-        found = []
-        if _is_loop(text, reason):
-            found.append(LOOPING)
-        if self._is_refusal(choice, text, reason):
-            found.append(REFUSING)
+        found = self._clear_faults(choice, text)
         length = len(text)
         if length < _LONG:
             return found
@@ -114,22 +105,23 @@ class Quality:
 
     def first_case(self, settings: Iterable[str], answer: Result) -> str:
         """Returns the first setting that a choice of the answer is a case of, or ""."""
-        for setting in settings:
-            if any(self._is_case_of(setting, choice) for choice in choices_of(answer)):
-                return setting
-        return ""
+        choices = choices_of(answer)
+        found = {fault for one in choices for fault in self._clear_faults(one, _text_of(one))}
+        if any(is_cut_off(_reason_of(one)) for one in choices):
+            found.add("on_cut_off")
+        return next((one for one in settings if _FAULT_OF.get(one, one) in found), "")
 
-    def _is_case_of(self, setting: str, choice: JsonObject) -> bool:
+    def _clear_faults(self, choice: JsonObject, text: str) -> list[str]:
+        """Returns the faults that a text has by itself, without blanks at its start."""
         reason = _reason_of(choice)
-        if setting == "on_cut_off":
-            return is_cut_off(reason)
-        text = _text_of(choice)
-        if setting == "on_loop":
-            return _is_loop(text, reason)
-        return self._is_refusal(choice, text, reason)
+        found = []
+        if reason == "repetition" or is_looping(text):  # as of vLLM's repetition_detection
+            found.append(LOOPING)
+        if self._is_refusal(choice, text, reason):
+            found.append(REFUSING)
+        return found
 
     def _is_refusal(self, choice: JsonObject, text: str, reason: str) -> bool:
-        """``text``: without blanks at its start."""
         if _REFUSAL.match(text, 0, _BEGINNING) or reason in _REFUSAL_REASONS:
             return True
         if choice.get("refusal"):

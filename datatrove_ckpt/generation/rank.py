@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -31,10 +31,12 @@ from datatrove_ckpt.common import BATCH
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.config.paths import expand_path
-from datatrove_ckpt.errors import CkptError, ConfigError, LimitReached
+from datatrove_ckpt.errors import CkptError, ConfigError, LimitReached, WaitsForBatches
 from datatrove_ckpt.errors.names import use
 from datatrove_ckpt.generation.blocked_loop import warn_when_blocked
 from datatrove_ckpt.generation.dead_letters import next_retry, taken_letters
+from datatrove_ckpt.generation.document_limit import DocumentLimit
+from datatrove_ckpt.generation.document_runs import DocumentRuns
 from datatrove_ckpt.generation.failures import Failures
 from datatrove_ckpt.generation.final_stats import fill_stats, sum_rank
 from datatrove_ckpt.generation.finished_from import FinishedDocuments, OldRuns
@@ -50,7 +52,7 @@ from datatrove_ckpt.generation.results import Results
 from datatrove_ckpt.generation.run_identity import servers_digest
 from datatrove_ckpt.generation.scheduler import Scheduler
 from datatrove_ckpt.generation.step import Step
-from datatrove_ckpt.generation.user_code import bind_shared, name_of, no_exit, shared_arguments
+from datatrove_ckpt.generation.user_rollout import bind_shared, name_of, shared_arguments
 from datatrove_ckpt.inference.servers.host import ServerHost, check_servers
 from datatrove_ckpt.inference.servers.warm import one_rank
 from datatrove_ckpt.mirror.mirror import RemoteMirror
@@ -63,6 +65,7 @@ from datatrove_ckpt.output.writer_checks import (
 )
 from datatrove_ckpt.output.writer_trial import WriterTrial
 from datatrove_ckpt.process import event_loop
+from datatrove_ckpt.process.exits import no_exit
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.host_loop import host_loop, rank_of_many
 from datatrove_ckpt.process.open_files import raise_limit
@@ -184,14 +187,13 @@ class _Run:
         if not self.has_batches:
             self._take(data, root, prefix)
             return
-        again = repeatable(data)
         logger.info(
             "provider_batches: a rollout that sends k requests in a row takes k passes over the "
             "input, and each pass waits for its batches, a day at most."
         )
-        is_first = True
-        while self._take(again(), root, prefix, is_first):
-            is_first = False
+        for number, documents in enumerate(passes_over(data)):
+            if not self._take(documents, root, prefix, number == 0):
+                return
 
     def _take(
         self, data: Iterable[Document], root: Path, prefix: str = "", is_first: bool = True
@@ -241,6 +243,7 @@ class _Run:
             shutdown=preemption.shutdown,
         )
         with manager.look() as found:
+            documents = self._open_source(data)
             others = sum_rank(rank, self.root, folder)
             old = None
             with preemption.interruptible():
@@ -260,24 +263,24 @@ class _Run:
             output_folder, rank, folder, prefix, is_new, lease, step.hub_pace, step.rows
         )
         checkpoint = OpenCheckpoint(manager, lease, output)
-        return self._process(data, checkpoint, others, output)
+        return self._process(data, documents, checkpoint, others, output)
 
-    def _open_source(self, documents: Iterable[Document], keep_as_read: bool) -> DocumentSource:
+    def _open_source(self, documents: Iterable[Document]) -> DocumentSource:
         step = self.step
+        makes_letters = step.on_document_error == "dead_letter" or bool(step.settings_for_letters)
         finished = None
         if step.finished_from:
-            rollouts = step.model.rollouts_per_document
             finished = FinishedDocuments(
                 step.finished_from,
                 self.rank,
                 step.metadata_key,
-                rollouts,
+                step.model.rollouts_per_document,
                 self.root,
                 isinstance(step.rollout_fn, ReadyMade),
             )
         return DocumentSource(
             documents,
-            keep_as_read,
+            makes_letters or step.skip_bad_requests,
             step.seek,
             step.steps_before,
             Revisions(self.root),
@@ -288,6 +291,7 @@ class _Run:
     def _process(
         self,
         data: Iterable[Document],
+        documents: DocumentSource,
         checkpoint: OpenCheckpoint,
         others: Done,
         output: ChunkOutput,
@@ -298,7 +302,7 @@ class _Run:
         preemption = self.preemption
         shutdown = preemption.shutdown
         completed = False
-        progress = RankReporter(rank, checkpoint, shutdown, step.model.metric_interval)
+        progress = RankReporter(rank, documents, checkpoint, shutdown, step.model.metric_interval)
         exports = ExitStack()
         if step.monitoring.metrics_port is not None:
             from datatrove_ckpt.generation.prometheus import shown_rank
@@ -314,7 +318,7 @@ class _Run:
             if step.checkpoints_local_dir is not None:
                 trial = WriterTrial(step.output_writer, types, step.rows)
             results = Results(step, output.names, trial)
-            main = self._generate(data, checkpoint, progress, results)
+            main = self._generate(documents, checkpoint, progress, results)
             who = f"The rollout {name_of(step.rollout_fn)}, or a task that it started,"
             with preemption.watched(checkpoint.flush), no_exit(who, shutdown):
                 host = host_loop()
@@ -330,6 +334,7 @@ class _Run:
                 offer_skipping(error)
             raise error from error.__cause__
         finally:
+            documents.close()
             try:
                 checkpoint.close(completed, progress.last_records)
             finally:
@@ -351,7 +356,7 @@ class _Run:
 
     async def _generate(
         self,
-        data: Iterable[Document],
+        documents: DocumentSource,
         checkpoint: OpenCheckpoint,
         progress: RankReporter,
         results: Results,
@@ -367,19 +372,16 @@ class _Run:
             watchers.append(asyncio.create_task(limits.keep_looking()))
         try:
             if not self.has_batches:
-                return await self._run_rollouts(data, checkpoint, progress, results, limits)
+                return await self._run_rollouts(documents, checkpoint, progress, results, limits)
             from datatrove_ckpt.generation.provider_passes import ProviderPasses  # few runs need it
 
             step = self.step
-            passes = ProviderPasses(step.models, checkpoint, self.preemption.shutdown, step.no_wait)
-            progress.waits_for_batches = await passes.settle()
-            if progress.waits_for_batches:
-                return True
-            if not await self._run_rollouts(data, checkpoint, progress, results, limits):
-                return False
-            progress.waits_for_batches = True
-            await passes.settle()
-            return True
+            passes = ProviderPasses(step.models, checkpoint, self.preemption.shutdown)
+            await passes.settle(step.no_wait)
+            parked = await self._run_rollouts(documents, checkpoint, progress, results, limits)
+            if parked:
+                await passes.settle(step.no_wait)
+            return parked
         finally:
             for watcher in watchers:
                 watcher.cancel()
@@ -387,7 +389,7 @@ class _Run:
 
     async def _run_rollouts(
         self,
-        data: Iterable[Document],
+        documents: DocumentSource,
         checkpoint: OpenCheckpoint,
         progress: RankReporter,
         results: Results,
@@ -398,7 +400,6 @@ class _Run:
         failures = Failures(
             step, checkpoint.resumed.finished.dead, taken_letters(self.root, self.rank)
         )
-        documents = self._open_source(data, failures.keep_as_read)
         host = host_loop()
         shared_host = None
         if host is not None and isinstance(host.servers, ServerHost):
@@ -417,18 +418,16 @@ class _Run:
                     step.code().digest,
                 )
                 rollout_fn = bind_shared(step.rollout_fn, shared)
-                scheduler = Scheduler(requests, self.rank, rollout_fn, servers, failures, results)
-                await scheduler.run(documents)
+                limit = DocumentLimit([*step.models.values()], servers.media)
+                runs = DocumentRuns(requests, rollout_fn, failures, results, limit)
+                await Scheduler(requests, self.rank, servers, runs).run(documents)
                 ends_well = True
-                if not scheduler.parked:
+                if not runs.parked:
                     documents.add_earlier_stats()
         finally:
-            try:
-                if shared_host is None:
-                    await servers.close(ends_well)
-            finally:
-                documents.close()
-        return scheduler.parked > 0
+            if shared_host is None:
+                await servers.close(ends_well)
+        return runs.parked > 0
 
     # What a rank logs at its start and its end ---------------------------------------------------
 
@@ -443,11 +442,8 @@ class _Run:
         if not point.is_fresh:
             done = plural_is(point.finished.read, "document")
             written = point.committed.counts.written
-            if point.answers == 1:
-                answers = "1 answer waits"
-            else:
-                answers = f"{point.answers} answers wait"
-            logger.info(f"Resuming: {done} done ({written} in output files), {answers}.")
+            answers = plural_is(point.answers, "answer")
+            logger.info(f"Resuming: {done} done ({written} in output files), {answers} kept.")
 
     def _log_stop(self, checkpoint: OpenCheckpoint, documents: int) -> None:
         shutdown = self.preemption.shutdown
@@ -470,14 +466,12 @@ class _Run:
                 "again to resume; the rest is done again."
             )
         else:
-            given_up = (
-                f"{plural(shutdown.given_up, 'request')} in flight "
-                f"{'was' if shutdown.given_up == 1 else 'were'}"
-            )
+            given_up = ""
+            if shutdown.given_up:
+                given_up = f"Given up in flight: {plural(shutdown.given_up, 'request')}. "
             saved = (
                 f", saved: {plural(documents, 'document')} of this run and every "
-                f"answer, {shutdown.seconds:.1f} s later. "
-                f"{f'{given_up} given up. ' if shutdown.given_up else ''}{again}"
+                f"answer, {shutdown.seconds:.1f} s later. {given_up}{again}"
             )
         logger.log(level, f"Task {self.rank}: {ended}{saved}")
 
@@ -486,7 +480,7 @@ class _Run:
         counts = checkpoint.done.counts
         if not counts.read:
             logger.success(
-                f"Task {self.rank}: there are no documents in its input.{progress.skipped}"
+                f"Task {self.rank}: there are no documents in its input.{progress.source.skipped}"
             )
             return
         again = "If you run the same command again, it has nothing to do."
@@ -508,15 +502,15 @@ class _Run:
             f"{plural(counts.requests, 'request')}, "
             f"{sent}, {plural(counts.prompt_tokens, 'prompt token')}, "
             f"{plural(counts.completion_tokens, 'completion token')}."
-            f"{counts.odd_answers}{progress.skipped} {again}"
+            f"{counts.odd_answers}{progress.source.skipped} {again}"
         )
 
 
-def repeatable(data: Iterable[Document]) -> Callable[[], Iterable[Document]]:
-    """Returns a function that runs the steps before the runner again.
+def passes_over(data: Iterable[Document]) -> Iterator[Iterable[Document]]:
+    """Yields what runs the steps before the runner, for one pass after the other.
 
     Raises:
-        ConfigError: they come from a function or an iterator, which would be empty.
+        WaitsForBatches: another pass would find a function or an iterator empty.
     """
     steps = [(step, names) for step, _, names in steps_before(data)]
     first = data
@@ -524,15 +518,13 @@ def repeatable(data: Iterable[Document]) -> Callable[[], Iterable[Document]]:
         first = steps[-1][1].get("data") or ()
     is_step = [isinstance(step, PipelineStep) for step, _ in steps]
     if isinstance(first, Iterator) or not all(is_step):
-        raise ConfigError(
-            "provider_batches: reads the input once for each pass, and here it comes from a "
-            "function or an iterator. Make that a PipelineStep, or give a list."
+        yield data
+        raise WaitsForBatches(
+            "The answers of the batches are saved. The input comes from a function or an iterator, "
+            "which is read once: run the same command again, or make it a PipelineStep, or a list."
         )
-
-    def again() -> Iterable[Document]:
+    while True:
         made = map(deepcopy, first) if isinstance(first, list) else first
         for step, names in reversed(steps):
             made = step.run(made, names["rank"], names["world_size"])
-        return made
-
-    return again
+        yield made

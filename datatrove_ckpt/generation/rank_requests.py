@@ -70,6 +70,7 @@ class RankRequests:
         self.documents: dict[int, asyncio.Task[None]] = {}
         self.all_started = False
         self.has_ended = False
+        self.is_ending = False
         self.storage_free = asyncio.Event()
 
     async def wait_for_storage(self) -> None:

@@ -19,7 +19,7 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.generation.raised_errors import DocumentFailed
 from datatrove_ckpt.generation.step import Step
-from datatrove_ckpt.generation.user_code import name_of
+from datatrove_ckpt.generation.user_rollout import name_of
 from datatrove_ckpt.rollouts import InvalidAnswer
 
 _ACCEPTED = {"accept_changes": True}

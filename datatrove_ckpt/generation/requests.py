@@ -17,6 +17,7 @@ from datatrove_ckpt.checkpoint.batch_log import (
     OF_BATCH,
     ParkedRequest,
     RequestId,
+    fields_of_batch,
 )
 from datatrove_ckpt.checkpoint.identity import NOT_ANSWERING
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
@@ -45,7 +46,6 @@ from datatrove_ckpt.process.shutdown import wait_until_cancelled
 from datatrove_ckpt.rollouts import Payload
 
 _UNKNOWN_FORMS = 2  # batches with such an answer to one request
-_MOST_SIZES = 1000  # params may be others for each document
 _IN_TIERS = ("chat/completions", "completions", "responses")
 
 
@@ -219,12 +219,10 @@ class Requests:
         """
         config = self.config
         answers = self.answers
-        fields: JsonObject = {}
-        if cached is not None and cached.result is not None:
-            fields = orjson.loads(cached.result)
+        fields = fields_of_batch(cached)
         attempts = 0
         limit = config.request_max_attempts
-        if not OF_BATCH.isdisjoint(fields):
+        if fields:
             answers.batch_answers += 1
             attempts = fields["attempt"]
             cause = fields.get(FAILURE)
@@ -302,7 +300,7 @@ class Requests:
         assert answered.answer is not None
         size = len(answered.answer["embeddings"][0]) * 3 // 16  # base64 of float32
         sizes = self.model.sizes
-        if len(sizes) >= _MOST_SIZES:
+        if len(sizes) >= 1000:  # params may be others for each document
             sizes.clear()
         first = sizes.setdefault(
             orjson.dumps({**payload, "input": None}, option=PAYLOAD_JSON), size

@@ -8,17 +8,15 @@ a list, of which ``output`` makes rows.
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import count
 
 import orjson
 from datatrove.data import Document, Media
 from loguru import logger
 
 from datatrove_ckpt.common.exact_json import loads
-from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.answers import Answers
+from datatrove_ckpt.generation.first_document import check_answer, check_first
 from datatrove_ckpt.generation.step import Step
-from datatrove_ckpt.generation.user_code import check_first
 from datatrove_ckpt.output.documents import encode_finished, writes_media
 from datatrove_ckpt.output.names import FileNames
 from datatrove_ckpt.output.writer_trial import WriterTrial
@@ -47,7 +45,7 @@ class Results:
         self._trial = trial
         self.may_wait = trial is not None and not trial.is_quick
         self._has_media = writes_media(step.output_writer)
-        self._key = step.metadata_key
+        self.key = step.metadata_key
         self._has_column = step.answer_column is not None
         self._quality_columns = step.quality_columns
         self._has_more = bool(step.added_columns)
@@ -57,24 +55,17 @@ class Results:
     def look_at_first(self, document: Document) -> None:
         """Checks the first document before a server starts for it."""
         step = self._step
-        check_answer(step, document)
+        check_first(step, document)
         if step.metadata_key in document.metadata:
             logger.warning(
                 f"The documents have {step.metadata_key!r} in their metadata already, perhaps "
                 "of an earlier run; the new results replace it. To keep both, give another "
                 "metadata_key."
             )
-        if step.on_document_error == "stop":
-            check_first(step.rollout_fn, document)
 
     def check(self, document: Document) -> None:
         if self._has_column or self._has_more:
             check_answer(self._step, document)
-
-    def of_finished(self, document: Document) -> Sequence[object]:
-        """Returns the results in a document's metadata, of an old output."""
-        results: Sequence[object] = document.metadata[self._key]
-        return results
 
     def put_quality(self, document: Document, answers: Answers) -> None:
         """Puts the columns of ``quality`` and the endpoints into the metadata. Those of an old
@@ -96,11 +87,11 @@ class Results:
         """
         if not self._has_media:
             self._drop_media(document)
-        document.metadata[self._key] = kept
+        document.metadata[self.key] = kept
         if not kept or (self._has_column and not put_answer(self._step, document, kept)):
             return DROPPED
         self._names.check(document, chunk_index)
-        data = encode_finished(document, self._key)
+        data = encode_finished(document, self.key)
         trial = self._trial
         if trial is not None and trial.is_needed(data):
             if self.may_wait:
@@ -121,27 +112,6 @@ class Results:
                 medium["media_bytes"] = None
         if self._drop_sent is not None:
             self._drop_sent(document)
-
-
-def check_answer(step: Step, document: Document) -> None:
-    """Raises ConfigError if the run would replace what a document holds."""
-    settings = dict.fromkeys(step.added_columns, "metadata_key")
-    if step.answer_column is not None:
-        settings = dict.fromkeys(step.added_columns, "answer")
-        settings |= {step.answer_column: "answer", step.metadata_key: "metadata_key"}
-    taken = [name for name in settings if name in document.metadata]
-    if taken:
-        given = {"answer": step.answer_column, "metadata_key": step.metadata_key}
-        others = {}
-        for setting in dict.fromkeys(map(settings.__getitem__, taken)):
-            numbered = (f"{given[setting]}_{number}" for number in count(2))
-            others[setting] = next(each for each in numbered if each not in document.metadata)
-        raise ConfigError(
-            f"{settings[taken[0]]}: document {document.id!r} has {' and '.join(map(repr, taken))} "
-            "in its metadata already, perhaps of an earlier run, and this run would replace "
-            f"that. Give other names: {' and '.join(map(' '.join, others.items()))}.",
-            changes=[others],
-        )
 
 
 def put_answer(step: Step, document: Document, results: Sequence[object]) -> bool:

@@ -31,15 +31,8 @@ from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.names import form
-from datatrove_ckpt.generation.run_identity import (
-    CHAT_TEXTS,
-    CodeIdentity,
-    code_identity,
-    code_of,
-    run_identity,
-    sent_chats_as_texts,
-)
-from datatrove_ckpt.generation.user_code import SharedContext, check_rollout
+from datatrove_ckpt.generation.run_identity import CHAT_TEXTS, run_identity, sent_chats_as_texts
+from datatrove_ckpt.generation.user_rollout import SharedContext, check_rollout
 from datatrove_ckpt.output.documents import RowsOf, exploded, one_row
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.hub_writers import with_our_uploads
@@ -52,6 +45,7 @@ from datatrove_ckpt.process.task_errors import safe_log
 from datatrove_ckpt.rollouts import BatchRollout, EmbedRollout, PromptRollout, Rollout, for_config
 from datatrove_ckpt.rollouts.interface import FIELDS
 from datatrove_ckpt.user_code import script_names
+from datatrove_ckpt.user_code.code_identity import CodeIdentity, code_identity, code_of
 
 if TYPE_CHECKING:
     from datatrove_ckpt.readers.step_records import StepRecord
@@ -359,9 +353,7 @@ class Step(PipelineStep):
 
     def note_steps_before(self, steps: Sequence[object]) -> None:
         """Describes the steps before this one, for the records of the ranks that will finish."""
-        from datatrove_ckpt.readers.step_records import describe_pipeline
-
-        self.steps_before = describe_pipeline(steps, code_of)
+        self.steps_before = described(steps)
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -428,6 +420,13 @@ class Step(PipelineStep):
 del Step.__dataclass_fields__
 # Python's messages about arguments show this name.
 Step.__init__.__qualname__ = "InferenceRunner.__init__"
+
+
+def described(steps: Sequence[object]) -> list[StepRecord]:
+    """Describes steps before a runner, as the executor has them, with their code."""
+    from datatrove_ckpt.readers.step_records import describe_pipeline
+
+    return describe_pipeline(steps, code_of)
 
 
 def _for_process(step: Step) -> object:

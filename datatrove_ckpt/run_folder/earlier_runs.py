@@ -35,7 +35,7 @@ from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.errors.names import name_copy, use
 from datatrove_ckpt.generation.finished_from import OldRuns
-from datatrove_ckpt.generation.run_identity import code_of
+from datatrove_ckpt.generation.step import described
 from datatrove_ckpt.mirror.job import compare_mirrored_job
 from datatrove_ckpt.mirror.restore import restore_outdated
 from datatrove_ckpt.output.committed import RankCommits
@@ -52,7 +52,7 @@ from datatrove_ckpt.readers.inputs import (
 from datatrove_ckpt.readers.positions import Reading
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord, ShardRecord
-from datatrove_ckpt.readers.step_records import describe_pipeline, differences
+from datatrove_ckpt.readers.step_records import differences
 from datatrove_ckpt.run_folder.run_plan import RunnerPlan, RunPlan, WrongMarker
 
 # What ``check_job`` compares before any task of a job starts. datatrove skips tasks that have a
@@ -255,7 +255,7 @@ def check_inputs_unchanged(plan: RunPlan) -> None:
 
 
 def _check_steps(pipeline: Sequence[object], records: dict[int, ShardRecord]) -> None:
-    listed = describe_pipeline(pipeline, code_of)
+    listed = described(pipeline)
     changed = {
         rank: differences(record.pipeline, listed)
         for rank, record in records.items()

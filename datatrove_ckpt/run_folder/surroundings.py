@@ -17,14 +17,13 @@ from datatrove_ckpt.config.generation_params import max_tokens_of
 from datatrove_ckpt.config.paths import existing_part, expand_path
 from datatrove_ckpt.errors import ConfigError, DocumentNotSerializable, ServerStartFailed
 from datatrove_ckpt.errors.names import setting_name
-from datatrove_ckpt.generation.as_read import as_read
+from datatrove_ckpt.generation.first_document import check_first, try_media
 from datatrove_ckpt.generation.noted_requests import NotedRequest, unsent_prompts
-from datatrove_ckpt.generation.results import check_answer
 from datatrove_ckpt.generation.step import Step
-from datatrove_ckpt.generation.user_code import check_first, try_media
 from datatrove_ckpt.inference.servers.endpoints import EndpointAnswer, ask_endpoints
 from datatrove_ckpt.inference.servers.host import check_servers
 from datatrove_ckpt.output.arrow_types import NO_TYPES
+from datatrove_ckpt.output.as_read import as_read
 from datatrove_ckpt.output.committed import has_commits, some
 from datatrove_ckpt.output.documents import decode, encode
 from datatrove_ckpt.output.hub import HubFolder
@@ -148,9 +147,8 @@ def _check_prompt(runner: RunnerPlan, sample: list[Document]) -> Iterator[Findin
         # Rollouts may change fields, whose values may be large, or not be copied at all.
         copies = (replace(one, metadata={**one.metadata}) for one in (sample[0], *sample))
         first, *documents = copies
-        check_answer(runner.step, first)
+        check_first(runner.step, first)
         if runner.step.on_document_error == "stop":
-            check_first(runner.step.rollout_fn, first)
             event_loop.run(try_media(runner.step.rollout_fn, first))
         prompts = event_loop.run(unsent_prompts(runner.step.rollout_fn, documents))
         yield from check_prompts(prompts, runner.step.model.servers)

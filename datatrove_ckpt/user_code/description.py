@@ -24,7 +24,6 @@ import linecache
 import math
 import os
 import re
-import stat
 import sys
 import threading
 import types
@@ -55,8 +54,6 @@ _PACING = re.compile(r"(_?asyncio|concurrent|logging|loguru|_?queue|_?threading|
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 _BASES = (str, bytes, int, float)
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
-_MAX_OBJECTS = 5000
-_MAX_EXACT = 2**53
 
 
 class Root(NamedTuple):
@@ -93,7 +90,7 @@ def look_at(things: Mapping[str, object]) -> Given:
     waiting: list[tuple[str, Any, Any]] = [(label, one, None) for label, one in things.items()]
     seen: dict[int, object] = {}
     for label, thing, owner in waiting:
-        if id(thing) in seen or len(seen) > _MAX_OBJECTS or _PACING.match(type(thing).__module__):
+        if id(thing) in seen or len(seen) > 5000 or _PACING.match(type(thing).__module__):
             continue
         is_given = "." not in label
         root = _root(label, thing)
@@ -175,7 +172,7 @@ def plain(value: Any) -> object:
         return value.encode("utf-8", "backslashreplace").decode()  # of half of a pair
     if isinstance(value, PurePath):
         return f"path {value}"
-    if value is None or kind is bool or (kind is int and abs(value) < _MAX_EXACT):
+    if value is None or kind is bool or (kind is int and abs(value) < 2**53):
         return value
     if kind is float and math.isfinite(value) and not value.is_integer():
         return value
@@ -290,10 +287,6 @@ _MACHINE = re.compile(
 )
 _PATH = re.compile(r"(?!.*\*\*)(?:[\w ./*-]{0,199}\w|[\w ./-]{0,199}\w/\*)")
 _MODULE = re.compile(r"[^\W\d]\w*(\.\w+)*")
-_MAX_FILE = 2**20
-_MAX_FILES = 1000
-_DEEPEST_FOLDER = 3
-_DEEPEST = 20_000
 _one_at_a_time = threading.RLock()
 USED = "uses."
 """Beginning of the fields about what a rollout uses."""
@@ -604,12 +597,12 @@ class _Walk:
         for folder in self._folders:
             for text in sorted(filter(_PATH.fullmatch, statement.files)):
                 pattern = os.path.join(glob.escape(str(folder)), text)  # noqa: PTH118
-                for file in map(Path, islice(glob.iglob(pattern), _MAX_FILES)):  # noqa: PTH207
+                for file in map(Path, islice(glob.iglob(pattern), 1000)):  # noqa: PTH207
                     try:
-                        status = file.stat()
+                        size = file.stat().st_size
                     except OSError:  # it is gone since, as a process's in /proc
                         continue
-                    if stat.S_ISREG(status.st_mode) and 0 < status.st_size < _MAX_FILE:
+                    if file.is_file() and 0 < size < 2**20:
                         yield file  # those of /proc have no size
 
     @functools.cached_property
@@ -617,7 +610,7 @@ class _Walk:
         """Returns the folders of all statements, and those below that a text in one names."""
         named = {text for one in self.statements for text in one.texts if _PATH.fullmatch(text)}
         found = {Path(one.file).parent for one in self.statements} | {Path.cwd()}
-        for _ in range(_DEEPEST_FOLDER):
+        for _ in range(3):
             found |= {*filter(Path.is_dir, (one / text for one in found for text in named))}
         return sorted(found)
 
@@ -761,7 +754,7 @@ def _description(walk: _Walk, given: Given, known: frozenset[str]) -> CodeDescri
 @contextmanager
 def _deep() -> Iterator[None]:
     limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(max(limit, _DEEPEST))  # hundreds of elifs are a tree as deep
+    sys.setrecursionlimit(max(limit, 20_000))  # hundreds of elifs are a tree as deep
     try:
         yield
     finally:

@@ -66,7 +66,6 @@ _MODES = frozenset("a ab w wb x xb".split())  # noqa: SIM905
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 # The context follows from the parent node; the kind tells u"" from "".
 _IGNORED_FIELDS = {"ctx", "kind", "simple", "type_comment", "type_params"}
-_ATTEMPTS = 20
 _IMPORT_LINE = re.compile(
     r"^[ \t]*(?:from[ \t]+(\.*)([.\w]*)[ \t]+import\b[ \t]*(\([^)]*\)|.*)|import[ \t]+(.*))", re.M
 )
@@ -84,7 +83,7 @@ def _compile(source: Any, flags: int) -> Any:
     with _lock, warnings.catch_warnings():
         # As an error, a warning about an escape would hide the source.
         warnings.simplefilter("ignore")
-        for _ in range(_ATTEMPTS - 1):
+        for _ in range(20 - 1):
             with suppress(SystemError):  # a thread that does not take the lock
                 return compile(source, "", "exec", flags, dont_inherit=True)
         return compile(source, "", "exec", flags, dont_inherit=True)

@@ -19,6 +19,7 @@ from tests.yaml_jobs import write_rows
 
 LOOP = "a word " * 90
 REFUSAL = "I'm sorry, but I can't assist with that."
+LONGER = {"retry": 1, "max_tokens": 2048}
 
 
 class Server(FakeServer):
@@ -66,7 +67,7 @@ def together(folder):
             {
                 "on_loop": {"retry": 3, "temperature": 0.9, "then": "drop"},
                 "on_refusal": "drop",
-                "on_cut_off": {"retry": 1, "max_tokens": 2048},
+                "on_cut_off": LONGER,
             },
             {"1": 2, "3": 2, "4": 3, "6": 4},
             "2567",
@@ -80,7 +81,7 @@ def together(folder):
         ({"on_cut_off": {"retry": 3, "max_tokens": 2048, "then": "drop"}}, {"3": 2, "4": 2}, ""),
         (
             {
-                "on_cut_off": {"retry": 1, "max_tokens": 2048},
+                "on_cut_off": LONGER,
                 "default_generation_params": {"extra_body": {"max_tokens": 5, "top_k": 1}},
             },
             {"3": 2, "4": 2},
@@ -88,7 +89,7 @@ def together(folder):
         ),
         (
             {
-                "on_cut_off": {"retry": 1, "max_tokens": 2048},
+                "on_cut_off": LONGER,
                 "default_generation_params": {"max_completion_tokens": 5},
             },
             {"3": 2, "4": 2},
@@ -113,7 +114,7 @@ def test_a_bad_answer_is_kept_retried_or_dropped(tmp_path, server, config, asked
 
 
 def test_columns_of_quality_are_those_of_the_answer_that_a_retry_gave(tmp_path, server):
-    config = {"on_cut_off": {"retry": 1, "max_tokens": 2048}}
+    config = {"on_cut_off": LONGER}
     run_job(tmp_path, server, 5, config=config, quality=True)
     names = [f"rollout_results_{end}" for end in ("finish_reason", "faults", "tokens")]
     columns = {row["id"][-1]: [row["metadata"][name] for name in names] for row in rows(tmp_path)}
@@ -206,7 +207,7 @@ def test_no_try_is_paid_twice(tmp_path, left):
     budget.left = left
     config = {
         "on_loop": {"retry": 3, "temperature": 0.9},
-        "on_cut_off": {"retry": 1, "max_tokens": 2048},
+        "on_cut_off": LONGER,
     }
     with Server(status=budget) as server:
         with pytest.raises(ServerRefused):

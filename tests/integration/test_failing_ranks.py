@@ -2,8 +2,6 @@
 stops it.
 """
 
-import os
-import signal
 from collections import Counter
 
 import pytest
@@ -134,25 +132,6 @@ def test_a_server_that_is_away_is_not_waited_for(tmp_path):
         with pytest.raises(ServerUnavailable):
             run(tmp_path, server, twice, drain_seconds=600.0, config=config)
         assert server.asked["text 0"] == 1
-
-
-@pytest.fixture
-def handled():
-    got = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
-    yield got
-    signal.signal(signal.SIGTERM, before)
-
-
-def test_a_signal_ends_the_drain(tmp_path, handled, monkeypatch):
-    monkeypatch.setattr("datatrove_ckpt.process.preemption.SAME_EVENT", -1.0)
-    with FakeServer(hold_after=5) as server:
-        with (
-            when_logged(DRAINS, lambda: os.kill(os.getpid(), signal.SIGTERM)),
-            pytest.raises(DocumentFailed),
-        ):
-            run(tmp_path, server, with_typos, drain_seconds=600.0)
-        assert handled == [signal.SIGTERM]
 
 
 def test_where_nothing_can_be_saved_nothing_is_waited_for(tmp_path, monkeypatch):

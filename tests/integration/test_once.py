@@ -165,26 +165,6 @@ def test_changed_code_calls_again(tmp_path, server):
     assert results(tmp_path) == [[{"found": "id 0"}]]
 
 
-def test_so_many_threads_run_at_once_and_no_more(tmp_path, server, monkeypatch):
-    monkeypatch.setattr(calls, "_THREADS", 2)
-    running = []
-    most = []
-    both = threading.Barrier(2)
-
-    def call(number):
-        running.append(number)
-        most.append(len(running))
-        both.wait(10)
-        running.remove(number)
-
-    async def rollout(document, generate):
-        await asyncio.gather(*(generate.once("call", call, number) for number in range(6)))
-        return 1
-
-    run_job(tmp_path, server, 1, rollout)
-    assert max(most) == 2
-
-
 def test_a_call_that_waits_for_a_thread_loses_no_time_and_a_hanging_one_no_thread(
     tmp_path, server, monkeypatch
 ):

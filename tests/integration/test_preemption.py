@@ -152,7 +152,7 @@ def test_the_wait_ends_after_drain_seconds_and_only_abandoned_requests_are_sent_
             tmp_path, server, plain, drain_seconds=0.3, config={"max_concurrent_generations": 4}
         )
         preempted(step, 20, server, 10, lambda: None)
-        assert log.said("4 requests in flight were given up")
+        assert log.said("in flight: 4 requests")
         server.release()
         step.run(documents(20))
         assert server.asked.total() == 24
@@ -173,7 +173,7 @@ def test_several_signals_of_one_event_are_one(tmp_path, reraised, log, monkeypat
         preempted(step, 1, server, 1, again)
     assert reraised == [signal.SIGTERM, signal.SIGUSR1]
     assert log.said(", saved: 1 document of this run")
-    assert not log.said("given up")
+    assert not log.said("Given up")
 
 
 def test_signals_the_user_names_and_no_others(tmp_path, server, reraised):
@@ -332,7 +332,7 @@ def test_a_server_that_ends_of_the_same_signal_is_not_started_again(
         step.run([Document(text=f"wait {number}", id=f"{number}") for number in range(5)])
     assert (len(engines()), len(lines("asked"))) == (1, 2)
     assert not log.said("ERROR")
-    assert log.said("2 requests in flight were given up")
+    assert log.said("in flight: 2 requests")
 
 
 def test_while_the_users_context_is_entered_a_signal_raises_at_once(tmp_path, reraised, server):

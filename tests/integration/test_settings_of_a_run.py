@@ -17,7 +17,6 @@ from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.errors import CheckpointMismatch, ServerRefused
 from datatrove_ckpt.generation import provider_passes
 from datatrove_ckpt.generation.payloads import hash_payload
-from datatrove_ckpt.generation.run_identity import code_identity
 from datatrove_ckpt.rollouts import (
     ChunkedRollout,
     ClassifyRollout,
@@ -28,6 +27,7 @@ from datatrove_ckpt.rollouts import (
 )
 from datatrove_ckpt.runner import InferenceRunner
 from datatrove_ckpt.testing import outputs
+from datatrove_ckpt.user_code.code_identity import code_identity
 from tests.jobs import Budget, chat, documents, writer
 from tests.provider import FakeProvider
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from datatrove.data import Document, Media
 
-from datatrove_ckpt.generation.as_read import as_read
+from datatrove_ckpt.output.as_read import as_read
 from datatrove_ckpt.output.documents import decode, encode, fingerprint
 
 

@@ -19,7 +19,7 @@ from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt.checkpoint.identity import as_kept
-from datatrove_ckpt.generation.run_identity import code_identity
+from datatrove_ckpt.user_code.code_identity import code_identity
 
 DATA = Path(__file__).parent.parent / "data"
 _EDIT = re.compile("«([^«»→]*)→([^«»]*)»")

@@ -10,15 +10,15 @@ import types
 import pytest
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.run_identity import code_identity
 from datatrove_ckpt.user_code import statements
+from datatrove_ckpt.user_code.code_identity import code_identity
 from tests import processes
 from tests.unit.test_identity import as_main
 
 SCRIPT = """
 import argparse, functools, json, os, sys
 from pk.settings import STYLE
-from datatrove_ckpt.generation.run_identity import code_identity
+from datatrove_ckpt.user_code.code_identity import code_identity
 
 class Asker:
     def __init__(self, prompt, limit):
@@ -192,7 +192,7 @@ rollout = make()
 
 LABELS = """
 import functools, json
-from datatrove_ckpt.generation.run_identity import code_identity
+from datatrove_ckpt.user_code.code_identity import code_identity
 LABELS = {"one", "two", "three", "four", "five"}
 async def ask(document, generate, labels):
     return labels

@@ -18,8 +18,8 @@ from datatrove_ckpt.checkpoint import identity
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.lines import sealed_json
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
-from datatrove_ckpt.generation.run_identity import code_identity
 from datatrove_ckpt.user_code import description, statements
+from datatrove_ckpt.user_code.code_identity import code_identity
 from tests import processes
 from tests.jobs import documents, run_job, runner
 from tests.kept import content_of, edit

@@ -52,6 +52,8 @@ async def test_a_long_id_is_cut():
     """
     target = Target()
     oldest = target.start_attempt(Request(Sender(), "word " * 100_000))
-    rank = SimpleNamespace(_source=None, clients=[SimpleNamespace(oldest=oldest)], _ended_at=0.0)
+    source = SimpleNamespace(is_at_end=False)
+    clients = [SimpleNamespace(oldest=oldest)]
+    rank = SimpleNamespace(source=source, clients=clients, _ended_at=0.0)
     document = RankReporter._wait(rank).document
     assert document == "word " * 40

@@ -9,8 +9,7 @@ from pathlib import Path
 import dill
 import pytest
 
-from datatrove_ckpt.generation import run_identity
-from datatrove_ckpt.user_code import script_names
+from datatrove_ckpt.user_code import code_identity, script_names
 from tests.jobs import runner
 from tests.unit.test_identity import MODULE, as_main, load_changed
 
@@ -47,7 +46,7 @@ def another_process(
 
     def load_elsewhere(step):
         pickled = step if isinstance(step, bytes) else dill.dumps(step)
-        monkeypatch.setattr(run_identity, "_PROCESS", "another")
+        monkeypatch.setattr(code_identity, "_PROCESS", "another")
         return dill.loads(pickled)
 
     return load_elsewhere

@@ -14,7 +14,6 @@ from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.config.generation_params import refuse_near_misses
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.results import put_answer
-from datatrove_ckpt.generation.run_identity import code_identity
 from datatrove_ckpt.output.documents import PathResult
 from datatrove_ckpt.rollouts import (
     ClassifyRollout,
@@ -24,6 +23,7 @@ from datatrove_ckpt.rollouts import (
     chat,
     for_config,
 )
+from datatrove_ckpt.user_code.code_identity import code_identity
 from tests.jobs import rows, run_job, runner
 from tests.unit.test_rollouts import Texts, asked, document
 

@@ -15,7 +15,6 @@ from datatrove.data import Document
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.lines import sealed_json
 from datatrove_ckpt.errors import ConfigError, ServerRefused
-from datatrove_ckpt.generation.run_identity import code_identity
 from datatrove_ckpt.rollouts import (
     ChunkedRollout,
     CompletionRollout,
@@ -23,6 +22,7 @@ from datatrove_ckpt.rollouts import (
     for_config,
 )
 from datatrove_ckpt.rollouts.cutting import load_counter
+from datatrove_ckpt.user_code.code_identity import code_identity
 from tests.clients import config
 from tests.jobs import rejects, rows, runner
 from tests.unit.test_rollouts import asked, document

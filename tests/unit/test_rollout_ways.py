@@ -284,6 +284,7 @@ def test_canned_answers_have_no_score():
         (PromptRollout, {"prompt": "{text"}, "prompt: the template is broken ("),
         (PromptRollout, {"generation_params": {"messages": "x"}}, "generation_params: 'messages' cannot be"),
         (PromptRollout, {"tokenizer": "x"}, "tokenizer: nothing is measured in tokens; set max_prompt_tokens."),
+        (PromptRollout, {"generation_params": {"max_tokens": 0}}, "generation_params.max_tokens: 0 is not a whole"),
         (PromptRollout, {"regex": "("}, "regex: '(' is not a regular expression: "),
         (PromptRollout, {"regex": "a", "choice": ["a"]}, "regex: is set together with choice; an answer has one"),
         (PromptRollout, {"json_schema": {"type": "objekt"}}, "json_schema: is not a JSON schema: $.type: 'objekt'"),

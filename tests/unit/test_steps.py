@@ -7,7 +7,6 @@ import types
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
-from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.readers.step_records import (
     StepRecord,
@@ -15,6 +14,7 @@ from datatrove_ckpt.readers.step_records import (
     differences,
     plain_settings,
 )
+from datatrove_ckpt.user_code.code_identity import code_of
 
 
 class Filter(PipelineStep):

@@ -55,62 +55,21 @@ def as_read(document: Document) -> AsRead:
         fields = {
             name: getattr(document, name, None) for name in ("text", "id", "media", "metadata")
         }
-        data = trim(orjson.dumps(_AnyWrapper(describe).wrap(fields, _DEEPEST)))
+        data = trim(orjson.dumps(describe.wrap(fields, _DEEPEST)))
     return AsRead(data, len(data) + describe.hashed_bytes)
 
 
-class _AnyWrapper:
-    """Plain JSON from anything: surrogates, keys of any type, containers that hold themselves."""
-
-    def __init__(self, describe: _Description) -> None:
-        self._describe = describe
-        self._above: set[int] = set()
-
-    def wrap(self, value: object, depth: int) -> object:
-        try:
-            plain = as_plain(value)
-            if not isinstance(plain, str | dict | list | tuple):
-                wrapped = wrap_deep(plain, self._describe)
-                orjson.dumps(wrapped)
-                return wrapped
-        except Exception:
-            return _named(value)
-        if isinstance(plain, str):
-            try:
-                plain.encode()
-            except UnicodeEncodeError:
-                data = base64.b64encode(plain.encode("utf-8", "surrogatepass"))
-                return {TAG: ["surrogates", data.decode()]}
-            return plain
-        if id(value) in self._above:
-            return _named(value, "that holds itself")
-        if depth == 0:
-            return _named(value)
-        self._above.add(id(value))
-        wrapped = self._wrap_items(plain, depth - 1)
-        self._above.discard(id(value))
-        return wrapped
-
-    def _wrap_items(self, value: Any, depth: int) -> object:
-        if isinstance(value, dict):
-            return {
-                TAG: [
-                    "dict",
-                    [
-                        [self.wrap(key, depth), self.wrap(item, depth)]
-                        for key, item in value.items()
-                    ],
-                ]
-            }
-        return [self.wrap(item, depth) for item in value]
-
-
 class _Description:
-    """Describes values of a document that cannot be kept. Never raises."""
+    """Describes values of a document that cannot be kept. Never raises.
+
+    ``wrap`` makes plain JSON from anything: surrogates, keys of any type, containers that hold
+    themselves.
+    """
 
     def __init__(self) -> None:
         self.hashed_bytes = 0
         self._inside = False
+        self._above: set[int] = set()
 
     def __call__(self, value: object) -> str:
         try:
@@ -152,13 +111,51 @@ class _Description:
             return ""
         self._inside = True
         try:
-            return self._hash(orjson.dumps(_AnyWrapper(self).wrap(items, _DEEPEST)))
+            return self._hash(orjson.dumps(self.wrap(items, _DEEPEST)))
         finally:
             self._inside = False
 
     def _hash(self, data: Any) -> str:
         self.hashed_bytes += len(data)
         return str(xxhash.xxh3_128_hexdigest(data))
+
+    def wrap(self, value: object, depth: int) -> object:
+        try:
+            plain = as_plain(value)
+            if not isinstance(plain, str | dict | list | tuple):
+                wrapped = wrap_deep(plain, self)
+                orjson.dumps(wrapped)
+                return wrapped
+        except Exception:
+            return _named(value)
+        if isinstance(plain, str):
+            try:
+                plain.encode()
+            except UnicodeEncodeError:
+                data = base64.b64encode(plain.encode("utf-8", "surrogatepass"))
+                return {TAG: ["surrogates", data.decode()]}
+            return plain
+        if id(value) in self._above:
+            return _named(value, "that holds itself")
+        if depth == 0:
+            return _named(value)
+        self._above.add(id(value))
+        wrapped = self._wrap_items(plain, depth - 1)
+        self._above.discard(id(value))
+        return wrapped
+
+    def _wrap_items(self, value: Any, depth: int) -> object:
+        if isinstance(value, dict):
+            return {
+                TAG: [
+                    "dict",
+                    [
+                        [self.wrap(key, depth), self.wrap(item, depth)]
+                        for key, item in value.items()
+                    ],
+                ]
+            }
+        return [self.wrap(item, depth) for item in value]
 
 
 def _named(value: object, facts: str = "") -> str:

@@ -1,0 +1,200 @@
+"""Runs the rollouts of one document, and decides how it ends: written, dropped, as a dead letter,
+unrecorded, or with the rank.
+
+A failing document or server stops the rank with a drain (``Shutdown.fail``), even if a rollout
+swallows the error, which must not turn an outage into dropped documents. If nothing can be saved,
+all work ends at once (``Shutdown.abort``).
+"""
+
+import asyncio
+import os
+from dataclasses import dataclass
+
+from datatrove.data import Document
+from loguru import logger
+
+from datatrove_ckpt.checkpoint.chunks import ChunkSlot
+from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.numbers import WHY_DROPPED
+from datatrove_ckpt.common.redaction import note_sent
+from datatrove_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    DocumentNotSerializable,
+    RequestFailed,
+    causes,
+)
+from datatrove_ckpt.generation.answers import Answers, Parked
+from datatrove_ckpt.generation.dead_letters import RetriedDocument
+from datatrove_ckpt.generation.document_limit import DocumentLimit
+from datatrove_ckpt.generation.failures import Failures, drops
+from datatrove_ckpt.generation.generate import BoundGenerate
+from datatrove_ckpt.generation.prefetch import SourceDocument
+from datatrove_ckpt.generation.rank_requests import RankRequests
+from datatrove_ckpt.generation.requests import Requests
+from datatrove_ckpt.generation.results import DROPPED, Results
+from datatrove_ckpt.generation.user_rollout import name_of
+from datatrove_ckpt.process.event_loop import end_fork
+from datatrove_ckpt.process.exits import exit_error
+from datatrove_ckpt.rollouts import Rollout
+
+_MANY = 100  # documents of which one at least should be kept
+
+
+@dataclass(eq=False)
+class DocumentRuns:
+    """Runs the rollouts of one rank's documents.
+
+    Args:
+        rollout_fn: the step's, bound.
+        limit: which ``run`` gives a document's place back.
+
+    Attributes:
+        parked: documents whose requests wait for a batch.
+    """
+
+    requests: RankRequests
+    rollout_fn: Rollout
+    failures: Failures
+    results: Results
+    limit: DocumentLimit
+
+    def __post_init__(self) -> None:
+        requests = self.requests
+        self._checkpoint = requests.checkpoint
+        self._shutdown = requests.shutdown
+        self._own = requests.observer.own
+        self._rollouts = range(requests.model.config.rollouts_per_document)
+        self.parked = 0
+        self._dropped = 0
+        self._pid = os.getpid()
+
+    async def run(self, source: SourceDocument, slot: ChunkSlot) -> None:
+        try:
+            self._checkpoint.finish(slot, await self._run_document(source, slot))
+            self._own.documents += 1
+            if self._dropped == _MANY == self._own.documents:
+                logger.warning(f"The rollout dropped all of {_MANY} documents. {WHY_DROPPED}")
+        except Parked:
+            self.parked += 1
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            self._shutdown.abort()
+            raise
+        except CheckpointError as error:
+            self._shutdown.abort(error)
+        except BaseException as error:
+            self._shutdown.fail(error)
+        finally:
+            # A callback of the task would take a turn of the event loop of its own.
+            self.requests.documents.pop(slot.ordinal, None)
+            self.limit.release(source.size)
+
+    async def _run_document(self, source: SourceDocument, slot: ChunkSlot) -> Finished:
+        document = source.document
+        answers = Answers(self.requests, slot, source.id, len(self._rollouts))
+        if isinstance(document, RetriedDocument):
+            answers.is_suspect = document.letter["kind"] == RequestFailed.__name__
+        taken = self.failures.taken_letter(source, slot.ordinal)
+        if taken is not None:
+            return answers.finished("dead", source.fingerprint, taken)
+        try:
+            return await self._finished(source, slot, answers)
+        except (Exception, asyncio.CancelledError) as raised:
+            self._raise_if_stopping(answers)
+            error: BaseException = raised
+            if answers.parked:
+                error = ConfigError(
+                    f"{name_of(self.rollout_fn)} did not use an answer of its last pass, and sent "
+                    "other requests, so each pass would be paid for. With provider_batches, a "
+                    "rollout must send the same requests for a document each time: no random "
+                    "numbers, no time in its prompts (a seed may come from document.id)",
+                    setting="rollout_fn",
+                )
+            note_sent(answers.payloads)
+            note_sent([getattr(cause, "payload", None) for cause in causes(error)])
+            letter = self.failures.letter_or_raise(
+                source, slot.ordinal, error, answers.hashes, answers.rejections
+            )
+            return answers.finished("dead", source.fingerprint, letter)
+
+    async def _finished(
+        self, source: SourceDocument, slot: ChunkSlot, answers: Answers
+    ) -> Finished:
+        """Runs the rollouts, and adds their results to the document."""
+        document = source.document
+        self.results.check(document)
+        rank_requests = self.requests
+        requests = [
+            Requests(rank_requests, answers, index, rank_requests.model) for index in self._rollouts
+        ]
+        results: list[object]
+        if source.finished is not None:
+            document.metadata = source.finished
+            results = document.metadata[self.results.key]
+            # An old output may hold fewer results than rollouts.
+            for request, result in zip(requests, results, strict=False):
+                request.count_finished(result)
+        elif len(requests) == 1:
+            results = [await self._run_rollout(document, requests[0])]
+        else:
+            results = await self._run_rollouts(document, requests)
+        self._raise_if_stopping(answers)
+        if answers.parked:
+            raise Parked
+        kept = [result for result in results if result is not None]
+        self.results.put_quality(document, answers)
+        data = await self.results.encode(document, kept, slot.chunk.index, source.id)
+        if self.results.may_wait:
+            self._raise_if_stopping(answers)
+        is_dropped = data == DROPPED
+        self._dropped += is_dropped
+        return answers.finished(
+            "dropped" if is_dropped else "written", source.fingerprint, data, len(kept)
+        )
+
+    def _raise_if_stopping(self, answers: Answers) -> None:
+        """Raises CancelledError after a stop of the rank, or the document's failure, if the
+        document ends unrecorded.
+
+        Any other CancelledError of a rollout is a failure of the document. ``Task.cancelling``
+        cannot separate the cases: in Python 3.11 a TaskGroup in the rollout leaves it raised.
+        """
+        self._checkpoint.raise_failure()
+        if self._shutdown.aborted:
+            raise asyncio.CancelledError
+        if answers.failure is not None:
+            raise answers.failure
+        if answers.parked and answers.is_repeatable:
+            raise Parked
+
+    async def _run_rollouts(self, document: Document, requests: list[Requests]) -> list[object]:
+        # The first rollout that raises cancels the others, whose further requests would be wasted.
+        tasks = [
+            asyncio.ensure_future(self._run_rollout(document, request)) for request in requests
+        ]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _run_rollout(self, document: Document, request: Requests) -> object:
+        try:
+            result = await self.rollout_fn(document, BoundGenerate(request))
+        except BaseException as error:
+            end_fork(self._pid, error)
+            if drops(error):
+                return None
+            if isinstance(error, Exception | asyncio.CancelledError):
+                raise
+            if self._shutdown.aborted or self._shutdown.raised(error):
+                raise
+            raise exit_error(f"the rollout {name_of(self.rollout_fn)}", error) from error
+        end_fork(self._pid)
+        if document is result:
+            text = (
+                "returned the document itself. Return what is to be added to it, such as "
+                "answer.text"
+            )
+            raise DocumentNotSerializable(f"The rollout {name_of(self.rollout_fn)} {text}.")
+        return result

@@ -1,0 +1,60 @@
+"""Checks a document before any server works for it."""
+
+from datatrove.data import Document
+
+from datatrove_ckpt.config.templates import fill, lacks
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.generation.step import Step
+from datatrove_ckpt.rollouts import InvalidMedia, PromptRollout, ReadyMade, Rollout
+from datatrove_ckpt.rollouts.media import MEDIA
+from datatrove_ckpt.rollouts.source import prompt_source
+
+
+def check_first(step: Step, document: Document) -> None:
+    """Checks the first document.
+
+    Raises:
+        ConfigError: see ``check_answer``; or it lacks what the prompt of a ready-made rollout takes
+            from it, and that stops the run.
+    """
+    check_answer(step, document)
+    rollout_fn = step.rollout_fn
+    is_ready_made = type(rollout_fn).__module__ == ReadyMade.__module__
+    if step.on_document_error == "stop" and isinstance(rollout_fn, ReadyMade) and is_ready_made:
+        prompt_source(document, rollout_fn.prompt_column)
+        fill(getattr(rollout_fn, rollout_fn.first_template), document, "")
+        images = getattr(rollout_fn, "images", None)
+        if images not in (None, MEDIA, *document.metadata):
+            raise lacks(document, "images", images)
+
+
+async def try_media(rollout_fn: Rollout, document: Document) -> None:
+    """Encodes the media of the first document.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if isinstance(rollout_fn, PromptRollout):
+        try:
+            async with rollout_fn.media_parts(document):
+                pass
+        except InvalidMedia as error:
+            raise ConfigError(f"The first document, {document.id!r}: {error}.") from error
+
+
+def check_answer(step: Step, document: Document) -> None:
+    """Raises ConfigError if the run would replace what a document holds."""
+    settings = dict.fromkeys(step.added_columns, "metadata_key")
+    if step.answer_column is not None:
+        settings = dict.fromkeys(step.added_columns, "answer")
+        settings |= {step.answer_column: "answer", step.metadata_key: "metadata_key"}
+    taken = [name for name in settings if name in document.metadata]
+    if taken:
+        given = {"answer": step.answer_column, "metadata_key": step.metadata_key}
+        others = {setting: f"{given[setting]}_2" for setting in map(settings.__getitem__, taken)}
+        raise ConfigError(
+            f"{settings[taken[0]]}: document {document.id!r} has {' and '.join(map(repr, taken))} "
+            "in its metadata already, perhaps of an earlier run, and this run would replace "
+            f"that. Give other names: {' and '.join(map(' '.join, others.items()))}.",
+            changes=[others],
+        )

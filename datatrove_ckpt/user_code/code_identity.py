@@ -1,0 +1,179 @@
+"""What the user's code adds to a run's identity. Source that the code reaches describes it
+(``description``).
+
+Functions that a pickle holds by value (of the script, nested, lambdas) are described as they were
+when the job was made; imported functions as this process has imported them.
+"""
+
+import operator
+import re
+import secrets
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import orjson
+
+from datatrove_ckpt.common import redaction
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.user_code.description import (
+    PIPELINE,
+    CodeDescription,
+    describe,
+    is_away,
+    look_at,
+)
+from datatrove_ckpt.user_code.statements import digest
+
+_PROCESS = secrets.token_hex(8)
+_VERSION = 7
+"""Version of the description, in ``run.json``.
+
+Release 0.1.0 wrote none. What code is differs between versions.
+"""
+_CONSTANTS = (str, int, float, bytes, type(None))
+_NOTHING = CodeDescription({}, {}, {}, [], frozenset(), [])
+_SETTING = re.compile(r"(rollout_fn|shared_context)\.(?!.* code$)")
+
+
+@dataclass(frozen=True)
+class CodeIdentity:
+    """What the user's code adds to a run's identity.
+
+    Made with a step, and pickled with it.
+    """
+
+    made: CodeDescription
+    process: str = ""
+    """The process that described the code.
+
+    One that it forked is the same, since it has the same functions.
+    """
+    version: int = 3
+    """Version of the description. Pickles of version 3 hold no number."""
+    things: tuple[object, ...] = ()
+    """What is described. A pickle holds these objects and the step's as the same ones."""
+    given: Mapping[str, object] | None = None
+    """Texts and numbers of the shared context, which a program may replace in its dictionary."""
+
+    @property
+    def fields(self) -> dict[str, object]:
+        return self.made.fields
+
+    @property
+    def digest(self) -> str:
+        return digest(repr(sorted(self.fields.items())))
+
+
+def code_identity(
+    rollout_fn: object,
+    shared_context: object,
+    when_made: CodeIdentity | None = None,
+    output_writer: object = None,
+    rollout_version: str | None = None,
+) -> CodeIdentity:
+    """Describes the user's code.
+
+    Args:
+        when_made: this function's result in the process that made the job, for what was pickled by
+            value. None: the job is being made now.
+        output_writer: its adapter is code of the user, too.
+        rollout_version: replaces the description.
+    """
+    if rollout_version is not None:
+        named = _NOTHING._replace(fields={"rollout_version": rollout_version})
+        return CodeIdentity(named, version=_VERSION)
+    # A job that was queued before an upgrade.
+    if when_made is not None and when_made.version != _VERSION:
+        if when_made.made is None:  # version 5 and before: the code could not be described
+            return CodeIdentity(_NOTHING, version=2)
+        return when_made
+    things = (rollout_fn, shared_context, output_writer)
+    shared = shared_context if isinstance(shared_context, dict) else {}
+    given = {name: one for name, one in shared.items() if isinstance(one, _CONSTANTS)}
+    if when_made is not None and (
+        when_made.given != given or not all(map(operator.is_, things, when_made.things))
+    ):
+        when_made = None
+    if when_made is not None and when_made.process == _PROCESS:
+        return when_made
+    described = {
+        "rollout_fn": rollout_fn,
+        "shared_context": shared_context,
+        **_of_writer(output_writer),
+    }
+    before = None
+    if when_made is not None and any(map(is_away, look_at(described).roots)):
+        before = when_made.made
+    try:
+        made = _shown(describe(described, before), output_writer)
+    except Exception as error:  # the user's objects may do anything when they are looked at
+        raise ConfigError(
+            f"its code could not be described, so a resume could not compare it: {error!r}. Set "
+            "rollout_version to a text that you change with the code.",
+            setting="rollout_fn",
+        ) from error
+    # The object holds settings when the step is made, and state later.
+    if when_made is not None:
+        made.fields.update(
+            {name: value for name, value in when_made.fields.items() if _SETTING.match(name)}
+        )
+    return CodeIdentity(made, _PROCESS, _VERSION, things, given)
+
+
+def code_of(thing: object) -> dict[str, str]:
+    """Hashes the user's code that begins at a function or class. Empty for code of packages.
+
+    Bytecode differs between Pythons, so its name says which.
+    """
+    try:
+        fields = {} if _is_of_pipeline(thing) else describe({"step": thing}).fields
+    except Exception:
+        return {}
+    if not fields:
+        return {}
+    python = ""
+    if any(str(value).startswith("bytecode ") for value in fields.values()):
+        python = f" in {sys.implementation.cache_tag}"
+    return {f"code{python}": digest(repr(sorted(fields.items())))}
+
+
+def _is_of_pipeline(thing: object) -> bool:
+    return str(getattr(thing, "__module__", "")).partition(".")[0] in PIPELINE
+
+
+def _of_writer(writer: object) -> dict[str, object]:
+    found: dict[str, object] = {}
+    adapter = getattr(writer, "adapter", None)
+    adapter = getattr(adapter, "__func__", adapter)
+    if adapter is not None and not _is_of_pipeline(adapter):
+        found["output_writer.adapter"] = adapter
+    if writer is not None and not _is_of_pipeline(type(writer)):
+        found["output_writer"] = type(writer)
+    return found
+
+
+def _shown(made: CodeDescription, writer: object) -> CodeDescription:
+    """Removes secrets and long texts: the identity is written to run.json and executor.json."""
+    found = redaction.environment_secrets(redaction.is_surely_secret).values()
+    fields, own = (
+        {
+            name: _short(
+                value if name.endswith(" code") else redaction.without_secrets(name, value, found)
+            )
+            for name, value in each.items()
+        }
+        for each in (made.fields, made.own)
+    )
+    if getattr(writer, "expand_metadata", False):
+        fields["output_writer.expand_metadata"] = True
+    return made._replace(fields=fields, own=own)
+
+
+def _short(value: object) -> object:
+    text = value
+    if not isinstance(text, str):
+        text = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
+    if len(text) <= 2000:
+        return value
+    return f"{len(text)} characters, hash {digest(text)}"

@@ -3,7 +3,8 @@
 import argparse
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 
@@ -11,12 +12,7 @@ from datatrove_ckpt.cli.printing import say, say_result, write_page
 from datatrove_ckpt.common.formatting import byte_size, duration, figure, plural, plural_or_no
 from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.run_folder.report.page import clock, page, table
-from datatrove_ckpt.run_folder.training import (
-    TrainingState,
-    examine_training,
-    plotted,
-    read_training,
-)
+from datatrove_ckpt.torch.training_state import TrainingState, examine_training, read_training
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -136,9 +132,19 @@ def _plot(state: TrainingState, name: str) -> Iterator[tuple[str, str]]:
     points = [(step, value) for step, value in found if value is not None and math.isfinite(value)]
     if points:
         values = [value for _, value in points]
-        drawn = plotted(values, _BARS)
+        drawn = _plotted(values)
         ends = ", ".join(f"{figure(value)} at {step}" for step, value in (points[0], points[-1]))
         yield name, f"{drawn} {ends}; least {figure(min(values))}"
+
+
+def _plotted(values: Sequence[float]) -> str:
+    """Draws a curve in 48 cells: the mean of each, between the least and the greatest."""
+    count = min(48, len(values))
+    edges = [number * len(values) // count for number in range(count + 1)]
+    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
+    least = min(means)
+    span = (max(means) - least) or 1.0
+    return "".join(_BARS[int((mean - least) / span * (len(_BARS) - 1))] for mean in means)
 
 
 _COLUMNS = ("step", "saved", "size", "metrics")

@@ -41,18 +41,6 @@ from torch.utils.data import DataLoader
 
 import datatrove_ckpt.torch.policies as policies
 import datatrove_ckpt.torch.sharded as sharded
-from datatrove_ckpt.checkpoint.training_steps import (
-    FORMAT,
-    Manifest,
-    StepName,
-    TrainingHistory,
-    blocks,
-    config_file,
-    give_sign,
-    is_left_behind,
-    left_behind,
-    size_of,
-)
 from datatrove_ckpt.common.declared import refuse
 from datatrove_ckpt.common.object_store import ObjectStore, check_mirror
 from datatrove_ckpt.common.retrying import READING, failure_line
@@ -66,7 +54,17 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.process import slurm_job
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import SIGNALS, check_signals
+from datatrove_ckpt.torch.history import TrainingHistory, config_file, give_sign
 from datatrove_ckpt.torch.ranks import Ranks
+from datatrove_ckpt.torch.step_folder import (
+    FORMAT,
+    Manifest,
+    StepName,
+    blocks,
+    is_left_behind,
+    left_behind,
+    size_of,
+)
 from datatrove_ckpt.torch.steps import Contents, Steps
 from datatrove_ckpt.torch.training_input import TrainingInput
 

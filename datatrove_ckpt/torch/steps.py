@@ -1,6 +1,6 @@
 """The saved steps of ``TrainingCheckpoints``: how they are written, and copied to the remote.
 
-``checkpoint/training_steps.py`` describes the folder.
+``step_folder.py`` describes the folder.
 In the remote the manifest is written last, and removed first. Its ``owner`` names the process that
 copies there.
 """
@@ -21,7 +21,15 @@ import torch
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.lines import explained
-from datatrove_ckpt.checkpoint.training_steps import (
+from datatrove_ckpt.common.object_store import ObjectStore
+from datatrove_ckpt.errors import (
+    CheckpointCorrupt,
+    CheckpointLocked,
+    ConfigError,
+    Fenced,
+    StorageFailed,
+)
+from datatrove_ckpt.torch.step_folder import (
     CONFIG,
     FORMAT,
     MANIFEST,
@@ -41,14 +49,6 @@ from datatrove_ckpt.checkpoint.training_steps import (
     size_and_hash,
     step_names,
     steps_in,
-)
-from datatrove_ckpt.common.object_store import ObjectStore
-from datatrove_ckpt.errors import (
-    CheckpointCorrupt,
-    CheckpointLocked,
-    ConfigError,
-    Fenced,
-    StorageFailed,
 )
 
 if TYPE_CHECKING:

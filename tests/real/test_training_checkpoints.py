@@ -35,9 +35,8 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from datatrove_ckpt.checkpoint import files, training_steps
+from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.lines import explained
-from datatrove_ckpt.checkpoint.training_steps import StepName, read_events, read_manifest, sealed
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
@@ -63,8 +62,11 @@ from datatrove_ckpt.torch import (
     ReaderDataset,
     SavePolicy,
     TrainingCheckpoints,
+    step_folder,
 )
+from datatrove_ckpt.torch.history import read_events
 from datatrove_ckpt.torch.sharded import _known_classes, _Metadata
+from datatrove_ckpt.torch.step_folder import StepName, read_manifest, sealed
 from tests.patience import Patience, until
 from tests.processes import is_alive
 from tests.real import train as script
@@ -943,7 +945,7 @@ def test_a_copy_that_differs_is_named_and_replaces_no_older_one(
 @pytest.fixture
 def adapted(monkeypatch):
     """States of a training with a large part that never changes."""
-    monkeypatch.setattr(training_steps, "SHARED_BYTES", 50_000)
+    monkeypatch.setattr(step_folder, "SHARED_BYTES", 50_000)
     return {"base": {"table": torch.arange(20000.0)}, "adapter": {"rank": torch.zeros(2)}}
 
 
@@ -1080,10 +1082,10 @@ def test_a_release_that_knows_no_shared_files_refuses_such_a_step(
 ):
     with checkpoints(run, remote=remote) as saved:
         save_adapted(saved, adapted, 1, 2)
-    monkeypatch.setattr(training_steps, "SHARED", "unknown")
+    monkeypatch.setattr(step_folder, "SHARED", "unknown")
     with pytest.raises(StorageFailed, match=r"another version of this package \(.*Checkpoints 2, "):
         restored(tmp_path / "new node", remote=remote)
-    assert read_manifest(run, StepName(0, 2))["format"] == training_steps.FORMAT
+    assert read_manifest(run, StepName(0, 2))["format"] == step_folder.FORMAT
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from datatrove_ckpt.cli.printing import say, say_result, write_page
 from datatrove_ckpt.common.formatting import byte_size, duration, figure, plural, plural_or_no
 from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.run_folder.report.page import clock, page, table
-from datatrove_ckpt.torch.training_state import TrainingState, examine_training, read_training
+from datatrove_ckpt.torch.training_state import TrainingState, read_training
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -69,13 +69,32 @@ def verify(arguments: argparse.Namespace) -> int:
 
 def doctor(arguments: argparse.Namespace) -> int:
     state = read_training(Path(arguments.config), full=True)
-    findings = list(examine_training(state))
-    problems = sum(finding.state == "problem" for finding in findings)
-    lines = [f"{each.state:<8} {each.what}: {each.message}" for each in findings]
+    checks = [{"state": found, "what": what, "message": text} for found, what, text in _find(state)]
+    problems = sum(check["state"] == "problem" for check in checks)
+    lines = [f"{check['state']:<8} {check['what']}: {check['message']}" for check in checks]
     lines.append(f"{plural_or_no(problems, 'problem')} in {state.folder}")
-    content = {"exit_code": int(problems > 0), "checks": [each._asdict() for each in findings]}
-    say_result(arguments.json, content, lines)
+    say_result(arguments.json, {"exit_code": int(problems > 0), "checks": checks}, lines)
     return int(problems > 0)
+
+
+def _find(state: TrainingState) -> Iterator[tuple[str, str, str]]:
+    """Yields whether a training may continue in the folder, and save there: ok, warning or problem,
+    what was checked, and what was found.
+    """
+    for step in state.damaged:
+        yield "warning", step.folder, step.damage
+    restored = state.restored
+    if restored is None:
+        yield "problem", "restore", "No step is whole, so a restore fails."
+        return
+    yield "ok", "restore", f"A restore takes step {restored.step}."
+    free = f"{byte_size(state.free_bytes)} are free"
+    if state.free_bytes < restored.bytes:
+        yield "problem", "disk", f"{free}, and a step needs {byte_size(restored.bytes)}. Make room."
+    else:
+        yield "ok", "disk", f"{free}."
+    if state.writer:
+        yield "warning", "lock", f"{state.writer} saves there now: another training cannot."
 
 
 def _restore(state: TrainingState) -> str:

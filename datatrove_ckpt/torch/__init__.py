@@ -23,23 +23,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from datatrove_ckpt.torch.checkpoints import TrainingCheckpoints as TrainingCheckpoints
-    from datatrove_ckpt.torch.dataset import ReaderDataset as ReaderDataset
-    from datatrove_ckpt.torch.dataset import restore as restore
-    from datatrove_ckpt.torch.mixing import Mix as Mix
-    from datatrove_ckpt.torch.packing import Pack as Pack
-    from datatrove_ckpt.torch.policies import Best as Best
-    from datatrove_ckpt.torch.policies import Every as Every
-    from datatrove_ckpt.torch.policies import EveryEpoch as EveryEpoch
-    from datatrove_ckpt.torch.policies import EverySeconds as EverySeconds
-    from datatrove_ckpt.torch.policies import EverySteps as EverySteps
-    from datatrove_ckpt.torch.policies import KeepPolicy as KeepPolicy
-    from datatrove_ckpt.torch.policies import Last as Last
-    from datatrove_ckpt.torch.policies import Moment as Moment
-    from datatrove_ckpt.torch.policies import SavePolicy as SavePolicy
-    from datatrove_ckpt.torch.policies import WhenFailing as WhenFailing
+    from datatrove_ckpt.torch.checkpoints import TrainingCheckpoints
+    from datatrove_ckpt.torch.dataset import ReaderDataset, restore
+    from datatrove_ckpt.torch.mixing import Mix
+    from datatrove_ckpt.torch.packing import Pack
+    from datatrove_ckpt.torch.policies import (
+        Best,
+        Every,
+        EveryEpoch,
+        EverySeconds,
+        EverySteps,
+        KeepPolicy,
+        Last,
+        Moment,
+        SavePolicy,
+        WhenFailing,
+    )
 
-_POLICIES = (
+__all__ = [
     "Best",
     "Every",
     "EveryEpoch",
@@ -47,19 +48,23 @@ _POLICIES = (
     "EverySteps",
     "KeepPolicy",
     "Last",
+    "Mix",
     "Moment",
+    "Pack",
+    "ReaderDataset",
     "SavePolicy",
+    "TrainingCheckpoints",
     "WhenFailing",
-)
+    "restore",
+]
+
 _MODULES = {
     "Mix": "mixing",
     "Pack": "packing",
     "ReaderDataset": "dataset",
     "TrainingCheckpoints": "checkpoints",
     "restore": "dataset",
-    **dict.fromkeys(_POLICIES, "policies"),
 }
-__all__ = [*_MODULES]
 _REMOVED = {
     "Sample": "typing.Any",
     "merge": "restore(loader, states), with the states of all ranks",
@@ -70,9 +75,10 @@ _REMOVED = {
 def __getattr__(name: str) -> object:
     if name in _REMOVED:
         raise ImportError(f"{__name__}.{name} was removed. Use {_REMOVED[name]}.")
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    module = _MODULES.get(name, "policies")
+    return getattr(import_module(f"{__name__}.{module}"), name)
 
 
 def __dir__() -> list[str]:

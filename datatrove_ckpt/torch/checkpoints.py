@@ -146,11 +146,9 @@ class TrainingCheckpoints:
             raise ConfigError(f"{on_failure!r} is not a function.", setting="on_failure")
         self._save_policy = save or policies.EverySeconds("auto")
         self._keep = keep or policies.Last(3) | policies.Best("loss")
-        parts = self._keep.parts
-        self._lasting = policies.AnyOf(
-            tuple(part for part in parts if not isinstance(part, policies.Last))
+        self._best = next(
+            (part for part in self._keep.parts if isinstance(part, policies.Best)), None
         )
-        self._best = next((part for part in parts if isinstance(part, policies.Best)), None)
         self._asynchronous = asynchronous
         self._only_plain = only_plain
         self._on_failure = on_failure
@@ -183,7 +181,6 @@ class TrainingCheckpoints:
         self._signing = _Task(asynchronous)  # a shared folder may be busy, or away
         self._curve_at = time.monotonic()
         self._snapshot = sharded.StateSnapshot()
-        self._damaged = set[StepName]()
         self._copied = StepName(-1, 0)
         self._pause = 0.0
         self._write_seconds = 0.0
@@ -245,7 +242,7 @@ class TrainingCheckpoints:
         Raises ``failure`` if ``raises`` is set.
         """
         self._writing.join()
-        if self._wait_for_copy() and self._copies and self._manifests:
+        if self._wait_for_copy() and self._copies and self._steps.manifests():
             self._uploading.start(self._upload)  # once more, if the last copy failed
             self._wait_for_copy()
         if self._steps.is_locked:
@@ -589,7 +586,6 @@ class TrainingCheckpoints:
                 return
             self._steps.write(name, contents, metrics, {"save": save})
             self._steps.publish(name)
-            self._damaged.discard(name)
             self._write_seconds = time.monotonic() - began
             self._note(
                 "saved",
@@ -608,12 +604,6 @@ class TrainingCheckpoints:
         if time.monotonic() - self._curve_at > _CURVE_SECONDS:
             self._write_curve()
 
-    @property
-    def _manifests(self) -> dict[StepName, Manifest]:
-        """Those of the steps in the folder that were not found damaged."""
-        found = self._steps.manifests()
-        return {name: found[name] for name in found.keys() - self._damaged}
-
     def _write_curve(self) -> None:
         with suppress(Exception):  # the next save names the full disk
             self._history.write_curve()
@@ -624,13 +614,13 @@ class TrainingCheckpoints:
         if not self._is_owner:
             return
         with suppress(Exception):  # of no step, max raises
-            there = self._manifests
+            there = self._steps.manifests()
             if shutil.disk_usage(self._steps.folder).free < size_of(there[max(there)]):
                 self._remove_old(name)
         self._steps.begin(name)
 
     def _remove_old(self, coming: StepName | None = None) -> None:
-        there = _metrics(self._manifests)
+        there = _metrics(self._steps.manifests())
         kept = {max(there), self._copied}
         if coming is None:
             kept |= self._keep.kept(there)
@@ -650,9 +640,12 @@ class TrainingCheckpoints:
             while True:
                 there, incomplete = self._steps.remote_manifests()
                 self._steps.refuse_others(there)
-                here = self._manifests
+                here = self._steps.manifests()
                 name = max(here)
-                wanted = {*self._lasting.kept(_metrics(here)), name}
+                wanted = {name}
+                for part in self._keep.parts:
+                    if not isinstance(part, policies.Last):
+                        wanted |= part.kept(_metrics(here))
                 missing = [
                     each
                     for each in wanted
@@ -778,7 +771,7 @@ class TrainingCheckpoints:
     def _best_last(self) -> list[StepName]:
         if self._best is None:
             raise ConfigError('"best": keep= has no Best(...), which names the metric.')
-        manifests = self._manifests
+        manifests = self._steps.manifests()
         if self._copies:
             manifests = self._steps.remote_manifests()[0] | manifests
         for name in left_behind(manifests):
@@ -812,11 +805,11 @@ class TrainingCheckpoints:
             if damage and name not in set().union(*self._ranks.together(self._names)):
                 return self._choose(step, loaded, before)  # its training has removed it
             if not damage:
-                self._damaged.discard(name)
+                self._steps.damaged.discard(name)
                 self._steps.training = self._steps.manifest(name)["training"]
                 return name, passed
             passed.append(f"{name}: {damage}")
-            self._damaged.add(name)
+            self._steps.damaged.add(name)
             if self._ranks.rank == 0:
                 logger.warning(f"{name} is passed over: {damage}")
         if not passed:
@@ -1001,7 +994,6 @@ class TrainingCheckpoints:
         if self._is_owner:
             self._uploading.join()
             self._steps.publish(new)
-            self._damaged.discard(new)
             for name in self._steps.names():
                 if is_left_behind(name, new):
                     self._steps.remove(name)

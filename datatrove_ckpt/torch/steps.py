@@ -77,6 +77,8 @@ class Steps:
         """Identifies the training."""
         self.back_to: int | None = None
         """The step to which the last rollback went, if steps follow it."""
+        self.damaged = set[StepName]()
+        """Steps that were found damaged, and were not saved again."""
         self._before = dict[tuple[int | str, ...], str]()
         """The large files of ``_step``, the last one that was whole, by size and hash."""
         self._step = folder
@@ -201,6 +203,7 @@ class Steps:
         files.disk.rename(staging, self.folder / str(name))
         files.disk.sync_dir(self.folder)
         files.disk.remove_tree(old)
+        self.damaged.discard(name)
         self._note_whole(name)
 
     def _note_whole(self, name: StepName) -> None:
@@ -231,7 +234,8 @@ class Steps:
         return read_manifest(self.folder, name)
 
     def manifests(self) -> dict[StepName, Manifest]:
-        return readable(self.names(), self.manifest)
+        """Returns the manifests of the steps that were not found damaged."""
+        return readable(set(self.names()) - self.damaged, self.manifest)
 
     def damage(self, name: StepName, loaded: Contents) -> str:
         """Returns why the step in the folder cannot be used; "": it is whole.
@@ -404,7 +408,7 @@ class Steps:
         """Removes large files in the remote that none of these steps has, nor one in the folder:
         a listing of the remote may lag.
         """
-        manifests = [*staying, *self.manifests().values()]
+        manifests = [*staying, *readable(self.names(), self.manifest).values()]
         needed = {entry[1] for manifest in manifests for entry in manifest["files"].values()}
         unused = self._remote.names("shared").keys() - needed
         self.own_remote()  # what a later process copies from now on stays

@@ -1,15 +1,12 @@
 """Reads the folder of a training's checkpoints, also during the training."""
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import datatrove_ckpt.torch.step_folder as step_folder
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.formatting import byte_size
 from datatrove_ckpt.errors import CheckpointCorrupt, StorageFailed, VersionMismatch
 from datatrove_ckpt.torch.history import Row, curve, read_events, read_signs
 
@@ -111,31 +108,3 @@ def _read(
     except (CheckpointCorrupt, VersionMismatch, StorageFailed, OSError) as error:
         return manifest, str(error)
     return manifest, ""
-
-
-class TrainingFinding(NamedTuple):
-    """``state``: ok, warning or problem."""
-
-    state: str
-    what: str
-    message: str
-
-
-def examine_training(state: TrainingState) -> Iterator[TrainingFinding]:
-    """Checks whether a training may continue in the folder, and save there."""
-    for step in state.damaged:
-        yield TrainingFinding("warning", step.folder, step.damage)
-    restored = state.restored
-    if restored is None:
-        yield TrainingFinding("problem", "restore", "No step is whole, so a restore fails.")
-        return
-    yield TrainingFinding("ok", "restore", f"A restore takes step {restored.step}.")
-    free = f"{byte_size(state.free_bytes)} are free"
-    if state.free_bytes < restored.bytes:
-        message = f"{free}, and a step needs {byte_size(restored.bytes)}. Make room."
-        yield TrainingFinding("problem", "disk", message)
-    else:
-        yield TrainingFinding("ok", "disk", f"{free}.")
-    if state.writer:
-        message = f"{state.writer} saves there now: another training cannot."
-        yield TrainingFinding("warning", "lock", message)

@@ -6,6 +6,7 @@ import pytest
 from loguru import logger
 
 from datatrove_ckpt.common.object_store import ObjectStore
+from datatrove_ckpt.process import signals
 
 
 @pytest.fixture
@@ -15,6 +16,21 @@ def warned():
     sink = logger.add(lines.append, level="WARNING", format="{message}")
     yield lines
     logger.remove(sink)
+
+
+@pytest.fixture(autouse=True)
+def _the_tests_go_on(monkeypatch):
+    """A process that a signal ends is killed seconds later if threads hold it; here it runs the
+    other tests, too.
+    """
+    monkeypatch.setattr(signals, "_EXIT_SECONDS", 1e6)
+
+
+@pytest.fixture
+def ranks():
+    from tests.real.test_training_checkpoints import Ranks
+
+    return Ranks()
 
 
 @pytest.fixture

@@ -15,15 +15,8 @@ from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.common.formatting import missing_package
 from datatrove_ckpt.common.redaction import holds_credentials
 from datatrove_ckpt.errors import ConfigError, StorageFailed
+from datatrove_ckpt.run_folder import tracking
 from datatrove_ckpt.run_folder.run_state import wanted_files
-from datatrove_ckpt.run_folder.tracking import (
-    IDLE_LOOKS,
-    MlflowRun,
-    Point,
-    RunTracker,
-    TrackedJob,
-    Tracker,
-)
 from datatrove_ckpt.run_folder.where import Place
 from datatrove_ckpt.torch.history import Row
 from datatrove_ckpt.torch.step_folder import is_training
@@ -43,19 +36,19 @@ def track(arguments: argparse.Namespace) -> int:
             "see. Leave them out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in "
             "the environment."
         )
-    service = partial(MlflowRun, uri=arguments.mlflow, experiment=arguments.experiment)
+    service = partial(tracking.MlflowRun, uri=arguments.mlflow, experiment=arguments.experiment)
     if is_training(arguments.what):
         folder = Path(arguments.what)
         _send(TrainingTracker(service, arguments.name_of_run, folder=folder))
         say("All is sent, and no training saves there.")
         return 0
     with place_of(arguments, wanted_files) as place:
-        _send(RunTracker(service, arguments.name_of_run, place=place), place)
+        _send(tracking.RunTracker(service, arguments.name_of_run, place=place), place)
     say("All is sent, and no task is at work.")
     return 0
 
 
-def _send(tracker: Tracker, place: Place | None = None) -> None:
+def _send(tracker: tracking.Tracker, place: Place | None = None) -> None:
     said = ""
     while True:
         problem = tracker.work()
@@ -75,7 +68,7 @@ _INTERVALS = 2  # between saves: a training starts again, and makes the steps to
 
 
 @dataclass
-class TrainingTracker(Tracker):
+class TrainingTracker(tracking.Tracker):
     """Sends the loss curve of a training: each step once, and again after a rollback. It ends when
     no process saves into the folder, at several looks and for longer than between its newest saves:
     one that was started again has not saved yet.
@@ -84,23 +77,23 @@ class TrainingTracker(Tracker):
     folder: Path = field(kw_only=True)
     _sent: list[Row] = field(default_factory=list)
 
-    def look(self) -> tuple[TrackedJob, Iterable[Point], str]:
+    def look(self) -> tuple[tracking.TrackedJob, Iterable[tracking.Point], str]:
         state = read_training(self.folder, full=False)
         known = str(self.folder.absolute())
         times = sorted(step.at for step in state.steps if step.at)
         started = min(times, default=time.time())
         name = self.name or self.folder.absolute().name
         identity = xxhash.xxh3_128_hexdigest(known.encode())
-        job = TrackedJob(identity, name, started, {"folder": known})
+        job = tracking.TrackedJob(identity, name, started, {"folder": known})
         self.idle_looks += 1
         if state.writer:
             self.idle_looks = 0
         status = "RUNNING"
-        if self.idle_looks >= IDLE_LOOKS and _is_quiet(times):
+        if self.idle_looks >= tracking.IDLE_LOOKS and _is_quiet(times):
             status = "FINISHED"
         return job, self._new_points(state.curve), status
 
-    def _new_points(self, curve: Sequence[Row]) -> Iterator[Point]:
+    def _new_points(self, curve: Sequence[Row]) -> Iterator[tracking.Point]:
         """A step counts as sent once the next one is wanted."""
         for number, (step, metrics) in enumerate(curve):
             if self._sent[number : number + 1] != [(step, metrics)]:

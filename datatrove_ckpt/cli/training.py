@@ -121,8 +121,7 @@ def _topics(state: TrainingState) -> Iterator[tuple[str, str]]:
     if state.writer:
         yield "writer", state.writer
     yield from _ranks(state)
-    names = dict.fromkeys(name for _, row in state.curve for name in row)
-    for name in names:
+    for name in dict.fromkeys(name for _, row in state.curve for name in row):
         yield from _plot(state, name)
     for step in state.damaged:
         yield "damaged", step.damage

@@ -616,16 +616,12 @@ class TrainingCheckpoints:
         with suppress(Exception):  # of no step, max raises
             there = self._steps.manifests()
             if shutil.disk_usage(self._steps.folder).free < size_of(there[max(there)]):
-                self._remove_old(name)
+                self._remove_old({name: {}})
         self._steps.begin(name)
 
-    def _remove_old(self, coming: StepName | None = None) -> None:
+    def _remove_old(self, coming: policies.Metrics | None = None) -> None:
         there = _metrics(self._steps.manifests())
-        kept = {max(there), self._copied}
-        if coming is None:
-            kept |= self._keep.kept(there)
-        else:
-            kept |= self._keep.kept({**there, coming: {}})
+        kept = self._keep.kept({**there, **(coming or {})}) | {max(there), self._copied}
         for name in there.keys() - kept:
             self._steps.remove(name)
 
@@ -665,12 +661,11 @@ class TrainingCheckpoints:
             self._note("not copied", name, error=str(error))
 
     def _remove_copies(self, there: Mapping[StepName, Manifest], incomplete: set[StepName]) -> None:
-        gone = incomplete | left_behind(there)
-        staying = {name: there[name] for name in there.keys() - gone}
+        staying = {name: there[name] for name in there.keys() - incomplete - left_behind(there)}
         kept = self._keep.kept(_metrics(staying)) | {max(staying)}
         try:
             self._steps.own_remote()
-            for name in gone | (staying.keys() - kept):
+            for name in (incomplete | there.keys()) - kept:
                 self._steps.remove_remote(name)
             self._steps.remove_shared(staying[name] for name in kept)
         except Exception as error:

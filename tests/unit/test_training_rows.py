@@ -299,7 +299,7 @@ def test_what_cannot_work_is_named(parquet):
         (lambda: rows.shuffle(1, buffer_size=9), "buffer_size: .*window="),
         (lambda: rows.map(dict, batched=True), r"batched: .*batch\(batch_size\)\.map"),
         (lambda: rows.batch(2, drop_last=True), "drop_last: .*drop_last_batch="),
-        (lambda: ReaderDataset("rows"), r"'rows' is not a reader. Write .*from_folder\("),
+        (lambda: ReaderDataset("rows"), r"this str cannot be counted. Use from_folder\("),
     ):
         with pytest.raises(ConfigError, match=message):
             call()

@@ -89,8 +89,13 @@ class TrainingTracker(tracking.Tracker):
         if state.writer:
             self.idle_looks = 0
         status = "RUNNING"
-        if self.idle_looks >= tracking.IDLE_LOOKS and _is_quiet(times):
-            status = "FINISHED"
+        if self.idle_looks >= tracking.IDLE_LOOKS:
+            interval = _UNKNOWN_SECONDS
+            if len(times) > 1:
+                interval = times[-1] - times[-2]
+            # A training that goes on would have saved since.
+            if not times or time.time() - times[-1] > _INTERVALS * interval:
+                status = "FINISHED"
         return job, self._new_points(state.curve), status
 
     def _new_points(self, curve: Sequence[Row]) -> Iterator[tracking.Point]:
@@ -100,13 +105,3 @@ class TrainingTracker(tracking.Tracker):
                 numbers = {key: value for key, value in metrics.items() if value is not None}
                 yield time.time(), numbers, step
                 self._sent[number:] = [(step, metrics)]
-
-
-def _is_quiet(times: Sequence[float]) -> bool:
-    """Returns whether a training that goes on would have saved since the newest of its saves."""
-    if not times:
-        return True
-    interval = _UNKNOWN_SECONDS
-    if len(times) > 1:
-        interval = times[-1] - times[-2]
-    return time.time() - times[-1] > _INTERVALS * interval

@@ -35,13 +35,13 @@ def ranks():
 
 @pytest.fixture
 def before_copy(monkeypatch):
-    """``before_copy(call)`` calls it before each file is copied to a remote."""
+    """``before_copy(call)`` calls it with each file before that is copied to a remote."""
     put = ObjectStore.put
 
     def replace(call):
         def watched(store, name, content):
             if isinstance(content, Path):
-                call()
+                call(content)
             put(store, name, content)
 
         monkeypatch.setattr(ObjectStore, "put", watched)

@@ -329,7 +329,7 @@ def test_what_cannot_be_is_named(tmp_path, call, given, states, message):
 
 def test_a_signal_ends_the_wait_for_a_remote_that_hangs(tmp_path, monkeypatch, before_copy, remote):
     hangs = threading.Event()
-    before_copy(lambda: hangs.set() or threading.Event().wait())
+    before_copy(lambda path: hangs.set() or threading.Event().wait())
     saved = checkpoints(tmp_path, remote=remote, asynchronous=True)
     join, waits = saved._uploading.join, threading.Event()
 
@@ -350,7 +350,7 @@ def test_a_slow_copy_keeps_its_step_and_holds_up_neither_the_training_nor_the_di
     before_copy, warned, run, remote
 ):
     begun, goes_on = threading.Event(), threading.Event()
-    before_copy(lambda: begun.set() or goes_on.wait())
+    before_copy(lambda path: begun.set() or goes_on.wait())
     with checkpoints(run, remote=remote, asynchronous=True, keep=Last(1) | Best("loss")) as saved:
         for step in range(1, 5):
             saved.save(step, model=LAYER)
@@ -961,16 +961,9 @@ def numbers_of_file(run, file="states/base.pt"):
     return {path.stat().st_ino for path in run.glob(f"step-*/{file}")}
 
 
-def test_steps_share_the_files_that_did_not_change(tmp_path, run, remote, adapted, monkeypatch):
+def test_steps_share_the_files_that_did_not_change(tmp_path, run, remote, adapted, before_copy):
     sent = Counter()
-    put = ObjectStore.put
-
-    def counted(store, name, content):
-        if isinstance(content, Path):
-            sent[content.name] += 1
-        put(store, name, content)
-
-    monkeypatch.setattr(ObjectStore, "put", counted)
+    before_copy(lambda path: sent.update([path.name]))
     with checkpoints(run, remote=remote, keep=Last(3) | Every(2)) as saved:
         save_adapted(saved, adapted, 1, 2, 3, 4)
         assert len(numbers_of_file(run)) == 1

@@ -117,6 +117,8 @@ def test_weights_alone_change_nothing_else_and_let_no_other_training_save_there(
     model = model_of(0)
     torch.manual_seed(7)
     expected = torch.get_rng_state()
+    with pytest.raises(ConfigError, match="keep= has no Best"):
+        opened(tmp_path, keep=Last(2)).restore("best")
     saved = opened(tmp_path)
     assert saved.restore("best", weights_only=True, model=model) == 20
     assert weight(model) == 20
@@ -238,13 +240,6 @@ def test_a_config_that_json_cannot_hold_is_refused_before_the_training(tmp_path,
         opened(tmp_path / "run", config=config)
     assert "\n" not in str(refused.value)
     assert not Path(tmp_path, "run").exists()
-
-
-def test_a_step_that_is_not_there_is_named(tmp_path):
-    filled(tmp_path)
-    with pytest.raises(ConfigError, match="keep= has no Best"):
-        opened(tmp_path, keep=Last(2)).restore("best")
-    assert opened(tmp_path / "empty").restore() is None
 
 
 def test_a_save_that_failed_is_tried_again_before_the_next(tmp_path, monkeypatch, warned):

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from datatrove.pipeline.inference.types import RolloutFunction as RolloutFunction
     from datatrove.pipeline.inference.types import ServerError as ServerError
 
-    from datatrove_ckpt.checkpoint.interval import daly as daly
-    from datatrove_ckpt.checkpoint.interval import efficiency as efficiency
-    from datatrove_ckpt.checkpoint.interval import young as young
     from datatrove_ckpt.cli.python_job import run as run
     from datatrove_ckpt.config import InferenceConfig as InferenceConfig
     from datatrove_ckpt.config import MonitoringConfig as MonitoringConfig
@@ -36,6 +33,9 @@ if TYPE_CHECKING:
     from datatrove_ckpt.rollouts import InferenceResult as InferenceResult
     from datatrove_ckpt.run_folder.findings import doctor as doctor
     from datatrove_ckpt.runner import InferenceRunner as InferenceRunner
+    from datatrove_ckpt.torch.policies import daly as daly
+    from datatrove_ckpt.torch.policies import efficiency as efficiency
+    from datatrove_ckpt.torch.policies import young as young
 
 _TYPES = "datatrove.pipeline.inference.types"
 _MODULES = {
@@ -52,7 +52,7 @@ _MODULES = {
     "ServerError": _TYPES,
     "SlurmPipelineExecutor": f"{__name__}.executors.slurm",
     "run": "datatrove_ckpt.cli.python_job",
-    **dict.fromkeys(("daly", "efficiency", "young"), f"{__name__}.checkpoint.interval"),
+    **dict.fromkeys(("daly", "efficiency", "young"), f"{__name__}.torch.policies"),
     "doctor": f"{__name__}.run_folder.findings",
 }
 

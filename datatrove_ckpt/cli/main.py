@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _call(arguments: argparse.Namespace) -> int:
     from datatrove_ckpt.checkpoint.lines import explained
-    from datatrove_ckpt.checkpoint.training_steps import is_training
+    from datatrove_ckpt.torch.step_folder import is_training
 
     place = getattr(arguments, "what", None) or getattr(arguments, "config", None)
     name = arguments.module

@@ -1,6 +1,6 @@
 """``datatrove-ckpt plan``: prints how often a training should save, and how much time is lost then.
 
-The model is in ``checkpoint/interval.py``. A save costs the ``pause_seconds`` in which the training
+The model is in ``torch/policies.py``. A save costs the ``pause_seconds`` in which the training
 stops, not the time of writes beside it.
 """
 
@@ -8,10 +8,11 @@ import argparse
 from pathlib import Path
 from statistics import median
 
-from datatrove_ckpt.checkpoint import interval, training_steps
 from datatrove_ckpt.cli.printing import say_result
 from datatrove_ckpt.common.formatting import duration, figure
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.torch import policies
+from datatrove_ckpt.torch.history import HISTORY, read_events
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -25,13 +26,13 @@ def plan(arguments: argparse.Namespace) -> int:
     mtbf = arguments.mtbf
     if arguments.folder is not None:
         folder = Path(arguments.folder)
-        path = folder / training_steps.HISTORY
+        path = folder / HISTORY
         if not path.is_file():
             raise ConfigError(
                 f"{path}: there is no such file, so nothing can be measured. Give --save-cost and "
                 "--mtbf."
             )
-        events = list(training_steps.read_events(folder))
+        events = list(read_events(folder))
         pauses = [event["pause_seconds"] for event in events if event["event"] == "saved"]
         restarts = [event["at"] for event in events if event["event"] == "restored"]
         if pauses:
@@ -46,14 +47,14 @@ def plan(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "--mtbf is missing: the mean time between two losses, such as 6h. 3 restarts tell it."
         )
-    best = interval.daly(save_cost, mtbf)
+    best = policies.daly(save_cost, mtbf)
     found = {
         "save_cost": save_cost,
         "mtbf": mtbf,
-        "young": interval.young(save_cost, mtbf),
+        "young": policies.young(save_cost, mtbf),
         "daly": best,
     }
-    found["lost"] = 1 - interval.efficiency(best, save_cost, mtbf)
+    found["lost"] = 1 - policies.efficiency(best, save_cost, mtbf)
     lines = [
         f"training: a save takes {duration(save_cost)}; a loss every {duration(mtbf)}",
         f"  save every {figure(found['young'])} s (Young)",

@@ -2,11 +2,14 @@
 
 import argparse
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from datatrove_ckpt.checkpoint.training_steps import is_training
+import xxhash
+
 from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.common.formatting import missing_package
@@ -15,6 +18,9 @@ from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.run_folder import tracking
 from datatrove_ckpt.run_folder.run_state import wanted_files
 from datatrove_ckpt.run_folder.where import Place
+from datatrove_ckpt.torch.history import Row
+from datatrove_ckpt.torch.step_folder import is_training
+from datatrove_ckpt.torch.training_state import read_training
 
 _SENDING_SECONDS = 60.0  # between two sendings
 
@@ -33,16 +39,16 @@ def track(arguments: argparse.Namespace) -> int:
     service = partial(tracking.MlflowRun, uri=arguments.mlflow, experiment=arguments.experiment)
     if is_training(arguments.what):
         folder = Path(arguments.what)
-        _send(tracking.TrainingTracker(service, arguments.name_of_run, folder=folder))
+        _send(TrainingTracker(service, arguments.name_of_run, folder=folder))
         say("All is sent, and no training saves there.")
         return 0
     with place_of(arguments, wanted_files) as place:
-        _send(tracking.Tracker(service, arguments.name_of_run, place=place), place)
+        _send(tracking.RunTracker(service, arguments.name_of_run, place=place), place)
     say("All is sent, and no task is at work.")
     return 0
 
 
-def _send(tracker: tracking.Tracker | tracking.TrainingTracker, place: Place | None = None) -> None:
+def _send(tracker: tracking.Tracker, place: Place | None = None) -> None:
     said = ""
     while True:
         problem = tracker.work()
@@ -55,3 +61,47 @@ def _send(tracker: tracking.Tracker | tracking.TrainingTracker, place: Place | N
         if place is not None:
             with suppress(StorageFailed):  # a network that comes back
                 place.refresh()
+
+
+_UNKNOWN_SECONDS = 3600.0  # between the saves of a training of which one is kept
+_INTERVALS = 2  # between saves: a training starts again, and makes the steps to its next save
+
+
+@dataclass
+class TrainingTracker(tracking.Tracker):
+    """Sends the loss curve of a training: each step once, and again after a rollback. It ends when
+    no process saves into the folder, at several looks and for longer than between its newest saves:
+    one that was started again has not saved yet.
+    """
+
+    folder: Path = field(kw_only=True)
+    _sent: list[Row] = field(default_factory=list)
+
+    def look(self) -> tuple[tracking.TrackedJob, Iterable[tracking.Point], str]:
+        state = read_training(self.folder, full=False)
+        known = str(self.folder.absolute())
+        times = sorted(step.at for step in state.steps if step.at)
+        started = min(times, default=time.time())
+        name = self.name or self.folder.absolute().name
+        identity = xxhash.xxh3_128_hexdigest(known.encode())
+        job = tracking.TrackedJob(identity, name, started, {"folder": known})
+        self.idle_looks += 1
+        if state.writer:
+            self.idle_looks = 0
+        status = "RUNNING"
+        if self.idle_looks >= tracking.IDLE_LOOKS:
+            interval = _UNKNOWN_SECONDS
+            if len(times) > 1:
+                interval = times[-1] - times[-2]
+            # A training that goes on would have saved since.
+            if not times or time.time() - times[-1] > _INTERVALS * interval:
+                status = "FINISHED"
+        return job, self._new_points(state.curve), status
+
+    def _new_points(self, curve: Sequence[Row]) -> Iterator[tracking.Point]:
+        """A step counts as sent once the next one is wanted."""
+        for number, (step, metrics) in enumerate(curve):
+            if self._sent[number : number + 1] != [(step, metrics)]:
+                numbers = {key: value for key, value in metrics.items() if value is not None}
+                yield time.time(), numbers, step
+                self._sent[number:] = [(step, metrics)]

@@ -3,7 +3,8 @@
 import argparse
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 
@@ -11,12 +12,7 @@ from datatrove_ckpt.cli.printing import say, say_result, write_page
 from datatrove_ckpt.common.formatting import byte_size, duration, figure, plural, plural_or_no
 from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.run_folder.report.page import clock, page, table
-from datatrove_ckpt.run_folder.training import (
-    TrainingState,
-    examine_training,
-    plotted,
-    read_training,
-)
+from datatrove_ckpt.torch.training_state import TrainingState, read_training
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -73,13 +69,32 @@ def verify(arguments: argparse.Namespace) -> int:
 
 def doctor(arguments: argparse.Namespace) -> int:
     state = read_training(Path(arguments.config), full=True)
-    findings = list(examine_training(state))
-    problems = sum(finding.state == "problem" for finding in findings)
-    lines = [f"{each.state:<8} {each.what}: {each.message}" for each in findings]
+    checks = [{"state": found, "what": what, "message": text} for found, what, text in _find(state)]
+    problems = sum(check["state"] == "problem" for check in checks)
+    lines = [f"{check['state']:<8} {check['what']}: {check['message']}" for check in checks]
     lines.append(f"{plural_or_no(problems, 'problem')} in {state.folder}")
-    content = {"exit_code": int(problems > 0), "checks": [each._asdict() for each in findings]}
-    say_result(arguments.json, content, lines)
+    say_result(arguments.json, {"exit_code": int(problems > 0), "checks": checks}, lines)
     return int(problems > 0)
+
+
+def _find(state: TrainingState) -> Iterator[tuple[str, str, str]]:
+    """Yields whether a training may continue in the folder, and save there: ok, warning or problem,
+    what was checked, and what was found.
+    """
+    for step in state.damaged:
+        yield "warning", step.folder, step.damage
+    restored = state.restored
+    if restored is None:
+        yield "problem", "restore", "No step is whole, so a restore fails."
+        return
+    yield "ok", "restore", f"A restore takes step {restored.step}."
+    free = f"{byte_size(state.free_bytes)} are free"
+    if state.free_bytes < restored.bytes:
+        yield "problem", "disk", f"{free}, and a step needs {byte_size(restored.bytes)}. Make room."
+    else:
+        yield "ok", "disk", f"{free}."
+    if state.writer:
+        yield "warning", "lock", f"{state.writer} saves there now: another training cannot."
 
 
 def _restore(state: TrainingState) -> str:
@@ -106,8 +121,7 @@ def _topics(state: TrainingState) -> Iterator[tuple[str, str]]:
     if state.writer:
         yield "writer", state.writer
     yield from _ranks(state)
-    names = dict.fromkeys(name for _, row in state.curve for name in row)
-    for name in names:
+    for name in dict.fromkeys(name for _, row in state.curve for name in row):
         yield from _plot(state, name)
     for step in state.damaged:
         yield "damaged", step.damage
@@ -136,9 +150,19 @@ def _plot(state: TrainingState, name: str) -> Iterator[tuple[str, str]]:
     points = [(step, value) for step, value in found if value is not None and math.isfinite(value)]
     if points:
         values = [value for _, value in points]
-        drawn = plotted(values, _BARS)
+        drawn = _plotted(values)
         ends = ", ".join(f"{figure(value)} at {step}" for step, value in (points[0], points[-1]))
         yield name, f"{drawn} {ends}; least {figure(min(values))}"
+
+
+def _plotted(values: Sequence[float]) -> str:
+    """Draws a curve in 48 cells: the mean of each, between the least and the greatest."""
+    count = min(48, len(values))
+    edges = [number * len(values) // count for number in range(count + 1)]
+    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
+    least = min(means)
+    span = (max(means) - least) or 1.0
+    return "".join(_BARS[int((mean - least) / span * (len(_BARS) - 1))] for mean in means)
 
 
 _COLUMNS = ("step", "saved", "size", "metrics")

@@ -8,31 +8,26 @@ from __future__ import annotations
 
 import os
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import orjson
 import xxhash
 
-from datatrove_ckpt.checkpoint.training_steps import Row
 from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.run_folder.run_state import read_run_state, to_json
-from datatrove_ckpt.run_folder.training import read_training
 from datatrove_ckpt.run_folder.where import Place
 
 _JOB_TAG = "datatrove_ckpt.job"
 _NOT_IN_NAMES = re.compile(r"[^\w./ -]")  # what MLflow refuses
 _MAX_NAME = 250
 _MAX_VALUE = 500  # characters: the shortest limit of MLflow's stores
-_IDLE_LOOKS = 3  # with no rank at work
-_UNKNOWN_SECONDS = 3600.0  # between the saves of a training of which one is kept
-_INTERVALS = 2  # between saves: a training starts again, and makes the steps to its next save
+IDLE_LOOKS = 3  # with no rank at work
 _AT_ONCE = 100  # parameters that MLflow takes
 
-_Point = tuple[float, dict[str, float], int | None]
+Point = tuple[float, dict[str, float], int | None]
 """Unix seconds, values, and the step of a training; None: the values are sums of a job."""
 
 
@@ -108,8 +103,8 @@ class MlflowRun:
 
 
 @dataclass
-class _Sending:
-    """Sends the numbers of one job.
+class Tracker:
+    """Sends the numbers of one job, until no more are to come.
 
     Attributes:
         service: finds or makes the run of a job.
@@ -120,12 +115,17 @@ class _Sending:
     service: Callable[[TrackedJob], MlflowRun]
     name: str | None = None
     is_over: bool = False
-    _idle_looks: int = 0
+    idle_looks: int = 0
     _run: MlflowRun | None = None
 
-    def _serve(self, job: TrackedJob, points: Iterable[_Point], status: str) -> str:
-        """Sends the points. Returns why the service lacks some, or ""."""
+    @abstractmethod
+    def look(self) -> tuple[TrackedJob, Iterable[Point], str]:
+        """Reads the job, its new numbers, and its status."""
+
+    def work(self) -> str:
+        """Sends the new numbers. Returns why the service lacks some, or ""."""
         try:
+            job, points, status = self.look()
             run = self._run or self.service(job)
             self._run = run
             for at, values, step in points:
@@ -133,25 +133,23 @@ class _Sending:
             if status != "RUNNING":
                 run.end(status)
                 self.is_over = True
+        except CkptError as error:
+            return str(error)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return ""
 
 
 @dataclass
-class Tracker(_Sending):
+class RunTracker(Tracker):
     """Sends the numbers of one run, until it is finished, or no rank was at work at several looks.
     They are sums, so those that the service misses are no loss.
     """
 
     place: Place = field(kw_only=True)
 
-    def work(self) -> str:
-        """Reads the run, and sends its numbers. Returns why something could not be sent, or ""."""
-        try:
-            state = read_run_state(self.place)
-        except CkptError as error:
-            return str(error)
+    def look(self) -> tuple[TrackedJob, Iterable[Point], str]:
+        state = read_run_state(self.place)
         folder = self.place.what if self.place.is_copy else str(self.place.folder.absolute())
         name = self.name or name_of_folder(folder)
         identity = state.identity
@@ -164,16 +162,16 @@ class Tracker(_Sending):
         job = TrackedJob(number, name, started, parameters)
         states = state.totals.states
         status = "KILLED"
-        self._idle_looks += 1
+        self.idle_looks += 1
         if state.is_finished:
             status = "FINISHED"
         elif states["running"]:
             status = "RUNNING"
-            self._idle_looks = 0
+            self.idle_looks = 0
         elif states["failed"] or states["damaged"]:
             status = "FAILED"
         # Between two tasks, or before the first.
-        if status != "FINISHED" and self._idle_looks < _IDLE_LOOKS:
+        if status != "FINISHED" and self.idle_looks < IDLE_LOOKS:
             status = "RUNNING"
         at = state.read_at
         if status != "RUNNING" and state.newest is not None:
@@ -181,49 +179,4 @@ class Tracker(_Sending):
         totals = orjson.loads(to_json(state))["totals"]
         del totals["dead_letters"]  # their causes quote servers, and would be names
         values = {key: float(one) for key, one in flat(totals) if isinstance(one, int | float)}
-        return self._serve(job, [(at, values, None)], status)
-
-
-@dataclass
-class TrainingTracker(_Sending):
-    """Sends the loss curve of a training: each step once, and again after a rollback. It ends when
-    no process saves into the folder, at several looks and for longer than between its newest saves:
-    one that was started again has not saved yet.
-    """
-
-    folder: Path = field(kw_only=True)
-    _sent: list[Row] = field(default_factory=list)
-
-    def work(self) -> str:
-        """Sends new steps. Returns why something could not be sent, or ""."""
-        try:
-            state = read_training(self.folder, full=False)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        known = str(self.folder.absolute())
-        times = sorted(step.at for step in state.steps if step.at)
-        started = min(times, default=time.time())
-        name = self.name or self.folder.absolute().name
-        job = TrackedJob(
-            xxhash.xxh3_128_hexdigest(known.encode()), name, started, {"folder": known}
-        )
-        self._idle_looks += 1
-        if state.writer:
-            self._idle_looks = 0
-        status = "RUNNING"
-        if self._idle_looks >= _IDLE_LOOKS:
-            interval = _UNKNOWN_SECONDS
-            if len(times) > 1:
-                interval = times[-1] - times[-2]
-            # A training that goes on would have saved since.
-            if not times or time.time() - times[-1] > _INTERVALS * interval:
-                status = "FINISHED"
-        return self._serve(job, self._new_points(state.curve), status)
-
-    def _new_points(self, curve: Sequence[Row]) -> Iterator[_Point]:
-        """A step counts as sent once the next one is wanted."""
-        for number, (step, metrics) in enumerate(curve):
-            if self._sent[number : number + 1] != [(step, metrics)]:
-                numbers = {key: value for key, value in metrics.items() if value is not None}
-                yield time.time(), numbers, step
-                self._sent[number:] = [(step, metrics)]
+        return job, [(at, values, None)], status

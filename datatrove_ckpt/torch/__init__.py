@@ -8,34 +8,37 @@ Start at ``dataset.py`` (ReaderDataset, ``restore``) and ``checkpoints.py`` (Tra
     states.py       states of ReaderDataset, their checksums; states of all workers together
     packing.py, mixing.py, stateful.py
                     Pack, Mix, and what they share with ReaderDataset
+    policies.py     when a training saves, and which steps stay
+    step_folder.py, history.py, training_state.py
+                    the folder of a training, as others read it: format of steps, loss curve
     steps.py, sharded.py, training_input.py, ranks.py
-                    folders of saved steps; states of which each rank has a part, and their copies
-                    in memory; the states of loaders; how ranks agree
+                    how steps are saved; states of which each rank has a part, and their copies in
+                    memory; the states of loaders; how ranks agree
 
-``checkpoint/training_*.py``: what needs no torch: format of steps, policies, loss curve.
-``TrainingCheckpoints`` needs torch, and is imported at its first use. The rest works without torch.
+``checkpoints.py`` and its four modules need torch. The rest works without torch, and what reads the
+folder of a training without numpy and readers. So most names are imported at their first use.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
-
-from datatrove_ckpt.torch.dataset import ReaderDataset, restore
-from datatrove_ckpt.torch.mixing import Mix
-from datatrove_ckpt.torch.packing import Pack
-from datatrove_ckpt.torch.policies import (
-    Best,
-    Every,
-    EveryEpoch,
-    EverySeconds,
-    EverySteps,
-    KeepPolicy,
-    Last,
-    Moment,
-    SavePolicy,
-    WhenFailing,
-)
 
 if TYPE_CHECKING:
     from datatrove_ckpt.torch.checkpoints import TrainingCheckpoints
+    from datatrove_ckpt.torch.dataset import ReaderDataset, restore
+    from datatrove_ckpt.torch.mixing import Mix
+    from datatrove_ckpt.torch.packing import Pack
+    from datatrove_ckpt.torch.policies import (
+        Best,
+        Every,
+        EveryEpoch,
+        EverySeconds,
+        EverySteps,
+        KeepPolicy,
+        Last,
+        Moment,
+        SavePolicy,
+        WhenFailing,
+    )
 
 __all__ = [
     "Best",
@@ -55,6 +58,13 @@ __all__ = [
     "restore",
 ]
 
+_MODULES = {
+    "Mix": "mixing",
+    "Pack": "packing",
+    "ReaderDataset": "dataset",
+    "TrainingCheckpoints": "checkpoints",
+    "restore": "dataset",
+}
 _REMOVED = {
     "Sample": "typing.Any",
     "merge": "restore(loader, states), with the states of all ranks",
@@ -65,8 +75,11 @@ _REMOVED = {
 def __getattr__(name: str) -> object:
     if name in _REMOVED:
         raise ImportError(f"{__name__}.{name} was removed. Use {_REMOVED[name]}.")
-    if name != "TrainingCheckpoints":
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from datatrove_ckpt.torch.checkpoints import TrainingCheckpoints
+    module = _MODULES.get(name, "policies")
+    return getattr(import_module(f"{__name__}.{module}"), name)
 
-    return TrainingCheckpoints
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

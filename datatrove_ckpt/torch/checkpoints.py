@@ -41,18 +41,6 @@ from torch.utils.data import DataLoader
 
 import datatrove_ckpt.torch.policies as policies
 import datatrove_ckpt.torch.sharded as sharded
-from datatrove_ckpt.checkpoint.training_steps import (
-    FORMAT,
-    Manifest,
-    StepName,
-    TrainingHistory,
-    blocks,
-    config_file,
-    give_sign,
-    is_left_behind,
-    left_behind,
-    size_of,
-)
 from datatrove_ckpt.common.declared import refuse
 from datatrove_ckpt.common.object_store import ObjectStore, check_mirror
 from datatrove_ckpt.common.retrying import READING, failure_line
@@ -66,7 +54,17 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.process import slurm_job
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import SIGNALS, check_signals
+from datatrove_ckpt.torch.history import TrainingHistory, config_file, give_sign
 from datatrove_ckpt.torch.ranks import Ranks
+from datatrove_ckpt.torch.step_folder import (
+    FORMAT,
+    Manifest,
+    StepName,
+    blocks,
+    is_left_behind,
+    left_behind,
+    size_of,
+)
 from datatrove_ckpt.torch.steps import Contents, Steps
 from datatrove_ckpt.torch.training_input import TrainingInput
 
@@ -144,15 +142,11 @@ class TrainingCheckpoints:
         refuse(removed, _REMOVED)
         policies.check_policy("save", save, policies.SavePolicy, "EverySteps(500)")
         policies.check_policy("keep", keep, policies.KeepPolicy, "Last(3)")
-        if not (on_failure is None or callable(on_failure)):
-            raise ConfigError(f"{on_failure!r} is not a function.", setting="on_failure")
         self._save_policy = save or policies.EverySeconds("auto")
         self._keep = keep or policies.Last(3) | policies.Best("loss")
-        parts = self._keep.parts
-        self._lasting = policies.AnyOf(
-            tuple(part for part in parts if not isinstance(part, policies.Last))
+        self._best = next(
+            (part for part in self._keep.parts if isinstance(part, policies.Best)), None
         )
-        self._best = next((part for part in parts if isinstance(part, policies.Best)), None)
         self._asynchronous = asynchronous
         self._only_plain = only_plain
         self._on_failure = on_failure
@@ -185,7 +179,6 @@ class TrainingCheckpoints:
         self._signing = _Task(asynchronous)  # a shared folder may be busy, or away
         self._curve_at = time.monotonic()
         self._snapshot = sharded.StateSnapshot()
-        self._damaged = set[StepName]()
         self._copied = StepName(-1, 0)
         self._pause = 0.0
         self._write_seconds = 0.0
@@ -247,7 +240,7 @@ class TrainingCheckpoints:
         Raises ``failure`` if ``raises`` is set.
         """
         self._writing.join()
-        if self._wait_for_copy() and self._copies and self._manifests:
+        if self._wait_for_copy() and self._copies and self._steps.manifests():
             self._uploading.start(self._upload)  # once more, if the last copy failed
             self._wait_for_copy()
         if self._steps.is_locked:
@@ -591,7 +584,6 @@ class TrainingCheckpoints:
                 return
             self._steps.write(name, contents, metrics, {"save": save})
             self._steps.publish(name)
-            self._damaged.discard(name)
             self._write_seconds = time.monotonic() - began
             self._note(
                 "saved",
@@ -610,12 +602,6 @@ class TrainingCheckpoints:
         if time.monotonic() - self._curve_at > _CURVE_SECONDS:
             self._write_curve()
 
-    @property
-    def _manifests(self) -> dict[StepName, Manifest]:
-        """Those of the steps in the folder that were not found damaged."""
-        found = self._steps.manifests()
-        return {name: found[name] for name in found.keys() - self._damaged}
-
     def _write_curve(self) -> None:
         with suppress(Exception):  # the next save names the full disk
             self._history.write_curve()
@@ -626,18 +612,14 @@ class TrainingCheckpoints:
         if not self._is_owner:
             return
         with suppress(Exception):  # of no step, max raises
-            there = self._manifests
+            there = self._steps.manifests()
             if shutil.disk_usage(self._steps.folder).free < size_of(there[max(there)]):
-                self._remove_old(name)
+                self._remove_old({name: {}})
         self._steps.begin(name)
 
-    def _remove_old(self, coming: StepName | None = None) -> None:
-        there = _metrics(self._manifests)
-        kept = {max(there), self._copied}
-        if coming is None:
-            kept |= self._keep.kept(there)
-        else:
-            kept |= self._keep.kept({**there, coming: {}})
+    def _remove_old(self, coming: policies.Metrics | None = None) -> None:
+        there = _metrics(self._steps.manifests())
+        kept = self._keep.kept({**there, **(coming or {})}) | {max(there), self._copied}
         for name in there.keys() - kept:
             self._steps.remove(name)
 
@@ -652,9 +634,12 @@ class TrainingCheckpoints:
             while True:
                 there, incomplete = self._steps.remote_manifests()
                 self._steps.refuse_others(there)
-                here = self._manifests
+                here = self._steps.manifests()
                 name = max(here)
-                wanted = {*self._lasting.kept(_metrics(here)), name}
+                wanted = {name}
+                for part in self._keep.parts:
+                    if not isinstance(part, policies.Last):
+                        wanted |= part.kept(_metrics(here))
                 missing = [
                     each
                     for each in wanted
@@ -674,12 +659,11 @@ class TrainingCheckpoints:
             self._note("not copied", name, error=str(error))
 
     def _remove_copies(self, there: Mapping[StepName, Manifest], incomplete: set[StepName]) -> None:
-        gone = incomplete | left_behind(there)
-        staying = {name: there[name] for name in there.keys() - gone}
+        staying = {name: there[name] for name in there.keys() - incomplete - left_behind(there)}
         kept = self._keep.kept(_metrics(staying)) | {max(staying)}
         try:
             self._steps.own_remote()
-            for name in gone | (staying.keys() - kept):
+            for name in (incomplete | there.keys()) - kept:
                 self._steps.remove_remote(name)
             self._steps.remove_shared(staying[name] for name in kept)
         except Exception as error:
@@ -780,7 +764,7 @@ class TrainingCheckpoints:
     def _best_last(self) -> list[StepName]:
         if self._best is None:
             raise ConfigError('"best": keep= has no Best(...), which names the metric.')
-        manifests = self._manifests
+        manifests = self._steps.manifests()
         if self._copies:
             manifests = self._steps.remote_manifests()[0] | manifests
         for name in left_behind(manifests):
@@ -814,11 +798,11 @@ class TrainingCheckpoints:
             if damage and name not in set().union(*self._ranks.together(self._names)):
                 return self._choose(step, loaded, before)  # its training has removed it
             if not damage:
-                self._damaged.discard(name)
+                self._steps.damaged.discard(name)
                 self._steps.training = self._steps.manifest(name)["training"]
                 return name, passed
             passed.append(f"{name}: {damage}")
-            self._damaged.add(name)
+            self._steps.damaged.add(name)
             if self._ranks.rank == 0:
                 logger.warning(f"{name} is passed over: {damage}")
         if not passed:
@@ -1003,7 +987,6 @@ class TrainingCheckpoints:
         if self._is_owner:
             self._uploading.join()
             self._steps.publish(new)
-            self._damaged.discard(new)
             for name in self._steps.names():
                 if is_left_behind(name, new):
                     self._steps.remove(name)

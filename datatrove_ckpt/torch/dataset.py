@@ -241,9 +241,6 @@ def _result(function: Callable[[Any], object], sample: object) -> object:
 
 
 def _chosen(columns: Sequence[str], row: dict[str, object]) -> dict[str, object]:
-    missing = set(columns) - row.keys()
-    if missing:
-        raise ConfigError(f"select_columns: a row has no {missing}; it has {list(row)}.")
     return {name: row[name] for name in columns}
 
 
@@ -344,19 +341,13 @@ class ReaderDataset(StatefulIterable):
     def __init__(self, reader: SeekingReader, *removed: object, **others: object) -> None:
         super().__init__()
         refuse([*list(_REMOVED)[: len(removed)], *others], _REMOVED)
-        if isinstance(reader, str | PathLike):
-            raise ConfigError(
-                f"{str(reader)!r} is not a reader. Write ReaderDataset.from_folder(...) or "
-                "from_hub(...).",
-                setting="reader",
-            )
         if not isinstance(reader, FilesReader):
             raise ConfigError(
-                f"The rows of this {type(reader).__name__} cannot be counted. Use a JsonlReader, "
-                "ParquetReader or IpcReader of datatrove_ckpt.readers; for a folder of "
-                "save_to_disk, IpcReader(folder, glob_pattern='data-*.arrow'). A stream of "
-                "datasets, or images and sound of it, need no reader: give the dataset itself to "
-                "StatefulDataLoader, Pack or Mix."
+                f"The rows of this {type(reader).__name__} cannot be counted. Use from_folder(...) "
+                "or a JsonlReader, ParquetReader or IpcReader of datatrove_ckpt.readers; for a "
+                "folder of save_to_disk, IpcReader(folder, glob_pattern='data-*.arrow'). A stream "
+                "of datasets, or images and sound of it, need no reader: give the dataset itself "
+                "to StatefulDataLoader, Pack or Mix."
             )
         if not reader.has_default_adapter():
             raise ConfigError("it makes documents, and these are rows. Use map.", setting="adapter")

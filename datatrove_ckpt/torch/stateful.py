@@ -37,19 +37,26 @@ class Source(Stateful, Protocol):
     def __iter__(self) -> Iterator[object]: ...
 
 
-_CELLS = 512
-_EPOCH = 0
-_EPOCH_CALLS = 1
-_LOADS = 2
-_WARNED = 3
-_WORKERS_READ = 4
-_AGAIN = 5
-_PER_WORKER = 6
-# Of each worker, and of the process of the training loop.
+_WORKERS = 512
+_NUMBERS = 6
+# Marks of each worker, and of the process of the training loop.
 _READ = 0
 _TAKEN = 1
 _ENDED = 2
 _PASSED = 3
+
+
+class _Number:
+    """One of the numbers of ``Shared``."""
+
+    def __init__(self, place: int) -> None:
+        self._place = place
+
+    def __get__(self, shared: "Shared", kind: type) -> int:
+        return int(shared._numbers[self._place])
+
+    def __set__(self, shared: "Shared", number: int) -> None:
+        shared._numbers[self._place] = number
 
 
 class Shared:
@@ -57,10 +64,23 @@ class Shared:
 
     A worker's copy of the dataset would not see later calls. ``worker``: its number; None: the
     process of the training loop.
+
+    Attributes:
+        epoch_calls: how often ``set_epoch`` was called.
+        workers_read: 1: workers have read samples since the last load.
+        again: how many passes over the epoch came before this one, in a loop without ``set_epoch``.
+        has_warned: 1: of an epoch that begins again.
     """
 
+    epoch = _Number(0)
+    epoch_calls = _Number(1)
+    loads = _Number(2)
+    workers_read = _Number(3)
+    again = _Number(4)
+    has_warned = _Number(5)
+
     def __init__(self) -> None:
-        self._numbers: Any = [0] * (_PER_WORKER + 4 * (_CELLS + 1))
+        self._numbers: Any = [0] * (_NUMBERS + 4 * (_WORKERS + 1))
         with suppress(ImportError):
             import torch
 
@@ -71,79 +91,16 @@ class Shared:
         if not isinstance(self._numbers, list):
             self._numbers.share_memory_()  # a copy is not
 
-    @property
-    def epoch(self) -> int:
-        return int(self._numbers[_EPOCH])
-
-    @property
-    def epoch_was_set(self) -> bool:
-        return bool(self._numbers[_EPOCH_CALLS])
-
     def set_epoch(self, epoch: int) -> None:
-        self._numbers[_EPOCH] = epoch
-        self._numbers[_EPOCH_CALLS] += 1
+        self.epoch = epoch
+        self.epoch_calls += 1
         self.again = 0
-
-    @property
-    def again(self) -> int:
-        """How many passes over the epoch came before this one, in a loop without ``set_epoch``."""
-        return int(self._numbers[_AGAIN])
-
-    @again.setter
-    def again(self, count: int) -> None:
-        self._numbers[_AGAIN] = count
 
     def note_pass(self, worker: int | None) -> None:
         """Counts a pass that begins after the end of another one, without ``set_epoch``."""
-        if not (worker or self.epoch_was_set) and self._is_marked(_PASSED, worker):
+        if not (worker or self.epoch_calls) and self.is_marked(_PASSED, worker):
             self._numbers[_cell(_PASSED, worker)] = 0
             self.again += 1
-
-    def adopt_epoch(self, epoch: int) -> None:
-        """Takes the epoch of a state, in a loop without ``set_epoch``."""
-        self._numbers[_EPOCH] = epoch
-
-    def note_read(self, worker: int | None) -> None:
-        self.mark(_READ, worker)
-        if worker is not None:
-            self._numbers[_WORKERS_READ] = 1
-
-    def epoch_begins_again(self, worker: int | None) -> bool:
-        """Returns True once if samples of the current epoch were read before."""
-        if worker or self._numbers[_WARNED] or not self._is_marked(_READ, worker):
-            return False
-        self._numbers[_WARNED] = 1
-        return True
-
-    def refuse_again(self, epoch: int, worker: int | None, workers: int) -> None:
-        """Raises CheckpointMismatch if all workers have resumed at the end of the epoch, which
-        would come once more.
-
-        torchdata's loader drops an iterator that resumes there, and begins another.
-        """
-        numbers = [None] if worker is None else range(workers)
-        if self.epoch_was_set and all(self._is_marked(_ENDED, number) for number in numbers):
-            raise CheckpointMismatch(
-                f"The state is of the end of epoch {epoch}, and set_epoch({epoch}) was called: all "
-                f"of the epoch would come again. Start the loop of epochs at {epoch + 1}, and call "
-                "set_epoch before each."
-            )
-
-    @property
-    def workers_read(self) -> bool:
-        return bool(self._numbers[_WORKERS_READ])
-
-    def forget_workers(self) -> None:
-        self._numbers[_WORKERS_READ] = 0
-
-    @property
-    def loads(self) -> int:
-        return int(self._numbers[_LOADS])
-
-    def note_load(self) -> int:
-        self._numbers[_LOADS] += 1
-        self.forget_workers()
-        return self.loads
 
     def take_load(self, number: int, worker: int | None) -> bool:
         """Returns True once for each worker and load."""
@@ -154,15 +111,15 @@ class Shared:
         return True
 
     def mark(self, what: int, worker: int | None) -> None:
-        self._numbers[_cell(what, worker)] = self._numbers[_EPOCH_CALLS] + 1
+        self._numbers[_cell(what, worker)] = self.epoch_calls + 1
 
-    def _is_marked(self, what: int, worker: int | None) -> bool:
-        return bool(self._numbers[_cell(what, worker)] == self._numbers[_EPOCH_CALLS] + 1)
+    def is_marked(self, what: int, worker: int | None) -> bool:
+        return bool(self._numbers[_cell(what, worker)] == self.epoch_calls + 1)
 
 
 def _cell(what: int, worker: int | None) -> int:
-    place = _CELLS if worker is None else worker % _CELLS
-    return _PER_WORKER + what * (_CELLS + 1) + place
+    place = _WORKERS if worker is None else worker % _WORKERS
+    return _NUMBERS + what * (_WORKERS + 1) + place
 
 
 class Iteration(Iterator[object], Protocol):
@@ -191,7 +148,9 @@ class _Samples(Iterator[object]):
             self.has_ended = True
             self._shared.mark(_PASSED, self._worker)
             raise
-        self._shared.note_read(self._worker)
+        self._shared.mark(_READ, self._worker)
+        if self._worker is not None:
+            self._shared.workers_read = 1
         self._next = getattr(self.running, "rest", self.running).__next__
         return sample
 
@@ -259,7 +218,7 @@ class StatefulIterable(_Iterable):
         # No generator: torchdata calls state_dict() before the first sample, for the new iteration.
         number, workers = this_worker()
         if number is None:
-            self._shared.forget_workers()
+            self._shared.workers_read = 0
         rank, ranks = place_of(self) or (0, 1)
         try:
             state = self._take_loaded(number)
@@ -291,15 +250,25 @@ class StatefulIterable(_Iterable):
         return None
 
     def _epoch_of(self, state: State | None, number: int | None, workers: int) -> int:
-        """Raises CheckpointMismatch if the state is of another epoch, or all of an epoch would come
-        again.
+        """Raises CheckpointMismatch if the state is of another epoch, or all workers have resumed
+        at the end of an epoch, which would come once more.
+
+        torchdata's loader drops an iterator that resumes there, and begins another.
         """
         shared = self._shared
         epoch = shared.epoch
         if state is None:
-            shared.refuse_again(epoch, number, workers)
+            numbers = [None] if number is None else range(workers)
+            if shared.epoch_calls and all(shared.is_marked(_ENDED, each) for each in numbers):
+                raise CheckpointMismatch(
+                    f"The state is of the end of epoch {epoch}, and set_epoch({epoch}) was called: "
+                    f"all of the epoch would come again. Start the loop of epochs at {epoch + 1}, "
+                    "and call set_epoch before each."
+                )
             shared.note_pass(number)
-            if self.shuffle_seed is not None and shared.epoch_begins_again(number):
+            is_known = number or shared.has_warned or self.shuffle_seed is None
+            if not is_known and shared.is_marked(_READ, number):
+                shared.has_warned = 1
                 logger.warning(
                     f"Epoch {epoch} begins again, in the same order as before. Call "
                     "set_epoch(epoch) before each epoch."
@@ -307,14 +276,14 @@ class StatefulIterable(_Iterable):
             return epoch
         then = int(state["epoch"])
         has_ended = self._has_ended(state)
-        if shared.epoch_was_set and epoch != then:
+        if shared.epoch_calls and epoch != then:
             if has_ended and epoch == then + 1:
                 return epoch
             raise CheckpointMismatch(
                 f"The state is of epoch {then}, and set_epoch({epoch}) was called. Start the loop "
                 f"of epochs at {then}, or start epoch {epoch} without the state."
             )
-        shared.adopt_epoch(then)
+        shared.epoch = then
         if has_ended:
             shared.mark(_ENDED, number)
         return then
@@ -358,7 +327,9 @@ class StatefulIterable(_Iterable):
         self._loaded = state_dict
         self._load = -1
         if this_worker()[0] is None:
-            self._load = self._shared.note_load()
+            self._shared.loads += 1
+            self._shared.workers_read = 0
+            self._load = self._shared.loads
         self._seen_loads = self._shared.loads
         self._running = None
         self._begun.clear()

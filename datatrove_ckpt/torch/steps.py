@@ -1,6 +1,6 @@
 """The saved steps of ``TrainingCheckpoints``: how they are written, and copied to the remote.
 
-``checkpoint/training_steps.py`` describes the folder.
+``step_folder.py`` describes the folder.
 In the remote the manifest is written last, and removed first. Its ``owner`` names the process that
 copies there.
 """
@@ -19,29 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+import datatrove_ckpt.torch.step_folder as step_folder
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.lines import explained
-from datatrove_ckpt.checkpoint.training_steps import (
-    CONFIG,
-    FORMAT,
-    MANIFEST,
-    SHARED,
-    CheckedFile,
-    Entry,
-    Manifest,
-    StepName,
-    blocks,
-    check_files,
-    is_large,
-    opened,
-    places_of,
-    read_manifest,
-    readable,
-    sealed,
-    size_and_hash,
-    step_names,
-    steps_in,
-)
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
@@ -50,6 +30,7 @@ from datatrove_ckpt.errors import (
     Fenced,
     StorageFailed,
 )
+from datatrove_ckpt.torch.step_folder import MANIFEST, Entry, Manifest, StepName, blocks, is_large
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -77,6 +58,8 @@ class Steps:
         """Identifies the training."""
         self.back_to: int | None = None
         """The step to which the last rollback went, if steps follow it."""
+        self.damaged = set[StepName]()
+        """Steps that were found damaged, and were not saved again."""
         self._before = dict[tuple[int | str, ...], str]()
         """The large files of ``_step``, the last one that was whole, by size and hash."""
         self._step = folder
@@ -149,13 +132,13 @@ class Steps:
         """
         staging = self.folder / f".saving-{name}"
         if self._config:
-            contents = {**contents, CONFIG: iter([self._config])}
+            contents = {**contents, step_folder.CONFIG: iter([self._config])}
         entries = dict[str, Entry]()
         paths = sorted(path for path in staging.rglob("*") if path.is_file())
-        hashed: Iterator[Entry] = map(size_and_hash, map(blocks, paths))
+        hashed: Iterator[Entry] = map(step_folder.size_and_hash, map(blocks, paths))
         with ThreadPoolExecutor() as pool:
             with suppress(RuntimeError):  # a process that ends starts no threads
-                hashed = pool.map(size_and_hash, map(blocks, paths))  # beside the sync
+                hashed = pool.map(step_folder.size_and_hash, map(blocks, paths))  # beside the sync
             for path in paths:
                 files.disk.sync(path)
             for path, entry in zip(paths, hashed, strict=True):
@@ -167,7 +150,7 @@ class Steps:
             if not self._share(staging / file, entries[file]):
                 files.disk.sync(staging / file)
         manifest = {
-            "format": FORMAT,
+            "format": step_folder.FORMAT,
             "training": self.training,
             "step": name.step,
             "rollbacks": name.rollbacks,
@@ -191,7 +174,7 @@ class Steps:
         return False
 
     def _complete(self, staging: Path, manifest: Manifest) -> None:
-        files.disk.write_new(staging / MANIFEST, [sealed(manifest)], files.PUBLIC_FILE)
+        files.disk.write_new(staging / MANIFEST, [step_folder.sealed(manifest)], files.PUBLIC_FILE)
         for folder in (*(path for path in staging.rglob("*") if path.is_dir()), staging):
             files.disk.sync_dir(folder)
 
@@ -201,6 +184,7 @@ class Steps:
         files.disk.rename(staging, self.folder / str(name))
         files.disk.sync_dir(self.folder)
         files.disk.remove_tree(old)
+        self.damaged.discard(name)
         self._note_whole(name)
 
     def _note_whole(self, name: StepName) -> None:
@@ -224,14 +208,15 @@ class Steps:
     # read ----------------------------------------------------------------------------------------
 
     def names(self) -> list[StepName]:
-        return steps_in(self.folder)
+        return step_folder.steps_in(self.folder)
 
     def manifest(self, name: StepName) -> Manifest:
         """Raises what ``read_manifest`` raises."""
-        return read_manifest(self.folder, name)
+        return step_folder.read_manifest(self.folder, name)
 
     def manifests(self) -> dict[StepName, Manifest]:
-        return readable(self.names(), self.manifest)
+        """Returns the manifests of the steps that were not found damaged."""
+        return step_folder.readable(set(self.names()) - self.damaged, self.manifest)
 
     def damage(self, name: StepName, loaded: Contents) -> str:
         """Returns why the step in the folder cannot be used; "": it is whole.
@@ -242,12 +227,12 @@ class Steps:
         """
         contents: Contents = {}
 
-        def load(file: str, content: CheckedFile) -> None:
+        def load(file: str, content: step_folder.CheckedFile) -> None:
             with suppress(Exception):  # the hash says why, or the load that follows
                 contents[file] = torch.load(content, map_location="cpu", weights_only=True)
 
         try:
-            check_files(self.folder, name, True, load, loaded)
+            step_folder.check_files(self.folder, name, True, load, loaded)
             self.check_training(self.manifest(name), str(self.folder / str(name)))
         except CheckpointCorrupt as error:
             self._before = {}  # it may have the damaged file
@@ -294,14 +279,14 @@ class Steps:
         self._remote.delete(f"{name}/{MANIFEST}")
         stored = dict[str, Entry]()
         for other in there.keys() - {name}:
-            stored |= places_of(other, there[other]).values()
+            stored |= step_folder.places_of(other, there[other]).values()
         sources = {tuple(each): place for place, each in stored.items() if is_large(each)}
         manifest = self.manifest(name)
         if not sources.keys().isdisjoint(map(tuple, manifest["files"].values())):
-            manifest["format"] = SHARED
+            manifest["format"] = step_folder.SHARED
         sent = dict[Path, tuple[str, Entry]]()
         shared = self._remote.names("shared")  # others may remove old objects
-        for file, (place, entry) in places_of(name, manifest).items():
+        for file, (place, entry) in step_folder.places_of(name, manifest).items():
             path = self.folder / str(name) / file
             source = sources.get(tuple(entry))
             is_there = place in stored and entry[1] in shared
@@ -311,7 +296,7 @@ class Steps:
                 self._remote.put(place, path)
                 sent[path] = (place, entry)
         # A node that is about to go may have no time to compare. A restore compares, too.
-        self._remote.put(f"{name}/{MANIFEST}", sealed(manifest))
+        self._remote.put(f"{name}/{MANIFEST}", step_folder.sealed(manifest))
         try:
             for path, (place, entry) in sent.items():
                 self._compare(place, entry, path)
@@ -335,24 +320,24 @@ class Steps:
                 digest.update(block)
             if digest.hexdigest() == told:
                 return
-        if size_and_hash(self._remote.blocks(copy)) != entry:
+        if step_folder.size_and_hash(self._remote.blocks(copy)) != entry:
             raise CheckpointCorrupt(f"{self.url}/{copy} has not the bytes that were copied.")
 
     def remote_names(self) -> list[StepName]:
         if self.store is None:
             return []
-        return step_names(self.store.names())
+        return step_folder.step_names(self.store.names())
 
     def remote_manifests(self) -> tuple[dict[StepName, Manifest], set[StepName]]:
         """Returns the manifests of complete steps, and the names of incomplete ones."""
         names = self.remote_names()
-        found = readable(names, self.remote_manifest)
+        found = step_folder.readable(names, self.remote_manifest)
         return found, set(names) - found.keys()
 
     def remote_manifest(self, name: StepName) -> Manifest:
         """Raises CheckpointCorrupt if the manifest is missing or damaged."""
         data = self._remote.read(f"{name}/{MANIFEST}", 64 << 20)
-        return opened(data, f"{self.url}/{name}/{MANIFEST}", name)
+        return step_folder.opened(data, f"{self.url}/{name}/{MANIFEST}", name)
 
     def refuse_others(self, there: dict[StepName, Manifest]) -> None:
         """Raises ConfigError if a step in the remote is of another training."""
@@ -380,7 +365,7 @@ class Steps:
         self.check_training(manifest, f"{self.url}/{name}")
         staging = self.begin(name)
         try:
-            for file, (place, entry) in places_of(name, manifest).items():
+            for file, (place, entry) in step_folder.places_of(name, manifest).items():
                 files.disk.make_dirs((staging / file).parent)
                 if _write(staging / file, self._remote.blocks(place)) != entry:
                     raise CheckpointCorrupt(
@@ -388,7 +373,7 @@ class Steps:
                     )
                 if not self._share(staging / file, entry):
                     files.disk.sync(staging / file)
-            self._complete(staging, manifest | {"format": FORMAT})
+            self._complete(staging, manifest | {"format": step_folder.FORMAT})
         except FileNotFoundError as error:
             raise CheckpointCorrupt(f"{self.url}/{name} lacks a file: {error}.") from error
         else:
@@ -404,7 +389,7 @@ class Steps:
         """Removes large files in the remote that none of these steps has, nor one in the folder:
         a listing of the remote may lag.
         """
-        manifests = [*staying, *self.manifests().values()]
+        manifests = [*staying, *step_folder.readable(self.names(), self.manifest).values()]
         needed = {entry[1] for manifest in manifests for entry in manifest["files"].values()}
         unused = self._remote.names("shared").keys() - needed
         self.own_remote()  # what a later process copies from now on stays

@@ -6,6 +6,7 @@ import pytest
 from loguru import logger
 
 from datatrove_ckpt.common.object_store import ObjectStore
+from datatrove_ckpt.process import signals
 
 
 @pytest.fixture
@@ -17,15 +18,30 @@ def warned():
     logger.remove(sink)
 
 
+@pytest.fixture(autouse=True)
+def _the_tests_go_on(monkeypatch):
+    """A process that a signal ends is killed seconds later if threads hold it; here it runs the
+    other tests, too.
+    """
+    monkeypatch.setattr(signals, "_EXIT_SECONDS", 1e6)
+
+
+@pytest.fixture
+def ranks():
+    from tests.real.test_training_checkpoints import Ranks
+
+    return Ranks()
+
+
 @pytest.fixture
 def before_copy(monkeypatch):
-    """``before_copy(call)`` calls it before each file is copied to a remote."""
+    """``before_copy(call)`` calls it with each file before that is copied to a remote."""
     put = ObjectStore.put
 
     def replace(call):
         def watched(store, name, content):
             if isinstance(content, Path):
-                call()
+                call(content)
             put(store, name, content)
 
         monkeypatch.setattr(ObjectStore, "put", watched)

@@ -35,6 +35,21 @@ def texts(batches):
     return [text for batch in batches for text in batch["text"]]
 
 
+def assert_stops_change_nothing(train, tmp_path, stops):
+    """``train(folder, stop)`` returns batches and weights of one process. Returns the batches of a
+    training without a stop.
+    """
+    whole, weights = train(tmp_path / "whole", stops[-1])
+    batches = []
+    for stop in stops:
+        seen, last = train(tmp_path / "run", stop)
+        batches += seen
+    assert batches == whole
+    for key, value in weights.items():
+        assert value.equal(last[key]), key
+    return whole
+
+
 def steps_in(folder):
     """The steps in a folder, or in a remote, by their numbers: "8", or "8.1" after a rollback."""
     found = Path(folder).glob("step-*/manifest.json")

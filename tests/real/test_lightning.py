@@ -14,7 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datatrove_ckpt.torch import EverySteps, ReaderDataset, TrainingCheckpoints
 from tests.pages import run_example
-from tests.real.loops import write_rows
+from tests.real.loops import assert_stops_change_nothing, write_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning
 
@@ -109,14 +109,9 @@ def fabric(rows, folder, stop, workers):
 
 @pytest.mark.parametrize("train, workers", [(lightning, 0), (lightning, 1), (fabric, 0)])
 def test_a_training_that_stops_in_any_epoch_is_that_of_no_stop(rows, tmp_path, train, workers):
-    whole, weights = train(rows, tmp_path / "whole", None, workers)
+    whole = assert_stops_change_nothing(
+        lambda folder, stop: train(rows, folder, stop, workers), tmp_path, [*STOPS, None]
+    )
     epochs = [whole[first : first + STEPS] for first in range(0, len(whole), STEPS)]
     assert [sorted(itertools.chain(*epoch)) for epoch in epochs] == [list(range(ROWS))] * EPOCHS
     assert len({str(epoch) for epoch in epochs}) == EPOCHS
-    batches = []
-    for stop in [*STOPS, None]:
-        seen, last = train(rows, tmp_path / "run", stop, workers)
-        batches += seen
-    assert batches == whole
-    for key, value in weights.items():
-        assert torch.equal(value, last[key])

@@ -32,12 +32,10 @@ import pytest
 import torch
 from loguru import logger
 from torch import nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from datatrove_ckpt.checkpoint import files, training_steps
+from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.lines import explained
-from datatrove_ckpt.checkpoint.training_steps import StepName, read_events, read_manifest, sealed
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
@@ -48,7 +46,6 @@ from datatrove_ckpt.errors import (
     StorageFailed,
 )
 from datatrove_ckpt.inference.servers.server import free_port
-from datatrove_ckpt.process import signals
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing.crashes import crash_at
 from datatrove_ckpt.torch import (
@@ -63,12 +60,15 @@ from datatrove_ckpt.torch import (
     ReaderDataset,
     SavePolicy,
     TrainingCheckpoints,
+    step_folder,
 )
+from datatrove_ckpt.torch.history import read_events
 from datatrove_ckpt.torch.sharded import _known_classes, _Metadata
+from datatrove_ckpt.torch.step_folder import StepName, read_manifest, sealed
 from tests.patience import Patience, until
 from tests.processes import is_alive
 from tests.real import train as script
-from tests.real.loops import Full, steps_in
+from tests.real.loops import Full, steps_in, write_rows
 from tests.training_rows import rows_of
 
 EVERY = 4
@@ -77,10 +77,10 @@ LAYER = nn.Linear(2, 2)
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("documents")
-    for file in range(2):
-        rows = [{"id": f"{file}-{n}", "text": f"{'abcdefgh'[n % 8]}{n}"} for n in range(24)]
-        Path(folder, f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    places = [(file, n) for file in range(2) for n in range(24)]
+    rows = [{"id": f"{file}-{n}", "text": f"{'abcdefgh'[n % 8]}{n}"} for file, n in places]
+    folder = tmp_path_factory.mktemp("documents") / "rows"
+    write_rows(folder, rows, files=2)
     return str(folder)
 
 
@@ -88,14 +88,6 @@ def documents(tmp_path_factory):
 def expected(documents, tmp_path_factory):
     """The losses without a stop."""
     return trained(documents, tmp_path_factory.mktemp("undisturbed"))
-
-
-@pytest.fixture(autouse=True)
-def _the_tests_go_on(monkeypatch):
-    """A process that a signal ends is killed seconds later if threads hold it; here it runs the
-    other tests, too.
-    """
-    monkeypatch.setattr(signals, "_EXIT_SECONDS", 1e6)
 
 
 @pytest.fixture
@@ -337,7 +329,7 @@ def test_what_cannot_be_is_named(tmp_path, call, given, states, message):
 
 def test_a_signal_ends_the_wait_for_a_remote_that_hangs(tmp_path, monkeypatch, before_copy, remote):
     hangs = threading.Event()
-    before_copy(lambda: hangs.set() or threading.Event().wait())
+    before_copy(lambda path: hangs.set() or threading.Event().wait())
     saved = checkpoints(tmp_path, remote=remote, asynchronous=True)
     join, waits = saved._uploading.join, threading.Event()
 
@@ -358,7 +350,7 @@ def test_a_slow_copy_keeps_its_step_and_holds_up_neither_the_training_nor_the_di
     before_copy, warned, run, remote
 ):
     begun, goes_on = threading.Event(), threading.Event()
-    before_copy(lambda: begun.set() or goes_on.wait())
+    before_copy(lambda path: begun.set() or goes_on.wait())
     with checkpoints(run, remote=remote, asynchronous=True, keep=Last(1) | Best("loss")) as saved:
         for step in range(1, 5):
             saved.save(step, model=LAYER)
@@ -943,7 +935,7 @@ def test_a_copy_that_differs_is_named_and_replaces_no_older_one(
 @pytest.fixture
 def adapted(monkeypatch):
     """States of a training with a large part that never changes."""
-    monkeypatch.setattr(training_steps, "SHARED_BYTES", 50_000)
+    monkeypatch.setattr(step_folder, "SHARED_BYTES", 50_000)
     return {"base": {"table": torch.arange(20000.0)}, "adapter": {"rank": torch.zeros(2)}}
 
 
@@ -969,16 +961,9 @@ def numbers_of_file(run, file="states/base.pt"):
     return {path.stat().st_ino for path in run.glob(f"step-*/{file}")}
 
 
-def test_steps_share_the_files_that_did_not_change(tmp_path, run, remote, adapted, monkeypatch):
+def test_steps_share_the_files_that_did_not_change(tmp_path, run, remote, adapted, before_copy):
     sent = Counter()
-    put = ObjectStore.put
-
-    def counted(store, name, content):
-        if isinstance(content, Path):
-            sent[content.name] += 1
-        put(store, name, content)
-
-    monkeypatch.setattr(ObjectStore, "put", counted)
+    before_copy(lambda path: sent.update([path.name]))
     with checkpoints(run, remote=remote, keep=Last(3) | Every(2)) as saved:
         save_adapted(saved, adapted, 1, 2, 3, 4)
         assert len(numbers_of_file(run)) == 1
@@ -1080,10 +1065,10 @@ def test_a_release_that_knows_no_shared_files_refuses_such_a_step(
 ):
     with checkpoints(run, remote=remote) as saved:
         save_adapted(saved, adapted, 1, 2)
-    monkeypatch.setattr(training_steps, "SHARED", "unknown")
+    monkeypatch.setattr(step_folder, "SHARED", "unknown")
     with pytest.raises(StorageFailed, match=r"another version of this package \(.*Checkpoints 2, "):
         restored(tmp_path / "new node", remote=remote)
-    assert read_manifest(run, StepName(0, 2))["format"] == training_steps.FORMAT
+    assert read_manifest(run, StepName(0, 2))["format"] == step_folder.FORMAT
 
 
 @pytest.mark.parametrize(
@@ -1286,11 +1271,6 @@ def losses_of(run, rank=0):
     return found
 
 
-@pytest.fixture
-def ranks():
-    return Ranks()
-
-
 @pytest.mark.parametrize(
     "kills, steps, width",
     [
@@ -1475,61 +1455,6 @@ def processes_below(pid):
 # states of which ranks have parts ----------------------------------------------------------------
 
 
-def fsdp_rank(rank, size, run, steps, first):
-    """Trains to a step, and leaves the whole model and optimizer in a file."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-    from torch.distributed.fsdp import fully_shard
-
-    logger.remove()
-    torch.manual_seed(7)
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-    if first.get("shard", True):
-        for layer in (model[0], model[2]):
-            fully_shard(layer)
-        fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    states = {"model": model, "optimizer": optimizer}
-    with checkpoints(run, save=EverySteps(2), asynchronous=True) as saved:
-        step = saved.restore(**states) or 0
-        while step < steps:
-            batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
-            model(batch).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            step += 1
-            saved.maybe_save(step, **states)
-        if first.get("back"):
-            step = saved.rollback(to=first["back"], **states)
-    whole = get_state_dict(
-        model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
-    if rank == 0:
-        torch.save([step, *whole], Path(run, f"whole-{size}.pt"))
-
-
-def fsdp(ranks, size, run, steps, **first):
-    run.mkdir(exist_ok=True)
-    ranks.call(fsdp_rank, size, size, str(run), steps, first)
-    return torch.load(run / f"whole-{size}.pt")
-
-
-def assert_near(one, other):
-    for place in (1, 2):
-        content = [each[place].get("state", each[place]) for each in (one, other)]
-        torch.testing.assert_close(*content, rtol=1e-5, atol=1e-6)
-    assert (one[0], one[2]["param_groups"]) == (other[0], other[2]["param_groups"])
-
-
-@pytest.mark.parametrize("size, shard", [(2, True), (1, True), (3, True), (1, False)])
-def test_a_model_of_fsdp_goes_on_with_any_number_of_ranks(tmp_path, ranks, size, shard, run):
-    expected = fsdp(ranks, 1, tmp_path / "whole", 7, shard=False)
-    fsdp(ranks, 2, run, 4)
-    assert list(run.glob("step-00000004/states/model/*.distcp"))
-    dcp_to_torch_save(run / "step-00000004/states/model", run / "model.pt")
-    assert torch.load(run / "model.pt")["0.weight"].shape == (5, 6)
-    assert_near(fsdp(ranks, size, run, 7, shard=shard), expected)
-
-
 def slow_fsdp_rank(rank, run):
     """Changes the model while its parts are written, and leaves what a restore gives."""
     from torch.distributed.fsdp import fully_shard
@@ -1563,16 +1488,6 @@ def test_a_training_goes_on_while_the_parts_of_a_step_are_written(tmp_path, rank
     ranks.call(slow_fsdp_rank, 2, str(tmp_path))
     for rank in range(2):
         assert torch.equal(torch.load(tmp_path / f"weight-{rank}.pt"), torch.ones(4, 4))
-
-
-def test_a_damaged_part_is_found_and_a_rollback_takes_all_parts(ranks, run):
-    expected = fsdp(ranks, 2, run, 4)
-    fsdp(ranks, 2, run, 6)
-    part = run / "step-00000006/states/optimizer/__1_0.distcp"
-    part.write_bytes(flipped(part.read_bytes(), 1000))
-    assert_near(fsdp(ranks, 2, run, 4), expected)
-    assert_near(fsdp(ranks, 2, run, 6, back=4), expected)
-    assert list(run.glob("step-00000004.1/states/*/__1_0.distcp"))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Needs torch and torchdata.
 """
 
 import os
+import shutil
 import signal
 from collections import OrderedDict
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from loguru import logger
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -33,7 +35,7 @@ from torch.distributed.tensor.parallel import (
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.torch import EverySteps, TrainingCheckpoints, sharded
 from tests.real.loops import steps_in
-from tests.real.test_training_checkpoints import Ranks, join
+from tests.real.test_training_checkpoints import flipped, join
 
 LAYERS = 4
 STEPS = 7
@@ -75,7 +77,7 @@ def keep(weights, run):
         torch.save(value, Path(run, f"{name}.pt"))
 
 
-def mesh_rank(rank, run, begins, mesh, killed):
+def mesh_rank(rank, run, begins, mesh, killed, steps=STEPS, back=None):
     """FSDP2 over one dimension of the mesh, tensor parallel over the other."""
     logger.remove()
     model = layers(range(LAYERS))
@@ -94,12 +96,14 @@ def mesh_rank(rank, run, begins, mesh, killed):
     with TrainingCheckpoints(run, save=EverySteps(2)) as saved:
         step = saved.restore(**states) or 0
         assert step == begins
-        while step < STEPS:
+        while step < steps:
             loss_of(model(batch_of(step)), batch_of(-step)).backward()
             optimizer.step()
             optimizer.zero_grad()
             step += 1
             saved.maybe_save(step, **states)
+        if back:
+            saved.rollback(to=back, **states)
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     if rank == 0:
         keep(whole, run)
@@ -154,31 +158,52 @@ def weights_of(run):
     return {path.stem: torch.load(path) for path in run.glob("*.pt")}
 
 
+def assert_near(weights, others):
+    torch.testing.assert_close(weights, others, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "target, sizes",
     [
-        (mesh_rank, [((2, 2), 4), ((1, 4), 4), ((2, 1), 2)]),
+        (mesh_rank, [((2, 2), 4), ((1, 4), 4), ((3, 1), 3), ((2, 1), 2), ((1, 1), 1), (None, 1)]),
         (stage_rank, [(4, 4), (2, 2)]),
     ],
 )
 def test_parts_of_a_model_go_on_after_a_kill_within_a_save_on_any_number_of_ranks(
-    tmp_path, target, sizes
+    tmp_path, ranks, target, sizes
 ):
-    ranks, whole = Ranks(), tmp_path / "whole"
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    killed.mkdir()
     whole.mkdir()
     ranks.call(mesh_rank, 1, str(whole), 0, None, 0)
     first, size = sizes[0]
+    join(ranks.start_call(target, size, str(killed), 0, first, 6), -signal.SIGKILL)
+    assert steps_in(killed) == {"2", "4"}
     for number, (mesh, count) in enumerate(sizes):
         run = tmp_path / f"run-{number}"
-        run.mkdir()
-        killed = ranks.start_call(target, size, str(run), 0, first, 6)
-        join(killed, -signal.SIGKILL)
-        assert steps_in(run) == {"2", "4"}
+        shutil.copytree(killed, run)
         ranks.call(target, count, str(run), 4, mesh, 0)
         assert steps_in(run) == {"2", "4", "6"}
-        assert weights_of(run).keys() == weights_of(whole).keys()
-        for name, value in weights_of(run).items():
-            torch.testing.assert_close(value, weights_of(whole)[name], rtol=1e-4, atol=1e-5)
+        assert_near(weights_of(run), weights_of(whole))
+
+
+def test_a_damaged_part_is_found_and_a_rollback_takes_all_parts(tmp_path, ranks):
+    run = str(tmp_path)
+    ranks.call(mesh_rank, 2, run, 0, (2, 1), 0, 4)
+    expected = weights_of(tmp_path)
+    ranks.call(mesh_rank, 2, run, 4, (2, 1), 0, 6)
+    part = tmp_path / "step-00000006/states/optimizer/__1_0.distcp"
+    part.write_bytes(flipped(part.read_bytes(), 1000))
+    for steps, back in ((4, None), (6, 4)):
+        ranks.call(mesh_rank, 2, run, 4, (2, 1), 0, steps, back)
+        assert_near(weights_of(tmp_path), expected)
+    assert list(tmp_path.glob("step-00000004.1/states/*/__1_0.distcp"))
+
+
+def test_torch_makes_one_file_of_the_parts(tmp_path, ranks):
+    ranks.call(mesh_rank, 2, str(tmp_path), 0, (2, 1), 0, 4)
+    dcp_to_torch_save(tmp_path / "step-00000004/states/model", tmp_path / "one")
+    assert_near(torch.load(tmp_path / "one"), weights_of(tmp_path))
 
 
 def sharded_stage(rank, run):
@@ -194,5 +219,5 @@ def sharded_stage(rank, run):
         saved.save(1, model=stage, optimizer=optimizer)
 
 
-def test_an_optimizer_of_a_sharded_stage_is_refused_as_no_restore_would_take_it(tmp_path):
-    Ranks().call(sharded_stage, 2, str(tmp_path))
+def test_an_optimizer_of_a_sharded_stage_is_refused_as_no_restore_would_take_it(tmp_path, ranks):
+    ranks.call(sharded_stage, 2, str(tmp_path))

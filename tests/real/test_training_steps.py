@@ -21,14 +21,13 @@ import pytest
 import torch
 from torch import nn
 
-from datatrove_ckpt.checkpoint import files, training_steps
-from datatrove_ckpt.checkpoint.training_steps import CheckedFile, blocks, size_and_hash
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.cli import track
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.run_folder import tracking
-from datatrove_ckpt.run_folder.tracking import TrainingTracker
-from datatrove_ckpt.run_folder.training import read_training
-from datatrove_ckpt.torch import Best, Every, EverySteps, Last, TrainingCheckpoints
+from datatrove_ckpt.torch import Best, Every, EverySteps, Last, TrainingCheckpoints, step_folder
 from datatrove_ckpt.torch import checkpoints as module
+from datatrove_ckpt.torch.step_folder import CheckedFile, blocks, size_and_hash
+from datatrove_ckpt.torch.training_state import read_training
 from tests.real.loops import Full
 
 KEEP = Last(2) | Best("loss") | Every(30)
@@ -118,6 +117,8 @@ def test_weights_alone_change_nothing_else_and_let_no_other_training_save_there(
     model = model_of(0)
     torch.manual_seed(7)
     expected = torch.get_rng_state()
+    with pytest.raises(ConfigError, match="keep= has no Best"):
+        opened(tmp_path, keep=Last(2)).restore("best")
     saved = opened(tmp_path)
     assert saved.restore("best", weights_only=True, model=model) == 20
     assert weight(model) == 20
@@ -241,13 +242,6 @@ def test_a_config_that_json_cannot_hold_is_refused_before_the_training(tmp_path,
     assert not Path(tmp_path, "run").exists()
 
 
-def test_a_step_that_is_not_there_is_named(tmp_path):
-    filled(tmp_path)
-    with pytest.raises(ConfigError, match="keep= has no Best"):
-        opened(tmp_path, keep=Last(2)).restore("best")
-    assert opened(tmp_path / "empty").restore() is None
-
-
 def test_a_save_that_failed_is_tried_again_before_the_next(tmp_path, monkeypatch, warned):
     disk = Full(0)
     model = nn.Linear(100, 100)
@@ -353,7 +347,7 @@ def test_the_curve_goes_to_a_tracker_once_and_again_from_where_the_training_went
         sent.append((step, values))
 
     run = SimpleNamespace(send=send, end=ends.append)
-    tracker = TrainingTracker(lambda job: run, folder=filled(tmp_path))
+    tracker = track.TrainingTracker(lambda job: run, folder=filled(tmp_path))
     expected = [(step, {"loss": loss}) for step, loss in LOSSES.items()]
     assert tracker.work() == "OSError: away"
     assert sent == expected[:2]
@@ -369,10 +363,10 @@ def test_the_curve_goes_to_a_tracker_once_and_again_from_where_the_training_went
     # The last two saves were four hours apart: it may have started again.
     state = read_training(tmp_path, full=False)
     steps = [replace(state.steps[-2], at=now - 4 * 3600.0), replace(state.steps[-1], at=now)]
-    monkeypatch.setattr(tracking, "read_training", lambda *_, **__: replace(state, steps=steps))
+    monkeypatch.setattr(track, "read_training", lambda *_, **__: replace(state, steps=steps))
     for hours, end in ((1, []), (1, []), (1, []), (9, ["FINISHED"])):
         clock = SimpleNamespace(time=lambda hours=hours: now + hours * 3600.0)
-        monkeypatch.setattr(tracking, "time", clock)
+        monkeypatch.setattr(track, "time", clock)
         tracker.work()
         assert ends == end
     assert tracker.is_over
@@ -449,14 +443,14 @@ def test_a_step_that_is_removed_while_it_is_read_is_not_damaged(tmp_path, monkey
     with opened(tmp_path, keep=Last(2)) as saved:
         for step in (1, 2):
             saved.save(step, model=model_of(0))
-        check = training_steps.check_files
+        check = step_folder.check_files
 
         def check_during_a_save(folder, name, full):
             if name.step == 1:
                 saved.save(3, model=model_of(0))
             check(folder, name, full)
 
-        monkeypatch.setattr(training_steps, "check_files", check_during_a_save)
+        monkeypatch.setattr(step_folder, "check_files", check_during_a_save)
         steps = read_training(tmp_path, full=True).steps
     assert [(step.step, step.damage) for step in steps] == [(2, "")]
 

@@ -182,7 +182,7 @@ _COMMAND = "from datatrove_ckpt.cli.main import main\ntry: main({})\nexcept Syst
         (_COMMAND.format(["run", "none.yaml"]), _OF_A_RUN),
         (_COMMAND.format(["doctor", "none.yaml"]), _OF_A_RUN),
         ("import datatrove_ckpt.readers", {"datasets"}),
-        ("import datatrove_ckpt.torch", {"pyarrow", "datasets"}),
+        ("from datatrove_ckpt.torch import ReaderDataset, Mix", {"pyarrow", "datasets"}),
         ("import datatrove_ckpt.rollouts", {"tokenizers", "jsonschema", "referencing"}),
         ("import datatrove_ckpt.run_inference", {"datatrove"}),
         ("import datatrove_ckpt.inference.servers.llamacpp", {"datatrove"}),

@@ -34,14 +34,14 @@ ROOMS = {
     "user_code": "errors common",
     "output": "errors common checkpoint",
     "readers": "errors common checkpoint",
-    "torch": "errors common process checkpoint readers user_code",
+    "torch": "errors common process checkpoint readers",
     "generation": "errors common config rollouts process checkpoint mirror"
     " inference.client inference.servers user_code output readers",
     "runner": "common process generation",
     "run_folder": "errors common config process checkpoint mirror claims inference.servers output readers generation"
     " runner",
     "executors": "errors common process claims inference.servers user_code generation runner run_folder",
-    "cli": "errors common config process checkpoint output readers run_folder executors",
+    "cli": "errors common config process checkpoint output readers torch run_folder executors",
     "testing": "common checkpoint",
 }
 

@@ -3,7 +3,7 @@
 import pytest
 
 from datatrove_ckpt.run_folder import run_state
-from datatrove_ckpt.run_folder.tracking import Tracker
+from datatrove_ckpt.run_folder.tracking import RunTracker
 from tests.rank_folders import done, failed, minute, minutes, place_at, start, stopped, write_rank
 
 T = 1_800_000_000.0
@@ -36,7 +36,7 @@ def now(monkeypatch):
 
 def make(root, run):
     place = place_at(root)
-    return Tracker(lambda job: run, place=place)
+    return RunTracker(lambda job: run, place=place)
 
 
 def test_a_service_that_was_away_gets_the_next_sums(tmp_path, now):

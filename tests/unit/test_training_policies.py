@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.checkpoint.training_steps import StepName
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.torch.policies import (
     Best,
@@ -19,6 +18,7 @@ from datatrove_ckpt.torch.policies import (
     Moment,
     WhenFailing,
 )
+from datatrove_ckpt.torch.step_folder import StepName
 from tests.patience import until
 
 

@@ -1,16 +1,14 @@
 """Reads the folder of a training's checkpoints, also during the training."""
 
 import shutil
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
-from datatrove_ckpt.checkpoint import files, training_steps
+import datatrove_ckpt.torch.step_folder as step_folder
+from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.formatting import byte_size
 from datatrove_ckpt.errors import CheckpointCorrupt, StorageFailed, VersionMismatch
+from datatrove_ckpt.torch.history import Row, curve, read_events, read_signs
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class TrainingState:
 
     folder: str
     steps: list[SavedStep]
-    curve: list[training_steps.Row]
+    curve: list[Row]
     saved: JsonObject
     writer: str
     free_bytes: int
@@ -66,8 +64,8 @@ class TrainingState:
 
 def read_training(folder: Path, full: bool) -> TrainingState:
     """Reads the folder; with ``full`` each file of each step, else only file sizes."""
-    found = [(name, *_read(folder, name, full)) for name in training_steps.steps_in(folder)]
-    left = set(training_steps.steps_in(folder))  # a training removes steps
+    found = [(name, *_read(folder, name, full)) for name in step_folder.steps_in(folder)]
+    left = set(step_folder.steps_in(folder))  # a training removes steps
     training = ""
     steps = []
     for name, manifest, damage in reversed(found):
@@ -79,72 +77,34 @@ def read_training(folder: Path, full: bool) -> TrainingState:
         training = training or manifest["training"]
         if not damage and manifest["training"] != training:
             damage = f"{folder / str(name)} is of another training."
-        size = training_steps.size_of(manifest)
+        size = step_folder.size_of(manifest)
         steps.append(
             SavedStep(name.step, str(name), size, manifest["at"], manifest["metrics"], damage)
         )
     steps.reverse()
-    events = list(training_steps.read_events(folder))
+    events = list(read_events(folder))
     saved = next((event for event in reversed(events) if event["event"] == "saved"), {})
     holder = files.lock_holder(folder / ".lock")
     writer = "" if holder is None else files.name_holder(holder)
     return TrainingState(
         str(folder),
         steps,
-        training_steps.curve(events),
+        curve(events),
         saved,
         writer,
         shutil.disk_usage(folder).free,
-        training_steps.read_signs(folder),
+        read_signs(folder),
     )
 
 
 def _read(
-    folder: Path, name: training_steps.StepName, full: bool
-) -> tuple[training_steps.Manifest | None, str]:
+    folder: Path, name: step_folder.StepName, full: bool
+) -> tuple[step_folder.Manifest | None, str]:
     """Returns the manifest of a step, and what is wrong with the step."""
     manifest = None
     try:
-        manifest = training_steps.read_manifest(folder, name)
-        training_steps.check_files(folder, name, full)
+        manifest = step_folder.read_manifest(folder, name)
+        step_folder.check_files(folder, name, full)
     except (CheckpointCorrupt, VersionMismatch, StorageFailed, OSError) as error:
         return manifest, str(error)
     return manifest, ""
-
-
-class TrainingFinding(NamedTuple):
-    """``state``: ok, warning or problem."""
-
-    state: str
-    what: str
-    message: str
-
-
-def examine_training(state: TrainingState) -> Iterator[TrainingFinding]:
-    """Checks whether a training may continue in the folder, and save there."""
-    for step in state.damaged:
-        yield TrainingFinding("warning", step.folder, step.damage)
-    restored = state.restored
-    if restored is None:
-        yield TrainingFinding("problem", "restore", "No step is whole, so a restore fails.")
-        return
-    yield TrainingFinding("ok", "restore", f"A restore takes step {restored.step}.")
-    free = f"{byte_size(state.free_bytes)} are free"
-    if state.free_bytes < restored.bytes:
-        message = f"{free}, and a step needs {byte_size(restored.bytes)}. Make room."
-        yield TrainingFinding("problem", "disk", message)
-    else:
-        yield TrainingFinding("ok", "disk", f"{free}.")
-    if state.writer:
-        message = f"{state.writer} saves there now: another training cannot."
-        yield TrainingFinding("warning", "lock", message)
-
-
-def plotted(values: Sequence[float], bars: str) -> str:
-    """Draws a curve in 48 cells: the mean of each, between the least and the greatest."""
-    count = min(48, len(values))
-    edges = [number * len(values) // count for number in range(count + 1)]
-    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
-    least = min(means)
-    span = (max(means) - least) or 1.0
-    return "".join(bars[int((mean - least) / span * (len(bars) - 1))] for mean in means)

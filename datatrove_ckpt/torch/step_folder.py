@@ -15,39 +15,25 @@ their xxh128 in shared/, which stay as long as a step has them.
 .saving-NAME       not complete; .removed-NAME, .old-NAME (replaced): the next owner of the lock
 removes them
 .lock              held by the process that writes
-.rank-RANK         when a rank last took a step, where, and its variables of NCCL
-history.jsonl      what was saved, restored, rolled back; metrics.csv: the loss curve
-
-A stop loses the steps after the last save, and the training makes them again. So the metrics of a
-step take the place of those of all later steps before it in the file. Events: saved, failed,
-restored, rolled back, not copied, and metrics, which may be of each step.
+.rank-RANK, history.jsonl, metrics.csv    see ``history.py``
 """
 
 from __future__ import annotations
 
-import csv
 import io
-import json
-import math
-import os
 import re
-import threading
-import time
-from argparse import Namespace
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
 import xxhash
 
-from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.lines import explained
-from datatrove_ckpt.common import JsonObject, redaction
-from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError, VersionMismatch
+from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.errors import CheckpointCorrupt, VersionMismatch
 
 Manifest = JsonObject
 Entry = list[int | str]
@@ -255,136 +241,7 @@ def opened(data: bytes | None, where: str, name: StepName) -> Manifest:
     return dict(manifest)
 
 
-def config_file(config: object) -> bytes:
-    """Returns what ``config.json`` holds of a dict, dataclass or Namespace: all but secrets.
-
-    Returns nothing of None. Raises ConfigError if JSON cannot hold it.
-    """
-    if config is None:
-        return b""
-    plain = _plain(config, "config")
-    if not isinstance(plain, dict):
-        raise ConfigError(f"config is {plain!r:.60}. Give a dict, a dataclass or a Namespace.")
-    return json.dumps(plain, indent=2, ensure_ascii=False).encode() + b"\n"
-
-
-def _plain(value: object, place: str) -> object:
-    if isinstance(value, Namespace):
-        value = vars(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each, f"{place}.{key}") for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each, f"{place}.{number}") for number, each in enumerate(value)]
-    if redaction.is_surely_secret(place, value):
-        return redaction.HIDDEN
-    is_number = isinstance(value, int | float) and math.isfinite(value)
-    if is_number or isinstance(value, str | None):
-        return value
-    text = " ".join(repr(value).split())
-    raise ConfigError(f"{place} is {text:.60}, which JSON cannot hold. Give plain values.")
-
-
 def is_training(what: str | None) -> bool:
     """Returns whether a folder holds steps of a training."""
     folder = Path(what or "/dev/null")
     return folder.is_dir() and bool(steps_in(folder))
-
-
-def give_sign(folder: Path, rank: int, ranks: int, step: int) -> None:
-    """Writes that a rank takes steps. The training continues on a full disk."""
-    variables = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(("NCCL_", "TORCH_NCCL_"))
-    }
-    sign = {
-        **files.this_process(),
-        "rank": rank,
-        "ranks": ranks,
-        "step": step,
-        "at": time.time(),
-        "variables": _plain(variables, "nccl"),
-    }
-    with suppress(OSError):
-        (folder / f".rank-{rank:05}").write_bytes(orjson.dumps(sign))
-
-
-def read_signs(folder: Path) -> list[JsonObject]:
-    """Returns the last sign of each rank. One that is written at this moment may be missing."""
-    signs: list[JsonObject] = []
-    for path in sorted(folder.glob(".rank-*")):
-        with suppress(ValueError, OSError):
-            signs.append(orjson.loads(path.read_bytes()))
-    newest = max((sign["at"], sign["ranks"]) for sign in signs) if signs else (0.0, 0)
-    return [sign for sign in signs if sign["rank"] < newest[1]]  # it may have had more ranks
-
-
-HISTORY = "history.jsonl"
-
-Row = tuple[int, dict[str, float]]
-"""A step and its metrics."""
-
-
-def read_events(folder: Path) -> Iterator[JsonObject]:
-    """Yields the events; skips a line that a kill has torn."""
-    path = folder / HISTORY
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            with suppress(ValueError):
-                event = orjson.loads(line)
-                if isinstance(event, dict) and "event" in event:
-                    yield event
-
-
-def curve(events: Iterable[JsonObject]) -> list[Row]:
-    """Returns the metrics of the steps that the training has made, in their order."""
-    rows: list[Row] = []
-    for event in events:
-        if event["event"] != "metrics":
-            continue
-        step = int(event["step"])
-        while rows and rows[-1][0] > step:
-            rows.pop()
-        if rows and rows[-1][0] == step:
-            rows[-1][1].update(event["metrics"])
-        else:
-            rows.append((step, dict(event["metrics"])))
-    return rows
-
-
-class TrainingHistory:
-    """Appends events. They wait in memory while another process may own the folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._lock = threading.Lock()  # the training logs, and its writing thread notes
-        self._waiting: list[JsonObject] = []
-
-    def note(self, is_owner: bool, event: str, step: int, **others: object) -> None:
-        """Raises StorageFailed."""
-        with self._lock:
-            self._waiting.append({"event": event, "step": step, "at": time.time(), **others})
-            if is_owner:
-                lines = b"".join(orjson.dumps(each) + b"\n" for each in self._waiting)
-                files.disk.append(self._folder / HISTORY, lines)
-                self._waiting = []  # of a full disk, they come with the next event
-
-    def write_curve(self) -> None:
-        """Writes the CSV file anew, which takes seconds after many steps. Raises StorageFailed."""
-        rows = curve(read_events(self._folder))
-        if not rows:
-            return
-        columns = [*dict.fromkeys(name for _, row in rows for name in row)]
-        text = io.StringIO()
-        table = csv.DictWriter(text, ["step", *columns], lineterminator="\n")
-        table.writeheader()
-        for step, metrics in rows:
-            metrics |= {name: math.nan for name, value in metrics.items() if value is None}
-            table.writerow({"step": step, **metrics})
-        files.disk.replace(
-            self._folder / "metrics.csv", text.getvalue().encode(), files.PUBLIC_FILE
-        )

@@ -157,73 +157,74 @@ def expand(content: Node, only_look: bool = False, rows: object = None) -> Node:
         ConfigError: a setting is missing, unknown, or cannot be told from the input.
     """
     try:
-        return _expanded(content, only_look, rows)
+        refuse_unknown(content, [*settings()], form())
+        content = {name: _text(name, value, only_look) for name, value in content.items()}
+        own = {name: content[name] for name in NAMES if content.get(name) is not None}
+        job = construct(ShortJob, own, form())
+        places = job.elsewhere
+        if len(places) > 1 and places != ["slurm", "kubernetes"]:
+            raise ConfigError(
+                f"{', '.join(places)}: are different places to run. Give one of them."
+            )
+        if job.workers != 1 and places:
+            raise ConfigError(
+                f"workers: are processes of this machine. Write them inside `{places[0]}`."
+            )
+        if job.is_remote and job.jobs is None:
+            raise ConfigError(
+                f"run_folder: must be a folder of this machine; it is {job.run_folder}. For "
+                "Hugging Face Jobs, add `jobs: {}`. For the output alone, give a folder here: "
+                "--print-config then writes the long form, in which a URL can replace "
+                '"output_folder".'
+            )
+        begun = recorded_settings(job.root / "checkpoints")
+        job_input = JobInput(_input(job, only_look, rows), only_look)
+        reader = job_input.reader()
+        job = _as_batch(job, job_input, reader, content)
+        tasks = begun.get("tasks") if job.tasks is None else job.tasks
+        if tasks is None:
+            tasks = job_input.count_tasks(reader, bool(job.elsewhere))
+        rollout = _rollout(job, content)
+        if isinstance(rollout, dict) and reader["class_path"] == "PageReader":
+            known = parameters_of(import_name(rollout["class_path"], form()))[0]
+            if "images" in known:
+                rollout["init_args"]["images"] = "media"
+        config = _server(job, content, only_look)
+        chunk = _CHUNK
+        if isinstance(content.get("until"), int):  # the run ends after few documents
+            chunk = min(_CHUNK, max(1, content["until"] // 10))
+        runner: Node = {
+            "rollout_fn": rollout,
+            "config": config,
+            "answer": begun.get("answer"),
+            "records_per_chunk": begun.get("records_per_chunk", chunk),
+        }
+        owners = {"InferenceConfig": config, "InferenceRunner": runner}
+        for name in [reader["class_path"]] if reader["class_path"] else _READERS:
+            owners[name] = reader["init_args"]
+        if isinstance(rollout, dict):
+            owners[rollout["class_path"]] = rollout["init_args"]
+        for name, value in content.items():
+            if name not in NAMES:
+                _place(name, value, owners)
+        # This machine cannot see how a run elsewhere began, nor its files.
+        if not job.is_remote:
+            _allow_no_text(job, begun, reader, rollout)
+            if not (begun or job.task == "batch" or "answer" in content):
+                runner["answer"] = _answer(job_input, reader, rollout)
+        runner["checkpoints_local_dir"] = (
+            "checkpoints" if job.is_remote else f"{job.root}/checkpoints"
+        )
+        runner["output_writer"] = _writer(job, reader, begun, runner["answer"])
+        executor = {"tasks": tasks, "logging_dir": f"{job.below}/logs"}
+        executor["pipeline"] = [reader, node("InferenceRunner", **runner)]
+        long: Node = {"executor": _executor(job, executor, config)}
+        if job.kubernetes is not None:
+            long["kubernetes"] = own["kubernetes"]
+        return long
     except ConfigError as error:
         named(error, form())
         raise
-
-
-def _expanded(content: Node, only_look: bool, rows: object) -> Node:
-    refuse_unknown(content, [*settings()], form())
-    content = {name: _text(name, value, only_look) for name, value in content.items()}
-    own = {name: content[name] for name in NAMES if content.get(name) is not None}
-    job = construct(ShortJob, own, form())
-    places = job.elsewhere
-    if len(places) > 1 and places != ["slurm", "kubernetes"]:
-        raise ConfigError(f"{', '.join(places)}: are different places to run. Give one of them.")
-    if job.workers != 1 and places:
-        raise ConfigError(
-            f"workers: are processes of this machine. Write them inside `{places[0]}`."
-        )
-    if job.is_remote and job.jobs is None:
-        raise ConfigError(
-            f"run_folder: must be a folder of this machine; it is {job.run_folder}. For "
-            "Hugging Face Jobs, add `jobs: {}`. For the output alone, give a folder here: "
-            '--print-config then writes the long form, in which a URL can replace "output_folder".'
-        )
-    begun = recorded_settings(job.root / "checkpoints")
-    job_input = JobInput(_input(job, only_look, rows), only_look)
-    reader = job_input.reader()
-    job = _as_batch(job, job_input, reader, content)
-    tasks = begun.get("tasks") if job.tasks is None else job.tasks
-    if tasks is None:
-        tasks = job_input.count_tasks(reader, bool(job.elsewhere))
-    rollout = _rollout(job, content)
-    if isinstance(rollout, dict) and reader["class_path"] == "PageReader":
-        known = parameters_of(import_name(rollout["class_path"], form()))[0]
-        if "images" in known:
-            rollout["init_args"]["images"] = "media"
-    config = _server(job, content, only_look)
-    chunk = _CHUNK
-    if isinstance(content.get("until"), int):  # the run ends after few documents
-        chunk = min(_CHUNK, max(1, content["until"] // 10))
-    runner: Node = {
-        "rollout_fn": rollout,
-        "config": config,
-        "answer": begun.get("answer"),
-        "records_per_chunk": begun.get("records_per_chunk", chunk),
-    }
-    owners = {"InferenceConfig": config, "InferenceRunner": runner}
-    for name in [reader["class_path"]] if reader["class_path"] else _READERS:
-        owners[name] = reader["init_args"]
-    if isinstance(rollout, dict):
-        owners[rollout["class_path"]] = rollout["init_args"]
-    for name, value in content.items():
-        if name not in NAMES:
-            _place(name, value, owners)
-    # This machine cannot see how a run elsewhere began, nor its files.
-    if not job.is_remote:
-        _allow_no_text(job, begun, reader, rollout)
-        if not (begun or job.task == "batch" or "answer" in content):
-            runner["answer"] = _answer(job_input, reader, rollout)
-    runner["checkpoints_local_dir"] = "checkpoints" if job.is_remote else f"{job.root}/checkpoints"
-    runner["output_writer"] = _writer(job, reader, begun, runner["answer"])
-    executor = {"tasks": tasks, "logging_dir": f"{job.below}/logs"}
-    executor["pipeline"] = [reader, node("InferenceRunner", **runner)]
-    long: Node = {"executor": _executor(job, executor, config)}
-    if job.kubernetes is not None:
-        long["kubernetes"] = own["kubernetes"]
-    return long
 
 
 def _place(name: str, value: object, places: dict[str, Node]) -> None:

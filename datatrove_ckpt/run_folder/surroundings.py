@@ -78,10 +78,6 @@ def check_access_of(runner: RunnerPlan, hub: HubFolder) -> str:
 
 
 _COMMITS_PER_HOUR = 128  # what the hub allows to a free account
-_USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-_ANSWER = {"text": "An answer.", "finish_reason": "stop", "usage": _USAGE}
-
-
 _CHARACTERS_PER_TOKEN = 4
 _ONLY_HERE = re.compile(r"//(localhost|127\.|0\.0\.0\.0|\[::1?\])")
 
@@ -260,7 +256,9 @@ def _check_writer(runner: RunnerPlan, sample: list[Document]) -> Iterator[Findin
     document = Document(text="text", id="id")
     if sample:
         document = decode(as_read(sample[0]).data)
-    document.metadata[step.metadata_key] = [_ANSWER] * step.config.rollouts_per_document
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    answer = {"text": "An answer.", "finish_reason": "stop", "usage": usage}
+    document.metadata[step.metadata_key] = [answer] * step.config.rollouts_per_document
     try:
         WriterTrial(writer, NO_TYPES)(encode(document), document.id)
     except DocumentNotSerializable as error:

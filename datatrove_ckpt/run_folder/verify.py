@@ -129,14 +129,6 @@ class Report:
     def folder(self) -> DataFolder:
         return get_datafolder(self.output)
 
-    @cached_property
-    def repair_command(self) -> str:
-        """The command that repairs the chunks to redo."""
-        command = repair_command(*self.place.given, output=self.place.named_output)
-        if self.full:
-            command += " --full"
-        return command
-
     @property
     def goal(self) -> LimitReached | None:
         """Why the run is as finished as it shall be: ``until``."""
@@ -436,7 +428,10 @@ def _check_chunk(report: Report, chunk: CommittedChunk, found: FoundFiles) -> It
         is_right = False
         message = f"{file.path} {text}."
         if kind in REDO_KINDS:
-            message += f" To redo it: {report.repair_command}, then run again."
+            command = repair_command(*report.place.given, output=report.place.named_output)
+            if report.full:
+                command += " --full"
+            message += f" To redo it: {command}, then run again."
         yield Problem(kind, message, *chunk.rank.key, chunk.index, file.path)
     # On the hub, a footer costs requests, and the hash suffices.
     if not report.full or not is_right or report.hub is not None:

@@ -32,8 +32,7 @@ from datatrove_ckpt.output.hub_access import check_access
 from datatrove_ckpt.output.hub_pace import HOUR
 from datatrove_ckpt.output.names import writer_name
 from datatrove_ckpt.output.writer_trial import WriterTrial
-from datatrove_ckpt.process import event_loop
-from datatrove_ckpt.process.open_files import files_needed, limits, too_low
+from datatrove_ckpt.process import event_loop, open_files
 from datatrove_ckpt.run_folder.checks import (
     Finding,
     State,
@@ -196,9 +195,9 @@ def _check_server(runner: RunnerPlan, config: InferenceConfig) -> Iterator[Findi
     yield Finding("note", "requests", f"{config.places} (max_concurrent_generations).")
     if config is runner.step.model:
         requests, servers = runner.step.requests_and_servers()
-        needed = files_needed(requests, servers)
-        allowed = limits()[1]
-        text = too_low(requests, servers, needed, allowed)
+        needed = open_files.files_needed(requests, servers)
+        allowed = open_files.limits()[1]
+        text = open_files.too_low(requests, servers, needed, allowed)
         if allowed >= needed:
             text = f"{requests} at once need up to {needed}; the hard limit is {allowed}."
         yield Finding("ok" if allowed >= needed else "problem", "open files", text)

@@ -14,7 +14,7 @@ from posixpath import dirname
 
 from datatrove.io import DataFolder, get_datafolder
 
-from datatrove_ckpt.checkpoint import identity, layout
+from datatrove_ckpt.checkpoint import identity, layout, limits
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile
 from datatrove_ckpt.checkpoint.ledger import (
     CHECKED,
@@ -26,10 +26,9 @@ from datatrove_ckpt.checkpoint.ledger import (
     read_rank,
     read_ranks,
 )
-from datatrove_ckpt.checkpoint.limits import Limits, RunTotals, noted_limits
 from datatrove_ckpt.checkpoint.lines import Json, size_of
+from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import plural, repair_command
-from datatrove_ckpt.common.retrying import HUB_PROBE, failure_line, file_system_call, http_status
 from datatrove_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -132,8 +131,8 @@ class Report:
     @property
     def goal(self) -> LimitReached | None:
         """Why the run is as finished as it shall be: ``until``."""
-        until = noted_limits(self.checkpoints).until
-        return Limits(until).reached(RunTotals(self.sums.counts.written))
+        until = limits.noted_limits(self.checkpoints).until
+        return limits.Limits(until).reached(limits.RunTotals(self.sums.counts.written))
 
     @property
     def recorded(self) -> str:
@@ -364,7 +363,7 @@ def check_output(report: Report) -> Iterator[Problem]:
         calls = StoppableCalls(report.output, report.hub)
         policy = None
         if report.hub is None:  # the hub may limit requests, and then asks to wait
-            policy = HUB_PROBE
+            policy = retrying.HUB_PROBE
         found = listed(calls, look, committed.values(), policy)
         is_there = not committed or found.sizes or report.hub is not None
         # The files of a folder that the user names are missing.
@@ -464,14 +463,14 @@ def _wrong(report: Report, file: OutputFile, found: FoundFiles) -> tuple[str, st
     if not report.full and plain(file.path) not in found.touched:
         return "", ""
     try:
-        with file_system_call():
+        with retrying.file_system_call():
             actual = content_hash(report.folder, file.path)
     except OSError as error:
         if isinstance(error, FileNotFoundError) or (
-            report.hub is not None and http_status(error) == 404
+            report.hub is not None and retrying.http_status(error) == 404
         ):
             return "missing", "is missing"
-        return "output", f"cannot be read: {failure_line(error)}"
+        return "output", f"cannot be read: {retrying.failure_line(error)}"
     if actual == file.xxh128:
         return "", ""
     return (

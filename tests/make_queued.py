@@ -25,6 +25,8 @@ from pathlib import Path
 
 import dill
 
+from tests.yaml_jobs import write_rows
+
 QUEUED = Path(__file__).parent / "data" / "queued"
 SITE = QUEUED / "site"
 TASKS = 2
@@ -58,11 +60,8 @@ def write_input(folder):
     """One file for each task."""
     (folder / "input").mkdir(parents=True)
     for number, texts in enumerate(TEXTS):
-        rows = [
-            json.dumps({"text": text, "id": f"{number}/{index}"})
-            for index, text in enumerate(texts)
-        ]
-        (folder / "input" / f"{number}.jsonl").write_text("\n".join(rows) + "\n")
+        rows = [{"text": text, "id": f"{number}/{index}"} for index, text in enumerate(texts)]
+        write_rows(folder / "input" / f"{number}.jsonl", rows)
 
 
 def script():

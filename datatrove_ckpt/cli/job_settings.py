@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.executors.kubernetes import KubernetesJob
 from datatrove_ckpt.output.formats import BY_NAME
-
-if TYPE_CHECKING:
-    OutputFormat = str
-else:
-    OutputFormat = Literal[*BY_NAME]
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,7 @@ class ShortJob:
     rollout: str | Callable[..., Awaitable[object]] | None = None
     model: str | None = None
     endpoint: str | list[str] | None = None
-    output_format: OutputFormat | None = None
+    output_format: Literal[*BY_NAME] | None = None  # type: ignore[valid-type]
     tasks: int | None = None
     workers: int = 1
     slurm: JsonObject | None = None

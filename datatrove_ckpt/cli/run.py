@@ -4,11 +4,10 @@
 """
 
 import argparse
-from typing import Any
 
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import note, say, say_result
-from datatrove_ckpt.cli.short_form import Node, make_executor
+from datatrove_ckpt.cli.short_form import make_executor
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.common.formatting import plural, plural_or_no
 from datatrove_ckpt.errors import ConfigError
@@ -22,7 +21,24 @@ def run(arguments: argparse.Namespace) -> int:
     """
     content, executor = make_executor(arguments.config, arguments.overrides)
     if arguments.worker:
-        executor = _as_worker(executor, content, arguments)
+        for name in ("retry_dead_letters", "fail_on_dead_letters"):
+            if getattr(arguments, name):
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag}: is for a run of all tasks. Give it without --worker.")
+        from datatrove_ckpt.cli.kubernetes import refuse_other_kinds  # slow to import
+
+        refuse_other_kinds(executor, "--worker")
+        given = content["executor"].get("init_args") or {}
+        if not given.get("logging_dir"):  # each worker would have one of its own
+            raise ConfigError(
+                "executor: logging_dir: --worker needs one, where workers find each other's claims."
+            )
+        if given.get("workers", 1) != 1:
+            note(
+                f"workers: {given['workers']}: --worker is one process; start as many as you want."
+            )
+        content["executor"]["init_args"] = given | {"workers": 1}
+        executor = build(content)
     if "kubernetes" in content:
         from datatrove_ckpt.cli.kubernetes import kubernetes_job  # slow to import
         from datatrove_ckpt.run_folder.run_plan import RunPlan
@@ -38,28 +54,6 @@ def run(arguments: argparse.Namespace) -> int:
     from datatrove_ckpt.cli.execution import execute  # a file with a mistake needs none of it
 
     return execute(executor, content, arguments)
-
-
-def _as_worker(executor: Any, content: Node, arguments: argparse.Namespace) -> Any:
-    """Raises:
-    ConfigError: other flags do not fit, or each worker would have a ``logging_dir`` of its own.
-    """
-    for name in ("retry_dead_letters", "fail_on_dead_letters"):
-        if getattr(arguments, name):
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag}: is for a run of all tasks. Give it without --worker.")
-    from datatrove_ckpt.cli.kubernetes import refuse_other_kinds  # slow to import
-
-    refuse_other_kinds(executor, "--worker")
-    given = content["executor"].get("init_args") or {}
-    if not given.get("logging_dir"):
-        raise ConfigError(
-            "executor: logging_dir: --worker needs one, where workers find each other's claims."
-        )
-    if given.get("workers", 1) != 1:
-        note(f"workers: {given['workers']}: --worker is one process; start as many as you want.")
-    content["executor"]["init_args"] = given | {"workers": 1}
-    return build(content)
 
 
 def doctor(arguments: argparse.Namespace) -> int:

@@ -24,19 +24,9 @@ from typing import Any
 import orjson
 
 from datatrove_ckpt.checkpoint.identity import recorded_settings
-from datatrove_ckpt.cli import kept_input
+from datatrove_ckpt.cli import kept_input, yaml_config
 from datatrove_ckpt.cli.job_input import JobInput, class_of, node
 from datatrove_ckpt.cli.job_settings import ShortJob
-from datatrove_ckpt.cli.yaml_config import (
-    OTHER_NAMES,
-    SHORT_NAMES,
-    build,
-    construct,
-    import_name,
-    load,
-    refuse_unknown,
-    set_at_path,
-)
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.declared import parameters_of
 from datatrove_ckpt.common.formatting import did_you_mean
@@ -68,7 +58,7 @@ _TASKS: dict[str, tuple[str, Node]] = {
 # Those that become ``default_generation_params``.
 _SAMPLING = ("max_tokens", "temperature", "top_p", "stop", "service_tier")
 NAMES = [field.name for field in fields(ShortJob)]
-_ROLLOUTS = [name for name in SHORT_NAMES if name.endswith("Rollout")]
+_ROLLOUTS = [name for name in yaml_config.SHORT_NAMES if name.endswith("Rollout")]
 _BY_FORM = (
     "config",
     "rollout_fn",
@@ -87,7 +77,7 @@ def settings() -> dict[str, dict[str, object]]:
     """
     known = {"ShortJob": parameters_of(ShortJob)[0]}
     for name in (*_READERS, "InferenceConfig", "InferenceRunner", *_ROLLOUTS):
-        known[name] = parameters_of(import_name(name, ""))[0]
+        known[name] = parameters_of(yaml_config.import_name(name, ""))[0]
     found: dict[str, dict[str, object]] = {}
     for cls, parameters in known.items():
         for name in parameters:
@@ -108,7 +98,7 @@ def read_config(path: str | None, overrides: list[str], only_look: bool = False)
     """
     content = {}
     if path is not None:
-        content = load(path)
+        content = yaml_config.load(path)
     short = [
         one for one in overrides if not re.match(r"(--)?(executor|pipeline|kubernetes)\.", one)
     ]
@@ -121,7 +111,7 @@ def read_config(path: str | None, overrides: list[str], only_look: bool = False)
     if "executor" not in content:
         use(path or "the command line")
         for override in short:
-            set_at_path(content, override, ShortJob)
+            yaml_config.set_at_path(content, override, ShortJob)
         content = expand(content, only_look)
     elif short:
         raise ConfigError(
@@ -130,7 +120,7 @@ def read_config(path: str | None, overrides: list[str], only_look: bool = False)
         )
     for override in overrides:
         if override not in short:
-            set_at_path(content, override)
+            yaml_config.set_at_path(content, override)
     return content
 
 
@@ -142,7 +132,7 @@ def make_executor(path: str | None, overrides: list[str]) -> tuple[Node, Any]:
     """
     sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
     content = read_config(path, overrides)
-    return content, build(content)
+    return content, yaml_config.build(content)
 
 
 def expand(content: Node, only_look: bool = False, rows: object = None) -> Node:
@@ -157,73 +147,74 @@ def expand(content: Node, only_look: bool = False, rows: object = None) -> Node:
         ConfigError: a setting is missing, unknown, or cannot be told from the input.
     """
     try:
-        return _expanded(content, only_look, rows)
+        yaml_config.refuse_unknown(content, [*settings()], form())
+        content = {name: _text(name, value, only_look) for name, value in content.items()}
+        own = {name: content[name] for name in NAMES if content.get(name) is not None}
+        job = yaml_config.construct(ShortJob, own, form())
+        places = job.elsewhere
+        if len(places) > 1 and places != ["slurm", "kubernetes"]:
+            raise ConfigError(
+                f"{', '.join(places)}: are different places to run. Give one of them."
+            )
+        if job.workers != 1 and places:
+            raise ConfigError(
+                f"workers: are processes of this machine. Write them inside `{places[0]}`."
+            )
+        if job.is_remote and job.jobs is None:
+            raise ConfigError(
+                f"run_folder: must be a folder of this machine; it is {job.run_folder}. For "
+                "Hugging Face Jobs, add `jobs: {}`. For the output alone, give a folder here: "
+                "--print-config then writes the long form, in which a URL can replace "
+                '"output_folder".'
+            )
+        begun = recorded_settings(job.root / "checkpoints")
+        job_input = JobInput(_input(job, only_look, rows), only_look)
+        reader = job_input.reader()
+        job = _as_batch(job, job_input, reader, content)
+        tasks = begun.get("tasks") if job.tasks is None else job.tasks
+        if tasks is None:
+            tasks = job_input.count_tasks(reader, bool(job.elsewhere))
+        rollout = _rollout(job, content)
+        if isinstance(rollout, dict) and reader["class_path"] == "PageReader":
+            known = parameters_of(yaml_config.import_name(rollout["class_path"], form()))[0]
+            if "images" in known:
+                rollout["init_args"]["images"] = "media"
+        config = _server(job, content, only_look)
+        chunk = _CHUNK
+        if isinstance(content.get("until"), int):  # the run ends after few documents
+            chunk = min(_CHUNK, max(1, content["until"] // 10))
+        runner: Node = {
+            "rollout_fn": rollout,
+            "config": config,
+            "answer": begun.get("answer"),
+            "records_per_chunk": begun.get("records_per_chunk", chunk),
+        }
+        owners = {"InferenceConfig": config, "InferenceRunner": runner}
+        for name in [reader["class_path"]] if reader["class_path"] else _READERS:
+            owners[name] = reader["init_args"]
+        if isinstance(rollout, dict):
+            owners[rollout["class_path"]] = rollout["init_args"]
+        for name, value in content.items():
+            if name not in NAMES:
+                _place(name, value, owners)
+        # This machine cannot see how a run elsewhere began, nor its files.
+        if not job.is_remote:
+            _allow_no_text(job, begun, reader, rollout)
+            if not (begun or job.task == "batch" or "answer" in content):
+                runner["answer"] = _answer(job_input, reader, rollout)
+        runner["checkpoints_local_dir"] = (
+            "checkpoints" if job.is_remote else f"{job.root}/checkpoints"
+        )
+        runner["output_writer"] = _writer(job, reader, begun, runner["answer"])
+        executor = {"tasks": tasks, "logging_dir": f"{job.below}/logs"}
+        executor["pipeline"] = [reader, node("InferenceRunner", **runner)]
+        long: Node = {"executor": _executor(job, executor, config)}
+        if job.kubernetes is not None:
+            long["kubernetes"] = own["kubernetes"]
+        return long
     except ConfigError as error:
         named(error, form())
         raise
-
-
-def _expanded(content: Node, only_look: bool, rows: object) -> Node:
-    refuse_unknown(content, [*settings()], form())
-    content = {name: _text(name, value, only_look) for name, value in content.items()}
-    own = {name: content[name] for name in NAMES if content.get(name) is not None}
-    job = construct(ShortJob, own, form())
-    places = job.elsewhere
-    if len(places) > 1 and places != ["slurm", "kubernetes"]:
-        raise ConfigError(f"{', '.join(places)}: are different places to run. Give one of them.")
-    if job.workers != 1 and places:
-        raise ConfigError(
-            f"workers: are processes of this machine. Write them inside `{places[0]}`."
-        )
-    if job.is_remote and job.jobs is None:
-        raise ConfigError(
-            f"run_folder: must be a folder of this machine; it is {job.run_folder}. For "
-            "Hugging Face Jobs, add `jobs: {}`. For the output alone, give a folder here: "
-            '--print-config then writes the long form, in which a URL can replace "output_folder".'
-        )
-    begun = recorded_settings(job.root / "checkpoints")
-    job_input = JobInput(_input(job, only_look, rows), only_look)
-    reader = job_input.reader()
-    job = _as_batch(job, job_input, reader, content)
-    tasks = begun.get("tasks") if job.tasks is None else job.tasks
-    if tasks is None:
-        tasks = job_input.count_tasks(reader, bool(job.elsewhere))
-    rollout = _rollout(job, content)
-    if isinstance(rollout, dict) and reader["class_path"] == "PageReader":
-        known = parameters_of(import_name(rollout["class_path"], form()))[0]
-        if "images" in known:
-            rollout["init_args"]["images"] = "media"
-    config = _server(job, content, only_look)
-    chunk = _CHUNK
-    if isinstance(content.get("until"), int):  # the run ends after few documents
-        chunk = min(_CHUNK, max(1, content["until"] // 10))
-    runner: Node = {
-        "rollout_fn": rollout,
-        "config": config,
-        "answer": begun.get("answer"),
-        "records_per_chunk": begun.get("records_per_chunk", chunk),
-    }
-    owners = {"InferenceConfig": config, "InferenceRunner": runner}
-    for name in [reader["class_path"]] if reader["class_path"] else _READERS:
-        owners[name] = reader["init_args"]
-    if isinstance(rollout, dict):
-        owners[rollout["class_path"]] = rollout["init_args"]
-    for name, value in content.items():
-        if name not in NAMES:
-            _place(name, value, owners)
-    # This machine cannot see how a run elsewhere began, nor its files.
-    if not job.is_remote:
-        _allow_no_text(job, begun, reader, rollout)
-        if not (begun or job.task == "batch" or "answer" in content):
-            runner["answer"] = _answer(job_input, reader, rollout)
-    runner["checkpoints_local_dir"] = "checkpoints" if job.is_remote else f"{job.root}/checkpoints"
-    runner["output_writer"] = _writer(job, reader, begun, runner["answer"])
-    executor = {"tasks": tasks, "logging_dir": f"{job.below}/logs"}
-    executor["pipeline"] = [reader, node("InferenceRunner", **runner)]
-    long: Node = {"executor": _executor(job, executor, config)}
-    if job.kubernetes is not None:
-        long["kubernetes"] = own["kubernetes"]
-    return long
 
 
 def _place(name: str, value: object, places: dict[str, Node]) -> None:
@@ -237,7 +228,7 @@ def _place(name: str, value: object, places: dict[str, Node]) -> None:
     """
     owners = [owner for owner in settings()[name] if owner in places]
     if not owners:
-        hint = did_you_mean(OTHER_NAMES.get(name, ""), settings()) or (
+        hint = did_you_mean(yaml_config.OTHER_NAMES.get(name, ""), settings()) or (
             ". Remove it, or change the input or the rollout."
         )
         owner = next(iter(settings()[name]))

@@ -44,7 +44,20 @@ def show(arguments: argparse.Namespace) -> int:
         if arguments.dead and next(found, None) is not None:
             say(f"There are more; --n {2 * arguments.n} prints them.")
         if is_all:
-            _say_what_else(place, shown, arguments.n)
+            state = read_run_state(place)
+            counts = state.together.done
+            rows = state.together.rows
+            number = rows or state.together.counts.written
+            noun = "row" if rows else "document"
+            if not shown:
+                say(
+                    f"No document is in the output files, so far: "
+                    f"{plural_is(counts.read, 'document')} done ({counts.dropped} dropped, "
+                    f"{plural(counts.dead, 'dead letter')}). A file appears when a chunk of "
+                    f"{state.identity.get('records_per_chunk')} is complete."
+                )
+            elif number > shown:
+                say(f"{shown} of {plural(number, noun)}; --n {2 * arguments.n} prints more.")
     if arguments.dead and not shown:
         say("There is no such dead letter.")
     elif not (shown or is_all):
@@ -61,23 +74,6 @@ def export(arguments: argparse.Namespace) -> int:
     noun = "row" if report.sums.numbers.rows else "document"
     say(f"{plural(count, noun)} in {arguments.target}{left}.")
     return 0
-
-
-def _say_what_else(place: Place, shown: int, asked: int) -> None:
-    state = read_run_state(place)
-    rows = state.together.rows
-    number = rows or state.together.counts.written
-    noun = "row" if rows else "document"
-    if number > shown > 0:
-        say(f"{shown} of {plural(number, noun)}; --n {2 * asked} prints more.")
-    if shown:
-        return
-    counts = state.together.done
-    say(
-        f"No document is in the output files, so far: {plural_is(counts.read, 'document')} done "
-        f"({counts.dropped} dropped, {plural(counts.dead, 'dead letter')}). A file appears when a "
-        f"chunk of {state.identity.get('records_per_chunk')} is complete."
-    )
 
 
 def sample(executor: PipelineExecutor, number: int) -> int:

@@ -17,21 +17,13 @@ from datatrove_ckpt.common.formatting import (
     plural,
     ranges,
 )
+from datatrove_ckpt.run_folder import topics
 from datatrove_ckpt.run_folder.run_state import (
     RankStatus,
     RunState,
     read_run_state,
     to_json,
     wanted_files,
-)
-from datatrove_ckpt.run_folder.topics import (
-    age,
-    counted,
-    describe_batch,
-    open_batches,
-    progress_of,
-    ranks_of,
-    topics,
 )
 from datatrove_ckpt.run_folder.where import NotBegun, cancel_batch
 
@@ -58,9 +50,9 @@ def status(arguments: argparse.Namespace) -> int:
 def batches(arguments: argparse.Namespace) -> int:
     with place_of(arguments, wanted_files) as place:
         state = read_run_state(place)
-        found = list(open_batches(state))
+        found = list(topics.open_batches(state))
         for rank, batch in found:
-            say(describe_batch(rank, batch, state.read_at))
+            say(topics.describe_batch(rank, batch, state.read_at))
         if not found:
             say("No batch is open.")
         if arguments.action == "list" or not found:
@@ -92,13 +84,13 @@ _LABEL = 10
 
 def describe(state: RunState) -> Iterator[str]:
     """Yields sums, and the ranks that need attention."""
-    yield f"{state.what}: {ranks_of(state)}; {age(state)}"
+    yield f"{state.what}: {topics.ranks_of(state)}; {topics.age(state)}"
     share = 1.0 if state.is_finished else state.totals.position.share
     bar = ""
     if share is not None:
         bar = f"{filled_cells(share, _BAR, _REST)} "
-    yield f"  {bar}{progress_of(state)}"
-    for topic, text in topics(state):
+    yield f"  {bar}{topics.progress_of(state)}"
+    for topic, text in topics.topics(state):
         yield f"  {topic:<{_LABEL}} {text}"
     yield ""
     yield from _describe_trouble(state)
@@ -140,7 +132,7 @@ def _describe_trouble(state: RunState) -> Iterator[str]:
     troubled = state.troubled
     if troubled:
         yield (
-            f"{counted(len(troubled), 'task')} {'needs' if len(troubled) == 1 else 'need'} "
+            f"{topics.counted(len(troubled), 'task')} {'needs' if len(troubled) == 1 else 'need'} "
             "attention:"
         )
     for trouble in dict.fromkeys(rank.trouble for rank in troubled):
@@ -159,7 +151,7 @@ def _describe_trouble(state: RunState) -> Iterator[str]:
         others = [rank for group in groups[MAX_TROUBLED:] for rank in group]
         if others:
             yield (
-                f"  {trouble}, too: {counted(len(others), 'task')}: "
+                f"  {trouble}, too: {topics.counted(len(others), 'task')}: "
                 f"{ranges([rank.rank for rank in others])}"
             )
     done = state.together.done

@@ -9,9 +9,9 @@ from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.common.formatting import plural, plural_or_no
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder import verify as checks
-from datatrove_ckpt.run_folder.repair import RepairPlan, carry_out, check_output_folder, make_plan
+from datatrove_ckpt.run_folder.repair import carry_out, check_output_folder, make_plan
 from datatrove_ckpt.run_folder.run_state import check_idle
-from datatrove_ckpt.run_folder.where import Place, restored, upload
+from datatrove_ckpt.run_folder.where import restored, upload
 
 
 def verify(arguments: argparse.Namespace) -> int:
@@ -30,23 +30,6 @@ def verify(arguments: argparse.Namespace) -> int:
         lines.append(
             f"accept_changes: {name} was {old} for some of the documents, and {new} for others."
         )
-    lines.append(_verdict(report))
-    counts = report.sums.counts
-    shown = {**counts.fields(), "lengths": counts.lengths.percentiles}
-    content = {
-        "checkpoints": str(report.checkpoints),
-        "output": report.output,
-        "full": report.full,
-        "exit_code": code,
-        "totals": {**shown, "files": report.sums.numbers.files},
-        "problems": [asdict(problem) for problem in report.problems],
-        "unfinished": [asdict(unfinished) for unfinished in report.unfinished],
-    }
-    say_result(arguments.json, content, lines)
-    return code
-
-
-def _verdict(report: checks.Report) -> str:
     sums = report.sums
     counts = sums.counts
     found = plural_or_no(len(report.problems), "problem")
@@ -59,12 +42,24 @@ def _verdict(report: checks.Report) -> str:
         checked = "sizes and contents"
     if report.uncounted:
         checked += f"; rows of {', '.join(sorted(report.uncounted))} cannot be counted"
-    return (
+    lines.append(
         f"{found}: {plural(sums.ranks, 'task')}, {plural(counts.read, 'document')} "
         f"({counts.written} written, {counts.dropped} dropped, "
         f"{plural(counts.dead, 'dead letter')}) in {plural(sums.numbers.files, 'file')} of "
         f"{report.output} (checked: {checked})"
     )
+    shown = {**counts.fields(), "lengths": counts.lengths.percentiles}
+    content = {
+        "checkpoints": str(report.checkpoints),
+        "output": report.output,
+        "full": report.full,
+        "exit_code": code,
+        "totals": {**shown, "files": sums.numbers.files},
+        "problems": [asdict(problem) for problem in report.problems],
+        "unfinished": [asdict(unfinished) for unfinished in report.unfinished],
+    }
+    say_result(arguments.json, content, lines)
+    return code
 
 
 def repair(arguments: argparse.Namespace) -> int:
@@ -88,24 +83,20 @@ def repair(arguments: argparse.Namespace) -> int:
         if is_needed and arguments.dry_run:
             say("Nothing was done (--dry-run).")
         elif is_needed:
-            say(_repair(plan, report, named, place))
+            if place.is_copy:
+                check_idle(named, plan.ranks)
+            carry_out(plan, report)
+            upload(place, plan.ranks)
+            again = "Run the pipeline again to process these chunks"
+            if plan.ranks and all(rank.root for rank in plan.ranks):
+                again += ", as a retry of dead letters"
+            numbers = sorted({rank.number for rank in plan.ranks})
+            markers = ""
+            if numbers and plan.logging_dir is None:
+                names = ", ".join(f"LOGGING_DIR/completions/{number:05d}" for number in numbers)
+                markers = (
+                    f" Now remove {names}, where they exist (or repair again with --logging-dir "
+                    "LOGGING_DIR): datatrove skips tasks that have such a marker."
+                )
+            say(f"Done.{markers} {again}.")
     return int(bool(plan.left))
-
-
-def _repair(plan: RepairPlan, report: checks.Report, named: Place, place: Place) -> str:
-    if place.is_copy:
-        check_idle(named, plan.ranks)
-    carry_out(plan, report)
-    upload(place, plan.ranks)
-    again = "Run the pipeline again to process these chunks"
-    if plan.ranks and all(rank.root for rank in plan.ranks):
-        again += ", as a retry of dead letters"
-    again += "."
-    if plan.logging_dir is not None or not plan.ranks:
-        return f"Done. {again}"
-    numbers = sorted({rank.number for rank in plan.ranks})
-    names = ", ".join(f"LOGGING_DIR/completions/{number:05d}" for number in numbers)
-    return (
-        f"Done. Now remove {names}, where they exist (or repair again with --logging-dir "
-        f"LOGGING_DIR): datatrove skips tasks that have such a marker. {again}"
-    )

@@ -1,7 +1,7 @@
 """The commands that help against an error, added to it as notes."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files
@@ -21,7 +21,24 @@ def advise(error: Exception, plan: RunPlan, words: Sequence[str] = ()) -> None:
         return
     if words:
         for number, changes in enumerate(error.changes):
-            command = _changed(words, changes, plan)
+            runner = f"pipeline.{plan.runners[0].index}"
+            places = {
+                "tasks": "executor.tasks",
+                "max_tokens": f"{runner}.config.default_generation_params.max_tokens",
+            }
+            # A run of all tasks can do more than a worker.
+            changed = [word for word in words if word != "--worker"]
+            for name, value in changes.items():
+                text = str(value)
+                if isinstance(value, bool):
+                    text = text.lower()
+                flag = f"--{name.replace('_', '-')}"
+                added = [flag, text]
+                if not form():
+                    flag = f"--{places.get(name, f'{runner}.{name}')}"
+                    added = [f"{flag}={text}"]
+                changed = [*without_flag(changed, flag), *added]
+            command = shlex.join(changed)
             error.add_note(f"{'or' if number else 'The whole command'}: {command}")
     if error.starts_over and form() and plan.logging_dir.is_local():
         folder = Path(plan.logging_dir.resolve_paths("")).absolute().parent  # the run folder
@@ -30,26 +47,3 @@ def advise(error: Exception, plan: RunPlan, words: Sequence[str] = ()) -> None:
         if folder.is_dir() and not holds_input:
             move = shlex.join(["mv", str(folder), str(files.free_name(folder, "."))])
             error.add_note(f"To start over, move what is there aside while no task runs: {move}")
-
-
-def _changed(words: Sequence[str], changes: Mapping[str, object], plan: RunPlan) -> str:
-    """Returns the command with other settings; as a run of all tasks, which can do more than a
-    worker.
-    """
-    changed = [word for word in words if word != "--worker"]
-    runner = f"pipeline.{plan.runners[0].index}"
-    places = {
-        "tasks": "executor.tasks",
-        "max_tokens": f"{runner}.config.default_generation_params.max_tokens",
-    }
-    for name, value in changes.items():
-        text = str(value)
-        if isinstance(value, bool):
-            text = text.lower()
-        flag = f"--{name.replace('_', '-')}"
-        added = [flag, text]
-        if not form():
-            flag = f"--{places.get(name, f'{runner}.{name}')}"
-            added = [f"{flag}={text}"]
-        changed = [*without_flag(changed, flag), *added]
-    return shlex.join(changed)

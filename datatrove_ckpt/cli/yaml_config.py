@@ -362,8 +362,8 @@ def _inside(label: str, key: str) -> str:
 def refuse_unknown(mapping: JsonObject, known: list[str], place: str) -> None:
     for key in mapping:
         if key not in known:
-            other = OTHER_NAMES.get(key, key)
-            hint = did_you_mean(other if other in known else key, known, cutoff=0.7)
+            near = (did_you_mean(name, known, 0.7) for name in (OTHER_NAMES.get(key, key), key))
+            hint = next(filter(None, near), "")
             if key in REQUEST_PARAMETERS and key not in OTHER_NAMES and _OF_REQUESTS in known:
                 hint = f"; as a parameter of requests it belongs into {_OF_REQUESTS}."
             if not hint and len(known) > _MOST_LISTED:

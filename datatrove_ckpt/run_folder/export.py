@@ -129,9 +129,10 @@ def export(place: Place, target: str) -> tuple[int, Report]:
             whole.push_to_hub(target.removeprefix(_HUB), private=True)  # unless it is there
         return len(whole), report
     path = Path(target)
-    if path.suffix not in (".csv", ".jsonl", ".parquet"):
+    writers = {".csv": _write_csv, ".jsonl": _write_lines, ".parquet": _write_parquet}
+    if path.suffix not in writers:
         raise ConfigError(
-            f"{target}: ends with none of .csv, .jsonl, .parquet, and is no {_HUB}ORG/NAME."
+            f"{target}: ends with none of {', '.join(writers)}, and is no {_HUB}ORG/NAME."
         )
     if path.exists():
         raise ConfigError(f"{target}: is there already. Remove it, or choose another name.")
@@ -139,12 +140,7 @@ def export(place: Place, target: str) -> tuple[int, Report]:
     new = path.with_name(f"{path.name}.new")
     try:
         with _named(target):
-            if path.suffix == ".csv":
-                count = _write_csv(place, new)
-            elif path.suffix == ".jsonl":
-                count = _write_lines(place, new)
-            else:
-                count = _write_parquet(place, new)
+            count = writers[path.suffix](place, new)
             new.rename(path)
     finally:
         new.unlink(missing_ok=True)

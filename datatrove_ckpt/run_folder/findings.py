@@ -18,16 +18,10 @@ from datatrove_ckpt.checkpoint.ledger import JobSums, Want
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import CkptError, TooManyDeadLetters
 from datatrove_ckpt.generation.final_stats import lines_with_error
-from datatrove_ckpt.mirror.restore import find_outdated, restore_outdated, upload_finished_ranks
+from datatrove_ckpt.mirror import restore
 from datatrove_ckpt.process.task_errors import log_disabled
+from datatrove_ckpt.run_folder import earlier_runs
 from datatrove_ckpt.run_folder.checks import Finding, about, within
-from datatrove_ckpt.run_folder.earlier_runs import (
-    check_inputs_unchanged,
-    check_job,
-    check_output_of_run,
-    compare_outputs,
-    refuse_vanished_input,
-)
 from datatrove_ckpt.run_folder.run_plan import (
     RunPlan,
     WrongMarker,
@@ -59,7 +53,7 @@ def _doctor_earlier_runs(plan: RunPlan, with_output: bool) -> Iterator[Finding]:
         mirror = runner.step.checkpoints_remote_dir
         if mirror is None:
             continue
-        names = within(partial(find_outdated, mirror, root, needed=()), mirror)
+        names = within(partial(restore.find_outdated, mirror, root, needed=()), mirror)
         if names:
             text = (
                 f"another node has continued {plural(len(names), 'task')} of this node. A run "
@@ -69,29 +63,29 @@ def _doctor_earlier_runs(plan: RunPlan, with_output: bool) -> Iterator[Finding]:
             yield Finding("warning", "folder", text, "checkpoints")
             return
     with plan.with_mirrors() as seen:
-        check = earlier_runs(seen, with_output)
+        check = comparisons(seen, with_output)
         yield from within(lambda: [*check], "what earlier runs left")
 
 
-def earlier_runs(plan: RunPlan, with_output: bool = True) -> Iterator[Finding]:
+def comparisons(plan: RunPlan, with_output: bool = True) -> Iterator[Finding]:
     """Compares a job with what earlier runs have left. Restores ranks from mirrors, and makes
     missing repositories on the hub, but not for doctor.
     """
     checks: list[tuple[str, str, Callable[[RunPlan], Iterable[Finding] | None]]] = [
         ("job", "earlier runs", _find_markers),
-        ("input", "of finished tasks", check_inputs_unchanged),
+        ("input", "of finished tasks", earlier_runs.check_inputs_unchanged),
     ]
     if not plan.for_doctor:
         checks.append(("output", "reachable", check_hub))
     if with_output:
-        checks.append(("output", "of earlier runs", compare_outputs))
+        checks.append(("output", "of earlier runs", earlier_runs.compare_outputs))
     for subject, what, check in checks:
         found = [*about(subject, check, plan, what=what)]
         yield from found or [Finding("ok", what, "nothing differs.", subject)]
 
 
 def _find_markers(plan: RunPlan) -> Iterator[Finding]:
-    found = check_job(plan, plan.for_doctor)
+    found = earlier_runs.check_job(plan, plan.for_doctor)
     if found:
         text = f"{found[0].text} A run removes the marker and runs the task."
         if len(found) > 1:
@@ -115,7 +109,7 @@ def check_before_run(plan: RunPlan) -> None:
     """
     note_workers(plan.workers, plan.tasks)
     _refuse(surroundings(plan))
-    wrong = _refuse(earlier_runs(plan))
+    wrong = _refuse(comparisons(plan))
     note_steps(plan)
     for runner, root in plan.kept:
         note_output(root, runner.step.output_writer.output_folder.resolve_paths(""))
@@ -123,7 +117,7 @@ def check_before_run(plan: RunPlan) -> None:
         mirror = runner.step.checkpoints_remote_dir
         if mirror is not None and root.is_dir():
             # datatrove skips complete ranks, so they are uploaded here.
-            upload_finished_ranks(mirror, root)
+            restore.upload_finished_ranks(mirror, root)
     remove_markers(wrong)
 
 
@@ -142,7 +136,7 @@ def check_before_worker(plan: RunPlan) -> None:
     _refuse(surroundings(plan))
     check_hub(plan)
     if not plan.incomplete():
-        check_job(plan, dry_run=True)
+        earlier_runs.check_job(plan, dry_run=True)
     note_steps(plan)
 
 
@@ -182,17 +176,17 @@ def check_after_run(plan: RunPlan) -> dict[Path, JobSums]:
         TooManyDeadLetters: all documents are dead letters, or all lines of a batch file have an
             error.
     """
-    check_job(plan)
-    check_inputs_unchanged(plan)
+    earlier_runs.check_job(plan)
+    earlier_runs.check_inputs_unchanged(plan)
     want = Want.COMMITS | Want.HISTORY | Want.LETTERS
     ended_early = plan.limit_reached() is not None
     jobs = {}
     for runner, root in plan.kept:
         mirror = runner.step.checkpoints_remote_dir
         if ended_early and mirror and runner.copy is None:  # other nodes' tasks have no marker
-            restore_outdated(mirror, root, range(plan.tasks))
-        job = jobs[root] = check_output_of_run(runner, root, want=want)
-        refuse_vanished_input(root, job)
+            restore.restore_outdated(mirror, root, range(plan.tasks))
+        job = jobs[root] = earlier_runs.check_output_of_run(runner, root, want=want)
+        earlier_runs.refuse_vanished_input(root, job)
         counts = job.counts
         if counts.read and counts.dead == counts.read:
             often = "".join(cause for cause, _ in job.numbers.dead_letters.most_common(1))

@@ -41,25 +41,20 @@ def check_prompts(prompts: Sequence[str], servers: int) -> Iterator[Finding]:
             f"{percent(end / size)} of each prompt."
         )
         yield Finding("warning", "end of prompts", text)
-    yield from _check_order(rests, _KEPT_CHARACTERS * servers)
-
-
-def _check_order(texts: Sequence[str], kept: int) -> Iterator[Finding]:
-    """Looks for texts that begin alike with more than ``kept`` characters between them."""
-    number = len(texts)
-    compared = max(_LEAST, sum(map(len, texts)) // number // 4)
-    starts = [text[:compared] for text in texts]
+    # Texts that begin alike, with more between them than the servers keep.
+    compared = max(_LEAST, sum(map(len, rests)) // number // 4)
+    starts = [text[:compared] for text in rests]
     last: dict[str, int] = {}
     apart = rows = shared = 0
-    for row, text in enumerate(texts):
+    for row, text in enumerate(rests):
         earlier = last.get(starts[row], row)
         between = slice(earlier + 1, row)
         # Texts that come several times count once.
-        sizes = dict(zip(starts[between], map(len, texts[between]), strict=True))
-        if sum(sizes.values()) > kept:
+        sizes = dict(zip(starts[between], map(len, rests[between]), strict=True))
+        if sum(sizes.values()) > _KEPT_CHARACTERS * servers:
             apart += 1
             rows += row - earlier
-            shared += _common([texts[earlier], text])
+            shared += _common([rests[earlier], text])
         last[starts[row]] = row
     # Few pairs in a sample are many in the input: if each row of a million has seven relatives
     # anywhere, a thousand rows have three or four pairs. But single rows may be duplicates.

@@ -89,25 +89,6 @@ class Redo:
         sizes = [commit.dead_letters_size for commit in self.kept if commit.counts.dead]
         return max(sizes, default=0)
 
-    def describe(self) -> Iterator[str]:
-        place = self.rank.place
-        if self.before is None:
-            yield (
-                f"{place}: rebuild {self.rank.commits_file} from the "
-                f"{plural(len(self.kept), 'commit')} that can be "
-                "proved; all other chunks are processed again, and their requests are paid again"
-            )
-        for commit in self.commits:
-            what = (
-                f"take back its commit, to have {plural(commit.counts.read, 'document')} "
-                "processed again"
-            )
-            if commit.counts.dead:
-                what += f", {plural(commit.counts.dead, 'dead letter')} among them"
-            if commit.files:
-                what += f"; remove {', '.join(file.path for file in commit.files)}"
-            yield f"{name_place(*self.rank.key, commit.chunk_index)}: {what}"
-
 
 # What a rank can do again -------------------------------------------------------------------------
 
@@ -218,7 +199,24 @@ class RepairPlan:
     def describe(self) -> Iterator[str]:
         yield from (f"not repaired: {text}" for text in self.left)
         for redo in self.redo:
-            yield from redo.describe()
+            rank = redo.rank
+            if redo.before is None:
+                yield (
+                    f"{rank.place}: rebuild {rank.commits_file} from the "
+                    f"{plural(len(redo.kept), 'commit')} that can be "
+                    "proved; all other chunks are processed again, and their requests are paid "
+                    "again"
+                )
+            for commit in redo.commits:
+                what = (
+                    f"take back its commit, to have {plural(commit.counts.read, 'document')} "
+                    "processed again"
+                )
+                if commit.counts.dead:
+                    what += f", {plural(commit.counts.dead, 'dead letter')} among them"
+                if commit.files:
+                    what += f"; remove {', '.join(file.path for file in commit.files)}"
+                yield f"{name_place(*rank.key, commit.chunk_index)}: {what}"
         for problem in self.foreign:
             if problem.kind != "missing":
                 yield (

@@ -32,12 +32,7 @@ from datatrove_ckpt.common.retrying import naming_hub
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, LimitReached
 from datatrove_ckpt.errors.names import name_copy, setting_name, setting_of, step_name, step_place
 from datatrove_ckpt.generation.limits import limit_reached
-from datatrove_ckpt.output.writer_checks import (
-    check_rank_in_template,
-    refuse_equal_folders,
-    refuse_own_output,
-    writers_of,
-)
+from datatrove_ckpt.output import writer_checks
 from datatrove_ckpt.runner import InferenceRunner
 
 
@@ -267,12 +262,12 @@ def check_steps(plan: RunPlan) -> None:
     if plan.tasks < 1:
         raise ConfigError(f"{plan.name}: tasks: must be at least 1; it is {plan.tasks}.")
     for runner in plan.runners:
-        check_rank_in_template(runner.step.output_writer, plan.tasks)
+        writer_checks.check_rank_in_template(runner.step.output_writer, plan.tasks)
     _check_order(plan.pipeline)
-    for place, writer in writers_of(plan.pipeline):
+    for place, writer in writer_checks.writers_of(plan.pipeline):
         for index, step in enumerate(plan.pipeline):
-            refuse_own_output(step_name(index, step), step, place, writer)
-    refuse_equal_folders(plan.pipeline)
+            writer_checks.refuse_own_output(step_name(index, step), step, place, writer)
+    writer_checks.refuse_equal_folders(plan.pipeline)
 
 
 def _check_order(pipeline: Sequence[object]) -> None:
@@ -331,7 +326,7 @@ def lost_with_disk(plan: RunPlan, is_kept: Callable[[str], bool]) -> list[str]:
         folders.append((name, getattr(step, "data_folder", None)))
     folders += [
         (setting_of("output_folder", place), writer.output_folder)
-        for place, writer in writers_of(plan.pipeline)
+        for place, writer in writer_checks.writers_of(plan.pipeline)
     ]
     lost = [
         name

@@ -31,8 +31,7 @@ from datatrove_ckpt.output.hub_access import check_access
 from datatrove_ckpt.output.hub_pace import HOUR
 from datatrove_ckpt.output.names import writer_name
 from datatrove_ckpt.output.writer_trial import WriterTrial
-from datatrove_ckpt.process import event_loop
-from datatrove_ckpt.process.open_files import files_needed, limits, too_low
+from datatrove_ckpt.process import event_loop, open_files
 from datatrove_ckpt.run_folder.checks import (
     Finding,
     State,
@@ -77,10 +76,6 @@ def check_access_of(runner: RunnerPlan, hub: HubFolder) -> str:
 
 
 _COMMITS_PER_HOUR = 128  # what the hub allows to a free account
-_USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-_ANSWER = {"text": "An answer.", "finish_reason": "stop", "usage": _USAGE}
-
-
 _CHARACTERS_PER_TOKEN = 4
 _ONLY_HERE = re.compile(r"//(localhost|127\.|0\.0\.0\.0|\[::1?\])")
 
@@ -198,9 +193,9 @@ def _check_server(runner: RunnerPlan, config: InferenceConfig) -> Iterator[Findi
     yield Finding("note", "requests", f"{config.places} (max_concurrent_generations).")
     if config is runner.step.model:
         requests, servers = runner.step.requests_and_servers()
-        needed = files_needed(requests, servers)
-        allowed = limits()[1]
-        text = too_low(requests, servers, needed, allowed)
+        needed = open_files.files_needed(requests, servers)
+        allowed = open_files.limits()[1]
+        text = open_files.too_low(requests, servers, needed, allowed)
         if allowed >= needed:
             text = f"{requests} at once need up to {needed}; the hard limit is {allowed}."
         yield Finding("ok" if allowed >= needed else "problem", "open files", text)
@@ -258,7 +253,9 @@ def _check_writer(runner: RunnerPlan, sample: list[Document]) -> Iterator[Findin
     document = Document(text="text", id="id")
     if sample:
         document = decode(as_read(sample[0]).data)
-    document.metadata[step.metadata_key] = [_ANSWER] * step.config.rollouts_per_document
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    answer = {"text": "An answer.", "finish_reason": "stop", "usage": usage}
+    document.metadata[step.metadata_key] = [answer] * step.config.rollouts_per_document
     try:
         WriterTrial(writer, NO_TYPES)(encode(document), document.id)
     except DocumentNotSerializable as error:

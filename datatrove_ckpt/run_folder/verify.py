@@ -14,7 +14,7 @@ from posixpath import dirname
 
 from datatrove.io import DataFolder, get_datafolder
 
-from datatrove_ckpt.checkpoint import identity, layout
+from datatrove_ckpt.checkpoint import identity, layout, limits
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile
 from datatrove_ckpt.checkpoint.ledger import (
     CHECKED,
@@ -26,10 +26,9 @@ from datatrove_ckpt.checkpoint.ledger import (
     read_rank,
     read_ranks,
 )
-from datatrove_ckpt.checkpoint.limits import Limits, RunTotals, noted_limits
 from datatrove_ckpt.checkpoint.lines import Json, size_of
+from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import plural, repair_command
-from datatrove_ckpt.common.retrying import HUB_PROBE, failure_line, file_system_call, http_status
 from datatrove_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -129,19 +128,11 @@ class Report:
     def folder(self) -> DataFolder:
         return get_datafolder(self.output)
 
-    @cached_property
-    def repair_command(self) -> str:
-        """The command that repairs the chunks to redo."""
-        command = repair_command(*self.place.given, output=self.place.named_output)
-        if self.full:
-            command += " --full"
-        return command
-
     @property
     def goal(self) -> LimitReached | None:
         """Why the run is as finished as it shall be: ``until``."""
-        until = noted_limits(self.checkpoints).until
-        return Limits(until).reached(RunTotals(self.sums.counts.written))
+        until = limits.noted_limits(self.checkpoints).until
+        return limits.Limits(until).reached(limits.RunTotals(self.sums.counts.written))
 
     @property
     def recorded(self) -> str:
@@ -372,7 +363,7 @@ def check_output(report: Report) -> Iterator[Problem]:
         calls = StoppableCalls(report.output, report.hub)
         policy = None
         if report.hub is None:  # the hub may limit requests, and then asks to wait
-            policy = HUB_PROBE
+            policy = retrying.HUB_PROBE
         found = listed(calls, look, committed.values(), policy)
         is_there = not committed or found.sizes or report.hub is not None
         # The files of a folder that the user names are missing.
@@ -436,11 +427,33 @@ def _check_chunk(report: Report, chunk: CommittedChunk, found: FoundFiles) -> It
         is_right = False
         message = f"{file.path} {text}."
         if kind in REDO_KINDS:
-            message += f" To redo it: {report.repair_command}, then run again."
+            command = repair_command(*report.place.given, output=report.place.named_output)
+            if report.full:
+                command += " --full"
+            message += f" To redo it: {command}, then run again."
         yield Problem(kind, message, *chunk.rank.key, chunk.index, file.path)
     # On the hub, a footer costs requests, and the hash suffices.
-    if report.full and is_right and report.hub is None:
-        yield from _check_documents(report, chunk)
+    if not report.full or not is_right or report.hub is not None:
+        return
+    counted = None
+    if chunk.rows is not None:
+        with suppress(ImportError, ValueError, OSError, EOFError):
+            rows = 0
+            for file in chunk.files:
+                known = format_of_file(file.path)
+                if known is None:
+                    raise ValueError(file.path)
+                with known.open(report.folder, file.path) as opened:
+                    rows += known.count(opened)
+            counted = rows
+    if counted is None:
+        report.uncounted.add(str(chunk.rank.run.get("output_writer")))
+    elif counted != chunk.rows:
+        message = (
+            f"its output files hold {counted} documents or rows instead of the {chunk.rows} that "
+            "were committed."
+        )
+        yield Problem("documents", f"{message} Please report this.", *chunk.rank.key, chunk.index)
 
 
 def _wrong(report: Report, file: OutputFile, found: FoundFiles) -> tuple[str, str]:
@@ -450,41 +463,20 @@ def _wrong(report: Report, file: OutputFile, found: FoundFiles) -> tuple[str, st
     if not report.full and plain(file.path) not in found.touched:
         return "", ""
     try:
-        with file_system_call():
+        with retrying.file_system_call():
             actual = content_hash(report.folder, file.path)
     except OSError as error:
         if isinstance(error, FileNotFoundError) or (
-            report.hub is not None and http_status(error) == 404
+            report.hub is not None and retrying.http_status(error) == 404
         ):
             return "missing", "is missing"
-        return "output", f"cannot be read: {failure_line(error)}"
+        return "output", f"cannot be read: {retrying.failure_line(error)}"
     if actual == file.xxh128:
         return "", ""
     return (
         "altered",
         f"is altered: the xxh128 of its content is {actual} instead of {file.xxh128}",
     )
-
-
-def _check_documents(report: Report, chunk: CommittedChunk) -> Iterator[Problem]:
-    found = None
-    if chunk.rows is not None:
-        with suppress(ImportError, ValueError, OSError, EOFError):
-            found = 0
-            for file in chunk.files:
-                known = format_of_file(file.path)
-                if known is None:
-                    raise ValueError(file.path)
-                with known.open(report.folder, file.path) as opened:
-                    found += known.count(opened)
-    if found is None:
-        report.uncounted.add(str(chunk.rank.run.get("output_writer")))
-    elif found != chunk.rows:
-        message = (
-            f"its output files hold {found} documents or rows instead of the {chunk.rows} that "
-            "were committed."
-        )
-        yield Problem("documents", f"{message} Please report this.", *chunk.rank.key, chunk.index)
 
 
 def _check_uncommitted(report: Report, paths: Iterable[str]) -> Iterator[Problem]:

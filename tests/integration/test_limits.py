@@ -201,7 +201,6 @@ def test_what_depends_on_a_run_that_until_ended_takes_its_output(server, here):
 @pytest.mark.parametrize(
     "more, why",
     [
-        ({"max_cost": 1}, "max_cost: needs the prices of a million tokens. Add "),
         ({"until": 5, "checkpoints_local_dir": None}, "until: needs checkpoints_local_dir"),
         ({"until": 5, "config": {"provider_batches": True}}, "until: cannot stop provider_batches"),
     ],

@@ -41,6 +41,11 @@ def recorded(folder):
     return str(json.loads((folder / "checkpoints/job.json").read_bytes())["output_folder"])
 
 
+def assert_whole(folder):
+    report = verify(place_at(folder / "checkpoints"), full=True)
+    assert (report.output, report.problems, report.unfinished) == (f"{folder}/output", [], [])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_copied_job_of_each_release_goes_on_in_its_new_place(name, tmp_path, server):
     new = copied(tmp_path, name)
@@ -49,8 +54,7 @@ def test_a_copied_job_of_each_release_goes_on_in_its_new_place(name, tmp_path, s
         run(new, server.url, rank)
     assert server.asked == {**REST, **{f"Rewrite: {text}": 2 for text in TEXTS[2]}}
     assert outputs(tmp_path / "old") == before
-    report = verify(place_at(new / "checkpoints"), full=True)
-    assert (report.output, report.problems, report.unfinished) == (f"{new}/output", [], [])
+    assert_whole(new)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -64,8 +68,7 @@ def test_output_alone_is_moved_and_moved_back(name, tmp_path, server):
     assert verify(place_at(folder / "checkpoints"), full=True).output == str(elsewhere)
     elsewhere.rename(folder / "output")
     run(folder, server.url, 2)
-    report = verify(place_at(folder / "checkpoints"), full=True)
-    assert (report.output, report.problems, report.unfinished) == (f"{folder}/output", [], [])
+    assert_whole(folder)
 
 
 def test_a_file_that_is_missing_at_the_new_place_refuses_every_task_before_it_asks(

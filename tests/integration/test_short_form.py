@@ -860,19 +860,25 @@ def to_csv(command, tmp_path, monkeypatch):
     return run
 
 
+def written_csv():
+    """The files, and their rows."""
+    files = sorted(Path("x/output").glob("*.csv"))
+    whole = pandas.concat(map(pandas.read_csv, files))
+    assert json.loads(whole["rollout_results"].tolist()[0])[0]["finish_reason"] == "stop"
+    return files, whole
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_csv_files_have_their_columns_in_the_first_line_and_lists_as_json(to_csv, command, suffix):
     text = 'a "b",\r\nc'
     tags = [["a", 'b"'], [], ["c"]]
     table = pa.table({"id": ["0", "1", "2"], "text": [text] * 3, "n": [None, 1.5, 2], "tags": tags})
     to_csv(table, suffix=suffix)
-    files = sorted(Path("x/output").glob("*.csv"))
+    files, whole = written_csv()
     assert len(files) == 2
-    whole = pandas.concat(map(pandas.read_csv, files))
     assert whole["text"].tolist() == [text] * 3
     assert whole["n"].tolist()[1:] == [1.5, 2]
     assert len({*whole["answer"]}) == 3
-    assert json.loads(whole["rollout_results"].tolist()[0])[0]["finish_reason"] == "stop"
     command("verify", "x", "--full")
     command("export", "x", "all.parquet")
     command("export", "x", "all.csv")
@@ -929,10 +935,8 @@ def test_csv_has_answers_that_are_no_texts_as_json_after_a_stop_too(
     flags = [*flags, "--max-concurrent-generations=1", "--server-patience-seconds=1"]
     to_csv(table, *flags, code=1, answer=answer, status=stop)
     to_csv(table, *flags, answer=answer)
-    files = sorted(Path("x/output").glob("*.csv"))
-    whole = pandas.concat(map(pandas.read_csv, files))
+    files, whole = written_csv()
     assert [json.loads(cell) for cell in whole[column]] == [value] * 7
-    assert json.loads(whole["rollout_results"].tolist()[0])[0]["finish_reason"] == "stop"
     command("verify", "x", "--full")
     command("export", "x", "all.csv")
     assert pandas.read_csv("all.csv")[column].tolist() == whole[column].tolist()

@@ -149,6 +149,8 @@ READER = "class_path: JsonlReader\n        init_args: {data_folder: documents}"
         ("chat", "{class_path: PromptRollout, init_args: {zzz: 1}}"),
         ("model_name_or_path: m}", "model_name_or_path: m, skip_bad_requests: true}"),
         ("server_type: dummy", "server_type: vlm"),
+        ("model_name_or_path: m}", "api_base: http://x, model_name_or_path: m}"),
+        (CONFIG, f"{CONFIG}\n          checkpoint_dir: c"),
         ("model_name_or_path: m}", "api_key: 12345, model_name_or_path: m}"),
         ("model_name_or_path: m}", "model_kwargs: {hf-token: hunter2}, model_name_or_path: m}"),
         ("model_name_or_path: m}", "replicas: 0, model_name_or_path: m}"),

@@ -9,7 +9,7 @@ import shutil
 import sqlite3
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint.commits import read_commits
@@ -89,11 +89,8 @@ def _cached(path):
         try:
             for name in path.parent.glob(f"{path.name}*"):
                 shutil.copy(name, folder)
-            connection = sqlite3.connect(Path(folder, path.name))
-            try:
+            with closing(sqlite3.connect(Path(folder, path.name))) as connection:
                 return connection.execute("SELECT ordinal, result FROM request_cache").fetchall()
-            finally:
-                connection.close()
         except (FileNotFoundError, sqlite3.DatabaseError):
             # Not yet there, or copied while it changed.
             return []

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -153,14 +154,11 @@ def known_ordinals(rank):
 
 
 def read_rows(path):
-    connection = sqlite3.connect(path)
-    try:
+    with closing(sqlite3.connect(path)) as connection:
         return connection.execute(
             "SELECT ordinal, chunk_index, doc_id, rollout_idx, payload_hash, occurrence, result, error_message "
             "FROM request_cache ORDER BY 1, 4, 5, 6"
         ).fetchall()
-    finally:
-        connection.close()
 
 
 RUN_DOCUMENTS = """

@@ -9,7 +9,7 @@ import orjson
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.commits import Commit, OutputFile
 from datatrove_ckpt.checkpoint.history import End, Progress, Start
-from datatrove_ckpt.checkpoint.identity import FORMAT
+from datatrove_ckpt.checkpoint.identity import FORMAT, new_owner
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.lines import seal, sealed_json
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Seconds
@@ -113,14 +113,7 @@ def write_rank(
     """
     folder = layout.rank_folder(root, number)
     folder.mkdir(parents=True)
-    owner = {
-        "fence": attempts,
-        "host": ELSEWHERE,
-        "pid": 42,
-        "nonce": f"{number:016x}",
-        "earlier": {},
-        "commits": 0,
-    }
+    owner = new_owner(attempts, {}, 0) | {"host": ELSEWHERE, "pid": 42, "nonce": f"{number:016x}"}
     run = {"format": FORMAT, "records_per_chunk": per_chunk, **settings, "owner": owner}
     (folder / layout.RUN).write_bytes(sealed_json(run))
     dead = [

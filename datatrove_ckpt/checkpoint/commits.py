@@ -221,25 +221,10 @@ def scan_commits(path: Path) -> tuple[dict[int, Commit], int]:
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[int, lines.Line]]:
-    torn: tuple[int, bytes] | None = None
-    for number, raw, line in lines.scan_lines(path):
-        if torn is not None:
-            if line is None:
-                follow = "lines follow it"
-            else:
-                follow = "whole lines follow it"
-            what = f"the line is damaged, and {follow}, so no crash did this."
-            raise CommitsDamaged(path, f"{path}, line {torn[0]}: {what}")
-        if line is None:
-            torn = number, raw
-        else:
-            yield number, line
-    if torn is not None and not lines.may_be_torn(torn[1]):
-        raise CommitsDamaged(
-            path,
-            f"{path}, line {torn[0]}: the last line is damaged. It ends with a line break, so no "
-            "crash did this.",
-        )
+    try:
+        yield from enumerate(lines.read_lines(path, "", synced=True), 1)
+    except CheckpointCorrupt as error:
+        raise CommitsDamaged(path, str(error).rstrip()) from error
 
 
 def _parse(path: Path, number: int, line: lines.Line) -> Commit:

@@ -4,7 +4,7 @@ A crash tears the last write: the next attempt cuts off bad bytes at the end of 
 before a good line is damage that no crash explains.
 
 A kill leaves a prefix without a line break. Power loss may also replace any block of a line by NUL
-bytes (``may_be_torn``), about which ``commits`` is stricter than ``read_lines``.
+bytes (``may_be_torn``).
 """
 
 import errno
@@ -101,11 +101,14 @@ class Line:
     body: bytes
 
 
-def read_lines(path: Path, advice: str = "Restore the file from a copy.") -> Iterator[Line]:
+def read_lines(
+    path: Path, advice: str = "Restore the file from a copy.", synced: bool = False
+) -> Iterator[Line]:
     """Yields the file's whole lines, up to a torn tail. A missing file has none.
 
     Args:
         advice: what the user can do about damage.
+        synced: each line was synced before the next one was written, so a crash tears one at most.
 
     Raises:
         CheckpointCorrupt: a bad line with a good line after it, or a file that starts with a line
@@ -114,20 +117,17 @@ def read_lines(path: Path, advice: str = "Restore the file from a copy.") -> Ite
     """
     torn_at = 0
     for number, raw, line in scan_lines(path):
-        if line is None:
-            torn_at = torn_at or number
-            if number == 1 and not may_be_torn(raw):
-                raise CheckpointCorrupt(
-                    path, f" does not start with a line of this program. {advice}"
-                )
-        elif torn_at:
-            raise CheckpointCorrupt(
-                path,
-                f", line {torn_at}: the line is damaged, and whole lines follow it, so no crash "
-                f"did this. {advice}",
-            )
-        else:
+        if line is not None and not torn_at:
             yield line
+            continue
+        if torn_at and (synced or line is not None):
+            what = f"line {torn_at}: the line is damaged, and lines follow it"
+        elif (synced or number == 1) and not may_be_torn(raw):
+            what = f"line {number}: the line is damaged, or of another program"
+        else:
+            torn_at = torn_at or number
+            continue
+        raise CheckpointCorrupt(path, f", {what}, so no crash did this. {advice}")
 
 
 def may_be_torn(raw: bytes) -> bool:

@@ -121,7 +121,6 @@ class RankFiles:
         earlier = self._history.earlier
         earlier.total = read_paid(self.folder / layout.PAID).at_least_in(earlier.total)
         self._paid = [PaidFile(self.folder / layout.PAID)] if self.keeps_paid else []
-        self._chunks_before = len(self.log.commits)
         self._unbroken = point.next_chunk
         self._dirty: dict[Path, ChunkJournal] = {}
         self._next_sync = 0.0
@@ -304,7 +303,7 @@ class RankFiles:
         progress.position = position
         progress.seconds = self.clock.now()
         progress.documents = self.finished
-        progress.chunks = self._chunks_before + self.committed
+        progress.chunks = len(self.log.commits)
 
     # the mirror ----------------------------------------------------------------------------------
 

@@ -157,7 +157,7 @@ def _expanded(place: str) -> str:
 
 def _runs(place: str) -> list[Json]:
     """Returns the settings of the runs that wrote to a place; {} for a run that is not found."""
-    from datatrove_ckpt.mirror.job import read_job  # few runs need it
+    from datatrove_ckpt.mirror.restore import read_job  # few runs need it
 
     place = _expanded(_OF_TASK.sub("", place))
     kept = read_job(place) or read_job(f"{place}/checkpoints")

@@ -216,7 +216,7 @@ class _Run:
         )
         mirror = None
         if (remote := step.checkpoints_remote_dir) is not None:
-            from datatrove_ckpt.mirror.job import join_mirrored_job
+            from datatrove_ckpt.mirror.restore import join_mirrored_job
 
             job = None
             # This node sees the ranks of other nodes only on the mirror.

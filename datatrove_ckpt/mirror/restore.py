@@ -36,6 +36,7 @@ on the rank stops.
 from __future__ import annotations
 
 import datetime
+import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, closing, suppress
 from itertools import compress
@@ -53,8 +54,7 @@ from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.common.retrying import failure_line
-from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, StorageFailed
-from datatrove_ckpt.mirror.job import restore_job
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, CkptError, StorageFailed
 from datatrove_ckpt.mirror.manifests import (
     MAX_OBJECT_BYTES,
     Damaged,
@@ -506,3 +506,146 @@ def _upload_missing(url: str, folder: Path) -> bool:
     if not is_there:
         upload_rank(url, folder)
     return not is_there
+
+
+# job.json ----------------------------------------------------------------------------------------
+
+# The identity that all ranks of a job share, for nodes with separate disks. Each starting rank
+# compares itself with the mirror's ``job.json``; if that is missing or differs, with the newest
+# version of every rank that only the mirror has. Its first upload then writes ``job.json``.
+
+
+def join_mirrored_job(
+    url: str, root: Path, rank: int, own: identity.RunIdentity, accept_changes: bool
+) -> bytes | None:
+    """Compares a rank that starts with the ranks that only the mirror has.
+
+    Args:
+        url: ``checkpoints_remote_dir``.
+        root: ``checkpoints_local_dir``. The ranks in it are compared by ``join_job``.
+
+    Returns:
+        The ``job.json`` that the mirror lacks. The rank's mirror uploads it, because a remote may
+        hang.
+
+    Raises:
+        CheckpointMismatch: another rank belongs to another run.
+        ConfigError: the bucket does not exist.
+    """
+    try:
+        job, others = _compare(url, root, own, without=rank, with_output=True)
+        if others is None:
+            return None
+        if others.changes and (not accept_changes or others.is_layout):
+            raise identity.refuse_changes(url, others)
+        return identity.job_content(own, job, others)
+    except OSError as error:  # the rank has its folder, else it would not have come so far
+        logger.warning(
+            f"Could not compare this task with those on the mirror {url} ({failure_line(error)})."
+        )
+        return None
+
+
+def compare_mirrored_job(
+    url: str, root: Path, own: identity.RunIdentity, only_tasks: bool
+) -> identity.JobChanges:
+    """Compares a job with the ranks that only its mirror has. Changes nothing.
+
+    Each rank that starts does that, too, so a mirror that cannot be read is not reported here.
+    """
+    with suppress(OSError):
+        _, others = _compare(url, root, own, only_tasks)
+        if others is not None:
+            return others
+    return identity.JobChanges()
+
+
+def restore_job(url: str, folder: Path) -> None:
+    """Copies ``job.json`` of a mirror, if there is one, into a copy of its ranks.
+
+    Raises OSError.
+    """
+    job = read_job(url)
+    if job:
+        (folder / layout.JOB).write_bytes(sealed_json(identity.stamped(job)))
+
+
+def read_job(url: str) -> Json:
+    """Returns the content of ``job.json``; empty if it is missing or damaged.
+
+    Raises:
+        VersionMismatch: a newer version of this program wrote it.
+    """
+    store = ObjectStore(url)
+    try:
+        return identity.parse_run(f"{store.url}/{layout.JOB}", store.read(layout.JOB, 2**26) or b"")
+    except CheckpointCorrupt:
+        return {}
+
+
+def _compare(
+    url: str,
+    root: Path,
+    own: identity.RunIdentity,
+    only_tasks: bool = False,
+    without: int | None = None,
+    with_output: bool = False,
+) -> tuple[Json, identity.JobChanges | None]:
+    """Returns the mirror's ``job.json``, and the changes; None: it is of this run."""
+    store = ObjectStore(url)
+    names = store.names()
+    job = read_job(url)
+    if job and not identity.compare(job, own, with_output=with_output):
+        return job, None
+    ranks = [int(name) for name in names if layout.is_rank(name)]
+    ranks = [
+        rank
+        for rank in ranks
+        if rank != without and not (layout.rank_folder(root, rank) / layout.RUN).exists()
+    ]
+    found = in_threads(lambda rank: newest_manifest(f"{store.url}/{rank:05d}"), ranks)
+    kept = {
+        rank: manifest for rank, manifest in zip(ranks, found, strict=True) if manifest is not None
+    }
+
+    def state_of(rank: int) -> identity.RankBinding:
+        manifest = kept[rank]
+        holds_work = bool(
+            manifest.answers
+            or manifest.files.keys() & {layout.BATCHES, layout.COMMITS}
+            or any(map(layout.is_journal, manifest.files))
+        )
+        # It is unknown whether a process works on the rank: the run is stopped before its output
+        # moves.
+        return identity.RankBinding(holds_work, manifest.finished, is_live=False)
+
+    runs = {rank: manifest.run for rank, manifest in kept.items()}
+    return job, identity.compare_runs(runs, state_of, job, own, only_tasks)
+
+
+def newest_manifest(url: str) -> Manifest | None:
+    """Returns the newest version of a rank that can be read.
+
+    A rank that is restored refuses damaged ones.
+    """
+    mirrored = Versions(url)
+    return mirrored.newest(mirrored.all_versions(), mirrored.read_manifest, [])
+
+
+def restore_advice(url: str, folder: Path, least: int) -> str:
+    """Returns how to continue a damaged rank from its mirror, with a space before it; "" if the
+    mirror does not have it.
+
+    Args:
+        least: bytes of commits that the mirror must have.
+    """
+    found = None
+    with suppress(OSError, CkptError):
+        found = newest_manifest(url)
+    if found is None or not found.files or found.sizes.get(layout.COMMITS, 0) < least:
+        return ""
+    return (
+        f" The mirror {url} has this task as of {found.when}: to go on from there, move its folder "
+        f"away while no task runs (mv {shlex.quote(str(folder))} "
+        f"{shlex.quote(f'{folder}.damaged')}), and run the same command again."
+    )

@@ -36,8 +36,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.errors.names import name_copy, use
 from datatrove_ckpt.generation.finished_from import OldRuns
 from datatrove_ckpt.generation.step import described
-from datatrove_ckpt.mirror.job import compare_mirrored_job
-from datatrove_ckpt.mirror.restore import restore_outdated
+from datatrove_ckpt.mirror.restore import compare_mirrored_job, restore_outdated
 from datatrove_ckpt.output.committed import RankCommits
 from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.process.gc_tuning import gc_paused

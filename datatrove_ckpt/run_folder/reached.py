@@ -6,7 +6,7 @@ from pathlib import Path
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.common.attempts import Progress
-from datatrove_ckpt.mirror.job import newest_manifest
+from datatrove_ckpt.mirror.restore import newest_manifest
 
 
 def reached(mirrors: Sequence[str], roots: Iterable[Path], rank: int) -> Progress:

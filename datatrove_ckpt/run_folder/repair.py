@@ -57,7 +57,7 @@ from datatrove_ckpt.errors import (
     ConfigError,
     OutputMismatch,
 )
-from datatrove_ckpt.mirror.job import restore_advice
+from datatrove_ckpt.mirror.restore import restore_advice
 from datatrove_ckpt.output.owner import Homes
 from datatrove_ckpt.output.targets import remove_output
 from datatrove_ckpt.output.writer_checks import stands_elsewhere

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import threading
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -23,6 +24,7 @@ from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Secret
+from datatrove_ckpt.common.threads import in_thread
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
@@ -207,20 +209,21 @@ def test_what_was_finished_before_there_was_a_mirror_outlives_the_node(tmp_path)
     mirrored = {"checkpoints_remote_dir": str(tmp_path / "mirror"), "mirror_seconds": 1000}
     rejected = ["text 13"]
     with FakeServer(status=rejects(rejected, 401)) as server:
+        node = partial(executor, tmp_path, server, **mirrored)
         for rank in (0, 1):
             executor(tmp_path, server)._run_for_rank(rank)
-        check_before_run(RunPlan(executor(tmp_path, server, **mirrored)))
+        check_before_run(RunPlan(node()))
         first, *others = sorted((tmp_path / "mirror/00001").glob("generation-*"))
         for path in others:
             path.unlink()
         assert first.name.startswith("generation-00000001-")
-        check_before_run(RunPlan(executor(tmp_path, server, **mirrored)))
+        check_before_run(RunPlan(node()))
         asked = server.asked.copy()
         with suppress(CkptError):
-            executor(tmp_path, server, **mirrored)._run_for_rank(2)
+            node()._run_for_rank(2)
         shutil.rmtree(tmp_path / "checkpoints")
         rejected.clear()
-        executor(tmp_path, server, **mirrored).run()
+        node().run()
     assert {question: server.asked[question] for question in asked} == asked
     assert sorted(ids(tmp_path)) == sorted(f"id {number}" for number in range(15))
     assert [*verify(place_at(tmp_path / "checkpoints"), full=True).problems] == []
@@ -377,26 +380,16 @@ def test_of_two_nodes_at_once_the_one_that_started_first_stops(job, expected, se
     """Before it publishes anything over what the other one has committed, however seldom it
     uploads.
     """
-    failed = []
     with FakeServer(hold_after=5) as server:
-
-        def first_node():
-            try:
-                job.run(server, mirror_seconds=seconds)
-            except Fenced as error:
-                failed.append(error)
-
-        first = threading.Thread(target=first_node)
-        first.start()
+        first = in_thread(partial(job.run, server, mirror_seconds=seconds), "first node")
         until(lambda: server.asked.total() == 6)
         until(lambda: list((job.folder / "remote/00000").glob("generation*")))
         with FakeServer() as another_server:
             job.on_another_node().run(another_server)
         committed = {path: path.stat() for path in (job.folder / "output").glob("0*")}
         server.release()
-        first.join(300)
-        assert "Another process has taken this task over" in str(failed[0])
-        assert "This one writes nothing more" in str(failed[0])
+        with pytest.raises(Fenced, match=r"taken this task over.* This one writes nothing more"):
+            first.result(300)
     assert {path: path.stat() for path in (job.folder / "output").glob("0*")} == committed
     assert {path.name: path.read_bytes() for path in committed} == expected
 
@@ -489,8 +482,7 @@ def test_output_is_published_while_the_mirror_does_not_say_whose_it_is(
 ):
     monkeypatch.setattr(mirror, "_SEEN_SECONDS", 0.001)
     with FakeServer(hold_after=7) as server:
-        running = threading.Thread(target=lambda: job.run(server))
-        running.start()
+        running = in_thread(partial(job.run, server), "run")
         until(
             lambda: (
                 server.asked.total() == 8
@@ -501,7 +493,7 @@ def test_output_is_published_while_the_mirror_does_not_say_whose_it_is(
         monkeypatch.setattr(ObjectStore, "names", UNREACHABLE)
         monkeypatch.setattr(mirror, "_LOOK_SECONDS", 0.2)
         server.release()
-        running.join(300)
+        running.result(300)
     assert job.output == expected
     assert (
         sum("does not say whether another process has taken this task over" in line for line in log)
@@ -634,13 +626,7 @@ def test_a_rank_that_drains_uploads_at_once_and_waits_less_for_the_last_upload(
     upload = mirror.RemoteMirror._upload
     monkeypatch.setattr(mirror.RemoteMirror, "_upload", lambda self: mirrored.append(upload(self)))
     with FakeServer(hold_after=3) as server:
-
-        def run():
-            with suppress(Preempted):
-                job.run(server)
-
-        running = threading.Thread(target=run)
-        running.start()
+        running = in_thread(partial(job.run, server), "run")
         until(lambda: len(mirrored) == 1 and server.asked.total() == 4)
         mirrors[0].shutdown.request("SIGTERM")
         until(lambda: len(mirrored) == 2)
@@ -648,8 +634,8 @@ def test_a_rank_that_drains_uploads_at_once_and_waits_less_for_the_last_upload(
         assert answered(job.folder / "scratch") == up_to("text 1 again")
         monkeypatch.setattr(ObjectStore, "put", hang)
         server.release()
-        running.join(300)
-        assert not running.is_alive()
+        with suppress(Preempted):
+            running.result(300)
     hangs.set()
     assert log.said("did not end within 0.1 s")
 

@@ -11,7 +11,7 @@ from datatrove.pipeline.writers import JsonlWriter
 from datatrove_ckpt import mirror
 from datatrove_ckpt.common import object_store
 from datatrove_ckpt.errors import CheckpointMismatch, ServerRefused
-from datatrove_ckpt.mirror.job import read_job
+from datatrove_ckpt.mirror.restore import read_job
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget, ask, documents, rows, run_job, runner
 from tests.kept import edit
@@ -174,7 +174,7 @@ def test_checkpoints_that_are_private_to_another_user_are_said_to_be_unchecked(j
         return read_job(url)
 
     job()
-    monkeypatch.setattr(mirror.job, "read_job", refuse)
+    monkeypatch.setattr(mirror.restore, "read_job", refuse)
     said, asked = job("--run-folder=new", "--finished-from=old/output")
     assert f"results in old/output {UNCHECKED}" in said.out
     assert not asked

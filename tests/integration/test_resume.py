@@ -112,9 +112,7 @@ class FirstFive:
     """A step that keeps count."""
 
     def run(self, data):
-        for number, document in enumerate(data):
-            if number < 15:
-                yield document
+        yield from itertools.islice(data, 15)
 
 
 class Once:

@@ -27,6 +27,7 @@ from datatrove.pipeline.writers import JsonlWriter
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.checkpoint.storage_thread import StorageThread
+from datatrove_ckpt.common.threads import in_thread
 from datatrove_ckpt.errors import OutputFailed, StorageFailed
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.run_folder.verify import verify
@@ -283,24 +284,18 @@ def test_a_full_disk_stops_the_rank_and_a_larger_one_finishes_it(
 def after(server, answers, act):
     """Does something once so many requests were sent, in another thread."""
     over = threading.Event()
-    failures = []
 
     def wait():
-        try:
-            while server.asked.total() < answers and not over.is_set():
-                time.sleep(0.0005)
-            act()
-        except BaseException as error:
-            failures.append(error)
+        while server.asked.total() < answers and not over.is_set():
+            time.sleep(0.0005)
+        act()
 
-    thread = threading.Thread(target=wait)
-    thread.start()
+    acting = in_thread(wait, "act")
     try:
         yield
     finally:
         over.set()
-        thread.join()
-    assert not failures, failures
+        acting.result()
 
 
 # Read-only disks ---------------------------------------------------------------------------------

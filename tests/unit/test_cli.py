@@ -156,7 +156,7 @@ _OF_A_RUN = {
     *("aiohttp", "httptools", "pyarrow", "datasets", "prometheus_client", "mlflow"),
     *("datatrove_ckpt.inference", "datatrove_ckpt.run_folder", "datatrove_ckpt.generation.rank"),
     *("datatrove_ckpt.checkpoint.open_checkpoint", "datatrove_ckpt.generation.prometheus"),
-    *("datatrove_ckpt.mirror.job", "datatrove_ckpt.cli.execution"),
+    *("datatrove_ckpt.mirror.restore", "datatrove_ckpt.cli.execution"),
 }
 _OF_A_FILE = {"datatrove_ckpt.cli", "datatrove_ckpt.readers", "datatrove_ckpt.checkpoint.recovery"}
 # Of Python itself; each takes 10 ms or more.

@@ -11,6 +11,7 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint import identity as identity_module
 from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity, compare_job, join_job
 from datatrove_ckpt.checkpoint.layout import LOCK, journal_path, rank_folder
+from datatrove_ckpt.common.threads import in_thread
 from datatrove_ckpt.errors import CheckpointMismatch
 
 
@@ -43,31 +44,24 @@ class Rank:
 
 def test_of_two_jobs_that_start_at_once_one_is_refused(tmp_path, monkeypatch):
     first, second = Rank(tmp_path, 0), Rank(tmp_path, 1)
-    errors = []
     looks = threading.Semaphore(0)
 
     def sleep(seconds):
         looks.release()
         time.sleep(seconds)
 
-    def start_second():
-        try:
-            second.start(identity(tasks=4))
-        except CheckpointMismatch as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=start_second)
     claim = RunClaim(first.folder, identity())
     monkeypatch.setattr(
         identity_module, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=sleep)
     )
     with join_job(tmp_path, 0, identity(), False, lambda: None):
-        thread.start()  # between job.json and run.json of the first
+        # Between job.json and run.json of the first.
+        late = in_thread(lambda: second.start(identity(tasks=4)), "second")
         for _ in range(2):
             assert looks.acquire(timeout=300), "it must wait until the first has said what it is"
         claim.take()
-    thread.join()
-    assert [str(error).splitlines()[1] for error in errors] == ["  tasks: 3 -> 4"]
+    with pytest.raises(CheckpointMismatch, match="tasks: 3 -> 4"):
+        late.result(300)
     assert json.loads((tmp_path / "job.json").read_bytes())["tasks"] == 3
 
 

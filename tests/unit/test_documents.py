@@ -114,24 +114,15 @@ def test_a_value_is_the_same_beside_one_that_json_cannot_say():
         assert repr(through([*values, beside])[:-1]) == repr([True, False, 1, "x", time, ""])
 
 
-@pytest.mark.parametrize(
-    "values, is_usual",
-    [
-        (
-            [
-                NOW.replace(tzinfo=None).time(),
-                decimal.Decimal("-1.5"),
-                datetime.timedelta(-(10**7)),
-            ],
-            True,
-        ),
-        ([np.float32(0.5), np.int64(1), np.arange(3.0), np.ones((2, 2), np.float32), b"x"], True),
-        ([NOW, NOW.date(), math.nan], True),
-        *(([odd], False) for odd in ({1}, 1j, 2**70, {1: 2}, NOW.timetz(), np.array(1.0))),
-        *(([decimal.Decimal(text)], False) for text in ("1E+80", "NaN", "1" * 77)),
-        ([datetime.timedelta.max], False),
-    ],
-)
+TIME = NOW.timetz()
+DECIMALS = map(decimal.Decimal, ("1E+80", "NaN", "1" * 77))
+USUAL_VALUES = [TIME.replace(tzinfo=None), decimal.Decimal("-1.5"), datetime.timedelta(-(10**7))]
+USUAL_VALUES += [np.float32(0.5), np.int64(1), np.arange(3.0), np.ones((2, 2), np.float32)]
+USUAL_VALUES += [b"x", NOW, NOW.date(), math.nan]
+ODD_VALUES = [{1}, 1j, 2**70, {1: 2}, TIME, np.array(1.0), datetime.timedelta.max, *DECIMALS]
+
+
+@pytest.mark.parametrize("values, is_usual", [(USUAL_VALUES, True), (ODD_VALUES, False)])
 def test_of_the_values_of_tables_only_those_without_a_type_need_a_trial(values, is_usual):
     for value in values:
         data = encode(Document("text", "id", metadata={"value": [value], "result": RESULT}))

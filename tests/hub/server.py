@@ -19,16 +19,12 @@ from tests.hub.state import ATTRIBUTES, File, Repo, sha256, upload_mode
 
 @dataclass
 class Request:
-    """One request. ``at``: the hub's time.
-
-    ``status``: None until answered, 0 if the answer was dropped.
-    """
+    """One request. ``at``: the hub's time."""
 
     path: str
     kind: str
     at: float
     token: str | None
-    status: int | None = None
 
 
 @dataclass
@@ -186,11 +182,9 @@ class FakeHub:
         except Problem as problem:
             response = problem.response()
         if response is _DROP:
-            request.status = 0
             if http.transport is not None:
                 http.transport.close()
             return web.Response()
-        request.status = response.status
         response.headers["Date"] = format_datetime(moment(request.at), usegmt=True)
         return response
 

@@ -133,7 +133,7 @@ class ChunkWriting:
             else:
                 self._write(staged, chunk_index, documents, self._copy(staged))
         except _NotWritten as error:
-            raise self._failure(chunk_index, documents, error, before) from error.__cause__
+            raise self._failure(staged, chunk_index, documents, error, before) from error.__cause__
 
     def _write_csv(
         self, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]
@@ -163,7 +163,15 @@ class ChunkWriting:
         except NotUnited as error:
             raise _NotWritten from error
         if found:
-            logger.warning(warning(found, chunk_index, self._rank))
+            columns = "; ".join(
+                f"column {one.column!r} is {one.first} in one file, and {one.later} in a later one"
+                for one in found
+            )
+            logger.warning(
+                f"{columns} (seen at chunk {chunk_index} of task {self._rank}). Loaders take the "
+                "types of the first file, so the dataset may not load as one, or values load as "
+                f"texts that are none. {ONE_TYPE}."
+            )
         if not is_written:
             self._write(staged, chunk_index, documents, self._copy(staged, schema))
 
@@ -216,6 +224,7 @@ class ChunkWriting:
 
     def _failure(
         self,
+        staged: StagedFiles,
         chunk_index: int,
         documents: Iterable[Finished],
         error: _NotWritten,
@@ -227,7 +236,7 @@ class ChunkWriting:
         advice = (
             "Fix the writer (its adapter, its schema; new code of it needs accept_changes=True)"
         )
-        writer = self._copy(None)
+        writer = self._copy(staged)
         culprit = None
         with suppress(Exception):  # of a user's adapter; other writers have no schema
             culprit = self._name_culprit(writer, documents, known)
@@ -273,21 +282,20 @@ class ChunkWriting:
 
     def _copy(
         self,
-        staged: StagedFiles | None,
+        staged: StagedFiles,
         schema: Schema | None = None,
         show: Callable[[list[Row]], object] | None = None,
     ) -> DiskWriter:
         """Returns a fresh copy of the user's writer, which writes to the staging folder.
 
         Args:
-            staged: None: only its adapter is used.
             schema: that of the chunk, if the writer has none.
             show: gets the rows in batches.
         """
         # A deep copy: writers keep counters, batches and open files. The user's writer has nothing
         # open.
         original = self._writer.output_mg
-        fresh: DiskWriter = copy.deepcopy(self._writer, {id(original): staged or original})
+        fresh: DiskWriter = copy.deepcopy(self._writer, {id(original): staged})
         self._decode = decode_for(fresh)
         own = [name for name in ("text", "id") if name in self._given]
         if own:
@@ -299,7 +307,7 @@ class ChunkWriting:
                 return {name: getattr(document, name) for name in own} | row
 
             fresh.adapter = with_empty_fields
-        if staged is None or not formats.PARQUET.is_written_by(fresh):
+        if not formats.PARQUET.is_written_by(fresh):
             return fresh
         if schema is not None:
             fresh.schema = schema
@@ -493,18 +501,6 @@ ONE_TYPE = (
     "output_format: jsonl, which takes values of any types. Each needs accept_changes: what is "
     "committed stays as it is"
 )
-
-
-def warning(found: list[Misfit], chunk_index: int, rank: int) -> str:
-    columns = "; ".join(
-        f"column {one.column!r} is {one.first} in one file, and {one.later} in a later one"
-        for one in found
-    )
-    return (
-        f"{columns} (seen at chunk {chunk_index} of task {rank}). Loaders take the types of the "
-        "first file, so the dataset may not load as one, or values load as texts that are none. "
-        f"{ONE_TYPE}."
-    )
 
 
 def misfits(first: Schema, later: Schema, inside: str = "") -> list[Misfit]:

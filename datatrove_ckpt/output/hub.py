@@ -38,7 +38,6 @@ _KINDS = {"datasets": "dataset", "models": "model", "spaces": "space", "buckets"
 _REVISION = re.compile(r"refs/(?:convert/[\w.-]+|pr/\d+)|[^/]+")
 _PATHS_AT_ONCE = 500
 _READ_SECONDS = 60.0
-_SHA256_DIGITS = 64
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class HubFile:
         ``digest``: see ``OutputFile``.
         """
         listed = None
-        if len(digest) == _SHA256_DIGITS:
+        if len(digest) == 64:  # SHA-256
             listed = self.oid
         elif self.oid is None:
             listed = self.blob

@@ -88,8 +88,6 @@ own 50 MiB would send that much again after each reset, and hold ten parts of th
 
 T = TypeVar("T")
 
-_MAX_PARTS = 10_000  # S3's limit
-
 
 class OutputTarget(Placement):
     """Where a rank's files are published. ``staging`` is the folder in which they are written
@@ -325,7 +323,7 @@ class S3Target(RemoteTarget):
             self._abort_open_uploads({self._probe, *("/".join(parts[2:]) for parts in found)})
 
     def upload(self, local: Path, name: str, is_new: bool = False, **options: object) -> bool:
-        part = max(PART_BYTES, -(-local.stat().st_size // _MAX_PARTS))
+        part = max(PART_BYTES, -(-local.stat().st_size // 10_000))  # S3's most parts
         is_uploaded = super().upload(local, name, is_new, chunksize=part, **options)
         if local.stat().st_size >= 2 * PART_BYTES:
             self._abort_open_uploads({name})  # of failed attempts
@@ -368,8 +366,6 @@ class S3Target(RemoteTarget):
 
 _ANSWER_SECONDS = 600.0
 """How long the hub may take to answer a request. The client itself would wait for ever."""
-_SLOWEST = 50_000
-"""Bytes per second. A slower upload is given up and made again."""
 
 
 class _TargetOnHub(RemoteTarget):
@@ -697,8 +693,8 @@ class HubTarget(_TargetOnHub):
 
 
 def seconds_to_send(paths: Iterable[Path]) -> float:
-    """Returns how long a call may take that sends these files."""
-    return _ANSWER_SECONDS + sum(path.stat().st_size for path in paths) / _SLOWEST
+    """Returns how long a call may take that sends these files, at 50 kB a second."""
+    return _ANSWER_SECONDS + sum(path.stat().st_size for path in paths) / 50_000
 
 
 def make_target(

@@ -439,7 +439,7 @@ _TYPES: list[tuple[str, type, _Convert, _Convert]] = [
 ]
 _PLAIN_TYPES: tuple[type, ...] = (str, bool, int, float, dict, list, tuple)
 _READERS = {name: read for name, _, _, read in _TYPES}
-_READERS["dict"] = lambda value: dict(value)
+_READERS["dict"] = dict
 _READERS["float"] = float
 _READERS["surrogates"] = lambda value: base64.b64decode(value).decode("utf-8", "surrogatepass")
 _READERS["int"] = int

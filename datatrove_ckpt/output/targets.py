@@ -596,19 +596,18 @@ class HubTarget(_TargetOnHub):
                     or sum(file.bytes_in_commit for file in self._queue) >= MOST_BYTES
                 )
                 if due is not None and (due <= 0 or self._hurried or is_full):
-                    return self._first_files()
+                    break
                 self._change.wait(due)
-            return []
-
-    def _first_files(self) -> list[UploadedFile]:
-        size = 0
-        batch: list[UploadedFile] = []
-        for file in self._queue[:MOST_FILES]:
-            size += file.bytes_in_commit
-            if batch and size > MOST_BYTES:
-                break
-            batch.append(file)
-        return batch
+            else:
+                return []
+            size = 0
+            batch: list[UploadedFile] = []
+            for file in self._queue[:MOST_FILES]:
+                size += file.bytes_in_commit
+                if batch and size > MOST_BYTES:
+                    break
+                batch.append(file)
+            return batch
 
     def _commit(self, batch: list[UploadedFile], attempts: retrying.Attempts) -> None:
         self._lease.check()
@@ -617,7 +616,19 @@ class HubTarget(_TargetOnHub):
             ends = self._hurried
             seconds = self._pace.seconds_until_turn(history, ends)
             if seconds:
-                self._wait_for_turn(len(history.of_last_hour), seconds, ends)
+                meanwhile = "generation goes on"
+                if ends:
+                    meanwhile = "the task has nothing else left to do"
+                logger.info(
+                    f"{self._hub.url}: {plural(len(self._queue), 'file')} wait for a commit: "
+                    f"{len(history.of_last_hour)} were made within an hour, and "
+                    f"hub_commits_per_hour is {self._pace.per_hour}. Next look in "
+                    f"{duration(seconds)}; {meanwhile}."
+                )
+                with self._change:
+                    self._change.wait_for(
+                        lambda: self._calls.stopped or self._hurried != ends, seconds
+                    )
                 return
             self._commit_missing(batch, history.head)
         except OSError as error:
@@ -678,18 +689,6 @@ class HubTarget(_TargetOnHub):
         chunks = ranges({file.chunk_index for file in added})
         title = commit_title(plural(len(added), "file"), self._rank, chunks)
         self._calls.run(partial(self._hub.commit, operations, title, head), _ANSWER_SECONDS)
-
-    def _wait_for_turn(self, made: int, seconds: float, ends: bool) -> None:
-        meanwhile = "generation goes on"
-        if ends:
-            meanwhile = "the task has nothing else left to do"
-        logger.info(
-            f"{self._hub.url}: {plural(len(self._queue), 'file')} wait for a commit: "
-            f"{made} were made within an hour, and hub_commits_per_hour is {self._pace.per_hour}. "
-            f"Next look in {duration(seconds)}; {meanwhile}."
-        )
-        with self._change:
-            self._change.wait_for(lambda: self._calls.stopped or self._hurried != ends, seconds)
 
 
 def seconds_to_send(paths: Iterable[Path]) -> float:

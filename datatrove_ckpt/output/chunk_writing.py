@@ -133,7 +133,7 @@ class ChunkWriting:
             else:
                 self._write(staged, chunk_index, documents, self._copy(staged))
         except _NotWritten as error:
-            raise self._failure(staged, chunk_index, documents, error, before) from error.__cause__
+            raise self._failure(chunk_index, documents, error, before) from error.__cause__
 
     def _write_csv(
         self, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]
@@ -224,7 +224,6 @@ class ChunkWriting:
 
     def _failure(
         self,
-        staged: StagedFiles,
         chunk_index: int,
         documents: Iterable[Finished],
         error: _NotWritten,
@@ -236,7 +235,7 @@ class ChunkWriting:
         advice = (
             "Fix the writer (its adapter, its schema; new code of it needs accept_changes=True)"
         )
-        writer = self._copy(staged)
+        writer = self._copy(None)
         culprit = None
         with suppress(Exception):  # of a user's adapter; other writers have no schema
             culprit = self._name_culprit(writer, documents, known)
@@ -282,20 +281,21 @@ class ChunkWriting:
 
     def _copy(
         self,
-        staged: StagedFiles,
+        staged: StagedFiles | None,
         schema: Schema | None = None,
         show: Callable[[list[Row]], object] | None = None,
     ) -> DiskWriter:
         """Returns a fresh copy of the user's writer, which writes to the staging folder.
 
         Args:
+            staged: None: only its adapter is used.
             schema: that of the chunk, if the writer has none.
             show: gets the rows in batches.
         """
         # A deep copy: writers keep counters, batches and open files. The user's writer has nothing
         # open.
         original = self._writer.output_mg
-        fresh: DiskWriter = copy.deepcopy(self._writer, {id(original): staged})
+        fresh: DiskWriter = copy.deepcopy(self._writer, {id(original): staged or original})
         self._decode = decode_for(fresh)
         own = [name for name in ("text", "id") if name in self._given]
         if own:
@@ -307,7 +307,7 @@ class ChunkWriting:
                 return {name: getattr(document, name) for name in own} | row
 
             fresh.adapter = with_empty_fields
-        if not formats.PARQUET.is_written_by(fresh):
+        if staged is None or not formats.PARQUET.is_written_by(fresh):
             return fresh
         if schema is not None:
             fresh.schema = schema

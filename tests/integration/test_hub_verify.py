@@ -62,7 +62,7 @@ def test_content_that_was_altered_is_found_by_the_hash_in_the_listing(cli, hub, 
     ):
         said = cli(*command, code=1)
         assert f"{Path(name).name} is altered" in said
-    read = [request.path for request in hub.asked("resolve") if OWNER not in request.path]
+    read = [one for one in hub.requests if one.kind == "resolve" and OWNER not in one.path]
     assert len(read) == 2  # of the others, once
     cli("repair", "checkpoints", "--logging-dir", "logs")
     cli("run", "job.yaml")

@@ -758,7 +758,17 @@ class ChunkOutput:
         staged = StagedFiles(staging, self._folder.writer.output_mg)
         try:
             self._writing.write(staged, chunk_index, documents)
-            self._refuse_taken(chunk_index, staged.finished)
+            mine = (self._retry, chunk_index)
+            names = staged.finished if self.names.fields else ()
+            for name in names:
+                owner = self._taken.setdefault(plain(name), mine)
+                if owner != mine:
+                    raise OutputFailed(
+                        f"Chunks {owner[1]} and {chunk_index} of task {self._rank} would both "
+                        f"write {name}: fields of documents run into the chunk index in "
+                        f"output_filename {self.names.template!r}. Put a / or _ between them.",
+                        starts_over="anew",
+                    )
             if not self._has_published:
                 self._folder.claim()
                 self._has_published = True
@@ -768,17 +778,3 @@ class ChunkOutput:
             raise
         finally:
             staged.abandon()
-
-    def _refuse_taken(self, chunk_index: int, names: Iterable[str]) -> None:
-        if not self.names.fields:
-            return
-        mine = (self._retry, chunk_index)
-        for name in names:
-            owner = self._taken.setdefault(plain(name), mine)
-            if owner != mine:
-                raise OutputFailed(
-                    f"Chunks {owner[1]} and {chunk_index} of task {self._rank} would both write "
-                    f"{name}: fields of documents run into the chunk index in output_filename "
-                    f"{self.names.template!r}. Put a / or _ between them.",
-                    starts_over="anew",
-                )

@@ -26,7 +26,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.output.hub_pace import HOUR, CommitHistory, MadeCommit
 
 if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+    from huggingface_hub import HfApi
 
 
 HUB = "hf://"
@@ -223,15 +223,13 @@ class HubFolder:
                 raise
             return {}
 
-    def commit(
-        self,
-        operations: Sequence[CommitOperationAdd | CommitOperationDelete],
-        message: str,
-        head: str | None = None,
-    ) -> None:
+    def commit(self, operations: Sequence[Any], message: str, head: str | None = None) -> None:
         """Commits to the branch; with ``head``, only if that is its newest commit.
 
         Raises OSError.
+
+        Args:
+            operations: huggingface_hub's, to add and delete.
         """
         self.api().create_commit(
             self.repo,

@@ -45,7 +45,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
 import xxhash
 from datatrove.io import DataFolder
@@ -77,9 +77,6 @@ from datatrove_ckpt.output.hub_pace import CommitHistory, CommitPace, commit_tit
 from datatrove_ckpt.output.names import STAGING, plain
 from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.stoppable import StoppableCalls
-
-if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd
 
 PART_BYTES = 8 << 20
 """Size of a part of a multipart upload. Files of twice this size and more are sent in parts. s3fs's
@@ -415,10 +412,10 @@ MOST_BYTES = 32 * 2**20
 class UploadedFile:
     """A file whose content is on the hub, or goes there inside its commit."""
 
-    def __init__(self, chunk_index: int, name: str, operation: CommitOperationAdd) -> None:
+    def __init__(self, chunk_index: int, name: str, operation: Any) -> None:
         self.chunk_index = chunk_index
         self.name = name
-        self.operation = operation
+        self.operation = operation  # huggingface_hub's CommitOperationAdd
         self._is_regular = getattr(operation, "_upload_mode", None) == "regular"
         self.bytes_in_commit = 0
         if self._is_regular:

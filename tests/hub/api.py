@@ -236,8 +236,6 @@ def _operations(repo, tree, lines):
                         404, f"A file with the name {path} does not exist", "EntryNotFound"
                     )
                 deleted.append(path)
-            case other:
-                raise Problem(400, f"Unknown operation {other}")
     return added, deleted
 
 

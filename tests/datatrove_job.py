@@ -1,7 +1,4 @@
-"""A job of datatrove's own InferenceRunner, to be killed: a program that runs it, and what tests need to go on with it.
-
-Its processes are forks of one that has imported datatrove (``forked.py``): the import takes longer than the runs.
-"""
+"""A job of datatrove's own InferenceRunner, to be killed: a program that runs it, and what tests need to go on with it."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import suppress
 from pathlib import Path
 
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
@@ -62,31 +58,10 @@ def make_writer(folder, template=TEMPLATE, compression=None):
     return JsonlWriter(str(folder / "output"), template, compression=compression)
 
 
-class Datatrove:
-    """Runs jobs of datatrove's own runner, one after the other, each in a process until it has ended or is killed."""
-
-    _process = None
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, traceback):
-        if self._process is not None:
-            self._process.kill()
-            self.end()
-
-    def start(self, folder, url, **settings):
-        """Starts a run, and returns its process id. See ``_job``."""
-        order = json.dumps({"folder": str(folder), "url": url, **settings})
-        self._process = subprocess.Popen([sys.executable, __file__, order], start_new_session=True)
-        return self._process.pid
-
-    def end(self):
-        """Waits for the run. Returns its exit code; negative: the signal that killed it."""
-        assert self._process is not None
-        code = self._process.wait()
-        self._process = None
-        return code
+def start(folder, url, **settings):
+    """Starts a run. See ``_job``."""
+    order = json.dumps({"folder": str(folder), "url": url, **settings})
+    return subprocess.Popen([sys.executable, __file__, order], start_new_session=True)
 
 
 class Killer:
@@ -104,32 +79,25 @@ class Killer:
         )
         self.server.error = "BadRequestError"
         self._left = 0
-        self._process = None  # a descriptor: it never means another process
+        self._process = None
         self._timer = None
 
-    def run(self, datatrove, folder, requests, **settings):
-        """Runs the job, and kills it after ``requests`` requests. Returns how it ended."""
+    def run(self, folder, requests, **settings):
+        """Runs the job, and kills it after ``requests`` requests."""
         self._left = requests
-        self._process = os.pidfd_open(datatrove.start(folder, self.server.url, **settings))
-        try:
-            return datatrove.end()
-        finally:
-            if self._timer is not None:
-                self._timer.join()
-            os.close(self._process)
-            self._process = self._timer = None
+        self._process = start(folder, self.server.url, **settings)
+        self._process.wait()
+        if self._timer is not None:
+            self._timer.join()
+        self._process = self._timer = None
 
     def _delay(self, asked, times):
         self._left -= 1
         if self._left <= 0 and self._process is not None and self._timer is None:
-            self._timer = threading.Timer(self.chance.choice([0, 0.001, 0.01, 0.03]), self._kill)
+            seconds = self.chance.choice([0, 0.001, 0.01, 0.03])
+            self._timer = threading.Timer(seconds, self._process.kill)
             self._timer.start()
         return self.chance.choice([0, 0, 0.002, 0.02])
-
-    def _kill(self):
-        if (process := self._process) is not None:  # ``run`` may set it to None meanwhile
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(process, signal.SIGKILL)
 
 
 # the process ---------------------------------------------------------------------------------------------------------

@@ -163,7 +163,15 @@ class ChunkWriting:
         except NotUnited as error:
             raise _NotWritten from error
         if found:
-            logger.warning(warning(found, chunk_index, self._rank))
+            columns = "; ".join(
+                f"column {one.column!r} is {one.first} in one file, and {one.later} in a later one"
+                for one in found
+            )
+            logger.warning(
+                f"{columns} (seen at chunk {chunk_index} of task {self._rank}). Loaders take the "
+                "types of the first file, so the dataset may not load as one, or values load as "
+                f"texts that are none. {ONE_TYPE}."
+            )
         if not is_written:
             self._write(staged, chunk_index, documents, self._copy(staged, schema))
 
@@ -495,18 +503,6 @@ ONE_TYPE = (
 )
 
 
-def warning(found: list[Misfit], chunk_index: int, rank: int) -> str:
-    columns = "; ".join(
-        f"column {one.column!r} is {one.first} in one file, and {one.later} in a later one"
-        for one in found
-    )
-    return (
-        f"{columns} (seen at chunk {chunk_index} of task {rank}). Loaders take the types of the "
-        "first file, so the dataset may not load as one, or values load as texts that are none. "
-        f"{ONE_TYPE}."
-    )
-
-
 def misfits(first: Schema, later: Schema, inside: str = "") -> list[Misfit]:
     """Returns why a file does not load after another one. ``inside``: a struct's column, a dot."""
     known = {field.name: field for field in first}
@@ -762,7 +758,17 @@ class ChunkOutput:
         staged = StagedFiles(staging, self._folder.writer.output_mg)
         try:
             self._writing.write(staged, chunk_index, documents)
-            self._refuse_taken(chunk_index, staged.finished)
+            mine = (self._retry, chunk_index)
+            names = staged.finished if self.names.fields else ()
+            for name in names:
+                owner = self._taken.setdefault(plain(name), mine)
+                if owner != mine:
+                    raise OutputFailed(
+                        f"Chunks {owner[1]} and {chunk_index} of task {self._rank} would both "
+                        f"write {name}: fields of documents run into the chunk index in "
+                        f"output_filename {self.names.template!r}. Put a / or _ between them.",
+                        starts_over="anew",
+                    )
             if not self._has_published:
                 self._folder.claim()
                 self._has_published = True
@@ -772,17 +778,3 @@ class ChunkOutput:
             raise
         finally:
             staged.abandon()
-
-    def _refuse_taken(self, chunk_index: int, names: Iterable[str]) -> None:
-        if not self.names.fields:
-            return
-        mine = (self._retry, chunk_index)
-        for name in names:
-            owner = self._taken.setdefault(plain(name), mine)
-            if owner != mine:
-                raise OutputFailed(
-                    f"Chunks {owner[1]} and {chunk_index} of task {self._rank} would both write "
-                    f"{name}: fields of documents run into the chunk index in output_filename "
-                    f"{self.names.template!r}. Put a / or _ between them.",
-                    starts_over="anew",
-                )

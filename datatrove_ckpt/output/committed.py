@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import xxhash
@@ -106,7 +105,17 @@ def list_output(
         rank: only look for other files of this rank.
         others: look for other files at all. Without them the hub needs one request for 500 names.
     """
-    head, everywhere = _head(writer.output_filename, rank)
+    template = writer.output_filename
+    mark = "\0"
+    values = dict.fromkeys(template.get_identifiers(), mark)
+    if rank is not None:
+        values["rank"] = f"{rank:05d}"
+    # The common start of all names. Folders below may be parts of the names.
+    head, _, rest = template.substitute(values).partition(mark)
+    everywhere = "/" in rest or bool(fields_of_documents(template))
+    base = posixpath.dirname(head)
+    if base:
+        head = f"{plain(base)}/{posixpath.basename(head)}"
     if writer.max_file_size > 0:  # a number stands before each name
         head = posixpath.join(posixpath.dirname(head), "")
     try:
@@ -225,19 +234,6 @@ def content_hash(folder: DataFolder, path: str) -> str:
     for block in hub.blocks(path, 1 << 20):
         content.update(block)
     return str(content.hexdigest())
-
-
-def _head(template: Template, rank: int | None) -> tuple[str, bool]:
-    """Returns the common start of all names, and whether folders below are part of the names."""
-    mark = "\0"
-    values = dict.fromkeys(template.get_identifiers(), mark)
-    if rank is not None:
-        values["rank"] = f"{rank:05d}"
-    head, _, rest = template.substitute(values).partition(mark)
-    base = posixpath.dirname(head)
-    if base:
-        head = f"{plain(base)}/{posixpath.basename(head)}"
-    return head, "/" in rest or bool(fields_of_documents(template))
 
 
 def _scan(

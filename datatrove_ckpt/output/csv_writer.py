@@ -14,7 +14,6 @@ from datatrove_ckpt.output.arrow_types import Row
 from datatrove_ckpt.output.documents import for_orjson
 
 _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
-_NESTED = (dict, list, tuple, set, frozenset, np.ndarray)
 
 
 class CsvWriter(DiskWriter):  # type: ignore[misc]  # datatrove has no types
@@ -75,7 +74,7 @@ def cell(value: object) -> object:
 
     Raises TypeError: a value has no form in CSV. A set has none: its order is by chance.
     """
-    if isinstance(value, _NESTED):
+    if isinstance(value, dict | list | tuple | set | frozenset | np.ndarray):
         return orjson.dumps(for_orjson(value), option=_OPTIONS).decode()
     if isinstance(value, bytes):
         return for_orjson(value)

@@ -439,7 +439,7 @@ _TYPES: list[tuple[str, type, _Convert, _Convert]] = [
 ]
 _PLAIN_TYPES: tuple[type, ...] = (str, bool, int, float, dict, list, tuple)
 _READERS = {name: read for name, _, _, read in _TYPES}
-_READERS["dict"] = lambda value: dict(value)
+_READERS["dict"] = dict
 _READERS["float"] = float
 _READERS["surrogates"] = lambda value: base64.b64decode(value).decode("utf-8", "surrogatepass")
 _READERS["int"] = int
@@ -673,12 +673,6 @@ def exploded(document: Document, *, column: str, key: str) -> Iterator[Document]
         metadata.pop(key, None)
 
 
-def is_first_row(row: Row, key: str) -> bool:
-    """Whether a row of ``exploded`` is its document's first, with the whole results."""
-    results = row.get(key)  # an array, perhaps
-    return results is not None and not (isinstance(results, str) and not results)  # of CSV
-
-
 def number_column(row: Row, number: str, column: str, key: str) -> str | None:
     """Returns the name of ``n`` in a row of ``exploded``, after which the item's own columns come;
     None if there is none.
@@ -689,7 +683,9 @@ def number_column(row: Row, number: str, column: str, key: str) -> str | None:
     """
     names = [*row]
     own = names
-    if is_first_row(row, key):  # the last of the document's own
+    results = row.get(key)  # an array, perhaps
+    # The first row has the whole results, in CSV as text, as the last of the document's own.
+    if results is not None and not (isinstance(results, str) and not results):
         own = names[names.index(key) + 1 :]
     name = "n"
     while name in row:

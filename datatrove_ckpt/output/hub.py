@@ -26,7 +26,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.output.hub_pace import HOUR, CommitHistory, MadeCommit
 
 if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+    from huggingface_hub import HfApi
 
 
 HUB = "hf://"
@@ -38,7 +38,6 @@ _KINDS = {"datasets": "dataset", "models": "model", "spaces": "space", "buckets"
 _REVISION = re.compile(r"refs/(?:convert/[\w.-]+|pr/\d+)|[^/]+")
 _PATHS_AT_ONCE = 500
 _READ_SECONDS = 60.0
-_SHA256_DIGITS = 64
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class HubFile:
         ``digest``: see ``OutputFile``.
         """
         listed = None
-        if len(digest) == _SHA256_DIGITS:
+        if len(digest) == 64:  # SHA-256
             listed = self.oid
         elif self.oid is None:
             listed = self.blob
@@ -224,15 +223,13 @@ class HubFolder:
                 raise
             return {}
 
-    def commit(
-        self,
-        operations: Sequence[CommitOperationAdd | CommitOperationDelete],
-        message: str,
-        head: str | None = None,
-    ) -> None:
+    def commit(self, operations: Sequence[Any], message: str, head: str | None = None) -> None:
         """Commits to the branch; with ``head``, only if that is its newest commit.
 
         Raises OSError.
+
+        Args:
+            operations: huggingface_hub's, to add and delete.
         """
         self.api().create_commit(
             self.repo,

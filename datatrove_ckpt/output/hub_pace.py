@@ -17,9 +17,6 @@ from typing import NamedTuple
 
 HOUR = 3600.0
 
-_SPREAD_SECONDS = 2.0  # the hub's dates may be rounded down
-_FIRST_SHARE = 0.5
-_SHARE_BEFORE_END = 0.5  # of the commits per hour, for ranks that have more to do
 _RANK = re.compile(r": rank (\d+), chunks? ")
 
 
@@ -72,7 +69,7 @@ class CommitPace:
 
     def seconds_of_next(self) -> float:
         """The wait for the next commit, varied so that ranks do not commit together."""
-        return self.seconds * random.uniform(_FIRST_SHARE, 1)
+        return self.seconds * random.uniform(0.5, 1)
 
     def seconds_until_turn(self, history: CommitHistory, ends: bool = False) -> float:
         """Returns the seconds until the rank should look again; 0: it may commit now.
@@ -85,10 +82,11 @@ class CommitPace:
         made = history.of_last_hour[::-1]
         most = self.per_hour
         if not ends:
-            most = math.ceil(self.per_hour * _SHARE_BEFORE_END)
+            most = math.ceil(self.per_hour / 2)
         over = len(made) - most
         if over < 0:
             return 0.0
         competing = {"".join(_RANK.findall(commit.title)) for commit in made}
         turn = min(over + random.randrange(len(competing)), len(made) - 1)
-        return made[turn].at + HOUR - history.now + random.uniform(0, _SPREAD_SECONDS)
+        # The hub's dates may be rounded down.
+        return made[turn].at + HOUR - history.now + random.uniform(0, 2)

@@ -14,7 +14,6 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.output.hub import BUCKET, HubFolder
 
 _DATATROVE = "datatrove.pipeline.writers.huggingface"
-_WRITERS = ("HuggingFaceDatasetWriter", "HuggingFaceBucketWriter")
 
 
 class HuggingFaceDatasetWriter(ParquetWriter):  # type: ignore[misc]
@@ -36,7 +35,7 @@ def with_our_uploads(writer: DiskWriter) -> DiskWriter:
         ConfigError: a class derived from one of these, or a bucket that is to be emptied first.
     """
     kinds = [kind.__name__ for kind in type(writer).__mro__ if kind.__module__ == _DATATROVE]
-    if not any(kind in _WRITERS for kind in kinds):
+    if not {"HuggingFaceDatasetWriter", "HuggingFaceBucketWriter"}.intersection(kinds):
         return writer
     if type(writer).__module__ != _DATATROVE:
         raise ConfigError(

@@ -64,13 +64,8 @@ class FileNames:
     def check(self, document: Document, chunk_index: int) -> None:
         """Raises InvalidFileName if the document's file cannot be an output file."""
         if self.fields:
-            self.fill(
-                {
-                    **document.metadata,
-                    "id": document.id,
-                    "chunk_index": self.chunk_field(chunk_index),
-                }
-            )
+            values = {**document.metadata, "id": document.id}
+            self.fill(values | self.keywords(document, chunk_index))
 
     def keywords(self, document: Document, chunk_index: int) -> dict[str, str]:
         found = {"chunk_index": self.chunk_field(chunk_index)}

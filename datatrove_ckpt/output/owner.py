@@ -45,8 +45,6 @@ from datatrove_ckpt.output.hub import HubFolder, is_missing_repository
 from datatrove_ckpt.output.names import stem
 
 _MOST_BYTES = 1 << 20
-_MISMATCH = 412
-"""HTTP status of a commit whose parent is not the newest commit any more."""
 
 
 class OutputOwner(NamedTuple):
@@ -351,5 +349,5 @@ class _HubRecord(_OwnerRecord):
             status = retrying.http_status(error)
             if status == 429 and not is_there:  # each commit of files compares, too
                 raise PermissionError(str(error)) from error
-            if status != _MISMATCH:  # another rank or run was first
+            if status != 412:  # another rank or run was first
                 raise

@@ -45,7 +45,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
 import xxhash
 from datatrove.io import DataFolder
@@ -78,17 +78,12 @@ from datatrove_ckpt.output.names import STAGING, plain
 from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.stoppable import StoppableCalls
 
-if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd
-
 PART_BYTES = 8 << 20
 """Size of a part of a multipart upload. Files of twice this size and more are sent in parts. s3fs's
 own 50 MiB would send that much again after each reset, and hold ten parts of that size in memory.
 """
 
 T = TypeVar("T")
-
-_MAX_PARTS = 10_000  # S3's limit
 
 
 class OutputTarget(Placement):
@@ -325,7 +320,7 @@ class S3Target(RemoteTarget):
             self._abort_open_uploads({self._probe, *("/".join(parts[2:]) for parts in found)})
 
     def upload(self, local: Path, name: str, is_new: bool = False, **options: object) -> bool:
-        part = max(PART_BYTES, -(-local.stat().st_size // _MAX_PARTS))
+        part = max(PART_BYTES, -(-local.stat().st_size // 10_000))  # S3's most parts
         is_uploaded = super().upload(local, name, is_new, chunksize=part, **options)
         if local.stat().st_size >= 2 * PART_BYTES:
             self._abort_open_uploads({name})  # of failed attempts
@@ -368,8 +363,6 @@ class S3Target(RemoteTarget):
 
 _ANSWER_SECONDS = 600.0
 """How long the hub may take to answer a request. The client itself would wait for ever."""
-_SLOWEST = 50_000
-"""Bytes per second. A slower upload is given up and made again."""
 
 
 class _TargetOnHub(RemoteTarget):
@@ -419,10 +412,10 @@ MOST_BYTES = 32 * 2**20
 class UploadedFile:
     """A file whose content is on the hub, or goes there inside its commit."""
 
-    def __init__(self, chunk_index: int, name: str, operation: CommitOperationAdd) -> None:
+    def __init__(self, chunk_index: int, name: str, operation: Any) -> None:
         self.chunk_index = chunk_index
         self.name = name
-        self.operation = operation
+        self.operation = operation  # huggingface_hub's CommitOperationAdd
         self._is_regular = getattr(operation, "_upload_mode", None) == "regular"
         self.bytes_in_commit = 0
         if self._is_regular:
@@ -600,19 +593,18 @@ class HubTarget(_TargetOnHub):
                     or sum(file.bytes_in_commit for file in self._queue) >= MOST_BYTES
                 )
                 if due is not None and (due <= 0 or self._hurried or is_full):
-                    return self._first_files()
+                    break
                 self._change.wait(due)
-            return []
-
-    def _first_files(self) -> list[UploadedFile]:
-        size = 0
-        batch: list[UploadedFile] = []
-        for file in self._queue[:MOST_FILES]:
-            size += file.bytes_in_commit
-            if batch and size > MOST_BYTES:
-                break
-            batch.append(file)
-        return batch
+            else:
+                return []
+            size = 0
+            batch: list[UploadedFile] = []
+            for file in self._queue[:MOST_FILES]:
+                size += file.bytes_in_commit
+                if batch and size > MOST_BYTES:
+                    break
+                batch.append(file)
+            return batch
 
     def _commit(self, batch: list[UploadedFile], attempts: retrying.Attempts) -> None:
         self._lease.check()
@@ -621,7 +613,19 @@ class HubTarget(_TargetOnHub):
             ends = self._hurried
             seconds = self._pace.seconds_until_turn(history, ends)
             if seconds:
-                self._wait_for_turn(len(history.of_last_hour), seconds, ends)
+                meanwhile = "generation goes on"
+                if ends:
+                    meanwhile = "the task has nothing else left to do"
+                logger.info(
+                    f"{self._hub.url}: {plural(len(self._queue), 'file')} wait for a commit: "
+                    f"{len(history.of_last_hour)} were made within an hour, and "
+                    f"hub_commits_per_hour is {self._pace.per_hour}. Next look in "
+                    f"{duration(seconds)}; {meanwhile}."
+                )
+                with self._change:
+                    self._change.wait_for(
+                        lambda: self._calls.stopped or self._hurried != ends, seconds
+                    )
                 return
             self._commit_missing(batch, history.head)
         except OSError as error:
@@ -683,22 +687,10 @@ class HubTarget(_TargetOnHub):
         title = commit_title(plural(len(added), "file"), self._rank, chunks)
         self._calls.run(partial(self._hub.commit, operations, title, head), _ANSWER_SECONDS)
 
-    def _wait_for_turn(self, made: int, seconds: float, ends: bool) -> None:
-        meanwhile = "generation goes on"
-        if ends:
-            meanwhile = "the task has nothing else left to do"
-        logger.info(
-            f"{self._hub.url}: {plural(len(self._queue), 'file')} wait for a commit: "
-            f"{made} were made within an hour, and hub_commits_per_hour is {self._pace.per_hour}. "
-            f"Next look in {duration(seconds)}; {meanwhile}."
-        )
-        with self._change:
-            self._change.wait_for(lambda: self._calls.stopped or self._hurried != ends, seconds)
-
 
 def seconds_to_send(paths: Iterable[Path]) -> float:
-    """Returns how long a call may take that sends these files."""
-    return _ANSWER_SECONDS + sum(path.stat().st_size for path in paths) / _SLOWEST
+    """Returns how long a call may take that sends these files, at 50 kB a second."""
+    return _ANSWER_SECONDS + sum(path.stat().st_size for path in paths) / 50_000
 
 
 def make_target(

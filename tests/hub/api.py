@@ -97,26 +97,15 @@ class Answers:
 
     def _info(self, http, repo, arguments, body):
         commit = self._revision(repo, arguments.get("revision", "main"), "info")
-        answer = {
-            "id": repo.name,
-            "sha": commit.oid,
-            "private": repo.private,
-            "siblings": [{"rfilename": path} for path in sorted(commit.tree)],
-        }
-        return web.json_response(answer)
+        return web.json_response({"id": repo.name, "sha": commit.oid, "private": repo.private})
 
     def _auth_check(self, http, repo, arguments, body):
         return web.Response(text="OK")
 
     def _commits(self, http, repo, arguments, body):
-        history = list(self._revision(repo, arguments["revision"], "commits").history())
         answer = [
-            {
-                "id": commit.oid,
-                "title": commit.title,
-                "date": date(commit.at),
-            }
-            for commit in history
+            {"id": commit.oid, "title": commit.title, "date": date(commit.at)}
+            for commit in self._revision(repo, arguments["revision"], "commits").history()
         ]
         return page(self._hub, http, answer, 50)
 
@@ -130,9 +119,7 @@ class Answers:
             raise Problem(
                 404, f"{below} does not exist on {arguments['revision']}", "EntryNotFound"
             )
-        if http.query.get("recursive", "false").lower() != "true":
-            entries = [entry for entry in entries if "/" not in entry["path"][len(prefix) :]]
-        return page(self._hub, http, sorted(entries, key=lambda entry: entry["path"]), 1000)
+        return listing(self._hub, http, entries, prefix)
 
     def _paths_info(self, http, repo, arguments, body):
         commit = self._revision(repo, arguments["revision"], "paths-info")
@@ -249,8 +236,6 @@ def _operations(repo, tree, lines):
                         404, f"A file with the name {path} does not exist", "EntryNotFound"
                     )
                 deleted.append(path)
-            case other:
-                raise Problem(400, f"Unknown operation {other}")
     return added, deleted
 
 
@@ -262,6 +247,17 @@ def page(hub, http, entries, size):
         following = http.rel_url.update_query(cursor=str(start + size))
         headers["Link"] = f'<{hub.url}{following.raw_path_qs}>; rel="next"'
     return web.json_response(entries[start : start + size], headers=headers)
+
+
+def listing(hub, http, entries, prefix):
+    """The entries below a folder, or directly in it."""
+    if not is_recursive(http):
+        entries = [entry for entry in entries if "/" not in entry["path"][len(prefix) :]]
+    return page(hub, http, sorted(entries, key=lambda entry: entry["path"]), 1000)
+
+
+def is_recursive(http):
+    return http.query.get("recursive", "false").lower() == "true"
 
 
 def paths_of(http, body):

@@ -8,7 +8,15 @@ from collections import Counter
 
 from aiohttp import web
 
-from tests.hub.api import Problem, content_of, date, may_write, page, paths_of
+from tests.hub.api import (
+    Problem,
+    content_of,
+    date,
+    is_recursive,
+    listing,
+    may_write,
+    paths_of,
+)
 from tests.hub.state import ATTRIBUTES, File, folders
 
 
@@ -51,22 +59,16 @@ class Buckets:
         files = self._listed(bucket, "tree")
         below = arguments.get("path", "").strip("/")
         prefix = f"{below}/" if below else ""
-        # No folders, and a prefix is no path.
-        if http.query.get("recursive", "false").lower() == "true":
-            entries = [_entry(file) for path, file in files.items() if path.startswith(below)]
-        else:
-            entries = [
-                _entry(file)
-                for path, file in files.items()
-                if path == below or path.startswith(prefix)
-            ]
-            entries += [
-                {"type": "directory", "path": path}
-                for path in folders(files)
-                if path.startswith(prefix)
-            ]
-            entries = [entry for entry in entries if "/" not in entry["path"][len(prefix) :]]
-        return page(self._hub, http, sorted(entries, key=lambda entry: str(entry["path"])), 1000)
+        start = below  # no folders, and a prefix is no path
+        entries = []
+        if not is_recursive(http):
+            start = prefix
+            below_it = [path for path in folders(files) if path.startswith(prefix)]
+            entries = [{"type": "directory", "path": path} for path in below_it]
+        entries += [
+            _entry(file) for path, file in files.items() if path == below or path.startswith(start)
+        ]
+        return listing(self._hub, http, entries, prefix)
 
     def _paths_info(self, http, bucket, arguments, body):
         files = self._listed(bucket, "paths-info")

@@ -21,8 +21,6 @@ def environment(url, token, home):
         "HF_TOKEN": token or "",
         "HF_HOME": str(home),
         "HF_HUB_CACHE": str(home / "hub"),
-        "HF_ASSETS_CACHE": str(home / "assets"),
-        "HF_XET_CACHE": str(home / "xet"),
         "HF_DATASETS_CACHE": str(home / "datasets"),
         "HF_TOKEN_PATH": str(home / "token"),
         "HF_HUB_DISABLE_XET": "1",
@@ -78,7 +76,7 @@ def pointed_at(hub, home):
 
 def _constants(url, home):
     named = environment(url, None, home)
-    paths = ("HF_HOME", "HF_HUB_CACHE", "HF_ASSETS_CACHE", "HF_XET_CACHE", "HF_TOKEN_PATH")
+    paths = ("HF_HOME", "HF_HUB_CACHE", "HF_TOKEN_PATH")
     off = ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_PROGRESS_BARS")
     return {
         "ENDPOINT": url,

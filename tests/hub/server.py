@@ -3,13 +3,13 @@ request.
 """
 
 import asyncio
-import threading
 from dataclasses import dataclass
 from email.utils import format_datetime
 
 from aiohttp import web
 
 from datatrove_ckpt.checkpoint.layout import OWNER
+from datatrove_ckpt.testing import FakeServer
 from tests.hub.api import Answers, Problem, moment
 from tests.hub.buckets import Buckets
 from tests.hub.faults import Clock, Fault
@@ -19,16 +19,12 @@ from tests.hub.state import ATTRIBUTES, File, Repo, sha256, upload_mode
 
 @dataclass
 class Request:
-    """One request. ``at``: the hub's time.
-
-    ``status``: None until answered, 0 if the answer was dropped.
-    """
+    """One request. ``at``: the hub's time."""
 
     path: str
     kind: str
     at: float
     token: str | None
-    status: int | None = None
 
 
 @dataclass
@@ -40,7 +36,7 @@ class Access:
     expired: bool = False
 
 
-class FakeHub:
+class FakeHub(FakeServer):
     """A hub at ``url``, in its own thread.
 
     Kinds of requests, for faults and counters: create, info, refs, tree, paths-info, commits,
@@ -54,6 +50,7 @@ class FakeHub:
     expired_token = "hf_FakeExpiredTokenOfTheTests"
 
     def __init__(self):
+        super().__init__()
         self.clock = Clock()
         self.user, self.orgs = "someone", ("org",)
         """Who the tokens belong to, with the right to write to its own namespace and those of
@@ -75,14 +72,6 @@ class FakeHub:
         self._faults = []
         self._answers = Answers(self)
         self._buckets = Buckets(self)
-        self._port = 0
-        self._loop = asyncio.new_event_loop()
-        self._started = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="fake hub", daemon=True)
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self._port}"
 
     # What a test asks.
 
@@ -113,10 +102,6 @@ class FakeHub:
             if not any(OWNER in path for path in one.added)
         ]
 
-    def asked(self, *kinds):
-        """The requests of these kinds, in order; all without kinds."""
-        return [request for request in self.requests if not kinds or request.kind in kinds]
-
     # What a test arranges.
 
     def create_repo(self, name, kind="dataset", private=False, branches=()):
@@ -146,34 +131,8 @@ class FakeHub:
 
     # The server.
 
-    def __enter__(self):
-        self._thread.start()
-        self._started.wait()
-        return self
-
-    def __exit__(self, kind, error, traceback):
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-
-    def _serve(self):
-        asyncio.set_event_loop(self._loop)
-        runner = self._loop.run_until_complete(self._start())
-        self._started.set()
-        self._loop.run_forever()
-        self._loop.run_until_complete(runner.cleanup())
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
-        self._loop.run_until_complete(asyncio.sleep(0))
-        self._loop.close()
-
-    async def _start(self):
-        app = web.Application(client_max_size=2**36)
-        app.router.add_route("*", "/{path:.*}", self._handle)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self._port = runner.addresses[0][1]
-        return runner
+    def _route(self, router):
+        router.add_route("*", "/{path:.*}", self._handle)
 
     async def _handle(self, http):
         body = await http.read()
@@ -181,20 +140,19 @@ class FakeHub:
         token = http.headers.get("Authorization", "").removeprefix("Bearer ") or None
         request = Request(http.path_qs, kind, self.clock.now(), token)
         self.requests.append(request)
+        self.asked[kind] += 1
         try:
-            response = await self._answer(http, request, repo, arguments, body)
+            response = await self._answered(http, request, repo, arguments, body)
         except Problem as problem:
             response = problem.response()
         if response is _DROP:
-            request.status = 0
             if http.transport is not None:
                 http.transport.close()
             return web.Response()
-        request.status = response.status
         response.headers["Date"] = format_datetime(moment(request.at), usegmt=True)
         return response
 
-    async def _answer(self, http, request, repo, arguments, body):
+    async def _answered(self, http, request, repo, arguments, body):
         faulty = await self.fault(request.kind, after_effect=False)
         if faulty is not None:
             return faulty

@@ -2,6 +2,8 @@
 chunk are ours.
 """
 
+from functools import partial
+
 import orjson
 import pytest
 from datatrove.data import Document
@@ -20,6 +22,11 @@ BY_LANGUAGE = "${lang}/${rank}_${chunk_index}.jsonl"
 
 def writer(folder, template):
     return JsonlWriter(str(folder / "output"), template, compression=None)
+
+
+@pytest.fixture
+def start(tmp_path, server):
+    return partial(runner, tmp_path, server)
 
 
 def without_checkpoints(folder, server, output_writer):
@@ -54,9 +61,9 @@ def test_metadata_never_replaces_the_rank_the_chunk_or_the_id(tmp_path, server, 
     assert line["metadata"]["rank"] == 7, "the document keeps what it says"
 
 
-def test_the_rows_of_a_document_are_in_the_file_of_its_id(tmp_path, server):
+def test_the_rows_of_a_document_are_in_the_file_of_its_id(tmp_path, start):
     output = writer(tmp_path, "${id}_${rank}_${chunk_index}.jsonl")
-    runner(tmp_path, server, output_writer=output, explode=True).run([about(0)])
+    start(output_writer=output, explode=True).run([about(0)])
     assert ids(tmp_path / "output") == {"id 0_00000_00000.jsonl": ["id 0/0"]}
 
 
@@ -94,10 +101,8 @@ def test_a_name_that_leaves_the_folder_stops_the_rank_and_names_document_and_fie
     assert all(name.startswith(("a/b/checkpoints/", "a/b/.output.")) for name in outputs(tmp_path))
 
 
-def test_a_document_without_the_field_or_with_a_bad_one_can_be_a_dead_letter(tmp_path, server):
-    step = runner(
-        tmp_path,
-        server,
+def test_a_document_without_the_field_or_with_a_bad_one_can_be_a_dead_letter(tmp_path, start):
+    step = start(
         output_writer=writer(tmp_path, BY_LANGUAGE),
         on_document_error="dead_letter",
     )
@@ -116,10 +121,10 @@ def test_a_document_without_the_field_or_with_a_bad_one_can_be_a_dead_letter(tmp
     assert {letter["kind"] for letter in errors.values()} == {"InvalidFileName"}
 
 
-def test_a_name_in_the_checkpoint_below_the_output_folder_is_refused(tmp_path, server):
+def test_a_name_in_the_checkpoint_below_the_output_folder_is_refused(tmp_path, start):
     output = JsonlWriter(str(tmp_path), "${lang}/chunk_${chunk_index}.jsonl", compression=None)
     with pytest.raises(InvalidFileName, match="is in a folder of the checkpoint"):
-        runner(tmp_path, server, output_writer=output).run([about(0, lang="Checkpoints/00000")])
+        start(output_writer=output).run([about(0, lang="Checkpoints/00000")])
 
 
 def test_a_field_that_the_rollout_sets_is_checked_too(tmp_path, server):
@@ -131,9 +136,7 @@ def test_a_field_that_the_rollout_sets_is_checked_too(tmp_path, server):
         run_job(tmp_path, server, 1, rollout, output_writer=writer(tmp_path, BY_LANGUAGE))
 
 
-def test_names_that_the_file_system_takes_for_one_are_refused_instead_of_overwritten(
-    tmp_path,
-):
+def test_names_that_the_file_system_takes_for_one_are_refused_instead_of_overwritten(tmp_path):
     output = writer(tmp_path, BY_LANGUAGE)
     staged = StagedFiles(tmp_path / "staging", output.output_mg)
     staged.get_file("en/0.jsonl").write(b"x")
@@ -145,13 +148,13 @@ def test_names_that_the_file_system_takes_for_one_are_refused_instead_of_overwri
     staged.abandon()
 
 
-def test_two_chunks_that_would_write_one_file_are_refused(tmp_path, server):
+def test_two_chunks_that_would_write_one_file_are_refused(tmp_path, start):
     output = writer(tmp_path, "${lang}${chunk_index}${tail}")
 
     def found(number):  # chunk 0 and chunk 1 are both named "0000000001"
         return [about(0, lang="", tail="00001"), about(1, lang="00000", tail="")][:number]
 
-    step = runner(tmp_path, server, output_writer=output, records_per_chunk=1)
+    step = start(output_writer=output, records_per_chunk=1)
     step.run(found(1))
     for _ in range(2):  # chunk 0 is known from its commit
         with pytest.raises(

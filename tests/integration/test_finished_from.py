@@ -4,7 +4,6 @@ rows are the same.
 
 import base64
 import json
-import os
 import shutil
 import signal
 from collections import Counter
@@ -25,7 +24,7 @@ from datatrove_ckpt.errors import CheckpointLocked, ServerRefused
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.rollouts import EmbedRollout, PromptRollout
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.datatrove_job import SIZE, TEMPLATE, Datatrove, Killer, rollout, text_of, write_input
+from tests.datatrove_job import SIZE, TEMPLATE, Killer, rollout, start, text_of, write_input
 from tests.jobs import chat, documents, rows, runner
 from tests.patience import until
 
@@ -58,12 +57,6 @@ PARQUET = {
 }
 GZIP = {"template": f"{TEMPLATE}.gz", "compression": "gzip"}
 OLD = "[output, checkpoints]"
-
-
-@pytest.fixture(scope="module")
-def datatrove():
-    with Datatrove() as process:
-        yield process
 
 
 def write_yaml(here, url, old=OLD, folder="new", **changes):
@@ -148,32 +141,29 @@ def take_over(here, command, number, done, old=OLD, **changes):
 
 
 @pytest.mark.matrix("seed", [1, 2, 0])
-def test_a_killed_run_of_datatroves_is_taken_over(here, command, datatrove, seed):
+def test_a_killed_run_of_datatroves_is_taken_over(here, command, seed):
     killer = Killer(seed)
     number = killer.chance.randint(9, 40)
     write_input(here, number)
     with killer.server:
         for _ in range(killer.chance.randint(1, 3)):
             killer.run(
-                datatrove,
                 here,
                 killer.chance.randint(1, number),
                 concurrent=killer.chance.choice([1, 3, 9]),
             )
         # It was killed before its first line.
         while not (done := finished(here / "output", here / "checkpoints")):
-            killer.run(datatrove, here, number)
+            killer.run(here, number)
     take_over(here, command, number, done)
 
 
-def test_a_killed_run_with_skipped_requests_and_columns_of_metadata_is_taken_over(
-    here, command, datatrove
-):
+def test_a_killed_run_with_skipped_requests_and_columns_of_metadata_is_taken_over(here, command):
     """The shape of the field's production job."""
     write_input(here, 60)
     killer = Killer(4, rejected="text 9")
     with killer.server:
-        killer.run(datatrove, here, 25, template=PARQUET["TEMPLATE"], size=8)
+        killer.run(here, 25, template=PARQUET["TEMPLATE"], size=8)
     done = finished(here / "output", here / "checkpoints")
     assert 8 < len(done) < 50
     assert "id 9" not in done
@@ -216,19 +206,21 @@ DONE = {f"id {n}" for n in range(10) if n != 5}
 
 
 @pytest.fixture(scope="module")
-def left(tmp_path_factory, datatrove):
+def left(tmp_path_factory):
     folder = tmp_path_factory.mktemp("left")
-    make(folder, datatrove)
+    make(folder)
     return folder
 
 
-def make(folder, datatrove, **settings):
+def make(folder, **settings):
     write_input(folder, NUMBER)
     with FakeServer(hold_after=12) as server:
-        pid = datatrove.start(folder, server.url, concurrent=1, **settings)
-        until(lambda: is_left(folder))
-        os.kill(pid, signal.SIGKILL)
-        assert datatrove.end() == -signal.SIGKILL
+        process = start(folder, server.url, concurrent=1, **settings)
+        try:
+            until(lambda: is_left(folder))
+        finally:
+            process.kill()
+        assert process.wait() == -signal.SIGKILL
 
 
 def is_left(folder):
@@ -277,9 +269,9 @@ def test_a_run_that_died_at_any_time_is_taken_over(job, command, cut):
     ids=["gzip, cut", "gzip", "parquet, cut"],
 )
 def test_output_of_other_kinds_is_taken_over_up_to_its_damage(
-    here, command, datatrove, settings, name, end, lost, changes
+    here, command, settings, name, end, lost, changes
 ):
-    make(here, datatrove, **settings)
+    make(here, **settings)
     path = here / "output" / name
     path.write_bytes(path.read_bytes()[:end])
     take_over(here, command, NUMBER, DONE - {f"id {n}" for n in range(lost)}, **changes)

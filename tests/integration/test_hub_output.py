@@ -6,6 +6,7 @@ import os
 import queue
 import signal
 import tempfile
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -57,6 +58,11 @@ def hub_runner(folder, server, **changes):
     return runner(folder, server, **changes)
 
 
+@pytest.fixture
+def make(tmp_path, server):
+    return partial(hub_runner, tmp_path, server)
+
+
 def names(number):
     return [f"config/000_00000_{index:05d}.parquet" for index in range(number)]
 
@@ -84,10 +90,10 @@ def test_a_rank_that_was_taken_over_while_its_files_wait_commits_nothing(hub, tm
     assert not done.called
 
 
-def test_a_commit_carries_at_most_so_many_files(hub, server, tmp_path, monkeypatch):
+def test_a_commit_carries_at_most_so_many_files(hub, monkeypatch, make):
     monkeypatch.setattr(targets, "MOST_FILES", 2)
     writer = ParquetWriter("hf://datasets/org/data/config", "${id}/" + NAME)  # two files per chunk
-    hub_runner(tmp_path, server, output_writer=writer).run(documents(5))
+    make(output_writer=writer).run(documents(5))
     assert len(hub.files("org/data")) == 5
     assert max(len(commit.added) for commit in hub.commits("org/data")) == 2
     assert sorted(path for commit in hub.commits("org/data") for path in commit.added) == list(
@@ -96,11 +102,7 @@ def test_a_commit_carries_at_most_so_many_files(hub, server, tmp_path, monkeypat
 
 
 def test_a_rank_waits_until_the_repository_has_had_few_enough_commits_in_an_hour(
-    hub,
-    server,
-    tmp_path,
-    monkeypatch,
-    log,
+    hub, monkeypatch, log, make
 ):
     for n in range(59):  # with the first commit more than a page of the history
         hub.put("org/data", {f"{n}.txt": b"by somebody else"})
@@ -115,9 +117,9 @@ def test_a_rank_waits_until_the_repository_has_had_few_enough_commits_in_an_hour
         return min(found, 0.01)
 
     monkeypatch.setattr(CommitPace, "seconds_until_turn", wait)
-    hub_runner(tmp_path, server, hub_commits_per_hour=55).run(documents(5))
+    make(hub_commits_per_hour=55).run(documents(5))
     assert [name for name in hub.files("org/data") if name.endswith(".parquet")] == names(3)
-    assert len(hub.asked("commits")) == 3  # two pages, and one after the hour
+    assert hub.asked["commits"] == 3  # two pages, and one after the hour
     (said,) = log.said("Next look in")
     assert (
         "3 files wait for a commit: 61 were made within an hour, and hub_commits_per_hour is 55. Next look"
@@ -128,7 +130,7 @@ def test_a_rank_waits_until_the_repository_has_had_few_enough_commits_in_an_hour
 
 @pytest.mark.slow
 @pytest.mark.parametrize("event", ["deleted", "made anew"])
-def test_files_that_vanish_during_the_run_are_missed_at_its_end(hub, server, tmp_path, event):
+def test_files_that_vanish_during_the_run_are_missed_at_its_end(hub, tmp_path, event, make):
     events = []
 
     async def rollout(document, generate):
@@ -141,9 +143,7 @@ def test_files_that_vanish_during_the_run_are_missed_at_its_end(hub, server, tmp
             events.append(event)
         return await ask(document, generate)
 
-    step = hub_runner(
-        tmp_path,
-        server,
+    step = make(
         rollout=rollout,
         hub_commit_seconds=0,
         config={"max_concurrent_documents": 1},
@@ -171,9 +171,9 @@ FAULTS = [
 
 
 @pytest.mark.matrix(("kind", "fault"), FAULTS)
-def test_what_passes_is_tried_again_and_nothing_is_there_twice(hub, server, tmp_path, kind, fault):
+def test_what_passes_is_tried_again_and_nothing_is_there_twice(hub, tmp_path, kind, fault, make):
     rule = hub.fail(kind, times=2, **fault)
-    hub_runner(tmp_path, server).run(documents(5))
+    make().run(documents(5))
     assert rule.hits >= 1
     assert list(hub.files("org/data")) == names(3)
     (commit,) = hub.commits("org/data")
@@ -183,15 +183,15 @@ def test_what_passes_is_tried_again_and_nothing_is_there_twice(hub, server, tmp_
 
 
 @pytest.mark.matrix("lag", [1, 3])
-def test_a_hub_that_shows_an_earlier_state_is_no_loss(hub, server, tmp_path, lag, monkeypatch):
+def test_a_hub_that_shows_an_earlier_state_is_no_loss(hub, server, lag, monkeypatch, make):
     monkeypatch.setattr(
         OutputOwnership, "claim", lambda self, is_unused: None
     )  # another commit, which this hub would never show
     hub.lag_commits = lag
     hub.lag_kinds |= {"info", "commits"}
-    hub_runner(tmp_path, server).run(documents(5))
+    make().run(documents(5))
     hub.lag_kinds -= {"info", "commits"}
-    hub_runner(tmp_path, server).run(documents(5))
+    make().run(documents(5))
     assert list(hub.files("org/data")) == names(3)
     assert len(hub.commits("org/data")) == 1
     assert set(server.asked.values()) == {1}
@@ -211,15 +211,15 @@ def test_a_hub_that_shows_an_earlier_state_is_no_loss(hub, server, tmp_path, lag
     ],
 )
 def test_what_no_retry_can_help_stops_the_rank_and_the_next_run_goes_on_where_it_was(
-    hub, server, tmp_path, kind, message
+    hub, server, tmp_path, kind, message, make
 ):
     rule = hub.fail(kind, times=None, status=403)
     with pytest.raises(OutputFailed, match=message):
-        hub_runner(tmp_path, server).run(documents(5))
+        make().run(documents(5))
     assert committed(tmp_path) == []
     uploaded = len(hub.repo("org/data").uploads)
     rule.stop()
-    hub_runner(tmp_path, server).run(documents(5))
+    make().run(documents(5))
     assert list(hub.files("org/data")) == names(3)
     assert len(hub.repo("org/data").uploads) == 3 >= uploaded
     assert set(server.asked.values()) == {1}
@@ -255,7 +255,7 @@ def shout(writer, document):
     return {"text": document.text.upper(), "by": type(writer).__name__}
 
 
-def test_a_dataset_writer_is_uploaded_by_us(hub, server, tmp_path):
+def test_a_dataset_writer_is_uploaded_by_us(hub, tmp_path, make):
     hub.create_repo("org/data", branches=("try/1",))
     folder = tmp_path / "working"
     writer = HuggingFaceDatasetWriter(
@@ -266,7 +266,7 @@ def test_a_dataset_writer_is_uploaded_by_us(hub, server, tmp_path):
         compression="zstd",
         revision="try/1",
     )
-    step = dill.loads(dill.dumps(hub_runner(tmp_path, server, output_writer=writer)))
+    step = dill.loads(dill.dumps(make(output_writer=writer)))
     step.run(documents(3))
     assert list(hub.files("org/data", "try/1")) == names(2)
     table = pq.read_table(io.BytesIO(hub.files("org/data", "try/1")[names(2)[0]]))
@@ -275,11 +275,11 @@ def test_a_dataset_writer_is_uploaded_by_us(hub, server, tmp_path):
     assert not list(folder.rglob("*.parquet"))
 
 
-def test_files_of_a_bucket_appear_chunk_by_chunk(hub, server, tmp_path):
+def test_files_of_a_bucket_appear_chunk_by_chunk(hub, tmp_path, make):
     hub.create_repo("org/bucket", kind="bucket")
     rule = hub.fail("batch", 520, times=2)
     writer = HuggingFaceBucketWriter("org/bucket", prefix="config", output_filename=NAME)
-    step = hub_runner(tmp_path, server, output_writer=writer)
+    step = make(output_writer=writer)
     writer._local_working_tmpdir.cleanup()
     step.run(documents(5))
     assert sorted(hub.files("org/bucket", kind="bucket")) == names(3)
@@ -287,7 +287,7 @@ def test_files_of_a_bucket_appear_chunk_by_chunk(hub, server, tmp_path):
     assert committed(tmp_path) == [0, 1, 2]
 
 
-def test_writers_that_cannot_be_taken_over_are_refused(server, tmp_path):
+def test_writers_that_cannot_be_taken_over_are_refused(tmp_path, make):
     class Mine(HuggingFaceDatasetWriter):
         pass
 
@@ -295,17 +295,17 @@ def test_writers_that_cannot_be_taken_over_are_refused(server, tmp_path):
     with pytest.raises(
         ConfigError, match=r"Mine changes HuggingFaceDatasetWriter.*Derive it from ParquetWriter"
     ):
-        hub_runner(tmp_path, server, output_writer=mine)
+        make(output_writer=mine)
     nobodys = HuggingFaceDatasetWriter(
         "data", local_working_dir=str(tmp_path), output_filename=NAME
     )
     with pytest.raises(ConfigError, match="Write hf://datasets/OWNER/NAME"):
-        hub_runner(tmp_path, server, output_writer=nobodys)
+        make(output_writer=nobodys)
     bucket = HuggingFaceBucketWriter(
         "org/b", local_working_dir=str(tmp_path), output_filename=NAME, overwrite=True
     )
     with pytest.raises(ConfigError, match="overwrite=True would delete"):
-        hub_runner(tmp_path, server, output_writer=bucket)
+        make(output_writer=bucket)
 
 
 # waiting -----------------------------------------------------------------------------------------
@@ -326,11 +326,11 @@ def stops(last, ready):
     return rollout
 
 
-def test_a_drain_commits_what_is_uploaded(hub, server, tmp_path, monkeypatch):
+def test_a_drain_commits_what_is_uploaded(hub, server, tmp_path, monkeypatch, make):
     monkeypatch.setattr(stopping, "_PUBLISH_WAIT_SECONDS", 60.0)
     monkeypatch.setattr(stopping, "_GRACE_SECONDS", 0.05)
     rollout = stops(4, lambda: len(hub.repo("org/data").uploads) == 2)
-    step = hub_runner(tmp_path, server, rollout=rollout, hub_commit_seconds=10_000)
+    step = make(rollout=rollout, hub_commit_seconds=10_000)
     with pytest.raises(KeyboardInterrupt):
         step.run(documents(5))
     assert list(hub.files("org/data")) == names(2)

@@ -135,7 +135,7 @@ def test_a_writer_of_datatrove_has_its_repository_made_once_and_no_file_holds_th
     said = job("run")
     assert log.said("made the private dataset repository org/made, which was not there")
     assert hub.repo("org/made").private
-    assert len(hub.asked("create")) == 1
+    assert hub.asked["create"] == 1
     assert len(hub.files("org/made")) == 3 + 1  # README.md
     assert hub.token not in said
     written = [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -7,23 +7,25 @@ import pytest
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.layout import OWNER
 from datatrove_ckpt.checkpoint.lines import seal
-from tests.hub.job import hub_job
+from tests.yaml_jobs import endpoint, job_yaml, write_job
 
 FILES = ["part/00000_00000.jsonl", "part/00000_00001.jsonl", "part/00001_00000.jsonl"]
 CARD = {"README.md": b"# About these data", "part/notes.txt": b"by hand"}
 
 
 @pytest.fixture
-def cli(
-    tmp_path,
-    hub,
-    server,
-    monkeypatch,
-    capfd,
-):
+def cli(here, hub, server, command):
+    """Commands in a folder with job.yaml, a job of two tasks and three files of org/data."""
     hub.put("org/data", CARD)
-    with hub_job(tmp_path, hub, server, monkeypatch, capfd) as run:
-        yield run
+    text = job_yaml(endpoint(server), tasks=2, output="hf://datasets/org/data/part")
+    write_job(here, text + "          records_per_chunk: 2\n", ["a", "b", "c"], ["d"])
+
+    def run(*arguments, code=0):
+        said = command(*arguments, code=code)
+        assert hub.token not in said
+        return said
+
+    return run
 
 
 @pytest.mark.slow
@@ -60,7 +62,7 @@ def test_content_that_was_altered_is_found_by_the_hash_in_the_listing(cli, hub, 
     ):
         said = cli(*command, code=1)
         assert f"{Path(name).name} is altered" in said
-    read = [request.path for request in hub.asked("resolve") if OWNER not in request.path]
+    read = [one for one in hub.requests if one.kind == "resolve" and OWNER not in one.path]
     assert len(read) == 2  # of the others, once
     cli("repair", "checkpoints", "--logging-dir", "logs")
     cli("run", "job.yaml")

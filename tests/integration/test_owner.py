@@ -478,11 +478,11 @@ def test_nodes_with_disks_of_their_own_may_begin_a_run_at_one_moment(tmp_path, m
     """Each finds no record, and keeps what it then would write."""
     folder = Place(tmp_path).writer().output_folder
     nodes = [tmp_path / "disk 1", tmp_path / "disk 2"]
-    for mirror, settings in (("s3://bucket/mirror", "same"), (None, "same")):
+    for mirror in ("s3://bucket/mirror", None):
         claims = []
         for number, root in enumerate(nodes):
             monkeypatch.setattr(socket, "gethostname", lambda number=number: f"node {number}")
-            homes = owner.Homes(root, mirror, settings)
+            homes = owner.Homes(root, mirror, "same")
             claims.append(homes)
             homes.keep(homes.begun(f"key {number}")._replace(home=mirror or "/same/path"))
         for number, homes in enumerate(claims):

@@ -114,24 +114,15 @@ def test_a_value_is_the_same_beside_one_that_json_cannot_say():
         assert repr(through([*values, beside])[:-1]) == repr([True, False, 1, "x", time, ""])
 
 
-@pytest.mark.parametrize(
-    "values, is_usual",
-    [
-        (
-            [
-                NOW.replace(tzinfo=None).time(),
-                decimal.Decimal("-1.5"),
-                datetime.timedelta(-(10**7)),
-            ],
-            True,
-        ),
-        ([np.float32(0.5), np.int64(1), np.arange(3.0), np.ones((2, 2), np.float32), b"x"], True),
-        ([NOW, NOW.date(), math.nan], True),
-        *(([odd], False) for odd in ({1}, 1j, 2**70, {1: 2}, NOW.timetz(), np.array(1.0))),
-        *(([decimal.Decimal(text)], False) for text in ("1E+80", "NaN", "1" * 77)),
-        ([datetime.timedelta.max], False),
-    ],
-)
+TIME = NOW.timetz()
+DECIMALS = map(decimal.Decimal, ("1E+80", "NaN", "1" * 77))
+USUAL_VALUES = [TIME.replace(tzinfo=None), decimal.Decimal("-1.5"), datetime.timedelta(-(10**7))]
+USUAL_VALUES += [np.float32(0.5), np.int64(1), np.arange(3.0), np.ones((2, 2), np.float32)]
+USUAL_VALUES += [b"x", NOW, NOW.date(), math.nan]
+ODD_VALUES = [{1}, 1j, 2**70, {1: 2}, TIME, np.array(1.0), datetime.timedelta.max, *DECIMALS]
+
+
+@pytest.mark.parametrize("values, is_usual", [(USUAL_VALUES, True), (ODD_VALUES, False)])
 def test_of_the_values_of_tables_only_those_without_a_type_need_a_trial(values, is_usual):
     for value in values:
         data = encode(Document("text", "id", metadata={"value": [value], "result": RESULT}))
@@ -244,24 +235,24 @@ USUAL = [
     InferenceResult("", None, {"prompt_tokens": 2, "details": None}),
     InferenceResult("$results", "stop", {}),
 ]
-UNUSUAL = [  # text, id, results, other metadata, media
-    ("t", "i", [InferenceResult("", "stop", {"seconds": math.nan})], {}, []),  # NaN in the usage
-    ("t", "i", [InferenceResult("", None, {}, None)], {"nan": math.nan}, []),  # NaN for a null
-    ("t", "i", [RESULT, {"text": "a dict"}], {}, []),  # another result
-    ("t", "i", USUAL, {"x": RESULT}, []),  # a result twice
-    ("t", "i", [{"text": "a dict"}], {"x": RESULT}, []),  # a result elsewhere
-    ("t", "i", USUAL, {"$py": ["result", {}]}, []),  # a key of ours
-    ("t", "i", USUAL, {"n": 2**70}, []),  # a large number
-    ("", "i", USUAL, {}, []),  # no text
-    ("t", 1, USUAL, {}, []),  # an id that is a number
-    ("t", "", USUAL, {}, []),  # no id
-    ("t", "i", USUAL, {}, [Media("m", 0, "u")]),  # media
-    ("t", "i", USUAL, {"text": "other"}, []),  # a column of its own name
+UNUSUAL = [
+    {"found": [InferenceResult("", "stop", {"seconds": math.nan})]},  # NaN in the usage
+    {"found": [InferenceResult("", None, {})], "metadata": {"nan": math.nan}},  # NaN for a null
+    {"found": [RESULT, {"text": "a dict"}]},  # another result
+    {"metadata": {"x": RESULT}},  # a result twice
+    {"found": [{"text": "a dict"}], "metadata": {"x": RESULT}},  # a result elsewhere
+    {"metadata": {"$py": ["result", {}]}},  # a key of ours
+    {"metadata": {"n": 2**70}},  # a large number
+    {"text": ""},
+    {"id": 1},
+    {"id": ""},
+    {"media": [Media("m", 0, "u")]},
+    {"metadata": {"text": "other"}},  # a column of its own name
 ]
 
 
-def finished_document(text, id, found, metadata, media):
-    return Document(text, id, media, metadata | {KEY: found})
+def finished_document(text="text", id="id", found=USUAL, metadata=None, media=()):
+    return Document(text, id, [*media], {**(metadata or {}), KEY: found})
 
 
 def check_finished(document):
@@ -286,24 +277,24 @@ def check_finished(document):
     st.dictionaries(texts | st.sampled_from(["$py", "text", "metadata"]), plain, max_size=4),
 )
 def test_the_line_of_a_finished_document_is_what_the_writer_writes(text, found, metadata):
-    check_finished(finished_document(text, "id", found, metadata, []))
+    check_finished(finished_document(text, found=found, metadata=metadata))
 
 
 @pytest.mark.parametrize(
     "metadata", [{}, {"none": None, "$results": "x", "metadata": {}, "x": 'of ,"$results":"y"}'}]
 )
 def test_of_a_usual_document_the_line_is_known(metadata):
-    assert line_of(check_finished(finished_document("text null", "id", USUAL, metadata, [])))
+    assert line_of(check_finished(finished_document("text null", metadata=metadata)))
 
 
 @pytest.mark.parametrize("fields", UNUSUAL)
 def test_of_any_other_document_it_is_not(fields):
-    assert line_of(check_finished(finished_document(*fields))) is None
+    assert line_of(check_finished(finished_document(**fields))) is None
 
 
 def test_a_finished_document_is_checked_like_any_other():
     with pytest.raises(DocumentNotSerializable, match="its text is of type list"):
-        encode_finished(finished_document(["text"], "id", USUAL, {}, []), KEY)
+        encode_finished(finished_document(["text"]), KEY)
 
 
 def test_a_writer_with_names_of_its_own_gets_each_document(tmp_path):
@@ -314,7 +305,7 @@ def test_a_writer_with_names_of_its_own_gets_each_document(tmp_path):
     writer = Named(str(tmp_path), "${rank}_${chunk_index}", None)
     write = write_for(writer, decode_for(writer), FileNames(writer, 0), 0)
     for name in ("a", "b"):
-        write(encode_finished(finished_document("text", name, USUAL, {}, []), KEY))
+        write(encode_finished(finished_document(id=name), KEY))
     assert set(writer.output_mg.get_open_files()) == {"a.jsonl", "b.jsonl"}
 
 

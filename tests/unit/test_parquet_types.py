@@ -4,6 +4,7 @@ that load as one.
 
 import datetime
 import json
+from functools import partial
 from http import HTTPStatus
 
 import numpy as np
@@ -40,6 +41,11 @@ def written(folder, server, values, **changes):
     step = runner(folder, server, records_per_chunk=len(values[0]), **changes)
     step.run(with_values(values))
     return sorted((folder / "output").glob("*.parquet"))
+
+
+@pytest.fixture
+def write(tmp_path, server):
+    return partial(written, tmp_path, server)
 
 
 def types(files):
@@ -103,10 +109,12 @@ def test_a_chunk_has_the_types_of_all_its_documents(tmp_path, server, chunk, kin
         ([2**53 + 1, 0.5], ["Chunk 0 could not be written", "9007199254740993"]),
     ],
 )
-def test_what_cannot_be_united_names_document_column_and_both_types(tmp_path, server, chunk, parts):
+def test_what_cannot_be_united_names_document_column_and_both_types(
+    tmp_path, server, chunk, parts, write
+):
     for _ in range(2):
         with pytest.raises(OutputFailed) as failed:
-            written(tmp_path, server, [chunk])
+            write([chunk])
         for part in [*parts, "run the same command again"]:
             assert part in str(failed.value)
     asked = server.asked.total()
@@ -115,16 +123,14 @@ def test_what_cannot_be_united_names_document_column_and_both_types(tmp_path, se
         return {"id": document.id, "c": json.dumps(document.metadata["c"])}
 
     new = parquet(tmp_path, adapter=adapter)
-    files = written(tmp_path, server, [chunk], output_writer=new, accept_changes=True)
+    files = write([chunk], output_writer=new, accept_changes=True)
     assert [json.loads(value) for value in rows(files)] == chunk
     assert server.asked.total() == asked
 
 
-def test_a_schema_is_obeyed_as_it_is(tmp_path, server):
+def test_a_schema_is_obeyed_as_it_is(tmp_path, write):
     schema = pa.schema([("id", pa.string()), ("c", pa.list_(pa.float32()))])
-    files = written(
-        tmp_path, server, [[None, None], [[1], ...]], output_writer=parquet(tmp_path, schema=schema)
-    )
+    files = write([[None, None], [[1], ...]], output_writer=parquet(tmp_path, schema=schema))
     assert [pq.read_schema(file).equals(schema) for file in files] == [True, True]
 
 
@@ -155,7 +161,7 @@ VECTOR = np.array([0.5, 2], np.float32)
     ],
 )
 def test_a_value_that_the_given_schema_keeps_is_written_and_one_that_would_change_is_refused(
-    tmp_path, server, kind, kept, read, changed, said
+    tmp_path, server, kind, kept, read, changed, said, write
 ):
     schema = pa.schema([("id", pa.string()), ("c", kind)])
     files = written(
@@ -163,7 +169,7 @@ def test_a_value_that_the_given_schema_keeps_is_written_and_one_that_would_chang
     )
     assert rows(files) == [read]
     with pytest.raises((OutputFailed, DocumentNotSerializable), match=rf"'id 1' .*{said}"):
-        written(tmp_path, server, [[None, changed]], output_writer=parquet(tmp_path, schema=schema))
+        write([[None, changed]], output_writer=parquet(tmp_path, schema=schema))
     assert not list((tmp_path / "output").glob("*.parquet"))
 
 
@@ -188,8 +194,8 @@ FIXED, ANY = "fixed_size_list<item: float>[2]", "list<item: float>"
         ([np.array([0.1, 2])], "list<item: double>"),
     ],
 )
-def test_float32_arrays_of_one_length_are_fixed_size_lists(tmp_path, server, chunk, kind):
-    files = written(tmp_path, server, [chunk])
+def test_float32_arrays_of_one_length_are_fixed_size_lists(tmp_path, chunk, kind, write):
+    files = write([chunk])
     assert types(files) == [kind]
     plain = json.loads(
         json.dumps(
@@ -215,9 +221,9 @@ LENGTHS = {
 
 
 @pytest.mark.parametrize("name", LENGTHS)
-def test_files_with_arrays_load_as_one_or_it_is_said(tmp_path, server, name, log):
+def test_files_with_arrays_load_as_one_or_it_is_said(tmp_path, server, name, log, write):
     values, kinds, kind, loads = LENGTHS[name]
-    files = written(tmp_path, server, values)
+    files = write(values)
     assert types(files[: len(kinds)]) == kinds
     assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == (0 if loads else 1)
     assert ("column 'c' is fixed_size_list" in "".join(log)) is not loads

@@ -288,9 +288,7 @@ def advised_seconds(error: BaseException) -> float | None:
 def _headers(error: BaseException) -> dict[str, str]:
     response = getattr(error, "response", None)
     places = (
-        response.get("ResponseMetadata", {}).get("HTTPHeaders")
-        if isinstance(response, dict)
-        else None,
+        _s3_response(error).get("ResponseMetadata", {}).get("HTTPHeaders"),
         getattr(response, "headers", None),  # requests, httpx, huggingface_hub, azure-core
         getattr(error, "headers", None),
     )

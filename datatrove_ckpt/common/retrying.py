@@ -151,14 +151,12 @@ def library_line(error: BaseException) -> str:
 
     Shows huggingface_hub's upload error, which only names the file, with its cause.
     """
+    found = error
     if isinstance(error, FileSystemFailed) and error.__cause__:
         found = error.__cause__
-    else:
-        found = error
+    inner = ""
     if type(found) is RuntimeError and found.__cause__:
         inner = f": {error_text(found.__cause__)}"
-    else:
-        inner = ""
     text = " ".join(_LINK.sub("", f"{error_text(found)}{inner}").split())
     return _QUERY.sub(r"\1?***", text).rstrip(".")
 

@@ -106,10 +106,9 @@ def _patch(record: Any) -> None:
     error = record["exception"] and record["exception"].value
     if error is not None:
         record["exception"] = None
+        own = None
         if str(record["name"]).startswith(_DATATROVE):
             own = own_error(error)
-        else:
-            own = None
         trace = "".join(traceback.format_exception(error)).rstrip()
         if own is None:
             record["message"] += f"\n{trace}"

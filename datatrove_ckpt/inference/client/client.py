@@ -635,10 +635,9 @@ class CompletionClient:
         """Sleeps until the next attempt, but no longer than the patience with an outage."""
         bounded = self.outage.left() > 0
         while seconds > 0 and not (bounded and self.outage.left() <= 0):
+            pause = seconds
             if bounded:
-                pause = min(seconds, self.outage.left())
-            else:
-                pause = seconds
+                pause = min(pause, self.outage.left())
             if failure.asked_wait:  # without it attempts are frequent enough to show the line
                 pause = min(pause, self.outage.next_line())
             await self._pause(pause)

@@ -136,10 +136,9 @@ class ServerHost:
         client = CompletionClient(running.servers, sender)
         try:
             if running.ready.done() and sender.on_server is not None:  # others have seen the start
+                what = "reused"
                 if config.server_type == "endpoint":
                     what = "ready"
-                else:
-                    what = "reused"
                 for index, target in enumerate(running.servers.router.targets):
                     if target.up:
                         sender.on_server(what, config.server_name(index), str(target.url), "")

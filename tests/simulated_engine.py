@@ -9,16 +9,15 @@ youngest request loses its blocks, and waits at the front of the queue. The metr
 last step.
 """
 
-import heapq
 import math
 import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from types import SimpleNamespace
 
 from datatrove_ckpt.inference.servers.admission import Admission, Metrics
+from tests.virtual_time import VirtualTimeLoop
 
 BLOCK = 16  # tokens
 
@@ -340,19 +339,17 @@ class Simulation:
         self.in_flight = 0
         self._requests = requests
         self._chance = random.Random(seed)
-        self._now = 0.0
+        self._loop = VirtualTimeLoop()
         self._busy = False
-        self._events = []
-        self._count = count()
         self._seen = Metrics(0.0, 0.0, 0.0)
 
     def run(self, seconds):
         if isinstance(self.admission, Admission):
-            self._after(0.25, self._read_metrics)
+            self._loop.call_later(0.25, self._read_metrics)
         self._send()
-        while self._events[0][0] < seconds:
-            self._now, _, event, arguments = heapq.heappop(self._events)
-            event(*arguments)
+        self._loop.call_later(seconds, self._loop.stop)
+        self._loop.run_forever()
+        self._loop.close()
         return self
 
     def mean_running(self, since):
@@ -360,16 +357,13 @@ class Simulation:
         part = [running for at, running, _, _ in self.steps if at >= since]
         return sum(part) / len(part)
 
-    def _after(self, seconds, event, *arguments):
-        heapq.heappush(self._events, (self._now + seconds, next(self._count), event, arguments))
-
     def _soon(self, event, *arguments):
-        self._after(self._chance.expovariate(50), event, *arguments)
+        self._loop.call_later(self._chance.expovariate(50), event, *arguments)
 
     def _send(self):
         while self.in_flight < min(self.admission.limit, self._requests):
             self.in_flight += 1
-            self._soon(self._arrive, Request(*self.lengths(self._chance, self._now)))
+            self._soon(self._arrive, Request(*self.lengths(self._chance, self._loop.time())))
 
     def _arrive(self, request):
         self.engine.submit(request)
@@ -379,13 +373,13 @@ class Simulation:
         if not self._busy and not self.engine.is_idle:
             self._busy = True
             seconds, finished = self.engine.step()
-            self._after(seconds, self._end_step, finished)
+            self._loop.call_later(seconds, self._end_step, finished)
 
     def _end_step(self, finished):
         self._busy = False
         self._seen = self.engine.metrics()
         running, waiting = len(self.engine.running) + len(finished), len(self.engine.waiting)
-        self.steps.append((self._now, running, waiting, self.admission.target))
+        self.steps.append((self._loop.time(), running, waiting, self.admission.target))
         for _ in finished:
             self._soon(self._answer)
         self._step()
@@ -399,5 +393,5 @@ class Simulation:
 
     def _update(self, metrics):
         self.admission.update(metrics, self.in_flight)
-        self._after(0.25, self._read_metrics)
+        self._loop.call_later(0.25, self._read_metrics)
         self._send()

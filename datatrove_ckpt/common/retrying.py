@@ -151,14 +151,12 @@ def library_line(error: BaseException) -> str:
 
     Shows huggingface_hub's upload error, which only names the file, with its cause.
     """
+    found = error
     if isinstance(error, FileSystemFailed) and error.__cause__:
         found = error.__cause__
-    else:
-        found = error
+    inner = ""
     if type(found) is RuntimeError and found.__cause__:
         inner = f": {error_text(found.__cause__)}"
-    else:
-        inner = ""
     text = " ".join(_LINK.sub("", f"{error_text(found)}{inner}").split())
     return _QUERY.sub(r"\1?***", text).rstrip(".")
 
@@ -288,9 +286,7 @@ def advised_seconds(error: BaseException) -> float | None:
 def _headers(error: BaseException) -> dict[str, str]:
     response = getattr(error, "response", None)
     places = (
-        response.get("ResponseMetadata", {}).get("HTTPHeaders")
-        if isinstance(response, dict)
-        else None,
+        _s3_response(error).get("ResponseMetadata", {}).get("HTTPHeaders"),
         getattr(response, "headers", None),  # requests, httpx, huggingface_hub, azure-core
         getattr(error, "headers", None),
     )

@@ -94,10 +94,9 @@ def make_room(files: int) -> None:
 
 def too_low(requests: int, servers: int, needed: int, allowed: int) -> str:
     fitting = (allowed - (needed - requests)) // servers
+    lower = ""
     if fitting > 0:
         lower = f", or set max_concurrent_generations to at most {fitting}"
-    else:
-        lower = ""
     return (
         f"max_concurrent_generations: {requests} requests at once need {needed} open files, and "
         f"this process may have {allowed} (ulimit -Hn). Raise the limit where the tasks run "

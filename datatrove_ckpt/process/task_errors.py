@@ -106,10 +106,9 @@ def _patch(record: Any) -> None:
     error = record["exception"] and record["exception"].value
     if error is not None:
         record["exception"] = None
+        own = None
         if str(record["name"]).startswith(_DATATROVE):
             own = own_error(error)
-        else:
-            own = None
         trace = "".join(traceback.format_exception(error)).rstrip()
         if own is None:
             record["message"] += f"\n{trace}"
@@ -121,9 +120,8 @@ def _patch(record: Any) -> None:
         else:
             logger.debug(trace)
         if own is not None:
-            is_named = isinstance(own, Preempted)
-            if _said_later and not isinstance(own, WaitsForBatches):
-                is_named = True
+            is_later = _said_later and not isinstance(own, WaitsForBatches)
+            is_named = is_later or isinstance(own, Preempted)
             record["message"] = f"stopped by {type(own).__name__}" if is_named else str(own)
     if _of_many and record["level"].no < _WARNING and str(record["name"]).startswith(_ROUTINE):
         hidden_as = record["level"].name

@@ -10,7 +10,6 @@ import io
 import os
 import posixpath
 import re
-import sys
 import threading
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -194,10 +193,8 @@ def values_of(document: Document, images: str) -> list[object]:
         ConfigError: there is no such column.
         InvalidMedia: there is nothing in it.
     """
-    where = f"nothing in {images!r}"
     if images == MEDIA:
         value = document.media
-        where = "no media"
     elif images in document.metadata:
         value = document.metadata[images]
     else:
@@ -205,7 +202,7 @@ def values_of(document: Document, images: str) -> list[object]:
     values = list(value) if isinstance(value, list | tuple) else [value]
     if all(value is None for value in values):
         raise InvalidMedia(
-            f"images: the document has {where}. Filter such documents out before the "
+            f"images: the document has nothing in {images!r}. Filter such documents out before the "
             "InferenceRunner"
         )
     return values
@@ -216,8 +213,7 @@ def _medium(value: object) -> _Medium:
         return _Medium(data=bytes(value))
     if isinstance(value, str):
         return _from_text(value)
-    pillow = sys.modules.get("PIL.Image")
-    if pillow is not None and isinstance(value, pillow.Image):
+    if hasattr(value, "getbands"):  # a picture of Pillow
         return _Medium(data=value)
     if isinstance(value, Media):
         value = {name: getattr(value, name) for name in Media.__slots__}
@@ -326,11 +322,11 @@ async def _made_in_thread(media: list[_Medium], settings: MediaSettings) -> list
 
 
 def _named(number: int, value: object) -> _Medium:
+    name = f"images: medium {number}"
     try:
         medium = _medium(value)
     except InvalidMedia as error:
-        raise InvalidMedia(f"images: medium {number} {error}") from None
-    name = f"images: medium {number}"
+        raise InvalidMedia(f"{name} {error}") from None
     if medium.name:
         name += f" ({medium.name[:200]})"
     return medium._replace(name=name)

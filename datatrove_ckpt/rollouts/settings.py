@@ -255,9 +255,8 @@ class OneRequest(WholeText):
             raise ConfigError(
                 f"{given[0]}: is set together with {given[1]}; an answer has one form."
             )
-        for name in given:
-            return AnswerForm(name, getattr(self, name))
-        return AnswerForm("", None)
+        name = given[0] if given else ""
+        return AnswerForm(name, getattr(self, name, None))
 
     def _fit(self, config: InferenceConfig) -> None:
         super()._fit(config)

@@ -21,7 +21,7 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.client import routing
 from datatrove_ckpt.inference.servers import server, supervision
-from datatrove_ckpt.inference.servers.supervision import ServerPool
+from datatrove_ckpt.inference.servers.supervision import launched_servers
 from datatrove_ckpt.inference.servers.warm import RankModels
 from datatrove_ckpt.process.shutdown import Shutdown
 from tests.clients import client_of
@@ -124,9 +124,10 @@ def config(**settings):
 class Run:
     """A pool of servers, and its client."""
 
-    def __init__(self, client, servers, watch):
+    def __init__(self, client, watch):
         self.client = client
-        self.servers = servers
+        self.target = client.servers.router.targets[0]
+        self.supervisor = self.target.probe.__self__
         self.watch = watch
 
     def ask(self, question):
@@ -149,9 +150,8 @@ class Run:
 async def running(settings):
     async with client_of(settings) as client:
         models = RankModels([settings], keeps=False)
-        servers = ServerPool(0, client.servers, Shutdown(), models)
-        async with servers.running() as watch:
-            yield Run(client, servers, watch)
+        async with launched_servers(0, client.servers, Shutdown(), models) as watch:
+            yield Run(client, watch)
 
 
 def asked():
@@ -187,14 +187,14 @@ async def test_a_server_that_dies_is_restarted_and_everything_is_answered():
         )
         tasks = await run.waiting(3)
         os.kill(engines()[0], signal.SIGKILL)
-        await until_async(lambda: not run.servers.model_servers.router.targets[0].up)
+        await until_async(lambda: not run.target.up)
         late = run.ask("late")  # waits while there is no server
         await until_async(lambda: len(engines()) == 2)
         open_gate()
         assert await run.texts([*tasks, late]) == ["wait 0", "wait 1", "wait 2", "late"]
         assert asked() == {"wait 0": 2, "wait 1": 2, "wait 2": 2, "late": 1}
         work = run.client.sender.work
-        assert (run.servers.supervisors[0].restarts, work.resent, work.retries) == (1, 3, 0)
+        assert (run.supervisor.restarts, work.resent, work.retries) == (1, 3, 0)
     assert happened == [("death", "0", False), ("restart", "0", False), ("ready", "0", True)]
 
 
@@ -231,7 +231,7 @@ async def test_a_server_that_is_stopped_hangs_and_is_restarted(clock, log):
         await until_async(clock.passes)
         open_gate()
         assert await run.texts(tasks) == ["wait 0", "wait 1", "wait 2"]
-        assert run.servers.supervisors[0].restarts == 1
+        assert run.supervisor.restarts == 1
         assert not is_alive(engines()[0])
     assert log.said("hangs: it has 3 requests, and answered none")
 
@@ -324,7 +324,7 @@ async def test_a_server_that_answers_nothing_hangs_unless_it_counts_tokens(
 ):
     engine = MuteVllm()
     async with vllm_here(engine.routes(), monkeypatch, hang_timeout=60) as started:
-        watched = started.servers.supervisors[0]
+        watched = started.supervisor
         answer = started.ask("a long text")
         await engine.asked.wait()
         metrics = None
@@ -344,7 +344,7 @@ async def test_a_server_that_answers_nothing_hangs_unless_it_counts_tokens(
 async def test_a_dead_engine_behind_a_running_process_is_restarted(what):
     async with running(config()) as run:
         assert await run.texts([run.ask(what)]) == [what]
-        assert (run.servers.supervisors[0].restarts, run.client.sender.work.resent) == (1, 1)
+        assert (run.supervisor.restarts, run.client.sender.work.resent) == (1, 1)
 
 
 async def test_a_server_that_dies_too_often_ends_the_run_with_its_last_words():

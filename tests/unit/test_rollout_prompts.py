@@ -70,23 +70,20 @@ def test_a_part_that_a_document_lacks_is_named(part):
 
 USER = {"role": "user", "content": "Why?"}
 SYSTEM = {"role": "system", "content": "Be kind."}
+BRIEF = {"role": "system", "content": "Be brief."}
 
 
-def test_a_list_of_messages_is_sent_as_it_is():
-    rollout = PromptRollout(prompt_column="messages", generation_params={"top_k": 3})
-    assert asked(rollout, document(messages=[USER, SYSTEM, USER])) == {
-        "messages": [USER, SYSTEM, USER],
-        "top_k": 3,
-    }
-
-
-def test_the_system_prompt_comes_first_unless_the_list_has_one():
-    rollout = PromptRollout(system_prompt="Be brief.", prompt_column="messages")
-    assert asked(rollout, document(messages=[USER]))["messages"] == [
-        {**SYSTEM, "content": "Be brief."},
-        USER,
-    ]
-    assert asked(rollout, document(messages=[SYSTEM, USER]))["messages"] == [SYSTEM, USER]
+@pytest.mark.parametrize(
+    "system_prompt, given, sent",
+    [
+        (None, [USER, SYSTEM, USER], [USER, SYSTEM, USER]),
+        ("Be brief.", [USER], [BRIEF, USER]),
+        ("Be brief.", [SYSTEM, USER], [SYSTEM, USER]),
+    ],
+)
+def test_a_list_of_messages_is_sent_as_it_is_after_a_system_prompt(system_prompt, given, sent):
+    rollout = PromptRollout("{text}", system_prompt, {"top_k": 3}, prompt_column="messages")
+    assert asked(rollout, document(messages=given)) == {"messages": sent, "top_k": 3}
 
 
 def test_a_list_in_the_text_is_written_as_json_and_each_rollout_finds_it(tmp_path, server):

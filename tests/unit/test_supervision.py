@@ -5,7 +5,7 @@ import errno
 import itertools
 import subprocess
 import sys
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -56,17 +56,6 @@ def test_gpus_are_counted_and_a_machine_without_divides_nothing(monkeypatch, tmp
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     assert visible_gpus() == ["0", "1"]
-
-
-@pytest.mark.usefixtures("four_gpus")
-async def test_ranks_on_one_node_lease_different_gpus_until_there_are_none():
-    async with AsyncExitStack() as ranks:
-        first = await ranks.enter_async_context(leased_gpus(config(tp=2)))
-        second = await ranks.enter_async_context(leased_gpus(config()))
-        assert (gpus_of(first[0]), gpus_of(second[0])) == (("0", "1"), ("2",))
-        with pytest.raises(ConfigError, match="workers: this task needs 2 of the GPUs 0,1,2,3"):
-            await gpus(tp=2)
-    assert await gpus(tp=4) == [("0", "1", "2", "3")]
 
 
 def test_ranks_that_lock_at_the_same_moment_do_not_take_every_other_gpu(monkeypatch, tmp_path):

@@ -402,10 +402,9 @@ def _joined(content: object) -> object:
 
 
 def _thoughts(content: object) -> str:
+    parts = []
     if isinstance(content, list):
         parts = [part for part in content if isinstance(part, dict)]
-    else:
-        parts = []
     found = [_joined(part.get(part["type"])) for part in parts if part.get("type") in _THOUGHTS]
     return "".join(text for text in found if isinstance(text, str))
 

@@ -463,12 +463,11 @@ class ModelServers:
 
     def oldest_in_flight(self) -> float:
         """Returns seconds; 0 without requests in flight."""
-        started = [
+        now = time.monotonic()
+        starts = [
             attempt.started_at for target in self.router.targets for attempt in target.attempts
         ]
-        if started:
-            return time.monotonic() - min(started)
-        return 0.0
+        return now - min(starts, default=now)
 
 
 def usual_way(config: InferenceConfig) -> Way:
@@ -635,10 +634,9 @@ class CompletionClient:
         """Sleeps until the next attempt, but no longer than the patience with an outage."""
         bounded = self.outage.left() > 0
         while seconds > 0 and not (bounded and self.outage.left() <= 0):
+            pause = seconds
             if bounded:
-                pause = min(seconds, self.outage.left())
-            else:
-                pause = seconds
+                pause = min(pause, self.outage.left())
             if failure.asked_wait:  # without it attempts are frequent enough to show the line
                 pause = min(pause, self.outage.next_line())
             await self._pause(pause)
@@ -707,7 +705,7 @@ class CompletionClient:
             answer = way.parse(response.body)
             if way.tiers and not answer.service_tier:
                 answer.service_tier = way.tiers[0]
-            if answer.answer is None or way.path in (CHAT.path, COMPLETIONS.path):
+            if answer.answer is None or way.generates:
                 self._check_reason(answer, target)
             transport.is_read = True
             target.mark_alive(started_at)

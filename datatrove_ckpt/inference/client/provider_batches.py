@@ -335,12 +335,11 @@ class MessageBatches(BatchProvider):
         kind = result.get("type")
         error = _object(result.get("error"))
         error = _object(error.get("error")) or error
+        status = _REJECTIONS.get(str(error.get("type")), 500)
         if kind == "succeeded":
             status = 200
         elif kind in _NEVER_SENT:
             status = 0
-        else:
-            status = _REJECTIONS.get(str(error.get("type")), 500)
         return BatchAnswer(content.get("custom_id"), status, result.get("message") or error)
 
     def _batch(self, answer: JsonObject) -> RemoteBatch:

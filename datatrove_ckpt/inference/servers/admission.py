@@ -132,10 +132,9 @@ class Admission:
         self._last = metrics
         if metrics == last:
             return
+        usual = 0.0
         if len(self._on_the_way) == _USUAL_SAMPLES:
             usual = min(self._on_the_way)
-        else:
-            usual = 0.0
         on_the_way = max(0.0, in_flight - metrics.running - metrics.waiting)
         self._on_the_way.append(on_the_way)
         self.target = math.ceil(max(_LEAST_TARGET, metrics.running / 8, usual))

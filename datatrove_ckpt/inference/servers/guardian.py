@@ -130,11 +130,9 @@ class Guardian:
         if self.server_status is None:
             self._terminate()
         self._kill_descendants()
-        status = self.server_status
-        if status is not None:
-            code = os.waitstatus_to_exitcode(status)
-        else:
-            code = -signal.SIGKILL
+        code = -signal.SIGKILL
+        if self.server_status is not None:
+            code = os.waitstatus_to_exitcode(self.server_status)
         if code >= 0:
             return code
         return 128 - code

@@ -21,7 +21,7 @@ from datatrove_ckpt.inference.client import routing
 from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers
 from datatrove_ckpt.inference.servers.admission import follow_endpoint
 from datatrove_ckpt.inference.servers.endpoints import endpoints_of, ready_endpoints
-from datatrove_ckpt.inference.servers.supervision import ServerPool
+from datatrove_ckpt.inference.servers.supervision import launched_servers
 from datatrove_ckpt.inference.servers.warm import RankModels
 from datatrove_ckpt.process.shutdown import Shutdown, end_tasks, wait_until_cancelled
 
@@ -136,10 +136,9 @@ class ServerHost:
         client = CompletionClient(running.servers, sender)
         try:
             if running.ready.done() and sender.on_server is not None:  # others have seen the start
+                what = "reused"
                 if config.server_type == "endpoint":
                     what = "ready"
-                else:
-                    what = "reused"
                 for index, target in enumerate(running.servers.router.targets):
                     if target.up:
                         sender.on_server(what, config.server_name(index), str(target.url), "")
@@ -156,7 +155,7 @@ class ServerHost:
         if config.server_type == "endpoint":
             kept = _connected(servers, is_new)
         else:
-            kept = ServerPool(rank, servers, self._shutdown, self._models).running()
+            kept = launched_servers(rank, servers, self._shutdown, self._models)
         try:
             async with kept as watch:
                 ready.set_result(watch)

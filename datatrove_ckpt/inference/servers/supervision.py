@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NoReturn
 
 from loguru import logger
@@ -253,91 +253,75 @@ class ServerSupervisor:
             )
 
 
-@dataclass(eq=False, repr=False)
-class ServerPool:
-    rank: int
-    model_servers: ModelServers
-    shutdown: Shutdown
-    models: RankModels
-    supervisors: list[ServerSupervisor] = field(default_factory=list)
+@asynccontextmanager
+async def launched_servers(
+    rank: int, model_servers: ModelServers, shutdown: Shutdown, models: RankModels
+) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """Runs the servers of a model in this block. After a good end, they may stay for the next rank.
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-        """Runs servers in this block. After a good end, they may stay for the next rank.
-
-        Yields a function to await: it raises ServerDied once none is left, and none may be
-        restarted.
-        """
-        config = self.model_servers.config
-        async with AsyncExitStack() as stack:
-            nodes = Nodes.from_environment()
-            on_launch = None
-            if nodes.count > 1:
-                head = await stack.enter_async_context(HeadNode(config))
-                on_launch = head.start_workers
-            servers, leases = await self.models.get(config)
+    Yields a function to await: it raises ServerDied once none is left, and none may be restarted.
+    """
+    config = model_servers.config
+    async with AsyncExitStack() as stack:
+        nodes = Nodes.from_environment()
+        on_launch = None
+        if nodes.count > 1:
+            head = await stack.enter_async_context(HeadNode(config))
+            on_launch = head.start_workers
+        servers, leases = await models.get(config)
+        for server in servers:
+            # It may differ from the earlier rank's in what is no part of the command.
+            server.config = config
+            server.rank = rank
+        servers = servers or [
+            InferenceServer(config, rank, index, lease, nodes, on_launch)
+            for index, lease in enumerate(leases)
+        ]
+        supervisors: list[ServerSupervisor] = []
+        ends_well = False
+        try:
             for server in servers:
-                # It may differ from the earlier rank's in what is no part of the command.
-                server.config = config
-                server.rank = self.rank
-            servers = servers or [
-                InferenceServer(config, self.rank, index, lease, nodes, on_launch)
-                for index, lease in enumerate(leases)
-            ]
-            ends_well = False
+                supervisors.append(ServerSupervisor(server, model_servers, shutdown))
+            await _run_all(supervisor.start() for supervisor in supervisors)
+            supervision = asyncio.create_task(_supervise(supervisors, model_servers.router))
             try:
-                self.supervisors += [
-                    ServerSupervisor(server, self.model_servers, self.shutdown)
-                    for server in servers
-                ]
-                await _run_all(supervisor.start() for supervisor in self.supervisors)
-                supervision = asyncio.create_task(self._supervise())
-                try:
-                    yield lambda: asyncio.shield(supervision)
-                    ends_well = True
-                finally:
-                    await end_tasks(supervision)
+                yield lambda: asyncio.shield(supervision)
+                ends_well = True
             finally:
-                await self._end(servers, ends_well)
-
-    async def _supervise(self) -> None:
-        left = len(self.supervisors)
-
-        async def supervise(supervisor: ServerSupervisor) -> None:
-            nonlocal left
-            try:
-                await supervisor.supervise()
-            except ServerDied as error:
-                left -= 1
-                if not left:
-                    raise
-                logger.error(
-                    f"{error}\nThe run goes on without this server, with {left} of "
-                    f"{len(self.supervisors)}."
-                )
-
-        try:
-            await _run_all(supervise(supervisor) for supervisor in self.supervisors)
-        except ServerDied as error:
-            self.model_servers.router.fail(str(error))
-            raise
-
-    async def _end(self, servers: list[InferenceServer], ends_well: bool) -> None:
-        for supervisor in self.supervisors:
-            self.model_servers.router.mark_dead(supervisor.target, "the run ends")
-        if ends_well and self.models.keep(servers):
-            await asyncio.gather(
-                *(
-                    self.model_servers.disconnect(supervisor.target)
-                    for supervisor in self.supervisors
-                )
-            )
-            return
-        try:
-            await asyncio.gather(*(supervisor.stop() for supervisor in self.supervisors))
+                await end_tasks(supervision)
         finally:
-            for server in servers:
-                server.lease.close()
+            for supervisor in supervisors:
+                model_servers.router.mark_dead(supervisor.target, "the run ends")
+            if ends_well and models.keep(servers):
+                await asyncio.gather(*(model_servers.disconnect(one.target) for one in supervisors))
+            else:
+                try:
+                    await asyncio.gather(*(supervisor.stop() for supervisor in supervisors))
+                finally:
+                    for server in servers:
+                        server.lease.close()
+
+
+async def _supervise(supervisors: list[ServerSupervisor], router: routing.Router) -> None:
+    left = len(supervisors)
+
+    async def supervise(supervisor: ServerSupervisor) -> None:
+        nonlocal left
+        try:
+            await supervisor.supervise()
+        except ServerDied as error:
+            left -= 1
+            if not left:
+                raise
+            logger.error(
+                f"{error}\nThe run goes on without this server, with {left} of {len(supervisors)}."
+            )
+
+    try:
+        await _run_all(map(supervise, supervisors))
+    except ServerDied as error:
+        router.fail(str(error))
+        raise
 
 
 async def _run_all(work: Iterable[Awaitable[None]]) -> None:

@@ -40,9 +40,9 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,7 +102,7 @@ def refuse_for_claims(folder: str) -> None:
 
 
 def open_store(
-    url: str, owner: str = "", options: Mapping[str, object] | None = None
+    url: str, owner: str = "", options: JsonObject | None = None
 ) -> DiskClaims | ObjectClaims:
     """``owner``: names this process; empty: it only reads."""
     protocol = get_protocol(url)
@@ -238,7 +238,7 @@ class ObjectClaims:
         url: str,
         owner: str,
         settle_seconds: float,
-        options: Mapping[str, object] | None = None,
+        options: JsonObject | None = None,
     ) -> None:
         self._store = object_store.ObjectStore(url, apart=True, options=options)
         self._owner = owner
@@ -534,7 +534,7 @@ class Claims:
             record = self._ended(rank, record, why, most)
             if record.why:
                 owner = self._given_up
-        record = replace(record, alone=self._alone or is_left)
+        record = record._replace(alone=self._alone or is_left)
         new = Mark(rank, mark.number + 1, owner)
         if not self._put(new, record, look.marks) or record.why:
             return False
@@ -559,7 +559,7 @@ class Claims:
                 self._store.remove(mark)
 
     def _put(self, mark: Mark, record: Record, before: list[Mark]) -> bool:
-        if not self._store.put(mark, asdict(record)):
+        if not self._store.put(mark, record._asdict()):
             return False
         for old in before:
             if old.rank == mark.rank:

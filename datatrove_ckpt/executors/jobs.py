@@ -40,10 +40,7 @@ from datatrove_ckpt.common.attempts import Progress
 from datatrove_ckpt.common.declared import Count, CountFromZero, CountOrAll, check
 from datatrove_ckpt.common.formatting import plural, plural_is, seconds_of
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp, GoalReached
-from datatrove_ckpt.executors.local import (
-    OwnExecutor,
-    stats_of_complete,
-)
+from datatrove_ckpt.executors.local import OwnExecutor
 from datatrove_ckpt.generation.limits import limit_reached
 from datatrove_ckpt.process import job_launch, task_errors
 from datatrove_ckpt.process.signals import Interruption
@@ -236,9 +233,8 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         if self._left(ranks) and self._ends_by_limit():
             return
         if ranks or not self.logging_dir.isfile("stats.json"):
-            stats = stats_of_complete(self.logging_dir, range(self.tasks))
-            with self.logging_dir.open("stats.json", "wt") as file:
-                stats.save_to_disk(file)
+            stats = self._stats_of_complete(range(self.tasks))
+            self._write_stats(stats, range(self.tasks))
             logger.success(stats.get_repr(f"All {self.tasks} tasks"))
 
     def cancel(self) -> int:

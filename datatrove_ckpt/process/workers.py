@@ -29,16 +29,15 @@ import sys
 import time
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import fsspec.asyn
 from loguru import logger
 from multiprocess import connection as connections
 from multiprocess import forkserver, resource_tracker
-from multiprocess.connection import Connection
 from multiprocess.context import BaseContext
 from multiprocess.reduction import ForkingPickler
 
@@ -120,7 +119,7 @@ class _Process:
     """
 
     slot: int
-    connection: Connection
+    connection: connections.Connection
     process: Any
     _handle: int | None = None
     tasks: set[int] = field(default_factory=set)
@@ -354,7 +353,7 @@ class Workers:
                 self._error = _cannot_start(f"the last one {how}")
         why = worker.stopped or f"its worker process {how}"
         for task in sorted(worker.tasks):
-            record = replace(self._records[task], alone=True)
+            record = self._records[task]._replace(alone=True)
             if len(worker.tasks) == 1:
                 # Progress does not count here: it would try a task that kills workers for days.
                 record = record.ended(why, self.max_attempts)
@@ -453,9 +452,9 @@ def worker_slot() -> int | None:
 
 
 def work(
-    connection: Connection,
+    connection: connections.Connection,
     environment: dict[str, str],
-    numbers: Sequence[int],
+    numbers: list[int],
     run: Work,
     slot: int,
     below_bar: bool,
@@ -488,7 +487,7 @@ def work(
 
 
 class _Worker:
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: connections.Connection) -> None:
         self._connection = connection
         self._at_work: set[int] = set()
         self._has_failed = False  # as the parent knows

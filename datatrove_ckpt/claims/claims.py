@@ -320,10 +320,6 @@ def is_process(owner: str) -> bool:
     return not owner.startswith((FREE, GIVEN_UP))
 
 
-def is_run(owner: str) -> bool:
-    return owner.endswith(RUN)
-
-
 def new_owner(end: str = "") -> str:
     """Returns a name for this process: boot, PID namespace, process id, start, and random digits,
     eight hexadecimal digits each.
@@ -495,7 +491,7 @@ class Claims:
 
     def _free(self, look: Look) -> Free:
         """Ranks of dead processes come last, and only while this process has no rank."""
-        if any(map(is_run, look.alive)):
+        if any(owner.endswith(RUN) for owner in look.alive):
             return Free([], False)
         current = look.current()
         free: list[int] = []
@@ -515,9 +511,9 @@ class Claims:
         if not self._held:
             return Free(free or left, not free)
         at_work = {mark.owner for mark in current.values()}
-        siblings = [owner for owner in look.alive - at_work if not owner.endswith(LOOKS)]
+        siblings = sum(not owner.endswith(LOOKS) for owner in look.alive - at_work)
         held = [record for _, record, _ in self._held.values()]
-        if not may_overlap(held, len(free) + len(left), len(siblings)):
+        if not may_overlap(held, len(free) + len(left), siblings):
             free = []
         return Free(free, False)
 
@@ -553,7 +549,7 @@ class Claims:
         with _hint():
             if self._store.look().current().get(rank) != mark:
                 return
-            if record.tries or record.why:
+            if record.tries:
                 self._put(Mark(rank, mark.number + 1, owner), record, [mark])
             else:
                 self._store.remove(mark)
@@ -616,7 +612,7 @@ def claimants(store: DiskClaims | ObjectClaims, without: str = "") -> list[Claim
             ranks.setdefault(mark.owner, []).append(rank)
     ranks.pop(without, None)
     return [
-        Claimant(store.name(owner), claimed, owner in look.alive, is_run(owner))
+        Claimant(store.name(owner), claimed, owner in look.alive, owner.endswith(RUN))
         for owner, claimed in ranks.items()
     ]
 

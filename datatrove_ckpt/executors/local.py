@@ -417,11 +417,10 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         """Returns how far a rank is."""
         from datatrove_ckpt.run_folder.reached import reached
 
-        runners = self._runners
-        urls = [one.checkpoints_remote_dir for one in runners]
+        urls = [runner.checkpoints_remote_dir for runner in self._runners]
         # Read only without a mirror: a variable in it may not be set here.
-        roots = (one.checkpoints_root for one in runners)
-        return reached([url for url in urls if url is not None], roots, rank)
+        roots = (runner.checkpoints_root for runner in self._runners)
+        return reached(list(filter(None, urls)), roots, rank)
 
     def _run_ranks(self, ranks: Sequence[int], screen: Screen | None, done: _Done) -> None:
         """Runs the ranks; beside workers the ranks that they do not run, and waits for the others.

@@ -114,7 +114,6 @@ class _Process:
         _handle: a pidfd; None: it has ended, or the kernel or the container knows no pidfds.
         is_ready: for a task.
         is_ending: it gets no more tasks.
-        stopped: by which signal.
         is_silent: no more messages can come.
     """
 
@@ -127,7 +126,6 @@ class _Process:
     was_ready: bool = False
     is_ending: bool = False
     is_failing: bool = False
-    stopped: str = ""
     ends_by: float = math.inf
     is_silent: bool = False
 
@@ -333,8 +331,6 @@ class Workers:
             elif message.kind == "done":
                 worker.tasks.remove(task)
                 yield task, message.value
-            elif message.kind == "stopped":
-                worker.stopped = f"its worker was stopped by {signal.Signals(message.value).name}"
             else:
                 worker.is_failing = True
                 worker.tasks.discard(task)
@@ -346,12 +342,12 @@ class Workers:
                 self._died(worker, how)
 
     def _died(self, worker: _Process, how: str) -> None:
-        """Queues the tasks of a worker that a signal stopped, or that ended ``how``."""
+        """Queues the tasks of a worker that ended ``how``."""
         if not worker.was_ready:
             self._failed_starts += 1
             if self._failed_starts >= self.max_attempts:
                 self._error = _cannot_start(f"the last one {how}")
-        why = worker.stopped or f"its worker process {how}"
+        why = f"its worker process {how}"
         for task in sorted(worker.tasks):
             record = self._records[task]._replace(alone=True)
             if len(worker.tasks) == 1:
@@ -432,14 +428,14 @@ class Message(NamedTuple):
     """What a worker tells its parent.
 
     Attributes:
-        kind: "ready" for a task; "at work": where the rank stands; "done", "failed" or "stopped" by
-            a signal: how a task ended, and after the last two the worker ends; "closed": only the
-            interpreter's own end is left.
+        kind: "ready" for a task; "at work": where the rank stands; "done" or "failed": how a task
+            ended, and after a failure the worker ends; "closed": only the interpreter's own end is
+            left.
         task: None: all tasks of the worker that are not done.
-        value: the progress, the task's result, the error, or the number of the signal.
+        value: the progress, the task's result, or the error.
     """
 
-    kind: Literal["ready", "at work", "done", "failed", "stopped", "closed"]
+    kind: Literal["ready", "at work", "done", "failed", "closed"]
     task: Any = None
     value: Any = None
 
@@ -503,9 +499,9 @@ class _Worker:
                 (task,) = self._at_work
             self.failed(task, error)
         finally:
-            if self._stop_signal:
-                self._send(Message("stopped", value=self._stop_signal))
             self._send(Message("closed"))
+        if self._stop_signal:
+            sys.exit(128 + self._stop_signal)  # the parent may not have sent it
 
     def next(self) -> int | None:
         self._send(Message("ready"))

@@ -6,7 +6,7 @@
     sends a task                     ->  runs it
     shows it                         <-  where its rank stands, once a second
                                      <-  its outcome
-    passes on signals to stop        ->  its tasks drain, or end; its outcome says so
+    passes on signals to stop        ->  its tasks drain, or end; its exit code says so
     sends None                       ->  ends
 
 A ready worker with running tasks gets no None before they are done: another worker may die and
@@ -14,8 +14,6 @@ leave a task. ``common/attempts.py`` decides how often such a task is tried.
 
 No lock or queue is shared, so this process notices a killed worker at once, where CPython's pool
 waits without end. Only this process gets a terminal's signals: one Ctrl-C is one request to stop.
-
-``Tasks`` is where a process gets its tasks, and reports their ends.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import fsspec.asyn
 from loguru import logger
@@ -51,23 +49,6 @@ from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.parent_watch import die_with_parent
 from datatrove_ckpt.process.screen import TICK_SECONDS, RankProgress, Screen, reporting_to
 from datatrove_ckpt.process.shutdown import SAME_EVENT
-
-
-class Tasks(Protocol):
-    def next(self) -> int | None:
-        """Waits for a task. Returns None if this process gets no more."""
-
-    async def wait_for_next(self) -> int | None:
-        """``next`` on an event loop. It may be cancelled."""
-
-    def done(self, task: int, value: object) -> None:
-        """Reports the result of a task."""
-
-    def failed(self, task: int | None, error: BaseException) -> None:
-        """Reports the failure of a task, or (None) of the runner of all tasks.
-
-        The error is raised once all tasks have ended.
-        """
 
 
 @dataclass
@@ -420,10 +401,6 @@ def _cannot_start(why: str) -> WorkerDied:
 _slot: int | None = None
 
 
-Work = Callable[[int, Tasks], object]
-"""Is pickled into a worker, and called with its slot and its tasks."""
-
-
 class Message(NamedTuple):
     """What a worker tells its parent.
 
@@ -504,10 +481,12 @@ class _Worker:
             sys.exit(128 + self._stop_signal)  # the parent may not have sent it
 
     def next(self) -> int | None:
+        """Waits for a task. Returns None if this process gets no more."""
         self._send(Message("ready"))
         return self._take()
 
     async def wait_for_next(self) -> int | None:
+        """``next`` on an event loop. It may be cancelled."""
         self._send(Message("ready"))
         loop = asyncio.get_running_loop()
         has_come = asyncio.Event()
@@ -536,6 +515,10 @@ class _Worker:
         self._send(Message("done", task, value))
 
     def failed(self, task: int | None, error: BaseException) -> None:
+        """Reports the failure of a task, or (None) of the runner of all tasks.
+
+        The error is raised once all tasks have ended.
+        """
         end_fork(self._pid, error)
         self._at_work.clear()
         is_stopped = self._stop_signal and (
@@ -560,6 +543,13 @@ class _Worker:
         if self._at_work:
             self._at_work.clear()  # only once
             raise SystemExit(128 + number)
+
+
+Tasks = TaskList | _Worker
+"""Where a process gets its tasks, and reports their ends."""
+
+Work = Callable[[int, Tasks], object]
+"""Is pickled into a worker, and called with its slot and its tasks."""
 
 
 def _sendable(error: BaseException, number: int | None) -> Exception:

@@ -398,7 +398,7 @@ def _cannot_start(why: str) -> WorkerDied:
     )
 
 
-_slot: int | None = None
+_in_worker = False
 
 
 class Message(NamedTuple):
@@ -417,11 +417,8 @@ class Message(NamedTuple):
     value: Any = None
 
 
-def worker_slot() -> int | None:
-    """Returns the number of this worker among its parent's workers, from 0; None in another
-    process.
-    """
-    return _slot
+def in_worker() -> bool:
+    return _in_worker
 
 
 def work(
@@ -440,9 +437,9 @@ def work(
         numbers: signals that request a stop. A process of the fork server does not block them yet.
         below_bar: the parent shows a bar on the shared terminal.
     """
-    global _slot
+    global _in_worker
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    _slot = slot
+    _in_worker = True
     os.setpgid(0, 0)
     if os.environ != environment:
         os.environ.clear()

@@ -404,6 +404,9 @@ class Claims:
         self._given_up = (
             f"{GIVEN_UP}-{xxhash.xxh32(os.environb.get(LAUNCH.encode(), b'')).hexdigest()}"
         )
+        self._prefix = GIVEN_UP
+        if self._is_worker:
+            self._prefix = self._given_up
         self._held: dict[int, tuple[Mark, Record, float]] = {}
         self.locked: dict[int, float] = {}
         """Ranks with foreign locks, with the time of the next try."""
@@ -465,7 +468,7 @@ class Claims:
 
     def given_up(self) -> dict[int, str]:
         with self._guard:
-            return given_up(self._store, self._given_up_prefix)
+            return given_up(self._store, self._prefix)
 
     def others(self) -> list[Claimant]:
         with self._guard:
@@ -506,7 +509,7 @@ class Claims:
             if is_process(owner) and owner != self._owner:
                 if owner not in look.alive:
                     left.append(rank)
-            elif not owner.startswith(self._given_up_prefix):
+            elif not owner.startswith(self._prefix):
                 free.append(rank)  # also one that was given up in another launch
         if not self._held:
             return Free(free or left, not free)
@@ -536,12 +539,6 @@ class Claims:
             return False
         self._held[rank] = new, record, time.monotonic()
         return True
-
-    @property
-    def _given_up_prefix(self) -> str:
-        if self._is_worker:
-            return self._given_up
-        return GIVEN_UP
 
     def _let_go(self, rank: int, record: Record) -> None:
         mark, *_ = self._held.pop(rank)

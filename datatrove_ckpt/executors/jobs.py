@@ -179,7 +179,9 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         except Exception as error:
             with (
                 suppress(Exception),
-                self.logging_dir.open(_note(os.environ[job_launch.LAUNCH]), "wb") as file,
+                self.logging_dir.open(
+                    f"failures/{os.environ[job_launch.LAUNCH]}.json", "wb"
+                ) as file,
             ):
                 file.write(orjson.dumps(task_errors.failure_note(error)))
             if not isinstance(error, GoalReached):
@@ -344,7 +346,10 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         code = 0
         said = ""
         # A job that is killed notes nothing.
-        with suppress(Exception), self.logging_dir.open(_note(job.launch), "rb") as file:
+        with (
+            suppress(Exception),
+            self.logging_dir.open(f"failures/{job.launch}.json", "rb") as file,
+        ):
             code, said = orjson.loads(file.read())
         retries = job.retries
         if code in (128 + signal.SIGTERM, _LIMIT_REACHED) or self._progress() != job.reached:
@@ -581,7 +586,3 @@ def _wanted(most: int, alive: int, at_work: int, free: int) -> int:
 
 def _shown(jobs: Iterable[_Job]) -> str:
     return ", ".join(job.url for job in jobs)
-
-
-def _note(launch: str) -> str:
-    return f"failures/{launch}.json"

@@ -9,6 +9,7 @@ import gc
 import inspect
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from contextlib import suppress
@@ -29,6 +30,7 @@ from datatrove_ckpt.errors import names
 from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers, Outage
 from datatrove_ckpt.inference.servers.warm import close_warm_servers
 from datatrove_ckpt.output import committed
+from datatrove_ckpt.process import shutdown
 from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.user_code.code_identity import code_identity as describe
 from tests import forked
@@ -186,6 +188,21 @@ def policy(monkeypatch):
             monkeypatch.setattr(retrying, name, replace(getattr(retrying, name), **changes))
 
     return change
+
+
+@pytest.fixture
+def reraised():
+    """Sets old handlers for all signals that a rank handles, and gives the signals that are raised
+    again for them.
+    """
+    got = []
+    before = {
+        name: signal.signal(signal.Signals[name], lambda number, frame: got.append(number))
+        for name in shutdown.SIGNALS
+    }
+    yield got
+    for name, handler in before.items():
+        signal.signal(signal.Signals[name], handler)
 
 
 @pytest.fixture

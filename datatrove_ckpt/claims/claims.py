@@ -40,9 +40,9 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,7 +102,7 @@ def refuse_for_claims(folder: str) -> None:
 
 
 def open_store(
-    url: str, owner: str = "", options: Mapping[str, object] | None = None
+    url: str, owner: str = "", options: JsonObject | None = None
 ) -> DiskClaims | ObjectClaims:
     """``owner``: names this process; empty: it only reads."""
     protocol = get_protocol(url)
@@ -238,7 +238,7 @@ class ObjectClaims:
         url: str,
         owner: str,
         settle_seconds: float,
-        options: Mapping[str, object] | None = None,
+        options: JsonObject | None = None,
     ) -> None:
         self._store = object_store.ObjectStore(url, apart=True, options=options)
         self._owner = owner
@@ -318,10 +318,6 @@ def _object_name(mark: Mark) -> str:
 
 def is_process(owner: str) -> bool:
     return not owner.startswith((FREE, GIVEN_UP))
-
-
-def is_run(owner: str) -> bool:
-    return owner.endswith(RUN)
 
 
 def new_owner(end: str = "") -> str:
@@ -408,6 +404,9 @@ class Claims:
         self._given_up = (
             f"{GIVEN_UP}-{xxhash.xxh32(os.environb.get(LAUNCH.encode(), b'')).hexdigest()}"
         )
+        self._prefix = GIVEN_UP
+        if self._is_worker:
+            self._prefix = self._given_up
         self._held: dict[int, tuple[Mark, Record, float]] = {}
         self.locked: dict[int, float] = {}
         """Ranks with foreign locks, with the time of the next try."""
@@ -469,7 +468,7 @@ class Claims:
 
     def given_up(self) -> dict[int, str]:
         with self._guard:
-            return given_up(self._store, self._given_up_prefix)
+            return given_up(self._store, self._prefix)
 
     def others(self) -> list[Claimant]:
         with self._guard:
@@ -495,7 +494,7 @@ class Claims:
 
     def _free(self, look: Look) -> Free:
         """Ranks of dead processes come last, and only while this process has no rank."""
-        if any(map(is_run, look.alive)):
+        if any(owner.endswith(RUN) for owner in look.alive):
             return Free([], False)
         current = look.current()
         free: list[int] = []
@@ -510,14 +509,14 @@ class Claims:
             if is_process(owner) and owner != self._owner:
                 if owner not in look.alive:
                     left.append(rank)
-            elif not owner.startswith(self._given_up_prefix):
+            elif not owner.startswith(self._prefix):
                 free.append(rank)  # also one that was given up in another launch
         if not self._held:
             return Free(free or left, not free)
         at_work = {mark.owner for mark in current.values()}
-        siblings = [owner for owner in look.alive - at_work if not owner.endswith(LOOKS)]
+        siblings = sum(not owner.endswith(LOOKS) for owner in look.alive - at_work)
         held = [record for _, record, _ in self._held.values()]
-        if not may_overlap(held, len(free) + len(left), len(siblings)):
+        if not may_overlap(held, len(free) + len(left), siblings):
             free = []
         return Free(free, False)
 
@@ -534,18 +533,12 @@ class Claims:
             record = self._ended(rank, record, why, most)
             if record.why:
                 owner = self._given_up
-        record = replace(record, alone=self._alone or is_left)
+        record = record._replace(alone=self._alone or is_left)
         new = Mark(rank, mark.number + 1, owner)
         if not self._put(new, record, look.marks) or record.why:
             return False
         self._held[rank] = new, record, time.monotonic()
         return True
-
-    @property
-    def _given_up_prefix(self) -> str:
-        if self._is_worker:
-            return self._given_up
-        return GIVEN_UP
 
     def _let_go(self, rank: int, record: Record) -> None:
         mark, *_ = self._held.pop(rank)
@@ -553,13 +546,13 @@ class Claims:
         with _hint():
             if self._store.look().current().get(rank) != mark:
                 return
-            if record.tries or record.why:
+            if record.tries:
                 self._put(Mark(rank, mark.number + 1, owner), record, [mark])
             else:
                 self._store.remove(mark)
 
     def _put(self, mark: Mark, record: Record, before: list[Mark]) -> bool:
-        if not self._store.put(mark, asdict(record)):
+        if not self._store.put(mark, record._asdict()):
             return False
         for old in before:
             if old.rank == mark.rank:
@@ -616,7 +609,7 @@ def claimants(store: DiskClaims | ObjectClaims, without: str = "") -> list[Claim
             ranks.setdefault(mark.owner, []).append(rank)
     ranks.pop(without, None)
     return [
-        Claimant(store.name(owner), claimed, owner in look.alive, is_run(owner))
+        Claimant(store.name(owner), claimed, owner in look.alive, owner.endswith(RUN))
         for owner, claimed in ranks.items()
     ]
 

@@ -8,8 +8,7 @@ and for processes that share claims.
     too many attempts     in a row: the rank is given up, and its last cause is kept
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 Progress = tuple[int, int, int]
 """Bytes of a rank's commits, journals and saved answers.
@@ -18,8 +17,7 @@ Earlier ones count more: a commit drops the others.
 """
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """Attributes:
     tries: attempts in a row that ended by a failure or a death, all but the first without
         progress.
@@ -43,7 +41,7 @@ class Record:
         return Record(tries, reached, why, self.alone)
 
 
-def may_overlap(ranks: Iterable[Record], free: int, siblings: int) -> bool:
+def may_overlap(ranks: list[Record], free: int, siblings: int) -> bool:
     """Whether a process takes one of ``free`` ranks beside others.
 
     Each of its ``siblings`` without a rank gets one first.

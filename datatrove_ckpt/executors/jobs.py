@@ -40,10 +40,7 @@ from datatrove_ckpt.common.attempts import Progress
 from datatrove_ckpt.common.declared import Count, CountFromZero, CountOrAll, check
 from datatrove_ckpt.common.formatting import plural, plural_is, seconds_of
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp, GoalReached
-from datatrove_ckpt.executors.local import (
-    OwnExecutor,
-    stats_of_complete,
-)
+from datatrove_ckpt.executors.local import OwnExecutor
 from datatrove_ckpt.generation.limits import limit_reached
 from datatrove_ckpt.process import job_launch, task_errors
 from datatrove_ckpt.process.signals import Interruption
@@ -182,7 +179,9 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         except Exception as error:
             with (
                 suppress(Exception),
-                self.logging_dir.open(_note(os.environ[job_launch.LAUNCH]), "wb") as file,
+                self.logging_dir.open(
+                    f"failures/{os.environ[job_launch.LAUNCH]}.json", "wb"
+                ) as file,
             ):
                 file.write(orjson.dumps(task_errors.failure_note(error)))
             if not isinstance(error, GoalReached):
@@ -236,9 +235,8 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         if self._left(ranks) and self._ends_by_limit():
             return
         if ranks or not self.logging_dir.isfile("stats.json"):
-            stats = stats_of_complete(self.logging_dir, range(self.tasks))
-            with self.logging_dir.open("stats.json", "wt") as file:
-                stats.save_to_disk(file)
+            stats = self._stats_of_complete(range(self.tasks))
+            self._write_stats(stats, range(self.tasks))
             logger.success(stats.get_repr(f"All {self.tasks} tasks"))
 
     def cancel(self) -> int:
@@ -348,7 +346,10 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         code = 0
         said = ""
         # A job that is killed notes nothing.
-        with suppress(Exception), self.logging_dir.open(_note(job.launch), "rb") as file:
+        with (
+            suppress(Exception),
+            self.logging_dir.open(f"failures/{job.launch}.json", "rb") as file,
+        ):
             code, said = orjson.loads(file.read())
         retries = job.retries
         if code in (128 + signal.SIGTERM, _LIMIT_REACHED) or self._progress() != job.reached:
@@ -585,7 +586,3 @@ def _wanted(most: int, alive: int, at_work: int, free: int) -> int:
 
 def _shown(jobs: Iterable[_Job]) -> str:
     return ", ".join(job.url for job in jobs)
-
-
-def _note(launch: str) -> str:
-    return f"failures/{launch}.json"

@@ -148,6 +148,28 @@ class OwnExecutor(PipelineExecutor):  # type: ignore[misc]  # datatrove has no t
             raise reached
         return reached is not None
 
+    def _stats_of_complete(self, ranks: Iterable[int]) -> PipelineStats:
+        """Reads the statistics of ranks that earlier runs have completed."""
+        saved = PipelineStats()
+        for rank in sorted(ranks):
+            try:
+                saved += _saved_stats(self.logging_dir, rank)
+            except FileNotFoundError:
+                logger.warning(
+                    f"stats.json has no numbers of task {rank}: its file in stats/ is gone."
+                )
+        return saved
+
+    def _write_stats(self, stats: PipelineStats, local: Iterable[int]) -> None:
+        """Writes the statistics of all tasks, unless tasks of other machines are incomplete."""
+        others = set(range(self.world_size)) - set(local)
+        if others:
+            if self.get_incomplete_ranks(others, skip_completed=True):
+                return
+            stats = stats + self._stats_of_complete(others)
+        with self.logging_dir.open("stats.json", "wt") as file:
+            stats.save_to_disk(file)
+
     def given_up_error(self, causes: dict[int, str], kind: type[CkptError] = GivenUp) -> CkptError:
         named = "".join(f"\n  task {rank}: {why}" for rank, why in sorted(causes.items()))
         return kind(
@@ -228,7 +250,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         if not ranks:
             logger.info(f"{plural_is(len(local), 'task')} complete already.")
             if not self.logging_dir.exists("stats.json"):  # a kill came before it was written
-                self._write_stats(stats_of_complete(self.logging_dir, local), local)
+                self._write_stats(self._stats_of_complete(local), local)
             return None
         if self._ends_by_limit():
             return None
@@ -236,7 +258,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         complete = len(local) - len(ranks)
         if complete:
             logger.info(f"{complete} of {plural_is(len(local), 'task')} complete already.")
-        stats = stats_of_complete(self.logging_dir, set(local) - set(ranks))
+        stats = self._stats_of_complete(set(local) - set(ranks))
 
         def done(rank: int, result: PipelineStats) -> None:
             nonlocal stats, complete
@@ -259,7 +281,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         if is_cut and self._ends_by_limit():
             return stats
         if complete < len(local):  # other processes have completed the others
-            stats = stats_of_complete(self.logging_dir, local)
+            stats = self._stats_of_complete(local)
         if left:
             raise not_complete(self, left)
         self._write_stats(stats, local)
@@ -293,7 +315,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         local = range(self.world_size)
         ranks = self.get_incomplete_ranks(local)
         raise_limit_reached(self.pipeline, ranks)
-        stats = stats_of_complete(self.logging_dir, set(local) - set(ranks))
+        stats = self._stats_of_complete(set(local) - set(ranks))
         completed = []
 
         def done(rank: int, result: PipelineStats) -> None:
@@ -348,16 +370,6 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         except KeyError:  # see ``is_rank_completed``
             return set()
 
-    def _write_stats(self, stats: PipelineStats, local: Iterable[int]) -> None:
-        """Writes the statistics of all tasks, unless tasks of other machines are incomplete."""
-        others = set(range(self.world_size)) - set(local)
-        if self.get_incomplete_ranks(others, skip_completed=True):
-            return
-        if others:
-            stats = stats + stats_of_complete(self.logging_dir, others)
-        with self.logging_dir.open("stats.json", "wt") as file:
-            stats.save_to_disk(file)
-
     def _screen(
         self, ranks: int, complete: int, stats: PipelineStats
     ) -> Screen | nullcontext[None]:
@@ -384,7 +396,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                 for rank in sorted(before.difference(left)):
                     before.remove(rank)
                     if not screen.progress.is_complete(rank):
-                        stats = stats_of_complete(apart.logging_dir, [rank])
+                        stats = apart._stats_of_complete([rank])
                         screen.progress.complete(rank, finished_documents(stats.stats))
             return left
 
@@ -405,11 +417,10 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         """Returns how far a rank is."""
         from datatrove_ckpt.run_folder.reached import reached
 
-        runners = self._runners
-        urls = [one.checkpoints_remote_dir for one in runners]
+        urls = [runner.checkpoints_remote_dir for runner in self._runners]
         # Read only without a mirror: a variable in it may not be set here.
-        roots = (one.checkpoints_root for one in runners)
-        return reached([url for url in urls if url is not None], roots, rank)
+        roots = (runner.checkpoints_root for runner in self._runners)
+        return reached(list(filter(None, urls)), roots, rank)
 
     def _run_ranks(self, ranks: Sequence[int], screen: Screen | None, done: _Done) -> None:
         """Runs the ranks; beside workers the ranks that they do not run, and waits for the others.
@@ -736,17 +747,6 @@ def _own_listings(folder: DataFolder) -> DataFolder:
     shared = folder.fs
     own = type(shared)(*shared.storage_args, skip_instance_cache=True, **shared.storage_options)
     return DataFolder(folder.path, fs=own)
-
-
-def stats_of_complete(logging_dir: DataFolder, ranks: Iterable[int]) -> PipelineStats:
-    """Reads the statistics of ranks that earlier runs have completed."""
-    saved = PipelineStats()
-    for rank in sorted(ranks):
-        try:
-            saved += _saved_stats(logging_dir, rank)
-        except FileNotFoundError:
-            logger.warning(f"stats.json has no numbers of task {rank}: its file in stats/ is gone.")
-    return saved
 
 
 def _saved_stats(logging_dir: DataFolder, rank: int) -> PipelineStats:

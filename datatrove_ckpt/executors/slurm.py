@@ -17,12 +17,11 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from datatrove.executor import SlurmPipelineExecutor as DatatroveExecutor
@@ -164,7 +163,7 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
             text: str = preview.get_launch_file_contents(arguments, command)
         return text.replace(folder, str(self.slurm_logs_folder))
 
-    def submit(self, looks: Sequence[str], command: str) -> str:
+    def submit(self, looks: list[str], command: str) -> str:
         """Submits the jobs, and returns the closing line for the user.
 
         Args:
@@ -319,7 +318,7 @@ def _saying_errors() -> Iterator[None]:
         sys.exit(code_of_rank(own))
 
 
-def _requeue(number: int, frame: FrameType | None) -> None:
+def _requeue(number: int, frame: object) -> None:
     """Requeues this element alone: SLURM_JOB_ID may mean the whole array."""
     with job_id_in_environment():
         requeue_handler(number, frame)

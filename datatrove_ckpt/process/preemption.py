@@ -33,7 +33,7 @@ from datatrove_ckpt.process.host_loop import host_loop
 from datatrove_ckpt.process.notices import Setting, watched_notices
 from datatrove_ckpt.process.screen import exit_now
 from datatrove_ckpt.process.shutdown import SAME_EVENT, Shutdown
-from datatrove_ckpt.process.workers import worker_slot
+from datatrove_ckpt.process.workers import in_worker
 
 # All times are seconds.
 _GRACE = 10.0  # after the drain's end
@@ -148,9 +148,7 @@ class Preemption:
         # A failing rank drains already. A worker's parent may stop all after another rank's
         # failure.
         shutdown = self.shutdown
-        is_first = not shutdown.is_draining or (
-            worker_slot() is not None and not shutdown.is_requested
-        )
+        is_first = not shutdown.is_draining or (in_worker() and not shutdown.is_requested)
         cause = signal.Signals(number).name
         if number == signal.SIGTERM and self._notice:
             cause = self._notice
@@ -175,7 +173,7 @@ class Preemption:
         else:
             logger.warning(f"This node goes away: {notice}.")
             process = multiprocess.current_process()
-            if worker_slot() is not None:
+            if in_worker():
                 process = multiprocess.parent_process()
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGTERM)
@@ -305,7 +303,7 @@ class Preemption:
                 number: self._handlers.usual.get(number, signal.getsignal(number))
                 for number in _REQUEUING
             }
-            if worker_slot() is None and not self._is_pool_worker:
+            if not in_worker() and not self._is_pool_worker:
                 self._received += [
                     number for number, handler in usual.items() if callable(handler)
                 ][:1]

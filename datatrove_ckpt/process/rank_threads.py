@@ -84,22 +84,17 @@ class RankThreads:
                 self._hosts.append(host)
                 self._stop()  # if a signal came since the look above
                 running.add(asyncio.create_task(self._work(rank, host)))
-            while running and not self._may_leave:
+            # After a signal, ranks that only wait for a mirror or a listing keep nobody.
+            while running and (
+                not self._preemption.shutdown.is_requested
+                or any(host.is_open for host in self._hosts)
+            ):
                 await self._look(running)
         finally:
             time_limit.cancel()
             await asyncio.gather(time_limit, return_exceptions=True)
             with self._preemption.shutdown.closing():
                 await servers.close()
-
-    @property
-    def _may_leave(self) -> bool:
-        """Whether a signal ends the process while remaining ranks only wait for a mirror or a
-        listing.
-        """
-        return self._preemption.shutdown.is_requested and not any(
-            host.is_open for host in self._hosts
-        )
 
     @property
     def _ends(self) -> bool:

@@ -6,7 +6,7 @@
     sends a task                     ->  runs it
     shows it                         <-  where its rank stands, once a second
                                      <-  its outcome
-    passes on signals to stop        ->  its tasks drain, or end; its outcome says so
+    passes on signals to stop        ->  its tasks drain, or end; its exit code says so
     sends None                       ->  ends
 
 A ready worker with running tasks gets no None before they are done: another worker may die and
@@ -14,8 +14,6 @@ leave a task. ``common/attempts.py`` decides how often such a task is tried.
 
 No lock or queue is shared, so this process notices a killed worker at once, where CPython's pool
 waits without end. Only this process gets a terminal's signals: one Ctrl-C is one request to stop.
-
-``Tasks`` is where a process gets its tasks, and reports their ends.
 """
 
 from __future__ import annotations
@@ -29,16 +27,15 @@ import sys
 import time
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Self
 
 import fsspec.asyn
 from loguru import logger
 from multiprocess import connection as connections
 from multiprocess import forkserver, resource_tracker
-from multiprocess.connection import Connection
 from multiprocess.context import BaseContext
 from multiprocess.reduction import ForkingPickler
 
@@ -52,23 +49,6 @@ from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.parent_watch import die_with_parent
 from datatrove_ckpt.process.screen import TICK_SECONDS, RankProgress, Screen, reporting_to
 from datatrove_ckpt.process.shutdown import SAME_EVENT
-
-
-class Tasks(Protocol):
-    def next(self) -> int | None:
-        """Waits for a task. Returns None if this process gets no more."""
-
-    async def wait_for_next(self) -> int | None:
-        """``next`` on an event loop. It may be cancelled."""
-
-    def done(self, task: int, value: object) -> None:
-        """Reports the result of a task."""
-
-    def failed(self, task: int | None, error: BaseException) -> None:
-        """Reports the failure of a task, or (None) of the runner of all tasks.
-
-        The error is raised once all tasks have ended.
-        """
 
 
 @dataclass
@@ -115,12 +95,11 @@ class _Process:
         _handle: a pidfd; None: it has ended, or the kernel or the container knows no pidfds.
         is_ready: for a task.
         is_ending: it gets no more tasks.
-        stopped: by which signal.
         is_silent: no more messages can come.
     """
 
     slot: int
-    connection: Connection
+    connection: connections.Connection
     process: Any
     _handle: int | None = None
     tasks: set[int] = field(default_factory=set)
@@ -128,7 +107,6 @@ class _Process:
     was_ready: bool = False
     is_ending: bool = False
     is_failing: bool = False
-    stopped: str = ""
     ends_by: float = math.inf
     is_silent: bool = False
 
@@ -334,8 +312,6 @@ class Workers:
             elif message.kind == "done":
                 worker.tasks.remove(task)
                 yield task, message.value
-            elif message.kind == "stopped":
-                worker.stopped = f"its worker was stopped by {signal.Signals(message.value).name}"
             else:
                 worker.is_failing = True
                 worker.tasks.discard(task)
@@ -347,14 +323,14 @@ class Workers:
                 self._died(worker, how)
 
     def _died(self, worker: _Process, how: str) -> None:
-        """Queues the tasks of a worker that a signal stopped, or that ended ``how``."""
+        """Queues the tasks of a worker that ended ``how``."""
         if not worker.was_ready:
             self._failed_starts += 1
             if self._failed_starts >= self.max_attempts:
                 self._error = _cannot_start(f"the last one {how}")
-        why = worker.stopped or f"its worker process {how}"
+        why = f"its worker process {how}"
         for task in sorted(worker.tasks):
-            record = replace(self._records[task], alone=True)
+            record = self._records[task]._replace(alone=True)
             if len(worker.tasks) == 1:
                 # Progress does not count here: it would try a task that kills workers for days.
                 record = record.ended(why, self.max_attempts)
@@ -422,40 +398,33 @@ def _cannot_start(why: str) -> WorkerDied:
     )
 
 
-_slot: int | None = None
-
-
-Work = Callable[[int, Tasks], object]
-"""Is pickled into a worker, and called with its slot and its tasks."""
+_in_worker = False
 
 
 class Message(NamedTuple):
     """What a worker tells its parent.
 
     Attributes:
-        kind: "ready" for a task; "at work": where the rank stands; "done", "failed" or "stopped" by
-            a signal: how a task ended, and after the last two the worker ends; "closed": only the
-            interpreter's own end is left.
+        kind: "ready" for a task; "at work": where the rank stands; "done" or "failed": how a task
+            ended, and after a failure the worker ends; "closed": only the interpreter's own end is
+            left.
         task: None: all tasks of the worker that are not done.
-        value: the progress, the task's result, the error, or the number of the signal.
+        value: the progress, the task's result, or the error.
     """
 
-    kind: Literal["ready", "at work", "done", "failed", "stopped", "closed"]
+    kind: Literal["ready", "at work", "done", "failed", "closed"]
     task: Any = None
     value: Any = None
 
 
-def worker_slot() -> int | None:
-    """Returns the number of this worker among its parent's workers, from 0; None in another
-    process.
-    """
-    return _slot
+def in_worker() -> bool:
+    return _in_worker
 
 
 def work(
-    connection: Connection,
+    connection: connections.Connection,
     environment: dict[str, str],
-    numbers: Sequence[int],
+    numbers: list[int],
     run: Work,
     slot: int,
     below_bar: bool,
@@ -468,9 +437,9 @@ def work(
         numbers: signals that request a stop. A process of the fork server does not block them yet.
         below_bar: the parent shows a bar on the shared terminal.
     """
-    global _slot
+    global _in_worker
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    _slot = slot
+    _in_worker = True
     os.setpgid(0, 0)
     if os.environ != environment:
         os.environ.clear()
@@ -488,7 +457,7 @@ def work(
 
 
 class _Worker:
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: connections.Connection) -> None:
         self._connection = connection
         self._at_work: set[int] = set()
         self._has_failed = False  # as the parent knows
@@ -504,15 +473,17 @@ class _Worker:
                 (task,) = self._at_work
             self.failed(task, error)
         finally:
-            if self._stop_signal:
-                self._send(Message("stopped", value=self._stop_signal))
             self._send(Message("closed"))
+        if self._stop_signal:
+            sys.exit(128 + self._stop_signal)  # the parent may not have sent it
 
     def next(self) -> int | None:
+        """Waits for a task. Returns None if this process gets no more."""
         self._send(Message("ready"))
         return self._take()
 
     async def wait_for_next(self) -> int | None:
+        """``next`` on an event loop. It may be cancelled."""
         self._send(Message("ready"))
         loop = asyncio.get_running_loop()
         has_come = asyncio.Event()
@@ -541,6 +512,10 @@ class _Worker:
         self._send(Message("done", task, value))
 
     def failed(self, task: int | None, error: BaseException) -> None:
+        """Reports the failure of a task, or (None) of the runner of all tasks.
+
+        The error is raised once all tasks have ended.
+        """
         end_fork(self._pid, error)
         self._at_work.clear()
         is_stopped = self._stop_signal and (
@@ -565,6 +540,13 @@ class _Worker:
         if self._at_work:
             self._at_work.clear()  # only once
             raise SystemExit(128 + number)
+
+
+Tasks = TaskList | _Worker
+"""Where a process gets its tasks, and reports their ends."""
+
+Work = Callable[[int, Tasks], object]
+"""Is pickled into a worker, and called with its slot and its tasks."""
 
 
 def _sendable(error: BaseException, number: int | None) -> Exception:

@@ -16,12 +16,12 @@ import asyncio
 import datetime
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from decimal import Decimal
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 
@@ -30,6 +30,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from datatrove_ckpt.inference.servers.server import free_port
 from tests.bench.measure import ROOT, interleaved, median
 from tests.bench.systems import cpu_seconds, highest_memory
 from tests.bench.tables import markdown, parser
@@ -159,18 +160,8 @@ def run_of_datatrove(folder, rollout=answer_itself):
     run_step(folder, rollout, InferenceConfig, InferenceRunner, ParquetReader)
 
 
-def asked(folder):
-    run(folder, ask)
-
-
-def asked_of_datatrove(folder):
-    run_of_datatrove(folder, ask)
-
-
 def bare(folder):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "datatrove_ckpt.inference.servers.dummy", "--port", str(port)]
     with subprocess.Popen(command) as server:
         try:
@@ -219,8 +210,8 @@ WAYS = {
     "our reader and writer": ours,
     "a run without requests": run,
     "datatrove's run without requests": run_of_datatrove,
-    "a run with `server_type: dummy`": asked,
-    "datatrove's run with `server_type: dummy`": asked_of_datatrove,
+    "a run with `server_type: dummy`": partial(run, rollout=ask),
+    "datatrove's run with `server_type: dummy`": partial(run_of_datatrove, rollout=ask),
     "a bare loop at our dummy server": bare,
 }
 

@@ -1,23 +1,14 @@
 """A job whose input is a dataset on the hub, to which somebody adds commits."""
 
-import io
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
+from tests.integration.test_hub_input import parquet
 from tests.jobs import rows
 from tests.yaml_jobs import endpoint, job_yaml
 
 pytestmark = pytest.mark.xdist_group("datasets")  # its import takes seconds
-
-
-def parquet(first, count):
-    rows = [{"text": f"text {i}", "n": i} for i in range(first, first + count)]
-    buffer = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows), buffer, row_group_size=4)
-    return buffer.getvalue()
 
 
 @pytest.fixture
@@ -54,9 +45,9 @@ def test_output_is_that_of_the_commit_that_the_job_began_with(job, hub, server, 
         {"data/train-0.parquet": parquet(900, 40), "data/added.parquet": parquet(700, 3)},
     )
     assert "24 of 24 documents" in job("run")
-    assert sorted(row["text"] for row in rows(Path())) == sorted(
-        f"text {100 * n + row}" for n in range(3) for row in range(8)
-    )
+    assert sorted(row["metadata"]["n"] for row in rows(Path())) == [
+        100 * n + row for n in range(3) for row in range(8)
+    ]
 
 
 @pytest.mark.slow
@@ -83,7 +74,7 @@ def test_a_finished_run_stays_finished_when_the_dataset_moves_on(job, hub, optio
         ("streaming: true, dataset_options: {split: validation}", "validation"),
         (
             "dataset_options: {split: train}, text_key: body",
-            "no column 'body'. Its columns are 'text', 'n'",
+            "no column 'body'. Its columns are 'id', 'text', 'n'",
         ),
         ("dataset_options: {split: train, token: hf_abcdefghijklmnopqrstuvwxyz}", "HF_TOKEN"),
         ("streaming: true, shuffle_files: true", "streaming=False"),

@@ -67,11 +67,7 @@ def test_a_connection_that_cannot_be_opened_stops_the_rank_and_is_not_the_server
     ):
         step.run(documents(1))
     assert not (tmp_path / "checkpoints/00000/dead_letters.jsonl").exists()
-    run_job(tmp_path, server, 1, greedy_no_more, accept_changes=True)
-
-
-async def greedy_no_more(document, generate):
-    return await ask(document, generate)
+    run_job(tmp_path, server, 1, accept_changes=True)
 
 
 def test_the_limit_is_raised_to_the_need_and_neither_lowered_nor_raised_beyond_the_hard_one(

@@ -48,21 +48,6 @@ def when_logged(text, action):
         logger.remove(handler)
 
 
-@pytest.fixture
-def reraised():
-    """Sets old handlers for all signals that a rank handles, and gives the signals that are raised
-    again for them.
-    """
-    got = []
-    before = {
-        number: signal.signal(number, lambda number, frame: got.append(number))
-        for number in SIGNALS
-    }
-    yield got
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 @contextmanager
 def signal_once(condition, sent=signal.SIGTERM):
     """Sends this process a signal."""

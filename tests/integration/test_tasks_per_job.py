@@ -92,15 +92,6 @@ def test_a_signal_between_two_ranks_requeues_this_task_alone_and_the_next_attemp
 # The time limit ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def reraised():
-    """The signals that reach a requeue handler, as datatrove's executor sets one."""
-    got = []
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
-    yield got
-    signal.signal(signal.SIGUSR1, before)
-
-
 @pytest.mark.matrix("knows_its_end", [True, False])
 def test_a_rank_that_starts_just_before_the_time_limit_starts_nothing_and_requeues(
     tmp_path,

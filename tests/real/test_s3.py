@@ -93,10 +93,6 @@ def expected(job, folder):
     return outputs(folder / "local")
 
 
-def asked(server):
-    return server.asked.total()
-
-
 def finished(job):
     folder = Path(job["checkpoints"]) / "00000"
     return (folder / "run.json").exists() and not (folder / "lock").exists()
@@ -200,7 +196,7 @@ def test_killed_at_every_moment_of_an_upload_it_leaves_nothing_half_and_the_next
     assert bucket.files("output") == whole
     assert bucket.open_uploads() == sorted(foreign)
     assert finished(job)
-    assert asked(server) == 3, "no answer is asked for again"
+    assert server.asked.total() == 3, "no answer is asked for again"
     print(
         f"{len(died_at)} kills: {left_open} left the upload open, {shown} a whole file without a commit"
     )
@@ -292,7 +288,7 @@ def test_the_process_ends_whatever_becomes_of_an_upload(
     processes = JobProcesses(job, relay, tmp_path / "log")
     assert processes.end(processes.start()) == 0, (tmp_path / "log").read_text()
     assert len(bucket.files("output")) == 2
-    assert asked(server) == 8
+    assert server.asked.total() == 8
     assert bucket.open_uploads() == []
 
 

@@ -3,6 +3,7 @@ they prove.
 """
 
 import threading
+from functools import partial
 
 import pytest
 from datatrove.data import Document
@@ -46,15 +47,7 @@ class S3Place(Place):
         self.url = f"s3://{place.name}/output"
         self._root = f"{place.name}/output"
         self._moved = {}
-
-    def files(self):
-        self.fs.invalidate_cache()
-        found = self.fs.find(self._root, detail=True)  # which shows folders of weed's, too
-        return {
-            path.removeprefix(f"{self._root}/"): self.fs.cat_file(path)
-            for path, info in found.items()
-            if info["type"] == "file"
-        }
+        self.files = partial(place.files, "output")
 
 
 @pytest.fixture

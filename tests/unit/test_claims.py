@@ -69,7 +69,7 @@ class Job:
 
 
 class Process:
-    def __init__(self, job, alone=False, end=""):
+    def __init__(self, job, alone=False, end="", is_worker=False):
         self.job = job
         self.owner = new_owner(end)
         self.store = job.make_store(self.owner)
@@ -84,7 +84,7 @@ class Process:
             ATTEMPTS,
             alone,
             job.has_time,
-            False,
+            is_worker,
         )
         made.append(self)
 
@@ -220,9 +220,7 @@ def test_workers_share_ranks_on_each_store(store_kind, tmp_path):
 def test_a_worker_takes_any_rank_so_that_not_all_try_the_same_one(job, monkeypatch):
     monkeypatch.setattr("random.shuffle", list.reverse)
     assert Process(job).take() == 0
-    worker = Process(job)
-    worker.claims._is_worker = True
-    assert worker.take() == RANKS - 1
+    assert Process(job, is_worker=True).take() == RANKS - 1
 
 
 def test_progress_begins_the_count_anew(job):
@@ -239,8 +237,7 @@ def test_progress_begins_the_count_anew(job):
 def test_what_one_launch_gave_up_the_workers_of_the_next_one_try_again(job, monkeypatch):
     for launch in ("first", "second"):
         monkeypatch.setenv(LAUNCH, launch)
-        process = Process(job)
-        process.claims._is_worker = True
+        process = Process(job, is_worker=True)
         for _ in range(ATTEMPTS):
             assert process.take_rank(0)
             process.claims.failed(0, launch, for_good=False)

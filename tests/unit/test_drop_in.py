@@ -8,10 +8,8 @@ import json
 
 import pytest
 from datatrove.pipeline.inference import run_inference as theirs
-from datatrove.pipeline.inference.servers import dummy_server
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.inference.servers.dummy import TEXT
 from tests.jobs import ask, documents, writer
 
 
@@ -26,10 +24,6 @@ def fields(config):
 def test_the_config_has_datatroves_fields_first_in_its_order_and_with_its_defaults():
     expected = dict(fields(theirs.InferenceConfig)) | {"max_concurrent_generations": "auto"}
     assert fields(InferenceConfig)[: len(expected)] == list(expected.items())
-
-
-def test_the_canned_answer_is_the_one_of_datatrove():
-    assert TEXT in inspect.getsource(dummy_server)
 
 
 def test_values_that_datatrove_derives_are_the_same():

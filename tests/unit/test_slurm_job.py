@@ -6,31 +6,23 @@ import re
 import pytest
 
 from datatrove_ckpt.process.slurm_job import job_id, job_id_in_environment, requeue_if_preempted
+from tests.slurm_array import enter
 
-PREEMPTED = "JobId=17 ArrayJobId=17 ArrayTaskId=3 JobState=RUNNING Reason=None PreemptTime=2026-11-20T07:26:38"
+PREEMPTED = "JobId=17 ArrayJobId=17 ArrayTaskId=0 JobState=RUNNING Reason=None PreemptTime=2026-11-20T07:26:38"
 
 
 @pytest.fixture
 def asked(tmp_path, monkeypatch):
     """The commands that scontrol gets in a task of an array. It answers with the file "record"."""
-    script = tmp_path / "scontrol"
-    script.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\ncat {tmp_path}/record\n')
-    script.chmod(0o755)
+    enter(tmp_path, monkeypatch, f"cat {tmp_path}/record", os.environ["PATH"])
     (tmp_path / "record").write_text(PREEMPTED)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    for name, value in (
-        ("JOB_ID", "17"),
-        ("ARRAY_JOB_ID", "17"),
-        ("ARRAY_TASK_ID", "3"),
-        ("PROCID", "0"),
-    ):
-        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("SLURM_PROCID", "0")
     return tmp_path / "asked"
 
 
 def test_a_task_that_is_preempted_with_a_grace_time_is_requeued_and_it_alone(asked):
     requeue_if_preempted()
-    assert asked.read_text().splitlines() == ["--oneliner show job 17_3", "requeue 17_3"]
+    assert asked.read_text().splitlines() == ["--oneliner show job 17_0", "requeue 17_0"]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +38,7 @@ def test_a_task_that_is_preempted_with_a_grace_time_is_requeued_and_it_alone(ask
 def test_no_other_task_is_requeued_least_of_all_a_cancelled_one(asked, record):
     (asked.parent / "record").write_text(record)
     requeue_if_preempted()
-    assert asked.read_text().splitlines() == ["--oneliner show job 17_3"]
+    assert asked.read_text().splitlines() == ["--oneliner show job 17_0"]
 
 
 def test_one_task_of_a_step_asks_for_all_and_a_slurm_that_does_not_answer_is_a_warning(
@@ -58,7 +50,7 @@ def test_one_task_of_a_step_asks_for_all_and_a_slurm_that_does_not_answer_is_a_w
     monkeypatch.setenv("SLURM_PROCID", "0")
     (asked.parent / "record").unlink()
     requeue_if_preempted()
-    assert re.search(r"Job 17_3 could not be requeued: .*record.*No such file", log[-1])
+    assert re.search(r"Job 17_0 could not be requeued: .*record.*No such file", log[-1])
 
 
 def test_a_job_is_named_as_slurms_commands_need_it(monkeypatch):

@@ -363,7 +363,10 @@ def test_a_signal_that_another_thread_gets_is_noticed_at_once(tmp_path):
     assert was_noticed == [True]
 
 
-def test_a_task_that_ignores_everything_is_killed_after_the_second_signal(tmp_path, monkeypatch):
+@pytest.mark.parametrize("seconds, signals", [(600.0, 2), (0.3, 1)])
+def test_a_task_that_ignores_everything_is_killed_after_the_second_signal_or_in_the_end(
+    tmp_path, monkeypatch, seconds, signals
+):
     monkeypatch.setattr(module, "SAME_EVENT", 0.0)
     monkeypatch.setattr(module, "_AFTER_SECOND_SIGNAL", 0.3)
 
@@ -374,14 +377,13 @@ def test_a_task_that_ignores_everything_is_killed_after_the_second_signal(tmp_pa
         while True:
             signal.pause()
 
-    workers = group(run)
-    thread = in_thread(
-        lambda: until_there(tmp_path / "started"),
+    workers = group(run, stop_seconds=seconds)
+    steps = [
         lambda: os.kill(os.getpid(), signal.SIGTERM),
         # Two that wait together are one to Python.
         lambda: until(lambda: workers.signal),
-        lambda: os.kill(os.getpid(), signal.SIGTERM),
-    )
+    ]
+    thread = in_thread(lambda: until_there(tmp_path / "started"), *steps * signals)
     with workers:
         list(workers.run([0]))
     thread.join()
@@ -471,21 +473,6 @@ def test_no_worker_outlives_its_parent(tmp_path):
     for handle in handles:
         assert select.select([handle], [], [], 120)[0]
         os.close(handle)
-
-
-@pytest.mark.slow
-def test_a_worker_that_does_not_stop_is_killed_in_the_end(tmp_path):
-    def run(slot, task):
-        (tmp_path / "started").touch()
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    thread = in_thread(
-        lambda: until_there(tmp_path / "started"), lambda: os.kill(os.getpid(), signal.SIGTERM)
-    )
-    with group(run, 1, stop_seconds=0.3) as workers:
-        list(workers.run([0]))
-    thread.join()
-    assert workers.signal == signal.SIGTERM
 
 
 def environment(slot, task):

@@ -53,7 +53,6 @@ from datatrove_ckpt.readers.positions import (
     ReaderStart,
     Row,
     RowBlock,
-    ShardKey,
     State,
     start_reader,
 )
@@ -372,7 +371,9 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         inputs.tasks = tasks
         return inputs
 
-    def _documents(self, inputs: Inputs, start: ReaderStart, shard: ShardKey) -> Iterator[Document]:
+    def _documents(
+        self, inputs: Inputs, start: ReaderStart, shard: list[int]
+    ) -> Iterator[Document]:
         state = self._checked_state(start.state, shard)
         digest = Digest()
         documents = before = 0
@@ -465,7 +466,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             "options": self._options(),
         }
 
-    def _checked_state(self, state: State | None, shard: ShardKey) -> State | None:
+    def _checked_state(self, state: State | None, shard: list[int]) -> State | None:
         """Returns the state, or None if it is the state before the first document.
 
         Raises:
@@ -510,7 +511,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         index: int,
         first: int,
         start: ReaderStart,
-        shard: ShardKey,
+        shard: list[int],
         digest: Digest,
     ) -> State:
         """Makes the part of a state that all documents of one file share.

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Protocol
 
 from datatrove_ckpt.common.work_counts import InputPosition
@@ -52,11 +51,6 @@ class FileExtent:
     starts: list[float] = field(default_factory=list)
     lengths: dict[int, int] = field(default_factory=dict)
     end: int | None = None
-
-    def set_groups(self, rows: list[int]) -> None:
-        total = max(1, sum(rows))
-        self.starts = [before / total for before in accumulate(rows, initial=0)]
-        self.lengths = dict(enumerate(rows))
 
     def reached(self, place: tuple[int, ...]) -> float:
         if not place:

@@ -26,7 +26,7 @@ from datatrove_ckpt.checkpoint.layout import is_input
 from datatrove_ckpt.common import JsonObject, retrying
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.readers.input_errors import is_on_hub, naming_hub_input
-from datatrove_ckpt.readers.positions import ALL_ROWS, RowShard, State, in_pipeline
+from datatrove_ckpt.readers.positions import ALL_ROWS, State, in_pipeline
 from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord
 from datatrove_ckpt.readers.step_records import plain_settings
 
@@ -65,7 +65,7 @@ class Inputs:
     Information on a file (``infos``) is looked up once, when needed.
     """
 
-    row_shard: RowShard = ALL_ROWS
+    row_shard = ALL_ROWS
     """(index, count): the reader's rank reads every ``count``-th row of these files, from ``index``
     on.
     """

@@ -134,7 +134,7 @@ def _first_table_row(reader: BaseDiskReader, name: str) -> JsonObject | None:
     if isinstance(reader, ParquetReader):
         file = ParquetBlocks(reader.data_folder, name)
     else:
-        file = ArrowBlocks(reader.data_folder, name, reader.stream)
+        file = ArrowBlocks(reader.data_folder, name)
     with closing(file):
         for block in file.blocks((), FileExtent(), most=1):
             for row, _, _, _ in block.rows:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from datatrove.io import DataFolder
 
@@ -89,7 +90,10 @@ class ParquetBlocks(TableFile):
             self._file = pq.ParquetFile(
                 self._source, metadata=self._file.metadata, pre_buffer=False
             )
-        extent.set_groups([group.rows for group in self._groups])
+        lengths = [group.rows for group in self._groups]
+        total = max(1, sum(lengths))
+        extent.starts = [before / total for before in accumulate(lengths, initial=0)]
+        extent.lengths = dict(enumerate(lengths))
         self.expected = range(len(self._groups))
         for number in self.expected[first:]:
             yield number, self._groups[number].rows, self._groups[number].bytes

@@ -19,7 +19,6 @@ from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.extent import FileExtent
 
 _FILE_MARK = b"ARROW1"
-_MOST_PADDING = 2**8  # of the mark: 2 bytes in most files with a footer, 58 in those of Rust
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
@@ -86,7 +85,8 @@ class ArrowBlocks(TableFile):
         start = number = 0
         if not self._is_stream:
             self._source.seek(len(_FILE_MARK))
-            padded = self._source.read(_MOST_PADDING)
+            # The mark is padded by 2 bytes in most files with a footer, by 58 in those of Rust.
+            padded = self._source.read(2**8)
             start = (len(_FILE_MARK) + len(padded) - len(padded.lstrip(b"\0"))) // 8 * 8
         while self._is_stream or number < self._reader.num_record_batches:
             self._source.seek(start)

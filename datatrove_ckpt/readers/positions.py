@@ -242,9 +242,6 @@ _thread = _ThreadReadings()
 Row = dict[str, Any]
 """A row of the input, as JSON or Arrow gives it: values of any type."""
 
-Adapter = Callable[..., Row]
-"""datatrove's adapter: (reader, row, path, id_in_file) -> the fields of a document."""
-
 
 class BadRow(NamedTuple):
     """Why a line or row cannot be read. ``begin``: of its text."""

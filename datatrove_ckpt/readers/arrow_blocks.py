@@ -19,14 +19,13 @@ from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.extent import FileExtent
 
 _FILE_MARK = b"ARROW1"
-_MOST_PADDING = 2**8  # of the mark: 2 bytes in most files with a footer, 58 in those of Rust
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class ArrowBlocks(TableFile):
-    """One Arrow file or stream. ``stream``: see ``is_stream``."""
+    """One Arrow file or stream."""
 
-    def __init__(self, folder: DataFolder, name: str, stream: bool) -> None:
+    def __init__(self, folder: DataFolder, name: str) -> None:
         self.name = name
         self._is_local = folder.is_local()
         self._readers: dict[tuple[str, ...], pa.RecordBatchFileReader] = {}
@@ -37,7 +36,7 @@ class ArrowBlocks(TableFile):
             else:
                 self._source = opened(folder, name)
             try:
-                self._is_stream = is_stream(self._source, name, stream)
+                self._is_stream = is_stream(self._source, name)
                 open_table = pa.ipc.open_stream if self._is_stream else pa.ipc.open_file
                 self._reader = open_table(self._source)
             except BaseException:
@@ -86,7 +85,8 @@ class ArrowBlocks(TableFile):
         start = number = 0
         if not self._is_stream:
             self._source.seek(len(_FILE_MARK))
-            padded = self._source.read(_MOST_PADDING)
+            # The mark is padded by 2 bytes in most files with a footer, by 58 in those of Rust.
+            padded = self._source.read(2**8)
             start = (len(_FILE_MARK) + len(padded) - len(padded.lstrip(b"\0"))) // 8 * 8
         while self._is_stream or number < self._reader.num_record_batches:
             self._source.seek(start)
@@ -145,20 +145,16 @@ class ArrowBlocks(TableFile):
         return self._readers[columns].get_batch(number)
 
 
-def is_stream(file: IO[bytes], name: str, stream: bool) -> bool:
+def is_stream(file: IO[bytes], name: str) -> bool:
     """Returns whether an opened file is an Arrow stream, as ``datasets`` writes it, and no file
     with a footer.
-
-    Args:
-        stream: the reader's argument. It decides for the streams of old releases of Arrow, which
-            have no mark.
 
     Raises:
         InputError: the file is neither.
     """
     begin = file.read(len(_FILE_MARK))
     file.seek(0)
-    if begin[:4] == b"\xff\xff\xff\xff" or (stream and begin != _FILE_MARK):
+    if begin[:4] == b"\xff\xff\xff\xff":
         return True
     if begin and not _FILE_MARK.startswith(begin):
         raise InputError(

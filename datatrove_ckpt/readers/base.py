@@ -53,7 +53,6 @@ from datatrove_ckpt.readers.positions import (
     ReaderStart,
     Row,
     RowBlock,
-    ShardKey,
     State,
     start_reader,
 )
@@ -113,7 +112,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     )
     """The options that decide which documents come before a position. A state keeps them."""
 
-    _empty_warning: bool
     _next_state: State | None = None
     _start_state: State | None = None
     _position: Position | None = None
@@ -231,12 +229,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             if isinstance(metadata.get("text"), str | None):
                 fields["text"] = metadata.pop("text", None) or ""
         elif not fields.get("text"):
-            if not self._empty_warning:
-                self._empty_warning = True
-                logger.warning(
-                    "Found document without text, skipping. Is your `text_key` "
-                    f"({self.text_key!r}) correct? Available keys: {list(data)}"
-                )
             return None
         # datatrove's Document and its statistics accept no such text.
         if not hasattr(fields["text"], "__len__") or isinstance(fields["text"], bytes):
@@ -372,7 +364,9 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         inputs.tasks = tasks
         return inputs
 
-    def _documents(self, inputs: Inputs, start: ReaderStart, shard: ShardKey) -> Iterator[Document]:
+    def _documents(
+        self, inputs: Inputs, start: ReaderStart, shard: list[int]
+    ) -> Iterator[Document]:
         state = self._checked_state(start.state, shard)
         digest = Digest()
         documents = before = 0
@@ -465,7 +459,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             "options": self._options(),
         }
 
-    def _checked_state(self, state: State | None, shard: ShardKey) -> State | None:
+    def _checked_state(self, state: State | None, shard: list[int]) -> State | None:
         """Returns the state, or None if it is the state before the first document.
 
         Raises:
@@ -510,7 +504,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         index: int,
         first: int,
         start: ReaderStart,
-        shard: ShardKey,
+        shard: list[int],
         digest: Digest,
     ) -> State:
         """Makes the part of a state that all documents of one file share.

@@ -42,11 +42,6 @@ from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
 MAX_ROWS = 2**16
 MAX_BYTES = 2**24
 
-_SAMPLED_ROWS = 64
-_SAMPLED_BYTES = 2**22
-_OPEN_FILES = 32
-_THREADS = 16
-
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -161,7 +156,7 @@ class BlockInput:
         return self.__dict__ | {"_opened": OrderedDict()}
 
     def _index_files(self) -> list[FileIndex]:
-        with ThreadPoolExecutor(_THREADS) as threads:
+        with ThreadPoolExecutor(16) as threads:
             numbers = range(len(self.names))
             # The footers of Parquet files have the rows.
             if isinstance(self._reader, ParquetReader) and self._reader.data_folder.is_local():
@@ -206,9 +201,9 @@ class BlockInput:
         for number in {full[0], full[len(full) // 2], full[-1]}:
             group = next(group for group in self._index[number].groups if group.rows)
             in_file = max(1, group.bytes)
-            sampled = max(1, _SAMPLED_BYTES * group.rows // in_file)
+            sampled = max(1, 2**22 * group.rows // in_file)
             with closing(self._open(number)) as file:
-                rows = file.read(0, min(group.rows, _SAMPLED_ROWS, sampled))
+                rows = file.read(0, min(group.rows, 64, sampled))
             size = max(size, -(-4 * _decoded(rows).nbytes * group.rows // (in_file * len(rows))))
         return size
 
@@ -218,7 +213,7 @@ class BlockInput:
             self._process = os.getpid()
         file = self._opened.pop(number, None) or self._open(number)
         self._opened[number] = file
-        if len(self._opened) > _OPEN_FILES:
+        if len(self._opened) > 32:
             self._opened.popitem(last=False)[1].close()
         return file
 

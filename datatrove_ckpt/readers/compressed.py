@@ -22,9 +22,6 @@ from fsspec.utils import infer_compression
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.input_errors import naming_hub_input
 
-# Compressed bytes per call: a block of 4 bytes may become 128 kB.
-_ZSTD_BYTES = 2**14
-_LONGEST_WINDOW = 2**31  # bytes, as `zstd --long=31` writes
 # Without the library, fsspec would read such a file as text.
 _CODECS_BY_SUFFIX = {".zst": "zstd", ".lz4": "lz4"}
 _PACKAGES = {"zstd": "'datatrove-ckpt[zstd]'", "lz4": "lz4", "snappy": "python-snappy"}
@@ -129,7 +126,8 @@ class _ZstdFile(io.RawIOBase):
         import zstandard
 
         self._file = file
-        self._new_frame = zstandard.ZstdDecompressor(max_window_size=_LONGEST_WINDOW).decompressobj
+        # As `zstd --long=31` writes.
+        self._new_frame = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj
         self._frame = self._new_frame()
         self._started = False
         self._waiting = memoryview(b"")
@@ -153,7 +151,7 @@ class _ZstdFile(io.RawIOBase):
             data = self._frame.unused_data
             self._frame = self._new_frame()
             self._started = False
-        data = data or self._file.read(_ZSTD_BYTES)
+        data = data or self._file.read(2**14)  # a block of 4 bytes may become 128 kB
         if not data:
             if self._started:
                 raise EOFError("the last zstd frame is incomplete")

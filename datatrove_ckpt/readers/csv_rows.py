@@ -18,7 +18,7 @@ from xxhash import xxh3_64
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import open_content
-from datatrove_ckpt.readers.declared_types import declared_types
+from datatrove_ckpt.readers.declared_types import DeclaredTypes
 from datatrove_ckpt.readers.input_errors import refuse_equal_names
 from datatrove_ckpt.readers.inputs import misfit, refuse_pointer
 from datatrove_ckpt.readers.positions import (
@@ -29,9 +29,6 @@ from datatrove_ckpt.readers.positions import (
     Row,
     RowBlock,
 )
-
-_BLOCK_ROWS = 1000
-_QUOTES = "Close each quote, double those within a cell"
 
 
 class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, unused-ignore]
@@ -68,7 +65,7 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
         **options: Any,
     ) -> None:
         super().__init__(data_folder, *arguments, **options)
-        self.types = declared_types(types)
+        self.types = DeclaredTypes(types) if types else None
         self.delimiter = delimiter.replace("\\t", "\t")
         if len(self.delimiter) != 1 or self.delimiter in '"\r\n':
             raise ConfigError(f"delimiter: {delimiter!r} is not one character, such as ';'.")
@@ -76,8 +73,7 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
     def blocks(self, name: str, file_position: FilePosition) -> Iterator[RowBlock]:
         rows = self._read_rows(name, file_position)
         for first in rows:
-            following = islice(rows, _BLOCK_ROWS - 1)
-            yield RowBlock("the row that begins in line {}", chain([first], following))
+            yield RowBlock("the row that begins in line {}", chain([first], islice(rows, 999)))
 
     def _read_rows(self, name: str, file_position: FilePosition) -> Iterator[ReadRow]:
         done, kept_hash = file_position or (0, 0)
@@ -160,6 +156,6 @@ def _rows(lines: Iterable[str], file: str, delimiter: str) -> Iterator[tuple[int
 
 def _odd_row(file: str, problem: str, line: int) -> InputError:
     return InputError(
-        f"The input file {file!r} has {problem} in the row that begins in line {line}. {_QUOTES}, "
-        "and run the same command again."
+        f"The input file {file!r} has {problem} in the row that begins in line {line}. Close each "
+        "quote, double those within a cell, and run the same command again."
     )

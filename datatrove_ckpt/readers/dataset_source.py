@@ -26,8 +26,6 @@ from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.input_errors import explain_hub_error
 from datatrove_ckpt.readers.inputs import Inputs, fingerprint
 
-AnyDataset = Any
-"""A ``Dataset`` or ``IterableDataset``, which have no types."""
 _HUB_FILE = re.compile(r"hf://datasets/(?P<repository>[^@]+)@(?P<commit>[^/]+)/(?P<path>.+)")
 _SAMPLED_ROWS = 32
 
@@ -57,12 +55,15 @@ class DatasetInputs(Inputs):
     def __init__(
         self,
         folder: DatasetFiles,
-        dataset: AnyDataset,
+        dataset: Any,
         files: Sequence[str] | None,
         token: str | bool | None,
         commit: str | None,
     ) -> None:
-        """``files``: a stream's files; None: the dataset is map-style."""
+        """Args:
+        dataset: a ``Dataset`` or ``IterableDataset``, which have no types.
+        files: a stream's files; None: the dataset is map-style.
+        """
         self.dataset = dataset
         self.token = token
         self.commit = commit

@@ -81,7 +81,3 @@ def _is_equal(given: Decimal, found: float) -> bool:
         return True
     is_fraction = given.is_finite() and given != given.to_integral_value()
     return is_fraction and exact.is_finite() and bool(exact)
-
-
-def declared_types(names: dict[str, str] | None) -> DeclaredTypes | None:
-    return DeclaredTypes(names) if names else None

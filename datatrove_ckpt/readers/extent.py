@@ -9,7 +9,6 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Protocol
 
 from datatrove_ckpt.common.work_counts import InputPosition
@@ -18,9 +17,6 @@ from datatrove_ckpt.common.work_counts import InputPosition
 # _MEASURED, a sample is measured, because the hub limits requests.
 _AT_ONCE = 64
 _MEASURED = 1000
-_MEASURED_REMOTE = 50
-# With fewer files, whole files are too coarse.
-_FINE = 20
 
 
 class MeasuredInputs(Protocol):
@@ -52,11 +48,6 @@ class FileExtent:
     starts: list[float] = field(default_factory=list)
     lengths: dict[int, int] = field(default_factory=dict)
     end: int | None = None
-
-    def set_groups(self, rows: list[int]) -> None:
-        total = max(1, sum(rows))
-        self.starts = [before / total for before in accumulate(rows, initial=0)]
-        self.lengths = dict(enumerate(rows))
 
     def reached(self, place: tuple[int, ...]) -> float:
         if not place:
@@ -107,7 +98,7 @@ class InputExtent:
         # The reader raises a better error when it comes to the file.
         with suppress(Exception):
             count = len(self.inputs.names)
-            most = _MEASURED if self._is_near else _MEASURED_REMOTE
+            most = _MEASURED if self._is_near else 50
             chosen = range(0, count, max(1, -(-count // most)))
             sizes = [self.inputs.size_for_people(index) for index in chosen]
             if not count or any(sizes):
@@ -118,7 +109,7 @@ class InputExtent:
         done = file.reached(place)
         coarse = file.per is None and not file.starts
         total = self.total
-        if coarse and len(self.inputs.names) < _FINE:
+        if coarse and len(self.inputs.names) < 20:
             total = None
         if self._limit > 0 and documents / self._limit >= done / (total or math.inf):
             return InputPosition(min(documents, self._limit), self._limit, "rows")

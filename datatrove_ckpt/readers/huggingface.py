@@ -8,7 +8,7 @@ within a batch.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
@@ -25,7 +25,6 @@ from datatrove_ckpt.errors import CkptError, ConfigError, InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.dataset_source import (
-    AnyDataset,
     DatasetFiles,
     DatasetInputs,
     commit_of,
@@ -35,7 +34,6 @@ from datatrove_ckpt.readers.input_errors import explain_hub_error, one_line
 from datatrove_ckpt.readers.inputs import Inputs, shorten
 from datatrove_ckpt.readers.no_document import NoDocument
 from datatrove_ckpt.readers.positions import (
-    Adapter,
     FilePosition,
     FileRead,
     Row,
@@ -46,7 +44,6 @@ from datatrove_ckpt.readers.positions import (
 from datatrove_ckpt.readers.revisions import is_commit
 from datatrove_ckpt.readers.step_records import plain_settings
 
-_SHUFFLE_SEED = 42  # datatrove's
 # Arguments of load_dataset that choose the rows; the others choose how to store them.
 _CHOOSING = ("name", "split", "data_dir", "data_files", "revision", "columns", "filters")
 _FILES = ("data_dir", "data_files")
@@ -89,7 +86,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         skip: int = 0,
         batch_size: int = 1000,
         doc_progress: bool = False,
-        adapter: Adapter | None = None,
+        adapter: Callable[..., Row] | None = None,
         text_key: str | None = "text",
         id_key: str = "id",
         default_metadata: Row | None = None,
@@ -238,7 +235,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
             )
         self._check_columns(dataset)
         if self.shuffle_files:
-            dataset = dataset.shuffle(seed=_SHUFFLE_SEED)
+            dataset = dataset.shuffle(seed=42)  # datatrove's
         inputs = DatasetInputs(self.data_folder, dataset, names, token, commit)
         if not inputs.urls:
             raise InputError(
@@ -248,10 +245,8 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         inputs.commit = commit or next(filter(is_commit, map(commit_of, inputs.urls)), None)
         return inputs
 
-    def _load(
-        self, commit: str | None
-    ) -> tuple[AnyDataset | dict[str, AnyDataset], list[str] | None]:
-        """Returns the dataset, and the files of a stream."""
+    def _load(self, commit: str | None) -> tuple[Any, list[str] | None]:
+        """Returns the dataset, or one for each split, and the files of a stream."""
         from datasets import load_dataset, load_dataset_builder, load_from_disk
 
         if self.load_from_disk:
@@ -315,7 +310,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
             return None
         return name
 
-    def _check_columns(self, dataset: AnyDataset) -> None:
+    def _check_columns(self, dataset: Any) -> None:
         columns = dataset.column_names
         if columns is None or not self.has_default_adapter() or self.text_key in (None, *columns):
             return

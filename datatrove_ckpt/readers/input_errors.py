@@ -8,8 +8,6 @@ from datatrove.io import DataFolder
 from datatrove_ckpt.common.retrying import http_status, hub_refusal, library_line
 from datatrove_ckpt.errors import CkptError, InputError
 
-_OF_THE_CLIENT = ("huggingface_hub", "httpx")
-_OF_S3 = ("botocore", "aiobotocore")
 _MISSING = (FileNotFoundError, PermissionError)
 
 
@@ -67,14 +65,15 @@ def naming_hub_input(folder: DataFolder, name: str = "", missing: bool = True) -
             and "s3" in getattr(folder.fs, "protocol", ())
         )
         if is_denied or (
-            type(error).__module__.startswith(_OF_S3) and not isinstance(error, OSError)
+            type(error).__module__.startswith(("botocore", "aiobotocore"))
+            and not isinstance(error, OSError)
         ):
             raise InputError(
                 f"{_described(folder, name)} cannot be read: {library_line(error)}. Check the "
                 "credentials (AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY), the "
                 "endpoint and the network."
             ) from error
-        of_the_client = type(error).__module__.startswith(_OF_THE_CLIENT)
+        of_the_client = type(error).__module__.startswith(("huggingface_hub", "httpx"))
         if not is_on_hub(folder) or not (
             of_the_client or (missing and isinstance(error, _MISSING))
         ):

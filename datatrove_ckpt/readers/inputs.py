@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from glob import has_magic
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import unquote
 
 import orjson
@@ -26,7 +26,7 @@ from datatrove_ckpt.checkpoint.layout import is_input
 from datatrove_ckpt.common import JsonObject, retrying
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.readers.input_errors import is_on_hub, naming_hub_input
-from datatrove_ckpt.readers.positions import ALL_ROWS, RowShard, State, in_pipeline
+from datatrove_ckpt.readers.positions import ALL_ROWS, State, in_pipeline
 from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord
 from datatrove_ckpt.readers.step_records import plain_settings
 
@@ -43,9 +43,6 @@ _TAGS = (
     "generation",
     "xet_hash",
 )
-
-
-_Result = TypeVar("_Result")
 
 
 def misfit(problem: str, advice: str = "Restore it") -> CheckpointMismatch:
@@ -65,7 +62,7 @@ class Inputs:
     Information on a file (``infos``) is looked up once, when needed.
     """
 
-    row_shard: RowShard = ALL_ROWS
+    row_shard = ALL_ROWS
     """(index, count): the reader's rank reads every ``count``-th row of these files, from ``index``
     on.
     """
@@ -124,9 +121,9 @@ class Inputs:
             if known:
                 return str(known)
         size = self.size(index)
-        return self._remote(fingerprint, self.folder, self.names[index], size)
+        return str(self._remote(fingerprint, self.folder, self.names[index], size))
 
-    def _remote(self, call: Callable[..., _Result], *arguments: object) -> _Result:
+    def _remote(self, call: Callable[..., Any], *arguments: object) -> Any:
         with naming_hub_input(self.folder, missing=False):
             return retrying.READING.run(partial(call, *arguments), self.folder.path)
 
@@ -246,9 +243,6 @@ def metadata_hash(metadata: JsonObject | None) -> str:
 
 MISSING = -1
 """The size of a file that a list names and that does not exist."""
-_THREADS = 16
-_POINTER_BYTES = 1024  # Git LFS takes no longer file for a pointer
-_NULL_FOLDER = "__HIVE_DEFAULT_PARTITION__"
 _OPTIONS = ("text_key", "id_key", "limit", "skip")
 
 
@@ -268,7 +262,10 @@ def path_columns(name: str) -> dict[str, str | None]:
     """Returns the columns that a file's folders name, as ``lang=en/year=2026/``, as text."""
     pairs = (folder.split("=", 1) for folder in name.split("/")[:-1] if "=" in folder)
     columns = {unquote(key): unquote(value) for key, value in pairs}
-    return {key: None if value == _NULL_FOLDER else value for key, value in columns.items()}
+    return {
+        key: None if value == "__HIVE_DEFAULT_PARTITION__" else value
+        for key, value in columns.items()
+    }
 
 
 def record_reader(
@@ -279,7 +276,7 @@ def record_reader(
 
 def sample_files(inputs: Inputs, indices: Sequence[int]) -> list[FileRecord]:
     """Records the files with the sizes that ``inputs`` knows, and with new samples."""
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="datatrove-ckpt sample") as threads:
+    with ThreadPoolExecutor(16, thread_name_prefix="datatrove-ckpt sample") as threads:
         return list(threads.map(partial(_record, inputs), indices))
 
 
@@ -344,7 +341,7 @@ def refuse_pointer(begin: bytes, name: str) -> None:
 def refuse_pointers(inputs: Inputs) -> None:
     """Raises InputError if one of the first files of a local folder is a pointer of Git LFS."""
     for index, name in enumerate(inputs.names[:10_000]):
-        if 0 < inputs.size(index) <= _POINTER_BYTES:
+        if 0 < inputs.size(index) <= 1024:  # Git LFS takes no longer file for a pointer
             refuse_pointer(inputs.folder.cat_file(name), name)
 
 

@@ -33,7 +33,7 @@ from datatrove_ckpt.errors import DocumentNotSerializable, InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.block_file import BlockFile, FileIndex, Group, changed
 from datatrove_ckpt.readers.compressed import Content, codec_of, naming_damage, open_content
-from datatrove_ckpt.readers.declared_types import declared_types
+from datatrove_ckpt.readers.declared_types import DeclaredTypes
 from datatrove_ckpt.readers.extent import FileExtent
 from datatrove_ckpt.readers.inputs import misfit, refuse_pointer
 from datatrove_ckpt.readers.no_document import MAX_LINE_BYTES, read_line, refuse_array
@@ -50,8 +50,6 @@ PART_BYTES = 2**20
 """The size of a part, up to the rest of its last line. Counts depend on it."""
 _SKIP_BYTES = 2**20
 _HEAD = 2**16
-_WITH_HEAD = 1
-_SHOWN = 60
 
 
 class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[misc, unused-ignore]
@@ -83,7 +81,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         **options: Any,
     ) -> None:
         super().__init__(data_folder, *arguments, **options)
-        self.types = declared_types(types)
+        self.types = DeclaredTypes(types) if types else None
         self.stop_on_bad_line = stop_on_bad_line
         if stop_on_bad_line is False:
             logger.warning("stop_on_bad_line: false is deprecated. Write max_skipped: null.")
@@ -106,7 +104,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             refuse_pointer(line, name)
             if _opens_array(line.strip()):  # else all but the last element would be damaged lines
                 refuse_array(self, name)
-            return BadRow(error, line[:_SHOWN].decode(errors="replace").rstrip())
+            return BadRow(error, line[:60].decode(errors="replace").rstrip())
         if not isinstance(data, dict):
             if _holds_objects(data):  # else a whole file would be one damaged line
                 refuse_array(self, name)
@@ -261,7 +259,7 @@ class LineBlocks(BlockFile):
                 head_hash = head.intdigest()
             row = parse_row(line, name)
             if row is not None:
-                after = (offset, number, start, xxh3_64_intdigest(line, head_hash), _WITH_HEAD)
+                after = (offset, number, start, xxh3_64_intdigest(line, head_hash), 1)
                 yield row, number - 1, after, number
 
     def check(self, file_position: FilePosition) -> None:

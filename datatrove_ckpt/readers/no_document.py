@@ -27,7 +27,6 @@ A compressed file of zeros is one line, a thousand times as large.
 """
 # Python's own limit, for the whole process, is 128 kB.
 csv.field_size_limit(MAX_LINE_BYTES)
-_BLOCK = 2**16
 _ARRAY_ADVICE = "Write one object per line (jq -c '.[]' FILE), or move the file out of the folder."
 _RUN_AGAIN = "Correct that, and run the same command again."
 
@@ -73,10 +72,19 @@ def explain(reader: BaseDiskReader, name: str, damaged: bool = False) -> str:
     texts.
     """
     if isinstance(reader, IpcReader | ParquetReader):
-        return _explain_row(reader, name, _first_table_row(reader, name), damaged)
+        file: TableFile
+        if isinstance(reader, ParquetReader):
+            file = ParquetBlocks(reader.data_folder, name)
+        else:
+            file = ArrowBlocks(reader.data_folder, name)
+        with closing(file):
+            for block in file.blocks((), FileExtent(), most=1):
+                for row, _, _, _ in block.rows:
+                    return _explain_row(reader, name, cast("JsonObject", row), damaged)
+        return ""
     compression = getattr(reader, "compression", "infer")
-    with open_content(reader.data_folder, name, compression) as file:
-        return _explain_text(file, reader, name, damaged)
+    with open_content(reader.data_folder, name, compression) as content:
+        return _explain_text(content, reader, name, damaged)
 
 
 def _explain_row(reader: BaseDiskReader, name: str, row: JsonObject | None, damaged: bool) -> str:
@@ -111,7 +119,7 @@ def _explain_text(file: IO[bytes], reader: BaseDiskReader, name: str, damaged: b
     if isinstance(reader, CSVReader):
         lines = codecs.iterdecode(file, "utf-8-sig", "replace")
         return _explain_row(reader, name, next(csv.DictReader(lines), None), damaged)
-    while line := read_line(file, _BLOCK):
+    while line := read_line(file, 2**16):
         line = line.removeprefix(codecs.BOM_UTF8)
         if line.strip():
             break
@@ -127,16 +135,3 @@ def _explain_text(file: IO[bytes], reader: BaseDiskReader, name: str, damaged: b
     if text.startswith("["):
         advice = f"It seems to be a JSON array. {_ARRAY_ADVICE}"
     return text and f"It begins with {text[:60]!r}. {advice}"
-
-
-def _first_table_row(reader: BaseDiskReader, name: str) -> JsonObject | None:
-    file: TableFile
-    if isinstance(reader, ParquetReader):
-        file = ParquetBlocks(reader.data_folder, name)
-    else:
-        file = ArrowBlocks(reader.data_folder, name, reader.stream)
-    with closing(file):
-        for block in file.blocks((), FileExtent(), most=1):
-            for row, _, _, _ in block.rows:
-                return cast("JsonObject", row)
-    return None

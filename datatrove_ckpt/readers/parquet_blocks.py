@@ -19,9 +19,6 @@ from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.extent import FileExtent
 
 _BUFFER_BYTES = 2**20
-# The largest batch. Rows keep all of it in memory.
-_BATCH_ROWS = 2**14
-_BATCH_BYTES = 2**21
 
 
 @dataclass(eq=False)
@@ -89,7 +86,9 @@ class ParquetBlocks(TableFile):
             self._file = pq.ParquetFile(
                 self._source, metadata=self._file.metadata, pre_buffer=False
             )
-        extent.set_groups([group.rows for group in self._groups])
+        total = max(1, self._firsts[-1])
+        extent.starts = [first / total for first in self._firsts]
+        extent.lengths = {number: group.rows for number, group in enumerate(self._groups)}
         self.expected = range(len(self._groups))
         for number in self.expected[first:]:
             yield number, self._groups[number].rows, self._groups[number].bytes
@@ -120,9 +119,8 @@ class ParquetBlocks(TableFile):
 
     def _begin(self, group: int, columns: Sequence[str] | None) -> _GroupReading:
         sizes = self._groups[group]
-        rows = min(
-            _BATCH_ROWS, max(1, 4 * _BATCH_BYTES * sizes.rows // max(1, self.size * sizes.bytes))
-        )
+        # Rows keep all of a batch in memory.
+        rows = min(2**14, max(1, 2**23 * sizes.rows // max(1, self.size * sizes.bytes)))
         starts = {group: 0}
         end = sizes.rows
         for part in self.expected[bisect_right(self.expected, group) :]:

@@ -242,9 +242,6 @@ _thread = _ThreadReadings()
 Row = dict[str, Any]
 """A row of the input, as JSON or Arrow gives it: values of any type."""
 
-Adapter = Callable[..., Row]
-"""datatrove's adapter: (reader, row, path, id_in_file) -> the fields of a document."""
-
 
 class BadRow(NamedTuple):
     """Why a line or row cannot be read. ``begin``: of its text."""
@@ -274,10 +271,5 @@ class RowBlock(NamedTuple):
 FileRead = Iterator[tuple[Document | SkippedLines, FilePosition]]
 """The documents of one file, or why a line or row is none, each with the place right after it."""
 
-RowShard = tuple[int, int]
-"""(index, count): every ``count``-th line or row of a file, from ``index`` on."""
-
-ALL_ROWS: RowShard = (0, 1)
-
-ShardKey = list[int]
-"""The part of the input that a run reads, as its state names it: [rank, world_size]."""
+ALL_ROWS = (0, 1)
+"""Every first row of a file, from row 0 on."""

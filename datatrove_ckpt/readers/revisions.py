@@ -16,9 +16,6 @@ from xxhash import xxh3_64_hexdigest
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.errors import CheckpointCorrupt
 
-Resolve = Callable[[], str | None]
-"""Asks the hub for the commit; None: offline."""
-
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -30,9 +27,9 @@ def is_commit(revision: str | None) -> bool:
 class Revisions:
     _folder: Path
 
-    def commit(self, dataset: str, revision: str, resolve: Resolve) -> str | None:
+    def commit(self, dataset: str, revision: str, resolve: Callable[[], str | None]) -> str | None:
         """Returns the commit that this job reads as ``revision`` of the dataset. Asks the hub only
-        once per job.
+        once per job: ``resolve`` returns the commit, or None if the hub is offline.
 
         Raises:
             CheckpointCorrupt: the kept commit cannot be read.

@@ -23,8 +23,6 @@ STATELESS_PACKAGES = (
 )
 """Packages whose steps process one document at a time."""
 
-_NO_SETTINGS = {"name", "type", "stats"}
-
 
 @dataclass
 class StepRecord:
@@ -67,7 +65,11 @@ def _describe_listed(step: object, code_of: Callable[[object], dict[str, str]]) 
     package = cls.__module__.partition(".")[0]
     settings = {}
     if cls.__module__.startswith(STATELESS_PACKAGES):
-        own = {name: value for name, value in vars(step).items() if name not in _NO_SETTINGS}
+        own = {
+            name: value
+            for name, value in vars(step).items()
+            if name not in ("name", "type", "stats")
+        }
         settings = plain_settings(own)
     return StepRecord(f"{package}.{cls.__qualname__}", settings | code)
 

@@ -91,4 +91,4 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
     _order_options = (*SeekingReader._order_options, "stream")
 
     def open_file(self, name: str) -> ArrowBlocks:
-        return ArrowBlocks(self.data_folder, name, self.stream)
+        return ArrowBlocks(self.data_folder, name)

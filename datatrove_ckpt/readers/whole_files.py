@@ -22,7 +22,6 @@ from datatrove_ckpt.readers.compressed import open_content
 from datatrove_ckpt.readers.no_document import MAX_LINE_BYTES
 from datatrove_ckpt.readers.positions import FilePosition, Row, RowBlock
 
-_POINTS = 72  # in an inch, the unit of a PDF
 _PDF = b"%PDF-"
 _LOCK = threading.RLock()
 
@@ -130,7 +129,8 @@ class PageReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ig
             for number in range(first, pages):
                 with _pdfium(name), closing(pdf[number]) as page:
                     text = page.get_textpage().get_text_bounded()
-                    with closing(page.render(scale=self.dpi / _POINTS)) as bitmap:
+                    # A PDF's unit is a point, 72 in an inch.
+                    with closing(page.render(scale=self.dpi / 72)) as bitmap:
                         image = bitmap.to_pil()
                 png = io.BytesIO()
                 image.save(png, "PNG")

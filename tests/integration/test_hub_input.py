@@ -148,25 +148,15 @@ def _without_backoff(*arguments, **more):
 # what cannot be read: one line each, with what to do ---------------------------------------------
 
 LINES = b'{"id": "0", "text": "a"}\n{"id": "1", "text": "b"}\n'
-FILES = {ParquetReader: "part/0.parquet", JsonlReader: "part/0.jsonl"}
 
 
-def refused(reader):
+def refused(hub, place):
+    hub.put("org/input", {"part/0.jsonl": LINES})
     with pytest.raises(InputError) as caught:
-        list(reader.run())
+        list(JsonlReader(f"hf://datasets/{place}").run())
     assert "\n" not in str(caught.value)
     assert "hf_Fake" not in str(caught.value)
     return str(caught.value)
-
-
-@pytest.fixture(params=[ParquetReader, JsonlReader])
-def kind(request, hub):
-    """A reader for whose format there is a file of two documents in the repository."""
-    hub.put(
-        "org/input",
-        {FILES[request.param]: parquet(0, 2) if request.param is ParquetReader else LINES},
-    )
-    return request.param
 
 
 @pytest.mark.matrix(
@@ -183,18 +173,16 @@ def kind(request, hub):
         ("org/input@v2/part", "Correct the branch, tag or commit after the @ in the input's URL."),
     ],
 )
-def test_a_folder_that_is_not_there(kind, place, advice):
-    said = refused(kind(f"hf://datasets/{place}"))
+def test_a_folder_that_is_not_there(hub, place, advice):
+    said = refused(hub, place)
     assert f"'hf://datasets/{place}'" in said
     assert advice in said
 
 
 @pytest.mark.matrix
-def test_a_token_that_has_expired(kind, hub, monkeypatch):
+def test_a_token_that_has_expired(hub, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", hub.expired_token)
-    assert "log in (hf auth login, or export HF_TOKEN)" in refused(
-        kind("hf://datasets/org/input/part")
-    )
+    assert "log in (hf auth login, or export HF_TOKEN)" in refused(hub, "org/input/part")
 
 
 CARD = b"""---

@@ -20,6 +20,7 @@ from datatrove_ckpt.readers import (
 )
 from datatrove_ckpt.readers.blocks import BlockInput
 from tests.unit.tables import reader_of, write_table
+from tests.unit.test_readers import ODD_LINES
 
 ROWS = [
     {
@@ -40,23 +41,16 @@ def _small_blocks(monkeypatch):
     monkeypatch.setattr(jsonl, "_SKIP_BYTES", 300)
 
 
-def _tables():
-    schema, first = pa.Table.from_pylist(ROWS).schema, 0
-    tables = []
-    for size in SIZES:
-        tables.append(pa.Table.from_pylist(ROWS[first : first + size], schema=schema))
-        first += size
-    return tables
-
-
 def write(folder, kind):
     """Four files, one of them without rows, in row groups or record batches of 20 rows: several
     blocks each.
     """
     folder.mkdir()
     ending, options = FORMATS[kind]
-    for number, table in enumerate(_tables()):
-        write_table(folder / f"{number}.{ending}", table.combine_chunks(), 20, **options)
+    rest = pa.Table.from_pylist(ROWS)
+    for number, size in enumerate(SIZES):
+        write_table(folder / f"{number}.{ending}", rest[:size].combine_chunks(), 20, **options)
+        rest = rest[size:]
     return reader_of(folder, ending)
 
 
@@ -200,24 +194,11 @@ def test_a_file_that_changed_after_its_rows_were_counted_is_refused(reader):
         [found.read(block) for block in found if block.file == 0]
 
 
-ODD = [
-    b'{"text": "plain", "media": [{"media_bytes": "AAE="}]}\n',
-    b"\n",
-    b" \t\x0b\r\n",
-    b'{"text": "carriage return"}\r\n',
-    b'{"text": "old mac"}\r{"text": "second"}\r\r\n',
-    '{"text": "line\u2028separator, next\u0085line"}\n'.encode(),
-    b"damaged\n",
-    b"[1]\n",
-    b"   \n",
-    b'  {"text": "indented"}\n',
-    b'{"other": 1}\n',
-    b'{"text": "last, without a line end"}',
-]
-
-
 @pytest.mark.parametrize("size", [1, 64, 10_000])
-@pytest.mark.parametrize("lines", [ODD, ODD[::-1], [b"\n", b'{"text": "x"}', b"\n"]])
+@pytest.mark.parametrize(
+    "lines",
+    [[b"[1]\n", *ODD_LINES], [*ODD_LINES[::-1], b"[1]"], [b"\n", b'{"text": "x"}', b"\n"]],
+)
 def test_a_row_is_a_line_that_is_not_blank(tmp_path, monkeypatch, size, lines):
     monkeypatch.setattr(jsonl, "PART_BYTES", size)
     lines = [line if line.endswith(b"\n") else line + b"\n" for line in lines[:-1]] + lines[-1:]

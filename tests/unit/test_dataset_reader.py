@@ -20,7 +20,6 @@ from tests.unit.test_readers import rows
 pytestmark = pytest.mark.xdist_group("datasets")  # its import takes seconds
 
 SIZES = (25, 1, 12)
-KINDS = ["parquet", "json", "arrow"]
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +77,7 @@ def assert_resumes_everywhere(options, documents, rank, tasks, step=7):
 
 
 @pytest.mark.matrix("streaming", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["parquet", "json", "arrow"])
 def test_documents_and_resumes_are_those_of_datatrove(kind, streaming, tmp_path):
     options = arguments(write(tmp_path / "in", kind), kind, streaming=streaming)
     for tasks in (1, 2):

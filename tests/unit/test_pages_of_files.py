@@ -70,21 +70,15 @@ def test_a_page_is_a_document_and_the_rest_is_the_same_after_each(folder):
         resumed = PageReader(folder, dpi=144)
         resumed.load_state_dict(position_state(document))
         assert [one.id for one in resumed.run()] == [one.id for one in whole[done:]]
+    sharper = PageReader(folder, dpi=300)
+    sharper.load_state_dict(position_state(whole[0]))
+    with pytest.raises(CheckpointMismatch, match="dpi=144, now 300"):
+        next(sharper.run())
 
 
-def test_another_resolution_is_another_input(folder):
-    reader = PageReader(folder)
-    next(iter(reader.run()))
-    resumed = PageReader(folder, dpi=300)
-    resumed.load_state_dict(reader.state_dict())
-    with pytest.raises(CheckpointMismatch, match="dpi=150, now 300"):
-        list(resumed.run())
-
-
-@pytest.mark.parametrize("damage", [b"%PDF-1.7 and nothing", None])
-def test_a_damaged_pdf_is_named(folder, damage):
+def test_a_damaged_pdf_is_named(folder):
     file = Path(folder, "a.pdf")
-    file.write_bytes(damage or file.read_bytes()[:200])
+    file.write_bytes(file.read_bytes()[:200])
     with pytest.raises(InputError, match=r"'a.pdf' is damaged, or has a password"):
         list(PageReader(folder).run())
 

@@ -162,13 +162,10 @@ class PaidFile:
 
     def write(self, paid: RunTotals) -> None:
         with explained("write", self._path):
-            os.pwrite(self._fd, seal(orjson.dumps(paid._asdict())).ljust(_PAID_BYTES), 0)
+            os.pwrite(self._fd, seal(orjson.dumps(paid._asdict())).ljust(200), 0)
 
     def close(self) -> None:
         os.close(self._fd)
-
-
-_PAID_BYTES = 200
 
 
 def read_paid(path: Path) -> RunTotals:

@@ -238,20 +238,16 @@ def encode_answers(rows: list[CachedRequest]) -> Iterator[tuple[bytes, frozenset
     documents.
     """
     lines: list[bytes] = []
-    ordinals: set[int] = set()
-    size = 0
-    for row in rows:
+    start = size = 0
+    for end, row in enumerate(rows, 1):
         more = {"chunk_index": row.chunk_index, "error_message": row.answer.error_message}
         lines.append(orjson.dumps(row.to_json() | more) + b"\n")
-        ordinals.add(row.ordinal)
         size += len(lines[-1])
-        if size >= MAX_OBJECT_BYTES:
-            yield b"".join(lines), frozenset(ordinals)
+        if size >= MAX_OBJECT_BYTES or end == len(rows):
+            yield b"".join(lines), frozenset(row.ordinal for row in rows[start:end])
             lines = []
-            ordinals = set()
+            start = end
             size = 0
-    if lines:
-        yield b"".join(lines), frozenset(ordinals)
 
 
 def decode_answers(data: bytes) -> Iterator[CachedRequest]:

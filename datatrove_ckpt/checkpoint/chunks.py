@@ -158,10 +158,9 @@ class ChunkTracker:
         return self._next_ordinal
 
     def _has_more_than_the_input(self) -> bool:
+        first_unread = self._next_chunk
         if self._current:
-            first_unread = self._next_chunk - 1
-        else:
-            first_unread = self._next_chunk
+            first_unread -= 1
         return (
             any(index >= first_unread for index in (*self._recovered, *self._committed))
             or any(chunk.recovered for chunk in self._open.values())

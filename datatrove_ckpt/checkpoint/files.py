@@ -53,8 +53,6 @@ PUBLIC_FOLDER = 0o777
 # What file systems without hard links answer, and those that limit them.
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
-_TRIES = 100
-
 
 def free_name(path: Path, ending: str) -> Path:
     """Returns the first path with this ending and a number that does not exist."""
@@ -156,7 +154,7 @@ class Disk:
 
     def make_dirs(self, path: Path, mode: int = PUBLIC_FOLDER) -> None:
         """Makes the folder and its missing parents, which are public, and syncs their names."""
-        for tries_left in reversed(range(_TRIES)):
+        for tries_left in reversed(range(100)):
             if path.is_dir():
                 return
             self.make_dirs(path.parent)

@@ -60,8 +60,6 @@ WAITS_FOR_BATCHES = "a pass over the input, for batches of requests"
 """What stops an attempt that has a batch at a provider: it needs no attention."""
 MAX_TEXT = 4000
 _MAX_KINDS = 64
-_PROGRESS = b'"k":"progress"'
-_EVENTS = (b'"k":"start"', b'"k":"server"', b'"k":"end"')
 
 
 class Silence(NamedTuple):
@@ -353,11 +351,11 @@ def parse_line(line: bytes) -> Record | None:
 
 
 def is_progress_line(line: bytes) -> bool:
-    return line.startswith(_PROGRESS, BODY_AT)
+    return line.startswith(b'"k":"progress"', BODY_AT)
 
 
 def _is_event(line: bytes) -> bool:
-    return line.startswith(_EVENTS, BODY_AT)
+    return line.startswith((b'"k":"start"', b'"k":"server"', b'"k":"end"'), BODY_AT)
 
 
 def _latest_progress(lines: Sequence[bytes]) -> Iterator[Progress]:

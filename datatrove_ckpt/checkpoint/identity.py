@@ -223,9 +223,6 @@ def check_format(
 _MAX_BYTES = 64 * 2**20
 """Limit of ``run.json``, which holds names, numbers and a few values of the user."""
 _IDENTITY_VERSION = "identity_version"
-_OF_CODE = re.compile(
-    r"identity_version$|(rollout_fn|shared_context|imports|uses)\b|output_writer\."
-)
 OUTPUT_FOLDER = "output_folder"
 """In ``run.json`` and ``job.json``: where the output was at the last start. It is no part of the
 identity: files may be moved. Tasks that run at one time must agree about it.
@@ -464,7 +461,8 @@ def describe_alike(old: Json, new: Json) -> bool:
 
 
 def without_code(fields: Json) -> Json:
-    return {name: value for name, value in fields.items() if not _OF_CODE.match(name)}
+    of_code = r"identity_version$|(rollout_fn|shared_context|imports|uses)\b|output_writer\."
+    return {name: value for name, value in fields.items() if not re.match(of_code, name)}
 
 
 def differing(what: str, changes: Sequence[Change]) -> str:
@@ -541,10 +539,7 @@ def _shown(value: object) -> str:
 # 1.0. Hashes of secrets that were made with two keys of a mirror, or one without, cannot be
 # compared, and count as the same.
 
-# Parts of a request that hold a schema. A user's setting may have any name that contains "schema".
-_ORDERED = re.compile(r"response_format|structured_outputs|schema|params\.")
 _NOT_SET = object()
-_ZERO = "float 0x0.0p+0"  # as an identity has it, which tells it from -0.0
 _HASH = re.compile(rb'"hash (scrypt|keyed-[0-9a-f]{8})-[0-9a-f]{32}"')  # see redaction.hashed
 
 
@@ -568,13 +563,15 @@ def _plain(name: str, value: object) -> object:
         if name.endswith(("generation_params", "extra_body")):
             # "(order)" is that of the keys: see ``user_code.description.plain``.
             left_out = {*NOT_ANSWERING, "(order)"}
-        keys = value if _ORDERED.search(name) else sorted(value)
+        # Parts of a request that hold a schema. A user's setting may have any name with "schema".
+        is_ordered = re.search(r"response_format|structured_outputs|schema|params\.", name)
+        keys = value if is_ordered else sorted(value)
         return {key: _plain(f"{name}.{key}", value[key]) for key in keys if key not in left_out}
     if isinstance(value, list):
         return [_plain(name, one) for one in value]
     if value is None and name.endswith("generation_params"):
         return {}
-    if value == _ZERO:
+    if value == "float 0x0.0p+0":  # as an identity has it, which tells it from -0.0
         return 0
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
@@ -587,10 +584,6 @@ def holds_work(folder: Path) -> bool:
     journals = map(layout.journal_name, found.journals)
     is_written = found.size(layout.COMMITS, layout.BATCHES, *journals) > 0
     return is_written or has_answers(folder / layout.CACHE)
-
-
-_GUARD_SECONDS = 60.0
-_POLL_SECONDS = 0.02
 
 
 @dataclass
@@ -754,19 +747,20 @@ def recorded_settings(root: Path) -> Json:
     return next((run for run in recorded_runs(root) if run.get("tasks")), {})
 
 
-def _read(root: Path) -> Json:
+def _job_with_secrets(root: Path) -> Json:
     path = root / layout.JOB
     if path.exists():
-        return read_run(path)
+        return run_with_secrets(path)
     return {}
+
+
+def _read(root: Path) -> Json:
+    return without_its_secrets(_job_with_secrets(root))
 
 
 def _is_current(root: Path, identity: RunIdentity) -> bool:
     """Whether ``job.json`` agrees, code and output folder included, and holds no plain secret."""
-    if (path := root / layout.JOB).exists():
-        job = run_with_secrets(path)
-    else:
-        job = {}
+    job = _job_with_secrets(root)
     clean = without_its_secrets(job)
     is_same = job == clean and not compare(job, identity, with_output=True)
     is_same = is_same and not new_records(job.get("accepted_changes", []), identity)
@@ -775,7 +769,7 @@ def _is_current(root: Path, identity: RunIdentity) -> bool:
 
 def _guard(root: Path, identity: RunIdentity) -> files.Lock | None:
     """Takes ``job.lock``; returns None if another rank wrote a matching ``job.json`` meanwhile."""
-    deadline = time.monotonic() + _GUARD_SECONDS
+    deadline = time.monotonic() + 60.0
     while True:
         try:
             return files.Lock(root / layout.JOB_LOCK)
@@ -784,7 +778,7 @@ def _guard(root: Path, identity: RunIdentity) -> files.Lock | None:
                 return None
             if time.monotonic() > deadline:
                 raise
-        time.sleep(_POLL_SECONDS)
+        time.sleep(0.02)
 
 
 def job_content(identity: RunIdentity, before: Json, others: JobChanges) -> bytes:

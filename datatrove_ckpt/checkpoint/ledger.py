@@ -48,7 +48,6 @@ from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigErro
 
 OTHERS = "others"
 """The causes of dead letters that are too many to be named, in one."""
-_DIGITS = re.compile(r"(?<!HTTP )(?<!\d)\d+")
 
 
 class Want(Flag):
@@ -201,9 +200,9 @@ class RankLedger:
             assert self.history.last is not None
             done = self.history.last.documents
             committed = self.committed.counts
-            numbers = DocumentCounts.__slots__[:-2]
+            pairs = zip(done.numbers(), committed.numbers(), strict=True)
             return DocumentCounts(
-                *(max(0, getattr(done, name) - getattr(committed, name)) for name in numbers),
+                *(max(0, number - before) for number, before in pairs),
                 reasons=done.reasons - committed.reasons,
                 lengths=Buckets(done.lengths - committed.lengths),
             )
@@ -412,7 +411,8 @@ def _causes(path: str, size: int, most: int) -> Counter[str]:
                 letter = orjson.loads(line.partition(b',"document":')[0].removesuffix(b"}") + b"}")
                 error, _, _ = str(letter.get("error", "")).partition("\n")
                 # As much as is kept of a server's answer.
-                causes[cut(_DIGITS.sub("#", as_line(error)), 2000)] += 1
+                numberless = re.sub(r"(?<!HTTP )(?<!\d)\d+", "#", as_line(error))
+                causes[cut(numberless, 2000)] += 1
     return few(causes)
 
 

@@ -42,7 +42,7 @@ class RunTotals(NamedTuple):
     cost: int = 0
 
     @classmethod
-    def of(cls, written: int, work: WorkCounts) -> RunTotals:
+    def of(cls, work: WorkCounts, written: int = 0) -> RunTotals:
         return cls(written, work.prompt_tokens, work.completion_tokens, work.cost)
 
     def plus(self, other: RunTotals) -> RunTotals:
@@ -53,7 +53,7 @@ class RunTotals(NamedTuple):
 
     def at_least_in(self, work: WorkCounts) -> WorkCounts:
         """Returns ``work`` with at least these tokens, and this cost."""
-        _, prompt_tokens, completion_tokens, cost = self.or_more(RunTotals.of(0, work))
+        _, prompt_tokens, completion_tokens, cost = self.or_more(RunTotals.of(work))
         return replace(
             work, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, cost=cost
         )
@@ -162,13 +162,10 @@ class PaidFile:
 
     def write(self, paid: RunTotals) -> None:
         with explained("write", self._path):
-            os.pwrite(self._fd, seal(orjson.dumps(paid._asdict())).ljust(_PAID_BYTES), 0)
+            os.pwrite(self._fd, seal(orjson.dumps(paid._asdict())).ljust(200), 0)
 
     def close(self) -> None:
         os.close(self._fd)
-
-
-_PAID_BYTES = 200
 
 
 def read_paid(path: Path) -> RunTotals:
@@ -189,7 +186,7 @@ def _totals_of(folder: Path) -> RunTotals:
     commits, _ = scan_commits(folder / layout.COMMITS)
     written = sum(commit.counts.written for commit in commits.values())
     paid = read_paid(folder / layout.PAID)  # first: what removes it writes the history before
-    return paid.or_more(RunTotals.of(written, read_latest(folder / layout.HISTORY).total))
+    return paid.or_more(RunTotals.of(read_latest(folder / layout.HISTORY).total, written))
 
 
 def _stamp(path: Path) -> tuple[int, ...]:

@@ -28,8 +28,6 @@ from datatrove_ckpt.checkpoint.request_cache import CachedRequest, RequestCache,
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import CkptError, ConfigError
 
-_MODEL = "model"
-
 
 def open_old_answers(root: Path, rank: int, identity: RunIdentity) -> RequestCache | None:
     """Returns a copy of an old run's answers for this rank; None if it has no usable answers.
@@ -79,8 +77,8 @@ def open_old_answers(root: Path, rank: int, identity: RunIdentity) -> RequestCac
 def _refuse_other_settings(root: Path, kept: Json, identity: RunIdentity) -> None:
     binding = {"tasks"}
     # Otherwise some answers may come from the new model.
-    if "models" not in kept and _MODEL not in _accepted(kept):
-        binding.add(_MODEL)
+    if "models" not in kept and "model" not in _accepted(kept):
+        binding.add("model")
     changes = [
         change
         for change in compare(kept, identity)

@@ -170,7 +170,7 @@ class RankFiles:
     @property
     def paid(self) -> RunTotals:
         """Returns what all attempts have paid until now. Any thread may call it."""
-        return RunTotals.of(0, self._history.earlier.total).plus(RunTotals.of(0, self.own))
+        return RunTotals.of(self._history.earlier.total).plus(RunTotals.of(self.own))
 
     def take_answers(self, slot: ChunkSlot) -> dict[AnswerKey, Answer]:
         """Returns a document's cached answers. Answers of an old run become answers of this run."""

@@ -78,12 +78,15 @@ class CachedRequest(NamedTuple):
 
     @classmethod
     def from_json(cls, body: bytes) -> CachedRequest:
-        """Raises KeyError, TypeError, ValueError or AttributeError if it is no row."""
+        """Raises KeyError, TypeError, ValueError or AttributeError if it can be no row."""
         row = orjson.loads(body)
         result = row["result"]
         answer = Answer(None if result is None else result.encode(), row.get("error_message"))
         chunk_index = row.get("chunk_index", 0)
-        return cls(chunk_index, row["ordinal"], row["doc_id"], AnswerKey(*row["key"]), answer)
+        found = cls(chunk_index, row["ordinal"], row["doc_id"], AnswerKey(*row["key"]), answer)
+        if not _is_intact((*_values(found), None)):
+            raise ValueError("values of other types")
+        return found
 
 
 Row = tuple[Any, ...]
@@ -326,11 +329,6 @@ class RequestCache:
         self.close()
         for path in (self.path, *_logs(self.path)):
             files.disk.remove(path)
-
-
-def has_right_types(request: CachedRequest) -> bool:
-    """Whether a request from a file or mirror can be a row."""
-    return _is_intact((*_values(request), None))
 
 
 def _values(r: CachedRequest) -> Row:

@@ -15,7 +15,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from http import HTTPStatus
@@ -37,24 +37,6 @@ from datatrove_ckpt.common.retrying import (
     s3_code,
 )
 from datatrove_ckpt.errors import ConfigError
-
-
-@contextmanager
-def needs_bucket(url: str) -> Iterator[None]:
-    """Wraps the first write: a bucket that does not exist is a mistake, not an outage.
-
-    Raises:
-        ConfigError: the bucket or folder does not exist.
-    """
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"checkpoints_remote_dir: nothing can be written to {url}: {error}. Make the bucket or "
-            "folder, or correct the setting, and run the same command again. Saved answers are "
-            "kept on this node."
-        ) from error
-
 
 CREATES_ONCE = frozenset({"s3", "s3a", "gs", "gcs"})
 """Protocols of the stores that write a file only if its name is free.

@@ -51,10 +51,7 @@ from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.identity import WRITTEN_BY, check_format, check_run
 from datatrove_ckpt.checkpoint.lines import Json, is_count, seal, unseal
 from datatrove_ckpt.checkpoint.rank_files import Snapshot
-from datatrove_ckpt.checkpoint.request_cache import (
-    CachedRequest,
-    has_right_types,
-)
+from datatrove_ckpt.checkpoint.request_cache import CachedRequest
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Secret
 from datatrove_ckpt.common.retrying import failure_line
@@ -167,9 +164,11 @@ class Manifest:
     def object_names(self) -> set[str]:
         return {part.name for part in self.parts()}
 
-    def to_json(self, when: str) -> bytes:
+    def to_json(self) -> bytes:
+        """Without ``when``, it is uploaded now."""
         files = {name: [part.to_json() for part in parts] for name, parts in self.files.items()}
         answers = [part.to_json() for part in self.answers]
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         return orjson.dumps(
             {
                 "format": FORMAT,
@@ -177,7 +176,7 @@ class Manifest:
                 "files": files,
                 "answers": answers,
                 "finished": self.finished,
-                "when": when,
+                "when": self.when or now,
             }
         )
 
@@ -238,20 +237,16 @@ def encode_answers(rows: list[CachedRequest]) -> Iterator[tuple[bytes, frozenset
     documents.
     """
     lines: list[bytes] = []
-    ordinals: set[int] = set()
-    size = 0
-    for row in rows:
+    start = size = 0
+    for end, row in enumerate(rows, 1):
         more = {"chunk_index": row.chunk_index, "error_message": row.answer.error_message}
         lines.append(orjson.dumps(row.to_json() | more) + b"\n")
-        ordinals.add(row.ordinal)
         size += len(lines[-1])
-        if size >= MAX_OBJECT_BYTES:
-            yield b"".join(lines), frozenset(ordinals)
+        if size >= MAX_OBJECT_BYTES or end == len(rows):
+            yield b"".join(lines), frozenset(row.ordinal for row in rows[start:end])
             lines = []
-            ordinals = set()
+            start = end
             size = 0
-    if lines:
-        yield b"".join(lines), frozenset(ordinals)
 
 
 def decode_answers(data: bytes) -> Iterator[CachedRequest]:
@@ -265,8 +260,6 @@ def decode_answers(data: bytes) -> Iterator[CachedRequest]:
             request = CachedRequest.from_json(line)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Damaged(f"an answer is damaged ({error!r})") from error
-        if not has_right_types(request):
-            raise Damaged("an answer has values of other types")
         yield request
 
 
@@ -412,8 +405,8 @@ class Versions:
             self._seal.check(version.file, body)
         return Manifest.from_json(body, f"{self.url}/{version.file}")
 
-    def write_manifest(self, version: Version, manifest: Manifest, when: str) -> None:
-        self.store.put(version.file, seal(self._seal.add(version.file, manifest.to_json(when))))
+    def write_manifest(self, version: Version, manifest: Manifest) -> None:
+        self.store.put(version.file, seal(self._seal.add(version.file, manifest.to_json())))
 
     def put_object(self, name: str, data: bytes) -> Part:
         self.store.put(f"objects/{name}", data)
@@ -527,7 +520,7 @@ class Uploads:
             # An empty first version, so that objects without a version always mean damage. A killed
             # process may leave it torn.
             self._versions.write_manifest(
-                Version(1, self._nonce), Manifest(self._run, {}, [], False), _now()
+                Version(1, self._nonce), Manifest(self._run, {}, [], False)
             )
 
     def add(self, name: str, data: bytes) -> None:
@@ -575,7 +568,7 @@ class Uploads:
                     self._kept[version] = self._versions.read_manifest(version).object_names()
             self._garbage |= self._versions.list_objects()
         new = self._next_version(versions)
-        self._versions.write_manifest(new, manifest, _now())
+        self._versions.write_manifest(new, manifest)
         self._published = manifest
         self._kept[new] = manifest.object_names()
         try:
@@ -637,7 +630,3 @@ class Uploads:
             if found[1] not in needed:
                 self._versions.store.delete("/".join(found))
                 self._garbage.discard(found)
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -30,8 +30,9 @@ from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, Interval
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.checkpoint.rank_files import Snapshot
-from datatrove_ckpt.common import object_store, retrying
+from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.declared import Seconds
+from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.common.threads import context_thread
 from datatrove_ckpt.errors import ConfigError, StorageFailed, TooManyOpenFiles
 from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Uploads, Versions
@@ -273,12 +274,18 @@ class RemoteMirror:
             # Taking ownership after ``stop`` has given up would fence the rank's next process.
             self._raise_if_interrupted(last)
             url = self.url.rpartition("/")[0]
-            with object_store.needs_bucket(url):
+            try:
                 if self.job is not None:
-                    object_store.ObjectStore(url).put(layout.JOB, self.job)
+                    ObjectStore(url).put(layout.JOB, self.job)
                     self.job = None
                 run = identity.parse_run(self.folder / layout.RUN, snapshot.run)
                 uploads.start_version(run, snapshot)
+            except FileNotFoundError as error:  # a mistake, not an outage
+                raise ConfigError(
+                    f"checkpoints_remote_dir: nothing can be written to {url}: {error}. Make the "
+                    "bucket or folder, or correct the setting, and run the same command again. "
+                    "Saved answers are kept on this node."
+                ) from error
             for name, file in grown.items():
                 while (left := snapshot.sizes[name] - uploads.uploaded_bytes(name)) > 0:
                     data = file.read(min(left, MAX_OBJECT_BYTES))

@@ -325,10 +325,6 @@ def _download(
     files.disk.sync_dir(staging)
 
 
-Wanted = Callable[[str, int], bool]
-"""Whether a file is needed, by its name and its size in bytes."""
-
-
 class CopiedRank(NamedTuple):
     """A rank that was copied. ``when``: of its upload, in Unix seconds; 0.0: not known."""
 
@@ -343,10 +339,10 @@ class MirrorReader:
     Args:
         url: ``checkpoints_remote_dir``.
         folder: where the copy goes; empty.
-        wanted: which files are needed; ``run.json`` always is.
+        wanted: whether a file is needed, by its name and its size in bytes; ``run.json`` always is.
     """
 
-    def __init__(self, url: str, folder: Path, wanted: Wanted) -> None:
+    def __init__(self, url: str, folder: Path, wanted: Callable[[str, int], bool]) -> None:
         self._store = ObjectStore(url)
         self.url = self._store.url
         self.ranks: dict[str, CopiedRank] = {}

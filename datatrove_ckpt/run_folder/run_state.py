@@ -229,7 +229,7 @@ class RunState:
     def run_totals(self) -> RunTotals:
         """Returns what ``limits`` compares."""
         together = self.together
-        return RunTotals.of(together.counts.written, together.work)
+        return RunTotals.of(together.work, together.counts.written)
 
     @property
     def causes(self) -> Counter[str]:

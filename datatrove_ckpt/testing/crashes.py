@@ -372,14 +372,11 @@ def _state(folder: Path) -> str:
             kinds = [getattr(record, "KIND", None) for record in records]
             content = repr((content[-1:], kinds)).encode()
         if name.endswith(layout.CACHE):
-            content = _rows(folder / name)
+            database = folder / name
+            found = sorted(database.parent.glob(f"{database.name}*"))
+            content = _dump(tuple((path.name, path.read_bytes()) for path in found))
         digest.update(content)
     return str(digest.hexdigest())
-
-
-def _rows(database: Path) -> bytes:
-    found = sorted(database.parent.glob(database.name + "*"))
-    return _dump(tuple((path.name, path.read_bytes()) for path in found))
 
 
 @functools.lru_cache(64)  # most survivors have the same database

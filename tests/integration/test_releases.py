@@ -21,7 +21,7 @@ from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.run_folder.run_state import read_run_state
 from datatrove_ckpt.run_folder.verify import verify
 from datatrove_ckpt.run_folder.where import open_place
-from datatrove_ckpt.testing import FakeServer
+from datatrove_ckpt.testing import FakeServer, outputs
 from tests.kept import content_of, edit
 from tests.make_release import PER_CHUNK, RELEASES, TEXTS, run, write_input
 from tests.rank_folders import place_at
@@ -43,12 +43,6 @@ def restored(name, folder):
     return folder
 
 
-def contents(folder):
-    return {
-        path.name: path.read_bytes() for path in (folder / "output").iterdir() if path.is_file()
-    }
-
-
 def kept(folder):
     """Everything but locks, which name the process that had them last."""
     return {
@@ -68,7 +62,7 @@ def uninterrupted(tmp_path_factory):
     with FakeServer() as server:
         for rank in (1, 2):
             run(folder, server.url, rank)
-    return contents(folder)
+    return outputs(folder / "output")
 
 
 def test_each_version_of_the_changelog_has_a_fixture():
@@ -84,7 +78,7 @@ def test_each_version_of_the_changelog_has_a_fixture():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_of_each_release_is_shown_and_continued(name, tmp_path, uninterrupted, server):
     folder = restored(name, tmp_path / "job")
-    before = contents(folder)
+    before = outputs(folder / "output")
     with open_place(str(folder / "checkpoints")) as place:
         ranks = {rank.rank: rank for rank in read_run_state(place).ranks}
     assert [ranks[number].counts.read for number in (0, 1)] == [5, PER_CHUNK]
@@ -98,7 +92,7 @@ def test_a_checkpoint_of_each_release_is_shown_and_continued(name, tmp_path, uni
         "Rewrite: b4": 2,
         **{f"Rewrite: {text}": 2 for text in TEXTS[2]},
     }
-    after = contents(folder)
+    after = outputs(folder / "output")
     assert {name: data for name, data in after.items() if name in before} == before
     assert {
         name: data for name, data in after.items() if not name.startswith(("00000", "retry"))

@@ -66,9 +66,7 @@ def test_a_rank_that_runs_as_its_mirror_shows_is_not_repaired(mirrored, command)
     line = Start(at=time.time(), attempt=99, host="node7", pid=42).to_line()
     parts = [versions.put_object(f"{newest.nonce}-999999", line)]
     running = Manifest(manifest.run, {**manifest.files, "history.jsonl": parts}, [], False)
-    versions.write_manifest(
-        Version(newest.number + 1, newest.nonce), running, "2026-01-01T00:00:00Z"
-    )
+    versions.write_manifest(Version(newest.number + 1, newest.nonce), running)
     assert "error: task 0: pid 42 on node7 works on this task" in command(
         "repair", mirrored.remote, code=1
     )

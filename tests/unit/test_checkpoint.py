@@ -321,6 +321,15 @@ def test_a_kill_before_the_history_has_a_line_loses_none_of_what_is_paid(tmp_pat
     assert read_paid(tmp_path / "paid") == (0, 0, 0, 0)
 
 
+def test_a_snapshot_has_a_shard_once_this_attempt_has_written_it(tmp_path):
+    """Files of a snapshot only grow, and that of an earlier attempt is replaced."""
+    _, rank_files = make_storage(tmp_path)
+    (tmp_path / "shard.json").write_bytes(b"of an earlier attempt")
+    assert "shard.json" not in rank_files.snapshot(0).sizes
+    rank_files.write_shard({})
+    assert "shard.json" in rank_files.snapshot(0).sizes
+
+
 def test_a_disk_without_room_for_what_is_paid_stops_the_rank(tmp_path, monkeypatch):
     _, rank_files = make_storage(tmp_path, keeps_paid=True)
     full = OSError(errno.ENOSPC, "No space left on device")

@@ -33,11 +33,8 @@ def mirror(url, number=1, finished=False, **files):
         name: [versions.put_object(f"{NONCE}-{number:03d}{index:03d}", data)]
         for index, (name, data) in enumerate(names.items())
     }
-    versions.write_manifest(
-        Version(number, NONCE),
-        Manifest(RUN, parts, [], finished),
-        f"2026-01-01T00:00:{number:02d}Z",
-    )
+    manifest = Manifest(RUN, parts, [], finished, f"2026-01-01T00:00:{number:02d}Z")
+    versions.write_manifest(Version(number, NONCE), manifest)
 
 
 def refused(

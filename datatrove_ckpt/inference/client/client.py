@@ -656,8 +656,7 @@ class CompletionClient:
         if not target.up:
             raise AttemptLost
         transport = self.servers.transport(target, way)
-        if transport.refusal:
-            raise ServerRefused(transport.refusal)
+        transport.check()
         attempt = target.start_attempt(request)
         self.in_flight += 1
         self.sender.work.sent += 1
@@ -727,7 +726,7 @@ class CompletionClient:
                 failure.quoted = response.body.decode(errors="replace")
             failure.quote()
             if isinstance(failure, UnknownForm):
-                self._refuse_form(transport, failure)
+                transport.note_unread(self.outage.clock(), failure, failure.seconds)
             elif failure.status:
                 transport.unread = 0
             if failure.server_is_well:
@@ -788,25 +787,6 @@ class CompletionClient:
         if target.gives_reasons or self._config.engine.is_known or not answer.text:
             raise unfinished(answer.finish_reason)
         raise NoReason(f"the answer has no finish_reason, so it may be cut off. {_HINT}")
-
-    def _refuse_form(self, transport: Transport, failure: UnknownForm) -> None:
-        """Raises ServerRefused if the server sends nothing but such answers."""
-        if transport.is_read:
-            return  # a proxy answers while the server is away
-        now = self.outage.clock()
-        if not transport.unread:
-            transport.unread_since = now
-        transport.unread += 1
-        lasts = now - transport.unread_since
-        if transport.unread >= 3 and lasts >= failure.seconds:
-            transport.refusal = (
-                f"{transport.url} has sent {transport.unread} answers in a row, for {lasts:.0f} s, "
-                "in a form that cannot be used, and no other answer, so nothing more is sent. If "
-                "something else answers there, such as a login page or a proxy, correct "
-                "the endpoint's URL or the proxy, and run the same command again. The last "
-                f"cause: {failure}"
-            )
-            raise ServerRefused(transport.refusal)
 
 
 async def _close(target: Target) -> None:

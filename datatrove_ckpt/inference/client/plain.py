@@ -35,6 +35,7 @@ from xxhash import xxh3_64_intdigest
 
 from datatrove_ckpt.common.redaction import Secret, remember
 from datatrove_ckpt.common.retrying import WAIT_FIELDS, Quota, asked_wait, quotas
+from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.inference.client.body import AnyBody, Body, LargeAnswer
 from datatrove_ckpt.inference.client.urls import (
     Extras,
@@ -443,7 +444,7 @@ class Transport:
 
     Attributes:
         unasked: how often bytes arrived without a request.
-        unread: answers in a row that cannot be read, since ``unread_since``.
+        unread: answers in a row that cannot be read.
         is_read: an answer could be read.
         refusal: why nothing more is sent.
     """
@@ -460,7 +461,7 @@ class Transport:
         self.api_key = api_key
         self.unasked = 0
         self.unread = 0
-        self.unread_since = 0.0
+        self._unread_since = 0.0
         self.is_read = False
         self.refusal = ""
         self._first_id = b""
@@ -544,7 +545,33 @@ class Transport:
             return f"{text} (through the proxy {self._proxy})"
         return text
 
-    # late answers --------------------------------------------------------------------------------
+    # why nothing more is sent --------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises ServerRefused if nothing more is sent."""
+        if self.refusal:
+            raise ServerRefused(self.refusal)
+
+    def note_unread(self, now: float, cause: Exception, seconds: float) -> None:
+        """Counts an answer that cannot be read.
+
+        Raises:
+            ServerRefused: the server has sent nothing else, for so many seconds.
+        """
+        if self.is_read:
+            return  # a proxy answers while the server is away
+        if not self.unread:
+            self._unread_since = now
+        self.unread += 1
+        lasts = now - self._unread_since
+        if self.unread >= 3 and lasts >= seconds:
+            self.refusal = (
+                f"{self.url} has sent {self.unread} answers in a row, for {lasts:.0f} s, in a form "
+                "that cannot be used, and no other answer, so nothing more is sent. If something "
+                "else answers there, such as a login page or a proxy, correct the endpoint's URL "
+                f"or the proxy, and run the same command again. The last cause: {cause}"
+            )
+        self.check()
 
     def note_unasked(self, what: str) -> None:
         if not self.unasked:

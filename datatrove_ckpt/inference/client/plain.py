@@ -446,7 +446,6 @@ class Transport:
         unasked: how often bytes arrived without a request.
         unread: answers in a row that cannot be read.
         is_read: an answer could be read.
-        refusal: why nothing more is sent.
     """
 
     def __init__(
@@ -463,7 +462,7 @@ class Transport:
         self.unread = 0
         self._unread_since = 0.0
         self.is_read = False
-        self.refusal = ""
+        self._refusal = ""
         self._first_id = b""
         self._searches = 0
         self._was_first_repeated = False
@@ -549,8 +548,8 @@ class Transport:
 
     def check(self) -> None:
         """Raises ServerRefused if nothing more is sent."""
-        if self.refusal:
-            raise ServerRefused(self.refusal)
+        if self._refusal:
+            raise ServerRefused(self._refusal)
 
     def note_unread(self, now: float, cause: Exception, seconds: float) -> None:
         """Counts an answer that cannot be read.
@@ -565,7 +564,7 @@ class Transport:
         self.unread += 1
         lasts = now - self._unread_since
         if self.unread >= 3 and lasts >= seconds:
-            self.refusal = (
+            self._refusal = (
                 f"{self.url} has sent {self.unread} answers in a row, for {lasts:.0f} s, in a form "
                 "that cannot be used, and no other answer, so nothing more is sent. If something "
                 "else answers there, such as a login page or a proxy, correct the endpoint's URL "
@@ -582,7 +581,7 @@ class Transport:
             )
         self.unasked += 1
         if self.unasked >= _MAX_UNASKED:
-            self.refusal = (
+            self._refusal = (
                 f"{self.url} has sent an answer without a request {self.unasked} times. So it, or "
                 "a gateway before it, sends answers late, and a late answer may be taken for that "
                 "to the next request. Let the requests bypass the gateway (another URL of the "

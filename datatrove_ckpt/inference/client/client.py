@@ -108,11 +108,8 @@ from datatrove_ckpt.process.open_files import requests_at_once
 # failures: a server that fails at once has the fewest requests in flight, and would get all.
 _COOLDOWN = 5.0
 _SHORTEST_REST = 1.0
-_LONGEST_REST = 30.0
-_OTHERS = 50  # requests that a server must have answered while it failed at one
 _SAY_AFTER = 3.0  # a reset connection or one 503 is everyday life
 _SAY_FAILS_AGAIN = 600.0  # an endpoint with a limit fails each minute
-_DIVIDED_AFTER = 2  # failures of a shared request while others are answered
 _WORKS = 60.0
 
 _HINT = (
@@ -329,7 +326,7 @@ class RequestClock:
         counted = sum(
             len(answers)
             for server, answers in self._failures.items()
-            if request.is_suspect or server.answers - answers[0] >= _OTHERS
+            if request.is_suspect or server.answers - answers[0] >= 50
         )
         if counted >= max_attempts and (request.is_suspect or request.sender.may_blame):
             error = RequestFailed(
@@ -589,7 +586,7 @@ class CompletionClient:
             finally:
                 self._router.release(target, request)
             work.retries += not failure.unsent
-            if request.is_shared and clock.beside >= _DIVIDED_AFTER and not failure.server_is_well:
+            if request.is_shared and clock.beside >= 2 and not failure.server_is_well:
                 raise MustDivide
             await self._wait(delay, failure)
             way = clock.next_way(way, failure)
@@ -758,7 +755,7 @@ class CompletionClient:
             seconds = max(_SHORTEST_REST, lasts, asked)
         else:
             return
-        until = now + min(seconds, _LONGEST_REST)
+        until = now + min(seconds, 30.0)
         if target.limits is not None and failure.server_is_limited and not failure.asked_wait:
             until = min(until, max(now + _SHORTEST_REST, target.limits.frees_at))
         target.cooldown_until = max(target.cooldown_until, until)

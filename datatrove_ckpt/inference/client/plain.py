@@ -51,7 +51,6 @@ SHORT = 0.1  # seconds
 # A short one, or a short number, may be a counter, the time, or Ollama's 999.
 _ID = re.compile(rb'"id": ?"(?![^"\d]*\d{1,15}")[^"]{16,}"')
 _MAX_SEARCHES = 100  # each costs 1 us per kB
-_MAX_UNASKED = 3
 _BLANK = b"\r\n"  # no answer
 # Of everything but the body: header, trailer, sizes of chunks. llhttp keeps a field until its end.
 _MAX_FRAMING_BYTES = 1 << 24
@@ -580,7 +579,7 @@ class Transport:
                 "From now on, each request to this server has a connection of its own."
             )
         self.unasked += 1
-        if self.unasked >= _MAX_UNASKED:
+        if self.unasked >= 3:
             self._refusal = (
                 f"{self.url} has sent an answer without a request {self.unasked} times. So it, or "
                 "a gateway before it, sends answers late, and a late answer may be taken for that "

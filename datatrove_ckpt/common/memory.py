@@ -8,12 +8,12 @@ from pathlib import Path
 
 WORKERS_VARIABLE = "DATATROVE_CKPT_WORKERS"
 """The environment variable with the number of worker processes that share this machine's memory."""
-_SHARE = 4  # of this process's memory; another quarter is for what is made of the data
 
 
 @cache
 def media_bytes() -> int:
-    return usable_memory() // _SHARE // max(1, int(os.environ.get(WORKERS_VARIABLE) or 1))
+    # Another quarter is for what is made of the data.
+    return usable_memory() // 4 // max(1, int(os.environ.get(WORKERS_VARIABLE) or 1))
 
 
 def usable_memory(root: Path = Path("/")) -> int:

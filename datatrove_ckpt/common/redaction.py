@@ -79,7 +79,6 @@ _RUN = re.compile(r"[A-Za-z0-9+=]+")
 _MIN_GUESSED = 8  # characters of a value that only its name makes a secret
 _MIN_SURE = 4
 _MIN_RUN = 12
-_LOOKED_AT = 300  # characters of a prompt: a failed request must not cost more
 # Storage options with a secret and another kind of name.
 _SECRET_OPTIONS = {"aws_access_key_id", "connection_string"}
 
@@ -161,7 +160,8 @@ def holds_credentials(url: str) -> bool:
 
 def secrets_among(name: str, value: object) -> Iterator[object]:
     """Yields the secrets in plain values; of long texts, only from the start."""
-    if is_secret(name, value[:_LOOKED_AT] if isinstance(value, str) else value):
+    # A failed request must not cost more with a long prompt.
+    if is_secret(name, value[:300] if isinstance(value, str) else value):
         yield value
     elif isinstance(value, dict):
         for key, part in value.items():
@@ -433,7 +433,6 @@ def log_text(text: str) -> str:
 
 
 _sent: dict[str, None] = {}  # in the order in which they were noted
-_MOST_SENT = 200
 
 
 def note_sent(payload: object) -> None:
@@ -443,7 +442,7 @@ def note_sent(payload: object) -> None:
         for text in (secret, secret.partition(" ")[2]) if isinstance(secret, str) else ():
             if len(text) >= _MIN_FOUND and not _PLACEHOLDER.fullmatch(text):
                 _sent[text] = _sent.pop(text, None)
-    while len(_sent) > _MOST_SENT:
+    while len(_sent) > 200:
         del _sent[next(iter(_sent))]
 
 

@@ -221,9 +221,7 @@ WAIT_FIELDS = (
     ),
 )
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|[smhd]|$)")  # parts of "6m0s", "120ms" or "1"
-_LONGEST_DURATION = 50  # characters: the time of a search grows with their square
 _SECONDS = {"ms": 0.001, "s": 1, "": 1, "m": 60, "h": 3600, "d": 86400}
-_LONGEST_QUOTA = 10 * 86400  # a larger number is a time, which is in seconds or milliseconds
 
 
 def quotas(fields: Mapping[str, str]) -> tuple[Quota, ...]:
@@ -232,9 +230,11 @@ def quotas(fields: Mapping[str, str]) -> tuple[Quota, ...]:
     for kind in _QUOTA_KINDS:
         limit = _number(fields.get(f"x-ratelimit-limit{kind}", ""))
         left = _number(fields.get(f"x-ratelimit-remaining{kind}", ""))
-        parts = _DURATION.findall(fields.get(f"x-ratelimit-reset{kind}", "")[:_LONGEST_DURATION])
+        # The time of a search grows with the square of the text.
+        parts = _DURATION.findall(fields.get(f"x-ratelimit-reset{kind}", "")[:50])
         seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
-        if left is not None and 0 < seconds < _LONGEST_QUOTA:
+        # A larger number is a time, in seconds or milliseconds.
+        if left is not None and 0 < seconds < 10 * 86400:
             shown.append(Quota(kind == "-tokens", limit or math.inf, left, seconds))
     return tuple(shown)
 

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable
 
-_LONGEST = 1e9  # seconds: a longer time is chance
-
 
 def time_left(rest: float, pace: float, quiet: float, parts: Iterable[float] = ()) -> float | None:
     """Returns the seconds that the rest takes at this pace, at least those of the slowest part.
@@ -16,6 +14,7 @@ def time_left(rest: float, pace: float, quiet: float, parts: Iterable[float] = (
     if pace <= 0:
         return None
     left = max([rest / pace, *parts])
-    if quiet <= left < _LONGEST:
+    # A longer time is chance.
+    if quiet <= left < 1e9:
         return left
     return None

@@ -17,7 +17,6 @@ from typing import Any
 import multiprocess
 
 _THREAD_NAME = "datatrove-ckpt parent watch"
-_NOTICE_SECONDS = 0.5  # a signal came to parent and worker at the same time
 
 
 def managers() -> list[Any]:
@@ -54,7 +53,8 @@ def die_with_parent() -> None:
 
     def kill() -> None:
         wait()
-        time.sleep(_NOTICE_SECONDS)
+        # A signal may have come to parent and worker at the same time.
+        time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=kill, name=_THREAD_NAME, daemon=True).start()

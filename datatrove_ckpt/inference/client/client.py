@@ -108,11 +108,8 @@ from datatrove_ckpt.process.open_files import requests_at_once
 # failures: a server that fails at once has the fewest requests in flight, and would get all.
 _COOLDOWN = 5.0
 _SHORTEST_REST = 1.0
-_LONGEST_REST = 30.0
-_OTHERS = 50  # requests that a server must have answered while it failed at one
 _SAY_AFTER = 3.0  # a reset connection or one 503 is everyday life
 _SAY_FAILS_AGAIN = 600.0  # an endpoint with a limit fails each minute
-_DIVIDED_AFTER = 2  # failures of a shared request while others are answered
 _WORKS = 60.0
 
 _HINT = (
@@ -329,7 +326,7 @@ class RequestClock:
         counted = sum(
             len(answers)
             for server, answers in self._failures.items()
-            if request.is_suspect or server.answers - answers[0] >= _OTHERS
+            if request.is_suspect or server.answers - answers[0] >= 50
         )
         if counted >= max_attempts and (request.is_suspect or request.sender.may_blame):
             error = RequestFailed(
@@ -589,7 +586,7 @@ class CompletionClient:
             finally:
                 self._router.release(target, request)
             work.retries += not failure.unsent
-            if request.is_shared and clock.beside >= _DIVIDED_AFTER and not failure.server_is_well:
+            if request.is_shared and clock.beside >= 2 and not failure.server_is_well:
                 raise MustDivide
             await self._wait(delay, failure)
             way = clock.next_way(way, failure)
@@ -656,8 +653,7 @@ class CompletionClient:
         if not target.up:
             raise AttemptLost
         transport = self.servers.transport(target, way)
-        if transport.refusal:
-            raise ServerRefused(transport.refusal)
+        transport.check()
         attempt = target.start_attempt(request)
         self.in_flight += 1
         self.sender.work.sent += 1
@@ -727,7 +723,7 @@ class CompletionClient:
                 failure.quoted = response.body.decode(errors="replace")
             failure.quote()
             if isinstance(failure, UnknownForm):
-                self._refuse_form(transport, failure)
+                transport.note_unread(self.outage.clock(), failure, failure.seconds)
             elif failure.status:
                 transport.unread = 0
             if failure.server_is_well:
@@ -759,7 +755,7 @@ class CompletionClient:
             seconds = max(_SHORTEST_REST, lasts, asked)
         else:
             return
-        until = now + min(seconds, _LONGEST_REST)
+        until = now + min(seconds, 30.0)
         if target.limits is not None and failure.server_is_limited and not failure.asked_wait:
             until = min(until, max(now + _SHORTEST_REST, target.limits.frees_at))
         target.cooldown_until = max(target.cooldown_until, until)
@@ -788,25 +784,6 @@ class CompletionClient:
         if target.gives_reasons or self._config.engine.is_known or not answer.text:
             raise unfinished(answer.finish_reason)
         raise NoReason(f"the answer has no finish_reason, so it may be cut off. {_HINT}")
-
-    def _refuse_form(self, transport: Transport, failure: UnknownForm) -> None:
-        """Raises ServerRefused if the server sends nothing but such answers."""
-        if transport.is_read:
-            return  # a proxy answers while the server is away
-        now = self.outage.clock()
-        if not transport.unread:
-            transport.unread_since = now
-        transport.unread += 1
-        lasts = now - transport.unread_since
-        if transport.unread >= 3 and lasts >= failure.seconds:
-            transport.refusal = (
-                f"{transport.url} has sent {transport.unread} answers in a row, for {lasts:.0f} s, "
-                "in a form that cannot be used, and no other answer, so nothing more is sent. If "
-                "something else answers there, such as a login page or a proxy, correct "
-                "the endpoint's URL or the proxy, and run the same command again. The last "
-                f"cause: {failure}"
-            )
-            raise ServerRefused(transport.refusal)
 
 
 async def _close(target: Target) -> None:

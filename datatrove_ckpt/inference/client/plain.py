@@ -35,6 +35,7 @@ from xxhash import xxh3_64_intdigest
 
 from datatrove_ckpt.common.redaction import Secret, remember
 from datatrove_ckpt.common.retrying import WAIT_FIELDS, Quota, asked_wait, quotas
+from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.inference.client.body import AnyBody, Body, LargeAnswer
 from datatrove_ckpt.inference.client.urls import (
     Extras,
@@ -50,7 +51,6 @@ SHORT = 0.1  # seconds
 # A short one, or a short number, may be a counter, the time, or Ollama's 999.
 _ID = re.compile(rb'"id": ?"(?![^"\d]*\d{1,15}")[^"]{16,}"')
 _MAX_SEARCHES = 100  # each costs 1 us per kB
-_MAX_UNASKED = 3
 _BLANK = b"\r\n"  # no answer
 # Of everything but the body: header, trailer, sizes of chunks. llhttp keeps a field until its end.
 _MAX_FRAMING_BYTES = 1 << 24
@@ -443,9 +443,8 @@ class Transport:
 
     Attributes:
         unasked: how often bytes arrived without a request.
-        unread: answers in a row that cannot be read, since ``unread_since``.
+        unread: answers in a row that cannot be read.
         is_read: an answer could be read.
-        refusal: why nothing more is sent.
     """
 
     def __init__(
@@ -460,9 +459,9 @@ class Transport:
         self.api_key = api_key
         self.unasked = 0
         self.unread = 0
-        self.unread_since = 0.0
+        self._unread_since = 0.0
         self.is_read = False
-        self.refusal = ""
+        self._refusal = ""
         self._first_id = b""
         self._searches = 0
         self._was_first_repeated = False
@@ -544,7 +543,33 @@ class Transport:
             return f"{text} (through the proxy {self._proxy})"
         return text
 
-    # late answers --------------------------------------------------------------------------------
+    # why nothing more is sent --------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises ServerRefused if nothing more is sent."""
+        if self._refusal:
+            raise ServerRefused(self._refusal)
+
+    def note_unread(self, now: float, cause: Exception, seconds: float) -> None:
+        """Counts an answer that cannot be read.
+
+        Raises:
+            ServerRefused: the server has sent nothing else, for so many seconds.
+        """
+        if self.is_read:
+            return  # a proxy answers while the server is away
+        if not self.unread:
+            self._unread_since = now
+        self.unread += 1
+        lasts = now - self._unread_since
+        if self.unread >= 3 and lasts >= seconds:
+            self._refusal = (
+                f"{self.url} has sent {self.unread} answers in a row, for {lasts:.0f} s, in a form "
+                "that cannot be used, and no other answer, so nothing more is sent. If something "
+                "else answers there, such as a login page or a proxy, correct the endpoint's URL "
+                f"or the proxy, and run the same command again. The last cause: {cause}"
+            )
+        self.check()
 
     def note_unasked(self, what: str) -> None:
         if not self.unasked:
@@ -554,8 +579,8 @@ class Transport:
                 "From now on, each request to this server has a connection of its own."
             )
         self.unasked += 1
-        if self.unasked >= _MAX_UNASKED:
-            self.refusal = (
+        if self.unasked >= 3:
+            self._refusal = (
                 f"{self.url} has sent an answer without a request {self.unasked} times. So it, or "
                 "a gateway before it, sends answers late, and a late answer may be taken for that "
                 "to the next request. Let the requests bypass the gateway (another URL of the "

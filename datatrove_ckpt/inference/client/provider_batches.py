@@ -21,7 +21,6 @@ from datatrove_ckpt.inference.client.answers import RetryableError, parse_json
 from datatrove_ckpt.inference.client.urls import HiddenUrl, proxy_of
 
 _BLOCK = 1 << 16
-_MANY = 1 << 40
 _SHOWN = 2000
 UNSENT = frozenset({"expired", "cancelled", "canceled"})
 """The states of an ended batch of which requests were not sent."""
@@ -380,5 +379,5 @@ def _number(value: object) -> int | None:
 def _total(answer: JsonObject, *kinds: str) -> int:
     counts = _object(answer.get("request_counts"))
     if not counts:
-        return _MANY
+        return 1 << 40
     return sum(_number(counts.get(kind)) or 0 for kind in kinds)

@@ -329,11 +329,6 @@ class Target:
         """Whether it gets no request now. One that fails gets one at a time, after its rest."""
         return self.cooldown_until > now or (self.in_flight > 0 and self.fails)
 
-    def is_spent(self, now: float) -> bool:
-        """Whether it works, and has had all requests of its minute."""
-        is_closed = self.limits is not None and self.limits.opens_at > now
-        return is_closed and not self.failures and self.alive_at > now - _WORKS_WITHIN
-
     def start_attempt(self, request: Request) -> Attempt:
         if not self.attempts:
             self.mark_alive()
@@ -673,7 +668,12 @@ class Router:
     def has_spent(self) -> bool:
         """Whether requests wait for the next minute of a server that works."""
         now = time.monotonic()
-        return any(target.up and target.is_spent(now) for target in self.targets)
+        works_since = now - _WORKS_WITHIN
+        for target in self.targets:
+            is_closed = target.limits is not None and target.limits.opens_at > now
+            if target.up and is_closed and not target.failures and target.alive_at > works_since:
+                return True
+        return False
 
     def mark_dead(self, target: Target, cause: str) -> Death:
         """Sends the target's requests in flight to other targets."""

@@ -91,7 +91,6 @@ _USUAL_SAMPLES = 5
 _GROWTH_AFTER_PREEMPTION = 0.1
 _ACCELERATION = 1.02
 _SAMPLE_SECONDS = 0.25
-_MOST_FALLS = 2  # of a counter: a restart is one
 _METRICS_TIMEOUT = 5.0  # seconds
 _WAIT_FOR_METRICS_SECONDS = 30.0
 
@@ -177,7 +176,8 @@ async def adapt_admission(
             read_at = time.monotonic()
             falls += tokens is not None and metrics.tokens < tokens
             tokens = metrics.tokens
-            if falls == _MOST_FALLS:
+            # A restart is one.
+            if falls == 2:
                 why = "shows the metrics of several servers in turn, as a load balancer does"
                 break
             admission.update(metrics, target.in_flight)

@@ -51,11 +51,11 @@ class ServerRecord:
 
         Returns None without /proc or a runtime folder; the server starts anyway.
         """
+        pid = os.getpid()
         started = {process.pid: process.started for process in process_table()}
-        if guardian not in started or os.getpid() not in started:
+        if not started.keys() >= {guardian, pid}:
             return None
         status = os.fstat(log)
-        pid = os.getpid()
         log_file = (status.st_dev, status.st_ino)
         record = cls(name, (pid, started[pid]), (guardian, started[guardian]), log_file)
         try:

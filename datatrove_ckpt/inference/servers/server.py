@@ -74,7 +74,6 @@ class InferenceServer:
 
     Attributes:
         url: without /v1; empty while the server is not started.
-        started_by: the rank that launched the running process.
         restarted_at: ``time.monotonic`` of its restart, for all ranks.
     """
 
@@ -86,7 +85,6 @@ class InferenceServer:
     on_launch: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
-        self.started_by = self.rank
         self.restarted_at: deque[float] = deque()
         self.url = ""
         self.api_key: Secret | None = None
@@ -116,7 +114,7 @@ class InferenceServer:
         problem: str | None = "has ended"
         if self.is_running:  # on a busy machine an answer takes its time
             problem = await self.problem(_TAKE_OVER_TIMEOUT)
-        server = f"server {self.replica} that task {self.started_by} started (log {self._log_path})"
+        server = f"server {self.replica} (log {self._log_path})"
         if problem is not None:
             logger.warning(
                 f"{self.config.said}Task {self.rank} cannot take over {server}: it {problem}. It "
@@ -166,7 +164,6 @@ class InferenceServer:
                 self.lease.locks,  # held until the last process of the server has ended
                 self.config.server_stop_timeout_sec,
             )
-            self.started_by = self.rank
             await in_own_thread(leftovers.ServerRecord.create, self.name, self._process.pid, log)
         except OSError as error:
             refuse_exhaustion(error, "No process could be created")

@@ -38,8 +38,6 @@ from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.process.event_loop import in_own_thread
 from datatrove_ckpt.process.shutdown import Shutdown
 
-_PORT = 1  # any, but one for all
-
 
 @dataclass
 class ServerSet:
@@ -85,7 +83,8 @@ def server_settings(config: InferenceConfig, gpus: Sequence[int]) -> str:
     Raises:
         ConfigError, ServerStartFailed: see ``Engine.launch``.
     """
-    command = config.engine.launch(config, _PORT, Secret(""))
+    # Any port, but one for all.
+    command = config.engine.launch(config, 1, Secret(""))
     parts = (
         command.argv,
         config.replicas,

@@ -229,6 +229,11 @@ def test_a_number_of_numpy_and_a_path_are_what_they_stand_for():
             "executor: {a: 1",
             "job.yaml:1:16: not valid YAML: expected ',' or '}', but got '<stream end>'.",
         ),
+        (
+            "prompt: @p.txt",
+            "job.yaml:1:9: not valid YAML: found character '@' that cannot start any token. "
+            "Does a text need quotes?",
+        ),
         ("executor: {a: 1, a: 2}", 'job.yaml:1:18: not valid YAML: key "a" twice.'),
         ("executor: !!python/name:os.system", None),
         (

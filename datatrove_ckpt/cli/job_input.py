@@ -80,7 +80,7 @@ class JobInput:
             return node("HuggingFaceDatasetReader", dataset=given, load_from_disk=True)
         names = self._list(pattern or None)
         input_names = [one for one in names if pattern or PurePosixPath(one).stem != "README"]
-        kinds = {_suffix(name): _kind(name) for name in input_names if _kind(name)}
+        kinds = {uncompressed(name).suffix: _kind(name) for name in input_names if _kind(name)}
         known = sorted(kinds)
         rows = [suffix for suffix in known if _READERS[kinds[suffix]].has_rows]
         texts = [suffix for suffix in known if kinds[suffix] == "TextReader"]
@@ -109,7 +109,7 @@ class JobInput:
                 f"none of {', '.join(_SUFFIXES)} (rename .tsv files to .csv, and set delimiter: "
                 '"\\t")'
             )
-        others = [name for name in names if _suffix(name) not in known]
+        others = [name for name in names if uncompressed(name).suffix not in known]
         is_of_rows = all(_READERS[kind].has_rows for kind in kinds.values())
         several = len(known) > 1 and not self._pattern
         if len({*kinds.values()}) > 1 or (several and is_of_rows):
@@ -199,13 +199,9 @@ def _is_absent(given: str) -> ConfigError:
     return ConfigError(f"input: {Path(given).absolute()} does not exist.{hint}")
 
 
-def _suffix(name: str) -> str:
-    return uncompressed(name).suffix
-
-
 def _kind(name: str) -> str:
     """Returns the reader of a file; "": none."""
-    return _SUFFIXES.get(_suffix(name).lower(), "")
+    return _SUFFIXES.get(uncompressed(name).suffix.lower(), "")
 
 
 def _split(given: str) -> tuple[str, str]:

@@ -72,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     arguments = parser.parse_args(rest)
     # Not for --help, because loguru is slow to import.
+    from datatrove_ckpt.checkpoint.lines import explained
     from datatrove_ckpt.process.task_errors import safe_log
+    from datatrove_ckpt.torch.step_folder import is_training
 
     safe_log()
     takes_overrides = "config" in arguments
@@ -106,33 +108,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     arguments.overrides = overrides
     arguments.command = ["datatrove-ckpt", *given]
-    with written_in(""):
-        return _call(arguments)
-
-
-def _call(arguments: argparse.Namespace) -> int:
-    from datatrove_ckpt.checkpoint.lines import explained
-    from datatrove_ckpt.torch.step_folder import is_training
-
     place = getattr(arguments, "what", None) or getattr(arguments, "config", None)
     name = arguments.module
-    try:
-        if arguments.name in _OF_TRAININGS and is_training(place):
-            name = "training"
-        with gc_paused():
-            module = import_module(f"datatrove_ckpt.cli.{name}")
+    with written_in(""):
         try:
-            code: int = getattr(module, arguments.name)(arguments)
-        except PermissionError as error:
-            if error.filename is None:  # as of S3
-                raise
-            with explained("use", error.filename):  # mostly a checkpoint of another user
-                raise
-    except ConfigError as error:
-        return fail(error, 2)
-    except (CkptError, OSError) as error:
-        return fail(error, 1)
-    return code
+            if arguments.name in _OF_TRAININGS and is_training(place):
+                name = "training"
+            with gc_paused():
+                module = import_module(f"datatrove_ckpt.cli.{name}")
+            try:
+                code: int = getattr(module, arguments.name)(arguments)
+            except PermissionError as error:
+                if error.filename is None:  # as of S3
+                    raise
+                with explained("use", error.filename):  # mostly a checkpoint of another user
+                    raise
+        except ConfigError as error:
+            return fail(error, 2)
+        except (CkptError, OSError) as error:
+            return fail(error, 1)
+        return code
 
 
 class _Parser(argparse.ArgumentParser):

@@ -10,16 +10,10 @@ from pathlib import Path
 
 import orjson
 
+from datatrove_ckpt import errors
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import byte_size
 from datatrove_ckpt.common.redaction import redact
-from datatrove_ckpt.errors import (
-    CkptError,
-    ConfigError,
-    LimitReached,
-    StorageFailed,
-    WaitsForBatches,
-)
 from datatrove_ckpt.errors.names import with_originals
 
 _INDENT = re.compile(r"(?: +\w* +)?")
@@ -85,7 +79,7 @@ def write_page(output: str | None, checkpoints: Path, page: str, of: str) -> int
         write_out(page, raw=True)
         return 0
     if Path(target).is_dir():
-        raise ConfigError(
+        raise errors.ConfigError(
             f"--output: {target} is a folder. Give the name of a file, such as "
             f"{target}/report.html."
         )
@@ -93,7 +87,7 @@ def write_page(output: str | None, checkpoints: Path, page: str, of: str) -> int
     try:
         Path(target).write_bytes(text)
     except OSError as error:
-        raise StorageFailed(
+        raise errors.StorageFailed(
             f"--output: {target} cannot be written: {error.strerror}. Give another file with -o."
         ) from error
     write_out(f"{target}: the report of {of} ({byte_size(len(text))}). Open it in a browser.\n")
@@ -105,10 +99,10 @@ def fail(error: BaseException, code: int) -> int:
     from datatrove_ckpt.common.retrying import hub_refusal  # loguru is slow to import
 
     text = str(error)
-    if not isinstance(error, CkptError):
+    if not isinstance(error, errors.CkptError):
         text = hub_refusal(error) or text
     notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
-    if not isinstance(error, LimitReached | WaitsForBatches):  # all is well
+    if not isinstance(error, errors.LimitReached | errors.WaitsForBatches):  # all is well
         text = f"error: {text}"
     note("\n".join([text, *notes]))
     return code

@@ -5,8 +5,8 @@
 
 import argparse
 
+from datatrove_ckpt.cli import printing
 from datatrove_ckpt.cli.full_config import FullConfig
-from datatrove_ckpt.cli.printing import note, say, say_result
 from datatrove_ckpt.cli.short_form import make_executor
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.common.formatting import plural, plural_or_no
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "executor: logging_dir: --worker needs one, where workers find each other's claims."
             )
         if given.get("workers", 1) != 1:
-            note(
+            printing.note(
                 f"workers: {given['workers']}: --worker is one process; start as many as you want."
             )
         content["executor"]["init_args"] = given | {"workers": 1}
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         kubernetes_job(content, RunPlan(executor))
     if arguments.print_config:
-        say(FullConfig(content).text().rstrip())
+        printing.say(FullConfig(content).text().rstrip())
         return 0
     if arguments.sample is not None:
         from datatrove_ckpt.cli.show import sample
@@ -75,5 +75,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     if arguments.all:
         states = ["ok", *states]
     shown = [str(check) for state in states for check in checks if check.state == state]
-    say_result(arguments.json, content, [*shown, f"{found}: {plural(len(checks), 'check')}"])
+    printing.say_result(
+        arguments.json, content, [*shown, f"{found}: {plural(len(checks), 'check')}"]
+    )
     return code

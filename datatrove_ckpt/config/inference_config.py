@@ -758,7 +758,7 @@ class Engine:
     def check(self, config: InferenceConfig) -> None:
         """Raises ConfigError for settings with which it cannot start."""
         for name in config.model_kwargs or {}:
-            if dashed(name) in self.address_flags:
+            if name.replace("_", "-") in self.address_flags:
                 raise ConfigError(
                     f"model_kwargs: {name!r} cannot be set: servers listen on {HOST}, on a free "
                     "port, with a fresh key. To use another address, start the server yourself "
@@ -868,12 +868,8 @@ def visible_gpus() -> list[str]:
     return [str(index) for index in range(len(devices))]
 
 
-def dashed(name: str) -> str:
-    return name.replace("_", "-")
-
-
 def dashed_names(kwargs: Kwargs | None) -> Kwargs:
-    return {dashed(name): value for name, value in (kwargs or {}).items()}
+    return {name.replace("_", "-"): value for name, value in (kwargs or {}).items()}
 
 
 ENGINES: dict[str, Engine] = {}

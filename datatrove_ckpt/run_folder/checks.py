@@ -380,9 +380,25 @@ def traits(mount: Mount | None) -> FilesystemTraits:
             concern="It is lost when the container is removed: mount a volume.",
         )
     if mount.kind in _NETWORK:
-        return FilesystemTraits(
-            f"{mount.kind} (shared)", shared=True, concern=_network_concern(mount)
-        )
+        concern = ""
+        local = sorted(mount.options & _LOCAL_LOCKS)
+        if local:
+            concern = (
+                f"It is mounted with {local[0]}: locks do not keep out a process on another node; "
+                "the other process is noticed only after it has started. Mount it with locks that "
+                "all nodes see (Lustre: flock; NFS: without nolock and local_lock)."
+            )
+        elif mount.kind == "lustre" and "flock" not in mount.options:
+            concern = (
+                "It is mounted without flock: mount it with -o flock, or two processes for a task "
+                "notice each other late."
+            )
+        elif mount.kind == "nfs" and not any(one.startswith("vers=4") for one in mount.options):
+            concern = (
+                "Locks of NFS 3 need lockd (NLM) on the server and are lost when it restarts; NFS "
+                "4 has its own."
+            )
+        return FilesystemTraits(f"{mount.kind} (shared)", shared=True, concern=concern)
     if (
         mount.kind.startswith("fuse")
         and {mount.kind.removeprefix("fuse."), mount.source} & _OBJECT_STORES
@@ -395,24 +411,3 @@ def traits(mount: Mount | None) -> FilesystemTraits:
             f"{mount.kind} (an object store)", shared=True, concern=text, unsupported=True
         )
     return FilesystemTraits(f"{mount.kind} (local)")
-
-
-def _network_concern(mount: Mount) -> str:
-    local = sorted(mount.options & _LOCAL_LOCKS)
-    if local:
-        return (
-            f"It is mounted with {local[0]}: locks do not keep out a process on another node; the "
-            "other process is noticed only after it has started. Mount it with locks that all "
-            "nodes see (Lustre: flock; NFS: without nolock and local_lock)."
-        )
-    if mount.kind == "lustre" and "flock" not in mount.options:
-        return (
-            "It is mounted without flock: mount it with -o flock, or two processes for a task "
-            "notice each other late."
-        )
-    if mount.kind == "nfs" and not any(option.startswith("vers=4") for option in mount.options):
-        return (
-            "Locks of NFS 3 need lockd (NLM) on the server and are lost when it restarts; NFS 4 "
-            "has its own."
-        )
-    return ""

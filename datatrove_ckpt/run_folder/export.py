@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import orjson
 from datatrove.io import get_datafolder
 
+from datatrove_ckpt import errors
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.formatting import missing_package
 from datatrove_ckpt.common.lazy import pa, pq
 from datatrove_ckpt.common.retrying import failure_line
-from datatrove_ckpt.errors import CkptError, ConfigError, OutputFailed, OutputMismatch
 from datatrove_ckpt.output.arrow_types import (
     DataType,
     NotUnited,
@@ -100,7 +100,7 @@ def _united(columns: Iterable[tuple[str, DataType]]) -> Schema:
         for name, kind in columns:
             types[name] = unite(types.get(name), kind, name)
     except (NotUnited, ValueError, TypeError) as error:
-        raise OutputFailed(
+        raise errors.OutputFailed(
             f"Nothing was exported: {error}. A .jsonl or .csv file takes them."
         ) from error
     return pa.schema(types.items())
@@ -131,11 +131,11 @@ def export(place: Place, target: str) -> tuple[int, Report]:
     path = Path(target)
     writers = {".csv": _write_csv, ".jsonl": _write_lines, ".parquet": _write_parquet}
     if path.suffix not in writers:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{target}: ends with none of {', '.join(writers)}, and is no {_HUB}ORG/NAME."
         )
     if path.exists():
-        raise ConfigError(f"{target}: is there already. Remove it, or choose another name.")
+        raise errors.ConfigError(f"{target}: is there already. Remove it, or choose another name.")
     report = _refuse_changes(place)
     new = path.with_name(f"{path.name}.new")
     try:
@@ -152,7 +152,7 @@ def _refuse_changes(place: Place) -> Report:
     wrong = [one for one in report.problems if one.kind in _OTHER_DOCUMENTS]
     if wrong:
         more = f" ({len(wrong)} such problems; datatrove-ckpt verify lists them)"
-        raise OutputMismatch(f"Nothing was exported. {wrong[0]}{more if wrong[1:] else ''}")
+        raise errors.OutputMismatch(f"Nothing was exported. {wrong[0]}{more if wrong[1:] else ''}")
     return report
 
 
@@ -160,11 +160,13 @@ def _refuse_changes(place: Place) -> Report:
 def _named(target: str) -> Iterator[None]:
     try:
         yield
-    except CkptError:
+    except errors.CkptError:
         raise
     except Exception as error:  # of datasets, of the hub, of a disk
         why = isinstance(error, ImportError) and missing_package(str(error))
-        raise OutputFailed(f"{target} was not written: {why or failure_line(error)}") from error
+        raise errors.OutputFailed(
+            f"{target} was not written: {why or failure_line(error)}"
+        ) from error
 
 
 def _write_lines(place: Place, path: Path) -> int:

@@ -14,6 +14,7 @@ from posixpath import dirname
 
 from datatrove.io import DataFolder, get_datafolder
 
+from datatrove_ckpt import errors
 from datatrove_ckpt.checkpoint import identity, layout, limits
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile
 from datatrove_ckpt.checkpoint.ledger import (
@@ -29,13 +30,6 @@ from datatrove_ckpt.checkpoint.ledger import (
 from datatrove_ckpt.checkpoint.lines import Json, size_of
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import plural, repair_command
-from datatrove_ckpt.errors import (
-    CheckpointError,
-    ConfigError,
-    LimitReached,
-    OutputFailed,
-    OutputMismatch,
-)
 from datatrove_ckpt.output.arrow_types import Schema
 from datatrove_ckpt.output.chunk_writing import misfits, read_schema
 from datatrove_ckpt.output.committed import (
@@ -129,7 +123,7 @@ class Report:
         return get_datafolder(self.output)
 
     @property
-    def goal(self) -> LimitReached | None:
+    def goal(self) -> errors.LimitReached | None:
         """Why the run is as finished as it shall be: ``until``."""
         until = limits.noted_limits(self.checkpoints).until
         return limits.Limits(until).reached(limits.RunTotals(self.sums.counts.written))
@@ -143,7 +137,7 @@ class Report:
     def job(self) -> Json:
         """The content of ``job.json``; empty if it is missing or damaged."""
         path = self.checkpoints / layout.JOB
-        with suppress(CheckpointError):
+        with suppress(errors.CheckpointError):
             if path.exists():
                 return identity.read_run(path)
         return {}
@@ -214,7 +208,7 @@ def find_output(place: Place) -> str:
         if is_moved and now.is_dir():
             return str(now)
         if other:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"the output of {what} is gone: {recorded} belongs to {other}. Bring it back, or "
                 "name it with --output."
             )
@@ -222,7 +216,9 @@ def find_output(place: Place) -> str:
     for rank in read_ranks(checkpoints, Want.SETTINGS):
         if rank.damage is not None:  # of a newer version, perhaps
             raise rank.damage
-    raise ConfigError(f"{what}: no run.json says where the output is. Name it with --output.")
+    raise errors.ConfigError(
+        f"{what}: no run.json says where the output is. Name it with --output."
+    )
 
 
 def other_run(checkpoints: Path, recorded: str) -> Path | None:
@@ -369,13 +365,13 @@ def check_output(report: Report) -> Iterator[Problem]:
         # The files of a folder that the user names are missing.
         is_named = report.place.named_output is not None
         if not (is_there or is_named or report.folder.exists("")):
-            raise OutputFailed(
+            raise errors.OutputFailed(
                 f"the output folder {report.output} does not exist. If it was moved, give its "
                 "place with --output; if it is lost, give the same folder with --output, and all "
                 "its files count as missing."
             )
-    except (OutputMismatch, OutputFailed) as refusal:
-        kind = "owner" if isinstance(refusal, OutputMismatch) else "output"
+    except (errors.OutputMismatch, errors.OutputFailed) as refusal:
+        kind = "owner" if isinstance(refusal, errors.OutputMismatch) else "output"
         yield Problem(kind, str(refusal), path=report.output)
         return
     names = {path for path in found.sizes if not _is_ours(report, path)}

@@ -193,7 +193,6 @@ def test_fit_folders_have_no_problem_and_nothing_is_changed(found, here):
 @pytest.mark.parametrize(
     "override, check, expected, says",
     [
-        ("output_writer.output_folder=job.yaml", "output, reachable", "problem", "job.yaml is a file"),
         ("output_writer.output_folder=memory://doctor/out", "output, reachable", "ok", ""),
         ("checkpoints_local_dir=null", "checkpoints, folder", "warning", "none: a run"),
         ("checkpoints_remote_dir=mirror", "mirror, reachable", "ok", ""),

@@ -141,8 +141,6 @@ def test_digits_beside_a_rank_are_no_part_of_it():
 @pytest.mark.matrix(
     ("old", "new", "says"),
     [
-        ("output_folder: output", "output_folder: input",
-         "inside the folder that pipeline[0] JsonlReader reads"),
         ("output_folder: output", "output_folder: ./input/answers/", "leave out 00000_00000.jsonl."),
         ("data_folder: input", "data_folder: .", "would take this output for input"),
         ("data_folder: input", "data_folder: ., glob_pattern: 'input/*.jsonl'", None),

@@ -195,10 +195,8 @@ def test_a_job_is_written_out_in_the_long_form(monkeypatch):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"prompt": {"text": None}}, "prompt: .* is not a text"),
         ({"input": ["documents/a.jsonl"]}, "input: .* is not a text"),
         ({"input": "https://user:word@b c/x.jsonl"}, r"b c cannot be listed"),
-        ({"input": None}, 'job.yaml: missing key "input"'),
     ],
 )
 def test_values_of_a_file_that_cannot_be(settings, message):

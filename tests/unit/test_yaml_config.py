@@ -222,9 +222,6 @@ def test_a_number_of_numpy_and_a_path_are_what_they_stand_for():
     assert (config.tp, config.hang_timeout) == (2, 1.0)
 
 
-QUOTES = "Does a text need quotes?"
-
-
 @pytest.mark.parametrize(
     "text, message",
     [
@@ -235,7 +232,7 @@ QUOTES = "Does a text need quotes?"
         (
             "prompt: @p.txt",
             "job.yaml:1:9: not valid YAML: found character '@' that cannot start any token. "
-            + QUOTES,
+            "Does a text need quotes?",
         ),
         ("executor: {a: 1, a: 2}", 'job.yaml:1:18: not valid YAML: key "a" twice.'),
         ("executor: !!python/name:os.system", None),

@@ -31,8 +31,8 @@ from datatrove_ckpt.checkpoint.numbers import Buckets, DocumentCounts
 from datatrove_ckpt.common.formatting import figure, percent, short
 from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.errors import StorageFailed
+from datatrove_ckpt.run_folder import topics
 from datatrove_ckpt.run_folder.run_state import RankStatus, RunState
-from datatrove_ckpt.run_folder.topics import age, progress_of, ranks_of, topics
 
 _PROGRESS_LINES = 30_000
 """Lines about progress to read in sum.
@@ -62,8 +62,8 @@ def report_page(run: RunState) -> str:
         ", ".join(dict.fromkeys(models)),
         state,
         run.read_at,
-        f"{age(run).capitalize()}.",
-        [("tasks", ranks_of(run)), ("input", progress_of(run)), *topics(run)],
+        f"{topics.age(run).capitalize()}.",
+        [("tasks", topics.ranks_of(run)), ("input", topics.progress_of(run)), *topics.topics(run)],
         [
             # Retries read documents that were read before: they are not summed.
             *_charts([history.minutes for history in histories[: len(run.ranks)]]),
@@ -269,9 +269,9 @@ def page(
         sums: what ``status`` says of each topic.
     """
     as_of = f", as of {clock(made_at)}"
-    about = element("p", name(where, 400), f"{as_of}. {age}")
+    about = element("p", name(where, 400), f"{as_of}. {topics.age}")
     if model:
-        about = element("p", name(model), " in ", name(where, 400), f"{as_of}. {age}")
+        about = element("p", name(model), " in ", name(where, 400), f"{as_of}. {topics.age}")
     shown = (element("div", element("dt", topic), element("dd", text)) for topic, text in sums)
     parts = {
         "title": escaped(f"{shortened(called, 80)}: {state}"),

@@ -8,18 +8,14 @@ import pytest
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.layout import OWNER
 from datatrove_ckpt.checkpoint.lines import seal
-from tests.yaml_jobs import endpoint, job_yaml, write_job
 
 FILES = ["part/00000_00000.jsonl", "part/00000_00001.jsonl", "part/00001_00000.jsonl"]
 CARD = {"README.md": b"# About these data", "part/notes.txt": b"by hand"}
 
 
 @pytest.fixture
-def cli(here, hub, server, command):
-    """Commands in a folder with job.yaml, a job of two tasks and three files of org/data."""
+def cli(job_on_hub, hub, command):
     hub.put("org/data", CARD)
-    text = job_yaml(endpoint(server), tasks=2, output="hf://datasets/org/data/part")
-    write_job(here, text + "          records_per_chunk: 2\n", ["a", "b", "c"], ["d"])
 
     def run(*arguments, code=0):
         said = command(*arguments, code=code)

@@ -344,6 +344,15 @@ def hub(tmp_path, monkeypatch, policy):
 
 
 @pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """The temporary folder of this process, which is empty."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+@pytest.fixture
 def job_on_hub(here, server):
     """A folder with job.yaml, a job of two tasks and three files of org/data."""
     text = job_yaml(endpoint(server), tasks=2, output="hf://datasets/org/data/part")

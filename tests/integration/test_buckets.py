@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -29,15 +28,13 @@ BUCKET = "hf://buckets/org/job"
 
 
 @pytest.fixture(autouse=True)
-def _no_copies(tmp_path, monkeypatch):
+def _no_copies(temporary, monkeypatch):
     """Nothing is left in the temporary folder, whatever happens."""
     monkeypatch.setattr(local, "_MARKER_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     yield
     # datatrove writes logs and markers through fsspec, which leaves one behind that cannot be
     # uploaded.
-    left = [path.read_text() for path in (tmp_path / "temporary").iterdir()]
+    left = [path.read_text() for path in temporary.iterdir()]
     assert not [text for text in left if "document 0 0" in text]
 
 

@@ -5,7 +5,6 @@ import io
 import os
 import queue
 import signal
-import tempfile
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -37,13 +36,10 @@ NAME = "${rank}_${chunk_index}.parquet"
 
 
 @pytest.fixture(autouse=True)
-def _no_copies(tmp_path, monkeypatch):
+def _no_copies(temporary):
     """Nothing is left in the temporary folder, whatever happens."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield
-    assert list(folder.iterdir()) == []
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
@@ -50,12 +49,6 @@ def write_input(folder, *numbers):
     for index, number in enumerate(numbers):
         (folder / "input" / f"{index}.jsonl").write_text("\n".join(rows[:number]))
         rows = rows[number:]
-
-
-def make_writer(folder, template=TEMPLATE, compression=None):
-    if template.endswith(".parquet"):
-        return ParquetWriter(str(folder / "output"), template, expand_metadata=True)
-    return JsonlWriter(str(folder / "output"), template, compression=compression)
 
 
 def start(folder, url, **settings):
@@ -114,6 +107,10 @@ def _job(
     """Runs it."""
     from datatrove.pipeline.inference.run_inference import InferenceConfig, InferenceRunner
 
+    output = f"{folder}/output"
+    writer = JsonlWriter(output, template, compression)
+    if template.endswith(".parquet"):
+        writer = ParquetWriter(output, template, expand_metadata=True)
     config = InferenceConfig(
         server_type="endpoint",
         model_name_or_path="fake",
@@ -124,7 +121,7 @@ def _job(
     runner = InferenceRunner(
         rollout,
         config,
-        make_writer(Path(folder), template, compression),
+        writer,
         checkpoints_local_dir=f"{folder}/checkpoints",
         records_per_chunk=size,
         skip_bad_requests=True,

@@ -39,6 +39,7 @@ from tests.commands import Command
 from tests.conftest import MEMORY
 from tests.hub import FakeHub, pointed_at
 from tests.stores import STORES
+from tests.yaml_jobs import endpoint, job_yaml, write_job
 
 TESTS = Path(__file__).parent
 _formatter = _better_exceptions.ExceptionFormatter
@@ -340,6 +341,22 @@ def hub(tmp_path, monkeypatch, policy):
     monkeypatch.setattr(committed, "LAG_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
     with FakeHub() as running, pointed_at(running, tmp_path / "huggingface"):
         yield running
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """The temporary folder of this process, which is empty."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+@pytest.fixture
+def job_on_hub(here, server):
+    """A folder with job.yaml, a job of two tasks and three files of org/data."""
+    text = job_yaml(endpoint(server), tasks=2, output="hf://datasets/org/data/part")
+    write_job(here, text + "          records_per_chunk: 2\n", ["a", "b", "c"], ["d"])
 
 
 @pytest.fixture(autouse=True)

@@ -320,10 +320,6 @@ class ChunkWriting:
         return fresh
 
 
-_BATCH = 1000
-"""Rows. A writer with huge documents has a smaller ``batch_size``."""
-
-
 class ShownRows:
     """The adapter of a ParquetWriter's copy: shows its rows, and returns them for Arrow.
 
@@ -335,7 +331,8 @@ class ShownRows:
         self._adapter = writer.adapter
         self._show = show
         self._rows: list[Row] = []
-        self._size = min(_BATCH, max(1, writer.batch_size))
+        # A writer with huge documents has a smaller ``batch_size``.
+        self._size = min(1000, max(1, writer.batch_size))
         self._other_forms = {
             field.name: field.type for field in writer.schema or () if has_other_form(field.type)
         }

@@ -13,8 +13,6 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove_ckpt.output.arrow_types import Row
 from datatrove_ckpt.output.documents import for_orjson
 
-_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
-
 
 class CsvWriter(DiskWriter):  # type: ignore[misc]  # datatrove has no types
     """Writes a document as a row. datatrove has no such writer.
@@ -75,7 +73,8 @@ def cell(value: object) -> object:
     Raises TypeError: a value has no form in CSV. A set has none: its order is by chance.
     """
     if isinstance(value, dict | list | tuple | set | frozenset | np.ndarray):
-        return orjson.dumps(for_orjson(value), option=_OPTIONS).decode()
+        options = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+        return orjson.dumps(for_orjson(value), option=options).decode()
     if isinstance(value, bytes):
         return for_orjson(value)
     return value

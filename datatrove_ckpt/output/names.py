@@ -31,8 +31,6 @@ _ENDINGS = re.compile(f"(?:{_ENDING})+$")
 _RANK = r"\d{5}|[1-9]\d{5,}"
 _RETRY = r"(?:retry\d+_)?"
 _CHUNK = r"\d{5,}"
-_ANY_CHUNK = r"\d+"  # datatrove's own InferenceRunner does not pad the number
-_NUMBER = r"(?:\d{3,}_)?"  # a writer with max_file_size puts it in front of each name
 
 
 def fields_of_documents(template: Template) -> list[str]:
@@ -167,13 +165,14 @@ def output_pattern(template: str, any_writer: bool = False) -> re.Pattern[str]:
     if any_writer:
         template = stem(template)
         endings = f"(?:{_ENDING})*"
-        numbers["chunk_index"] = _RETRY + _ANY_CHUNK
+        # datatrove's own InferenceRunner does not pad the number.
+        numbers["chunk_index"] = _RETRY + r"\d+"
     seen: set[str] = set()
 
     def expression(match: re.Match[str]) -> str:
         name = match[1]
         if name == "":
-            return _NUMBER
+            return r"(?:\d{3,}_)?"  # a writer with max_file_size puts it in front of each name
         if name not in numbers:
             return ".*"
         if name in seen:

@@ -3,7 +3,6 @@ them once.
 """
 
 import gc
-import tempfile
 import threading
 from collections import Counter
 from functools import partial
@@ -85,13 +84,11 @@ def client(hub, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def _quick(tmp_path, monkeypatch, policy):
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+def _quick(temporary, monkeypatch, policy):
     policy("HUB", "HUB_LOOK", first=0.01)
     monkeypatch.setattr(committed, "LAG_LOOKS", (0.0,))
     yield
-    assert list((tmp_path / "temporary").iterdir()) == []
+    assert list(temporary.iterdir()) == []
 
 
 def attempt(folder, server, seconds):

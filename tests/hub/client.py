@@ -83,7 +83,6 @@ def _constants(url, home):
         "HUGGINGFACE_CO_URL_TEMPLATE": url + "/{repo_id}/resolve/{revision}/{filename}",
         "HF_URL_HOSTS": frozenset({"hf.co", "huggingface.co", "127.0.0.1"}),
         **{name: named[name] for name in paths},
-        "HF_STORED_TOKENS_PATH": str(home / "stored_tokens"),
         **dict.fromkeys(off, True),
         "HF_HUB_OFFLINE": False,
     }

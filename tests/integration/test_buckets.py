@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,15 +28,13 @@ BUCKET = "hf://buckets/org/job"
 
 
 @pytest.fixture(autouse=True)
-def _no_copies(tmp_path, monkeypatch):
+def _no_copies(temporary, monkeypatch):
     """Nothing is left in the temporary folder, whatever happens."""
     monkeypatch.setattr(local, "_MARKER_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     yield
     # datatrove writes logs and markers through fsspec, which leaves one behind that cannot be
     # uploaded.
-    left = [path.read_text() for path in (tmp_path / "temporary").iterdir()]
+    left = [path.read_text() for path in temporary.iterdir()]
     assert not [text for text in left if "document 0 0" in text]
 
 
@@ -67,6 +65,11 @@ def job(hub, server, here):
     return hub
 
 
+@pytest.fixture
+def run(command):
+    return partial(command, "run", "job.yaml")
+
+
 def lose_the_node():
     shutil.rmtree("checkpoints", ignore_errors=True)
     HfFileSystem.clear_instance_cache()
@@ -88,41 +91,41 @@ def markers(hub):
 
 
 @pytest.mark.slow
-def test_a_plain_run_does_not_wait_for_one_that_was_killed_on_another_machine(job, server, command):
+def test_a_plain_run_does_not_wait_for_one_that_was_killed_on_another_machine(job, server, run):
     put_input(job, 1, 1)
     there = f"{'0' * 40}-run"
     store = ObjectClaims(f"{BUCKET}/logs/claims", there, 0.0)
     lose_the_node()
-    said = command("run", "job.yaml", "--worker", code=1).error
+    said = run("--worker", code=1).error
     assert "start every machine as a worker (run --worker)" in said
     assert server.asked.total() == 0
-    command("run", "job.yaml")
+    run()
     assert server.asked.total() == 1
     store.close()
 
 
 @pytest.mark.slow
-def test_workers_share_a_job_in_a_bucket_and_leave_no_claims(job, server, command, monkeypatch):
+def test_workers_share_a_job_in_a_bucket_and_leave_no_claims(job, server, monkeypatch, run):
     put_input(job, 2, 3)
     write_yaml(server, tasks=2)
     monkeypatch.setattr(claims_module, "_HUB_SETTLES", 0.0)
-    assert "This worker has completed 2 tasks" in command("run", "job.yaml", "--worker")
+    assert "This worker has completed 2 tasks" in run("--worker")
     assert not [name for name in job.files("org/job", kind="bucket") if "/claims/" in name]
     lose_the_node()
-    assert "6 of 6 documents are in 4 files" in command("run", "job.yaml")
+    assert "6 of 6 documents are in 4 files" in run()
     assert server.asked.total() == 6
 
 
-def test_every_command_works_with_all_of_a_job_in_a_bucket(job, server, command):
+def test_every_command_works_with_all_of_a_job_in_a_bucket(job, server, command, run):
     assert "no problem, no warning" in command("doctor", "job.yaml")
     assert job.files("org/job", kind="bucket").keys() == {"input/0.jsonl"}
-    said = command("run", "job.yaml")
+    said = run()
     assert "3 of 3 documents are in 2 files in hf://buckets/org/job/output" in said
     assert "Processing Files" not in said  # huggingface_hub's bars
     assert len(output(job)) == 2
     assert len(markers(job)) == 1
     lose_the_node()
-    assert "1 task is complete already" in command("run", "job.yaml")
+    assert "1 task is complete already" in run()
     for what in ("job.yaml", f"{BUCKET}/mirror"):
         assert "1 task (1 finished)" in command("status", what)
         assert "no problem: 1 task, 3 documents" in command("verify", what, "--full")
@@ -132,27 +135,27 @@ def test_every_command_works_with_all_of_a_job_in_a_bucket(job, server, command)
     job.remove("org/job", ["output/00000_00001.jsonl"], "bucket")
     assert "00000_00001.jsonl is missing" in command("verify", f"{BUCKET}/mirror", code=1)
     command("repair", "job.yaml")
-    command("run", "job.yaml")
+    run()
     assert len(output(job)) == 2
     read = job.files("org/job", kind="bucket")["input/0.jsonl"]
     job.put("org/job", {"input/0.jsonl": read.replace(b"document", b"Document")}, kind="bucket")
-    assert "'0.jsonl' has other content" in command("run", "job.yaml", code=1)
+    assert "'0.jsonl' has other content" in run(code=1)
 
 
 # a repository ------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_mirror_in_a_repository_is_refused_read_and_moved(job, server, command, tmp_path):
+def test_a_mirror_in_a_repository_is_refused_read_and_moved(job, server, command, tmp_path, run):
     """Versions before this one wrote there: one commit for each object."""
     put_input(job, 1, 1)
     write_yaml(server, str(tmp_path / "mirror"))
-    command("run", "job.yaml")
+    run()
     found = [path for path in Path("mirror").rglob("*") if path.is_file()]
     job.put("org/data", {str(path): path.read_bytes() for path in found})
     lose_the_node()
     write_yaml(server, "hf://datasets/org/data/mirror")
-    said = command("run", "job.yaml", code=2)
+    said = run(code=2)
     assert "Set it to a bucket: hf://buckets/org/data/mirror" in said
     assert "hf cp hf://datasets/org/data/mirror/ hf://buckets/org/data/mirror/" in said
     for what in ("job.yaml", "hf://datasets/org/data/mirror"):
@@ -165,7 +168,7 @@ def test_a_mirror_in_a_repository_is_refused_read_and_moved(job, server, command
     assert "1 task (1 finished)" in command("status", "job.yaml")
     by_hand = [*markers(job), *job.owners("org/job", "bucket")]
     job.remove("org/job", by_hand, "bucket")
-    command("run", "job.yaml")
+    run()
     assert server.asked.total() == 1
 
 
@@ -198,16 +201,11 @@ class Expiring(Access):
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [60, 3, 30, 45, 75, 90, 120])
 def test_a_token_that_expires_in_the_middle_loses_nothing(
-    job,
-    server,
-    command,
-    monkeypatch,
-    tmp_path,
-    after,
+    job, server, command, monkeypatch, tmp_path, after, run
 ):
     access = job.tokens[job.token] = Expiring()
     access.left = after
-    said = command("run", "job.yaml", code=None)
+    said = run(code=None)
     done = len(markers(job)) == 1
     assert said.code or done
     assert done or "401" in said.error
@@ -219,7 +217,7 @@ def test_a_token_that_expires_in_the_middle_loses_nothing(
     (tmp_path / "huggingface/token").write_text("hf_FreshTokenOfTheTests")
     HfFileSystem.clear_instance_cache()
     DataFolder.clear_instance_cache()
-    said = command("run", "job.yaml")
+    said = run()
     rows = [
         json.loads(line)["id"]
         for name in sorted(output(job))

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -48,10 +49,15 @@ def run(command, here):
     return run
 
 
+@pytest.fixture
+def exported(command):
+    return partial(command, "export", "x")
+
+
 @pytest.mark.parametrize("given", ["in.jsonl", "in.parquet"])
-def test_a_csv_has_all_columns_and_rows_in_order(run, command, given):
+def test_a_csv_has_all_columns_and_rows_in_order(run, given, exported):
     run(given)
-    assert command("export", "x", "all.csv") == "5 documents in all.csv.\n"
+    assert exported("all.csv") == "5 documents in all.csv.\n"
     table = pandas.read_csv("all.csv", dtype={"more": str})
     assert table["text"].tolist() == [row["text"] for row in ROWS]
     assert [json.loads(tags) for tags in table["tags"]] == [["a", "é"]] * 5
@@ -60,16 +66,16 @@ def test_a_csv_has_all_columns_and_rows_in_order(run, command, given):
         assert table["more"].tolist()[3] == str(2**70)
 
 
-def test_json_lines_are_those_of_the_files(run, command):
+def test_json_lines_are_those_of_the_files(run, exported):
     run("in.jsonl", "--output-format=jsonl.zst")
-    command("export", "x", "all.jsonl")
+    exported("all.jsonl")
     rows = read_rows("all.jsonl")
     assert [row["text"] for row in rows] == [row["text"] for row in ROWS]
     assert rows[3]["more"] == 2**70
 
 
 def test_parquet_files_need_pyarrow_alone_and_keep_maps_and_columns_of_later_files(
-    run, command, here, monkeypatch
+    run, here, monkeypatch, exported
 ):
     maps = pa.array([[("k", n)] if n else None for n in range(5)], pa.map_(pa.string(), pa.int32()))
     pq.write_table(pq.read_table("in.parquet").append_column("m", maps), "in.parquet")
@@ -83,14 +89,14 @@ def test_parquet_files_need_pyarrow_alone_and_keep_maps_and_columns_of_later_fil
     monkeypatch.syspath_prepend(here)
     run("in.parquet", "--rollout=own_late.rollout", prompt="null")
     monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
-    assert command("export", "x", "all.parquet") == "5 documents in all.parquet.\n"
+    assert exported("all.parquet") == "5 documents in all.parquet.\n"
     whole = pq.ParquetFile("all.parquet")
     assert whole.num_row_groups == 1
     table = whole.read()
     assert table["m"].combine_chunks().equals(maps)
     assert table.schema.field("day").type == pa.date32()
     assert table["late"].to_pylist() == [None, None, 2, 3, 4.5]
-    said = command("export", "x", "hf://datasets/org/answers", code=1)
+    said = exported("hf://datasets/org/answers", code=1)
     assert "pip install 'datatrove-ckpt[hub]'" in said.error
 
 
@@ -102,14 +108,14 @@ def test_json_lines_become_parquet_in_a_process_that_has_imported_nothing_else(r
     assert done.stdout == "5 documents in all.parquet.\n", done.stderr
 
 
-def test_parquet_of_json_lines_keeps_values_and_unites_columns_of_files(run, command):
+def test_parquet_of_json_lines_keeps_values_and_unites_columns_of_files(run, exported):
     rows = [{"id": str(n), "text": "2026-01-02", "n": None} for n in range(4)]
     rows[1] |= {"n": 1}
     rows[2] |= {"n": 0.5, "late": {"a": 1}}
     rows[3] |= {"late": {"b": "2026-01-02T00:00:00Z"}}
     write_rows("in.jsonl", rows)
     run()
-    command("export", "x", "all.parquet")
+    exported("all.parquet")
     table = pq.read_table("all.parquet")
     assert table["text"].to_pylist() == ["2026-01-02"] * 4
     assert table["n"].to_pylist() == [None, 1, 0.5, None]
@@ -120,17 +126,17 @@ def test_parquet_of_json_lines_keeps_values_and_unites_columns_of_files(run, com
         assert dataset(place)["text"][:] == ["2026-01-02"] * 4
 
 
-def test_parquet_has_no_column_for_numbers_beside_texts(run, command):
+def test_parquet_has_no_column_for_numbers_beside_texts(run, exported):
     rows = [{"id": str(n), "text": "a", "n": n or "none"} for n in range(3)]
     write_rows("in.jsonl", rows)
     run()
-    said = command("export", "x", "all.parquet", code=1)
+    said = exported("all.parquet", code=1)
     assert "column 'n' has values of the types" in said
     assert "A .jsonl or .csv file takes them" in said
     assert not list(Path().glob("all.*"))
 
 
-def test_values_of_parquet_keep_all_digits_and_what_json_lacks_is_text(run, command):
+def test_values_of_parquet_keep_all_digits_and_what_json_lacks_is_text(run, exported):
     vector = np.arange(2000, dtype=np.float32) / 7
     row = {"id": "a", "text": "b", "f": 0.12345678901234566, "small": 1e-12, "data": b"\xff"}
     row |= {"day": datetime.date(2026, 1, 2), "n": 2**53 + 1, "none": None}
@@ -139,12 +145,12 @@ def test_values_of_parquet_keep_all_digits_and_what_json_lacks_is_text(run, comm
         table.append_column("v", pa.array([vector], pa.list_(pa.float32()))), "v.parquet"
     )
     run("v.parquet")
-    command("export", "x", "all.jsonl")
+    exported("all.jsonl")
     kept = json.loads(Path("all.jsonl").read_text())
     row |= {"data": "/w==", "day": "2026-01-02"}
     assert {name: kept[name] for name in row} == row
     assert np.array_equal(np.array(kept["v"], np.float32), vector)
-    command("export", "x", "all.csv")
+    exported("all.csv")
     with Path("all.csv").open() as file:
         (cells,) = csv.DictReader(file)
     assert (float(cells["f"]), float(cells["small"]), cells["data"]) == (row["f"], 1e-12, "/w==")
@@ -152,7 +158,7 @@ def test_values_of_parquet_keep_all_digits_and_what_json_lacks_is_text(run, comm
 
 
 @pytest.mark.parametrize("target", ["all.csv", "all.jsonl", "all.parquet"])
-def test_files_that_differ_from_their_commits_are_not_exported(run, command, target):
+def test_files_that_differ_from_their_commits_are_not_exported(run, target, exported):
     run()
     first, second, _ = sorted(Path("x/output").glob("*.jsonl"))
     whole = first.read_bytes()
@@ -161,14 +167,14 @@ def test_files_that_differ_from_their_commits_are_not_exported(run, command, tar
         first.unlink()
         if changed is not None:
             first.write_bytes(changed)
-        said = command("export", "x", target, code=1)
+        said = exported(target, code=1)
         assert f"Nothing was exported. task 0, chunk 0: {first.name} is {kind}" in said
         assert not list(Path().glob("all.*"))
         first.write_bytes(whole)
 
 
 @pytest.mark.parametrize("target", ["all.csv", "all.jsonl", "all.parquet"])
-def test_a_target_that_cannot_be_written_leaves_nothing_behind(run, command, target, monkeypatch):
+def test_a_target_that_cannot_be_written_leaves_nothing_behind(run, target, monkeypatch, exported):
     run()
 
     def fail(*_, **__):
@@ -177,20 +183,20 @@ def test_a_target_that_cannot_be_written_leaves_nothing_behind(run, command, tar
 
     for name in ("_write_csv", "_write_lines", "_write_parquet"):
         monkeypatch.setattr(f"datatrove_ckpt.run_folder.export.{name}", fail)
-    assert "No space left on device" in command("export", "x", target, code=1)
+    assert "No space left on device" in exported(target, code=1)
     assert not list(Path().glob("all.*"))
 
 
-def test_a_run_that_is_not_finished_gives_its_complete_chunks(command, here):
+def test_a_run_that_is_not_finished_gives_its_complete_chunks(command, here, exported):
     with FakeServer(status=rejects(["4"], 401)) as server:
         job = ["run", "--input", "in.jsonl", "--prompt", "{id}", "--endpoint", server.url]
         flags = ["--records-per-chunk=2", "--max-concurrent-documents=1"]
         command(*job, "--model=m", "--run-folder=x", *flags, code=1)
-    assert "4 documents in all.csv. The run is not finished" in command("export", "x", "all.csv")
+    assert "4 documents in all.csv. The run is not finished" in exported("all.csv")
     assert len(pandas.read_csv("all.csv")) == 4
 
 
-def test_a_damaged_task_hides_no_other_and_is_never_missing_in_silence(run, command):
+def test_a_damaged_task_hides_no_other_and_is_never_missing_in_silence(run, command, exported):
     Path("in").mkdir()
     for file in range(2):
         write_rows(f"in/{file}.jsonl", [{"id": f"{file}{n}", "text": "a"} for n in range(3)])
@@ -200,40 +206,40 @@ def test_a_damaged_task_hides_no_other_and_is_never_missing_in_silence(run, comm
     settings = (rank / "run.json").read_bytes()
     (rank / "run.json").write_text("no JSON")
     assert command("show", "x", "--n", 9).count("answer: ") == 6
-    said = command("export", "x", "all.csv")
+    said = exported("all.csv")
     assert said.startswith("6 documents in all.csv. The run is not finished")
     (rank / "run.json").write_bytes(settings)
     (rank / "commits.jsonl").write_bytes(commits.replace(b"chunk", b"chunq", 1))
     said = command("show", "x", "--n", 9, code=1)
     assert said.out.count("answer: ") == 3
     assert "With neither, datatrove-ckpt repair" in said.err
-    assert "Nothing was exported. task 0: " in command("export", "x", "two.csv", code=1).err
+    assert "Nothing was exported. task 0: " in exported("two.csv", code=1).err
     shutil.rmtree(rank)
-    said = command("export", "x", "two.csv")
+    said = exported("two.csv")
     assert said.startswith("3 documents in two.csv. The run is not finished")
 
 
-def test_columns_and_rows_are_of_the_same_chunks(run, command, monkeypatch):
+def test_columns_and_rows_are_of_the_same_chunks(run, monkeypatch, exported):
     run()
     found = [*documents.committed_files(Place("x", Path("x/checkpoints"), ["x"]))]
     looks = iter([found[:1], found])  # a run goes on, and its next document has one column more
     monkeypatch.setattr(export, "committed_files", lambda *given: iter(next(looks)))
-    assert command("export", "x", "all.csv").startswith("2 documents")
+    assert exported("all.csv").startswith("2 documents")
 
 
-def test_what_cannot_be_written_is_one_line(run, command):
+def test_what_cannot_be_written_is_one_line(run, exported):
     run()
-    command("export", "x", "all.csv")
-    assert "is there already" in command("export", "x", "all.csv", code=2).error
-    said = command("export", "x", "none/all.csv", code=1).error
+    exported("all.csv")
+    assert "is there already" in exported("all.csv", code=2).error
+    said = exported("none/all.csv", code=1).error
     assert "none/all.csv was not written: FileNotFoundError" in said
 
 
-def test_a_repository_gets_a_dataset(run, command, hub):
+def test_a_repository_gets_a_dataset(run, hub, exported):
     hub.create_repo("org/answers")
     run("in.parquet")
-    assert "5 documents" in command("export", "x", "hf://datasets/org/answers")
+    assert "5 documents" in exported("hf://datasets/org/answers")
     (data,) = [name for name in hub.files("org/answers") if name.endswith(".parquet")]
     assert data.startswith("data/train")
-    command("export", "x", "hf://datasets/org/new")
+    exported("hf://datasets/org/new")
     assert hub.repos["dataset", "org/new"].private

@@ -5,7 +5,6 @@ import io
 import os
 import queue
 import signal
-import tempfile
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -37,13 +36,10 @@ NAME = "${rank}_${chunk_index}.parquet"
 
 
 @pytest.fixture(autouse=True)
-def _no_copies(tmp_path, monkeypatch):
+def _no_copies(temporary):
     """Nothing is left in the temporary folder, whatever happens."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield
-    assert list(folder.iterdir()) == []
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.fixture
@@ -291,21 +287,15 @@ def test_writers_that_cannot_be_taken_over_are_refused(tmp_path, make):
     class Mine(HuggingFaceDatasetWriter):
         pass
 
-    mine = Mine("org/data", local_working_dir=str(tmp_path), output_filename=NAME)
-    with pytest.raises(
-        ConfigError, match=r"Mine changes HuggingFaceDatasetWriter.*Derive it from ParquetWriter"
+    local = {"local_working_dir": str(tmp_path), "output_filename": NAME}
+    changed = r"Mine changes HuggingFaceDatasetWriter.*Derive it from ParquetWriter"
+    for writer, message in (
+        (Mine("org/data", **local), changed),
+        (HuggingFaceDatasetWriter("data", **local), "Write hf://datasets/OWNER/NAME"),
+        (HuggingFaceBucketWriter("org/b", **local, overwrite=True), "overwrite=True would delete"),
     ):
-        make(output_writer=mine)
-    nobodys = HuggingFaceDatasetWriter(
-        "data", local_working_dir=str(tmp_path), output_filename=NAME
-    )
-    with pytest.raises(ConfigError, match="Write hf://datasets/OWNER/NAME"):
-        make(output_writer=nobodys)
-    bucket = HuggingFaceBucketWriter(
-        "org/b", local_working_dir=str(tmp_path), output_filename=NAME, overwrite=True
-    )
-    with pytest.raises(ConfigError, match="overwrite=True would delete"):
-        make(output_writer=bucket)
+        with pytest.raises(ConfigError, match=message):
+            make(output_writer=writer)
 
 
 # waiting -----------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access
 from tests.jobs import documents, runner
-from tests.yaml_jobs import endpoint, job_yaml, write_job
 
 FOLDER = HubFolder.parse("hf://datasets/org/data/part")
 
@@ -71,11 +70,8 @@ def test_a_bucket_that_is_missing(hub, log):
 
 def test_a_missing_branch_stops_a_rank_before_the_first_request(tmp_path, hub, server):
     hub.create_repo("org/data")
-    writer = JsonlWriter(
-        "hf://datasets/org/data@v2/part", "${rank}_${chunk_index}.jsonl", compression=None
-    )
     with pytest.raises(OutputFailed, match="make the repository and the branch"):
-        run_rank(tmp_path, server, output_writer=writer)
+        run_rank(tmp_path, server, "hf://datasets/org/data@v2/part")
     assert not server.payloads
 
 
@@ -93,20 +89,15 @@ def test_a_hub_that_does_not_answer_is_no_hang(hub, monkeypatch, policy):
 # a runner, and a job -----------------------------------------------------------------------------
 
 
-def run_rank(folder, server, **changes):
+def run_rank(folder, server, output="hf://datasets/org/data/part"):
     """One rank of two whose output is on the hub, two documents to a file."""
-    writer = JsonlWriter(
-        "hf://datasets/org/data/part", "${rank}_${chunk_index}.jsonl", compression=None
-    )
-    changes = {"output_writer": writer, **changes}
-    runner(folder, server, **changes).run(documents(4), world_size=2)
+    writer = JsonlWriter(output, "${rank}_${chunk_index}.jsonl", compression=None)
+    runner(folder, server, output_writer=writer).run(documents(4), world_size=2)
 
 
 @pytest.fixture
-def job(here, hub, server, command):
+def job(job_on_hub, hub, command):
     """``datatrove-ckpt COMMAND job.yaml ...`` of a job with output on the hub."""
-    text = job_yaml(endpoint(server), tasks=2, output="hf://datasets/org/data/part")
-    write_job(here, text + "          records_per_chunk: 2\n", ["a", "b", "c"], ["d"])
     return lambda name, *arguments, code=0: command(name, "job.yaml", *arguments, code=code)
 
 

@@ -1,5 +1,6 @@
 """verify, repair and a run's own checks, with the output in a repository on the hub."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -7,18 +8,14 @@ import pytest
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.layout import OWNER
 from datatrove_ckpt.checkpoint.lines import seal
-from tests.yaml_jobs import endpoint, job_yaml, write_job
 
 FILES = ["part/00000_00000.jsonl", "part/00000_00001.jsonl", "part/00001_00000.jsonl"]
 CARD = {"README.md": b"# About these data", "part/notes.txt": b"by hand"}
 
 
 @pytest.fixture
-def cli(here, hub, server, command):
-    """Commands in a folder with job.yaml, a job of two tasks and three files of org/data."""
+def cli(job_on_hub, hub, command):
     hub.put("org/data", CARD)
-    text = job_yaml(endpoint(server), tasks=2, output="hf://datasets/org/data/part")
-    write_job(here, text + "          records_per_chunk: 2\n", ["a", "b", "c"], ["d"])
 
     def run(*arguments, code=0):
         said = command(*arguments, code=code)
@@ -28,9 +25,14 @@ def cli(here, hub, server, command):
     return run
 
 
+@pytest.fixture
+def run(cli):
+    return partial(cli, "run", "job.yaml")
+
+
 @pytest.mark.slow
-def test_files_to_redo_are_removed_in_one_commit(cli, hub):
-    cli("run", "job.yaml")
+def test_files_to_redo_are_removed_in_one_commit(cli, hub, run):
+    run()
     before = hub.files("org/data")
     hub.put("org/data", {name: before[name] + b"more" for name in (FILES[0], FILES[2])})
     commits = len(hub.commits("org/data"))
@@ -41,16 +43,16 @@ def test_files_to_redo_are_removed_in_one_commit(cli, hub):
     (removal,) = hub.commits("org/data")[commits:]
     assert removal.title == "Remove 2 files: datatrove-ckpt repair"
     assert sorted(removal.deleted) == [FILES[0], FILES[2]]
-    cli("run", "job.yaml")
+    run()
     assert hub.files("org/data") == before
 
 
 @pytest.mark.matrix("ending", ["jsonl", "jsonl.gz"])  # the second is in LFS
-def test_content_that_was_altered_is_found_by_the_hash_in_the_listing(cli, hub, ending):
+def test_content_that_was_altered_is_found_by_the_hash_in_the_listing(cli, hub, ending, run):
     job = Path("job.yaml")
     text = job.read_text().replace("${chunk_index}.jsonl", f"${{chunk_index}}.{ending}")
     job.write_text(text.replace("compression: null", "compression: infer"))
-    cli("run", "job.yaml")
+    run()
     before = hub.files("org/data")
     (name,) = [name for name in before if name.startswith("part/00000_00000")]
     hub.put("org/data", {name: bytes([*before[name][:-1], before[name][-1] ^ 1])})
@@ -65,13 +67,13 @@ def test_content_that_was_altered_is_found_by_the_hash_in_the_listing(cli, hub, 
     read = [one for one in hub.requests if one.kind == "resolve" and OWNER not in one.path]
     assert len(read) == 2  # of the others, once
     cli("repair", "checkpoints", "--logging-dir", "logs")
-    cli("run", "job.yaml")
+    run()
     assert hub.files("org/data") == before
 
 
 @pytest.mark.slow
-def test_commits_of_an_earlier_release_name_no_hash(cli, hub):
-    cli("run", "job.yaml")
+def test_commits_of_an_earlier_release_name_no_hash(cli, hub, run):
+    run()
     for path in Path("checkpoints").glob("*/commits.jsonl"):
         commits = read_commits(path).values()
         for file in (file for commit in commits for file in commit.files):
@@ -81,7 +83,7 @@ def test_commits_of_an_earlier_release_name_no_hash(cli, hub):
         assert b"hub_hash" not in path.read_bytes()
     content = hub.files("org/data")[FILES[0]]
     hub.put("org/data", {FILES[0]: bytes([*content[:-1], content[-1] ^ 1])})
-    cli("run", "job.yaml")
+    run()
     cli("verify", "checkpoints")
     said = cli("verify", "checkpoints", "--full", code=1)
     assert "00000_00000.jsonl is altered" in said
@@ -97,9 +99,9 @@ def make_incomplete():
 
 
 @pytest.mark.matrix("complete", [True, False])
-def test_a_repository_that_vanished_is_not_made_anew(cli, hub, server, monkeypatch, complete):
+def test_a_repository_that_vanished_is_not_made_anew(cli, hub, server, monkeypatch, complete, run):
     """verify has one line if it cannot list them."""
-    cli("run", "job.yaml")
+    run()
     for token in (hub.expired_token, hub.token):
         monkeypatch.setenv("HF_TOKEN", token)
         said = cli("verify", "checkpoints", code=1)
@@ -109,7 +111,7 @@ def test_a_repository_that_vanished_is_not_made_anew(cli, hub, server, monkeypat
     if not complete:
         make_incomplete()
     asked = len(server.payloads)
-    said = cli("run", "job.yaml", code=1)
+    said = run(code=1)
     if complete:
         assert "hf://datasets/org/data/part: cannot be listed" in said
         assert "Restore or make the repository" in said

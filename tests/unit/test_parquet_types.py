@@ -247,7 +247,7 @@ def contents(files):
     return [file.read_bytes() for file in files]
 
 
-VARIED = [[None, 1], [0.5, None], [None, None], [2, 3], [..., 0.25]]
+GUESSED = [[[None, 1], [0.5, None], [None, None], [2, 3], [..., 0.25]], [[1], [2], [3]]]
 
 
 def test_a_right_guess_and_a_wrong_one_write_the_same_bytes(tmp_path, server, monkeypatch):
@@ -259,13 +259,13 @@ def test_a_right_guess_and_a_wrong_one_write_the_same_bytes(tmp_path, server, mo
         return passes[-1]
 
     monkeypatch.setattr(ChunkWriting, "_fits", counted)
-    with_guess = written(tmp_path / "a", server, VARIED)
-    assert passes == [False, False, False, False]
-    uniform = written(tmp_path / "c", server, [[1], [2], [3]])
-    assert passes[4:] == [True, True]
+    guessed = [written(tmp_path / str(len(chunks)), server, chunks) for chunks in GUESSED]
+    assert passes == [False, False, False, False, True, True]
     monkeypatch.setattr(ChunkWriting, "_fits", lambda self, *args: False)
-    assert contents(written(tmp_path / "b", server, VARIED)) == contents(with_guess)
-    assert contents(written(tmp_path / "d", server, [[1], [2], [3]])) == contents(uniform)
+    for chunks, files in zip(GUESSED, guessed, strict=True):
+        assert contents(written(tmp_path / f"again {len(chunks)}", server, chunks)) == contents(
+            files
+        )
 
 
 def test_a_subclass_of_int_is_an_integer():

@@ -300,33 +300,28 @@ class Steps:
         manifest = self.manifest(name)
         if not sources.keys().isdisjoint(map(tuple, manifest["files"].values())):
             manifest["format"] = step_folder.SHARED
-        sent = dict[Path, tuple[str, Entry]]()
+        sent = list[tuple[str, Entry, Path]]()
         shared = self._remote.names("shared")  # others may remove old objects
         for file, (place, entry) in step_folder.places_of(name, manifest).items():
             path = self.folder / str(name) / file
             source = sources.get(tuple(entry))
             is_there = place in stored and entry[1] in shared
             if source is not None and not is_there:
-                is_there = self._copy_there(source, place, entry, path)
+                with suppress(FileNotFoundError, CheckpointCorrupt):
+                    self._remote.copy(source, place, path)
+                    self._compare(place, entry, path)
+                    is_there = True
             if not is_there:
                 self._remote.put(place, path)
-                sent[path] = (place, entry)
+                sent.append((place, entry, path))
         # A node that is about to go may have no time to compare. A restore compares, too.
         self._remote.put(f"{name}/{MANIFEST}", step_folder.sealed(manifest))
         try:
-            for path, (place, entry) in sent.items():
-                self._compare(place, entry, path)
+            for copy in sent:
+                self._compare(*copy)
         except Exception:
             self._remote.delete(f"{name}/{MANIFEST}")
             raise
-
-    def _copy_there(self, source: str, place: str, entry: Entry, path: Path) -> bool:
-        try:
-            self._remote.copy(source, place, path)
-            self._compare(place, entry, path)
-        except (FileNotFoundError, CheckpointCorrupt):
-            return False
-        return True
 
     def _compare(self, copy: str, entry: Entry, path: Path) -> None:
         told = self._remote.md5(copy)

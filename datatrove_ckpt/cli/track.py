@@ -3,7 +3,6 @@
 import argparse
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,10 +13,9 @@ from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.common.formatting import missing_package
 from datatrove_ckpt.common.redaction import holds_credentials
-from datatrove_ckpt.errors import ConfigError, StorageFailed
+from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.run_folder import tracking
 from datatrove_ckpt.run_folder.run_state import wanted_files
-from datatrove_ckpt.run_folder.where import Place
 from datatrove_ckpt.torch.history import Row
 from datatrove_ckpt.torch.step_folder import is_training
 from datatrove_ckpt.torch.training_state import read_training
@@ -43,12 +41,12 @@ def track(arguments: argparse.Namespace) -> int:
         say("All is sent, and no training saves there.")
         return 0
     with place_of(arguments, wanted_files) as place:
-        _send(tracking.RunTracker(service, arguments.name_of_run, place=place), place)
+        _send(tracking.RunTracker(service, arguments.name_of_run, place=place))
     say("All is sent, and no task is at work.")
     return 0
 
 
-def _send(tracker: tracking.Tracker, place: Place | None = None) -> None:
+def _send(tracker: tracking.Tracker) -> None:
     said = ""
     while True:
         problem = tracker.work()
@@ -58,9 +56,6 @@ def _send(tracker: tracking.Tracker, place: Place | None = None) -> None:
         if tracker.is_over:
             return
         time.sleep(_SENDING_SECONDS)
-        if place is not None:
-            with suppress(StorageFailed):  # a network that comes back
-                place.refresh()
 
 
 _UNKNOWN_SECONDS = 3600.0  # between the saves of a training of which one is kept

@@ -122,7 +122,10 @@ def _topics(state: TrainingState) -> Iterator[tuple[str, str]]:
         yield "writer", state.writer
     yield from _ranks(state)
     for name in dict.fromkeys(name for _, row in state.curve for name in row):
-        yield from _plot(state, name)
+        found = [(step, row.get(name)) for step, row in state.curve]
+        points = [(at, value) for at, value in found if value is not None and math.isfinite(value)]
+        if points:
+            yield name, _plot(points)
     for step in state.damaged:
         yield "damaged", step.damage
 
@@ -145,24 +148,17 @@ def _ranks(state: TrainingState) -> Iterator[tuple[str, str]]:
         yield "NCCL", " ".join(sorted(variables))
 
 
-def _plot(state: TrainingState, name: str) -> Iterator[tuple[str, str]]:
-    found = [(step, row.get(name)) for step, row in state.curve]
-    points = [(step, value) for step, value in found if value is not None and math.isfinite(value)]
-    if points:
-        values = [value for _, value in points]
-        drawn = _plotted(values)
-        ends = ", ".join(f"{figure(value)} at {step}" for step, value in (points[0], points[-1]))
-        yield name, f"{drawn} {ends}; least {figure(min(values))}"
-
-
-def _plotted(values: Sequence[float]) -> str:
+def _plot(points: Sequence[tuple[int, float]]) -> str:
     """Draws a curve in 48 cells: the mean of each, between the least and the greatest."""
+    values = [value for _, value in points]
     count = min(48, len(values))
     edges = [number * len(values) // count for number in range(count + 1)]
     means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
     least = min(means)
     span = (max(means) - least) or 1.0
-    return "".join(_BARS[int((mean - least) / span * (len(_BARS) - 1))] for mean in means)
+    drawn = "".join(_BARS[int((mean - least) / span * (len(_BARS) - 1))] for mean in means)
+    ends = ", ".join(f"{figure(value)} at {step}" for step, value in (points[0], points[-1]))
+    return f"{drawn} {ends}; least {figure(min(values))}"
 
 
 _COLUMNS = ("step", "saved", "size", "metrics")

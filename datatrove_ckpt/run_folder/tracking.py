@@ -10,13 +10,14 @@ import os
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import orjson
 import xxhash
 
 from datatrove_ckpt.config.monitoring import name_of_folder
-from datatrove_ckpt.errors import CkptError
+from datatrove_ckpt.errors import CkptError, StorageFailed
 from datatrove_ckpt.run_folder.run_state import read_run_state, to_json
 from datatrove_ckpt.run_folder.where import Place
 
@@ -149,6 +150,8 @@ class RunTracker(Tracker):
     place: Place = field(kw_only=True)
 
     def look(self) -> tuple[TrackedJob, Iterable[Point], str]:
+        with suppress(StorageFailed):  # a network that comes back
+            self.place.refresh()
         state = read_run_state(self.place)
         folder = self.place.what if self.place.is_copy else str(self.place.folder.absolute())
         name = self.name or name_of_folder(folder)

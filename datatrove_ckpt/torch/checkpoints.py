@@ -404,10 +404,7 @@ class TrainingCheckpoints:
             CheckpointLocked: another process saves into the folder.
         """
         began = time.monotonic()
-        stateful = dict(states)
-        if loader is not None:
-            stateful["loader"] = loader
-        sharded.check_savable(stateful)
+        sharded.check_savable(states)
         step = index(step)  # of a tensor, too
         if step < self._last.step:
             raise ConfigError(
@@ -722,15 +719,10 @@ class TrainingCheckpoints:
             if not weights_only:
                 self._has_looked = True
             loaded = self._loaded_while_checked(states)
-            chosen = self._choose(step, loaded)
-            if chosen is None:
-                if step != "latest":
-                    raise ConfigError(
-                        f"restore: there is no step {step}; there are {self.steps()}."
-                    )
+            name, passed = self._choose(step, loaded)
+            if name is None:
                 self._input.prepare(loader, 0)
                 return None
-            name, passed = chosen
             try:
                 self._load(name, reader, states, loaded, weights_only)
             except CkptError as error:
@@ -773,12 +765,13 @@ class TrainingCheckpoints:
 
     def _choose(
         self, step: int | str | None, loaded: Contents, before: int | None = None
-    ) -> tuple[StepName, list[str]] | None:
+    ) -> tuple[StepName | None, list[str]]:
         """Returns the newest step (or the best one) that is meant, and is whole in all folders, and
-        why others are not; None if no step is meant.
+        why others are not; None for "latest" if there are no steps.
 
         Raises:
             CheckpointCorrupt: none is whole.
+            ConfigError: there is no such step.
         """
         self._writing.join()
         found = self._ranks.together(self._names)
@@ -805,11 +798,14 @@ class TrainingCheckpoints:
             self._steps.damaged.add(name)
             if self._ranks.rank == 0:
                 logger.warning(f"{name} is passed over: {damage}")
-        if not passed:
-            return None
-        raise CheckpointCorrupt(
-            f"{self._steps.folder} has no step that is whole: {' '.join(passed)}"
-        )
+        if passed:
+            raise CheckpointCorrupt(
+                f"{self._steps.folder} has no step that is whole: {' '.join(passed)}"
+            )
+        if step != "latest":
+            wanted = step or f"before {before}"
+            raise ConfigError(f"There is no step {wanted}; there are {self.steps()}.")
+        return None, passed
 
     def _loaded_while_checked(self, states: Mapping[str, Any]) -> Contents:
         names = [key for key, state in states.items() if not isinstance(state, nn.Module)]
@@ -961,11 +957,8 @@ class TrainingCheckpoints:
         self._claim()
 
         loaded = self._loaded_while_checked(states)
-        chosen = self._choose(to, loaded, before)
-        if chosen is None:
-            wanted = to if before is None else f"before {before}"
-            raise ConfigError(f"rollback: there is no step {wanted}.")
-        old, _ = chosen
+        old, _ = self._choose(to, loaded, before)
+        assert old is not None
         new = StepName(self._last.rollbacks + 1, old.step)
         own = None
         if skip_input:

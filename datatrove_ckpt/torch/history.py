@@ -9,8 +9,6 @@ step take the place of those of all later steps before it in the file. Events: s
 restored, rolled back, not copied, and metrics, which may be of each step.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

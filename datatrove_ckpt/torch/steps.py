@@ -145,10 +145,7 @@ class Steps:
                 entries[str(path.relative_to(staging))] = entry
                 self._share(path, entry)
         for file, content in contents.items():
-            files.disk.make_dirs((staging / file).parent)
-            entries[file] = _write(staging / file, content)
-            if not self._share(staging / file, entries[file]):
-                files.disk.sync(staging / file)
+            entries[file] = self._put(staging / file, content)
         manifest = {
             "format": step_folder.FORMAT,
             "training": self.training,
@@ -158,6 +155,25 @@ class Steps:
         }
         manifest |= {"at": time.time(), "metrics": metrics, **of, "files": entries}
         self._complete(staging, manifest)
+
+    def _put(self, path: Path, content: object) -> Entry:
+        """Writes a file of a staged step, or shares it with an older step."""
+        files.disk.make_dirs(path.parent)
+        file = _File(path)
+        try:
+            if isinstance(content, Iterator):
+                for block in content:
+                    file.write(block)
+            else:
+                torch.save(content, file)
+        except RuntimeError as error:
+            raise file.failed or error from error
+        finally:
+            file.close()
+        entry: Entry = [file.size, file.hexdigest()]
+        if not self._share(path, entry):
+            files.disk.sync(path)
+        return entry
 
     def _share(self, path: Path, entry: Entry) -> bool:
         """Returns whether the file is now that of an older step with the same bytes."""
@@ -284,33 +300,28 @@ class Steps:
         manifest = self.manifest(name)
         if not sources.keys().isdisjoint(map(tuple, manifest["files"].values())):
             manifest["format"] = step_folder.SHARED
-        sent = dict[Path, tuple[str, Entry]]()
+        sent = list[tuple[str, Entry, Path]]()
         shared = self._remote.names("shared")  # others may remove old objects
         for file, (place, entry) in step_folder.places_of(name, manifest).items():
             path = self.folder / str(name) / file
             source = sources.get(tuple(entry))
             is_there = place in stored and entry[1] in shared
             if source is not None and not is_there:
-                is_there = self._copy_there(source, place, entry, path)
+                with suppress(FileNotFoundError, CheckpointCorrupt):
+                    self._remote.copy(source, place, path)
+                    self._compare(place, entry, path)
+                    is_there = True
             if not is_there:
                 self._remote.put(place, path)
-                sent[path] = (place, entry)
+                sent.append((place, entry, path))
         # A node that is about to go may have no time to compare. A restore compares, too.
         self._remote.put(f"{name}/{MANIFEST}", step_folder.sealed(manifest))
         try:
-            for path, (place, entry) in sent.items():
-                self._compare(place, entry, path)
+            for copy in sent:
+                self._compare(*copy)
         except Exception:
             self._remote.delete(f"{name}/{MANIFEST}")
             raise
-
-    def _copy_there(self, source: str, place: str, entry: Entry, path: Path) -> bool:
-        try:
-            self._remote.copy(source, place, path)
-            self._compare(place, entry, path)
-        except (FileNotFoundError, CheckpointCorrupt):
-            return False
-        return True
 
     def _compare(self, copy: str, entry: Entry, path: Path) -> None:
         told = self._remote.md5(copy)
@@ -366,13 +377,10 @@ class Steps:
         staging = self.begin(name)
         try:
             for file, (place, entry) in step_folder.places_of(name, manifest).items():
-                files.disk.make_dirs((staging / file).parent)
-                if _write(staging / file, self._remote.blocks(place)) != entry:
+                if self._put(staging / file, self._remote.blocks(place)) != entry:
                     raise CheckpointCorrupt(
                         f"{self.url}/{place} has not the bytes it was saved with."
                     )
-                if not self._share(staging / file, entry):
-                    files.disk.sync(staging / file)
             self._complete(staging, manifest | {"format": step_folder.FORMAT})
         except FileNotFoundError as error:
             raise CheckpointCorrupt(f"{self.url}/{name} lacks a file: {error}.") from error
@@ -400,21 +408,6 @@ class Steps:
 def _release(lock: files.Lock, pid: int) -> None:
     if os.getpid() == pid:  # not in a forked child
         lock.release(remove=True)
-
-
-def _write(path: Path, content: object) -> Entry:
-    file = _File(path)
-    try:
-        if isinstance(content, Iterator):
-            for block in content:
-                file.write(block)
-        else:
-            torch.save(content, file)
-    except RuntimeError as error:
-        raise file.failed or error from error
-    finally:
-        file.close()
-    return [file.size, file.hexdigest()]
 
 
 class _File(files.HashedFile):

@@ -64,12 +64,17 @@ class TrainingState:
 
 def read_training(folder: Path, full: bool) -> TrainingState:
     """Reads the folder; with ``full`` each file of each step, else only file sizes."""
-    found = [(name, *_read(folder, name, full)) for name in step_folder.steps_in(folder)]
-    left = set(step_folder.steps_in(folder))  # a training removes steps
     training = ""
     steps = []
-    for name, manifest, damage in reversed(found):
-        if name not in left:
+    for name in reversed(step_folder.steps_in(folder)):
+        manifest = None
+        damage = ""
+        try:
+            manifest = step_folder.read_manifest(folder, name)
+            step_folder.check_files(folder, name, full)
+        except (CheckpointCorrupt, VersionMismatch, StorageFailed, OSError) as error:
+            damage = str(error)
+        if not (folder / str(name)).exists():  # a training removes steps
             continue
         if manifest is None:
             steps.append(SavedStep(name.step, str(name), damage=damage))
@@ -95,16 +100,3 @@ def read_training(folder: Path, full: bool) -> TrainingState:
         shutil.disk_usage(folder).free,
         read_signs(folder),
     )
-
-
-def _read(
-    folder: Path, name: step_folder.StepName, full: bool
-) -> tuple[step_folder.Manifest | None, str]:
-    """Returns the manifest of a step, and what is wrong with the step."""
-    manifest = None
-    try:
-        manifest = step_folder.read_manifest(folder, name)
-        step_folder.check_files(folder, name, full)
-    except (CheckpointCorrupt, VersionMismatch, StorageFailed, OSError) as error:
-        return manifest, str(error)
-    return manifest, ""

@@ -389,7 +389,7 @@ def test_arguments_of_another_kind_are_named(tmp_path, settings, message):
     "method, step, why",
     [
         ("damage", "latest", None),
-        ("damage", 1, r"there is no step 1; there are \[2\]"),
+        ("damage", 1, r"no step 1; there are \[2\]"),
         ("load", "latest", "step-00000001 was removed by its training.*Restore again"),
         ("load", 1, "step-00000001 was removed by its training.*Restore again"),
     ],

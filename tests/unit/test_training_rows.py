@@ -15,7 +15,7 @@ import pytest
 from datatrove.io import DataFolder
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
-from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader
+from datatrove_ckpt.readers import JsonlReader, ParquetReader
 from datatrove_ckpt.torch.dataset import Batched, Epoch, ReaderDataset, parse_window
 from datatrove_ckpt.torch.index import Index, RowSource
 from datatrove_ckpt.torch.mixing import Mix
@@ -360,20 +360,6 @@ def test_a_window_of_short_rows_is_bounded_by_their_number(tmp_path):
     table = Index(ParquetReader(tmp_path.as_posix())).table
     [share] = order_by_rows(table, 1, 0, parse_window("1MB")).shares
     assert share.rows / len(share._ends) <= 2**20 / 64
-
-
-@pytest.mark.parametrize("seed, columns", [(None, None), (1, None), (1, ["text"])])
-def test_texts_that_pyarrow_cannot_take_are_read(tmp_path, seed, columns):
-    """Polars writes string views, of which pyarrow takes none."""
-    texts = [f"text {number}" * 5 for number in range(60)]
-    with pa.ipc.new_file(tmp_path / "a.arrow", pa.schema([("text", pa.string_view())])) as file:
-        for first in range(0, 60, 20):
-            file.write_batch(
-                pa.record_batch({"text": pa.array(texts[first : first + 20], pa.string_view())})
-            )
-    dataset = made(IpcReader(tmp_path.as_posix()), columns=columns, seed=seed)
-    found = [sample["text"] for slot in slots(2, 1) for sample in epoch(dataset, slot)]
-    assert sorted(found) == sorted(texts)
 
 
 @pytest.mark.parametrize("seed", [None, 1])

@@ -151,8 +151,7 @@ async def serve(
 
 
 def _refusal(status: int, text: str) -> web.Response:
-    error = {"error": {"message": text, "type": "invalid_request_error"}}
-    body = orjson.dumps(error)
+    body = orjson.dumps({"error": {"message": text, "type": "invalid_request_error"}})
     return web.Response(
         status=status, body=body, content_type="application/json", headers=_NO_RETRY
     )

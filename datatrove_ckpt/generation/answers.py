@@ -1,7 +1,6 @@
 """One document's answers: those that are kept, what they count, and a wait for a batch."""
 
 import asyncio
-from collections.abc import Sequence
 from functools import lru_cache
 
 from loguru import logger
@@ -174,7 +173,7 @@ class Answers:
             quality.note(bool(faults))
         self.requests[rollout_idx] += 1
 
-    def _count_reasons(self, result: Result, reasons: Sequence[str | None]) -> bool:
+    def _count_reasons(self, result: Result, reasons: list[str | None]) -> bool:
         """Returns whether an answer is cut off."""
         for name in result.reasons:
             self.reasons[name] = self.reasons.get(name, 0) + 1

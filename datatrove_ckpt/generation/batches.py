@@ -18,7 +18,6 @@ Each text has its own cache key, row, counters and errors, as if it were alone.
 """
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -114,7 +113,7 @@ class Batches:
             batch.task = asyncio.get_running_loop().create_task(_run(batch, batch.texts, request))
 
 
-async def _run(batch: _Batch, texts: Sequence[_Text], request: Request) -> None:
+async def _run(batch: _Batch, texts: list[_Text], request: Request) -> None:
     texts = [text for text in texts if not text.answer.done()]
     if not texts:
         return
@@ -142,7 +141,7 @@ async def _run(batch: _Batch, texts: Sequence[_Text], request: Request) -> None:
             text.give(answer)
 
 
-def _parts(texts: Sequence[_Text], request: Request) -> list[tuple[Sequence[_Text], Request]]:
+def _parts(texts: list[_Text], request: Request) -> list[tuple[list[_Text], Request]]:
     if request.is_quarantined:  # the next death must show whose fault it is
         return [([text], request.copy()) for text in texts]
     middle = len(texts) // 2
@@ -150,7 +149,7 @@ def _parts(texts: Sequence[_Text], request: Request) -> list[tuple[Sequence[_Tex
     return [(half, Request(request.sender, order=request.order)) for half in halves]
 
 
-def _shares(completion: Completion, texts: Sequence[_Text]) -> list[Completion]:
+def _shares(completion: Completion, texts: list[_Text]) -> list[Completion]:
     """Divides an answer, and its tokens by the length of the texts."""
     assert completion.answer is not None
     ends = list(accumulate((len(text.text) or 1 for text in texts), initial=0))

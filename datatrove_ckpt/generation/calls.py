@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ class Call:
     name: str
     function: Callable[..., object]
     args: tuple[object, ...]
-    kwargs: Mapping[str, object]
+    kwargs: dict[str, object]
     time_limit: float | None
     keep_errors: type[Exception] | tuple[type[Exception], ...]
 

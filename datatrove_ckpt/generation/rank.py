@@ -83,7 +83,6 @@ _STARTS_OVER = (
 def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size: int) -> None:
     """See ``InferenceRunner.run``."""
     use(step.form)
-    models = step.models.values()
     requests, servers = step.requests_and_servers()
     # The servers and their connections are shared: the executor has counted them.
     if rank_of_many() is not None:
@@ -97,7 +96,7 @@ def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size:
         for before, name, _ in steps_before(documents):
             refuse_own_output(name, before, "output_writer", step.output_writer)
         nodes = Nodes.from_environment()
-        if nodes.count > 1 and len(models) > 1:
+        if nodes.count > 1 and len(step.models) > 1:
             names = ", ".join(step.models)
             raise ConfigError(
                 f"config: {nodes.count} nodes per task serve one model, and this run has {names}."

@@ -9,8 +9,8 @@ import operator
 import re
 import secrets
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import orjson
 
@@ -53,7 +53,7 @@ class CodeIdentity:
     """Version of the description. Pickles of version 3 hold no number."""
     things: tuple[object, ...] = ()
     """What is described. A pickle holds these objects and the step's as the same ones."""
-    given: Mapping[str, object] | None = None
+    given: dict[str, Any] | None = None
     """Texts and numbers of the shared context, which a program may replace in its dictionary."""
 
     @property

@@ -504,9 +504,8 @@ class _Walk:
         found = [key for chain in chains for key in self._keys(statement, chain)]
         if not statement.is_import and not statement.words.isdisjoint(_WHOLE):
             # Names do not show what such a statement reaches.
-            folder = statement.source.folder
             texts = sorted(filter(_MODULE.fullmatch, statement.texts))
-            files = [self._file(self._place(folder, 0, text)) for text in texts]
+            files = [self._file(self._place(statement.source.folder, 0, text)) for text in texts]
             found += [(file, "") for file in (statement.source.path, *files) if file]
         return [*dict.fromkeys(found)]
 
@@ -724,7 +723,6 @@ def _as_first(given: list[_Labelled], first: list[_Labelled], mutated: set[str])
 def _description(walk: _Walk, given: Given, known: frozenset[str]) -> CodeDescription:
     """Puts the parts together."""
     statements = walk.statements
-    values = given.fields
     unstable = walk.unstable()
     names = walk.words.union(*(one.texts for one in statements))
     partly = set()
@@ -734,7 +732,7 @@ def _description(walk: _Walk, given: Given, known: frozenset[str]) -> CodeDescri
             partly.add(label)
     own = {**walk.fields(True, {}), **walk.bytecode}
     left = []
-    for label, value in values.items():
+    for label, value in given.fields.items():
         if not unstable.isdisjoint(label.split(".")[1:]):
             left.append(label)
         elif label.rpartition(".")[0] not in partly or label.rpartition(".")[2] in names:

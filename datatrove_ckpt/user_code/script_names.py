@@ -21,7 +21,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -183,7 +183,7 @@ class _Look:
         elif hasattr(thing, "__dict__"):
             self._places[id(vars(thing))] = type(thing).__qualname__
 
-    def _check(self, owner: str, values: Mapping[Any, object]) -> None:
+    def _check(self, owner: str, values: dict[Any, object]) -> None:
         for name, value in values.items():
             parts = [value]
             if isinstance(value, list | tuple | set | frozenset):

@@ -142,7 +142,7 @@ class DocumentRuns:
         if answers.parked:
             raise Parked
         kept = [result for result in results if result is not None]
-        self.results.put_quality(document, answers)
+        self.results.put_added(document, answers)
         data = await self.results.encode(document, kept, slot.chunk.index, source.id)
         if self.results.may_wait:
             self._raise_if_stopping(answers)

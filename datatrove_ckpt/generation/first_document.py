@@ -44,9 +44,9 @@ async def try_media(rollout_fn: Rollout, document: Document) -> None:
 
 def check_answer(step: Step, document: Document) -> None:
     """Raises ConfigError if the run would replace what a document holds."""
-    settings = dict.fromkeys(step.added_columns.values(), "metadata_key")
+    owner = "metadata_key" if step.answer_column is None else "answer"
+    settings = dict.fromkeys(step.added_columns.values(), owner)
     if step.answer_column is not None:
-        settings = dict.fromkeys(step.added_columns.values(), "answer")
         settings |= {step.answer_column: "answer", step.metadata_key: "metadata_key"}
     taken = [name for name in settings if name in document.metadata]
     if taken:

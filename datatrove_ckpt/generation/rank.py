@@ -490,7 +490,7 @@ class _Run:
                 f"If you run the same command again, it tries {plural(counts.dead, 'dead letter')} "
                 "once more."
             )
-        sent = f"{progress.progress().own.sent} sent in this run"
+        sent = f"{progress.last.own.sent} sent in this run"
         tiers = progress.last.total.tiers
         if BATCH in tiers:
             sent += f", {tiers[BATCH]} answered in batches"

@@ -371,9 +371,7 @@ class Step(PipelineStep):
         """
         self.code()
         state = {**self.__dict__}
-        if not script_names.carries():
-            return state
-        held = {**self.__dict__}
+        held = {**state}
         del held["_code_when_made"]  # hashes, under the names of what they stand for
         names = script_names.collect(held)
         if names is not None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
-from typing import Any, cast
+from typing import Any
 
 from loguru import logger
 
@@ -175,14 +175,14 @@ class RankReporter:
             done = min(done, reached.total)
         return reached._replace(done=done)
 
-    def server(self, what: str, name: str, url: str | None, why: str = "") -> None:
+    def server(self, what: Any, name: str, url: str | None, why: str = "") -> None:
         if what == "restart":
             # Every rank that shares the server is called, and their numbers are added: only the
             # first counts.
             is_first = not self.clients or any(one.is_first for one in self.clients)
             self.own.restarts += is_first
         event = history.ServerEvent(
-            what=cast("history.ServerWhat", what),
+            what=what,
             name=name,
             url=url and redact(url),
             why=redact(why)[: history.MAX_TEXT],

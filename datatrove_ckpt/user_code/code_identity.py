@@ -5,7 +5,6 @@ Functions that a pickle holds by value (of the script, nested, lambdas) are desc
 when the job was made; imported functions as this process has imported them.
 """
 
-import operator
 import re
 import secrets
 import sys
@@ -92,7 +91,8 @@ def code_identity(
     shared = shared_context if isinstance(shared_context, dict) else {}
     given = {name: one for name, one in shared.items() if isinstance(one, _CONSTANTS)}
     if when_made is not None and (
-        when_made.given != given or not all(map(operator.is_, things, when_made.things))
+        when_made.given != given
+        or any(now is not then for now, then in zip(things, when_made.things, strict=False))
     ):
         when_made = None
     if when_made is not None and when_made.process == _PROCESS:

@@ -18,7 +18,7 @@ Each text has its own cache key, row, counters and errors, as if it were alone.
 """
 
 import asyncio
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Protocol
@@ -66,7 +66,7 @@ class _Batch:
     client: CompletionClient
     rest: JsonObject
     way: Way
-    texts: list[_Text] = field(default_factory=list)
+    texts: list[_Text]
     waiting: int = 0
     task: asyncio.Task[None] | None = None
 
@@ -90,7 +90,7 @@ class Batches:
         key = orjson.dumps([way.path, {**payload, "input": None}, way.extras], option=PAYLOAD_JSON)
         # The rest as it is now: the rollout may change what is in it.
         if (batch := self._filling.get(key)) is None:
-            batch = self._filling[key] = _Batch(client, orjson.loads(key)[1], way)
+            batch = self._filling[key] = _Batch(client, orjson.loads(key)[1], way, [])
             loop.call_later(_LONGEST, self._send, key, batch)
         text = _Text(payload["input"], waiter, loop.create_future())
         batch.texts.append(text)

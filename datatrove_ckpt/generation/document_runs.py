@@ -110,8 +110,8 @@ class DocumentRuns:
                     "numbers, no time in its prompts (a seed may come from document.id)",
                     setting="rollout_fn",
                 )
-            note_sent(answers.payloads)
-            note_sent([getattr(cause, "payload", None) for cause in causes(error)])
+            sent = [getattr(cause, "payload", None) for cause in causes(error)]
+            note_sent(answers.payloads + sent)
             letter = self.failures.letter_or_raise(
                 source, slot.ordinal, error, answers.hashes, answers.rejections
             )

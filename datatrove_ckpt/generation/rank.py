@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -110,7 +110,7 @@ def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size:
                 asyncio.run(follow_head(step.model, rank, nodes, preemption.shutdown))
             else:
                 with checkpoints_root(step) as root:
-                    _Run(step, data or [], root, rank, world_size, preemption).lead()
+                    _Run(step, data or [], root, rank, world_size, preemption, []).lead()
 
 
 @contextmanager
@@ -138,8 +138,8 @@ class _Run:
     rank: int
     world_size: int
     preemption: Preemption
+    accepted: list[Json]
     has_batches: bool = False
-    accepted: list[Json] = field(default_factory=list)
 
     def lead(self) -> None:
         step = self.step

@@ -31,7 +31,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from datatrove_ckpt.user_code.statements import (
     CELL,
@@ -705,10 +705,7 @@ def describe(
         return _description(walk, given._replace(fields=fields), known)
 
 
-_Labelled = TypeVar("_Labelled", bound=tuple[Any, ...])
-
-
-def _as_first(given: list[_Labelled], first: list[_Labelled], mutated: set[str]) -> list[_Labelled]:
+def _as_first(given: list[Any], first: list[Any], mutated: set[str]) -> list[Any]:
     """Returns what was given, each after its label; what the code changes while it runs is as it
     was seen first.
     """

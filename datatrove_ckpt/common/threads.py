@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def in_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """Calls in a daemon thread, which keeps no process alive."""
+    """Calls in a daemon thread, which keeps no process alive, with the caller's context."""
     result: Future[T] = Future()
 
     def run() -> None:
@@ -20,7 +20,7 @@ def in_thread(call: Callable[[], T], name: str) -> Future[T]:
         except BaseException as error:
             result.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=copy_context().run, args=(run,), name=name, daemon=True).start()
     return result
 
 

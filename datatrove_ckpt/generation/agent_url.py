@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ class _Requests:
         refusal: of the last request that has ended.
     """
 
-    def __init__(self, generate: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+    def __init__(self, generate: Any) -> None:
         self.refusal: InferenceError | None = None
         self._generate = generate
         self._asked: list[_Asked] = []
@@ -81,13 +81,12 @@ class _Requests:
 
 
 @asynccontextmanager
-async def serve(
-    generate: Callable[..., Coroutine[Any, Any, Any]], model_name: str
-) -> AsyncIterator[str]:
+async def serve(generate: Any, model_name: str) -> AsyncIterator[str]:
     """Yields the base URL, which ends in /v1, of a server on 127.0.0.1. Who does not know its path
     is refused.
 
     Args:
+        generate: of the rollout.
         model_name: in the list of models, of which clients take one.
 
     Raises:
@@ -151,8 +150,7 @@ async def serve(
 
 
 def _refusal(status: int, text: str) -> web.Response:
-    error = {"error": {"message": text, "type": "invalid_request_error"}}
-    body = orjson.dumps(error)
+    body = orjson.dumps({"error": {"message": text, "type": "invalid_request_error"}})
     return web.Response(
         status=status, body=body, content_type="application/json", headers=_NO_RETRY
     )

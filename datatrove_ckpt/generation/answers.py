@@ -1,7 +1,6 @@
 """One document's answers: those that are kept, what they count, and a wait for a batch."""
 
 import asyncio
-from collections.abc import Sequence
 from functools import lru_cache
 
 from loguru import logger
@@ -174,7 +173,7 @@ class Answers:
             quality.note(bool(faults))
         self.requests[rollout_idx] += 1
 
-    def _count_reasons(self, result: Result, reasons: Sequence[str | None]) -> bool:
+    def _count_reasons(self, result: Result, reasons: list[str | None]) -> bool:
         """Returns whether an answer is cut off."""
         for name in result.reasons:
             self.reasons[name] = self.reasons.get(name, 0) + 1
@@ -188,9 +187,8 @@ class Answers:
             )
         return True
 
-    def quality(self) -> tuple[str, str, int]:
-        """Returns the finish_reasons and the faults of its answers, and their completion tokens,
-        without those that a retry has replaced.
+    def added(self) -> dict[str, str | int]:
+        """Returns the values of ``Step.added_columns``, without answers that a retry has replaced.
 
         They depend on the document's own answers alone, in any order: so not on whether another
         document has the same answer.
@@ -202,12 +200,13 @@ class Answers:
             found.add(INVALID)
         faults = [name for name in DocumentCounts().bad if name in found and name != REPEATING]
         tokens = sum(token_counts(result.usage or {})[1] for result in results)
-        return ", ".join(sorted(reasons)), ", ".join(faults), tokens
-
-    def endpoints(self) -> str:
-        """Returns the ``endpoints`` that gave its answers; "" if none did."""
-        found = {getattr(result, "endpoint", "") for result in self.results}
-        return ", ".join(sorted(found - {""}))
+        endpoints = {getattr(result, "endpoint", "") for result in results} - {""}
+        return {
+            "finish_reason": ", ".join(sorted(reasons)),
+            "faults": ", ".join(faults),
+            "tokens": tokens,
+            "endpoint": ", ".join(sorted(endpoints)),
+        }
 
     def next_key(self, rollout_idx: int, digest: str) -> AnswerKey:
         """Returns the key of one more request of a rollout with this hash."""

@@ -18,8 +18,7 @@ Each text has its own cache key, row, counters and errors, as if it were alone.
 """
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Protocol
@@ -67,7 +66,7 @@ class _Batch:
     client: CompletionClient
     rest: JsonObject
     way: Way
-    texts: list[_Text] = field(default_factory=list)
+    texts: list[_Text]
     waiting: int = 0
     task: asyncio.Task[None] | None = None
 
@@ -91,7 +90,7 @@ class Batches:
         key = orjson.dumps([way.path, {**payload, "input": None}, way.extras], option=PAYLOAD_JSON)
         # The rest as it is now: the rollout may change what is in it.
         if (batch := self._filling.get(key)) is None:
-            batch = self._filling[key] = _Batch(client, orjson.loads(key)[1], way)
+            batch = self._filling[key] = _Batch(client, orjson.loads(key)[1], way, [])
             loop.call_later(_LONGEST, self._send, key, batch)
         text = _Text(payload["input"], waiter, loop.create_future())
         batch.texts.append(text)
@@ -114,7 +113,7 @@ class Batches:
             batch.task = asyncio.get_running_loop().create_task(_run(batch, batch.texts, request))
 
 
-async def _run(batch: _Batch, texts: Sequence[_Text], request: Request) -> None:
+async def _run(batch: _Batch, texts: list[_Text], request: Request) -> None:
     texts = [text for text in texts if not text.answer.done()]
     if not texts:
         return
@@ -142,7 +141,7 @@ async def _run(batch: _Batch, texts: Sequence[_Text], request: Request) -> None:
             text.give(answer)
 
 
-def _parts(texts: Sequence[_Text], request: Request) -> list[tuple[Sequence[_Text], Request]]:
+def _parts(texts: list[_Text], request: Request) -> list[tuple[list[_Text], Request]]:
     if request.is_quarantined:  # the next death must show whose fault it is
         return [([text], request.copy()) for text in texts]
     middle = len(texts) // 2
@@ -150,7 +149,7 @@ def _parts(texts: Sequence[_Text], request: Request) -> list[tuple[Sequence[_Tex
     return [(half, Request(request.sender, order=request.order)) for half in halves]
 
 
-def _shares(completion: Completion, texts: Sequence[_Text]) -> list[Completion]:
+def _shares(completion: Completion, texts: list[_Text]) -> list[Completion]:
     """Divides an answer, and its tokens by the length of the texts."""
     assert completion.answer is not None
     ends = list(accumulate((len(text.text) or 1 for text in texts), initial=0))

@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections import defaultdict
-from typing import NoReturn
 
 from loguru import logger
 
@@ -16,7 +15,7 @@ _watching: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 _named = {""}
 
 
-async def warn_when_blocked() -> NoReturn:
+async def warn_when_blocked() -> None:
     """Warns of each place that blocks the running loop, once in a process."""
     beat = threading.Event()
     has_ended = threading.Event()

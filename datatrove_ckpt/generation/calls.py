@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +15,11 @@ from datatrove_ckpt.checkpoint.ledger import OTHERS
 from datatrove_ckpt.checkpoint.request_cache import Answer, payload_hash
 from datatrove_ckpt.common.formatting import safe_text
 from datatrove_ckpt.common.redaction import redact
-from datatrove_ckpt.common.threads import in_thread
 from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.config.generation_params import PAYLOAD_JSON
 from datatrove_ckpt.errors import DocumentNotSerializable
 from datatrove_ckpt.output.documents import has_nan
+from datatrove_ckpt.process.event_loop import in_own_thread
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.rollouts import CallFailed
 
@@ -36,7 +35,7 @@ class Call:
     name: str
     function: Callable[..., object]
     args: tuple[object, ...]
-    kwargs: Mapping[str, object]
+    kwargs: dict[str, object]
     time_limit: float | None
     keep_errors: type[Exception] | tuple[type[Exception], ...]
 
@@ -115,17 +114,14 @@ class Calls:
             raise TimeoutError(text) from error
 
     async def _in_thread(self, call: Call) -> object:
-        context = contextvars.copy_context()
-
         def work() -> tuple[object, BaseException | None]:
             try:
-                return context.run(call.function, *call.args, **call.kwargs), None
+                return call.function(*call.args, **call.kwargs), None
             except BaseException as error:  # no future can hold a StopIteration
                 return None, error
 
         try:
-            running = in_thread(work, "datatrove-ckpt call")
-            result, error = await asyncio.wrap_future(running)
+            result, error = await in_own_thread(work)
         finally:
             # Of a thread that goes on after its time limit, too: else all calls would end up
             # waiting for threads that hang.

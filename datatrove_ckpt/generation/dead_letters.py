@@ -114,8 +114,7 @@ class Retry:
 
     def __iter__(self) -> Iterator[Document]:
         for letter in read_letters(self.input):
-            document = decode(orjson.dumps(letter.pop("document")))
-            yield RetriedDocument(document, letter)
+            yield RetriedDocument(decode(orjson.dumps(letter.pop("document"))), letter)
 
     @property
     def is_finished(self) -> bool:

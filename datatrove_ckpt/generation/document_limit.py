@@ -7,7 +7,6 @@ documents also share a budget of bytes.
 """
 
 import asyncio
-from collections.abc import Sequence
 
 from datatrove_ckpt.common.memory import ByteBudget
 from datatrove_ckpt.config import InferenceConfig
@@ -19,7 +18,7 @@ _SMALL = 1 << 16  # bytes of a document that count for nothing
 _IDLE_SECONDS = 1.0
 
 
-def most_documents(configs: Sequence[InferenceConfig]) -> int:
+def most_documents(configs: list[InferenceConfig]) -> int:
     """Returns the most documents in work: as many as all models have room for."""
     config = configs[0]
     if config.limits_documents and config.max_concurrent_documents is not None:
@@ -42,7 +41,7 @@ class DocumentLimit:
         media: the budget of bytes of all ranks that share this process.
     """
 
-    def __init__(self, configs: Sequence[InferenceConfig], media: ByteBudget) -> None:
+    def __init__(self, configs: list[InferenceConfig], media: ByteBudget) -> None:
         config = configs[0]
         self._most = most_documents(configs)
         self._rollouts = config.rollouts_per_document

@@ -110,8 +110,8 @@ class DocumentRuns:
                     "numbers, no time in its prompts (a seed may come from document.id)",
                     setting="rollout_fn",
                 )
-            note_sent(answers.payloads)
-            note_sent([getattr(cause, "payload", None) for cause in causes(error)])
+            sent = [getattr(cause, "payload", None) for cause in causes(error)]
+            note_sent(answers.payloads + sent)
             letter = self.failures.letter_or_raise(
                 source, slot.ordinal, error, answers.hashes, answers.rejections
             )
@@ -142,7 +142,7 @@ class DocumentRuns:
         if answers.parked:
             raise Parked
         kept = [result for result in results if result is not None]
-        self.results.put_quality(document, answers)
+        self.results.put_added(document, answers)
         data = await self.results.encode(document, kept, slot.chunk.index, source.id)
         if self.results.may_wait:
             self._raise_if_stopping(answers)

@@ -8,7 +8,6 @@ A taken letter stays a letter when its chunk is redone (after ``repair``): other
 would be in the output twice.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import orjson
@@ -68,7 +67,7 @@ class Failures:
         ordinal: int,
         error: BaseException,
         payload_hashes: list[str],
-        rejections: Sequence[errors.RequestRejected],
+        rejections: list[errors.RequestRejected],
     ) -> bytes:
         """Returns the document's dead letter, as a line of ``dead_letters.jsonl``.
 
@@ -141,7 +140,7 @@ def drops(error: BaseException) -> bool:
 _BAD_REQUEST = "BadRequestError"
 
 
-def is_bad_request(error: BaseException, rejections: Sequence[errors.RequestRejected]) -> bool:
+def is_bad_request(error: BaseException, rejections: list[errors.RequestRejected]) -> bool:
     """Returns whether a rollout's error means that one of its requests was rejected.
 
     datatrove searches the whole text of an ``InferenceError``, payload included, for

@@ -5,7 +5,7 @@ from datatrove.data import Document
 from datatrove_ckpt.config.templates import fill, lacks
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.step import Step
-from datatrove_ckpt.rollouts import InvalidMedia, PromptRollout, ReadyMade, Rollout
+from datatrove_ckpt.rollouts import InvalidMedia, PromptRollout, ReadyMade
 from datatrove_ckpt.rollouts.media import MEDIA
 from datatrove_ckpt.rollouts.source import prompt_source
 
@@ -28,12 +28,13 @@ def check_first(step: Step, document: Document) -> None:
             raise lacks(document, "images", images)
 
 
-async def try_media(rollout_fn: Rollout, document: Document) -> None:
+async def try_media(step: Step, document: Document) -> None:
     """Encodes the media of the first document.
 
     Raises:
         ConfigError: it cannot.
     """
+    rollout_fn = step.rollout_fn
     if isinstance(rollout_fn, PromptRollout):
         try:
             async with rollout_fn.media_parts(document):
@@ -44,9 +45,9 @@ async def try_media(rollout_fn: Rollout, document: Document) -> None:
 
 def check_answer(step: Step, document: Document) -> None:
     """Raises ConfigError if the run would replace what a document holds."""
-    settings = dict.fromkeys(step.added_columns, "metadata_key")
+    owner = "metadata_key" if step.answer_column is None else "answer"
+    settings = dict.fromkeys(step.added_columns.values(), owner)
     if step.answer_column is not None:
-        settings = dict.fromkeys(step.added_columns, "answer")
         settings |= {step.answer_column: "answer", step.metadata_key: "metadata_key"}
     taken = [name for name in settings if name in document.metadata]
     if taken:

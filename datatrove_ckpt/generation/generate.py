@@ -218,8 +218,9 @@ class BoundGenerate:
     ) -> JsonObject:
         """Returns what ``answers`` keeps of the answer. ``count``: see ``typed_way``."""
         to = self._requests.config.engine.ways[name]
-        way = typed_way(name, to.path, count)
-        result = await self._requests.answered(to.payload(values, params), way)
+        result = await self._requests.answered(
+            to.payload(values, params), typed_way(name, to.path, count)
+        )
         assert result.answer is not None
         return result.answer
 

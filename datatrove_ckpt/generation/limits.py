@@ -118,8 +118,7 @@ def limit_reached(steps: Iterable[object]) -> LimitReached | None:
     """Returns the first limit that the run of a pipeline has reached."""
     for step in steps:
         if isinstance(step, Step) and step.limits:
-            totals = _reader_of(step).read()
-            reached: LimitReached | None = step.limits.reached(totals)
+            reached: LimitReached | None = step.limits.reached(_reader_of(step).read())
             if reached is not None:
                 return reached
     return None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import orjson
 from datatrove.data import Document
@@ -112,14 +112,14 @@ class _Noting:
         request.endpoint = getattr(answer, "endpoint", "")
         return answer
 
-    def url(self) -> AbstractAsyncContextManager[str]:
+    def url(self) -> Any:
         from datatrove_ckpt.generation.agent_url import serve
 
         return serve(self, self._generate.model_name)
 
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[object]]:
+    def __getattr__(self, name: str) -> Any:
         if name == "once":  # asks no model
-            return cast("Callable[..., Awaitable[object]]", getattr(self._generate, name))
+            return self._generate.once
         return _Noting(getattr(self._generate, name), self._noted, self._model or name)
 
 

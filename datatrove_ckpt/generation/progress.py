@@ -12,11 +12,11 @@ import asyncio
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
-from typing import Any, cast
+from typing import Any
 
 from loguru import logger
 
@@ -175,14 +175,14 @@ class RankReporter:
             done = min(done, reached.total)
         return reached._replace(done=done)
 
-    def server(self, what: str, name: str, url: str | None, why: str = "") -> None:
+    def server(self, what: Any, name: str, url: str | None, why: str = "") -> None:
         if what == "restart":
             # Every rank that shares the server is called, and their numbers are added: only the
             # first counts.
             is_first = not self.clients or any(one.is_first for one in self.clients)
             self.own.restarts += is_first
         event = history.ServerEvent(
-            what=cast("history.ServerWhat", what),
+            what=what,
             name=name,
             url=url and redact(url),
             why=redact(why)[: history.MAX_TEXT],
@@ -266,8 +266,7 @@ class RankReporter:
         counters: dict[str, Any] = {
             name: one.copy() for name, one in self.own.fields().items() if isinstance(one, Counter)
         }
-        own = replace(self.own, **counters)
-        found = history.Progress(own=own, position=self.position())
+        found = history.Progress(own=replace(self.own, **counters), position=self.position())
         for client in self.clients:
             found.in_flight += client.in_flight
             found.waiting += client.waiting
@@ -294,8 +293,8 @@ class RankReporter:
 
     def spread(self) -> history.Spread:
         """Returns a copy, because other threads read it later."""
-        found = self._spread.examples.copy()
-        examples = {fault: each.copy() for fault, each in found.items()}
+        found = self._spread.examples.copy().items()
+        examples = {fault: each.copy() for fault, each in found}
         return history.Spread(
             milliseconds=self._spread.milliseconds.copy(),
             prompt_tokens=self._spread.prompt_tokens.copy(),
@@ -303,7 +302,7 @@ class RankReporter:
             examples=examples,
         )
 
-    def last_records(self, completed: bool) -> Sequence[history.Record]:
+    def last_records(self, completed: bool) -> list[history.Record]:
         """Returns the end of the attempt. Called before the attempt's error is handled."""
         self.last = self.progress()
         self.end = self._end(completed)

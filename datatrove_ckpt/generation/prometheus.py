@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -271,7 +271,7 @@ def _of_requests(progress: Progress, spread: Spread) -> tuple[Metric, ...]:
     )
 
 
-def families(ranks: Sequence[RankNow]) -> Iterator[Family]:
+def families(ranks: list[RankNow]) -> Iterator[Family]:
     """The metrics of some ranks, each metric once."""
     for same in zip(*map(metrics, ranks), strict=True):
         first = same[0]
@@ -378,9 +378,16 @@ def shown_rank(
             state = "stopping"
         elif reporter.clients:
             state = "running"
-        host = socket.gethostname()
-        spread = reporter.spread()
-        return RankNow(name, rank, host, job_id() or "", started_at, state, progress, spread)
+        return RankNow(
+            name,
+            rank,
+            socket.gethostname(),
+            job_id() or "",
+            started_at,
+            state,
+            progress,
+            reporter.spread(),
+        )
 
     with ExitStack() as stack:
         try:

@@ -8,7 +8,7 @@ effects is in ``checkpoint/batch_log.py``. Then another pass finds them there.
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import IO, TypeVar
@@ -105,7 +105,7 @@ class ProviderPasses:
         configs: of the rank's models, by name.
     """
 
-    _configs: Mapping[str, InferenceConfig]
+    _configs: dict[str, InferenceConfig]
     _checkpoint: OpenCheckpoint
     _shutdown: Shutdown
 
@@ -138,8 +138,9 @@ class ProviderPasses:
 
     async def _stop_when_requested(self) -> None:
         await self._shutdown.requested()
-        stays = "They stay there; the same command collects the answers."
-        logger.warning(f"{_said(await self._open())} {stays}")
+        logger.warning(
+            f"{_said(await self._open())} They stay there; the same command collects the answers."
+        )
         self._shutdown.raise_preempted()
 
     async def _settle(self, no_wait: bool) -> None:
@@ -260,8 +261,7 @@ class ProviderPasses:
     async def _created(self, batch: Batch, remote: RemoteBatch) -> None:
         config = self._configs[batch.model]
         url = next(iter(config.endpoints_by_name.values())).url
-        place = {"url": url, "key_env": config.api_key_env or ""}
-        await self._note(batch, "created", id=remote.id, **place)
+        await self._note(batch, "created", id=remote.id, url=url, key_env=config.api_key_env or "")
         logger.info(f"Batch {remote.id} has {plural(batch.requests, 'request')} of this task.")
 
     async def _find(self, provider: BatchProvider, batch: Batch) -> bool:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -83,7 +83,6 @@ _STARTS_OVER = (
 def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size: int) -> None:
     """See ``InferenceRunner.run``."""
     use(step.form)
-    models = step.models.values()
     requests, servers = step.requests_and_servers()
     # The servers and their connections are shared: the executor has counted them.
     if rank_of_many() is not None:
@@ -97,7 +96,7 @@ def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size:
         for before, name, _ in steps_before(documents):
             refuse_own_output(name, before, "output_writer", step.output_writer)
         nodes = Nodes.from_environment()
-        if nodes.count > 1 and len(models) > 1:
+        if nodes.count > 1 and len(step.models) > 1:
             names = ", ".join(step.models)
             raise ConfigError(
                 f"config: {nodes.count} nodes per task serve one model, and this run has {names}."
@@ -111,7 +110,7 @@ def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size:
                 asyncio.run(follow_head(step.model, rank, nodes, preemption.shutdown))
             else:
                 with checkpoints_root(step) as root:
-                    _Run(step, data or [], root, rank, world_size, preemption).lead()
+                    _Run(step, data or [], root, rank, world_size, preemption, []).lead()
 
 
 @contextmanager
@@ -139,8 +138,8 @@ class _Run:
     rank: int
     world_size: int
     preemption: Preemption
+    accepted: list[Json]
     has_batches: bool = False
-    accepted: list[Json] = field(default_factory=list)
 
     def lead(self) -> None:
         step = self.step
@@ -491,7 +490,7 @@ class _Run:
                 f"If you run the same command again, it tries {plural(counts.dead, 'dead letter')} "
                 "once more."
             )
-        sent = f"{progress.progress().own.sent} sent in this run"
+        sent = f"{progress.last.own.sent} sent in this run"
         tiers = progress.last.total.tiers
         if BATCH in tiers:
             sent += f", {tiers[BATCH]} answered in batches"

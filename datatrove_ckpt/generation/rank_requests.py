@@ -1,7 +1,6 @@
 """What all requests of a rank share: its models, its checkpoint, its counters and its end."""
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
@@ -54,7 +53,7 @@ class RankRequests:
         documents: the documents in work, by ordinal. They handle their errors themselves.
     """
 
-    configs: Mapping[str, InferenceConfig]
+    configs: dict[str, InferenceConfig]
     checkpoint: OpenCheckpoint
     observer: RankReporter
     shutdown: Shutdown

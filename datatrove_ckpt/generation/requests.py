@@ -3,7 +3,6 @@
 A server's answer is cached. Everything here runs on the event loop of ``scheduler.py``.
 """
 
-from collections.abc import Sequence
 from typing import NoReturn
 
 import orjson
@@ -68,7 +67,7 @@ class Requests:
             self.answers.count(self.rollout_idx, result, self.model.usual)
 
     async def answered(
-        self, payload: Payload, way: Way, whole: bool = False, retry_of: Sequence[object] = ()
+        self, payload: Payload, way: Way, whole: bool = False, retry_of: tuple[object, ...] = ()
     ) -> Result:
         """Returns the cached answer, or sends the payload.
 
@@ -186,9 +185,8 @@ class Requests:
 
     async def _raise(self, error: errors.CkptError, key: AnswerKey, payload: Payload) -> NoReturn:
         """Raises what the rollout gets for a request without an answer, and keeps a rejection."""
-        rank = self.rank
         model = self.model
-        rank.observer.own.failed += 1
+        self.rank.observer.own.failed += 1
         if isinstance(error, errors.RequestRejected):
             await self.keep(key, Answer(None, f"{error.status} {error.body}"))
             raise error
@@ -261,7 +259,7 @@ class Requests:
             await wait_until_cancelled()
         return None
 
-    def digest(self, payload: Payload, way: Way, retry_of: Sequence[object] = ()) -> str:
+    def digest(self, payload: Payload, way: Way, retry_of: tuple[object, ...] = ()) -> str:
         """Hashes payload, way and model, under names that are never sent.
 
         The usual way, and the only model, add nothing to the payload's hash.

@@ -47,9 +47,7 @@ class Results:
         self._has_media = writes_media(step.output_writer)
         self.key = step.metadata_key
         self._has_column = step.answer_column is not None
-        self._quality_columns = step.quality_columns
-        self._has_more = bool(step.added_columns)
-        self._endpoint_columns = step.endpoint_columns
+        self._added = step.added_columns
         self._drop_sent = getattr(step.rollout_fn, "drop_sent", None)
 
     def look_at_first(self, document: Document) -> None:
@@ -64,18 +62,17 @@ class Results:
             )
 
     def check(self, document: Document) -> None:
-        if self._has_column or self._has_more:
+        if self._has_column or self._added:
             check_answer(self._step, document)
 
-    def put_quality(self, document: Document, answers: Answers) -> None:
+    def put_added(self, document: Document, answers: Answers) -> None:
         """Puts the columns of ``quality`` and the endpoints into the metadata. Those of an old
         output stay.
         """
-        for name in self._endpoint_columns:
-            document.metadata.setdefault(name, answers.endpoints())
-        if self._quality_columns:
-            for name, value in zip(self._quality_columns, answers.quality(), strict=True):
-                document.metadata.setdefault(name, value)
+        if self._added:
+            values = answers.added()
+            for ending, name in self._added.items():
+                document.metadata.setdefault(name, values[ending])
 
     async def encode(
         self, document: Document, kept: list[object], chunk_index: int, doc_id: str

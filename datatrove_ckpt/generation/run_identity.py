@@ -49,12 +49,12 @@ def run_identity(
         OUTPUT_FOLDER: writer.output_folder.resolve_paths(""),
         "output_filename": writer.output_filename.template,
     }
-    version = {"identity_version": code.version}
     notes = {name: note for name, note in code.made.notes.items() if name in code.fields}
     notes[OUTPUT_FOLDER] = "a task is running: stop the run before its output is moved"
     notes[CHAT_TEXTS] = "before, JSON in prompt_column was sent as one message; others are the same"
     notes[ENDPOINT_MODELS] = _OTHER_NAME
-    fields = {**version, **_fields_of_models(models), **code.fields, **output}
+    fields: JsonObject = {"identity_version": code.version}
+    fields |= _fields_of_models(models) | code.fields | output
     # Answers that it has may come from endpoints that are no more in the list.
     for name, found in begun.items():
         if of_model(name) == ENDPOINT_MODELS:

@@ -57,8 +57,10 @@ class Scheduler:
             # The server loads its model while a reader that cannot seek counts documents.
             self._server_needed.set()
         async with asyncio.TaskGroup() as background:
-            models = self.requests.models.values()
-            serving = [background.create_task(self._serve(model)) for model in models]
+            serving = [
+                background.create_task(self._serve(model))
+                for model in self.requests.models.values()
+            ]
             watch = background.create_task(self._watch())
             stop = background.create_task(stop_when_requested(self.requests, serving, watch))
             await self._run_documents(documents)
@@ -122,8 +124,9 @@ class Scheduler:
                 # The awaits above may not have yielded.
                 if self.shutdown.is_stopping or self.shutdown.aborted:
                     await wait_until_cancelled()
-                work = self.runs.run(source, slot)
-                self.requests.documents[slot.ordinal] = self._loop.create_task(work)
+                self.requests.documents[slot.ordinal] = self._loop.create_task(
+                    self.runs.run(source, slot)
+                )
 
     async def _wait_for_goal(self) -> None:
         # With nothing in work, a kill has left finished documents in chunks that lack others.

@@ -265,24 +265,15 @@ class Step(PipelineStep):
         return self.answer
 
     @property
-    def endpoint_columns(self) -> list[str]:
-        """The metadata key for the endpoints that answered, in a run that began with some."""
+    def added_columns(self) -> dict[str, str]:
+        """The metadata keys that say more of the answers, by what they say."""
+        endings = []
+        if self.quality:
+            endings += ["finish_reason", "faults", "tokens"]
         if self.tells_endpoints:
-            return [f"{self.answer_column or self.metadata_key}_endpoint"]
-        return []
-
-    @property
-    def quality_columns(self) -> list[str]:
-        """The metadata keys for the finish_reasons, faults and tokens of the answers."""
-        if not self.quality:
-            return []
+            endings.append("endpoint")
         name = self.answer_column or self.metadata_key
-        return [f"{name}_{ending}" for ending in ("finish_reason", "faults", "tokens")]
-
-    @property
-    def added_columns(self) -> list[str]:
-        """All metadata keys that say more of the answers."""
-        return [*self.quality_columns, *self.endpoint_columns]
+        return {ending: f"{name}_{ending}" for ending in endings}
 
     @property
     def rows(self) -> RowsOf:
@@ -380,9 +371,7 @@ class Step(PipelineStep):
         """
         self.code()
         state = {**self.__dict__}
-        if not script_names.carries():
-            return state
-        held = {**self.__dict__}
+        held = {**state}
         del held["_code_when_made"]  # hashes, under the names of what they stand for
         names = script_names.collect(held)
         if names is not None:

@@ -2,7 +2,6 @@
 
 import asyncio
 from contextlib import suppress
-from typing import NoReturn
 
 from loguru import logger
 
@@ -53,7 +52,7 @@ async def end_documents(requests: RankRequests) -> None:
 
 async def stop_when_requested(
     requests: RankRequests, serving: list[asyncio.Task[None]], watch: asyncio.Task[None]
-) -> NoReturn:
+) -> None:
     """Waits until the rank is to stop, and stops it.
 
     Args:
@@ -65,7 +64,6 @@ async def stop_when_requested(
         BaseException: the rank's failure. Then the caller closes the checkpoint.
     """
     shutdown = requests.shutdown
-    checkpoint = requests.checkpoint
     observer = requests.observer
     await shutdown.requested()
     # No document is admitted, and the router sends no request: both look at the shutdown.
@@ -108,7 +106,7 @@ async def stop_when_requested(
     with shutdown.closing():
         await asyncio.wait(serving)
         watch.cancel()  # what fails now is in ``checkpoint.error``
-        await in_own_thread(checkpoint.close, False, observer.last_records)
+        await in_own_thread(requests.checkpoint.close, False, observer.last_records)
     shutdown.raise_preempted()
 
 

@@ -10,7 +10,6 @@ closes nothing (``end_fork``).
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import errno
 import os
 import sys
@@ -175,8 +174,7 @@ async def in_own_thread(call: Callable[[*_Arguments], _Result], *arguments: *_Ar
     """Like ``asyncio.to_thread``, in a thread of its own: rollouts may block all threads of the
     loop until a server answers, and it is what they wait for.
     """
-    run = contextvars.copy_context().run
-    return await asyncio.wrap_future(in_thread(partial(run, call, *arguments), "datatrove-ckpt"))
+    return await asyncio.wrap_future(in_thread(partial(call, *arguments), "datatrove-ckpt"))
 
 
 def call_soon(

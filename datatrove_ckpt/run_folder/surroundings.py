@@ -144,7 +144,7 @@ def _check_prompt(runner: RunnerPlan, sample: list[Document]) -> Iterator[Findin
         first, *documents = copies
         check_first(runner.step, first)
         if runner.step.on_document_error == "stop":
-            event_loop.run(try_media(runner.step.rollout_fn, first))
+            event_loop.run(try_media(runner.step, first))
         prompts = event_loop.run(unsent_prompts(runner.step.rollout_fn, documents))
         yield from check_prompts(prompts, runner.step.model.servers)
 

@@ -5,12 +5,11 @@ Functions that a pickle holds by value (of the script, nested, lambdas) are desc
 when the job was made; imported functions as this process has imported them.
 """
 
-import operator
 import re
 import secrets
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import orjson
 
@@ -53,7 +52,7 @@ class CodeIdentity:
     """Version of the description. Pickles of version 3 hold no number."""
     things: tuple[object, ...] = ()
     """What is described. A pickle holds these objects and the step's as the same ones."""
-    given: Mapping[str, object] | None = None
+    given: dict[str, Any] | None = None
     """Texts and numbers of the shared context, which a program may replace in its dictionary."""
 
     @property
@@ -92,7 +91,8 @@ def code_identity(
     shared = shared_context if isinstance(shared_context, dict) else {}
     given = {name: one for name, one in shared.items() if isinstance(one, _CONSTANTS)}
     if when_made is not None and (
-        when_made.given != given or not all(map(operator.is_, things, when_made.things))
+        when_made.given != given
+        or any(now is not then for now, then in zip(things, when_made.things, strict=False))
     ):
         when_made = None
     if when_made is not None and when_made.process == _PROCESS:

@@ -31,7 +31,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from datatrove_ckpt.user_code.statements import (
     CELL,
@@ -504,9 +504,8 @@ class _Walk:
         found = [key for chain in chains for key in self._keys(statement, chain)]
         if not statement.is_import and not statement.words.isdisjoint(_WHOLE):
             # Names do not show what such a statement reaches.
-            folder = statement.source.folder
             texts = sorted(filter(_MODULE.fullmatch, statement.texts))
-            files = [self._file(self._place(folder, 0, text)) for text in texts]
+            files = [self._file(self._place(statement.source.folder, 0, text)) for text in texts]
             found += [(file, "") for file in (statement.source.path, *files) if file]
         return [*dict.fromkeys(found)]
 
@@ -706,10 +705,7 @@ def describe(
         return _description(walk, given._replace(fields=fields), known)
 
 
-_Labelled = TypeVar("_Labelled", bound=tuple[Any, ...])
-
-
-def _as_first(given: list[_Labelled], first: list[_Labelled], mutated: set[str]) -> list[_Labelled]:
+def _as_first(given: list[Any], first: list[Any], mutated: set[str]) -> list[Any]:
     """Returns what was given, each after its label; what the code changes while it runs is as it
     was seen first.
     """
@@ -724,7 +720,6 @@ def _as_first(given: list[_Labelled], first: list[_Labelled], mutated: set[str])
 def _description(walk: _Walk, given: Given, known: frozenset[str]) -> CodeDescription:
     """Puts the parts together."""
     statements = walk.statements
-    values = given.fields
     unstable = walk.unstable()
     names = walk.words.union(*(one.texts for one in statements))
     partly = set()
@@ -734,7 +729,7 @@ def _description(walk: _Walk, given: Given, known: frozenset[str]) -> CodeDescri
             partly.add(label)
     own = {**walk.fields(True, {}), **walk.bytecode}
     left = []
-    for label, value in values.items():
+    for label, value in given.fields.items():
         if not unstable.isdisjoint(label.split(".")[1:]):
             left.append(label)
         elif label.rpartition(".")[0] not in partly or label.rpartition(".")[2] in names:

@@ -21,7 +21,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,11 +50,15 @@ class ScriptNames(NamedTuple):
 
 def collect(*things: object) -> ScriptNames | None:
     """Returns the names of the script that the functions in these objects use, directly or not;
-    None if there are none.
+    None if there are none, or the pickle is probably not for a file.
 
     Raises:
         ConfigError: a pickle of the objects would hold a secret.
     """
+    ray = sys.modules.get("ray")
+    is_by_ray = ray is not None and ray.is_initialized()
+    if is_by_ray or getattr(_collecting, "on", False):
+        return None
     main = sys.modules["__main__"]
     found = ScriptNames(getattr(main, "__file__", None), {}, {})
     with nothing_carried():
@@ -109,13 +113,6 @@ def nothing_carried() -> Iterator[None]:
         yield
     finally:
         _collecting.on = before
-
-
-def carries() -> bool:
-    """Returns whether a pickle that is made now is probably for a file."""
-    ray = sys.modules.get("ray")
-    by_ray = ray is not None and bool(ray.is_initialized())
-    return not getattr(_collecting, "on", False) and not by_ray
 
 
 def say_left(names: ScriptNames) -> None:
@@ -183,7 +180,7 @@ class _Look:
         elif hasattr(thing, "__dict__"):
             self._places[id(vars(thing))] = type(thing).__qualname__
 
-    def _check(self, owner: str, values: Mapping[Any, object]) -> None:
+    def _check(self, owner: str, values: dict[Any, object]) -> None:
         for name, value in values.items():
             parts = [value]
             if isinstance(value, list | tuple | set | frozenset):

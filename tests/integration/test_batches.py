@@ -12,7 +12,7 @@ from datatrove_ckpt import InferenceConfig, InferenceError
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.generation import batches
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.integration.test_preemption import preempted, reraised  # noqa: F401
+from tests.integration.test_preemption import preempted
 from tests.integration.test_runner import commits
 from tests.integration.test_supervision import ENGINE
 from tests.integration.test_typed_ways import embeddings, vector_of

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 from datatrove.data import Document
 
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerRefused
+from datatrove_ckpt.errors import ConfigError, ServerRefused
 from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_bad_answers import LOOP, REFUSAL, together
@@ -52,8 +52,6 @@ def test_a_finish_reason_after_answers_that_were_believed_stops_this_attempt_and
                 run_job(tmp_path, server, 4, config=ACCEPTS)
             assert f"This attempt has taken {taken} of them as complete" in str(caught.value)
             server.plan["text 2"] = nulls[:]  # what the server gives from now on changes nothing
-        with pytest.raises(CheckpointMismatch, match="accept_null_finish_reason"):
-            run_job(tmp_path, server, 4, config=ONE_BY_ONE)
 
 
 def test_unusual_reasons_are_kept_as_the_server_gave_them_and_counted_over_all_attempts(tmp_path):
@@ -113,11 +111,8 @@ def test_columns_of_quality_are_those_of_a_run_that_nothing_interrupted(tmp_path
     name = answer or "rollout_results"
     with FakeServer(answers) as server:
         run_job(whole, server, 8, **settings)
-    with FakeServer(answers, rejects(["text 1"], 401)) as server:
-        with pytest.raises(ServerRefused):
-            run_job(tmp_path, server, 8, **settings)
-        with pytest.raises(CheckpointMismatch, match="quality"):
-            run_job(tmp_path, server, 8, answer=answer)
+    with FakeServer(answers, rejects(["text 1"], 401)) as server, pytest.raises(ServerRefused):
+        run_job(tmp_path, server, 8, **settings)
     with FakeServer(answers) as server:
         run_job(tmp_path, server, 8, config=ONE_BY_ONE, **settings)
     assert rows(tmp_path) == rows(whole)

@@ -115,29 +115,25 @@ def test_what_holds_a_secret_stays_behind_and_what_only_sounds_like_one_does_not
     assert b"<|end|>" in pickled
 
 
-ROLLOUTS = {
-    "object": (lambda script: script.Client(api_key="objapikey123456"), "Client.api_key"),
-    "class": (
-        lambda script: functools.partial(script.plain, settings=script.Settings),
-        "password",
-    ),
-    "default": (lambda script: script.asks, "asks.api_key"),
-    "closure": (lambda script: script.make("objapikey123456"), "make.<locals>.rollout.api_key"),
-    "partial": (
-        lambda script: functools.partial(script.plain, api_key="objapikey123456"),
-        "functools.partial.api_key",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", ROLLOUTS)
-def test_a_rollout_that_holds_a_secret_is_refused_before_a_file_is_opened(tmp_path, script, kind):
-    make, place = ROLLOUTS[kind]
+@pytest.mark.parametrize(
+    "make, place",
+    [
+        (lambda script: script.Client(api_key="objapikey123456"), "Client.api_key"),
+        (lambda script: functools.partial(script.plain, settings=script.Settings), "password"),
+        (lambda script: script.asks, "asks.api_key"),
+        (lambda script: script.make("objapikey123456"), "make.<locals>.rollout.api_key"),
+        (
+            lambda script: functools.partial(script.plain, api_key="objapikey123456"),
+            "functools.partial.api_key",
+        ),
+    ],
+)
+def test_a_rollout_that_holds_a_secret_is_refused_before_a_file_is_opened(
+    tmp_path, script, make, place
+):
     step = step_of(tmp_path, make(script))
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=f"{place}.*environment variable"):
         slurm_job(tmp_path, step).run()
-    assert place in str(refused.value)
-    assert "environment variable" in str(refused.value)
     assert not (tmp_path / "logs" / "executor.pik").exists()
     with pytest.raises(ConfigError):
         dill.dumps(step)

@@ -21,7 +21,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.user_code import description, statements
 from datatrove_ckpt.user_code.code_identity import code_identity
 from tests import processes
-from tests.jobs import documents, run_job, runner
+from tests.jobs import ask, documents, run_job, runner
 from tests.kept import content_of, edit
 
 DATA = Path(__file__).parent.parent / "data"
@@ -322,7 +322,7 @@ class SecretAsker:
         self.headers = {"Authorization": "s3cret"}
 
     async def __call__(self, document, generate, **shared):
-        return (await generate({"messages": [{"role": "user", "content": document.text}]})).text
+        return (await ask(document, generate)).text
 
 
 def secret_runner(folder, server, **settings):

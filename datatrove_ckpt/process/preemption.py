@@ -21,8 +21,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from typing import NoReturn, Self
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Self
 
 import multiprocess
 from loguru import logger
@@ -40,6 +41,64 @@ _GRACE = 10.0  # after the drain's end
 _GRACE_FAST = 7.0  # after a second signal
 _SAVE = 30.0
 _AGAIN = 0.2
+
+
+@dataclass(eq=False)
+class LoopWatch:
+    """Ends a process that has a stop request, and whose event loop does not end before ``close``.
+
+    A rollout may compute without end, or sleep in ``time.sleep`` and swallow KeyboardInterrupt.
+    Then a thread waits until everything is on the disk, calls the old handlers, which may requeue
+    the job, and ends the process, as ``kill -9`` would.
+
+    The time in which servers stop and the checkpoint closes does not count: both have their own
+    limits.
+
+    Args:
+        save: returns when everything that was handed over is on the disk.
+        hand_on: calls the signal's old handlers; returns the exit code.
+    """
+
+    _shutdown: Shutdown
+    _save: Callable[[], None]
+    _hand_on: Callable[[], int]
+    _started: bool = False
+    _closed: bool = False
+
+    def start(self) -> None:
+        """Starts the thread if a stop is requested.
+
+        Takes no lock, unlike ``threading.Thread.start``.
+        """
+        if self._shutdown.is_requested and not self._started:
+            self._started = True
+            _thread.start_new_thread(self._watch, ())
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _watch(self) -> None:
+        while not self._closed:
+            time.sleep(_AGAIN)
+            shutdown = self._shutdown
+            ends_at = max(shutdown.deadline, shutdown.closed_at) + (
+                _GRACE_FAST if shutdown.is_fast else _GRACE
+            )
+            if time.monotonic() >= ends_at and not shutdown.open_closings and not self._closed:
+                self._end()
+
+    def _end(self) -> None:
+        # The main thread may hold a lock, of the log for example.
+        threading.Timer(_SAVE, exit_now, [1]).start()
+        with suppress(BaseException):
+            self._save()
+        logger.error(
+            "This task was asked to stop, and a rollout keeps its event loop from ending: it "
+            "computes without end, calls time.sleep, or has an async generator or a thread that "
+            "does not end. Everything that is finished is saved, and the process ends now. Run "
+            "the same command again to resume."
+        )
+        exit_now(self._hand_on())
 
 
 # Seconds between the end of the drain and the end of the job's time. Slurm looks at time limits
@@ -193,61 +252,14 @@ class Preemption:
 
     @contextmanager
     def watched(self, save: Callable[[], None]) -> Iterator[None]:
-        """Ends the process if a stop is requested, and the event loop of this block does not end.
-
-        A rollout may compute without end, or sleep in ``time.sleep`` and swallow KeyboardInterrupt.
-        Then a thread waits until everything is on the disk, calls the old handlers, which may
-        requeue the job, and ends the process, as ``kill -9`` would.
-
-        The time in which servers stop and the checkpoint closes does not count: both have their own
-        limits.
-
-        Args:
-            save: returns when everything that was handed over is on the disk.
-        """
         if self._host is not None:  # the loop and the process are not ours to end
             with self._host.saving(save):
                 yield
             return
-        shutdown = self.shutdown
-        has_started = False
-        has_ended = False
-
-        def watch() -> None:
-            while not has_ended:
-                time.sleep(_AGAIN)
-                ends_at = max(shutdown.deadline, shutdown.closed_at) + (
-                    _GRACE_FAST if shutdown.is_fast else _GRACE
-                )
-                if time.monotonic() >= ends_at and not shutdown.open_closings and not has_ended:
-                    self._end(save)
-
-        def start() -> None:
-            """Takes no lock, unlike ``threading.Thread.start``."""
-            nonlocal has_started
-            if shutdown.is_requested and not has_started:
-                has_started = True
-                _thread.start_new_thread(watch, ())
-
-        try:
-            with shutdown.calling(start):
-                start()
-                yield
-        finally:
-            has_ended = True
-
-    def _end(self, save: Callable[[], None]) -> NoReturn:
-        # The main thread may hold a lock, of the log for example.
-        threading.Timer(_SAVE, exit_now, [1]).start()
-        with suppress(BaseException):
-            save()
-        logger.error(
-            "This task was asked to stop, and a rollout keeps its event loop from ending: it "
-            "computes without end, calls time.sleep, or has an async generator or a thread that "
-            "does not end. Everything that is finished is saved, and the process ends now. Run "
-            "the same command again to resume."
-        )
-        exit_now(self._hand_on())
+        watch = LoopWatch(self.shutdown, save, self._hand_on)
+        with self.shutdown.calling(watch.start), closing(watch):
+            watch.start()
+            yield
 
     def _hand_on(self) -> int:
         """Calls the old handlers in this thread: the main thread is blocked.

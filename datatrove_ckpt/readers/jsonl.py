@@ -119,9 +119,8 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
     def open_file(self, name: str) -> LineBlocks:
         return LineBlocks(self, name)
 
-    def _check_read_part(self, name: str, file_position: FilePosition) -> bool:
+    def _check_read_part(self, name: str, file_position: FilePosition) -> None:
         self.open_file(name).check(file_position)
-        return True
 
 
 def _decode_media(media: Any) -> None:

@@ -315,9 +315,6 @@ class LineBlocks(BlockFile):
                 self._last = (number, self._lines(number))
         return [self._row(line, number) for line in self._last[1][start : start + rows]]
 
-    def let_go(self) -> None:
-        pass  # it keeps the lines of one part
-
     def close(self) -> None:
         self._stack.close()
         self._file = None

@@ -379,7 +379,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             documents = state["documents"]
             before = int(state["file"].get("first", documents))
             passed = self.skip
-        found = state is not None
         extent = InputExtent(inputs, self.limit, self.data_folder.is_local())
         documents_bar = tqdm(
             total=None if self.limit == -1 else self.limit,
@@ -408,13 +407,11 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 self._file_extent = FileExtent(before=digest.bytes, size=inputs.size(index))
                 file = FileState(shared, extent, self._file_extent)
                 skipped_before = start.skipped
-                in_file = file_position != ()
                 place = (int(shard[0]), documents + passed)
                 for document, after in self._read_input(inputs, index, file_position, place):
                     if isinstance(document, SkippedLines):
                         start.skipped = start.skipped + document
                         continue
-                    found = in_file = True
                     if passed < self.skip:
                         passed += 1
                         continue
@@ -432,13 +429,15 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                         documents_bar.update()
                     if documents == self.limit:
                         break
-                start.note_skipped(name, skipped_before, in_file or inputs.row_shard != ALL_ROWS)
+                has_documents = file_position or documents + passed > place[1]
+                shared_rows = inputs.row_shard != ALL_ROWS
+                start.note_skipped(name, skipped_before, bool(has_documents or shared_rows))
                 files_bar.update()
                 self._end_file(inputs, index, digest, documents - before)
                 file_position = ()
         start.earlier.append(str(digest))
         start.record = partial(record_reader, self, inputs, digest.files, self._is_limit(documents))
-        if not found and inputs.row_shard == ALL_ROWS:
+        if not documents + passed and inputs.row_shard == ALL_ROWS:
             for name, damaged in start.skipped_in.items():
                 self._refuse_without_documents(name, damaged)
 
@@ -557,7 +556,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         whole = kept and not self._may_grow(name)
         if whole and inputs.fingerprint(index) == then["hash"]:
             return
-        if self._check_read_part(name, file_position):
+        if self.grows:
+            self._check_read_part(name, file_position)
             return
         if kept:
             raise misfit(f"The input file {name!r} has changed.")
@@ -583,9 +583,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         # Compressed data does not end at a line's end.
         return self.grows and codec_of(name, self.compression) is None
 
-    def _check_read_part(self, name: str, file_position: FilePosition) -> bool:
+    def _check_read_part(self, name: str, file_position: FilePosition) -> None:
         """Raises CheckpointMismatch if the content before ``file_position`` is not what was read.
 
-        False: the format has no hashes of the content, so the whole file must be the same.
+        Of files that may grow; others must be the same as a whole.
         """
-        return False

@@ -33,9 +33,7 @@ def codec_of(name: str, compression: str | None) -> str | None:
     if compression != "infer":
         return compression
     found: str | None = infer_compression(name)
-    return found or next(
-        (codec for suffix, codec in _CODECS_BY_SUFFIX.items() if name.endswith(suffix)), None
-    )
+    return found or _CODECS_BY_SUFFIX.get(PurePosixPath(name).suffix)
 
 
 def uncompressed(name: str) -> PurePosixPath:

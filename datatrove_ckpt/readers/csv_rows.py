@@ -117,9 +117,6 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
                 raise misfit(f"The input file {name!r} had {done} rows or more, and has {number}.")
             extent.end = stored.tell()
 
-    def _check_read_part(self, name: str, file_position: FilePosition) -> bool:
-        return True  # the reading itself does
-
 
 def _rows(lines: Iterable[str], file: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
     """Yields the rows that are not blank, each after the number of its first line."""

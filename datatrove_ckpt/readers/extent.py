@@ -74,7 +74,7 @@ class InputExtent:
 
     inputs: MeasuredInputs
     _limit: int
-    _is_near: bool = True
+    _is_near: bool
     total: float | None = None
     """In bytes; None: not known, or not yet: see ``measure``."""
     measuring: threading.Thread | None = None

@@ -119,9 +119,8 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
     def open_file(self, name: str) -> LineBlocks:
         return LineBlocks(self, name)
 
-    def _check_read_part(self, name: str, file_position: FilePosition) -> bool:
+    def _check_read_part(self, name: str, file_position: FilePosition) -> None:
         self.open_file(name).check(file_position)
-        return True
 
 
 def _decode_media(media: Any) -> None:
@@ -314,21 +313,7 @@ class LineBlocks(BlockFile):
         if self._last[0] != number:
             with nullcontext() if self._is_plain else naming_damage(self.name):
                 self._last = (number, self._lines(number))
-        parse_row = self._reader.parse_row
-        name = self.name
-        lines = self._last[1][start : start + rows]
-        parsed: list[Any] = [parse_row(line, name) for line in lines]
-        if BadRow in map(type, parsed):
-            for index, row in enumerate(parsed):
-                if isinstance(row, BadRow):
-                    place = self.groups[number].start + self._part.find(lines[index])
-                    where = f"the line at byte {place}"
-                    self._reader.skip_damaged(name, where, row, in_training=True)
-                    parsed[index] = None
-        return parsed
-
-    def let_go(self) -> None:
-        pass  # it keeps the lines of one part
+        return [self._row(line, number) for line in self._last[1][start : start + rows]]
 
     def close(self) -> None:
         self._stack.close()
@@ -359,6 +344,20 @@ class LineBlocks(BlockFile):
         if len(part) != group.bytes or len(lines) != group.rows or not is_whole:
             raise changed(self.name)
         return lines
+
+    def _row(self, line: bytes, number: int) -> Row | None:
+        try:
+            row = loads(line)
+            if type(row) is dict and "media" not in row:
+                return row  # as most lines, for which a call more would cost too much
+        except orjson.JSONDecodeError:
+            pass
+        parsed = self._reader.parse_row(line, self.name)
+        if not isinstance(parsed, BadRow):
+            return parsed
+        place = self.groups[number].start + self._part.find(line)
+        self._reader.skip_damaged(self.name, f"the line at byte {place}", parsed, in_training=True)
+        return None
 
 
 def _count_lines(part: bytes) -> int:

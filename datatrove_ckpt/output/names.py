@@ -103,7 +103,7 @@ class FileNames:
             parts = [part.encode() for part in name.split("/")]
         except UnicodeEncodeError:
             return "has characters that are no Unicode text"
-        if not {"", ".", ".."}.isdisjoint(name.split("/")):
+        if _odd_parts(name) > _odd_parts(self.template):
             return 'leaves the output folder, or has an empty part, "." or ".."'
         longest = max(map(len, parts)) + self._number
         if longest > _MOST_BYTES_OF_A_PART:
@@ -111,7 +111,7 @@ class FileNames:
                 f"has a part of {longest} bytes; {_MOST_BYTES_OF_A_PART} is the limit of file "
                 "systems"
             )
-        folded = tuple(name.casefold().split("/"))
+        folded = tuple(plain(name).casefold().split("/"))
         if any(folded[: len(reserved)] == reserved for reserved in self._reserved):
             return "is in a folder of the checkpoint or of files that are being written"
         return None
@@ -140,6 +140,10 @@ def _checkpoints_below(writer: DiskWriter, checkpoints: Path | None) -> list[tup
     if not checkpoints.is_relative_to(folder):
         return []
     return [tuple(part.casefold() for part in checkpoints.relative_to(folder).parts)]
+
+
+def _odd_parts(name: str) -> int:
+    return sum(part in ("", ".", "..") for part in name.split("/"))
 
 
 def plain(name: str) -> str:

@@ -486,6 +486,14 @@ class HubTarget(_TargetOnHub):
                 partial(self._preupload, chunk_index, paths),
                 seconds_to_send(paths.values()),
             )
+        # The client leaves them out of a commit without an error.
+        ignored = [file.name for file in uploaded if getattr(file.operation, "_should_ignore", 0)]
+        if ignored:
+            raise OutputFailed(
+                f"{self._hub.url}: the repository's .gitignore leaves {some(ignored)} out of every "
+                "commit. Change it, or choose another output_filename, and run the same command "
+                "again. Nothing that was saved is lost."
+            )
         hashes = {file.name: file.content_hash for file in uploaded}
         intents.add(hashes)
         for file in uploaded:

@@ -24,7 +24,7 @@ import orjson
 import pytest
 import xxhash
 from datatrove.pipeline.readers import JsonlReader as CountingReader
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import HypothesisException
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
@@ -604,12 +604,12 @@ def test_whatever_happens_every_document_is_accounted_for_exactly_once(ram, exam
     with FakeServer(status=refuse, delay=slowness) as server:
         JobMachine.server, JobMachine.folder, JobMachine.count = server, ram / "model", Counter()
         run_state_machine_as_test(
-            JobMachine,
+            # A draw of its own would change with every line of this file.
+            seed(1)(JobMachine),
             settings=settings(
                 max_examples=examples,
                 stateful_step_count=steps,
                 deadline=None,
-                derandomize=True,
                 database=None,
                 # Threads race: a shorter history may pass for another reason.
                 phases=[Phase.generate],
@@ -620,5 +620,5 @@ def test_whatever_happens_every_document_is_accounted_for_exactly_once(ram, exam
     print(", ".join(f"{number} {what}" for what, number in JobMachine.count.items()))
     expected = ["kills", "power losses", "disk errors", "failed rollouts", "refusing servers"]
     # The last two need unfinished documents, and few examples need not hold each.
-    for what in expected[: {2: 0, 40: 3, 150: 5}[examples]]:
+    for what in expected[: {2: 3, 40: 3, 150: 5}[examples]]:
         assert JobMachine.count[what], f"no {what}"

@@ -151,7 +151,8 @@ class Answers:
             mode = upload_mode(file["path"], file["size"], base64.b64decode(file["sample"]))
             there = tree.get(file["path"])
             oid = {} if there is None else {"oid": there.sha256 if there.lfs else there.oid}
-            answer.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False} | oid)
+            ignored = file["path"].endswith(repo.ignored)
+            answer.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": ignored} | oid)
         return web.json_response({"files": answer, "shouldUseXet": False})
 
     def _lfs_batch(self, http, repo, arguments, body):

@@ -83,6 +83,8 @@ class Repo:
     """Content by SHA-256: also what was uploaded and is in no commit."""
     uploads: list[str] = field(default_factory=list)
     """SHA-256 of each upload to the large file storage, in order."""
+    ignored: tuple[str, ...] = ()
+    """How the names of files end that its .gitignore leaves out of every commit."""
 
     def __post_init__(self):
         lines = "".join(

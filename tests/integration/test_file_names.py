@@ -67,6 +67,15 @@ def test_the_rows_of_a_document_are_in_the_file_of_its_id(tmp_path, start):
     assert ids(tmp_path / "output") == {"id 0_00000_00000.jsonl": ["id 0/0"]}
 
 
+def test_a_template_may_have_an_empty_part(tmp_path, start):
+    for lines in (1, 2):
+        output = writer(tmp_path, "${lang}//${rank}_${chunk_index}.jsonl")
+        start(output_writer=output, records_per_chunk=1).run(
+            [about(number, lang="en") for number in range(lines)]
+        )
+    assert list(ids(tmp_path / "output")) == ["en/00000_00000.jsonl", "en/00000_00001.jsonl"]
+
+
 # names stay inside -------------------------------------------------------------------------------
 
 OUTSIDE = {

@@ -97,6 +97,19 @@ def test_a_commit_carries_at_most_so_many_files(hub, monkeypatch, make):
     )
 
 
+def test_files_that_the_repository_ignores_are_refused_and_nothing_is_lost(
+    hub, tmp_path, make, server
+):
+    hub.repos["dataset", "org/data"].ignored = (".parquet",)
+    with pytest.raises(OutputFailed, match=r"\.gitignore leaves 000_00000_00000\.parquet out"):
+        make().run(documents(3))
+    assert not committed(tmp_path)
+    hub.repos["dataset", "org/data"].ignored = ()
+    make().run(documents(3))
+    assert [name for name in hub.files("org/data") if name.endswith(".parquet")] == names(2)
+    assert server.asked.total() == 3
+
+
 def test_a_rank_waits_until_the_repository_has_had_few_enough_commits_in_an_hour(
     hub, monkeypatch, log, make
 ):

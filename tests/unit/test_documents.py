@@ -226,6 +226,20 @@ def test_it_returns_what_the_default_one_returns(
     assert not has_default_adapter(writer)
 
 
+def test_bytes_of_numpy_are_base64_in_json_lines():
+    data = encode(Document("text", "id", metadata={"v": np.bytes_(b"\xff")}))
+    assert decode_json(data).metadata == {"v": "/w=="}
+
+
+def test_a_row_of_an_adapter_is_converted_only_if_orjson_lacks_a_value(tmp_path):
+    row = {"ids": [1, 2], "day": datetime.date(2024, 1, 1), "media": [{"media_bytes": b"\xff"}]}
+    writer = JsonlWriter(str(tmp_path), "${rank}", None, lambda writer, document: row)
+    decode_for(writer)
+    assert writer.adapter(Document("text", "id")) is row
+    row["ids"] = [b"\xff"]
+    assert writer.adapter(Document("text", "id")) == row | {"ids": ["/w=="]}
+
+
 KEY = "rollout_results"
 results = st.builds(
     InferenceResult, texts, st.none() | st.just("stop"), st.dictionaries(texts, plain), st.none()

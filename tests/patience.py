@@ -29,12 +29,17 @@ def stalled():
     return sum(int(found[1]) for found in sums if found) / 1e6
 
 
-def until(condition, seconds=300.0):
-    """Waits for what nothing tells of."""
+def until(condition, seconds=300.0, what=str):
+    """Waits for what nothing tells of, and returns it.
+
+    Args:
+        what: says what is missing.
+    """
     deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
+    while not (found := condition()):
+        assert time.monotonic() < deadline, what()
         time.sleep(0.005)
+    return found
 
 
 async def until_async(condition):

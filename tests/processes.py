@@ -5,10 +5,12 @@ their children.
 import os
 import signal
 import subprocess
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from datatrove_ckpt.inference.servers.guardian import process_table
+from tests.patience import Patience
 
 
 def run(command, **settings):
@@ -44,12 +46,17 @@ def is_stopped(pid):
     return bool(threads) and set(threads) == {"T"}
 
 
-def kill_session(session):
-    """SIGKILL to all processes of a session."""
-    for process in process_table():
-        if process.session == session:
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
+def left_of(session, seconds=5):
+    """Processes of a session that do not end in time. They are killed."""
+    patience = Patience(seconds)
+    while running := [p.pid for p in process_table() if p.session == session and not p.zombie]:
+        if patience.over():
+            for pid in running:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            break
+        time.sleep(0.01)
+    return running
 
 
 def write_program(path, text):

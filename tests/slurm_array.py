@@ -16,6 +16,10 @@ async def ask(document, generate):
 """
 
 
+def completed(folder):
+    return sorted(int(path.name) for path in (folder / "logs/completions").iterdir())
+
+
 def enter(folder, monkeypatch, answer, path):
     """The folder has input for each of TASKS tasks, and a rollout; scontrol notes what it is asked, and answers.
 

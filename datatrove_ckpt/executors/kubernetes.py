@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 # The pod's working folder, also if the submitter's folder is on a volume.
 _WORK = "/work"
 _CONFIG = "/etc/datatrove-ckpt"
-# ``kubectl apply`` copies the object into an annotation, which has at most 256 KiB.
-_MOST_BYTES = 200_000
 _KEY = re.compile("[-_.a-zA-Z0-9]{1,253}")
 
 
@@ -113,7 +111,8 @@ def config_map(text: str, plan: RunPlan, metadata: JsonObject) -> tuple[JsonObje
     from datatrove_ckpt.user_code.own_modules import own_modules  # slow to import
 
     data = {"job.yaml": text}
-    left = _MOST_BYTES - len(text.encode())
+    # ``kubectl apply`` copies the object into an annotation, which has at most 256 KiB.
+    left = 200_000 - len(text.encode())
     wanted = {
         getattr(runner.step.rollout_fn, "__module__", "").partition(".")[0]
         for runner in plan.runners

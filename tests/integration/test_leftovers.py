@@ -86,9 +86,8 @@ class Run:
         self.runner.kill()
         self.runner.wait()
         for name in (*OURS, "stranger"):
-            if is_alive(self.pids[name]):
-                with suppress(ProcessLookupError):
-                    os.kill(self.pids[name], signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(self.pids[name], signal.SIGKILL)
 
 
 @pytest.fixture(autouse=True)

@@ -60,17 +60,6 @@ if __name__ == "__main__":
 """
 
 
-def left_of(session):
-    """Processes that do not end within five seconds. They are killed."""
-    patience = Patience(5)
-    while running := [p.pid for p in process_table() if p.session == session and not p.zombie]:
-        if patience.over():
-            processes.kill_session(session)
-            break
-        time.sleep(0.01)
-    return running
-
-
 class Script:
     """``script | cat``: it has ended once nobody holds its standard output.
 
@@ -99,7 +88,7 @@ class Script:
             self.output = Patience(seconds).output_of(self.popen)
             return self.popen.returncode
         finally:
-            assert left_of(self.popen.pid) == []
+            assert processes.left_of(self.popen.pid) == []
 
 
 @pytest.mark.matrix(
@@ -154,7 +143,7 @@ def test_datatroves_pool_ends_after_ours_in_one_process(tmp_path):
     try:
         assert popen.communicate(timeout=400)[0].endswith("done\n")
     finally:
-        left_of(popen.pid)
+        processes.left_of(popen.pid)
 
 
 # the parent watch --------------------------------------------------------------------------------

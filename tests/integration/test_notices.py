@@ -15,9 +15,8 @@ from datatrove_ckpt.process import notices
 from datatrove_ckpt.process.notices import check_notice, watched_notices
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.integration.test_managers import left_of
 from tests.patience import until
-from tests.processes import start
+from tests.processes import left_of, start
 
 AWS = {"action": "terminate", "time": "2026-11-24T08:22:00Z"}
 AZURE = {

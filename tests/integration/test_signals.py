@@ -12,12 +12,10 @@ import time
 
 import pytest
 
-from datatrove_ckpt.inference.servers import guardian
 from datatrove_ckpt.process import preemption
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
 from tests.patience import Patience, until
-from tests.processes import kill_session
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job, write_tasks
 
 DRAINS = "requests in flight have"
@@ -64,8 +62,7 @@ class Process:
     def end(self):
         """Its exit code; ``left`` are those of its session who do not end with it."""
         code = self.popen.wait(timeout=400)
-        self.left = [process.pid for process in self._others() if not ends(process.pid)]
-        kill_session(self.popen.pid)
+        self.left = processes.left_of(self.popen.pid, 10)
         self._reader.join()
         while not self._lines.empty():
             self.log += self._lines.get()
@@ -80,21 +77,6 @@ class Process:
         assert self.log.count("To resume: datatrove-ckpt run job.yaml") == 1
         assert "Traceback" not in self.log
         assert self.left == []
-
-    def _others(self):
-        return [p for p in guardian.process_table() if p.session == self.popen.pid and not p.zombie]
-
-
-def ends(pid):
-    """Whether a process ends by itself: multiprocess's helpers do, a moment after their parent."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return Patience(10).ends(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class Job:

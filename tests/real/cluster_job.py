@@ -15,7 +15,7 @@ from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.kept import until_kept
-from tests.real.slurm_cluster import until
+from tests.patience import until
 from tests.yaml_jobs import write_tasks
 
 DOCUMENTS = 24  # per task

@@ -24,6 +24,7 @@ import ray
 from datatrove.executor import RayPipelineExecutor
 
 from datatrove_ckpt.testing import outputs
+from tests.patience import until
 from tests.real.cluster_job import (
     DOCUMENTS,
     ClusterJob,
@@ -31,7 +32,7 @@ from tests.real.cluster_job import (
     pipeline,
     undisturbed,
 )
-from tests.real.slurm_cluster import Watched, processes, until
+from tests.real.slurm_cluster import Watched, processes
 
 TASKS = 2
 LATE = 30  # seconds a task may take, where Ray does not notice its end

@@ -16,10 +16,10 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from datatrove_ckpt.inference.servers.server import free_port
+from tests.patience import until
 from tests.processes import run
 from tests.real.environment import DEBIAN, install_debian
 
@@ -74,15 +74,6 @@ _NODE = (
 def install():
     if not all(shutil.which(program) for program in ("slurmctld", "slurmd", "sbatch", "munged")):
         install_debian(DEBIAN["slurmctld"])
-
-
-def until(condition, seconds, what):
-    """Polls until the condition gives something true, and returns that."""
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what()}"
-        time.sleep(0.02)
-    return found
 
 
 class Cluster:

@@ -4,8 +4,9 @@ from datatrove.executor import SlurmPipelineExecutor as DatatroveExecutor
 
 from datatrove_ckpt import SlurmPipelineExecutor
 from datatrove_ckpt.testing import outputs
+from tests.patience import until
 from tests.real.cluster_job import DOCUMENTS, ClusterJob, pipeline, undisturbed
-from tests.real.slurm_cluster import Watched, processes, until
+from tests.real.slurm_cluster import Watched, processes
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 

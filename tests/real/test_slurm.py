@@ -18,9 +18,10 @@ from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.inference.servers.server import free_port
 from tests.integration.test_supervision import TWO_PART_VLLM
+from tests.patience import until
 from tests.processes import write_program
 from tests.real.cluster_job import DOCUMENTS, HELD, IN_FLIGHT, counting_server
-from tests.real.slurm_cluster import Cluster, until
+from tests.real.slurm_cluster import Cluster
 from tests.real.slurm_job import Job
 
 ROOT = Path(__file__).parents[2]

@@ -38,16 +38,14 @@ def clock():
     return Clock()
 
 
-def rank(documents, done, attempt=1, **numbers):
-    work = (numbers.get("finished", documents), 2 * documents, 10 * documents)
-    return RankProgress(
-        attempt, documents, work, InputPosition(done, 100, "bytes", numbers.get("tasks"))
-    )
+def rank(documents, done, tasks=None):
+    work = (documents, 2 * documents, 10 * documents)
+    return RankProgress(1, documents, work, InputPosition(done, 100, "bytes", tasks))
 
 
 def test_a_rank_that_starts_again_begins_at_0_and_loses_nothing(clock):
     progress = RunProgress(clock=clock)
-    progress.update(0, rank(10, 10, attempt=1))
+    progress.update(0, rank(10, 10))
     progress.update(0, RankProgress(2, 9, position=InputPosition(9, 100, "bytes")))
     clock.now += 10
     progress.update(0, RankProgress(2, 14, (5, 5, 5), InputPosition(14, 100, "bytes")))

@@ -171,19 +171,25 @@ async def takes_what_comes(tasks, passes, *wanted):
         await asyncio.wait([waiting])
 
 
-def test_a_worker_that_waits_beside_its_tasks_gets_none_once_they_are_done(passes):
+def test_a_worker_that_waits_beside_its_task_leaves_one_for_the_other_and_gets_none(
+    tmp_path, passes
+):
     def work(slot, tasks):
         async def one():
             task = await tasks.wait_for_next()
             waiting = asyncio.create_task(tasks.wait_for_next())
             assert not await passes.has_come(waiting)
-            tasks.done(task, "done")
+            (tmp_path / f"{slot} waits").touch()
+            until((tmp_path / "1 waits").exists)
+            tasks.done(task, slot)
             assert await waiting is None
 
+        if slot:
+            until((tmp_path / "0 waits").exists)
         asyncio.run(one())
 
-    with several(work, passes=passes) as workers:
-        assert dict(workers.run([7])) == {7: "done"}
+    with several(work, 2, passes) as workers:
+        assert sorted(slot for _, slot in workers.run(range(2))) == [0, 1]
 
 
 @pytest.mark.parametrize("is_async", [False, True])

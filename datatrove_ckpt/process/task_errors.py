@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -34,8 +35,13 @@ _of_many = False
 
 
 def safe_log() -> None:
-    """Installs the patcher, in place of a user's: loguru has no public way to read it."""
-    logger.configure(patcher=_patch)
+    """Installs the patcher. A user's runs first: their sinks may show what it adds to a record.
+
+    loguru has no public way to read it.
+    """
+    theirs = getattr(getattr(logger, "_core", None), "patcher", None)
+    if getattr(theirs, "func", None) is not _patch:
+        logger.configure(patcher=partial(_patch, theirs))
 
 
 class QuietErrors:
@@ -100,7 +106,9 @@ def task_of_many(yes: bool) -> Iterator[None]:
         _of_many = before
 
 
-def _patch(record: Any) -> None:
+def _patch(theirs: Callable[[Any], None] | None, record: Any) -> None:
+    if theirs is not None:
+        theirs(record)
     # The terminal shows INFO and above while a task runs, the log file all, with this name.
     hidden_as = ""
     error = record["exception"] and record["exception"].value

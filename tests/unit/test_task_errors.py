@@ -51,6 +51,17 @@ def test_a_log_on_a_full_disk_lacks_lines_and_is_no_error(capfd):
     assert "No space left" not in terminal
 
 
+def test_sinks_of_the_user_show_what_their_patcher_adds():
+    lines = []
+    sink = logger.add(lines.append, format="{extra[run]} {message}", catch=False)
+    logger.configure(patcher=lambda record: record["extra"].update(run="R7"))
+    for _ in range(2):
+        safe_log()
+        logger.info("a\rb")
+    logger.remove(sink)
+    assert lines == ["R7 a\\u000db\n"] * 2
+
+
 def test_an_interrupted_rank_is_no_error_for_datatrove(said):
     terminal, log = said(Preempted("Stopped by SIGTERM."))
     assert "Preempted" not in terminal

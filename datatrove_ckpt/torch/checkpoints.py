@@ -404,7 +404,10 @@ class TrainingCheckpoints:
             CheckpointLocked: another process saves into the folder.
         """
         began = time.monotonic()
-        sharded.check_savable(states)
+        given = dict(states)
+        if loader is not None:
+            given["loader"] = loader
+        sharded.check_savable(given)
         step = index(step)  # of a tensor, too
         if step < self._last.step:
             raise ConfigError(

@@ -317,6 +317,7 @@ NAMES = ["a/b", "..", "../model", "", ".metadata"]
         ("restore", 8, {"optimizer": torch.optim.Adam([LAYER.bias])}, "optimizer: .* does not fit"),
         ("restore", 9, {}, r"no step 9; there are \[8\]"),
         ("rollback", 9, {}, r"no step 9; there are \[8\]"),
+        ("rollback", 0, {}, "no step 0; there"),
         ("rollback", None, {}, "one of to= and before="),
     ],
 )

@@ -142,6 +142,8 @@ class TrainingCheckpoints:
         refuse(removed, _REMOVED)
         policies.check_policy("save", save, policies.SavePolicy, "EverySteps(500)")
         policies.check_policy("keep", keep, policies.KeepPolicy, "Last(3)")
+        if not (on_failure is None or callable(on_failure)):
+            raise ConfigError(f"{on_failure!r} is not a function.", setting="on_failure")
         self._save_policy = save or policies.EverySeconds("auto")
         self._keep = keep or policies.Last(3) | policies.Best("loss")
         self._best = next(
@@ -404,7 +406,10 @@ class TrainingCheckpoints:
             CheckpointLocked: another process saves into the folder.
         """
         began = time.monotonic()
-        sharded.check_savable(states)
+        given = dict(states)
+        if loader is not None:
+            given["loader"] = loader
+        sharded.check_savable(given)
         step = index(step)  # of a tensor, too
         if step < self._last.step:
             raise ConfigError(
@@ -803,7 +808,7 @@ class TrainingCheckpoints:
                 f"{self._steps.folder} has no step that is whole: {' '.join(passed)}"
             )
         if step != "latest":
-            wanted = step or f"before {before}"
+            wanted = f"before {before}" if step is None else step
             raise ConfigError(f"There is no step {wanted}; there are {self.steps()}.")
         return None, passed
 

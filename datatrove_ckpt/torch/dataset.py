@@ -241,7 +241,10 @@ def _result(function: Callable[[Any], object], sample: object) -> object:
 
 
 def _chosen(columns: Sequence[str], row: dict[str, object]) -> dict[str, object]:
-    return {name: row[name] for name in columns}
+    try:
+        return {name: row[name] for name in columns}
+    except KeyError as error:
+        raise ConfigError(f"select_columns: a row has no {error}; it has {[*row]}.") from None
 
 
 @dataclass(frozen=True)

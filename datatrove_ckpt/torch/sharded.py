@@ -49,7 +49,8 @@ def check_savable(states: States) -> None:
             )
         if not isinstance(state, dict) and not hasattr(state, "state_dict"):
             raise ConfigError(
-                f"save: {key} ({type(state).__name__}) has no state_dict(). Give it to a writer."
+                f"save: {key} ({type(state).__name__}) has no state_dict(). Give it to a writer; "
+                "as the loader, give a StatefulDataLoader of torchdata."
             )
 
 

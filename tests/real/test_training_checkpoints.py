@@ -32,6 +32,7 @@ import pytest
 import torch
 from loguru import logger
 from torch import nn
+from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datatrove_ckpt.checkpoint import files
@@ -296,6 +297,7 @@ NAMES = ["a/b", "..", "../model", "", ".metadata"]
         ("save", 9.5, {}, "as an integer"),
         ("save", 9, {"metrics": {"loss": None}}, "real number, not 'NoneType'"),
         ("save", 9, {"model": print}, r"save: model \(builtin_\w+\) has no state_dict"),
+        ("save", 9, {"loader": DataLoader([1])}, r"loader \(DataLoader\) has no .* StatefulData"),
         *(("save", 9, {name: LAYER}, "no name of a state") for name in NAMES),
         ("restore", 8, {"../model": LAYER}, "holds no 'model'"),
         ("restore", 8, {"ema": LAYER}, "holds no 'ema': it was saved without"),
@@ -315,6 +317,7 @@ NAMES = ["a/b", "..", "../model", "", ".metadata"]
         ("restore", 8, {"optimizer": torch.optim.Adam([LAYER.bias])}, "optimizer: .* does not fit"),
         ("restore", 9, {}, r"no step 9; there are \[8\]"),
         ("rollback", 9, {}, r"no step 9; there are \[8\]"),
+        ("rollback", 0, {}, "no step 0; there"),
         ("rollback", None, {}, "one of to= and before="),
     ],
 )

@@ -375,6 +375,7 @@ def test_workers_outlive_the_signals_of_ones_choice(tmp_path, documents):
         ({"save": EverySteps(5) | Last(3)}, r"save: Last\(.*\) is not a policy"),
         ({"keep": 3}, r"keep: 3 is not a policy. Write keep=Last\(3\)"),
         ({"keep": EverySteps(5)}, r"keep: EverySteps\(.*\) is not a policy"),
+        ({"on_failure": "raise"}, "on_failure: 'raise' is not a function"),
     ],
 )
 def test_arguments_of_another_kind_are_named(tmp_path, settings, message):

@@ -5,7 +5,6 @@ Needs torch and torchdata.
 """
 
 import os
-import shutil
 import signal
 from collections import OrderedDict
 from pathlib import Path
@@ -19,7 +18,6 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_state_dict,
     set_state_dict,
 )
@@ -71,9 +69,15 @@ def killed_in_the_save_of(step):
     sharded.save_parts = save_parts
 
 
-def keep(weights, run):
-    """Leaves the whole model of the last process."""
-    for name, value in weights.items():
+def states_of(model, optimizer, **options):
+    """The states of model and optimizer, by the names of the parameters."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True, **options)
+    return get_state_dict(model, optimizer, options=options)
+
+
+def keep(states, run):
+    """Leaves the whole model and optimizer of the last process."""
+    for name, value in (states[0] | states[1]).items():
         torch.save(value, Path(run, f"{name}.pt"))
 
 
@@ -104,7 +108,7 @@ def mesh_rank(rank, run, begins, mesh, killed, steps=STEPS, back=None):
             saved.maybe_save(step, **states)
         if back:
             saved.rollback(to=back, **states)
-    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    whole = states_of(model, optimizer, full_state_dict=True)
     if rank == 0:
         keep(whole, run)
 
@@ -115,11 +119,9 @@ def stage_rank(rank, run, begins, size, killed):
     share = LAYERS // size
     stage = layers(range(rank * share, rank * share + share))
     optimizer = torch.optim.AdamW(stage.parameters(), lr=0.1)
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
 
     def states():
-        model, others = get_state_dict(stage, optimizer, options=options)
-        return {"model": model, "optimizer": others}
+        return dict(zip(("model", "optimizer"), states_of(stage, optimizer), strict=True))
 
     def write(folder):
         dcp.save(states(), checkpoint_id=folder)
@@ -135,7 +137,7 @@ def stage_rank(rank, run, begins, size, killed):
             optimizer,
             model_state_dict=content["model"],
             optim_state_dict=content["optimizer"],
-            options=options,
+            options=StateDictOptions(flatten_optimizer_state_dict=True),
         )
 
     piped = PipelineStage(stage, rank, size, torch.device("cpu"))
@@ -151,15 +153,15 @@ def stage_rank(rank, run, begins, size, killed):
             optimizer.zero_grad()
             step += 1
             saved.maybe_save(step, writer=write)
-    keep(stage.state_dict(), run)
+    keep(states_of(stage, optimizer), run)
 
 
-def weights_of(run):
+def kept_in(run):
     return {path.stem: torch.load(path) for path in run.glob("*.pt")}
 
 
-def assert_near(weights, others):
-    torch.testing.assert_close(weights, others, rtol=1e-5, atol=1e-6)
+def assert_near(states, others):
+    torch.testing.assert_close(states, others, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -172,38 +174,39 @@ def assert_near(weights, others):
 def test_parts_of_a_model_go_on_after_a_kill_within_a_save_on_any_number_of_ranks(
     tmp_path, ranks, target, sizes
 ):
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    killed.mkdir()
+    whole = tmp_path / "whole"
     whole.mkdir()
     ranks.call(mesh_rank, 1, str(whole), 0, None, 0)
     first, size = sizes[0]
-    join(ranks.start_call(target, size, str(killed), 0, first, 6), -signal.SIGKILL)
-    assert steps_in(killed) == {"2", "4"}
     for number, (mesh, count) in enumerate(sizes):
         run = tmp_path / f"run-{number}"
-        shutil.copytree(killed, run)
+        run.mkdir()
+        join(ranks.start_call(target, size, str(run), 0, first, 6), -signal.SIGKILL)
+        assert steps_in(run) == {"2", "4"}
         ranks.call(target, count, str(run), 4, mesh, 0)
         assert steps_in(run) == {"2", "4", "6"}
-        assert_near(weights_of(run), weights_of(whole))
+        assert_near(kept_in(run), kept_in(whole))
 
 
 def test_a_damaged_part_is_found_and_a_rollback_takes_all_parts(tmp_path, ranks):
     run = str(tmp_path)
     ranks.call(mesh_rank, 2, run, 0, (2, 1), 0, 4)
-    expected = weights_of(tmp_path)
+    expected = kept_in(tmp_path)
     ranks.call(mesh_rank, 2, run, 4, (2, 1), 0, 6)
     part = tmp_path / "step-00000006/states/optimizer/__1_0.distcp"
     part.write_bytes(flipped(part.read_bytes(), 1000))
     for steps, back in ((4, None), (6, 4)):
         ranks.call(mesh_rank, 2, run, 4, (2, 1), 0, steps, back)
-        assert_near(weights_of(tmp_path), expected)
+        assert_near(kept_in(tmp_path), expected)
     assert list(tmp_path.glob("step-00000004.1/states/*/__1_0.distcp"))
 
 
 def test_torch_makes_one_file_of_the_parts(tmp_path, ranks):
     ranks.call(mesh_rank, 2, str(tmp_path), 0, (2, 1), 0, 4)
     dcp_to_torch_save(tmp_path / "step-00000004/states/model", tmp_path / "one")
-    assert_near(torch.load(tmp_path / "one"), weights_of(tmp_path))
+    kept = kept_in(tmp_path)
+    weights = {name: kept[name] for name in layers(range(LAYERS)).state_dict()}
+    assert_near(torch.load(tmp_path / "one"), weights)
 
 
 def sharded_stage(rank, run):

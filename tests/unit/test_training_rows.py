@@ -291,6 +291,7 @@ def test_what_cannot_work_is_named(parquet):
         (lambda: rows.shard(1, 0, batch_size=0), "batch_size: 0 is not"),
         (lambda: rows.batch(0), "batch_size: 0 is not"),
         (lambda: rows.shuffle(), r"seed: .*shuffle\(seed=0\)"),
+        (lambda: next(iter(rows.map(dict).select_columns("x"))), "has no 'x'; it has .'text'"),
         (lambda: ReaderDataset(JsonlReader(".", adapter=dict)), "adapter: .*Use map"),
         # Arguments of 0.2, and of datasets.
         (lambda: ReaderDataset(parquet, 0, 2), r"rank: .*shard\("),

@@ -197,9 +197,8 @@ class DocumentRuns:
             raise exit_error(f"the rollout {name_of(self.rollout_fn)}", error) from error
         end_fork(self._pid)
         if document is result:
-            text = (
-                "returned the document itself. Return what is to be added to it, such as "
-                "answer.text"
+            raise DocumentNotSerializable(
+                f"The rollout {name_of(self.rollout_fn)} returned the document itself. Return what "
+                "is to be added to it, such as answer.text."
             )
-            raise DocumentNotSerializable(f"The rollout {name_of(self.rollout_fn)} {text}.")
         return result

@@ -355,7 +355,7 @@ class RetryPolicy:
             return grown
         return max(grown, min(advice, self.longest_advice) * random.uniform(1, 1 + self.spread))
 
-    def passes(self, error: BaseException, failures: int = 1) -> bool:
+    def is_transient(self, error: BaseException, failures: int = 1) -> bool:
         """Whether an error may pass. ``failures``: in a row.
 
         An unknown error may pass, because libraries have many names for a lost connection.
@@ -392,7 +392,7 @@ class RetryPolicy:
 class ReadingPolicy(RetryPolicy):
     """Treats an unknown error as permanent. Otherwise a damaged file would be read for minutes."""
 
-    def passes(self, error: BaseException, failures: int = 1) -> bool:
+    def is_transient(self, error: BaseException, failures: int = 1) -> bool:
         for cause in causes(error):
             status = http_status(cause)
             if status is not None:
@@ -404,7 +404,7 @@ class ReadingPolicy(RetryPolicy):
 
 
 class HubPolicy(RetryPolicy):
-    def passes(self, error: BaseException, failures: int = 1) -> bool:
+    def is_transient(self, error: BaseException, failures: int = 1) -> bool:
         if _PASSING.search(library_line(error)):
             return True
         url = str(getattr(getattr(_unwrapped(error), "response", None), "url", ""))
@@ -412,7 +412,7 @@ class HubPolicy(RetryPolicy):
         if is_of_storage and http_status(error) in (400, 401, 403):
             # The hub's storage refused the content, because a signed URL has expired.
             return failures <= 5
-        return isinstance(error, OSError) and super().passes(error)
+        return isinstance(error, OSError) and super().is_transient(error)
 
 
 @dataclass(eq=False)
@@ -452,7 +452,7 @@ class Attempts:
         left = policy.patience - (now - self._since - self._limited)
         if limited:
             left = policy.limited_patience - self._limited
-        if left <= 0 or not policy.passes(error, self._failures):
+        if left <= 0 or not policy.is_transient(error, self._failures):
             raise error
         advice = advised_seconds(error)
         seconds = min(left, policy.wait(self._failures, advice))
@@ -535,7 +535,7 @@ def code_of_rank(error: BaseException) -> int:
     This is the exit code of the error's class, or 1 if its cause may pass.
     """
     code: int = getattr(error, "exit_code", 1)
-    if code in (2, 3) and READING.passes(error):  # the hub, or S3, is away
+    if code in (2, 3) and READING.is_transient(error):  # the hub, or S3, is away
         return 1
     if code == 3 and any(getattr(cause, "may_pass", False) for cause in causes(error)):
         return 1

@@ -398,7 +398,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
                 ):
                     job = self._submit(reached, retries)
             except Exception as error:
-                if not retrying.READING.passes(error):
+                if not retrying.READING.is_transient(error):
                     raise CkptError(
                         f"Hugging Face refuses to start a job: {retrying.failure_line(error)}. "
                         f"{plural(len(alive), 'job')} of this run go on. Correct that and run the "

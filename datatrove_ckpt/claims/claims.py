@@ -99,9 +99,7 @@ class Claims:
         self._given_up = (
             f"{GIVEN_UP}-{xxhash.xxh32(os.environb.get(LAUNCH.encode(), b'')).hexdigest()}"
         )
-        self._prefix = GIVEN_UP
-        if self._is_worker:
-            self._prefix = self._given_up
+        self._prefix = self._given_up if self._is_worker else GIVEN_UP
         self._held: dict[int, tuple[Mark, Record, float]] = {}
         self.locked: dict[int, float] = {}
         """Ranks with foreign locks, with the time of the next try."""
@@ -156,9 +154,7 @@ class Claims:
         failed too often.
         """
         with self._guard:
-            most = self._max_attempts
-            if for_good:
-                most = 1
+            most = 1 if for_good else self._max_attempts
             self._free_rank(rank, self._ended(rank, self._held[rank][1], why, most))
 
     def given_up(self) -> dict[int, str]:

@@ -53,9 +53,7 @@ class DocumentFailed(errors.DocumentFailed, types.InferenceError):
         self.error = error
         self.payload = payload
 
-    def __reduce__(
-        self,
-    ) -> tuple[type[DocumentFailed], tuple[str, None, str], dict[str, object]]:
+    def __reduce__(self) -> tuple[object, ...]:
         return (
             type(self),
             ("".join(self.args), None, safe_text(self.error)),

@@ -75,9 +75,9 @@ _USERS_FIELDS = (
     "default_generation_params",
     "model_kwargs",
 )
-"""Fields, and beginnings of dotted fields, whose names and values the user has chosen."""
+"""The fields, and beginnings of dotted fields, whose names and values the user has chosen."""
 ENDPOINT_MODELS = "endpoint_models"
-"""Names of the model at endpoints, but for its name in the config."""
+"""The field with the names of the model at endpoints, except its name in the config."""
 _ANSWERING = ("canned_answers", "model_kwargs", "models", "use_chat", ENDPOINT_MODELS)
 
 
@@ -87,30 +87,30 @@ NOT_ANSWERING = frozenset(
     service_tier store user
     """.split()  # noqa: SIM905
 )
-"""Parameters of requests that change the price, the wait and the records of a provider, and not the
-answer: the identity and the keys of answers leave them out.
+"""Parameters of requests that change the price, the wait and the records of a provider, but not the
+answer. The identity and the keys of answers omit them.
 """
 
 
-def of_model(name: str) -> str:
-    """Returns a field of one of several models as the field of a single model: ``model_kwargs``."""
+def without_model(name: str) -> str:
+    """Returns a field without the name of its model: ``judge.model_kwargs`` is ``model_kwargs``."""
     head, _, inner = name.partition(".")
     if head in _USERS_FIELDS:
         return name
     return inner or name
 
 
-def decides(name: str) -> bool:
+def affects_answers(name: str) -> bool:
     """Whether an identity field affects answers without being part of the payload."""
-    return of_model(name) in _ANSWERING
+    return without_model(name) in _ANSWERING
 
 
 @dataclass(frozen=True)
 class RunIdentity:
     fields: Json
-    """Plain JSON values. ``identity_version`` names the way in which they describe the run."""
+    """Plain JSON values. ``identity_version`` is the version of this description."""
     notes: dict[str, str] = field(default_factory=dict)
-    """What to add to the error if a field differs, by the name of the field."""
+    """A note for the error if a field differs, by the name of the field."""
     accepted: list[Json] = field(default_factory=list)
     """Changes that the run accepts at its start: ``records`` of results that it takes over."""
 
@@ -127,14 +127,14 @@ def fields_without_secrets(fields: Json) -> Json:
     found = redaction.environment_secrets(redaction.is_surely_secret).values()
     clean = {**fields}
     for name, value in fields.items():
-        is_users = of_model(name).partition(".")[0] in _USERS_FIELDS
+        is_users = without_model(name).partition(".")[0] in _USERS_FIELDS
         if is_users and not name.endswith(" code"):
             clean[name] = redaction.without_secrets(name, value, found)
     return clean
 
 
-def without_its_secrets(content: Json) -> Json:
-    """Returns what ``run.json`` holds, with hashes in the place of secrets."""
+def run_without_secrets(content: Json) -> Json:
+    """Returns the content of ``run.json`` with hashes instead of secrets."""
     clean = fields_without_secrets(content)
     if accepted := content.get("accepted_changes"):
         clean["accepted_changes"] = [{**change} for change in accepted]
@@ -146,7 +146,7 @@ def without_its_secrets(content: Json) -> Json:
 
 
 def as_kept(fields: Json) -> Json:
-    """Returns fields as JSON keeps them: tuples become lists, 1.0 stays 1.0."""
+    """Returns fields as they are after a round trip through JSON, without secrets."""
     kept: Json = orjson.loads(orjson.dumps(stamped(fields)))
     return fields_without_secrets(kept)
 
@@ -161,17 +161,17 @@ def as_kept(fields: Json) -> Json:
 #     4   results without a wrapper in journals (``documents.encode_finished``)
 
 FORMAT = 4
-"""What this version writes."""
+"""The format that this version writes."""
 FORMATS = range(4, FORMAT + 1)
-"""What this version continues. The rest of a folder may have lines that an older version wrote."""
+"""The formats that this version reads. Other files of a folder may have lines of older formats."""
 FORMAT_KEY = "format"
 WRITTEN_BY = "written_by"
-"""In ``run.json`` and ``job.json``: the version of the package that wrote the file.
+"""The key for the version of the package that wrote ``run.json`` or ``job.json``.
 
-0.1.0 wrote none.
+0.1.0 did not write it.
 """
 NO_SETTINGS = frozenset({FORMAT_KEY, WRITTEN_BY, "owner", "accepted_changes", "forked"})
-"""What ``run.json`` and ``job.json`` hold besides the identity of the run.
+"""The keys of ``run.json`` and ``job.json`` that are no part of the identity.
 
 Earlier builds of 0.2.0 wrote ``forked``.
 """
@@ -221,11 +221,11 @@ def check_format(
 
 
 _MAX_BYTES = 64 * 2**20
-"""Limit of ``run.json``, which holds names, numbers and a few values of the user."""
+"""The limit of ``run.json``, which holds names, numbers and a few values of the user."""
 _IDENTITY_VERSION = "identity_version"
 OUTPUT_FOLDER = "output_folder"
-"""In ``run.json`` and ``job.json``: where the output was at the last start. It is no part of the
-identity: files may be moved. Tasks that run at one time must agree about it.
+"""The key for the output folder of the last start. It is no part of the identity, because files may
+be moved, but tasks that run at the same time must agree about it.
 """
 # Reshards: an earlier build changed the number of tasks, so that ranks read parts of files.
 _LAYOUT = frozenset({"records_per_chunk", "tasks", "reshards", OUTPUT_FOLDER})
@@ -235,7 +235,7 @@ class Change(NamedTuple):
     """A field in which two runs differ.
 
     Attributes:
-        lines: the parts of it that differ, each with both values.
+        lines: the parts of the field that differ, each with both values.
     """
 
     field: str
@@ -246,16 +246,14 @@ class Change(NamedTuple):
 
     @property
     def is_layout(self) -> bool:
-        """Whether the folder's content depends on the field; accept_changes does not accept such a
-        change.
-        """
+        """Whether the folder's content depends on the field, so that accept_changes refuses it."""
         return self.field in _LAYOUT
 
 
 def new_owner(fence: int, earlier: dict[str, int | None], commits: int) -> Json:
-    """Returns this process as ``run.json`` has an owner, with a nonce of its own.
+    """Returns the record of this process as the owner in ``run.json``, with a new nonce.
 
-    Fence 0: no process has worked on the rank.
+    ``fence``: 0 if no process has worked on the rank.
     """
     return {
         "fence": fence,
@@ -274,7 +272,7 @@ class Fence:
         self._path = path
         self.owner = owner
         self.number: int = owner["fence"]
-        """How many processes have owned the rank, with this one: the number of the attempt."""
+        """The number of the attempt: how many processes have owned the rank, including this one."""
         self.lost = False
         """Whether a check found another owner."""
         self._seen = (0, 0)
@@ -283,7 +281,8 @@ class Fence:
         """Checks that this process is still the owner.
 
         Args:
-            thorough: read the file; otherwise compare its attributes, which takes a microsecond.
+            thorough: read the file. Otherwise only compare its attributes, which takes a
+                microsecond.
 
         Raises:
             Fenced: another process has started since.
@@ -302,7 +301,8 @@ class Fence:
                 f"{owner.get('pid')}, start number {owner.get('fence')}; this one, number "
                 f"{self.owner['fence']}, writes nothing more. What it saved before is kept."
             )
-        self._seen = stamp  # not those of now: a new owner may have come after the file was read
+        # Not the attributes of now: a new owner may have come after the file was read.
+        self._seen = stamp
 
     def explain(self, error: BaseException) -> BaseException:
         """Returns ``Fenced`` if a new owner may have caused ``error`` by removing staged files."""
@@ -356,8 +356,7 @@ class RunClaim:
         """Writes ``run.json``, which an earlier owner notices before its next write.
 
         Args:
-            commits: the number of commits that the rank has now; None: as many as ``run.json``
-                names.
+            commits: the number of commits that the rank has now; None: the number in ``run.json``.
         """
         before = self.before.get("owner", {})
         if commits is None:
@@ -374,17 +373,17 @@ class RunClaim:
 
 
 def read_run(path: Path) -> Json:
-    """Returns the content of ``run.json`` or ``job.json``, with hashes in the place of secrets.
+    """Returns the content of ``run.json`` or ``job.json``, with hashes instead of secrets.
 
     Raises:
         CheckpointCorrupt: the file holds no run.
         StorageFailed: it cannot be read.
     """
-    return without_its_secrets(run_with_secrets(path))
+    return run_without_secrets(run_with_secrets(path))
 
 
 def run_with_secrets(path: Path | str) -> Json:
-    """Returns what ``read_run`` does, with the secrets that an earlier release may have written."""
+    """Returns ``run.json`` or ``job.json`` as it is: earlier releases may have written secrets."""
     with explained("read", path), open(path, "rb") as file:  # noqa: PTH123 (speed)
         data = file.read(_MAX_BYTES + 1)
     return parse_run(path, data)
@@ -401,7 +400,7 @@ def parse_run(path: Path | str, data: bytes) -> Json:
         if len(data) > _MAX_BYTES:
             raise ValueError(f"it has more than {_MAX_BYTES} bytes")
         content = read_sealed(data, FORMATS)
-        check_format(path, content)  # first: the rest may look otherwise in a newer one
+        check_format(path, content)  # first, because a newer format may differ in the rest
         return check_run(content)
     except ValueError as error:
         advice = f"{RESTORE}start this task over: move its folder away."
@@ -411,10 +410,10 @@ def parse_run(path: Path | str, data: bytes) -> Json:
 
 
 def check_run(content: Json) -> Json:
-    """Returns the content of ``run.json``, whose checksum is right.
+    """Returns the content of a ``run.json`` whose checksum is right.
 
     Raises:
-        ValueError: it is of something else.
+        ValueError: it is not the content of a ``run.json``.
     """
     if not is_count(content.get("format")):
         raise ValueError("it has no format")
@@ -452,7 +451,7 @@ def differences(name: str, old: object, new: object) -> list[str]:
     if isinstance(old, dict) and isinstance(new, dict):
         for key in {**old, **new}:
             lines += differences(f"{name}.{key}", old.get(key, _NOT_SET), new.get(key, _NOT_SET))
-    return lines or [f"{setting_name(name)}: {_shown(old)} -> {_shown(new)}"]
+    return lines or [f"{setting_name(name)}: {_display(old)} -> {_display(new)}"]
 
 
 def describe_alike(old: Json, new: Json) -> bool:
@@ -465,8 +464,8 @@ def without_code(fields: Json) -> Json:
     return {name: value for name, value in fields.items() if not re.match(of_code, name)}
 
 
-def differing(what: str, changes: Sequence[Change]) -> str:
-    """Returns the begin of the error for a differing run: each field with both values."""
+def changes_text(what: str, changes: Sequence[Change]) -> str:
+    """Returns the beginning of an error: each field that differs, with both values."""
     lines = [line for change in changes for line in change.lines]
     lines += [f"({change.note})" for change in changes if change.note]
     return "\n  ".join([f"{what} made by another run:", *dict.fromkeys(lines)]) + "\n"
@@ -475,8 +474,13 @@ def differing(what: str, changes: Sequence[Change]) -> str:
 def refusal(
     what: str, changes: Sequence[Change], advice: str = "", may_mix: bool = True
 ) -> CheckpointMismatch:
-    """Returns the error for changes that were not accepted. ``advice``: before the way back."""
-    text = f"{differing(what, changes)}{advice}"
+    """Returns the error for changes that were not accepted.
+
+    Args:
+        advice: a sentence before the advice to return to the old settings.
+        may_mix: whether to advise accept_changes.
+    """
+    text = f"{changes_text(what, changes)}{advice}"
     old = changes[0].old
     if [change.field for change in changes] == ["tasks"] and isinstance(old, int):
         return CheckpointMismatch(
@@ -503,20 +507,20 @@ def records(changes: Iterable[Change]) -> list[Json]:
 
 
 def new_records(accepted: Sequence[Json], identity: RunIdentity) -> list[Json]:
-    """Returns the changes that a run accepts at its start, without those that it has recorded."""
-    known = [one | {"when": ""} for one in accepted]
-    return [one for one in identity.accepted if one | {"when": ""} not in known]
+    """Returns the changes that a run accepts at its start and that are not recorded yet."""
+    known = [change | {"when": ""} for change in accepted]
+    return [change for change in identity.accepted if change | {"when": ""} not in known]
 
 
 def mixed_settings(changes: Iterable[Json]) -> list[tuple[str, str, str]]:
-    """Returns each accepted change once: field, old and new value (cut JSON). Skips changes of the
-    output folder.
+    """Returns each accepted change once, as field, old and new value (JSON, cut off). Omits changes
+    of the output folder.
     """
     found = [
         (
             str(change.get("field")),
-            _shown(change.get("old", _NOT_SET)),
-            _shown(change.get("new", _NOT_SET)),
+            _display(change.get("old", _NOT_SET)),
+            _display(change.get("new", _NOT_SET)),
         )
         for change in changes
         if change.get("field") != OUTPUT_FOLDER
@@ -524,7 +528,7 @@ def mixed_settings(changes: Iterable[Json]) -> list[tuple[str, str, str]]:
     return [*dict.fromkeys(found)]
 
 
-def _shown(value: object) -> str:
+def _display(value: object) -> str:
     if value is _NOT_SET:
         return "(not set)"
     text = orjson.dumps(value).decode()
@@ -544,7 +548,7 @@ _HASH = re.compile(rb'"hash (scrypt|keyed-[0-9a-f]{8})-[0-9a-f]{32}"')  # see re
 
 
 def comparable(name: str, value: object) -> bytes:
-    return orjson.dumps(_plain(name, value))
+    return orjson.dumps(_comparable(name, value))
 
 
 def same_value(name: str, old: object, new: object) -> bool:
@@ -557,7 +561,7 @@ def same_value(name: str, old: object, new: object) -> bool:
     return bool(old == new)
 
 
-def _plain(name: str, value: object) -> object:
+def _comparable(name: str, value: object) -> object:
     if isinstance(value, dict):
         left_out: Collection[str] = ()
         if name.endswith(("generation_params", "extra_body")):
@@ -566,12 +570,14 @@ def _plain(name: str, value: object) -> object:
         # Parts of a request that hold a schema. A user's setting may have any name with "schema".
         is_ordered = re.search(r"response_format|structured_outputs|schema|params\.", name)
         keys = value if is_ordered else sorted(value)
-        return {key: _plain(f"{name}.{key}", value[key]) for key in keys if key not in left_out}
+        return {
+            key: _comparable(f"{name}.{key}", value[key]) for key in keys if key not in left_out
+        }
     if isinstance(value, list):
-        return [_plain(name, one) for one in value]
+        return [_comparable(name, item) for item in value]
     if value is None and name.endswith("generation_params"):
         return {}
-    if value == "float 0x0.0p+0":  # as an identity has it, which tells it from -0.0
+    if value == "float 0x0.0p+0":  # identities write 0.0 so, to separate it from -0.0
         return 0
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
@@ -617,7 +623,7 @@ class JobChanges:
 
 
 class RankBinding(NamedTuple):
-    """A rank with work, or at work, is bound to its run."""
+    """Whether a rank is bound to its run: it holds work, or a process works on it."""
 
     holds_work: bool
     is_finished: bool
@@ -644,15 +650,15 @@ def join_job(
             both values.
         CheckpointLocked: another process has kept ``job.lock`` for a minute.
     """
-    guard = None if _is_current(root, identity) else _guard(root, identity)
+    guard = None if _is_current(root, identity) else _lock_job(root, identity)
     try:
         if guard is not None and not _is_current(root, identity):
             ranks = [other for other in layout.rank_numbers(root) if other != rank]
             others = _compare_ranks(root, ranks, identity)
             if others.changes and (not accept_changes or others.is_layout):
                 raise refuse_changes(root, others)
-            content = job_content(identity, _read(root), others)
-            if _read(root).get(OUTPUT_FOLDER) != identity.fields.get(OUTPUT_FOLDER):
+            content = job_content(identity, _read_job(root), others)
+            if _read_job(root).get(OUTPUT_FOLDER) != identity.fields.get(OUTPUT_FOLDER):
                 check_output()
             files.disk.replace(root / layout.JOB, content)
         yield
@@ -660,7 +666,7 @@ def join_job(
         if guard is not None:
             guard.release(remove=True)
     # Another job started at the same instant.
-    if changes := compare(_read(root), identity, with_output=True):
+    if changes := compare(_read_job(root), identity, with_output=True):
         raise refuse_changes(root, JobChanges({rank: changes}))
 
 
@@ -668,21 +674,21 @@ def recorded_runs(root: Path) -> Iterator[Json]:
     """Yields the content of ``job.json``, and of each rank's ``run.json``; the readers of other
     files report damaged ones.
     """
-    for path in _records(root):
+    for path in _run_files(root):
         with suppress(CheckpointError):
             if path.exists():
                 yield read_run(path)
 
 
-def _records(root: Path) -> Iterator[Path]:
+def _run_files(root: Path) -> Iterator[Path]:
     yield root / layout.JOB
-    if root.is_dir():  # who finds all in the first file pays for no list of the ranks
+    if root.is_dir():  # a caller that needs only the first file does not list the ranks
         for rank in layout.rank_numbers(root):
             yield layout.rank_folder(root, rank) / layout.RUN
 
 
 def recorded_output(root: Path) -> str | None:
-    """Returns the output folder of the last start, which finished ranks may not name."""
+    """Returns the output folder of the last start. Finished ranks may name an older one."""
     folders = (run.get(OUTPUT_FOLDER) for run in recorded_runs(root))
     return next((str(folder) for folder in folders if folder), None)
 
@@ -693,12 +699,12 @@ def note_output(root: Path, folder: str) -> None:
     Raises:
         CheckpointError: ``job.json`` is damaged, or cannot be written.
     """
-    if _read(root).get(OUTPUT_FOLDER, folder) == folder:
+    if _read_job(root).get(OUTPUT_FOLDER, folder) == folder:
         return
-    with suppress(CheckpointLocked):  # a rank that starts writes it
+    with suppress(CheckpointLocked):  # a starting rank holds the lock, and writes the folder
         guard = files.Lock(root / layout.JOB_LOCK)
         try:
-            job = _read(root)  # a rank may have written it since
+            job = _read_job(root)  # a rank may have written it since
             content = sealed_json(stamped({**job, OUTPUT_FOLDER: folder}))
             files.disk.replace(root / layout.JOB, content)
         finally:
@@ -719,15 +725,17 @@ def compare_job(
             folder.
         only_tasks: see ``compare_runs``.
     """
-    job = _read(root)
+    job = _read_job(root)
     if ranks is None or not job or compare(job, identity):
         ranks = layout.rank_numbers(root) if root.exists() else []
     return _compare_ranks(root, ranks, identity, only_tasks)
 
 
 def refuse_other_tasks(root: Path, identity: RunIdentity) -> None:
-    """Raises:
-    CheckpointMismatch: the ranks have another number of tasks; with both numbers, and the way out.
+    """Refuses a job whose ranks have another number of tasks.
+
+    Raises:
+        CheckpointMismatch: with both numbers, and advice.
     """
     found = compare_job(root, identity, None, only_tasks=True)
     if found.changes:
@@ -754,21 +762,21 @@ def _job_with_secrets(root: Path) -> Json:
     return {}
 
 
-def _read(root: Path) -> Json:
-    return without_its_secrets(_job_with_secrets(root))
+def _read_job(root: Path) -> Json:
+    return run_without_secrets(_job_with_secrets(root))
 
 
 def _is_current(root: Path, identity: RunIdentity) -> bool:
     """Whether ``job.json`` agrees, code and output folder included, and holds no plain secret."""
     job = _job_with_secrets(root)
-    clean = without_its_secrets(job)
+    clean = run_without_secrets(job)
     is_same = job == clean and not compare(job, identity, with_output=True)
     is_same = is_same and not new_records(job.get("accepted_changes", []), identity)
     return bool(job) and is_same and describe_alike(job, identity.fields)
 
 
-def _guard(root: Path, identity: RunIdentity) -> files.Lock | None:
-    """Takes ``job.lock``; returns None if another rank wrote a matching ``job.json`` meanwhile."""
+def _lock_job(root: Path, identity: RunIdentity) -> files.Lock | None:
+    """Takes ``job.lock``. Returns None once another rank has written a matching ``job.json``."""
     deadline = time.monotonic() + 60.0
     while True:
         try:
@@ -815,7 +823,7 @@ def _compare_ranks(
         )
         return RankBinding(holds_work(folder), layout.is_finished(folder), is_live)
 
-    return compare_runs(runs, state_of, _read(root), identity, only_tasks)
+    return compare_runs(runs, state_of, _read_job(root), identity, only_tasks)
 
 
 def compare_runs(

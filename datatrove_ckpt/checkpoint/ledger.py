@@ -340,7 +340,7 @@ def _read(rank: RankLedger, want: Want, most: int | None) -> None:
         run = run_with_secrets(found.path(layout.RUN))
         rank.run = {"owner": run.get("owner", {})}
         if Want.SETTINGS in want:
-            rank.run = identity.without_its_secrets(run)
+            rank.run = identity.run_without_secrets(run)
     is_finished = found.is_finished
     if not rank.run and Want.JOURNALS in want:
         layout.refuse_missing_run_json(rank.folder)

@@ -1,8 +1,7 @@
-"""Records of what documents, requests, ranks and runs took. Each is immutable, and is added to
-another with ``+``, field by field.
+"""Counts of documents, requests, ranks and runs. They are immutable, and ``+`` adds their fields.
 
-Documents come from journals and commits, requests from the history. ``RunNumbers`` puts them
-together for a rank or a run: every display reads it.
+The counts of documents come from journals and commits, those of requests from the history.
+``RunNumbers`` has all of a rank or a run: every display reads it.
 
 Commits and journals hold cumulative seconds of all attempts: the highest surviving number counts,
 and a kill loses only the time after the last line.
@@ -26,7 +25,7 @@ from datatrove_ckpt.common.work_counts import Added, WorkCounts
 
 
 class Seconds(NamedTuple):
-    """Seconds of all attempts so far. ``inference``: with servers that were ready."""
+    """Seconds of all attempts so far. ``inference`` counts while servers are ready."""
 
     inference: float = 0.0
     total: float = 0.0
@@ -39,17 +38,19 @@ class Seconds(NamedTuple):
 
 
 NO_SECONDS = Seconds()
-# Two names that the ``testing`` package replaces, so that no time passes.
+# The ``testing`` package replaces these two, so that no time passes.
 _monotonic = time.monotonic
 _wall = time.time
 
 
 def unix_seconds() -> float:
-    """The wall clock: it may jump."""
+    """Returns the time of the wall clock, which may jump."""
     return round(_wall(), 3)
 
 
 class RankClock:
+    """Measures the seconds of a rank, added to those of earlier attempts."""
+
     def __init__(self, earlier: Seconds = NO_SECONDS) -> None:
         self._earlier = earlier
         self._started = _monotonic()
@@ -75,8 +76,9 @@ FAULTS = {
     "repeating": "repeating another answer",
     "invalid": "not in the form asked for",
 }
-"""What is wrong with answers, as counted among the reasons, and as said of them.
-``generation/quality.py`` finds all but the last, and a rollout with a form the last.
+"""Faults of answers: the key of each in the counts of reasons, and its words in messages.
+
+``generation/quality.py`` finds all but the last, which a rollout with a form finds.
 """
 WHY_DROPPED = "Is a threshold, keep or invalid_answer too strict, or a return missing?"
 
@@ -108,7 +110,7 @@ class Buckets(Counter[int]):
         return float(2.0 ** ((bucket - 1) / 4))
 
     def at_most(self, share: float) -> float:
-        """Returns what at least this share of the values does not exceed; 0.0 without values."""
+        """Returns a bound of at least this share of the values; 0.0 without values."""
         left = share * self.total()
         for bucket in sorted(self):
             left -= self[bucket]
@@ -132,10 +134,13 @@ Outcome = Literal["written", "dropped", "dead"]
 
 
 class Work(NamedTuple):
-    """What a document took.
+    """The rollouts, requests and tokens of a document.
 
-    ``kept``: rollouts with a result. ``failed``: requests without an answer. ``rollouts``: number
-    of requests of each rollout. ``tokens``: prompt and completion tokens of each answer in turn.
+    Attributes:
+        kept: the number of rollouts with a result.
+        failed: the number of requests without an answer.
+        rollouts: the number of requests of each rollout.
+        tokens: prompt and completion tokens of each answer in turn.
     """
 
     kept: int
@@ -145,9 +150,7 @@ class Work(NamedTuple):
 
 
 Took = tuple[Outcome, tuple[int, ...], Work | None, dict[str, int]]
-"""What is counted of a finished document: ``outcome``, ``numbers``, ``work`` and ``reasons`` of
-``Finished``.
-"""
+"""The counted fields of ``Finished``: ``outcome``, ``numbers``, ``work`` and ``reasons``."""
 
 
 def _tokens_of(documents: Iterable[Took]) -> list[int]:
@@ -163,7 +166,7 @@ def _tokens_of(documents: Iterable[Took]) -> list[int]:
 
 @dataclass(slots=True, frozen=True)
 class Rates(Added):
-    """What is done per second. ``input``: in the input's unit."""
+    """Work per second. ``input`` is in the unit of the input."""
 
     documents: float = 0.0
     requests: float = 0.0
@@ -213,29 +216,30 @@ class DocumentCounts(Added):
         return cls(len(outcomes), written, dropped, dead, *sums, reasons=counted, lengths=lengths)
 
     def of_retry(self) -> Self:
-        """Returns the counts of a retry as they are added to the first attempt's: its documents
-        were read and dead before.
+        """Returns the counts of a retry, to be added to those of the first attempt.
+
+        The first attempt has counted the documents as read and dead.
         """
         return replace(self, read=0, dead=self.dead - self.read)
 
     def rates(self, input: int) -> Rates:
-        """Returns the rates if all of it, and of the input, was done in a second."""
+        """Returns the counts, and ``input``, as the work of one second."""
         return Rates(self.read, self.requests, self.prompt_tokens, self.completion_tokens, input)
 
     @property
     def bad(self) -> dict[str, int]:
-        """Numbers of answers by what is wrong with them."""
+        """The number of answers with each fault."""
         found = {"cut_off": self.cut_off, "empty": self.empty}
         return found | {name: self.reasons[name] for name in FAULTS}
 
     @property
     def endings(self) -> dict[str, int]:
-        """Numbers of answers by finish_reason, the most frequent first."""
+        """The number of answers with each finish_reason, the most frequent first."""
         return {name: number for name, number in self.reasons.most_common() if name not in FAULTS}
 
     @property
     def odd_answers(self) -> str:
-        """Returns sentences, each after a space, about answers that are bad, or end oddly."""
+        """Sentences, each after a space, about answers that are bad, or end oddly."""
         ended = [
             f"{json.dumps(reason)} {plural(number, 'time')}"
             for reason, number in self.endings.items()
@@ -248,7 +252,7 @@ class DocumentCounts(Added):
 
     @property
     def bad_answers(self) -> str:
-        """Returns sentences, each after a space, about missing, cut-off, empty and bad answers."""
+        """Sentences, each after a space, about missing, cut-off, empty and bad answers."""
         answers = plural(self.answers, "answer")
         said = []
         if self.cut_off:
@@ -275,9 +279,9 @@ class DocumentCounts(Added):
 
 
 class Sums(NamedTuple):
-    """Sums of whole numbers.
+    """Number, sum, sum of squares, minimum and maximum of whole numbers.
 
-    ``low`` and ``high`` are None before the first number.
+    ``low`` and ``high`` are None without numbers.
     """
 
     n: int = 0
@@ -309,14 +313,15 @@ _NONE = Sums()
 
 @dataclass(slots=True, frozen=True)
 class WorkStats(Added):
-    """What documents took. Their answers in the request cache count with the document that used
-    them. Commits hold it, so that mean and variance can be computed over all attempts.
+    """Sums of the work of documents. An answer from the request cache counts for its document.
+
+    Commits hold these sums, so that mean and variance can be computed over all attempts.
 
     Attributes:
-        prompt_tokens, completion_tokens: of each answer.
-        requests: of each rollout.
-        successful_rollouts, failed_rollouts: of each document.
-        failed_requests: requests that were rejected or given up.
+        prompt_tokens, completion_tokens: summed over answers.
+        requests: summed over rollouts.
+        successful_rollouts, failed_rollouts: summed over documents.
+        failed_requests: the number of requests that were rejected or given up.
     """
 
     prompt_tokens: Sums = _NONE
@@ -328,7 +333,7 @@ class WorkStats(Added):
 
     @classmethod
     def of(cls, documents: Sequence[Took]) -> Self:
-        """Counts documents; many at once cost a third per document."""
+        """Counts documents. In one call, many documents cost a third of what each costs alone."""
         requests: list[int] = []
         kept: list[int] = []
         dropped: list[int] = []
@@ -355,7 +360,7 @@ class WorkStats(Added):
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """Reads ``fields()`` of another one."""
+        """Reads the JSON of ``fields()``."""
         failed = content["failed_requests"]
         return cls(**{name: Sums(*content[name]) for name in _SUMS}, failed_requests=failed)
 
@@ -365,7 +370,7 @@ _SUMS = WorkStats.__slots__[:-1]
 
 @dataclass(slots=True, frozen=True)
 class Done(Added):
-    """Finished documents, what they took, and the seconds of all attempts so far."""
+    """Finished documents, their work, and the seconds of all attempts so far."""
 
     counts: DocumentCounts = field(default_factory=DocumentCounts)
     work: WorkStats = field(default_factory=WorkStats)
@@ -384,19 +389,21 @@ class RunNumbers(Added):
     """The numbers of a rank, or the sums over several ranks.
 
     Attributes:
-        counts, chunks, files: what is committed; ``rows``: of a run that explodes.
-        unfinished: the documents in journals of uncommitted chunks, by ``unfinished_chunks``.
-        exact: ``unfinished`` was counted; else it is as old as the history's last line.
-        work: what all attempts did, as of the history's last line.
+        counts, chunks, files: the committed documents, chunks and files.
+        rows: the committed rows of a run that explodes.
+        unfinished: the documents in journals of uncommitted chunks.
+        unfinished_chunks: the number of these chunks.
+        exact: ``unfinished`` was counted; otherwise it is as old as the history's last line.
+        work: the work of all attempts, up to the history's last line.
         lost_in_flight: requests in flight at the last line of killed attempts; they are sent again,
             and perhaps paid twice.
-        number_of_attempts: all attempts.
-        killed: attempts without an end line.
-        uncertain: attempts that have ended, and whose last answers are not in the history.
-        seconds: sum over the attempts of all ranks.
-        in_flight, waiting: requests at the last line, while the rank runs.
-        skipped: lines of the input that were no documents.
-        dead_letters: by cause; no more than were read.
+        number_of_attempts: the number of all attempts.
+        killed: the number of attempts without an end line.
+        uncertain: the number of ended attempts whose last answers are not in the history.
+        seconds: the sum over the attempts of all ranks.
+        in_flight, waiting: requests at the history's last line, while the rank runs.
+        skipped: lines of the input that are no documents.
+        dead_letters: dead letters that were read, by cause.
     """
 
     counts: DocumentCounts = field(default_factory=DocumentCounts)
@@ -418,8 +425,9 @@ class RunNumbers(Added):
     dead_letters: Counter[str] = field(default_factory=Counter)
 
     def of_retry(self) -> Self:
-        """Returns the numbers of a retry as they are added to the first attempt's: a document that
-        a retry has written is not dead.
+        """Returns the numbers of a retry, to be added to those of the first attempt.
+
+        A document that the retry has written is no longer dead.
         """
         return replace(
             self,
@@ -443,12 +451,12 @@ class RunNumbers(Added):
 
     @property
     def done(self) -> DocumentCounts:
-        """Their documents by outcome, with their requests, tokens and answers."""
+        """The finished documents by outcome, with their requests, tokens and answers."""
         return self.counts + self.unfinished
 
     @property
     def paid(self) -> str:
-        """Describes the answers' price as reported by servers; "" without a report."""
+        """Describes the price of the answers by the servers' reports; "" without a report."""
         work = self.work
         said = []
         if work.cached_tokens:

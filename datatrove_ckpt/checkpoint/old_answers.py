@@ -22,7 +22,13 @@ import orjson
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files, layout
-from datatrove_ckpt.checkpoint.identity import RunIdentity, compare, decides, read_run, refusal
+from datatrove_ckpt.checkpoint.identity import (
+    RunIdentity,
+    affects_answers,
+    compare,
+    read_run,
+    refusal,
+)
 from datatrove_ckpt.checkpoint.lines import Json, explained
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest, RequestCache, read_answers
 from datatrove_ckpt.common.formatting import plural
@@ -53,7 +59,7 @@ def open_old_answers(root: Path, rank: int, identity: RunIdentity) -> RequestCac
     kept = read_run(folder / layout.RUN)
     _refuse_other_settings(root, kept, identity)
     # It is not known with which of two values an answer was received.
-    mixed = [name for name in _accepted(kept) if decides(name)]
+    mixed = [name for name in _accepted(kept) if affects_answers(name)]
     if mixed:
         logger.warning(
             f"answers_from: no answer in {folder} is used: {', '.join(mixed)} changed in the "
@@ -82,7 +88,7 @@ def _refuse_other_settings(root: Path, kept: Json, identity: RunIdentity) -> Non
     changes = [
         change
         for change in compare(kept, identity)
-        if change.field in binding or decides(change.field)
+        if change.field in binding or affects_answers(change.field)
     ]
     if changes:
         raise refusal(

@@ -1,29 +1,31 @@
-"""How often a rank is tried, and beside which others: one policy for the worker processes of a run,
-and for processes that share claims.
+"""Counts the attempts of a rank, and decides when it is given up and beside which ranks it runs.
 
-    a failure             is an attempt, and so is a death while the rank was alone
-    a death with several  is an attempt of none of them: any of them may be the cause. Each is tried
-    ranks                 alone then, after all others
-    progress              makes an attempt the first one again
-    too many attempts     in a row: the rank is given up, and its last cause is kept
+The worker processes of a run and the processes that share claims use this policy:
+
+- A failure is an attempt. So is the death of a process with this rank alone.
+- The death of a process with several ranks is an attempt of none: any may be the cause. Each of
+  them then runs alone, after all others.
+- An attempt with progress counts as the first one.
+- After too many attempts in a row the rank is given up, with its last cause.
 """
 
 from typing import NamedTuple
 
 Progress = tuple[int, int, int]
-"""Bytes of a rank's commits, journals and saved answers.
-
-Earlier ones count more: a commit drops the others.
+"""Bytes of a rank's commits, journals and saved answers, compared in this order: a commit removes
+journals and answers.
 """
 
 
 class Record(NamedTuple):
-    """Attributes:
-    tries: attempts in a row that ended by a failure or a death, all but the first without
-        progress.
-    reached: the rank's progress at the end of the last of them.
-    why: the cause, if the rank is given up.
-    alone: its process has no other rank, so its death counts as an attempt.
+    """The failed attempts of a rank.
+
+    Attributes:
+        tries: attempts in a row that ended by a failure or a death, all but the first without
+            progress.
+        reached: the rank's progress at the end of the last of them.
+        why: the cause, if the rank is given up.
+        alone: its process has no other rank, so its death counts as an attempt.
     """
 
     tries: int = 0
@@ -31,19 +33,20 @@ class Record(NamedTuple):
     why: str = ""
     alone: bool = False
 
-    def ended(self, why: str, most: int, reached: Progress = (0, 0, 0)) -> "Record":
-        """Counts an attempt. The rank is given up after ``most`` of them in a row."""
+    def ended(self, why: str, max_tries: int, reached: Progress = (0, 0, 0)) -> "Record":
+        """Counts an attempt. The rank is given up after ``max_tries`` of them in a row."""
         tries = self.tries + 1
         if reached > self.reached:
             tries = 1
-        if tries < most:
-            why = ""
-        return Record(tries, reached, why, self.alone)
+        is_given_up = tries >= max_tries
+        return Record(tries, reached, why if is_given_up else "", self.alone)
 
 
 def may_overlap(ranks: list[Record], free: int, siblings: int) -> bool:
-    """Whether a process takes one of ``free`` ranks beside others.
+    """Whether a process with ``ranks`` may take another one.
 
-    Each of its ``siblings`` without a rank gets one first.
+    Args:
+        free: the number of ranks that it could take.
+        siblings: the number of processes without a rank. Each gets one of them first.
     """
     return free > siblings and not any(rank.alone for rank in ranks)

@@ -1,7 +1,7 @@
-"""Classifies errors of servers, S3, the hub and others, and decides about retries.
+"""Classifies errors of servers, S3, the hub and others, and retries calls.
 
-The table at the end has waiting times for each service. Only this module reads the error classes of
-the libraries below fsspec.
+The policies at the end have the statuses and waiting times of each service. Only this module knows
+the error classes of the libraries below fsspec.
 """
 
 import math
@@ -35,16 +35,16 @@ _PERMANENT_ERRORS = (
 _LINK = re.compile(r"For more information check: https://\S+")  # httpx's, about the status
 _QUERY = re.compile(r"(https?://[^\s'\"?]+)\?[^\s'\"]+")
 _LOG_IN = "log in (hf auth login, or export HF_TOKEN)"
-_OF_HUB = re.compile(
+_HUB_URL = re.compile(
     r"/(?:api/)?(bucket|dataset|model|space)s/([^/?]+/[^/?]+?)(?:\.git)?(?:[/?]|$)|/api/(?:jobs/([^/?]+))?"
 )
-# The hub's final status for a passing problem.
+# Texts of the hub for problems that pass, although their status is that of a permanent one.
 _PASSING = re.compile(
     "commit has happened since|queue size|time in concurrency queue|lfs-verify|merkledb",
     re.IGNORECASE,
 )
-# How the hub says when a limit starts anew: in a header, and in the text.
-_AT = re.compile(r'"[^"]*";r=(\d+);t=(\d+)')
+# The hub gives the time until a limit resets in a header, and in the text.
+_RESET = re.compile(r'"[^"]*";r=(\d+);t=(\d+)')
 _IN_TEXT = re.compile(r"retry this action in (?:about )?(\d+|an?) (second|minute|hour)")
 _UNITS = {"second": 1, "minute": 60, "hour": 3600}
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
@@ -58,17 +58,17 @@ _LOST_CONNECTION = {
 
 
 class FileSystemFailed(OSError):
-    """A library below fsspec raised ``__cause__``, which is no ``OSError``."""
+    """A library below fsspec raised ``__cause__``, which is not an ``OSError``."""
 
 
 class file_system_call:
-    """Wraps calls into fsspec, and nothing else: all errors leave as an ``OSError``.
+    """Wraps a call of fsspec, so that each error is an ``OSError`` or ours.
 
-    So ``except OSError`` handles file systems, and our bugs surface. Library frames are cut,
-    because they hold tokens.
+    So ``except OSError`` handles file systems, and our bugs surface. Removes the frames of
+    libraries, because they hold tokens.
 
     Raises:
-        FileSystemFailed: for an error that is no ``OSError``.
+        FileSystemFailed: for an error that is not an ``OSError``.
     """
 
     __slots__ = ("_outer",)
@@ -86,19 +86,20 @@ class file_system_call:
 
 
 def failure_line(error: BaseException) -> str:
-    """Returns one line: the hub's refusal with advice; ``library_line`` of other errors."""
+    """Returns ``hub_refusal`` of the error, or its ``library_line``."""
     return hub_refusal(error) or library_line(error)
 
 
 def hub_refusal(error: BaseException) -> str | None:
-    """Returns in one line what the hub refuses until a person acts (token, rights, name), with
-    advice; else None.
+    """Returns a line with advice if the hub refuses until a person acts (token, rights, name).
+
+    Returns None for other errors.
     """
-    for one in causes(error):
-        response = getattr(one, "response", None)
-        if not type(one).__module__.startswith("huggingface_hub") or response is None:
+    for cause in causes(error):
+        response = getattr(cause, "response", None)
+        if not type(cause).__module__.startswith("huggingface_hub") or response is None:
             continue
-        found = _OF_HUB.search(unquote(str(getattr(response, "url", ""))))  # not the storage's
+        found = _HUB_URL.search(unquote(str(getattr(response, "url", ""))))  # not the storage's
         if found is None:
             return None
         kind, name, account = found.groups()
@@ -108,7 +109,7 @@ def hub_refusal(error: BaseException) -> str | None:
             what = f"jobs of {account}"
         else:
             what = "the account"
-        if lacks_bucket(one):
+        if lacks_bucket(cause):
             if kind == "bucket":
                 make = f"Make it (hf buckets create {name} --private), correct"
             else:
@@ -118,11 +119,11 @@ def hub_refusal(error: BaseException) -> str | None:
                 f"{_LOG_IN}"
             )
         said = " ".join(
-            f"HTTP {http_status(one)} {getattr(one, 'server_message', None) or ''}".split()
+            f"HTTP {http_status(cause)} {getattr(cause, 'server_message', None) or ''}".split()
         ).rstrip(".")
-        if http_status(one) == 401:
+        if http_status(cause) == 401:
             return f"the hub wants a valid token ({said}): {_LOG_IN}"
-        if http_status(one) == 403:
+        if http_status(cause) == 403:
             return (
                 f"this token may not do that with {what} ({said}). Correct the name, or {_LOG_IN}"
             )
@@ -132,10 +133,10 @@ def hub_refusal(error: BaseException) -> str | None:
 
 @contextmanager
 def naming_hub() -> Iterator[None]:
-    """Puts the name of the folder of the run before what the hub refuses.
+    """Adds the setting ``logging_dir`` to a refusal of the hub.
 
     Raises:
-        StorageFailed: in place of ``hub_refusal``.
+        StorageFailed: the hub refuses, see ``hub_refusal``.
     """
     try:
         yield
@@ -146,18 +147,17 @@ def naming_hub() -> Iterator[None]:
 
 
 def library_line(error: BaseException) -> str:
-    """Class and message of the error as the library raised it, in one line, without links and URL
-    signatures.
+    """Returns class and message of a library's error in one line, without links and signatures.
 
-    Shows huggingface_hub's upload error, which only names the file, with its cause.
+    Adds the cause of huggingface_hub's upload error, which only names the file.
     """
-    found = error
+    raised = error
     if isinstance(error, FileSystemFailed) and error.__cause__:
-        found = error.__cause__
+        raised = error.__cause__
     inner = ""
-    if type(found) is RuntimeError and found.__cause__:
-        inner = f": {error_text(found.__cause__)}"
-    text = " ".join(_LINK.sub("", f"{error_text(found)}{inner}").split())
+    if type(raised) is RuntimeError and raised.__cause__:
+        inner = f": {error_text(raised.__cause__)}"
+    text = " ".join(_LINK.sub("", f"{error_text(raised)}{inner}").split())
     return _QUERY.sub(r"\1?***", text).rstrip(".")
 
 
@@ -176,8 +176,8 @@ def s3_code(error: BaseException | None) -> str:
 
 
 def lacks_bucket(error: BaseException) -> bool:
-    """Whether a missing file is missing because its whole bucket, or repository on the hub, is."""
-    missing = {type(one).__name__ for one in causes(error)} & {
+    """Whether the whole bucket, or repository on the hub, is missing."""
+    missing = {type(cause).__name__ for cause in causes(error)} & {
         "BucketNotFoundError",
         "RepositoryNotFoundError",
     }
@@ -201,7 +201,7 @@ def is_taken(error: BaseException) -> bool:
 
 
 class Quota(NamedTuple):
-    """What a provider's limit leaves: requests, or tokens, until it resets in ``seconds``."""
+    """The requests or tokens that a provider's limit leaves until it resets in ``seconds``."""
 
     of_tokens: bool
     limit: float
@@ -230,7 +230,7 @@ def quotas(fields: Mapping[str, str]) -> tuple[Quota, ...]:
     for kind in _QUOTA_KINDS:
         limit = _number(fields.get(f"x-ratelimit-limit{kind}", ""))
         left = _number(fields.get(f"x-ratelimit-remaining{kind}", ""))
-        # The time of a search grows with the square of the text.
+        # The text is cut, because the time of a search grows with the square of its length.
         parts = _DURATION.findall(fields.get(f"x-ratelimit-reset{kind}", "")[:50])
         seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
         # A larger number is a time, in seconds or milliseconds.
@@ -240,8 +240,7 @@ def quotas(fields: Mapping[str, str]) -> tuple[Quota, ...]:
 
 
 def asked_wait(fields: Mapping[str, str]) -> float | None:
-    """Returns the seconds that a server asks to wait, by the ``WAIT_FIELDS`` of its response; None
-    if it asks nothing.
+    """Returns the seconds to wait by the ``WAIT_FIELDS`` of a response; None without advice.
 
     Args:
         fields: the header, with names in lower case.
@@ -256,7 +255,7 @@ def asked_wait(fields: Mapping[str, str]) -> float | None:
     with suppress(ValueError, TypeError, OverflowError):
         return max(0.0, parsedate_to_datetime(after).timestamp() - time.time())
     used_up = [
-        float(until) for left, until in _AT.findall(fields.get("ratelimit", "")) if left == "0"
+        float(until) for left, until in _RESET.findall(fields.get("ratelimit", "")) if left == "0"
     ]
     used_up += [quota.seconds for quota in quotas(fields) if quota.left < 1]
     return max(used_up, default=None)
@@ -273,9 +272,9 @@ def _number(text: str) -> float | None:
 
 
 def advised_seconds(error: BaseException) -> float | None:
-    """Returns the wait that a server asks for in a header or in its text."""
-    for one in causes(error):
-        advice = asked_wait(_headers(one))
+    """Returns the wait that a server advises in a header or in its text; None without advice."""
+    for cause in causes(error):
+        advice = asked_wait(_headers(cause))
         if advice is not None:
             return advice
     if match := _IN_TEXT.search(library_line(error)):
@@ -314,7 +313,7 @@ def _unwrapped(error: BaseException | None) -> BaseException | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """Which failures are worth another attempt, and how long to wait for it. Times are in seconds.
+    """Decides which failures are retried, and after how many seconds.
 
     The waits grow geometrically from ``first`` to ``longest``. ``jitter`` is the share of a wait
     that is random: 0 for one caller, 1 ("full jitter") for thousands of requests that failed
@@ -322,13 +321,14 @@ class RetryPolicy:
 
     Attributes:
         retried: the HTTP statuses that another attempt may change.
-        limited: those that mean "not now". They use up ``limited_patience``, not ``patience``.
-        patience: how long calls may fail in a row.
+        limited: statuses that mean "not now". Their waits count against ``limited_patience``, not
+            against ``patience``.
+        patience: how many seconds calls may fail in a row.
         longest_advice: an advised wait counts up to this, and never extends the patience.
-        spread: the share of an advised wait that is added by chance.
-        meanwhile: what a log line says about the time of a wait.
-        clock: replaced by tests.
-        sleep: replaced by tests, and where a wait can be stopped.
+        spread: up to this share of an advised wait is added at random.
+        meanwhile: a phrase for the log line about a wait.
+        clock: the clock, which tests replace.
+        sleep: waits. Tests, and callers that can stop a wait, replace it.
     """
 
     retried: frozenset[int] = frozenset()
@@ -347,7 +347,7 @@ class RetryPolicy:
     sleep: Callable[[float], object] = time.sleep
 
     def wait(self, failures: int, advice: float | None = None) -> float:
-        """``failures``: in a row, counted from 1."""
+        """Returns the seconds before the next attempt. ``failures``: in a row, counted from 1."""
         # The exponent is bounded: 2.0 ** 1100 overflows.
         longest = self.first * self.growth ** min(failures - 1, 100)
         grown = min(self.longest, longest) * random.uniform(1 - self.jitter, 1)
@@ -355,12 +355,12 @@ class RetryPolicy:
             return grown
         return max(grown, min(advice, self.longest_advice) * random.uniform(1, 1 + self.spread))
 
-    def passes(self, error: BaseException, failures: int = 1) -> bool:
+    def is_transient(self, error: BaseException, failures: int = 1) -> bool:
         """Whether an error may pass. ``failures``: in a row.
 
-        An unknown error may, because libraries have many names for a lost connection.
+        An unknown error may pass, because libraries have many names for a lost connection.
         """
-        # Aborted, or completed by an attempt without an answer.
+        # The upload was aborted, or completed by an attempt that got no answer.
         if s3_code(error) == "NoSuchUpload":
             return True
         status = http_status(error)
@@ -372,10 +372,11 @@ class RetryPolicy:
         what: str,
         explain: Callable[[BaseException], str] = failure_line,
     ) -> T:
-        """Repeats the call while its errors may pass; raises the last one.
+        """Repeats the call while its errors may pass. Raises the last one.
 
         Args:
-            what: what failed, for a log line.
+            what: the beginning of the log line, a sentence about the failure.
+            explain: returns the text of an error for the log line.
         """
         attempts = Attempts(self, explain)
         while True:
@@ -389,37 +390,37 @@ class RetryPolicy:
 
 
 class ReadingPolicy(RetryPolicy):
-    """An unknown error is permanent, because a damaged file would be read for minutes."""
+    """Treats an unknown error as permanent. Otherwise a damaged file would be read for minutes."""
 
-    def passes(self, error: BaseException, failures: int = 1) -> bool:
-        for one in causes(error):
-            status = http_status(one)
+    def is_transient(self, error: BaseException, failures: int = 1) -> bool:
+        for cause in causes(error):
+            status = http_status(cause)
             if status is not None:
                 return status in self.retried
-            if type(one).__name__ == "OfflineModeIsEnabled":
+            if type(cause).__name__ == "OfflineModeIsEnabled":
                 return False
-        kinds = {kind.__name__ for one in causes(error) for kind in type(one).__mro__}
+        kinds = {kind.__name__ for cause in causes(error) for kind in type(cause).__mro__}
         return not is_permanent(error) and bool(kinds & _LOST_CONNECTION)
 
 
 class HubPolicy(RetryPolicy):
-    def passes(self, error: BaseException, failures: int = 1) -> bool:
+    def is_transient(self, error: BaseException, failures: int = 1) -> bool:
         if _PASSING.search(library_line(error)):
             return True
         url = str(getattr(getattr(_unwrapped(error), "response", None), "url", ""))
         is_of_storage = url and "/api/" not in url and ".git/info/lfs" not in url
         if is_of_storage and http_status(error) in (400, 401, 403):
-            # The storage, not the hub, refused content: signed URLs expire.
+            # The hub's storage refused the content, because a signed URL has expired.
             return failures <= 5
-        return isinstance(error, OSError) and super().passes(error)
+        return isinstance(error, OSError) and super().is_transient(error)
 
 
 @dataclass(eq=False)
 class Attempts:
-    """Calls of one kind in a row, of which some fail.
+    """Counts the failures in a row of one kind of calls.
 
     Args:
-        explain: what a log line says about an error.
+        explain: returns the text of an error for the log line.
     """
 
     _policy: RetryPolicy
@@ -445,13 +446,13 @@ class Attempts:
             self._since = now
         self._failures += 1
         status = next(
-            (found for one in causes(error) if (found := http_status(one)) is not None), None
+            (found for cause in causes(error) if (found := http_status(cause)) is not None), None
         )
         limited = status in policy.limited
         left = policy.patience - (now - self._since - self._limited)
         if limited:
             left = policy.limited_patience - self._limited
-        if left <= 0 or not policy.passes(error, self._failures):
+        if left <= 0 or not policy.is_transient(error, self._failures):
             raise error
         advice = advised_seconds(error)
         seconds = min(left, policy.wait(self._failures, advice))
@@ -467,7 +468,7 @@ class Attempts:
 
 # Requests to an inference server; the patience is ``server_patience_seconds``.
 SERVER = RetryPolicy(
-    # "not implemented" is no state that passes.
+    # 501, "not implemented", does not pass.
     retried=frozenset({408, 409, 425, 429, 498}) | frozenset(range(500, 600)) - {501},
     limited=frozenset({429, 498, 503, 529}),  # 498: Groq's flex tier is full
     first=0.5,
@@ -477,11 +478,11 @@ SERVER = RetryPolicy(
     spread=0.0,
 )
 REJECTED = frozenset({400, 413, 414, 422, 431})
-"""The only statuses of an inference server that belong to one request: its content, its size."""
+"""Only these statuses of an inference server are about one request: its content or its size."""
 OF_ONE_TEXT = frozenset({403, 406, 451})
 """A filter may refuse a text with these while it lets others pass."""
 BUSY = frozenset({502, 503, 504, 529})
-"""With these it says that it is overloaded or not ready: they are no sign that it is dead."""
+"""An inference server with these statuses is overloaded or not ready, but not dead."""
 
 # Waits for endpoints and our servers, for GPU memory after a failed start, and before restarts.
 ENDPOINT = RetryPolicy(first=0.25, longest=5.0)
@@ -500,9 +501,7 @@ READING = ReadingPolicy(
 )
 
 OPENING = replace(READING, patience=60.0)
-"""The first look of a job: then a network that is not there is likelier than an outage that
-ends.
-"""
+"""For the first listing of a job: then no network is likelier than an outage that passes."""
 
 # Output on S3 and others. Generation continues meanwhile.
 STORAGE = RetryPolicy(
@@ -524,19 +523,20 @@ HUB = HubPolicy(
     meanwhile="; generation goes on",
 )
 HUB_LOOK = replace(HUB, patience=300.0, meanwhile="")
-HUB_PROBE = replace(HUB_LOOK, patience=10.0, limited_patience=0.0)  # somebody waits for the doctor
+HUB_PROBE = replace(HUB_LOOK, patience=10.0, limited_patience=0.0)  # a user waits for doctor
 
 # Uploads to a mirror, in upload intervals.
 MIRROR = RetryPolicy(first=1.0, longest=16.0)
 
 
 def code_of_rank(error: BaseException) -> int:
-    """Returns the exit code of a rank or worker that an error stopped: that of its class, but 1 if
-    its cause may pass.
+    """Returns the exit code of a rank or worker that an error stopped.
+
+    This is the exit code of the error's class, or 1 if its cause may pass.
     """
     code: int = getattr(error, "exit_code", 1)
-    if code in (2, 3) and READING.passes(error):  # the hub, or S3, is away
+    if code in (2, 3) and READING.is_transient(error):  # the hub, or S3, is away
         return 1
-    if code == 3 and any(getattr(one, "may_pass", False) for one in causes(error)):
+    if code == 3 and any(getattr(cause, "may_pass", False) for cause in causes(error)):
         return 1
     return code

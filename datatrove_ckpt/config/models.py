@@ -15,26 +15,26 @@ from datatrove_ckpt.config.inference_config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
 
 _NAME = re.compile("[A-Za-z][A-Za-z0-9_]*")
-# Taken by ``generate``, or by fields of a run's identity.
-_OF_GENERATE = "classify count_finished embed once score url"
-_OF_CODE = "imports output_writer rollout_fn shared_context uses"
-_OF_IDENTITY = (
-    f"identity_version metadata_key models records_per_chunk rollout_version tasks {_OF_CODE}"
+_GENERATE_NAMES = "classify count_finished embed once score url"
+_CODE_FIELDS = "imports output_writer rollout_fn shared_context uses"
+_IDENTITY_FIELDS = (
+    f"identity_version metadata_key models records_per_chunk rollout_version tasks {_CODE_FIELDS}"
 )
-_TAKEN = frozenset(
-    {*_OF_GENERATE.split(), *_OF_IDENTITY.split(), *(one.name for one in fields(InferenceConfig))}
-)
-_OF_THE_RANK = ("rollouts_per_document", "metric_interval")
+_SETTINGS = tuple(field.name for field in fields(InferenceConfig))
+# No model may have the name of an attribute of ``generate``, or of a field of a run's identity.
+_TAKEN = frozenset({*_GENERATE_NAMES.split(), *_IDENTITY_FIELDS.split(), *_SETTINGS})
+_SETTINGS_OF_RANK = ("rollouts_per_document", "metric_interval")
 
 
 def models_of(
     config: InferenceConfig | Mapping[str, InferenceConfig],
 ) -> dict[str, InferenceConfig]:
-    """Returns the models by their names, in their order; a single one may have the name "". Several
-    are copies, which know their names.
+    """Returns the models by name, in their order. A config that is no mapping gets the name "".
+
+    Several models are copies, each with its name and those of the others.
 
     Raises:
-        ConfigError: a name or a setting cannot be one.
+        ConfigError: a name or a setting is not allowed.
     """
     if not isinstance(config, Mapping):
         return {"": _checked("config", config)}
@@ -48,12 +48,26 @@ def models_of(
                 f"config: {name!r} cannot be the name of a model: generate.{name} must be Python, "
                 "and mean nothing else. Take letters, digits and _, such as judge."
             )
-    models = {name: _checked(f"config: {name}", one) for name, one in config.items()}
+    models = {name: _checked(f"config: {name}", model) for name, model in config.items()}
     if len(models) == 1:
         return models
+    _refuse_settings_of_rank(models)
+    models = {name: copy.copy(model) for name, model in models.items()}
+    on_cores = {
+        name: model.replicas for name, model in models.items() if model.server_type == "llamacpp"
+    }
+    for name, model in models.items():
+        model.name = name
+        model.models = tuple(models)
+        model.neighbours = sum(on_cores.values()) - on_cores.get(name, 0)
+    return models
+
+
+def _refuse_settings_of_rank(models: Mapping[str, InferenceConfig]) -> None:
+    """Raises ConfigError if another model than the first one has a setting of the whole rank."""
     first, *others = models
     for name in others:
-        for setting in _OF_THE_RANK:
+        for setting in _SETTINGS_OF_RANK:
             default = InferenceConfig.__dataclass_fields__[setting].default
             if getattr(models[name], setting) not in (default, getattr(models[first], setting)):
                 raise ConfigError(
@@ -64,13 +78,6 @@ def models_of(
                 f"config: {name}: max_concurrent_documents: is set for the first model only, "
                 f"{first}."
             )
-    models = {name: copy.copy(one) for name, one in models.items()}
-    on_cores = {name: one.replicas for name, one in models.items() if one.server_type == "llamacpp"}
-    for name, one in models.items():
-        one.name = name
-        one.models = tuple(models)
-        one.neighbours = sum(on_cores.values()) - on_cores.get(name, 0)
-    return models
 
 
 def _checked(place: str, config: object) -> InferenceConfig:
@@ -80,8 +87,8 @@ def _checked(place: str, config: object) -> InferenceConfig:
         raise ConfigError(
             f"{place}: takes an InferenceConfig(...), and not a {type(config).__name__}."
         )
-    known = {field.name for field in fields(InferenceConfig)}  # datatrove's may have more
-    given = {name: value for name, value in vars(config).items() if name in known}
-    made = InferenceConfig(**given)
-    made.limits_documents = False  # datatrove fills it in
-    return made
+    # A config of datatrove may have more settings.
+    given = {name: value for name, value in vars(config).items() if name in _SETTINGS}
+    checked = InferenceConfig(**given)
+    checked.limits_documents = False  # datatrove always sets max_concurrent_documents
+    return checked

@@ -34,7 +34,8 @@ from datatrove.executor.jobs import JobsPipelineExecutor as DatatroveExecutor
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
-from datatrove_ckpt.claims.claims import LOOKS, Claims, refuse_for_claims
+from datatrove_ckpt.claims.claims import Claims
+from datatrove_ckpt.claims.stores import LOOKS, refuse_for_claims
 from datatrove_ckpt.common import redaction, retrying
 from datatrove_ckpt.common.attempts import Progress
 from datatrove_ckpt.common.declared import Count, CountFromZero, CountOrAll, check
@@ -397,7 +398,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
                 ):
                     job = self._submit(reached, retries)
             except Exception as error:
-                if not retrying.READING.passes(error):
+                if not retrying.READING.is_transient(error):
                     raise CkptError(
                         f"Hugging Face refuses to start a job: {retrying.failure_line(error)}. "
                         f"{plural(len(alive), 'job')} of this run go on. Correct that and run the "

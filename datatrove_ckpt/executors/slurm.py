@@ -30,6 +30,7 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from datatrove_ckpt.claims import claims
+from datatrove_ckpt.claims.stores import open_store
 from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.common.declared import Count, CountOrAll, check
 from datatrove_ckpt.common.formatting import plural, plural_is, ranges
@@ -247,7 +248,7 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         )
 
     def _not_complete(self, left: list[int]) -> CkptError:
-        reader = claims.open_store(f"{self._folder}/claims")
+        reader = open_store(f"{self._folder}/claims")
         causes = claims.given_up(reader)
         at_work = [worker for worker in claims.claimants(reader) if worker.is_alive]
         if causes and not at_work:

@@ -38,7 +38,7 @@ from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.exits import exit_error
 from datatrove_ckpt.rollouts import Rollout
 
-_MANY = 100  # documents of which one at least should be kept
+_SUSPICIOUS_DROPS = 100  # if a rollout drops so many first documents, it is logged
 
 
 @dataclass(eq=False)
@@ -46,8 +46,8 @@ class DocumentRuns:
     """Runs the rollouts of one rank's documents.
 
     Args:
-        rollout_fn: the step's, bound.
-        limit: which ``run`` gives a document's place back.
+        rollout_fn: the step's rollout, with its shared context bound.
+        limit: admits documents. ``run`` releases a document's place in it.
 
     Attributes:
         parked: documents whose requests wait for a batch.
@@ -73,8 +73,10 @@ class DocumentRuns:
         try:
             self._checkpoint.finish(slot, await self._run_document(source, slot))
             self._own.documents += 1
-            if self._dropped == _MANY == self._own.documents:
-                logger.warning(f"The rollout dropped all of {_MANY} documents. {WHY_DROPPED}")
+            if self._dropped == _SUSPICIOUS_DROPS == self._own.documents:
+                logger.warning(
+                    f"The rollout dropped all of {_SUSPICIOUS_DROPS} documents. {WHY_DROPPED}"
+                )
         except Parked:
             self.parked += 1
         except (asyncio.CancelledError, KeyboardInterrupt):
@@ -103,13 +105,7 @@ class DocumentRuns:
             self._raise_if_stopping(answers)
             error: BaseException = raised
             if answers.parked:
-                error = ConfigError(
-                    f"{name_of(self.rollout_fn)} did not use an answer of its last pass, and sent "
-                    "other requests, so each pass would be paid for. With provider_batches, a "
-                    "rollout must send the same requests for a document each time: no random "
-                    "numbers, no time in its prompts (a seed may come from document.id)",
-                    setting="rollout_fn",
-                )
+                error = self._not_repeatable()
             sent = [getattr(cause, "payload", None) for cause in causes(error)]
             note_sent(answers.payloads + sent)
             letter = self.failures.letter_or_raise(
@@ -117,10 +113,19 @@ class DocumentRuns:
             )
             return answers.finished("dead", source.fingerprint, letter)
 
+    def _not_repeatable(self) -> ConfigError:
+        return ConfigError(
+            f"{name_of(self.rollout_fn)} did not use an answer of its last pass, and sent "
+            "other requests, so each pass would be paid for. With provider_batches, a "
+            "rollout must send the same requests for a document each time: no random "
+            "numbers, no time in its prompts (a seed may come from document.id)",
+            setting="rollout_fn",
+        )
+
     async def _finished(
         self, source: SourceDocument, slot: ChunkSlot, answers: Answers
     ) -> Finished:
-        """Runs the rollouts, and adds their results to the document."""
+        """Runs the rollouts of a document, and encodes it with their results."""
         document = source.document
         self.results.check(document)
         rank_requests = self.requests
@@ -153,8 +158,8 @@ class DocumentRuns:
         )
 
     def _raise_if_stopping(self, answers: Answers) -> None:
-        """Raises CancelledError after a stop of the rank, or the document's failure, if the
-        document ends unrecorded.
+        """Raises if the document must end unrecorded: the failure of the checkpoint or of the
+        document, CancelledError after a stop of the rank, or Parked.
 
         Any other CancelledError of a rollout is a failure of the document. ``Task.cancelling``
         cannot separate the cases: in Python 3.11 a TaskGroup in the rollout leaves it raised.
@@ -192,9 +197,8 @@ class DocumentRuns:
             raise exit_error(f"the rollout {name_of(self.rollout_fn)}", error) from error
         end_fork(self._pid)
         if document is result:
-            text = (
-                "returned the document itself. Return what is to be added to it, such as "
-                "answer.text"
+            raise DocumentNotSerializable(
+                f"The rollout {name_of(self.rollout_fn)} returned the document itself. Return what "
+                "is to be added to it, such as answer.text."
             )
-            raise DocumentNotSerializable(f"The rollout {name_of(self.rollout_fn)} {text}.")
         return result

@@ -34,9 +34,9 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.identity import (
     OUTPUT_FOLDER,
     RunIdentity,
+    changes_text,
     compare,
     describe_alike,
-    differing,
     records,
 )
 from datatrove_ckpt.checkpoint.journal import Finished
@@ -110,7 +110,7 @@ class OldRuns:
             )
         if changes and not step.accept_changes:
             raise CheckpointMismatch(
-                f"{differing('finished_from: the old results were', changes)}Go back to the old "
+                f"{changes_text('finished_from: the old results were', changes)}Go back to the old "
                 "values, leave finished_from out (then every request is sent), or set "
                 "accept_changes to take the old results over as they are.",
                 changes=[{"accept_changes": True}],

@@ -1,4 +1,4 @@
-"""The errors of a rank that ends, as scripts for datatrove's runner expect them.
+"""Errors of a rank that scripts for datatrove's runner can catch.
 
 Scripts catch datatrove's ``InferenceError`` and ``ServerError``, which ``errors`` does not import:
 these subclasses inherit from both sides.
@@ -36,8 +36,8 @@ class DocumentFailed(errors.DocumentFailed, types.InferenceError):
 
     Attributes:
         document: the document; None if one of its requests was not answered.
-        error: what the rollout raised; of an ``InferenceError`` its ``error``.
-        payload: of the request that failed; None if no request did.
+        error: the error that the rollout raised; for an ``InferenceError`` its ``error``.
+        payload: the payload of the request that failed; None if no request failed.
     """
 
     def __init__(
@@ -53,9 +53,7 @@ class DocumentFailed(errors.DocumentFailed, types.InferenceError):
         self.error = error
         self.payload = payload
 
-    def __reduce__(
-        self,
-    ) -> tuple[type[DocumentFailed], tuple[str, None, str], dict[str, object]]:
+    def __reduce__(self) -> tuple[object, ...]:
         return (
             type(self),
             ("".join(self.args), None, safe_text(self.error)),
@@ -63,8 +61,8 @@ class DocumentFailed(errors.DocumentFailed, types.InferenceError):
         )
 
 
-class _OfServer(errors.CkptError, types.InferenceError, types.ServerError):
-    """Both of datatrove's errors, because datatrove raises either for one failure of a server."""
+class _ServerFailure(errors.CkptError, types.InferenceError, types.ServerError):
+    """Inherits from both of datatrove's errors, because datatrove raises either for a server."""
 
     document: None = None
     payload: None = None
@@ -74,33 +72,33 @@ class _OfServer(errors.CkptError, types.InferenceError, types.ServerError):
         self.error = message
 
 
-class ServerStartFailed(errors.ServerStartFailed, _OfServer):
+class ServerStartFailed(errors.ServerStartFailed, _ServerFailure):
     """See ``errors.ServerStartFailed``."""
 
 
-class ServerDied(errors.ServerDied, _OfServer):
+class ServerDied(errors.ServerDied, _ServerFailure):
     """See ``errors.ServerDied``."""
 
 
-class ServerUnavailable(errors.ServerUnavailable, _OfServer):
+class ServerUnavailable(errors.ServerUnavailable, _ServerFailure):
     """See ``errors.ServerUnavailable``."""
 
 
-class ServerRefused(errors.ServerRefused, _OfServer):
+class ServerRefused(errors.ServerRefused, _ServerFailure):
     """See ``errors.ServerRefused``."""
 
 
-_RAISED: dict[type, type[_OfServer]] = {
+_RAISED: dict[type, type[_ServerFailure]] = {
     raised.__bases__[0]: raised
     for raised in (ServerStartFailed, ServerDied, ServerUnavailable, ServerRefused)
 }
 
 
 class raised_for_scripts:
-    """Raises the subclass of each error that has a subclass here.
+    """Replaces errors of a server by their subclasses of this module.
 
-    Tracebacks of our errors show the user's frames only: executors and Python print them after the
-    message, with the values of variables.
+    Removes secrets from our errors and the errors that caused them, and our frames from their
+    tracebacks: executors and Python print these after the message, with the values of variables.
     """
 
     def __enter__(self) -> None:
@@ -115,13 +113,10 @@ class raised_for_scripts:
         if not isinstance(error, errors.CkptError):
             return
         for cause in causes(error):
-            if cause is error:
-                cause.__traceback__ = None
-            else:
-                inner = cause.__traceback__
-                while inner is not None and inner.tb_next and _is_ours(inner.tb_frame.f_code):
-                    inner = inner.tb_next
-                cause.__traceback__ = inner
+            frames = None if cause is error else cause.__traceback__
+            while frames is not None and frames.tb_next and _is_ours(frames.tb_frame.f_code):
+                frames = frames.tb_next
+            cause.__traceback__ = frames
             cause.args = tuple(
                 redact(part) if isinstance(part, str) else part for part in cause.args
             )
@@ -137,7 +132,6 @@ def first_of(error: BaseException) -> BaseException:
 
 
 # Frames of the user ------------------------------------------------------------------------------
-#
 
 _PACKAGE = str(Path(datatrove_ckpt.__file__).parent)
 _INSTALLED = tuple(

@@ -44,7 +44,7 @@ from datatrove_ckpt.output.documents import Result, result_of, trim
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
 from datatrove_ckpt.rollouts import Payload
 
-_UNKNOWN_FORMS = 2  # batches with such an answer to one request
+_UNKNOWN_FORMS = 2  # so many batches may have an answer in an unknown form to one request
 _IN_TIERS = ("chat/completions", "completions", "responses")
 
 
@@ -71,12 +71,14 @@ class Requests:
     ) -> Result:
         """Returns the cached answer, or sends the payload.
 
-        ``retry_of``: what separates a retry from equal requests; () for others.
+        Args:
+            whole: the payload may name its model.
+            retry_of: separates a retry from equal requests; () for other requests.
 
         Raises:
             InferenceError: the request cannot be answered; ``error`` says why.
-            datatrove's ServerError: no request can be answered, or ``accept_null_finish_reason`` is
-            proved wrong.
+            RolloutServerError: no request can be answered, or ``accept_null_finish_reason`` is
+                proved wrong.
         """
         if self.answers.have_ended:
             await wait_until_cancelled()
@@ -184,7 +186,7 @@ class Requests:
         return _result(fields, **source)
 
     async def _raise(self, error: errors.CkptError, key: AnswerKey, payload: Payload) -> NoReturn:
-        """Raises what the rollout gets for a request without an answer, and keeps a rejection."""
+        """Raises the rollout's error for a request without an answer. Keeps a rejection."""
         model = self.model
         self.rank.observer.own.failed += 1
         if isinstance(error, errors.RequestRejected):
@@ -193,8 +195,8 @@ class Requests:
         at_fault = isinstance(error, errors.RequestFailed) and error.is_documents
         if at_fault:
             model.client.result().sender.at_fault.add(self.answers.slot.ordinal)
-            # Then the next attempt needs no other requests to compare with. Earlier versions, too,
-            # send a request with this status again.
+            # So the next attempt needs no other requests to compare with. Status 0: all versions
+            # send such a request again.
             await self.keep(key, Answer(None, f"0 {error}"))
         if at_fault or isinstance(error, errors.RequestPoisoned):
             raise failed(errors.named(error, model.config.name), payload) from error
@@ -209,11 +211,12 @@ class Requests:
     async def _batched(
         self, key: AnswerKey, body: AnyBody, way: Way, cached: Answer | None
     ) -> Completion | None:
-        """Returns the answer of a batch; None if the request must be sent now. Otherwise parks it,
-        and never returns.
+        """Returns the answer of a batch; None if the request must be sent now.
+
+        Otherwise parks the request, and never returns.
 
         Raises:
-            RequestFailed: no batch has answered it.
+            RequestFailed: as many batches as allowed have not answered it.
         """
         config = self.config
         answers = self.answers
@@ -260,9 +263,9 @@ class Requests:
         return None
 
     def digest(self, payload: Payload, way: Way, retry_of: tuple[object, ...] = ()) -> str:
-        """Hashes payload, way and model, under names that are never sent.
+        """Hashes the payload, with way and model under names that no request has.
 
-        The usual way, and the only model, add nothing to the payload's hash.
+        The usual way and a single model add nothing.
         """
         if not NOT_ANSWERING.isdisjoint(payload) and way.path in _IN_TIERS:
             payload = {name: value for name, value in payload.items() if name not in NOT_ANSWERING}
@@ -277,7 +280,10 @@ class Requests:
         return hash_payload(payload)
 
     def _disproved(self, reason: str) -> RolloutServerError:
-        """Stops the rank. The answer is cached, so each further attempt ends here, too."""
+        """Stops the rank, because an answer disproves ``accept_null_finish_reason``.
+
+        The answer is cached, so each further attempt ends here, too.
+        """
         client = self.model.client
         believed = client.result().without_reason if client.done() else 0
         error = errors.ServerRefused(
@@ -292,13 +298,13 @@ class Requests:
         return self._stopped(error)
 
     def _check_size(self, answered: Completion | Result, payload: Payload, way: Way) -> None:
-        """Stops the rank if a vector, not yet cached, has another size than the first one."""
+        """Stops the rank, before a vector is cached, if its size differs from the first one's."""
         if not way.is_shared:
             return
         assert answered.answer is not None
         size = len(answered.answer["embeddings"][0]) * 3 // 16  # base64 of float32
         sizes = self.model.sizes
-        if len(sizes) >= 1000:  # params may be others for each document
+        if len(sizes) >= 1000:  # each document may have other params
             sizes.clear()
         first = sizes.setdefault(
             orjson.dumps({**payload, "input": None}, option=PAYLOAD_JSON), size
@@ -318,7 +324,8 @@ class Requests:
         errors.named(error, self.model.config.name)
         answers = self.answers
         rank = self.rank
-        others = 0  # requests that were answered, if only documents that may be at fault are left
+        # The number of answered requests, if only documents that may be at fault are left.
+        others = 0
         if rank.all_started and self.model.client.done():
             client = self.model.client.result()
             if len(rank.documents) <= client.sender.most_at_fault:
@@ -339,9 +346,9 @@ def failed(error: Exception, payload: Payload) -> InferenceError:
 
     Its text goes to logs and dead letters, without the payload's secrets.
     """
-    failed = InferenceError(None, error, payload=shown("payload", payload))
-    failed.payload = payload
-    return failed
+    inference_error = InferenceError(None, error, payload=shown("payload", payload))
+    inference_error.payload = payload
+    return inference_error
 
 
 def _from_cache(answer: Answer, config: InferenceConfig) -> Result | None:
@@ -366,10 +373,9 @@ def _from_cache(answer: Answer, config: InferenceConfig) -> Result | None:
 
 
 def _fields(completion: Completion, payload: Payload) -> JsonObject:
-    """Returns what is kept of an answer.
+    """Returns the fields of an answer that are kept.
 
-    The fields depend on the payload, too, so that a table has its columns before the first tool
-    call.
+    They also depend on the payload, so that a table has its columns before the first tool call.
     """
     asks_for_more = payload.get("tools") or payload.get("logprobs")
     fields: JsonObject = {

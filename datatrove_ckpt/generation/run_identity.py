@@ -13,8 +13,8 @@ from datatrove_ckpt.checkpoint.identity import (
     ENDPOINT_MODELS,
     OUTPUT_FOLDER,
     RunIdentity,
-    decides,
-    of_model,
+    affects_answers,
+    without_model,
 )
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.redaction import redact
@@ -57,7 +57,7 @@ def run_identity(
     fields |= _fields_of_models(models) | code.fields | output
     # Answers that it has may come from endpoints that are no more in the list.
     for name, found in begun.items():
-        if of_model(name) == ENDPOINT_MODELS:
+        if without_model(name) == ENDPOINT_MODELS:
             fields[name] = sorted({*found, *fields.get(name, ())})
     if b'"extra_body":' in orjson.dumps(fields):
         fields["extra_body"] = "merged"
@@ -68,7 +68,7 @@ def run_identity(
 def servers_digest(models: Mapping[str, InferenceConfig]) -> str:
     """Hashes the settings of servers that affect answers, and are not in a payload."""
     of_models = _fields_of_models(models)
-    answering = {name: value for name, value in of_models.items() if decides(name)}
+    answering = {name: value for name, value in of_models.items() if affects_answers(name)}
     # The providers of ``endpoints`` have one model, whichever they are.
     places = [(config.server_type, sorted(map(redact, config.urls))) for config in models.values()]
     return digest(repr((sorted(answering.items()), places)))

@@ -9,11 +9,7 @@ number of complete chunks that wait to be published.
 import asyncio
 from dataclasses import dataclass
 
-from datatrove_ckpt.errors import (
-    CheckpointError,
-    CkptError,
-    named,
-)
+from datatrove_ckpt.errors import CheckpointError, CkptError, named
 from datatrove_ckpt.generation.document_runs import DocumentRuns
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.rank_requests import Model, RankRequests
@@ -72,7 +68,7 @@ class Scheduler:
                 task.cancel()
 
     async def _run_documents(self, documents: DocumentSource) -> None:
-        # An error that ends a wait must abort before any document is cancelled.
+        # If a wait raises, ``abort`` must come before any document is cancelled.
         try:
             await self._admit_all(documents)
             if documents.error is not None:
@@ -97,12 +93,12 @@ class Scheduler:
             self.checkpoint.hurry()
             while self.checkpoint.publishing:
                 await next_look()
-            # Requests that could not be written are not sent as if their files were whole.
+            # A batch must not be sent before its requests are on the disk.
             await in_own_thread(self.checkpoint.flush)
             self.checkpoint.raise_failure()
         else:
             self.checkpoint.end_of_input(documents.shard())
-            seconds = 0.001  # of a small task, whose commits take milliseconds
+            seconds = 0.001  # the commits of a small task take milliseconds
             while not self.checkpoint.all_committed:
                 await asyncio.sleep(seconds)
                 seconds = min(2 * seconds, LOOK_SECONDS)
@@ -129,7 +125,8 @@ class Scheduler:
                 )
 
     async def _wait_for_goal(self) -> None:
-        # With nothing in work, a kill has left finished documents in chunks that lack others.
+        # If nothing runs or is published, no wait helps: after a kill, finished documents may be in
+        # chunks that lack others.
         requests = self.requests
         while requests.limits.may_suffice() and (requests.documents or self.checkpoint.publishing):
             self.checkpoint.hurry()
@@ -161,7 +158,7 @@ class Scheduler:
                 observer.serving(client)
                 limit.follow(model.config, client.servers.router, sender)
                 model.client.set_result(client)
-                await watch()  # raises when they die
+                await watch()  # raises when the servers die
         except CkptError as error:
             named(error, model.config.name)
             if isinstance(error, CheckpointError):
@@ -171,7 +168,7 @@ class Scheduler:
             await wait_until_cancelled()
 
     async def _watch(self) -> None:
-        """Raises the failure of the rank, once its drain is over."""
+        """Polls for failures. Raises a failure of the rank once its drain is over."""
         while True:
             self.checkpoint.raise_failure()
             if self.shutdown.aborted and self.shutdown.failure is not None:

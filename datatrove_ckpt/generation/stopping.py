@@ -9,14 +9,14 @@ from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.generation.rank_requests import Model, RankRequests
 from datatrove_ckpt.process.event_loop import in_own_thread
 
-# How often the loop looks at what other threads do for the rank. Being told of each change would
-# cost more: the disk writes hundreds of groups in a second.
+# How often the loop polls what other threads do for the rank. A callback for each change would cost
+# more: the disk writes hundreds of groups in a second.
 LOOK_SECONDS = 0.01
-_PUBLISH_WAIT_SECONDS = 5.0  # of a drain, for complete chunks
-_GRACE_SECONDS = 2.0  # for rollouts that compute or sleep
-# Seconds between two cancellations. A rollout has their sum for its clean-up.
-_PATIENCE = (0.2, 0.8, 2.0, 2.0)
-_PATIENCE_FAST = (0.2, 0.8)
+_PUBLISH_WAIT_SECONDS = 5.0  # a drain waits so long for complete chunks
+_GRACE_SECONDS = 2.0  # a drain waits so long for rollouts that compute or sleep
+# Seconds after each cancellation of a rollout. Its clean-up may take their sum.
+_CANCEL_WAITS = (0.2, 0.8, 2.0, 2.0)
+_CANCEL_WAITS_FAST = (0.2, 0.8)
 
 
 async def next_look() -> None:
@@ -24,27 +24,26 @@ async def next_look() -> None:
 
 
 async def end_documents(requests: RankRequests) -> None:
-    """Cancels the remaining documents, repeatedly if needed, for five seconds, and in a fast
+    """Cancels the remaining documents, and again those that swallow it: for five seconds, in a fast
     stop for one.
 
-    ``asyncio.TaskGroup`` waits forever for a task that swallows its cancellation; a rank leaves
-    it behind.
+    ``asyncio.TaskGroup`` would wait for such a task forever; a rank leaves it behind.
     """
     if requests.is_ending:
         return
     requests.is_ending = True
-    patience = _PATIENCE_FAST if requests.shutdown.is_fast else _PATIENCE
-    left = [*requests.documents.values()]
-    for seconds in patience:
-        left = [task for task in left if not task.done()]
-        for task in left:
+    waits = _CANCEL_WAITS_FAST if requests.shutdown.is_fast else _CANCEL_WAITS
+    running = [*requests.documents.values()]
+    for seconds in waits:
+        running = [task for task in running if not task.done()]
+        for task in running:
             task.cancel()
-        if left:
-            await asyncio.wait(left, timeout=seconds)
-    number = sum(not task.done() for task in left)
+        if running:
+            await asyncio.wait(running, timeout=seconds)
+    number = sum(not task.done() for task in running)
     if number:
         logger.error(
-            f"{number} rollouts ignored their cancellation for {sum(patience):g} s and are "
+            f"{number} rollouts ignored their cancellation for {sum(waits):g} s and are "
             "left behind. A rollout must let asyncio.CancelledError out: write `except "
             "Exception`, not `except BaseException`."
         )
@@ -66,54 +65,61 @@ async def stop_when_requested(
     shutdown = requests.shutdown
     observer = requests.observer
     await shutdown.requested()
-    # No document is admitted, and the router sends no request: both look at the shutdown.
+    # No document is admitted, and the router sends no request: both read the shutdown.
     models = [model for model in requests.models.values() if model.client.done()]
     clients = [model.client.result() for model in models]
-    in_flight = sum(client.in_flight for client in clients)
-    running = f"{in_flight} requests"
-    if requests.calls.running:
-        running += f" and {plural(requests.calls.running, 'call')}"
-    if not clients:
+    if clients:
+        _log_drain(requests, sum(client.in_flight for client in clients))
+    else:
         for task in serving:  # a model may need minutes to load
             task.cancel()
-    elif shutdown.is_finishing:
-        logger.info(f"{shutdown.failure} Still answered: {running}.")
-    elif shutdown.failure is None or in_flight or requests.calls.running:
-        why = shutdown.cause or f"The task has failed ({type(shutdown.failure).__name__})"
-        logger.warning(
-            f"{why}: {running} in flight have {shutdown.drain_seconds:g} s to be "
-            "answered; a further signal, or cancellation, ends the wait at once."
-        )
     own = observer.own
-    lost = own.lost
+    lost_before = own.lost
     # 1. Requests in flight are answered, and complete chunks published, until the deadline.
     try:
-        shutdown.late = not await shutdown.wait_for(_drained(requests, models))
+        shutdown.late = not await shutdown.wait_for(_drain(requests, models))
         if shutdown.parent is not None:
             shutdown.parent.late |= shutdown.late
     finally:
         in_flight = sum(client.in_flight for client in clients)
-        shutdown.given_up = in_flight + own.lost - lost
-    # 2. Other documents end unrecorded. The state comes first: a cancelled rollout is no failure.
+        shutdown.given_up = in_flight + own.lost - lost_before
+    # 2. Other documents end unrecorded. ``abort`` comes before the cancellations, because a
+    # cancelled rollout is no failure.
     shutdown.abort()
     if shutdown.failure is not None:
         raise shutdown.failure
     for task in serving:
         task.cancel()
     await end_documents(requests)
-    # 3. Everything handed over is written, the mirror gets its last version, and the rank is
-    # released.
+    # 3. The checkpoint writes all that was handed over, uploads the last version to the mirror, and
+    # releases the rank.
     with shutdown.closing():
         await asyncio.wait(serving)
-        watch.cancel()  # what fails now is in ``checkpoint.error``
+        watch.cancel()  # further failures are in ``checkpoint.error``
         await in_own_thread(requests.checkpoint.close, False, observer.last_records)
     shutdown.raise_preempted()
 
 
-async def _drained(requests: RankRequests, models: list[Model]) -> None:
+def _log_drain(requests: RankRequests, in_flight: int) -> None:
+    shutdown = requests.shutdown
+    calls = requests.calls.running
+    running = f"{in_flight} requests"
+    if calls:
+        running += f" and {plural(calls, 'call')}"
+    if shutdown.is_finishing:
+        logger.info(f"{shutdown.failure} Still answered: {running}.")
+    elif shutdown.failure is None or in_flight or calls:
+        why = shutdown.cause or f"The task has failed ({type(shutdown.failure).__name__})"
+        logger.warning(
+            f"{why}: {running} in flight have {shutdown.drain_seconds:g} s to be "
+            "answered; a further signal, or cancellation, ends the wait at once."
+        )
+
+
+async def _drain(requests: RankRequests, models: list[Model]) -> None:
+    """Waits until no request or call is in flight, and every document waits to begin one."""
     requests.checkpoint.hurry()
-    # Over when no request or call is in flight, none begins any more, and every document waits for
-    # one. Twice: an answer that has just come still has to be passed to its rollout.
+    # This must hold in two polls: an answer that has just come is yet to be passed to its rollout.
     quiet = 0.0
     while quiet < _GRACE_SECONDS:
         await next_look()

@@ -21,21 +21,14 @@ so their new bytes become a new object, and so do new answers of unfinished docu
 manifest completes the version, and objects that the last three versions do not need are removed. A
 kill leaves the previous version intact, and unneeded objects for the next process to remove.
 
-Versions are sealed with a key that is only in the environment, if there is one. A seal is an
-HMAC-SHA256 of the manifest, the name of the version and the rank's place on the
-mirror. So without the key no manifest can be made, changed, renumbered, or moved to another rank. A
-sealed manifest names the SHA-256 of each object, because xxh128 is not cryptographic.
-
-A writer can still remove versions, so that an older sealed version is the newest; only a node that
-still has its folder notices. A writer can also stop a run by claiming the mirror.
+Versions may be sealed, see ``seals.py``. A sealed manifest names the SHA-256 of each object,
+because xxh128 is not cryptographic.
 """
 
 from __future__ import annotations
 
 import datetime
 import hashlib
-import hmac
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -53,9 +46,9 @@ from datatrove_ckpt.checkpoint.lines import Json, is_count, seal, unseal
 from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest
 from datatrove_ckpt.common.object_store import ObjectStore
-from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Secret
 from datatrove_ckpt.common.retrying import failure_line
-from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError, Fenced, printable
+from datatrove_ckpt.errors import Fenced, printable
+from datatrove_ckpt.mirror.seals import Seal
 
 T = TypeVar("T")
 
@@ -81,7 +74,7 @@ class _Numbered:
 
 
 class Version(_Numbered):
-    """Names one version of the checkpoint.
+    """The name of one version of the checkpoint.
 
     Numbers grow from version to version, and from owner to owner.
     """
@@ -90,7 +83,7 @@ class Version(_Numbered):
 
 
 class Ownership(_Numbered):
-    """Names the object by which a process owns the mirror.
+    """The name of the object by which a process owns the mirror.
 
     The largest number wins, then the largest nonce.
     """
@@ -102,7 +95,7 @@ class Ownership(_Numbered):
 class Part:
     """A range of a file's bytes, stored as one object.
 
-    ``size`` is in bytes. ``sha256``: in sealed versions.
+    ``size`` is in bytes. ``sha256`` is empty unless the version is sealed.
     """
 
     name: str
@@ -120,7 +113,7 @@ class Part:
 
     @classmethod
     def from_json(cls, data: Json) -> Part:
-        """Raises TypeError or ValueError if a value cannot be one of ours."""
+        """Raises TypeError or ValueError if this package cannot have written a value."""
         part = cls(**data)
         if (
             not _OBJECT.fullmatch(part.name)
@@ -165,7 +158,7 @@ class Manifest:
         return {part.name for part in self.parts()}
 
     def to_json(self) -> bytes:
-        """Without ``when``, it is uploaded now."""
+        """Returns the manifest as JSON, with the time of now if ``when`` is empty."""
         files = {name: [part.to_json() for part in parts] for name, parts in self.files.items()}
         answers = [part.to_json() for part in self.answers]
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -182,13 +175,13 @@ class Manifest:
 
     @classmethod
     def from_json(cls, body: bytes, where: str) -> Manifest:
-        """Checks all values that are used, because others may have written to the mirror.
+        """Reads a manifest, and checks all values: others may have written to the mirror.
 
         Args:
             where: the manifest's URL.
 
         Raises:
-            Damaged: it names something that a version never holds.
+            Damaged: the manifest is damaged, or names an object or file that no version holds.
             VersionMismatch: a newer version of this program wrote it.
         """
         try:
@@ -224,7 +217,7 @@ class Manifest:
 
 
 def contains_version(owner: Json, version: Version) -> bool:
-    """Whether this owner's local checkpoint holds all that the version holds."""
+    """Whether the local checkpoint of an owner holds all work of a version."""
     if version.nonce == owner["nonce"]:
         return True
     earlier = owner.get("earlier", {})
@@ -264,7 +257,7 @@ def decode_answers(data: bytes) -> Iterator[CachedRequest]:
 
 
 def in_threads(call: Callable[..., T], *items: Iterable[object]) -> list[T]:
-    """Object stores answer each request after tens of milliseconds, and many at once."""
+    """Calls an object store in threads: each request takes tens of milliseconds."""
     with ThreadPoolExecutor(32) as threads:
         return list(threads.map(call, *items))
 
@@ -273,83 +266,12 @@ class Damaged(Exception):
     """A manifest is damaged, or both copies of an object are missing or damaged."""
 
 
-# seals ------------------------------------------------------------------------------------------
-
-_LEAST_CHARACTERS = 16
-_SEALED = re.compile(rb'(?s)(\{.*),"hmac":"([0-9a-f]{64})"\}')
-
-
-class Seal:
-    """Adds and checks the seals of one rank's versions. Without a key it adds none.
-
-    Args:
-        url: URL of the rank's folder on the remote.
-
-    Raises:
-        ConfigError: the key is too short.
-    """
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        # Not the whole URL: a mirror may be moved, and another node may mount it elsewhere.
-        self._place = layout.RankAddress.of(url)
-        self._key = Secret(os.environ.get(MIRROR_KEY_VARIABLE, ""))
-        self.is_on = MIRROR_KEY_VARIABLE in os.environ
-        """Whether there is a key."""
-        if self.is_on and len(self._key.reveal()) < _LEAST_CHARACTERS:
-            raise ConfigError(
-                f"{MIRROR_KEY_VARIABLE}: a key has at least {_LEAST_CHARACTERS} characters "
-                "(`openssl rand -hex 32` makes one). Unset the variable to mirror without a key."
-            )
-
-    def add(self, name: str, body: bytes) -> bytes:
-        """Returns the manifest's JSON with its seal, if there is a key.
-
-        ``name``: of the version's object.
-        """
-        if not self.is_on:
-            return body
-        return b'%s,"hmac":"%s"}' % (body[:-1], self._digest(name, body).encode())
-
-    def check(self, name: str, body: bytes) -> None:
-        """Checks a manifest that is about to be trusted.
-
-        Raises:
-            CheckpointCorrupt: it has no seal, or another one, and there is a key.
-            ConfigError: it has a seal, and there is no key.
-        """
-        sealed = _SEALED.fullmatch(body)
-        which = f"{self._url}/{name}"
-        if not self.is_on:
-            if sealed is not None:
-                raise ConfigError(
-                    f"{MIRROR_KEY_VARIABLE} is not set, but {which} is sealed with a key. Export "
-                    "the key where the tasks run. To go on without a key, remove the mirror, and "
-                    "continue from the local folder."
-                )
-        elif sealed is None:
-            raise CheckpointCorrupt(
-                f"{which} is not sealed, although {MIRROR_KEY_VARIABLE} is set: anybody who can "
-                "write to the mirror may have made it. If it was made before you had a key, and "
-                "you trust it, start once without the key, and then with it: what is uploaded "
-                "from then on is sealed. Otherwise remove this version."
-            )
-        elif not hmac.compare_digest(self._digest(name, sealed[1] + b"}").encode(), sealed[2]):
-            raise CheckpointCorrupt(
-                f"{which} is not sealed with the key in {MIRROR_KEY_VARIABLE}, or not for this "
-                "task and version: it was made with another key, changed, or moved there. Set the "
-                "key that made it, or remove this version."
-            )
-
-    def _digest(self, name: str, body: bytes) -> str:
-        message = f"datatrove-ckpt mirror 1\n{self._place}\n{name}\n".encode() + body
-        return hmac.digest(self._key.reveal().encode(), message, "sha256").hex()
-
-
 # versions ---------------------------------------------------------------------------------------
 
 
 class Versions:
+    """Reads and writes the objects and manifests of one rank's mirror."""
+
     def __init__(self, url: str) -> None:
         self.store = ObjectStore(url)
         self.url = self.store.url
@@ -376,10 +298,10 @@ class Versions:
     def newest(
         self, versions: list[Version], use: Callable[[Version], T], problems: list[str]
     ) -> T | None:
-        """Returns what ``use`` returns for the newest version that is not damaged; None if all are.
+        """Returns ``use(version)`` of the newest version that is intact; None if all are damaged.
 
         Args:
-            problems: gets what is wrong with the newer ones.
+            problems: gets a description of each damaged version.
         """
         for version in reversed(versions):
             try:
@@ -389,14 +311,16 @@ class Versions:
         return None
 
     def read_manifest(self, version: Version, trusted: bool = False) -> Manifest:
-        """Args:
+        """Reads the manifest of a version.
+
+        Args:
             trusted: check the seal first, because the version is restored.
 
         Raises:
-            Damaged: it is missing or damaged.
+            Damaged: the manifest is missing or damaged.
             CheckpointCorrupt, ConfigError: see ``Seal.check``.
-            VersionMismatch: a newer version of this program wrote it. Older ones lack work, so none
-                of them is tried.
+            VersionMismatch: a newer version of this program wrote it. The caller tries no older
+                manifest, which would lack work.
         """
         body = unseal(self.store.read(version.file, 64 * 2**20) or b"")
         if body is None:
@@ -417,10 +341,10 @@ class Versions:
         return Part(name, len(data), str(xxhash.xxh3_128_hexdigest(data)), strong)
 
     def read_object(self, part: Part) -> bytes:
-        """Returns the part's bytes, from whichever copy is intact.
+        """Returns the part's bytes from an intact copy.
 
         Raises:
-            Damaged: neither is.
+            Damaged: neither copy is intact.
         """
         for folder in ("objects", "copies"):
             data = self.store.read(f"{folder}/{part.name}", part.size)
@@ -434,7 +358,7 @@ class Versions:
         raise Damaged(f"object {part.name} is missing or damaged, and so is its copy")
 
     def list_objects(self) -> set[tuple[str, str]]:
-        """Returns folder and name of every object, of both copies. Foreign names are left out."""
+        """Returns folder and name of both copies of all objects. Omits foreign names."""
         names = (
             (folder, name) for folder in ("objects", "copies") for name in self.store.names(folder)
         )
@@ -449,7 +373,7 @@ _SMALL_PART_BYTES = 8 * 2**20
 
 
 class Uploads:
-    """The parts that are uploaded, and the versions made of them.
+    """Uploads parts, and makes versions of them.
 
     For each version: ``start_version``, then ``add`` and ``add_answers`` with what is new, then
     ``publish``. Unpublished parts stay for the next version. Objects of earlier owners are not
@@ -458,7 +382,7 @@ class Uploads:
 
     def __init__(self, versions: Versions) -> None:
         self.last_answer = 0
-        """Number of the last answer that is uploaded."""
+        """The number of the last answer that was uploaded."""
         self.owns_mirror = False
         """Whether this process has taken ownership of the mirror."""
         self._versions = versions
@@ -479,9 +403,7 @@ class Uploads:
         return sum(part.size for part in self._files.get(name, ()))
 
     def compact(self) -> None:
-        """Forgets small parts where there are many of them, so that they are uploaded again as
-        one.
-        """
+        """Forgets the small last parts of files with many parts. They are uploaded again as one."""
         for parts in self._files.values():
             if len(parts) >= _MAX_PARTS:
                 while parts and parts[-1].size < _SMALL_PART_BYTES:
@@ -547,22 +469,21 @@ class Uploads:
         return str(self._run["owner"]["nonce"])
 
     def publish(self, finished: bool) -> bool:
-        """Makes a version of the uploaded parts, unless nothing has changed, and removes what is no
-        longer needed.
+        """Makes a version of the uploaded parts, and removes old versions and objects.
 
-        Returns whether there is a new version.
+        Returns False if nothing has changed, so that there is no new version.
 
         Raises:
             Fenced: another process has taken ownership of the mirror.
         """
         files = {name: list(parts) for name, parts in self._files.items()}
         manifest = Manifest(self._run, files, [part for part, _ in self._answers], finished)
-        # Also if nothing has changed: a fenced process must stop.
+        # Even without changes: a process that lost the mirror must stop.
         ownerships, versions = self.list_as_owner()
         if manifest == self._published:
             return False
         if self._published is None:
-            # What earlier owners left. Those that still run stop when they see our ownership.
+            # Earlier owners left these. An owner that still runs stops when it finds our ownership.
             for version in versions:
                 with suppress(Damaged):
                     self._kept[version] = self._versions.read_manifest(version).object_names()
@@ -572,9 +493,8 @@ class Uploads:
         self._published = manifest
         self._kept[new] = manifest.object_names()
         try:
-            # Only what was listed before is removed. If the owner is still this process, all of
-            # that is older than the next owner, however long this process pauses before the
-            # removals.
+            # Only objects of the first listing are removed. If this process is still the owner,
+            # they are older than the next owner, however long this process pauses before a removal.
             self.list_as_owner()
             self._collect_garbage([version for version in versions if version < new], ownerships)
         except OSError as error:
@@ -588,21 +508,23 @@ class Uploads:
         """Returns the next version; the first number of an owner skips one number per earlier
         owner.
 
-        An earlier owner that listed the mirror before may still write one version, and ours must be
-        newer. An earlier owner's first version skips fewer numbers.
+        An earlier owner that has listed the mirror may still write one version. Ours must be newer,
+        so it skips more numbers than that owner did.
         """
         if not self._number_floor:
             highest = max((version.number for version in versions), default=0)
             self._number_floor = highest + self._ownership.number
-        # Listings lag.
+        # A listing may lack our last versions.
         own = [
             version.number for version in {*versions, *self._kept} if version.nonce == self._nonce
         ]
         return Version(1 + max([self._number_floor, *own]), self._nonce)
 
     def list_as_owner(self) -> tuple[list[Ownership], list[Version]]:
-        """Raises:
-        Fenced: another process has taken ownership.
+        """Lists ownerships and versions.
+
+        Raises:
+            Fenced: another process has taken ownership.
         """
         ownerships, versions = self._versions.listing()
         if ownerships and ownerships[-1] > self._ownership:
@@ -626,7 +548,7 @@ class Uploads:
             self._versions.store.delete(ownership.file)
         self._kept = {version: self._kept[version] for version in keep}
         needed = set().union(*self._kept.values())
-        for found in sorted(self._garbage):
-            if found[1] not in needed:
-                self._versions.store.delete("/".join(found))
-                self._garbage.discard(found)
+        for folder, name in sorted(self._garbage):
+            if name not in needed:
+                self._versions.store.delete(f"{folder}/{name}")
+                self._garbage.discard((folder, name))

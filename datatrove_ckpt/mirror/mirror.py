@@ -222,7 +222,7 @@ class RemoteMirror:
                 self._uploads.list_as_owner()
             except (OSError, ConfigError) as error:  # the next upload says so
                 self._failure = retrying.failure_line(error)
-                if isinstance(error, OSError) and retrying.STORAGE.passes(error):
+                if isinstance(error, OSError) and retrying.STORAGE.is_transient(error):
                     return
             self._known_until = now + _SEEN_SECONDS
             self._answers = True
@@ -244,7 +244,7 @@ class RemoteMirror:
                     "Log in (hf auth login) where the run was started, and run the same command "
                     "again."
                 ) from error
-            is_final = isinstance(error, OSError) and not retrying.STORAGE.passes(error)
+            is_final = isinstance(error, OSError) and not retrying.STORAGE.is_transient(error)
             if is_final and self._looks and not self._is_owned:
                 raise self._without_version() from error
             if not self._given_up:

@@ -14,7 +14,7 @@ from datatrove.io import DataFolder
 
 from datatrove_ckpt.common.lazy import pa
 from datatrove_ckpt.errors import ConfigError, InputError
-from datatrove_ckpt.readers.block_file import FileIndex, Group, TableFile, changed, opened
+from datatrove_ckpt.readers.block_file import FileIndex, Group, TableFile, changed_error, open_input
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.extent import FileExtent
 
@@ -34,7 +34,7 @@ class ArrowBlocks(TableFile):
             if self._is_local:
                 self._source = pa.memory_map(folder.resolve_paths(name))
             else:
-                self._source = opened(folder, name)
+                self._source = open_input(folder, name)
             try:
                 self._is_stream = is_stream(self._source, name)
                 open_table = pa.ipc.open_stream if self._is_stream else pa.ipc.open_file
@@ -51,12 +51,12 @@ class ArrowBlocks(TableFile):
         with naming_damage(self.name):
             return self._index_of(self._groups())
 
-    def let_go(self) -> None:
+    def drop_buffers(self) -> None:
         self._last = (None, None)
 
     def close(self) -> None:
         self._readers = {}
-        self.let_go()
+        self.drop_buffers()
         self._source.close()
 
     def _parts(self, first: int, extent: FileExtent) -> Iterator[tuple[int, int, int]]:
@@ -121,10 +121,10 @@ class ArrowBlocks(TableFile):
             chosen = tuple(columns)
         key = (part, chosen)
         if self._last[0] != key:
-            self.let_go()  # not two batches at once
+            self.drop_buffers()  # not two batches at once
             batch = self._batch(part, chosen)
             if batch.num_rows != self.groups[part].rows:
-                raise changed(self.name)
+                raise changed_error(self.name)
             self._last = (key, batch)
         return pa.Table.from_batches([self._last[1].slice(row, rows)])
 
@@ -134,7 +134,7 @@ class ArrowBlocks(TableFile):
             self._source.seek(group.start)
             message = pa.ipc.read_message(self._source)
             if message.type != "record batch" or message.body.size != group.bytes:
-                raise changed(self.name)
+                raise changed_error(self.name)
             return pa.ipc.read_record_batch(message, self.schema)
         if not columns:
             return self._reader.get_batch(number)

@@ -58,7 +58,7 @@ from datatrove_ckpt.readers.positions import (
 )
 
 READER_VERSION = 1
-_LOGGED = 5  # rows that cannot be read
+_LOGGED = 5  # so many damaged rows are logged
 
 USUAL_KEYS = {"text_key": "text", "id_key": "id"}
 """The options that decide what a row becomes, and their defaults.
@@ -97,13 +97,13 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     seek. A subclass that does not set it may keep state.
     """
     suffixes: ClassVar[str] = ""
-    """Of its files' names, for the short form."""
+    """The suffixes of its files' names, for the short form."""
     has_rows: ClassVar[bool] = True
-    """Whether a file has rows or lines, and is not a document, or pages, itself."""
+    """Whether a file has rows or lines. Otherwise it is a document, or pages."""
     grows: ClassVar[bool] = False
     """Whether a file may get more lines while it is read, and later."""
     has_types: ClassVar[bool] = False
-    """Whether columns have types of their own."""
+    """Whether the format gives columns types."""
     _order_options: ClassVar[tuple[str, ...]] = (
         "shuffle_seed",
         "skip",
@@ -161,8 +161,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         self._next_state = state_dict
 
     def may_keep_state(self) -> list[str]:
-        """Returns the names of what may keep state from one document to the next: a class of the
-        user, or an adapter.
+        """Returns the names of the user's classes and adapters that may keep state between
+        documents.
         """
         kind = type(self)
         if "format" not in vars(kind):
@@ -230,7 +230,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 fields["text"] = metadata.pop("text", None) or ""
         elif not fields.get("text"):
             return None
-        # datatrove's Document and its statistics accept no such text.
+        # datatrove's Document and its statistics need a text with a length that is not bytes.
         if not hasattr(fields["text"], "__len__") or isinstance(fields["text"], bytes):
             raise DocumentNotSerializable(
                 f"The document {fields.get('id')!r} of the input file {source_file!r} has a text "
@@ -262,13 +262,13 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def documents_of(
         self, name: str, blocks: Iterable[RowBlock], number: int = 0, task: str = ""
     ) -> FileRead:
-        """Makes the documents of rows.
+        """Makes documents of rows. Yields each with the place after its row.
 
         Args:
-            number: documents of the file before, where the default ids are such numbers; places
-                then end with them.
-            task: begins the default ids of a dataset, which number the documents of all its shards;
-                places do without them.
+            number: the documents of the file so far: the next default id, if rows have no ids of
+                their own. It then ends each place.
+            task: begins the default ids of a dataset, which number the documents of all its shards.
+                Places then lack the number.
         """
         make = self.get_document_from_dict
         seconds = 0.0
@@ -304,18 +304,19 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def skip_damaged(
         self, file: str, where: str, bad: BadRow, in_training: bool = False
     ) -> Document | SkippedLines:
-        """Counts a line or row that cannot be read, and returns what stands for it.
+        """Counts a line or row that cannot be read, and returns its substitute.
 
-        Raises DamagedLine: there are more of them than may be left out.
+        Raises:
+            DamagedLine: there are more of them than ``max_skipped`` allows.
         """
         self._damaged_rows += 1
-        most = self.max_skipped
-        if in_training:  # which reads lines in each epoch
-            most = None
+        allowed = self.max_skipped
+        if in_training:  # each epoch reads the line again
+            allowed = None
         if self.stop_on_bad_line:  # also in pickles of earlier releases
-            most = 0
+            allowed = 0
         error, begin = bad
-        if most is not None and self._damaged_rows > most:
+        if allowed is not None and self._damaged_rows > allowed:
             if begin:
                 begin = f", in {begin!r}"
             problem = str(error).removesuffix(".")
@@ -340,8 +341,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 yield document
 
     def schemas(self) -> Iterable[tuple[str, Any]]:
-        """Yields the name and Arrow schema of each input file, if the format has schemas, or what
-        ``types`` declares.
+        """Yields the name and Arrow schema of each input file, if the format has schemas; otherwise
+        the schema that ``types`` declares.
         """
         if self.types is None:
             return ()
@@ -369,16 +370,16 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     ) -> Iterator[Document]:
         state = self._checked_state(start.state, shard)
         digest = Digest()
-        documents = before = 0
-        passed = 0  # documents that ``skip`` leaves out
+        documents = documents_before = 0  # all so far, and those of the files before
+        omitted = 0  # documents that ``skip`` leaves out
         file_position: FilePosition = ()
         if state is not None:
             digest = inputs.check_before(state)
             file_position = tuple(state["at"])
             self._check_current_file(inputs, digest.files, state["file"], file_position)
             documents = state["documents"]
-            before = int(state["file"].get("first", documents))
-            passed = self.skip
+            documents_before = int(state["file"].get("first", documents))
+            omitted = self.skip
         extent = InputExtent(inputs, self.limit, self.data_folder.is_local())
         documents_bar = tqdm(
             total=None if self.limit == -1 else self.limit,
@@ -396,24 +397,25 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             for index in range(digest.files, len(inputs.names)):
                 if self._is_limit(documents):
                     if file_position:  # the limit was reached in this file
-                        self._end_file(inputs, index, digest, documents - before)
+                        self._end_file(inputs, index, digest, documents - documents_before)
                     break
                 if not file_position:  # else an earlier attempt has counted it
-                    before = documents
+                    documents_before = documents
                     self.stat_update("input_files")
                 name = inputs.names[index]
                 logger.info(f"Reading input file {name}, {index + 1}/{len(inputs.names)}")
-                shared = self._state_in_file(inputs, index, before, start, shard, digest)
+                shared = self._state_in_file(inputs, index, documents_before, start, shard, digest)
                 self._file_extent = FileExtent(before=digest.bytes, size=inputs.size(index))
                 file = FileState(shared, extent, self._file_extent)
                 skipped_before = start.skipped
-                place = (int(shard[0]), documents + passed)
-                for document, after in self._read_input(inputs, index, file_position, place):
+                read_before = documents + omitted
+                number = (int(shard[0]), read_before)
+                for document, after in self._read_input(inputs, index, file_position, number):
                     if isinstance(document, SkippedLines):
                         start.skipped = start.skipped + document
                         continue
-                    if passed < self.skip:
-                        passed += 1
+                    if omitted < self.skip:
+                        omitted += 1
                         continue
                     documents += 1
                     document.position = self._position = (
@@ -429,15 +431,15 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                         documents_bar.update()
                     if documents == self.limit:
                         break
-                has_documents = file_position or documents + passed > place[1]
+                has_documents = file_position or documents + omitted > read_before
                 shared_rows = inputs.row_shard != ALL_ROWS
                 start.note_skipped(name, skipped_before, bool(has_documents or shared_rows))
                 files_bar.update()
-                self._end_file(inputs, index, digest, documents - before)
+                self._end_file(inputs, index, digest, documents - documents_before)
                 file_position = ()
         start.earlier.append(str(digest))
         start.record = partial(record_reader, self, inputs, digest.files, self._is_limit(documents))
-        if not documents + passed and inputs.row_shard == ALL_ROWS:
+        if not documents + omitted and inputs.row_shard == ALL_ROWS:
             for name, damaged in start.skipped_in.items():
                 self._refuse_without_documents(name, damaged)
 
@@ -508,7 +510,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     ) -> State:
         """Makes the part of a state that all documents of one file share.
 
-        ``first``: documents before the file.
+        ``first``: the number of documents before the file.
         """
         name = inputs.names[index]
         file = {"name": shorten(name), "size": inputs.size(index), "first": first}
@@ -552,14 +554,14 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     ) -> None:
         name = inputs.names[index]
         size = inputs.known_size(index)
-        kept = size == then["size"]
-        whole = kept and not self._may_grow(name)
-        if whole and inputs.fingerprint(index) == then["hash"]:
+        has_same_size = size == then["size"]
+        has_hash = has_same_size and not self._may_grow(name)
+        if has_hash and inputs.fingerprint(index) == then["hash"]:
             return
         if self.grows:
             self._check_read_part(name, file_position)
             return
-        if kept:
+        if has_same_size:
             raise misfit(f"The input file {name!r} has changed.")
         raise misfit(f"The input file {name!r} had {then['size']} bytes, and has {size}.")
 
@@ -569,7 +571,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def _read_input(
         self, inputs: Inputs, index: int, file_position: FilePosition, number: tuple[int, int]
     ) -> FileRead:
-        """Reads file ``index``. ``number``: (rank, documents read so far)."""
+        """Reads file ``index``. ``number``: the rank, and how many documents it has read."""
         name = inputs.names[index]
         documents = file_position[-1] if file_position else 0
         return self.documents_of(name, self.blocks(name, file_position), documents)
@@ -584,7 +586,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         return self.grows and codec_of(name, self.compression) is None
 
     def _check_read_part(self, name: str, file_position: FilePosition) -> None:
-        """Raises CheckpointMismatch if the content before ``file_position`` is not what was read.
+        """Raises CheckpointMismatch if the content before ``file_position`` has changed.
 
-        Of files that may grow; others must be the same as a whole.
+        Called for files that may grow; others must be the same as a whole.
         """

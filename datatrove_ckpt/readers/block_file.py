@@ -24,7 +24,7 @@ from datatrove_ckpt.readers.input_errors import naming_hub_input, refuse_equal_n
 from datatrove_ckpt.readers.inputs import misfit
 from datatrove_ckpt.readers.positions import FilePosition, Row, RowBlock
 
-_PART_BYTES = 2**25  # of rows with pictures a thousand may be 10 GB
+_PART_BYTES = 2**25  # a thousand rows with pictures may be 10 GB
 
 Rows: TypeAlias = "pa.Table | list[Row | None]"
 """Rows of a file: a table, or for JSONL dicts, and None for a damaged line."""
@@ -33,7 +33,7 @@ Rows: TypeAlias = "pa.Table | list[Row | None]"
 class Group(NamedTuple):
     """A row group, record batch, or other part of a file that can be read alone.
 
-    ``start``: its offset in the content, if reading it takes that.
+    ``start``: its offset in the content, for formats that seek.
     """
 
     rows: int
@@ -47,7 +47,7 @@ class FileIndex:
 
     Attributes:
         groups: in the order of the file.
-        sequential: reading a part takes reading the earlier ones.
+        sequential: a part can be read only after the earlier parts.
         schema: Arrow's, serialized; empty for JSONL.
     """
 
@@ -61,6 +61,8 @@ class FileIndex:
 
 
 class BlockFile(ABC):
+    """An open file of the input, whose parts can be read alone."""
+
     name: str
     groups: tuple[Group, ...]
     expected: Sequence[int] = ()
@@ -68,7 +70,7 @@ class BlockFile(ABC):
 
     @abstractmethod
     def blocks(self, file_position: FilePosition, extent: FileExtent) -> Iterator[RowBlock]:
-        """Yields the rows after a place, and notes in ``extent`` how much of the file it is."""
+        """Yields the rows after a place, and notes the share of the file that was read."""
 
     @abstractmethod
     def index(self) -> FileIndex:
@@ -97,14 +99,16 @@ class BlockFile(ABC):
             CheckpointMismatch: the file has changed since its rows were counted.
         """
 
-    def let_go(self) -> None:  # noqa: B027 (most files keep nothing)
-        """Frees what makes the next part faster to read."""
+    def drop_buffers(self) -> None:  # noqa: B027 (most files keep nothing)
+        """Frees memory that would make the next part faster to read."""
 
     @abstractmethod
     def close(self) -> None: ...
 
 
 class TableFile(BlockFile):
+    """A file whose parts are Arrow tables."""
+
     schema: pa.Schema
 
     def read(self, first: int, rows: int, columns: Sequence[str] | None = None) -> pa.Table:
@@ -137,20 +141,22 @@ class TableFile(BlockFile):
 
     @abstractmethod
     def _parts(self, first: int, extent: FileExtent) -> Iterator[tuple[int, int, int]]:
-        """Yields number, rows and size of the parts from the ``first`` on, before each is read."""
+        """Yields number, rows and size of each part from ``first`` on, before the part is read."""
 
     @abstractmethod
     def _read(self, part: int, row: int, rows: int, columns: Sequence[str] | None) -> pa.Table:
-        """Reads so many rows of a part from ``row`` on, with at least these columns."""
+        """Reads ``rows`` rows of a part from ``row`` on, with at least these columns."""
 
     def _index_of(self, groups: Iterable[Group]) -> FileIndex:
         refuse_equal_names(self.schema.names, self.name)
-        # Without what pandas or Spark have written beside the schema.
+        # The metadata of pandas or Spark is no part of the schema.
         return FileIndex(tuple(groups), schema=bytes(self.schema.remove_metadata().serialize()))
 
 
 @dataclass(eq=False)
 class RetryingFile:
+    """A remote file whose reads are retried."""
+
     _file: IO[bytes]
     _name: str
 
@@ -161,7 +167,7 @@ class RetryingFile:
         return getattr(self._file, name)
 
 
-def opened(folder: DataFolder, name: str) -> IO[bytes]:
+def open_input(folder: DataFolder, name: str) -> IO[bytes]:
     with naming_hub_input(folder, name):
         if folder.is_local():
             return cast("IO[bytes]", folder.open(name, "rb"))
@@ -170,7 +176,7 @@ def opened(folder: DataFolder, name: str) -> IO[bytes]:
 
 
 def check_columns(found: Sequence[str], wanted: Sequence[str] | None, name: str) -> None:
-    """Raises ConfigError if a file lacks a column, which pyarrow would leave out."""
+    """Raises ConfigError if a file lacks a column, which pyarrow would silently omit."""
     if wanted is None:
         return
     missing = [column for column in wanted if column not in found]
@@ -181,7 +187,7 @@ def check_columns(found: Sequence[str], wanted: Sequence[str] | None, name: str)
         )
 
 
-def changed(name: str) -> CheckpointMismatch:
+def changed_error(name: str) -> CheckpointMismatch:
     return misfit(f"The input file {name!r} has changed since its rows were counted.")
 
 
@@ -200,7 +206,7 @@ def _python_rows(batch: pa.Table, name: str) -> list[Row]:
                 if str(values.type) in shorter:
                     values.cast(shorter[str(values.type)])
         except pa.ArrowInvalid as error:
-            raise _without_form(column, name, error) from error
+            raise _no_python_value(column, name, error) from error
     try:
         return cast("list[Row]", batch.to_pylist())
     except (OverflowError, ValueError):
@@ -208,7 +214,7 @@ def _python_rows(batch: pa.Table, name: str) -> list[Row]:
             try:
                 batch.column(column.name).to_pylist()
             except (OverflowError, ValueError) as error:
-                raise _without_form(column, name, error) from error
+                raise _no_python_value(column, name, error) from error
         raise
 
 
@@ -233,7 +239,7 @@ def _leaves(column: pa.Array) -> Iterator[pa.Array]:
         yield from _leaves(part)
 
 
-def _without_form(field: pa.Field, name: str, error: Exception) -> InputError:
+def _no_python_value(field: pa.Field, name: str, error: Exception) -> InputError:
     return InputError(
         f"The input file {name!r} has a value in the column {field.name!r}, of type {field.type}, "
         f"that Python cannot hold: {error}. Convert the column, for example to microseconds or "

@@ -149,8 +149,8 @@ class BlockInput:
         opened = self._file(file)
         opened.expected = sorted({opened.part_of(block.first)[0] for block in blocks})
 
-    def let_go(self, file: int) -> None:
-        self._file(file).let_go()
+    def drop_buffers(self, file: int) -> None:
+        self._file(file).drop_buffers()
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_opened": OrderedDict()}

@@ -303,7 +303,7 @@ def check_reachable(folder: DataFolder) -> None:
                 partial(folder.info, ""), f"The input {folder.resolve_paths('')} cannot be reached"
             )
         except Exception as error:  # whatever the file systems' libraries raise
-            if retrying.OPENING.passes(error):
+            if retrying.OPENING.is_transient(error):
                 raise
 
 

@@ -31,7 +31,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from datatrove_ckpt.common.exact_json import loads
 from datatrove_ckpt.errors import DocumentNotSerializable, InputError
 from datatrove_ckpt.readers.base import SeekingReader
-from datatrove_ckpt.readers.block_file import BlockFile, FileIndex, Group, changed
+from datatrove_ckpt.readers.block_file import BlockFile, FileIndex, Group, changed_error
 from datatrove_ckpt.readers.compressed import Content, codec_of, naming_damage, open_content
 from datatrove_ckpt.readers.declared_types import DeclaredTypes
 from datatrove_ckpt.readers.extent import FileExtent
@@ -102,7 +102,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             if line.startswith(codecs.BOM_UTF8):  # of the file, or of one that was appended to it
                 return self.parse_row(line.removeprefix(codecs.BOM_UTF8), name)
             refuse_pointer(line, name)
-            if _opens_array(line.strip()):  # else all but the last element would be damaged lines
+            if _opens_array(line.strip()):  # else each line but the last one would be damaged
                 refuse_array(self, name)
             return BadRow(error, line[:60].decode(errors="replace").rstrip())
         if not isinstance(data, dict):
@@ -124,7 +124,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
 
 
 def _decode_media(media: Any) -> None:
-    """Makes bytes of the base64 in datatrove's media objects. Anything else is left to the adapter.
+    """Decodes the base64 in datatrove's media objects, and leaves other values to the adapter.
 
     Raises:
         DocumentNotSerializable: it is no base64.
@@ -177,13 +177,13 @@ def _read_parts(file: IO[bytes], name: str) -> Iterator[bytes]:
 
 
 def _line_blocks(file: IO[bytes], name: str) -> Iterator[tuple[list[bytes], int]]:
-    """Yields lines and their size."""
+    """Yields the lines of each part, and their size."""
     unfinished = b""
     for part in _read_parts(file, name):
         content = unfinished + part
         lines = content.splitlines(keepends=True)
         unfinished = b""
-        if not part.endswith(b"\n"):  # somebody may be writing it
+        if not part.endswith(b"\n"):  # another process may be writing the line
             unfinished = lines.pop()
         yield lines, len(content) - len(unfinished)
     if unfinished:
@@ -191,18 +191,17 @@ def _line_blocks(file: IO[bytes], name: str) -> Iterator[tuple[list[bytes], int]
 
 
 def _read_late_line_end(file: IO[bytes], offset: int) -> bytes:
+    """Reads the rest of a line end that was written after the line before ``offset`` was read."""
     file.seek(offset - 1)
     last = file.read(1)
     following = file.read(2)
-    length = 0
-    if last != b"\n" and following[:1] == b"\n":
-        length = 1
-    elif last not in (b"\n", b"\r") and following[:1] == b"\r":
-        length = 1
-        if following == b"\r\n":
-            length = 2
-    file.seek(offset + length)
-    return following[:length]
+    late = b""
+    if last != b"\n" and following.startswith(b"\n"):
+        late = b"\n"
+    elif last not in (b"\n", b"\r") and following.startswith(b"\r"):
+        late = b"\r\n" if following == b"\r\n" else b"\r"
+    file.seek(offset + len(late))
+    return late
 
 
 class LineBlocks(BlockFile):
@@ -220,9 +219,9 @@ class LineBlocks(BlockFile):
         self._is_plain = codec_of(name, reader.compression) is None
         self._stack = ExitStack()
         self._file: IO[bytes] | None = None
-        self._at = 0  # offset in the content
-        self._last: tuple[int, list[bytes]] = (-1, [])  # number and lines of a part
-        self._part = b""
+        self._offset = 0  # in the content
+        self._loaded: tuple[int, list[bytes]] = (-1, [])  # number and lines of a part
+        self._loaded_bytes = b""
 
     def blocks(self, file_position: FilePosition, extent: FileExtent) -> Iterator[RowBlock]:
         offset, number = file_position[:2] or (0, 0)
@@ -310,59 +309,59 @@ class LineBlocks(BlockFile):
     def read(self, first: int, rows: int, columns: Sequence[str] | None = None) -> list[Row | None]:
         """Reads rows of a part with all of their keys."""
         number, start = self.part_of(first)
-        if self._last[0] != number:
+        if self._loaded[0] != number:
             with nullcontext() if self._is_plain else naming_damage(self.name):
-                self._last = (number, self._lines(number))
-        return [self._row(line, number) for line in self._last[1][start : start + rows]]
+                self._loaded = (number, self._load(number))
+        return [self._row(line, number) for line in self._loaded[1][start : start + rows]]
 
     def close(self) -> None:
         self._stack.close()
         self._file = None
-        self._last = (-1, [])
-        self._part = b""
+        self._loaded = (-1, [])
+        self._loaded_bytes = b""
 
-    def _lines(self, number: int) -> list[bytes]:
+    def _load(self, number: int) -> list[bytes]:
         group = self.groups[number]
-        if self._file is None or (group.start < self._at and not self._is_plain):
+        if self._file is None or (group.start < self._offset and not self._is_plain):
             self.close()
             self._file = self._stack.enter_context(self._open())
-            self._at = 0
+            self._offset = 0
         if self._is_plain:
             self._file.seek(group.start)
         else:
-            while self._at < group.start:
-                skipped = len(self._file.read(min(_SKIP_BYTES, group.start - self._at)))
+            while self._offset < group.start:
+                skipped = len(self._file.read(min(_SKIP_BYTES, group.start - self._offset)))
                 if not skipped:
-                    raise changed(self.name)
-                self._at += skipped
+                    raise changed_error(self.name)
+                self._offset += skipped
         part = self._file.read(group.bytes)
-        self._at = group.start + len(part)
-        self._part = part
+        self._offset = group.start + len(part)
+        self._loaded_bytes = part
         lines = _split(part)
-        # A line that was moved across the ends of a part shows, too.
+        # A line end that has moved across the end of the part is a change, too.
         is_whole = part.endswith(b"\n") or number == len(self.groups) - 1
         if len(part) != group.bytes or len(lines) != group.rows or not is_whole:
-            raise changed(self.name)
+            raise changed_error(self.name)
         return lines
 
     def _row(self, line: bytes, number: int) -> Row | None:
         try:
             row = loads(line)
             if type(row) is dict and "media" not in row:
-                return row  # as most lines, for which a call more would cost too much
+                return row  # most lines: a further call would cost too much
         except orjson.JSONDecodeError:
             pass
         parsed = self._reader.parse_row(line, self.name)
         if not isinstance(parsed, BadRow):
             return parsed
-        place = self.groups[number].start + self._part.find(line)
+        place = self.groups[number].start + self._loaded_bytes.find(line)
         self._reader.skip_damaged(self.name, f"the line at byte {place}", parsed, in_training=True)
         return None
 
 
 def _count_lines(part: bytes) -> int:
-    """Counts lines that are not blank: fast for most files, without blank lines and carriage
-    returns.
+    """Counts the lines that are not blank. Splits only parts with blank lines or carriage returns,
+    which few files have.
     """
     content = np.frombuffer(part, dtype=np.uint8)
     firsts = content[np.flatnonzero(content[:-1] == ord("\n")) + 1]

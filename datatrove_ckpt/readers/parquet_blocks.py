@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datatrove.io import DataFolder
 
 from datatrove_ckpt.common.lazy import pa, pq
-from datatrove_ckpt.readers.block_file import FileIndex, Group, TableFile, changed, opened
+from datatrove_ckpt.readers.block_file import FileIndex, Group, TableFile, changed_error, open_input
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.extent import FileExtent
 
@@ -56,7 +56,7 @@ class ParquetBlocks(TableFile):
         self.name = name
         self._is_local = folder.is_local()
         self._run: _GroupReading | None = None
-        self._source = opened(folder, name)
+        self._source = open_input(folder, name)
         try:
             with naming_damage(name):
                 # Pre-buffering would always read whole columns of a row group.
@@ -77,7 +77,7 @@ class ParquetBlocks(TableFile):
     def use(self, index: FileIndex) -> None:
         """Raises CheckpointMismatch if the file has other parts."""
         if index.groups != self._groups:
-            raise changed(self.name)
+            raise changed_error(self.name)
         super().use(index)
 
     def _parts(self, first: int, extent: FileExtent) -> Iterator[tuple[int, int, int]]:
@@ -93,7 +93,7 @@ class ParquetBlocks(TableFile):
         for number in self.expected[first:]:
             yield number, self._groups[number].rows, self._groups[number].bytes
 
-    def let_go(self) -> None:
+    def drop_buffers(self) -> None:
         self._run = None  # at least a page of each column and its dictionary
 
     def close(self) -> None:

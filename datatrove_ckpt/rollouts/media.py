@@ -428,7 +428,7 @@ def _read(medium: _Medium, settings: MediaSettings) -> bytes:
                 file.seek(medium.offset)
             data = bytes(file.read(size))
     except OSError as error:
-        if retrying.READING.passes(error):  # an outage is not the document's fault
+        if retrying.READING.is_transient(error):  # an outage is not the document's fault
             raise
         raise InvalidMedia(f"cannot be read: {error_text(error)}") from error
     if len(data) > _MAX_FILE_BYTES:

@@ -1,4 +1,4 @@
-"""What the ready-made rollouts have in common."""
+"""Base classes of the ready-made rollouts: their settings, and requests for answers in a form."""
 
 # No postponed annotations: the YAML loader evaluates them.
 
@@ -50,7 +50,7 @@ class ReadyMade:
     prompt_column: str | None = None
     chars_per_token: Positive | None = None
     tokenizer: str | None = None
-    # found by for_config
+    # set by for_config
     tokenizer_hash: str | None = field(default=None, init=False)
     counted_by: list[str | None] | None = field(default=None, init=False)
 
@@ -99,13 +99,14 @@ class ReadyMade:
         return getattr(self, self._token_setting) is not None
 
     def _leave_out_defaults(self) -> None:
-        for one in dataclasses.fields(self):
-            if (one.kw_only or not one.init) and vars(self).get(one.name, one) == one.default:
-                del vars(self)[one.name]
+        given = vars(self)
+        for setting in dataclasses.fields(self):
+            may_omit = setting.kw_only or not setting.init
+            if may_omit and given.get(setting.name, setting) == setting.default:
+                del given[setting.name]
 
     def for_config(self, config: InferenceConfig) -> Self:
-        """Returns a copy with what it needs of the config and the model's files, as part of its
-        identity.
+        """Returns a copy that fits the config and the model's files, which its identity then names.
 
         Raises:
             ConfigError: a file of the model is missing, or the settings do not go together.
@@ -135,10 +136,10 @@ class ReadyMade:
         )
 
     def prepare(self) -> None:
-        """Reads the tokenizer before any document, which would not be at fault.
+        """Reads the tokenizer before any document, so that its errors are not a document's.
 
         Raises:
-            ConfigError: it cannot be read, or is another one.
+            ConfigError: the tokenizer cannot be read, or has changed.
         """
         if self.counted_by is not None:
             self._counter()
@@ -166,11 +167,11 @@ class ReadyMade:
         return source
 
     def _params(self) -> Payload:
-        # They are a positional field of subclasses.
+        # Subclasses have ``generation_params`` as a positional field.
         return {**(getattr(self, "generation_params", None) or {})}
 
     def value_of(self, result: object) -> object:
-        """Returns what the result puts into the column of the answers."""
+        """Returns the value of a result in the column of answers."""
         return value_of(result)
 
 
@@ -179,7 +180,7 @@ class WholeText(ReadyMade):
     """The settings of rollouts whose requests are whole documents."""
 
     max_prompt_tokens: Count | Literal["auto"] | None = None
-    # found by for_config
+    # set by for_config
     prompt_tokens: int | None = field(default=None, init=False)
 
     _token_setting = "max_prompt_tokens"
@@ -190,7 +191,7 @@ class WholeText(ReadyMade):
             self.prompt_tokens = self._left_for_the_prompt(config)
 
     def _left_for_the_prompt(self, config: InferenceConfig) -> int:
-        """Returns the tokens for the prompt, if the answer takes none."""
+        """Returns the number of tokens for the prompt. Here, answers take no tokens."""
         return max(1, config.model_max_context - 8)  # for special tokens, such as [CLS]
 
     async def _filled_text(self, template: str, document: Document) -> str:
@@ -229,7 +230,7 @@ class WholeText(ReadyMade):
 
 @dataclass(kw_only=True)
 class OneRequest(WholeText):
-    """The settings of rollouts whose answers are texts: their form."""
+    """The settings of rollouts whose answers are texts, which may have a form."""
 
     json_schema: JsonObject | None = None
     regex: str | None = None
@@ -238,7 +239,7 @@ class OneRequest(WholeText):
     show_error: bool = False
     invalid_answer: Literal["fail", "drop"] = "fail"
     engine: str | None = None
-    # found by for_config
+    # set by for_config
     form_for: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -286,7 +287,7 @@ class OneRequest(WholeText):
             )
         left = config.model_max_context - int(answer)
         if config.use_chat:
-            left -= 64  # for the chat template
+            left -= 64  # reserved for the chat template
         if left < 1:
             raise ConfigError(
                 f"max_prompt_tokens: max_tokens of {answer} leaves no room for a prompt in "
@@ -300,10 +301,10 @@ class OneRequest(WholeText):
         return {**super()._params(), **self.form.fields(self.form_for or self.engine or "none")}
 
     async def _ask(self, generate: Generate, payload: Payload) -> InferenceResult | None:
-        """Returns a valid answer, or None if there is none and invalid answers are dropped.
+        """Returns a valid answer; None if no answer is valid and ``invalid_answer`` is "drop".
 
         Raises:
-            InvalidAnswer: there is none.
+            InvalidAnswer: no answer is valid.
         """
         if not self.form.kind or self.form_for == CANNED:
             return await generate(payload)
@@ -328,12 +329,12 @@ class OneRequest(WholeText):
         generate: Generate,
         payload: Payload,
     ) -> InferenceResult | None:
-        """``_ask`` for any form.
+        """Does what ``_ask`` does, for any form.
 
         Args:
-            read: the answer's text without what surrounds it, and what is wrong with it.
-            form: the setting that says the form.
-            shows: a further attempt shows the model its answer.
+            read: extracts the text of an answer. Also returns what is wrong with it, or "".
+            form: the name of the setting with the form.
+            shows: whether a further attempt shows the model its invalid answer.
         """
         last = ""
         for _ in range(self.answer_attempts):
@@ -357,7 +358,7 @@ class OneRequest(WholeText):
 
 
 def value_of(result: object) -> object:
-    """Returns an answer's text, or the JSON of a path; another result as it is."""
+    """Returns the text of an answer, or the JSON of a path's answer; other results as they are."""
     if isinstance(result, InferenceResult):
         return getattr(result, "answer", None) or result.text
     return result

@@ -24,7 +24,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity, compare
 from datatrove_ckpt.checkpoint.layout import is_journal
-from datatrove_ckpt.claims.claims import refuse_for_claims
+from datatrove_ckpt.claims.stores import refuse_for_claims
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import no_bars_in_logs
 from datatrove_ckpt.common.launchers import launcher
@@ -41,8 +41,8 @@ class RunnerPlan:
 
     Attributes:
         index: its place in the pipeline.
-        before: the steps since the runner before it, which passes no documents on.
-        copy: of the mirror of its checkpoints, where the ranks run as jobs.
+        before: the steps between the previous runner, which passes no documents on, and this one.
+        copy: the folder with a copy of the mirror, if the ranks run as jobs.
     """
 
     plan: RunPlan
@@ -53,8 +53,9 @@ class RunnerPlan:
 
     @property
     def root(self) -> Path | None:
-        """The checkpoints on this machine; None without checkpoints, or with variables that are set
-        elsewhere.
+        """The checkpoints on this machine.
+
+        None without checkpoints, or if only other machines set a variable in the path.
 
         Raises:
             ConfigError: a variable in it is not set, and the tasks run here.
@@ -87,18 +88,17 @@ class RunPlan:
     """A job, as any datatrove executor describes it.
 
     Attributes:
-        name: of the executor's class.
-        local_ranks: those that this executor runs; the others belong to executors on other
-            machines.
+        name: the name of the executor's class.
+        local_ranks: the ranks of this executor. Executors on other machines run the other ranks.
         is_local: the tasks run on this machine.
-        as_jobs: they run on disks that no other machine sees.
-        submits: ``run`` submits them, and does no work, as it does in an element of an array.
-        workers: as given; -1: one for each task.
-        depends: the job that comes first.
+        as_jobs: the tasks run on disks that no other machine can read.
+        submits: ``run`` only submits the tasks, unless it runs in an element of an array.
+        workers: the executor's number of workers; -1: one for each task.
+        depends: the job that must run before this one.
         waits: another job has yet to create the input.
-        runners: in the order of the pipeline.
-        listed: names of the input files before the run, by their reader.
-        for_doctor: its checks change nothing. They try and read what a run finds out by itself.
+        runners: the runners in the order of the pipeline.
+        listed: the names of the input files before the run, by their reader.
+        for_doctor: the checks change nothing, and also read and try what a run would find out.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class RunPlan:
         no_bars_in_logs()
 
     def place(self, index: int) -> str:
-        """Returns what stands before the subjects of a step's checks, if there are several."""
+        """Returns the prefix for the subjects of a step's checks; "" with a single runner."""
         if len(self.runners) > 1:
             return f"pipeline[{index}] "
         return ""
@@ -170,7 +170,7 @@ class RunPlan:
                 )
 
     def check_executor(self) -> None:
-        """Makes the executor's own checks, see ``JobsPipelineExecutor.check``."""
+        """Runs the executor's own checks, see ``JobsPipelineExecutor.check``."""
         if hasattr(self._executor, "check"):  # datatrove's executors have none
             self._executor.check(self)
 
@@ -191,8 +191,9 @@ class RunPlan:
 
     @contextmanager
     def with_mirrors(self) -> Iterator[RunPlan]:
-        """Yields the plan for checks on this machine: where ranks run as jobs, with copies of their
-        mirrors, which errors name by their URLs.
+        """Yields a plan for checks on this machine.
+
+        If ranks run as jobs, it has copies of their mirrors. Errors name these by their URLs.
         """
         if not self.as_jobs:
             yield self
@@ -215,12 +216,15 @@ class RunPlan:
     def incomplete(
         self, ranks: Iterable[int] | None = None, skip_completed: bool | None = None
     ) -> list[int]:
-        """Returns the ranks that would run, now. ``skip_completed``: as the executor has it if
-        None.
+        """Returns the ranks that would run now.
+
+        Args:
+            ranks: the ranks to consider; None: all.
+            skip_completed: None: the setting of the executor.
         """
         if ranks is None:
             ranks = range(self.tasks)
-        with naming_hub():  # a run looks there first
+        with naming_hub():  # the first request of a run
             found: list[int] = self._executor.get_incomplete_ranks(ranks, skip_completed)
         return found
 
@@ -231,7 +235,7 @@ class RunPlan:
         return None
 
     def completed(self) -> list[int]:
-        """Returns the ranks of this executor that have a marker, so that they do not run."""
+        """Returns the ranks of this executor that do not run, because they have a marker."""
         return sorted({*self.local_ranks}.difference(self.incomplete(self.local_ranks)))
 
     def forget(self, rank: int) -> None:
@@ -240,13 +244,13 @@ class RunPlan:
             self.logging_dir.rm(name)
 
     def forget_completed(self) -> None:
-        """Removes the markers of complete ranks that run again, which would hide failures."""
+        """Removes the markers of complete ranks that run again. They would hide a failure."""
         again = self.incomplete()
         for rank in set(again) - set(self.incomplete(again, skip_completed=True)):
             self.forget(rank)
 
 
-# What is wrong by the settings alone --------------------------------------------------------------
+# checks of settings -------------------------------------------------------------------------------
 
 
 def check_steps(plan: RunPlan) -> None:
@@ -315,7 +319,7 @@ def _check_order(pipeline: Sequence[object]) -> None:
 
 
 def lost_with_disk(plan: RunPlan, is_kept: Callable[[str], bool]) -> list[str]:
-    """Returns the settings that name something on the disk of a machine that is lost with it.
+    """Returns the settings with a path on a disk that is lost with its machine.
 
     Args:
         is_kept: whether a folder outlives the machine.
@@ -350,7 +354,7 @@ def lost_with_disk(plan: RunPlan, is_kept: Callable[[str], bool]) -> list[str]:
 
 
 def note_workers(workers: int, tasks: int) -> None:
-    """Says so if some workers will have no task."""
+    """Logs that some workers will have no task."""
     if workers > tasks:
         logger.info(
             f"workers is {workers}, but there is work for {tasks}: one worker runs each task. For "
@@ -359,7 +363,7 @@ def note_workers(workers: int, tasks: int) -> None:
 
 
 def refuse_without_claims(plan: RunPlan) -> None:
-    """Raises ConfigError if claims cannot lie in ``logging_dir``, or protect nothing."""
+    """Raises ConfigError if ``logging_dir`` cannot hold claims, or no checkpoint backs them."""
     refuse_for_claims(plan.logging_dir.resolve_paths(""))
     for runner in plan.runners:
         if runner.step.checkpoints_local_dir is None:

@@ -43,7 +43,8 @@ from datatrove_ckpt.checkpoint.ledger import (
 from datatrove_ckpt.checkpoint.limits import Limits, RunTotals, noted_limits
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.numbers import Buckets, Rates, RunNumbers
-from datatrove_ckpt.claims.claims import Claimant, claimants, given_up, open_store
+from datatrove_ckpt.claims.claims import Claimant, claimants, given_up
+from datatrove_ckpt.claims.stores import open_store
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import duration, plural, without_flag
 from datatrove_ckpt.common.time_left import time_left

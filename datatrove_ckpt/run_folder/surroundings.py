@@ -1,4 +1,4 @@
-"""What a job needs: settings that fit each other, folders, input, servers, prompts, a writer."""
+"""Checks what a job needs: settings that fit each other, folders, input, servers, a writer."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def check_hub(plan: RunPlan) -> None:
 
 
 def check_access_of(runner: RunnerPlan, hub: HubFolder) -> str:
-    """Returns what was found. See ``check_access``."""
+    """Checks access to a repository. Returns what ``check_access`` returns."""
     private = None
     if runner.root is None or not has_commits(runner.root):
         private = getattr(runner.step.output_writer, "private", None)
@@ -77,12 +77,13 @@ def check_access_of(runner: RunnerPlan, hub: HubFolder) -> str:
 
 _COMMITS_PER_HOUR = 128  # what the hub allows to a free account
 _CHARACTERS_PER_TOKEN = 4
-_ONLY_HERE = re.compile(r"//(localhost|127\.|0\.0\.0\.0|\[::1?\])")
+_LOOPBACK = re.compile(r"//(localhost|127\.|0\.0\.0\.0|\[::1?\])")
 
 
 def surroundings(plan: RunPlan) -> Iterator[Finding]:
-    """Checks what a job needs: settings, folders, input, and what its servers need. For doctor, it
-    also tries the folders, reads the first documents and asks the endpoints.
+    """Checks settings, folders and input of a job, and what its servers need.
+
+    For doctor, it also tries the folders, reads the first documents and asks the endpoints.
     """
     yield from about("pipeline", check_steps, plan)
     yield from about("pipeline", plan.check_executor)
@@ -139,8 +140,10 @@ def refuse_file(setting: str, folder: str | Path) -> None:
 
 def _check_prompt(runner: RunnerPlan, sample: list[Document]) -> Iterator[Finding]:
     if sample and runner.index == 1:  # a later step gets what the steps before it have changed
-        # Rollouts may change fields, whose values may be large, or not be copied at all.
-        copies = (replace(one, metadata={**one.metadata}) for one in (sample[0], *sample))
+        # Rollouts may change fields. The copies are shallow: a value may be large, or not copyable.
+        copies = (
+            replace(document, metadata={**document.metadata}) for document in (sample[0], *sample)
+        )
         first, *documents = copies
         check_first(runner.step, first)
         if runner.step.on_document_error == "stop":
@@ -152,18 +155,19 @@ def _check_prompt(runner: RunnerPlan, sample: list[Document]) -> Iterator[Findin
 def _costs(step: Step, documents: Sequence[Document]) -> Iterator[Finding]:
     """Estimates what documents cost, from the texts of the first ones."""
     answer = max_tokens_of(step.model.default_generation_params)
-    sent = []
+    requests = []
     for document in documents:
         usage = {
             "prompt_tokens": len(document.text) // _CHARACTERS_PER_TOKEN,
             "completion_tokens": answer,
         }
         request = NotedRequest(document.text, usage=usage)
-        sent.append([request] * step.model.rollouts_per_document)
-    found = [" ".join(row) for row in costs(step, sent, [1] * len(sent), ROUND_NUMBER)]
-    if found:
+        requests.append([request] * step.model.rollouts_per_document)
+    counts = [1] * len(requests)
+    rows = [" ".join(row) for row in costs(step, requests, counts, ROUND_NUMBER)]
+    if rows:
         text = (
-            f"of {ROUND_NUMBER:,} documents: {'; '.join(found)}, if each takes one request, of the "
+            f"of {ROUND_NUMBER:,} documents: {'; '.join(rows)}, if each takes one request, of the "
             f"tokens of its text and {answer} of an answer (max_tokens). `run --sample` measures "
             "them."
         )
@@ -171,8 +175,9 @@ def _costs(step: Step, documents: Sequence[Document]) -> Iterator[Finding]:
 
 
 def _check_server(runner: RunnerPlan, config: InferenceConfig) -> Iterator[Finding]:
-    """Checks that what the server needs is installed, and its key set. Starts nothing, and asks
-    endpoints for their models only for doctor.
+    """Checks that a server's packages are installed and its key is set. Starts no server.
+
+    For doctor, it also asks endpoints for their models.
     """
     as_jobs = runner.plan.as_jobs
     is_endpoint = config.server_type == "endpoint"
@@ -203,7 +208,8 @@ def _check_server(runner: RunnerPlan, config: InferenceConfig) -> Iterator[Findi
         expand_path("server_log_folder", config.server_log_folder)
     if is_endpoint and ready.state == "ok":
         yield from check_endpoints(config)
-    here = [one.url for one in config.endpoints_by_name.values() if _ONLY_HERE.search(one.url)]
+    urls = [endpoint.url for endpoint in config.endpoints_by_name.values()]
+    here = [*filter(_LOOPBACK.search, urls)]
     if as_jobs and here:
         yield Finding(
             "warning", "endpoint", f"{here[0]} is this machine, which the jobs cannot reach."

@@ -78,8 +78,8 @@ def _continued(start: DatasetState, then: DatasetState) -> DatasetState:
     """Returns the state from which a worker continues.
 
     Args:
-        start: the beginning of the worker's epoch.
-        then: a state of this worker, or of all.
+        start: the state at the beginning of the worker's epoch.
+        then: the saved state of this worker, or of all workers.
 
     Raises:
         CheckpointMismatch: the state belongs to another worker, or another order.
@@ -96,20 +96,20 @@ def _continued(start: DatasetState, then: DatasetState) -> DatasetState:
     return replace(start, order=order, done=then.done, samples=then.samples, skipped=then.skipped)
 
 
-# The limits of what becomes Python objects together.
+# Limits of the rows that are made Python objects at a time.
 _CHUNK_BYTES = 2**22
 _CHUNK_ROWS = 8192
 
 
 class Epoch(Iterator[object]):
-    """The samples of one worker: those at the positions of its slot.
+    """Iterates over the samples of one worker in one epoch.
 
     Args:
-        then: the state that the epoch continues, of this slot or of all.
-        after_end: the loaded state is of the end of the epoch before.
+        then: the saved state that the epoch continues, of this slot or of all slots.
+        after_end: the loaded state was saved at the end of the epoch before.
 
     Attributes:
-        rest: the samples behind the first one, without a call in between.
+        rest: the iterator behind ``__next__``, which saves a call for each sample.
 
     Raises:
         CheckpointMismatch: the state belongs to another slot, or another order.
@@ -130,8 +130,8 @@ class Epoch(Iterator[object]):
         self._number = number
         self._after_end = after_end
         self._topology = Topology(slot.world_size, slot.workers, dataset._batch)
-        # By rows, all workers read all blocks if rows are not shuffled or files are compressed.
-        # Then shares of whole files are better, if they are even.
+        # If rows are not shuffled or files are compressed, an order by rows makes each worker read
+        # all blocks. Then shares of whole files are better, unless they are uneven.
         shares = self._topology.slots if dataset._batch == 1 else slot.world_size
         by_rows = shares == 1 or (seed is not None and not table.is_stream.any())
         if by_rows or unevenness(table, shares) > 0.01:
@@ -147,7 +147,7 @@ class Epoch(Iterator[object]):
         self._remaining = Remaining(self._order.rows, start.done)
         columns = dataset.columns or getattr(dataset._reader, "_columns", None)
         unified = None
-        if seed is not None:  # rows of several files come together
+        if seed is not None:  # rows of several files are mixed
             unified = dataset._index.blocks.unified(columns)
         self._source = RowSource(dataset._index, self._order, columns, unified)
         mean = int(table.bytes.sum()) // max(1, table.total)
@@ -195,17 +195,17 @@ class Epoch(Iterator[object]):
                 self._source.samples(*self._places(first, last)), first
             ):
                 if sample is None:
-                    sample = self._instead_of(number)
+                    sample = self._substitute_for(number)
                     self._missing += sample is None
                 self._samples = number + 1
                 if sample is not None:
                     yield sample
 
-    def _instead_of(self, number: int) -> JsonObject | None:
-        """Returns a row in place of the worker's row with this number, which is damaged.
+    def _substitute_for(self, number: int) -> JsonObject | None:
+        """Returns a substitute for a damaged row of the worker, by its number.
 
-        Ranks that must be even get the worker's next row twice, which depends on the order alone.
-        Others: None.
+        If ranks must be even, this is the worker's next row, so it depends on the order alone.
+        Otherwise there is no substitute: None.
         """
         is_even = self._dataset._even is not None
         if not self._skipped:
@@ -217,10 +217,10 @@ class Epoch(Iterator[object]):
         self._skipped += 1
         if not is_even:
             return None
-        # The windows of the source stay open.
+        # A copy, so that the windows of the source stay open.
         others = replace(self._source, _open={})
         total = self._count
-        # Those after it, then those before it.
+        # First the rows after it, then the rows before it.
         for low in (*range(number + 1, total, self._chunk), *range(0, number, self._chunk)):
             for other in others.samples(*self._places(low, min(low + self._chunk, total))):
                 if other is not None:
@@ -228,19 +228,19 @@ class Epoch(Iterator[object]):
         raise InputError(f"None of the {total} rows of {self._slot} is a JSON object.")
 
 
-# What is made of the rows, as values that workers get pickled. Iterators here are no generators: an
-# error of a function would end these, and the rest of the epoch would be missing.
+# Stages change the samples. Workers get them pickled. They are no generators: an error of the
+# user's function would end a generator, and the rest of the epoch would be missing.
 Stage = Callable[[Iterator[Any]], Iterator[Any]]
 
 
-def _result(function: Callable[[Any], object], sample: object) -> object:
+def _apply(function: Callable[[Any], object], sample: object) -> object:
     result = function(sample)
     if isinstance(sample, dict) and isinstance(result, dict):
         return sample | result
     return result
 
 
-def _chosen(columns: Sequence[str], row: dict[str, object]) -> dict[str, object]:
+def _select(columns: Sequence[str], row: dict[str, object]) -> dict[str, object]:
     try:
         return {name: row[name] for name in columns}
     except KeyError as error:
@@ -283,7 +283,7 @@ def _column(values: list[Any]) -> object:
         return np.array(values)
     if not hasattr(values[0], "dtype") or others:
         return values
-    if len({(one.shape, one.dtype) for one in values}) > 1:
+    if len({(value.shape, value.dtype) for value in values}) > 1:
         return values
     if kind.__module__ != "torch":
         return np.stack(values)
@@ -303,7 +303,7 @@ _REMOVED = {
     "batch_size": "batch(batch_size), or shard(num_shards, index, batch_size=...)",
 }
 """Arguments of 0.2, in their order, and the methods that replace them."""
-_OF_DATASETS = {
+_ELSEWHERE = {
     "buffer_size": "window=, a number of rows or bytes",
     "generator": "seed=",
     "contiguous": "shard(num_shards, index) alone: shards take turns by the row",
@@ -314,7 +314,7 @@ _OF_DATASETS = {
     "streaming": "nothing: rows are always read as a stream",
     "drop_last": "drop_last_batch=",
 }
-"""Arguments of the methods of ``datasets`` that these have under another name, or not at all."""
+"""Arguments of the methods of ``datasets``, and what replaces them here."""
 
 
 class ReaderDataset(StatefulIterable):
@@ -365,10 +365,11 @@ class ReaderDataset(StatefulIterable):
         """Reads the Parquet, Arrow or JSON Lines files of a folder, also at s3:// or hf://.
 
         Args:
-            glob_pattern: of the files, from the folder on; None: all of their kind.
+            glob_pattern: the pattern of the files' paths below the folder; None: all files of one
+                of these formats.
 
         Raises:
-            ConfigError: there are no files, or they are of several kinds, or of another.
+            ConfigError: there are no such files, or files of several formats.
         """
         return cls(folder_reader(folder, glob_pattern))
 
@@ -389,10 +390,10 @@ class ReaderDataset(StatefulIterable):
             ConfigError: the files are not Parquet, Arrow or JSON Lines.
             InputError: there is no such dataset, configuration or split.
         """
-        refuse(others, _OF_DATASETS)
+        refuse(others, _ELSEWHERE)
         return cls(hub_reader(path, name, split, revision))
 
-    # Other rows ----------------------------------------------------------------------------------
+    # rows ----------------------------------------------------------------------------------------
 
     def shuffle(
         self, seed: int | None = None, window: int | str = "128MB", **others: object
@@ -405,7 +406,7 @@ class ReaderDataset(StatefulIterable):
                 bytes with a unit ("128MB"). No worker holds more than this, and one more part of it
                 while it reads on.
         """
-        refuse(others, _OF_DATASETS)
+        refuse(others, _ELSEWHERE)
         if seed is None:
             raise ConfigError(
                 "a number that all ranks share. Write shuffle(seed=0).", setting="seed"
@@ -432,7 +433,7 @@ class ReaderDataset(StatefulIterable):
                 turns by the batch: only the last batch of a rank is smaller, ``len(loader)`` is
                 exact, and the global batch of a step does not depend on the topology.
         """
-        refuse(others, _OF_DATASETS)
+        refuse(others, _ELSEWHERE)
         check_value("num_shards", Count, num_shards)
         check_value("batch_size", Count | None, batch_size)
         if not 0 <= index < num_shards:
@@ -444,22 +445,22 @@ class ReaderDataset(StatefulIterable):
             _batch=int(batch_size or self._batch),
         )
 
-    # Other samples -------------------------------------------------------------------------------
+    # samples -------------------------------------------------------------------------------------
 
     def select_columns(self, column_names: str | Sequence[str]) -> Self:
         """Keeps these columns. Others are not read, unless ``map`` or ``batch`` stands before."""
         if isinstance(column_names, str):
             column_names = [column_names]
         if self._stages:
-            return self._with(_stages=(*self._stages, partial(map, partial(_chosen, column_names))))
+            return self._with(_stages=(*self._stages, partial(map, partial(_select, column_names))))
         return self._with(columns=column_names)
 
     def map(self, function: Callable[[Any], object], **others: object) -> Self:
         """Gives ``function`` each sample. A dict that it returns adds columns to a row; another
         result takes the place of the row.
         """
-        refuse(others, _OF_DATASETS)
-        return self._with(_stages=(*self._stages, partial(map, partial(_result, function))))
+        refuse(others, _ELSEWHERE)
+        return self._with(_stages=(*self._stages, partial(map, partial(_apply, function))))
 
     def batch(self, batch_size: Count, drop_last_batch: bool = False, **others: object) -> Self:
         """Joins ``batch_size`` samples to one. Give the loader ``batch_size=None``.
@@ -467,13 +468,13 @@ class ReaderDataset(StatefulIterable):
         A column of numbers, or of arrays of one shape, becomes one array, another one a list. The
         workers of a loader take turns by the batch.
         """
-        refuse(others, _OF_DATASETS)
+        refuse(others, _ELSEWHERE)
         check_value("batch_size", Count, batch_size)
         batched = Batched(int(batch_size), drop_last_batch)
         return self._with(_batch=batched.size, _stages=(*self._stages, batched))
 
     def __len__(self) -> int:
-        """Returns the number of samples of this rank in an epoch. Damaged rows count."""
+        """Returns the number of samples of this rank in an epoch, including damaged rows."""
         topology = Topology(self.world_size, 1)
         count = topology.of_rank(self._index.table.total, self.rank, self._even)
         for stage in self._stages:
@@ -485,8 +486,8 @@ class ReaderDataset(StatefulIterable):
         """Sets the number of the next epoch. Call it before each epoch.
 
         Raises:
-            CheckpointMismatch: the epoch before gave nothing, because its state was of the end of
-                another one.
+            CheckpointMismatch: the last epoch gave no sample, because its state was saved at the
+                end of the epoch before it.
         """
         self._check_used(epoch)
         self._shared.set_epoch(epoch)
@@ -503,14 +504,14 @@ class ReaderDataset(StatefulIterable):
             then = DatasetState.from_json(state)
         return Epoch(self, slot, epoch, then, is_next)
 
-    # States --------------------------------------------------------------------------------------
+    # states --------------------------------------------------------------------------------------
 
     def _order(self) -> State:
         window = [self._window.rows, self._window.bytes]
         return {"shuffle_seed": self.shuffle_seed, "window": window}
 
     def _state_at(self, epoch: int, slot: Slot | None, shares: int | None) -> DatasetState:
-        """Returns the state of the beginning of an epoch."""
+        """Returns the state at the beginning of an epoch."""
         return DatasetState(
             epoch=epoch,
             order=self._order() | {"shares": shares},

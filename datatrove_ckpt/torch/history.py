@@ -1,12 +1,12 @@
-"""What a training tells people beside its steps: its settings, the signs of its ranks, its history.
+"""The files that a training writes for people: its settings, the signs of its ranks, its history.
 
-config.json      in each step: the training's settings
-.rank-RANK       when a rank last took a step, where, and its variables of NCCL
-history.jsonl    what was saved, restored, rolled back; metrics.csv: the loss curve
+    config.json      the training's settings, in each step
+    .rank-RANK       the sign of a rank: its last step, its time and host, its variables of NCCL
+    history.jsonl    events: saved, failed, restored, rolled back, not copied; metrics of steps
+    metrics.csv      the loss curve
 
 A stop loses the steps after the last save, and the training makes them again. So the metrics of a
-step take the place of those of all later steps before it in the file. Events: saved, failed,
-restored, rolled back, not copied, and metrics, which may be of each step.
+step replace those of the same and of all later steps that come before in ``history.jsonl``.
 """
 
 import csv
@@ -30,9 +30,12 @@ from datatrove_ckpt.errors import ConfigError
 
 
 def config_file(config: object) -> bytes:
-    """Returns what ``config.json`` holds of a dict, dataclass or Namespace: all but secrets.
+    """Returns the content of ``config.json`` for a dict, dataclass or Namespace, without secrets.
 
-    Returns nothing of None. Raises ConfigError if JSON cannot hold it.
+    Returns no bytes for None.
+
+    Raises:
+        ConfigError: JSON cannot hold a value.
     """
     if config is None:
         return b""
@@ -48,9 +51,9 @@ def _plain(value: object, place: str) -> object:
     if is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): _plain(each, f"{place}.{key}") for key, each in value.items()}
+        return {str(key): _plain(item, f"{place}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each, f"{place}.{number}") for number, each in enumerate(value)]
+        return [_plain(item, f"{place}.{number}") for number, item in enumerate(value)]
     if redaction.is_surely_secret(place, value):
         return redaction.HIDDEN
     is_number = isinstance(value, int | float) and math.isfinite(value)
@@ -61,7 +64,7 @@ def _plain(value: object, place: str) -> object:
 
 
 def give_sign(folder: Path, rank: int, ranks: int, step: int) -> None:
-    """Writes that a rank takes steps. The training continues on a full disk."""
+    """Writes a sign that a rank takes steps. On a full disk, the training continues without it."""
     variables = {
         name: value
         for name, value in os.environ.items()
@@ -80,13 +83,14 @@ def give_sign(folder: Path, rank: int, ranks: int, step: int) -> None:
 
 
 def read_signs(folder: Path) -> list[JsonObject]:
-    """Returns the last sign of each rank. One that is written at this moment may be missing."""
+    """Returns the last sign of each rank. A sign that is being written may be missing."""
     signs: list[JsonObject] = []
     for path in sorted(folder.glob(".rank-*")):
         with suppress(ValueError, OSError):
             signs.append(orjson.loads(path.read_bytes()))
     newest = max((sign["at"], sign["ranks"]) for sign in signs) if signs else (0.0, 0)
-    return [sign for sign in signs if sign["rank"] < newest[1]]  # it may have had more ranks
+    # Earlier attempts may have had more ranks.
+    return [sign for sign in signs if sign["rank"] < newest[1]]
 
 
 HISTORY = "history.jsonl"
@@ -96,7 +100,7 @@ Row = tuple[int, dict[str, float]]
 
 
 def read_events(folder: Path) -> Iterator[JsonObject]:
-    """Yields the events; skips a line that a kill has torn."""
+    """Yields the events, without a line that a kill has torn."""
     path = folder / HISTORY
     if not path.is_file():
         return
@@ -109,7 +113,7 @@ def read_events(folder: Path) -> Iterator[JsonObject]:
 
 
 def curve(events: Iterable[JsonObject]) -> list[Row]:
-    """Returns the metrics of the steps that the training has made, in their order."""
+    """Returns the metrics of the steps that the training has kept, in their order."""
     rows: list[Row] = []
     for event in events:
         if event["event"] != "metrics":
@@ -125,24 +129,28 @@ def curve(events: Iterable[JsonObject]) -> list[Row]:
 
 
 class TrainingHistory:
-    """Appends events. They wait in memory while another process may own the folder."""
+    """Appends events to ``history.jsonl``. They wait in memory while another process may own it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._lock = threading.Lock()  # the training logs, and its writing thread notes
+        self._lock = threading.Lock()  # the training and its writing thread note events
         self._waiting: list[JsonObject] = []
 
     def note(self, is_owner: bool, event: str, step: int, **others: object) -> None:
-        """Raises StorageFailed."""
+        """Notes an event, and writes all that wait if this process owns the folder.
+
+        Raises:
+            StorageFailed: the events cannot be written; they wait for the next one.
+        """
         with self._lock:
             self._waiting.append({"event": event, "step": step, "at": time.time(), **others})
             if is_owner:
-                lines = b"".join(orjson.dumps(each) + b"\n" for each in self._waiting)
+                lines = b"".join(orjson.dumps(waiting) + b"\n" for waiting in self._waiting)
                 files.disk.append(self._folder / HISTORY, lines)
-                self._waiting = []  # of a full disk, they come with the next event
+                self._waiting = []
 
     def write_curve(self) -> None:
-        """Writes the CSV file anew, which takes seconds after many steps. Raises StorageFailed."""
+        """Replaces ``metrics.csv``, which takes seconds after many steps. Raises StorageFailed."""
         rows = curve(read_events(self._folder))
         if not rows:
             return

@@ -337,7 +337,7 @@ class RowSource:
             for block, place in of_file:
                 yield self._piece(window, block, place)  # a name would hold it
             if window.shuffled:
-                blocks.let_go(file)
+                blocks.drop_buffers(file)
 
     def _piece(self, window: OpenWindow, block: Block, place: int) -> Rows:
         blocks = self.index.blocks

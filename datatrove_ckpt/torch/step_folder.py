@@ -1,21 +1,24 @@
 """The folder of a training's checkpoints, as it is read: a saved step is complete or absent.
 
-step-00000100      the newest is the one of the most rollbacks, then steps; after two:
-step-00000100.2
-manifest.json    training, step, metrics; save: the same on all nodes; back_to: the step to which
-the last rollback before it went; size and xxh128 of each other file; a checksum of itself
-config.json      the training's settings, for people and programs
-input.pt         states of all ranks' loaders; random.pt: of their random generators
-states/model.pt  a state that ``save`` was given; states/model/: one of which each rank has a
-part
-writer/          what the caller's writer made
-A file of SHARED_BYTES or more whose bytes the step before has is another name of that file. In a
-remote, the manifest of such a step has the format SHARED, and all its large files are objects by
-their xxh128 in shared/, which stay as long as a step has them.
-.saving-NAME       not complete; .removed-NAME, .old-NAME (replaced): the next owner of the lock
-removes them
-.lock              held by the process that writes
-.rank-RANK, history.jsonl, metrics.csv    see ``history.py``
+    step-00000100       the newest step has the most rollbacks, and of these the largest number
+    step-00000100.2     this step was saved after two rollbacks
+      manifest.json     training, step, metrics; save: the same on all nodes; back_to: the step to
+                        which the last rollback before it went; size and xxh128 of each other file;
+                        a checksum of itself
+      config.json       the training's settings, for people and programs
+      input.pt          states of all ranks' loaders
+      random.pt         states of their random generators
+      states/model.pt   a state that ``save`` was given
+      states/model/     a state of which each rank has a part
+      writer/           what the caller's writer made
+    .saving-NAME        an incomplete step; the next owner of the lock removes it
+    .removed-NAME       a step that was removed, and .old-NAME one that was replaced: likewise
+    .lock               held by the process that writes
+    .rank-RANK, history.jsonl, metrics.csv    see ``history.py``
+
+A file of SHARED_BYTES or more with the same bytes as in the step before is a hard link to that
+file. In a remote, the manifest of such a step has the format SHARED, and all its large files are
+objects by their xxh128 in shared/, which stay as long as a step has them.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
 class StepName(NamedTuple):
-    """Names are ordered by age."""
+    """The name of a saved step. Names are ordered by age."""
 
     rollbacks: int
     step: int
@@ -70,20 +73,23 @@ def steps_in(folder: Path) -> list[StepName]:
 
 
 def read_manifest(folder: Path, name: StepName) -> Manifest:
-    """Raises CheckpointCorrupt if the manifest is missing or damaged, VersionMismatch for another
-    version.
+    """Reads the manifest of a step.
+
+    Raises:
+        CheckpointCorrupt: the manifest is missing or damaged.
+        VersionMismatch: another version of this package wrote it.
     """
     path = folder / str(name) / MANIFEST
     data = None
     if path.is_file():
         data = path.read_bytes()
-    return opened(data, str(path), name)
+    return parse_manifest(data, str(path), name)
 
 
-def readable(
+def whole_manifests(
     names: Iterable[StepName], read: Callable[[StepName], Manifest]
 ) -> dict[StepName, Manifest]:
-    """Returns the manifests of the steps that have a whole one."""
+    """Returns the manifests that ``read`` does not find damaged, by step."""
     found = dict[StepName, Manifest]()
     for name in names:
         with suppress(CheckpointCorrupt):
@@ -101,40 +107,39 @@ def check_files(
     """Raises CheckpointCorrupt if a file has changed.
 
     Args:
-        full: reads each file; else compares sizes alone.
+        full: read each file; otherwise compare only the sizes.
         load: called with each file of ``loaded``, so that it is read once.
     """
+    step = folder / str(name)
 
     def read(file: str) -> Entry:
-        path = folder / str(name) / file
-        with explained("read", path), CheckedFile(path) as content:
+        with explained("read", step / file), CheckedFile(step / file) as content:
             if load is not None and file in loaded:
                 load(file, content)
             return content.entry()
 
     entries = read_manifest(folder, name)["files"]
     for file, (size, _) in entries.items():
-        path = folder / str(name) / file
+        path = step / file
         if not path.is_file():
             raise CheckpointCorrupt(f"{path} is missing.")
-        there = path.stat().st_size
-        if there != size:
-            raise CheckpointCorrupt(f"{path} has {there} bytes instead of {size}.")
+        found_size = path.stat().st_size
+        if found_size != size:
+            raise CheckpointCorrupt(f"{path} has {found_size} bytes instead of {size}.")
     if full:
         with ThreadPoolExecutor() as pool:
             others = [file for file in entries if file not in loaded]
             hashed = pool.map(read, others)
-            # In this thread, because what other threads free is not used again.
+            # In this thread, because memory that other threads free is not used again.
             found = {file: read(file) for file in entries if file in loaded}
             found |= zip(others, hashed, strict=True)
         for file, entry in entries.items():
             if found[file] != entry:
-                path = folder / str(name) / file
-                raise CheckpointCorrupt(f"{path} has not the bytes it was saved with.")
+                raise CheckpointCorrupt(f"{step / file} has not the bytes it was saved with.")
 
 
 def left_behind(manifests: Mapping[StepName, Manifest]) -> set[StepName]:
-    """Returns the steps after those to which rollbacks went back."""
+    """Returns the steps that a later rollback has undone."""
     rollbacks = {
         StepName(name.rollbacks, manifest["back_to"])
         for name, manifest in manifests.items()
@@ -181,7 +186,7 @@ class CheckedFile(io.FileIO):
 
     def readinto(self, buffer: Any) -> int:
         start = self.tell()
-        if self._hashed < start <= self._hashed + _BLOCK:  # between tensors are gaps
+        if self._hashed < start <= self._hashed + _BLOCK:  # torch skips gaps between tensors
             self.seek(self._hashed)
             self._hash(self.read(start - self._hashed))
             self.seek(start)
@@ -194,7 +199,7 @@ class CheckedFile(io.FileIO):
         return count
 
     def entry(self) -> Entry:
-        """Reads the rest."""
+        """Reads the rest of the file. Returns its size and hash."""
         self.seek(self._hashed)
         while block := self.read(_BLOCK):
             self._hash(block)
@@ -218,8 +223,13 @@ def sealed(manifest: Manifest) -> bytes:
     return orjson.dumps(manifest | {"checksum": xxhash.xxh3_128_hexdigest(orjson.dumps(manifest))})
 
 
-def opened(data: bytes | None, where: str, name: StepName) -> Manifest:
-    """``data``: None: there is no manifest."""
+def parse_manifest(data: bytes | None, where: str, name: StepName) -> Manifest:
+    """Parses a manifest, and raises what ``read_manifest`` raises.
+
+    Args:
+        data: None if there is no manifest.
+        where: its place, for messages.
+    """
     if data is None:
         raise CheckpointCorrupt(f"{where} is missing.")
     try:
@@ -241,7 +251,7 @@ def opened(data: bytes | None, where: str, name: StepName) -> Manifest:
     return dict(manifest)
 
 
-def is_training(what: str | None) -> bool:
+def is_training(path: str | None) -> bool:
     """Returns whether a folder holds steps of a training."""
-    folder = Path(what or "/dev/null")
+    folder = Path(path or "/dev/null")
     return folder.is_dir() and bool(steps_in(folder))

@@ -232,7 +232,7 @@ class Steps:
 
     def manifests(self) -> dict[StepName, Manifest]:
         """Returns the manifests of the steps that were not found damaged."""
-        return step_folder.readable(set(self.names()) - self.damaged, self.manifest)
+        return step_folder.whole_manifests(set(self.names()) - self.damaged, self.manifest)
 
     def damage(self, name: StepName, loaded: Contents) -> str:
         """Returns why the step in the folder cannot be used; "": it is whole.
@@ -342,13 +342,13 @@ class Steps:
     def remote_manifests(self) -> tuple[dict[StepName, Manifest], set[StepName]]:
         """Returns the manifests of complete steps, and the names of incomplete ones."""
         names = self.remote_names()
-        found = step_folder.readable(names, self.remote_manifest)
+        found = step_folder.whole_manifests(names, self.remote_manifest)
         return found, set(names) - found.keys()
 
     def remote_manifest(self, name: StepName) -> Manifest:
         """Raises CheckpointCorrupt if the manifest is missing or damaged."""
         data = self._remote.read(f"{name}/{MANIFEST}", 64 << 20)
-        return step_folder.opened(data, f"{self.url}/{name}/{MANIFEST}", name)
+        return step_folder.parse_manifest(data, f"{self.url}/{name}/{MANIFEST}", name)
 
     def refuse_others(self, there: dict[StepName, Manifest]) -> None:
         """Raises ConfigError if a step in the remote is of another training."""
@@ -397,7 +397,7 @@ class Steps:
         """Removes large files in the remote that none of these steps has, nor one in the folder:
         a listing of the remote may lag.
         """
-        manifests = [*staying, *step_folder.readable(self.names(), self.manifest).values()]
+        manifests = [*staying, *step_folder.whole_manifests(self.names(), self.manifest).values()]
         needed = {entry[1] for manifest in manifests for entry in manifest["files"].values()}
         unused = self._remote.names("shared").keys() - needed
         self.own_remote()  # what a later process copies from now on stays

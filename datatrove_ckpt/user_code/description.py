@@ -1,18 +1,18 @@
 """Describes the user's code that a rollout reaches by name.
 
-    Part of a run is every top-level statement of the user's own files that binds or changes a name
-    which the rollout mentions, directly or through other such statements. Comments, docstrings and
-    hints of functions do not count. What comes from outside counts by value: what ``partial``,
-    closures and attributes give, the command line and the environment, and text files that a
-    counted statement names. Where names cannot tell (``globals()``, ``eval``, a module passed as a
-    value), the whole file counts.
+The description contains every top-level statement of the user's own files that binds or changes a
+name which the rollout mentions, directly or through other such statements. It ignores comments,
+docstrings and hints of functions. Some inputs are compared by value: the values in ``partial``,
+closures and attributes, the command line and the environment, and text files that a statement of
+the description names. If names do not suffice (``globals()``, ``eval``, a module passed as a
+value), the whole file is part of the description.
 
-Variables of modules are never compared by value: the statements that bind them stand for them.
-Installed packages do not count. A file is parsed only if its text holds a name that is reached.
-Fields are named without modules, so that a helper may move.
+Variables of modules are never compared by value: the statements that bind them represent them.
+Installed packages are ignored. A file is parsed only if its text holds a name that is reached. The
+names of fields have no modules, so that a helper may move.
 
-A rollout is given values of partials, closures and attributes, and the functions and classes of the
-user in them.
+``look_at`` finds the values of partials, closures and attributes, and the user's functions and
+classes in them. ``_Walk`` follows the names in those.
 """
 
 import argparse
@@ -29,7 +29,7 @@ import threading
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from itertools import islice
+from itertools import filterfalse, islice
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
@@ -71,13 +71,13 @@ class Root(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What things were given.
+    """The values and code that a rollout was given.
 
     Attributes:
-        fields: values, by the path to them.
+        fields: the values, by the path to them.
         roots: the user's code in them.
-        variables: that functions close over, by the name of the function; of these only the parts
-            count that it names, if it takes no more.
+        variables: the name of the function that closes over a variable, by the variable's path.
+            If it only takes parts of the variable by name, only these parts are compared.
     """
 
     fields: dict[str, object]
@@ -102,7 +102,7 @@ def look_at(things: Mapping[str, object]) -> Given:
             with suppress(TypeError, RecursionError):
                 given.fields[label] = plain(thing)
                 continue
-        seen[id(thing)] = thing  # kept, so that no other object gets the id of one
+        seen[id(thing)] = thing  # keeps the object alive, so that its id stays unique
         parts: Mapping[Any, object] = {}
         with suppress(Exception):  # the user's objects may do anything
             parts = _parts(thing, root is not None or is_given)
@@ -116,9 +116,7 @@ def look_at(things: Mapping[str, object]) -> Given:
 
 @functools.cache
 def is_of_user(file: str) -> bool:
-    """Returns whether a file is not of an installed package, the standard library or this
-    package.
-    """
+    """Returns whether a file is not of an installed package, the standard library or datatrove."""
     if CELL.match(file):
         return True
     pipeline = (getattr(sys.modules.get(name), "__file__", None) for name in PIPELINE)
@@ -195,7 +193,7 @@ def plain(value: Any) -> object:
 
 
 def written(value: Any) -> object:
-    """Returns a value as JSON: its content if that is known, or its type."""
+    """Returns the content of a value as JSON, or its type if the content cannot be read."""
     name = type_name(type(value))
     with suppress(TypeError, RecursionError):
         return plain(value)
@@ -213,7 +211,7 @@ def written(value: Any) -> object:
 
 
 def _parts(thing: Any, is_users: bool) -> Mapping[Any, object]:
-    """Returns what an object is made of, by name."""
+    """Returns the parts of an object by name."""
     if isinstance(thing, functools.partial):
         return {"": thing.func, **dict(enumerate(thing.args)), **thing.keywords}
     if isinstance(thing, types.MethodType | types.BuiltinMethodType):
@@ -255,11 +253,10 @@ def type_name(cls: type) -> str:
     return f"{module}.{cls.__qualname__}"
 
 
-# what a pickle holds -----------------------------------------------------------------------------
-
+# names -------------------------------------------------------------------------------------------
 
 Key = tuple[str, str]
-"""A file, and a name that it binds; an empty name is all of the file."""
+"""A file, and a name that it binds. An empty name means the whole file."""
 _HINTS = frozenset(
     """
     TypeAdapter __annotations__ __doc__ create_model function_tool get_annotations get_type_hints
@@ -281,7 +278,7 @@ _UNSTABLE = frozenset(
     sample shuffle strftime time time_ns today token_hex urandom utcnow uuid1 uuid4
     """.split()  # noqa: SIM905
 )
-"""Calls whose results differ at each start: what is named after them is not compared by value."""
+"""Calls whose results differ at each start. Variables with such results are not compared."""
 _MACHINE = re.compile(
     "SLURM_|CUDA_|HOST|JOB_ID|.*(KEY|TOKEN|SECRET|PASSWORD|LOGNAME)|.*(RANK|PID|TMPDIR|HOME|PATH|PWD|USER|WORLD_SIZE)$"
 )
@@ -289,18 +286,18 @@ _PATH = re.compile(r"(?!.*\*\*)(?:[\w ./*-]{0,199}\w|[\w ./-]{0,199}\w/\*)")
 _MODULE = re.compile(r"[^\W\d]\w*(\.\w+)*")
 _one_at_a_time = threading.RLock()
 USED = "uses."
-"""Beginning of the fields about what a rollout uses."""
+"""The beginning of the fields about code that a rollout uses."""
 
 
 class CodeDescription(NamedTuple):
     """Describes the user's code.
 
     Attributes:
-        notes: what each field is about, and how the rollout reaches it.
-        own: the fields that describe what a pickle holds by value.
-        imported: files of modules, by their place on the path, their names that count, and fields.
-        known: words because of which hints or subclasses count.
-        left: what is not compared.
+        notes: the place of each field's code, and the names that lead to it.
+        own: the fields of the code that a pickle holds by value.
+        imported: file (relative to ``sys.path``), name and field of other code.
+        known: the words because of which hints or subclasses are described.
+        left: the fields that are not compared.
     """
 
     fields: dict[str, object]
@@ -315,8 +312,8 @@ class Unit(NamedTuple):
     """The statements that bind or change a name.
 
     Attributes:
-        label: of the field.
-        way: the names that lead to it, from the rollout.
+        label: the name of its field.
+        way: the names that lead from the rollout to it.
     """
 
     label: str
@@ -325,11 +322,11 @@ class Unit(NamedTuple):
 
 
 class _Walk:
-    """One walk through the code. See the module.
+    """Follows names through the user's code, from its roots.
 
     Args:
-        known: hints and docstrings count, or subclasses of a class, because of these words.
-        roots: where it begins.
+        known: words that make it describe hints and docstrings, or subclasses of a class.
+        roots: the functions, classes and modules from which it starts.
     """
 
     def __init__(self, known: frozenset[str], roots: list[Root]) -> None:
@@ -356,7 +353,7 @@ class _Walk:
     # files -----------------------------------------------------------------------------------
 
     def _load(self, file: str) -> None:
-        """Finds all files that a file imports, directly or not, without parsing one."""
+        """Finds all files that a file imports, directly or indirectly, without parsing them."""
         waiting = [file]
         for path in waiting:
             if path in self.sources:
@@ -382,7 +379,7 @@ class _Walk:
     # where a name leads ----------------------------------------------------------------------
 
     def _keys(self, statement: Statement, chain: Chain) -> list[Key]:
-        """Returns where a name leads, through all imports."""
+        """Returns the files and names that a name may refer to, through all imports."""
         imports = [one for one in statement.imports if one.bound == chain[0]]
         return [*dict.fromkeys(self._follow(statement.source.path, chain, imports, set()))]
 
@@ -419,7 +416,7 @@ class _Walk:
                 names = names[1:]
 
     def _changes(self, file: str) -> dict[Key, list[Statement]]:
-        """Returns what the statements of a file change, in all files."""
+        """Returns the names, in all files, that the statements of a file change."""
         if file not in self._changed:
             found = self._changed[file] = {}
             for statement in self.sources[file].statements:
@@ -429,7 +426,7 @@ class _Walk:
                 for chain in chains:
                     for key in self._keys(statement, chain):
                         bound = self.sources[key[0]].bound(key[1])
-                        # What it takes of a module is no change of the import.
+                        # A statement that uses a name of a module does not change its import.
                         unchanged = [one for one in bound if one.imports and not one.is_definition]
                         if chain in statement.passed:
                             unchanged += [one for one in bound if one.is_definition]
@@ -494,7 +491,7 @@ class _Walk:
         for statement in kept:
             self.words |= statement.words
             if statement.is_import and name:
-                continue  # it was followed with what is taken of it
+                continue  # ``_follow`` has resolved the names that are imported
             for found in self._mentioned(statement):
                 shown = found[1] or Path(found[0]).stem
                 self._go(found, USED + shown, (*way, shown))
@@ -510,7 +507,7 @@ class _Walk:
         return [*dict.fromkeys(found)]
 
     def resume(self, before: CodeDescription) -> None:
-        """Continues from the names of modules that functions use which came by value."""
+        """Continues from the names of modules that code in a pickle uses."""
         for place, name, label in before.imported:
             self._load(_on_path(place))
             self._go((_on_path(place), name), label, (label,))
@@ -526,7 +523,7 @@ class _Walk:
         return {name for one in self.statements for name in one.mutated}
 
     def fields(self, own: bool, taken: Mapping[str, object]) -> dict[str, object]:
-        """Returns the fields of what a pickle holds by value, or of the rest."""
+        """Returns the fields of code that a pickle holds by value (``own``), or of other code."""
         texts: dict[str, set[tuple[str, ...]]] = {}
         fields: dict[str, object] = {}
         for (path, name), unit in self.units.items():
@@ -559,7 +556,7 @@ class _Walk:
         return notes
 
     def _text(self, statement: Statement) -> str:
-        """Returns the text that counts: from which of the user's modules a name comes does not."""
+        """Returns the text to compare, without the user's module that a name is imported from."""
         if statement.is_import:
             one = statement.imports[0]
             place = self._place(statement.source.folder, one.level, one.module)
@@ -606,7 +603,7 @@ class _Walk:
 
     @functools.cached_property
     def _folders(self) -> list[Path]:
-        """Returns the folders of all statements, and those below that a text in one names."""
+        """Returns the folders of all statements, and the folders below that their texts name."""
         named = {text for one in self.statements for text in one.texts if _PATH.fullmatch(text)}
         found = {Path(one.file).parent for one in self.statements} | {Path.cwd()}
         for _ in range(3):
@@ -614,7 +611,7 @@ class _Walk:
         return sorted(found)
 
     def unstable(self) -> set[str]:
-        """Returns names that are given values which differ at each start."""
+        """Returns the names of variables whose values differ at each start."""
         found: set[str] = set()
         parsed = [one for one in self.sources.values() if "statements" in vars(one)]
         values = [value for one in parsed for each in one.statements for value in each.assigned]
@@ -625,7 +622,7 @@ class _Walk:
 
 
 def home(file: str) -> str:
-    """Returns the file of a statement; the cells of a notebook are one."""
+    """Returns the file of a statement. All cells of a notebook are one file."""
     return NOTEBOOK if CELL.match(file) else file
 
 
@@ -664,16 +661,17 @@ def _on_path(place: str) -> str:
 
 
 _first: dict[tuple[int, ...], tuple[object, Given]] = {}
-"""What this process saw first of things, which the rollout may change."""
+"""The first values that this process found in the described things, which a rollout may change."""
 
 
 def describe(
     things: Mapping[str, object], before: CodeDescription | None = None
 ) -> CodeDescription:
-    """Describes functions and objects, by their field.
+    """Describes functions and objects.
 
     Args:
-        before: describes what a pickle brought by value.
+        things: the functions and objects, by the name of their field.
+        before: the description of the code that a pickle holds by value.
     """
     things = {label: thing for label, thing in things.items() if thing is not None}
     with _one_at_a_time, _deep():
@@ -706,19 +704,18 @@ def describe(
 
 
 def _as_first(given: list[Any], first: list[Any], mutated: set[str]) -> list[Any]:
-    """Returns what was given, each after its label; what the code changes while it runs is as it
-    was seen first.
+    """Replaces the given parts that the code changes while it runs by those that were seen first.
+
+    Each part begins with its label.
     """
-    return [
-        one
-        for labelled, is_state in ((given, False), (first, True))
-        for one in labelled
-        if mutated.isdisjoint(one[0].split(".")[1:]) is not is_state
-    ]
+
+    def is_mutated(part: Any) -> bool:
+        return not mutated.isdisjoint(part[0].split(".")[1:])
+
+    return [*filterfalse(is_mutated, given), *filter(is_mutated, first)]
 
 
 def _description(walk: _Walk, given: Given, known: frozenset[str]) -> CodeDescription:
-    """Puts the parts together."""
     statements = walk.statements
     unstable = walk.unstable()
     names = walk.words.union(*(one.texts for one in statements))

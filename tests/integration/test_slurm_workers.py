@@ -113,8 +113,8 @@ def test_how_long_a_task_takes_is_told_by_those_that_this_process_has_completed(
     asked = []
     own = claims.Claims.__new__(claims.Claims)
     own._has_time = lambda seconds: bool(asked.append(seconds))
-    own._took = []
+    own._seconds_of_ranks = []
     assert not own.has_time
-    own._took = [10.0, 30.0]
+    own._seconds_of_ranks = [10.0, 30.0]
     assert own.next() is None
     assert asked == [0.0, 20.0]

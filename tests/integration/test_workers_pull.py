@@ -16,7 +16,7 @@ import xxhash
 from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.claims import claims as claims_module
+from datatrove_ckpt.claims.stores import DiskClaims
 from datatrove_ckpt.executors import local
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
@@ -241,7 +241,7 @@ def test_a_worker_whose_claims_cannot_be_written_ends_with_1(server, command, mo
     def is_full(self, mark, content):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(claims_module.DiskClaims, "put", is_full)
+    monkeypatch.setattr(DiskClaims, "put", is_full)
     monkeypatch.setattr(local, "_CLAIMS_POLL", 0.01)
     write(server)
     said = command("run", "job.yaml", "--worker", code=1).err

@@ -17,16 +17,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.claims import claims as claims_module
-from datatrove_ckpt.claims.claims import (
+from datatrove_ckpt.claims import stores
+from datatrove_ckpt.claims.claims import Claims, claimants, given_up
+from datatrove_ckpt.claims.stores import (
     LOOKS,
     RUN,
-    Claims,
     DiskClaims,
     Mark,
     ObjectClaims,
-    claimants,
-    given_up,
     new_owner,
     open_store,
 )
@@ -387,7 +385,7 @@ def test_a_process_beats_and_then_sees_what_others_have_completed_also_after_an_
 def test_a_beat_keeps_a_process_of_another_host_alive_however_long_it_works(
     tmp_path, monkeypatch, where
 ):
-    monkeypatch.setattr(claims_module, "has_ended", lambda owner: False)
+    monkeypatch.setattr(stores, "has_ended", lambda owner: False)
     monkeypatch.setattr(files.fcntl, "flock", no_locks)
     job = Job(where(tmp_path))
     late = Process(job)
@@ -402,7 +400,7 @@ def test_a_beat_keeps_a_process_of_another_host_alive_however_long_it_works(
 
 def test_a_process_whose_file_a_power_loss_has_cut_has_no_name():
     for content in (b"", b'{"host":', b"7"):
-        assert claims_module._named(content) == "another process"
+        assert stores._name_process(content) == "another process"
 
 
 def test_no_beat_comes_after_the_end(job, tmp_path):
@@ -417,7 +415,7 @@ def test_a_process_of_this_host_that_has_ended_is_dead_at_once_on_object_stores(
     tmp_path,
 ):
     job = Job(in_bucket(tmp_path))
-    code = "from datatrove_ckpt.claims.claims import new_owner; print(new_owner())"
+    code = "from datatrove_ckpt.claims.stores import new_owner; print(new_owner())"
     owner = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -441,7 +439,7 @@ def test_a_lock_of_another_pid_namespace_with_this_pid_and_host_name_is_no_lock_
 
 IN_A_NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
 HOLDS_ITS_NAME = (
-    "import sys; from datatrove_ckpt.claims.claims import new_owner; "
+    "import sys; from datatrove_ckpt.claims.stores import new_owner; "
     "print(new_owner(), flush=True); sys.stdin.read()"
 )
 
@@ -473,7 +471,7 @@ def is_alive_here(owner, folder):
 
 
 def test_where_boot_and_namespace_are_unknown_only_beats_show_a_death(tmp_path, monkeypatch):
-    monkeypatch.setattr(claims_module, "process_place", lambda: "")
+    monkeypatch.setattr(stores, "process_place", lambda: "")
     assert list(is_alive_here(new_owner(), tmp_path)) == [True, False]
 
 
@@ -496,7 +494,7 @@ def test_of_two_processes_that_take_a_rank_at_once_the_object_store_gives_it_to_
             won.append(second.store.put(Mark(0, 1, second.owner), {}))
 
     clock = SimpleNamespace(time=time.time, sleep=other_writes_meanwhile)
-    monkeypatch.setattr(claims_module, "time", clock)
+    monkeypatch.setattr(stores, "time", clock)
     won.append(first.store.put(Mark(0, 1, first.owner), {}))
     assert sorted(won) == [False, True]
 
@@ -659,7 +657,7 @@ def test_flocks_that_no_other_machine_sees_are_not_taken_for_a_death(tmp_path, m
     here = Process(job)
     assert here.take() == 0
     monkeypatch.setattr(files, "lock_holder", lambda path: None)
-    monkeypatch.setattr(claims_module, "process_place", lambda: "another".rjust(16))
+    monkeypatch.setattr(stores, "process_place", lambda: "another".rjust(16))
     there = Process(job)
     assert there.claims.free().ranks == [1, 2, 3]
     for _ in range(3):

@@ -70,7 +70,7 @@ def answer(status, text="", url="https://hub/api/x", **headers):
     ],
 )
 def test_what_no_retry_can_help_is_known(error, final):
-    assert HUB.passes(error) is not final
+    assert HUB.is_transient(error) is not final
 
 
 def test_waiting_that_the_hub_asked_for_costs_no_patience():

@@ -225,7 +225,7 @@ def by_s3(kind, code, status):
     ],
 )
 def test_which_errors_are_permanent(error, permanent):
-    assert retrying.STORAGE.passes(error) is not permanent
+    assert retrying.STORAGE.is_transient(error) is not permanent
 
 
 class Uploads:

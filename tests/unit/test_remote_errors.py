@@ -70,13 +70,13 @@ def test_the_cause_of_a_failed_lfs_upload_is_looked_at(status, permanent):
     refused.response = SimpleNamespace(status_code=status)
     left = called(wrapped)
     assert http_status(left) == status
-    assert STORAGE.passes(left) is not permanent
+    assert STORAGE.is_transient(left) is not permanent
 
 
 def test_what_another_attempt_cannot_change_is_permanent():
     for error in (PermissionError(), botocore.exceptions.NoCredentialsError(), TypeError()):
-        assert not STORAGE.passes(called(error)), error
-    assert STORAGE.passes(called(KeyError()))
+        assert not STORAGE.is_transient(called(error)), error
+    assert STORAGE.is_transient(called(KeyError()))
 
 
 @pytest.mark.parametrize(

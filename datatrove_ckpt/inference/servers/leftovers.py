@@ -1,4 +1,4 @@
-"""Records of the servers on this node, by which those that a killed run has left are ended.
+"""Records the servers on this node, and ends those that a killed run has left behind.
 
 If a runner and its guardian are killed together, their server's record remains. The next start on
 the node then kills the processes of the guardian's session whose output is the recorded log.
@@ -26,8 +26,7 @@ from datatrove_ckpt.common.places import process_place
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.inference.servers.guardian import Process, process_table
 
-# Seconds. A process that hangs inside a driver cannot be killed.
-_KILL_TIMEOUT = 10.0
+_KILL_SECONDS = 10.0  # a process that hangs inside a driver cannot be killed
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class ServerRecord:
     since the boot).
 
     Attributes:
-        guardian: also the number of the server's session.
+        guardian: its process id is also the number of the server's session.
         log: device and inode of the server's log.
     """
 
@@ -72,15 +71,15 @@ class ServerRecord:
     def read(cls, path: Path) -> Self | None:
         """Reads a record; None if the file holds none."""
         try:
-            found: JsonObject = json.loads(path.read_bytes())
-            return cls(
-                **{**found, **{key: tuple(found[key]) for key in ("runner", "guardian", "log")}}
-            )
+            content: JsonObject = json.loads(path.read_bytes())
+            for key in ("runner", "guardian", "log"):
+                content[key] = tuple(content[key])
+            return cls(**content)
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
     def owns(self, process: Process) -> bool:
-        """Whether a process is provably one of this server's."""
+        """Whether a process provably belongs to this server."""
         if process.session != self.guardian[0]:
             return False
         for number in (1, 2):
@@ -96,29 +95,32 @@ class ServerRecord:
 
 
 def kill_session(session: int, name: str) -> None:
-    """Kills a killed guardian's session, whose number the kernel does not reuse meanwhile."""
+    """Kills what is left of the session of a guardian that was killed.
+
+    The kernel does not reuse the number of a session that has processes.
+    """
     _kill_all(lambda process: process.session == session and process.pid != os.getpid(), name)
 
 
-def _kill_all(is_one: Callable[[Process], bool], name: str) -> list[str]:
+def _kill_all(is_target: Callable[[Process], bool], name: str) -> list[str]:
     """Kills a server's processes until none is found: a dying process may fork.
 
     Returns each as "process 7 (name)".
     """
     killed: dict[int, str] = {}
-    deadline = time.monotonic() + _KILL_TIMEOUT
-    while ours := [
-        process for process in process_table() if not process.zombie and is_one(process)
+    deadline = time.monotonic() + _KILL_SECONDS
+    while targets := [
+        process for process in process_table() if not process.zombie and is_target(process)
     ]:
-        for process in ours:
+        for process in targets:
             killed[process.pid] = f"process {process.pid} ({process.name})"
-            # It has ended, or belongs to another user.
+            # The process may have ended, or belong to another user.
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process.pid, signal.SIGKILL)
         if time.monotonic() > deadline:
             logger.warning(
                 f"Some processes of {name} cannot be killed; they may still hold GPUs: "
-                f"{', '.join(killed[process.pid] for process in ours)}"
+                f"{', '.join(killed[process.pid] for process in targets)}"
             )
             break
         time.sleep(0.005)
@@ -126,6 +128,7 @@ def _kill_all(is_one: Callable[[Process], bool], name: str) -> list[str]:
 
 
 def end_leftovers() -> None:
+    """Kills the servers whose runner and guardian have both ended, and removes their records."""
     try:
         paths = sorted(_folder().glob("*.json"))
     except (OSError, ConfigError) as error:
@@ -157,8 +160,10 @@ def _folder() -> Path:
 
 
 def runtime_folder(part: str = "") -> Path:
-    """Returns a private folder per user and ``part``. Raises: ConfigError: another user has made
-    it.
+    """Returns a private folder of this user, one for each ``part``.
+
+    Raises:
+        ConfigError: another user has made it.
     """
     folder = Path(tempfile.gettempdir()) / (
         f"datatrove-ckpt-{os.getuid()}" + (f"-{part}" if part else "")

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.history import History, Progress, Spread, read_history
-from datatrove_ckpt.checkpoint.identity import of_model
+from datatrove_ckpt.checkpoint.identity import without_model
 from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.checkpoint.numbers import Buckets, DocumentCounts
 from datatrove_ckpt.common.formatting import figure, percent, short
@@ -55,7 +55,7 @@ def report_page(run: RunState) -> str:
         state = next((state for state in _ORDER if run.totals.states[state]), "unfinished")
     requests = sum(sums.done.requests for sums in (run.totals, run.retried))
     spreads = [spread for history in histories for spread in history.spreads]
-    models = [str(value) for name, value in run.identity.items() if of_model(name) == "model"]
+    models = [str(value) for name, value in run.identity.items() if without_model(name) == "model"]
     return page(
         name_of_folder(run.what),
         run.what,

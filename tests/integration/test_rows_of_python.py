@@ -1,6 +1,5 @@
 """``datatrove_ckpt.run(input=...)`` with what a program or a notebook has in memory."""
 
-import asyncio
 import datetime
 import json
 from pathlib import Path
@@ -130,10 +129,3 @@ def test_rows_that_were_wrong_before_the_first_request_may_change():
 def test_rows_are_for_a_run_folder_of_this_machine(server):
     with pytest.raises(ConfigError, match="memory://x"):
         run(server, ["a"], run_folder="memory://x")
-
-
-def test_a_cell_of_a_notebook_runs_a_job(server):
-    async def cell():
-        return run(server, ["a"]).to_pandas()
-
-    assert asyncio.run(cell())["text"].tolist() == ["a"]

@@ -7,16 +7,15 @@ import gzip
 import io
 import json
 
+import pandas
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.readers import CSVReader, JsonlReader, ParquetReader
 from tests.jobs import rows, runner
 from tests.unit.tables import reader_of, write_table
-
-pa = pytest.importorskip("pyarrow")
-pandas = pytest.importorskip("pandas")
-pq = pytest.importorskip("pyarrow.parquet")
 
 MARK = b"\xef\xbb\xbf"
 

@@ -4,6 +4,7 @@ import datetime
 import json
 from pathlib import Path
 
+import datasets
 import pandas
 import pyarrow as pa
 import pytest
@@ -11,8 +12,6 @@ import pytest
 import datatrove_ckpt
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.testing import FakeServer
-
-datasets = pytest.importorskip("datasets")
 
 DAY = datetime.date(1066, 10, 14)
 COLUMNS = {"text": ["a", "b", "c"], "day": [DAY, None, DAY], "n": [2**63, 1, 0]}

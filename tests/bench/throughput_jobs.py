@@ -117,12 +117,12 @@ def rows_of(documents, text, answers):
     return rows
 
 
-def rewriting(documents, prompt=500, answer=300, system=50):
-    start = _text(random.Random("system"), system)
+def rewriting(documents, prompt=500):
+    start = _text(random.Random("system"), 50)
     return rows_of(
         documents,
         lambda chance: start + _text(chance, _lognormal(chance, prompt)),
-        lambda chance: [_lognormal(chance, answer)],
+        lambda chance: [_lognormal(chance, 300)],
     )
 
 
@@ -137,11 +137,11 @@ def calls(documents, number, prompt=1500, answer=250):
 JUDGE_PROMPT = _text(random.Random("judge"), 300)
 
 
-def judged(documents, prompt=600, answer=300, judgement=20):
+def judged(documents):
     return rows_of(
         documents,
-        lambda chance: _text(chance, _lognormal(chance, prompt)),
-        lambda chance: [_lognormal(chance, answer), judgement],
+        lambda chance: _text(chance, _lognormal(chance, 600)),
+        lambda chance: [_lognormal(chance, 300), 20],
     )
 
 
@@ -167,14 +167,14 @@ def shared(groups, each=8, prompt=3000, answer=60, shuffled=False, system=0):
     return rows
 
 
-def system_prompts(documents, prompts, tokens=2000, answer=60, own=100):
+def system_prompts(documents, prompts):
     """Rows that begin with one of some texts; the first texts are the most frequent."""
-    starts = [_text(random.Random(f"system {number}"), tokens) for number in range(prompts)]
+    starts = [_text(random.Random(f"system {number}"), 2000) for number in range(prompts)]
     weights = [1 / (number + 1) for number in range(prompts)]
     return rows_of(
         documents,
-        lambda chance: chance.choices(starts, weights)[0] + _text(chance, own),
-        lambda chance: [_lognormal(chance, answer, 0.3)],
+        lambda chance: chance.choices(starts, weights)[0] + _text(chance, 100),
+        lambda chance: [_lognormal(chance, 60, 0.3)],
     )
 
 
@@ -228,9 +228,7 @@ JOBS = {
     "64 system prompts, 8 servers": Job(8, system_prompts(10_000, 64), one_call),
     "reasoning to 16k tokens, 1 server": Job(1, reasoning(700), one_call),
     "labels, 8 servers": Job(8, labels(12_000), one_call),
-    "prompts of 20,000 tokens, 8 servers": Job(
-        8, rewriting(1_000, prompt=20_000, answer=300), one_call
-    ),
+    "prompts of 20,000 tokens, 8 servers": Job(8, rewriting(1_000, prompt=20_000), one_call),
     "max-num-seqs 128, rewriting, 8 servers": Job(8, rewriting(8_000), one_call, {"places": 128}),
     "max-num-batched-tokens 2048, 3 calls, 8 servers": Job(
         8, calls(4_000, 3), in_sequence(), {"budget": 2048}

@@ -203,7 +203,6 @@ class JobMachine(RuleBasedStateMachine):
         self.texts = []
         self.ends = set()  # where the input ended at each run
         self.last_completed = self.lost_power = False
-        self.ever_completed = False
         self.power = None
         # Threads race, so hypothesis may be unable to repeat a run to show it.
         self.history = []
@@ -367,7 +366,6 @@ class JobMachine(RuleBasedStateMachine):
         assert not asked & done, f"re-requested what was finished: {asked & done}"
         if not way.retry:
             self.last_completed = returned
-            self.ever_completed |= returned
         self._after(way, error, returned)
         if crashed is None:
             self._check(way if returned else None)

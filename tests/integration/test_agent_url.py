@@ -48,7 +48,7 @@ def test_what_an_agent_asks_is_saved_and_counted(tmp_path, server):
         said = [one["choices"][0]["message"]["content"] for one in (first, *both)]
         return [*said, first["model"]]
 
-    fails.run_twice(tmp_path, server, 1, rollout)
+    fails.run_twice(tmp_path, server, rollout)
     assert server.asked == {"text 0": 1, "equal": 2}
     assert {payload["model"] for payload in server.payloads} == {"fake"}
     ((found,),) = results(tmp_path)
@@ -150,7 +150,7 @@ def test_prompts_that_differ_after_a_kill_are_said(tmp_path, server, log, differ
         fails()
         return 1
 
-    fails.run_twice(tmp_path, server, 1, rollout)
+    fails.run_twice(tmp_path, server, rollout)
     assert sum("time or random" in line for line in log) == differ
 
 

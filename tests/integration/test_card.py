@@ -61,12 +61,6 @@ def test_the_card_of_local_servers_has_their_gpu_hours(here, command, monkeypatc
     assert re.search(r"\n- GPU hours: 0\.\d+ at most, with 2 GPUs for each task\n", card)
 
 
-def test_no_card(here, server, command):
-    write_input(here, ["a"])
-    command(*RUN, "--endpoint", server.url, "--card", "false")
-    assert not [*here.rglob("card.md")]
-
-
 def test_the_card_holds_no_secret_and_replaces_nothing_of_the_user(here, server, command):
     write_input(here, ["a"])
     params = '{"extra_headers": {"X-Auth-Token": "hunter2-hunter2"}}'

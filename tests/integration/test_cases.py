@@ -7,16 +7,15 @@ import gzip
 import io
 import json
 
+import pandas
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.readers import CSVReader, JsonlReader, ParquetReader
 from tests.jobs import rows, runner
 from tests.unit.tables import reader_of, write_table
-
-pa = pytest.importorskip("pyarrow")
-pandas = pytest.importorskip("pandas")
-pq = pytest.importorskip("pyarrow.parquet")
 
 MARK = b"\xef\xbb\xbf"
 
@@ -72,10 +71,8 @@ ROW = b'{"id": "1", "text": "a"}'
     "content, message",
     [
         (b"[" + ROW + b"]", "'a.jsonl' .* holds a JSON array"),
-        (b"[\n" + ROW + b",\n" + ROW + b"\n]\n", "'a.jsonl' .* holds a JSON array"),
         (json.dumps(json.loads(ROW), indent=2).encode(), "`a.jsonl`, line 1: .* in '{'"),
         (ROW.decode().encode("utf-16"), "`a.jsonl`, line 1: .* not valid UTF-8"),
-        (b'{"id": "1", "txt": "a"}\n', "text_key='text'.* 'id', 'txt'"),
         (b"id,text\n1,a\n", "`a.jsonl`, line 1: .* in 'id,text'.* the reader of its format"),
     ],
 )
@@ -85,12 +82,10 @@ def test_what_is_no_json_lines_is_refused(tmp_path, server, content, message):
 
 
 CSV = {
-    "plain": b"id,text\n1,a\n2,b\n",
     "a mark": MARK + b"id,text\n1,a\n",
     "windows": b"id,text\r\n1,a\r\n2,b\r\n",
     "old macs": b"id,text\r1,a\r2,b\r",
     "no line break at the end": b"id,text\n1,a",
-    "quoted names": b'"id","text"\n"1","a"\n',
     "line breaks in cells": b'id,text\n1,"a\r\nb\nc"\n2,b\n',
     "quotes in quotes": b'id,text\n1,"say ""a"", b"\n',
     "a quote in a cell": b'id,text\n1,5" pipe\n',
@@ -103,9 +98,7 @@ CSV = {
     "one column": b"text\na\nb\n",
     "no rows but one": b'text,id\n"a","1"\n',
     "odd names": b"id,text,a b,\xc3\xa9,a.b\n1,a,2,3,4\n",
-    "a tab in a cell": b"id,text\n1,a\tb;c|d\n",
     "signs of lines": "id,text\n1,a\u2028b\x0bc\x0cd\x85e\n".encode(),
-    "emoji": "id,text\n1,\U0001f600\n".encode(),
     "a long cell": b"id,text\n1," + b"x" * 2**20 + b"\n",
     "a column without a name": b",text,id\n0,a,1\n",
     "a byte of zeros": b"id,text\n1,a\0b\n",
@@ -137,11 +130,8 @@ def test_csv_is_read_as_pandas_reads_it(tmp_path, server, name, suffix):
     [
         (b"id,text,n,n\n1,a,b,c\n", "'a.csv' has several columns named 'n': numbers 3, 4"),
         (b",,text\n1,2,a\n", "'a.csv' has several columns named '': numbers 1, 2"),
-        (b"id;text\n1;a\n", "'a.csv' has ';' between its cells"),
-        (b"id\ttext\n1\ta\n", "'a.csv' has .* between its cells"),
         (b"id|text\n1|a\n", "'a.csv' has '[|]' between its cells"),
         (b'id,"text\n1,a\n', "'a.csv' has a quote that is not closed in .* line 1"),
-        ("id,text\n1,é\n".encode("latin1"), "'a.csv' is not UTF-8: .*iconv -f latin1"),
         ("id,text\n1,a\n".encode("utf-16"), "'a.csv' is not UTF-8: .*iconv -f utf-16"),
         ("\ufeffid,text\n1,a\n".encode("utf-16-be"), "'a.csv' is not UTF-8: .*iconv -f utf-16"),
         (b"id,txt\n1,a\n", "text_key='text'.* 'id', 'txt'"),

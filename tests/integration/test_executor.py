@@ -150,33 +150,23 @@ def test_a_dependency_that_failed_here_is_not_waited_for(tmp_path):
 
 
 OTHER_CODE = """
-import functools, sys
+import sys
 from datatrove.pipeline.writers import JsonlWriter
 from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.readers import JsonlReader
 import prompts
 
-def logged(function):
-    @functools.wraps(function)
-    async def inner(document, generate):
-        return await function(document, generate)
-    return inner
-
-@logged
-async def decorated(document, generate):
-    return await prompts.ask(document, generate)
-
 if __name__ == "__main__":
-    url, rollout, workers, prefix, method = sys.argv[1:]
-    prompts.PREFIX = prefix
+    url, method = sys.argv[1:]
+    prompts.PREFIX = "of the program"
     runner = InferenceRunner(
-        {"decorated": decorated, "ask": prompts.ask}[rollout],
+        prompts.ask,
         InferenceConfig("endpoint", "m", endpoint_url=url),
         JsonlWriter("output", "${rank}_${chunk_index}.jsonl", compression=None),
         checkpoints_local_dir="checkpoints",
     )
     reader = JsonlReader("input", add_file_path=False)
-    LocalPipelineExecutor([reader, runner], 3, int(workers), "logs", start_method=method).run()
+    LocalPipelineExecutor([reader, runner], 3, 3, "logs", start_method=method).run()
 """
 PROMPTS = """
 PREFIX = "default"
@@ -198,13 +188,13 @@ def test_workers_with_other_values_than_the_script_are_noticed_before_anything_i
     write_tasks(tmp_path, 3, 5)
     (tmp_path / "script.py").write_text(OTHER_CODE)
     (tmp_path / "prompts.py").write_text(PROMPTS)
-    done = run_script(tmp_path, server.url, "ask", "3", "of the command line", "spawn")
+    done = run_script(tmp_path, server.url, "spawn")
     assert done.returncode == 1
     assert not server.payloads
     said = "The worker processes have other code or values than the process that started them:\n"
     assert said in done.stderr
-    assert 'uses.prefix: "of the command line" -> ' in done.stderr
+    assert 'uses.prefix: "of the program" -> ' in done.stderr
     assert "set start_method='fork'" in done.stderr
-    done = run_script(tmp_path, server.url, "ask", "3", "of the command line", "fork")
+    done = run_script(tmp_path, server.url, "fork")
     assert done.returncode == 0, done.stderr
-    assert all(question.startswith("of the command line") for question in server.asked)
+    assert all(question.startswith("of the program") for question in server.asked)

@@ -16,7 +16,6 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove_ckpt.checkpoint import storage_thread
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.open_checkpoint import Publisher
-from datatrove_ckpt.mirror.restore import restore_rank
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
 from tests.crash.test_every_effect import OF_FILES
@@ -339,18 +338,6 @@ def test_lines_that_come_while_a_file_is_read_are_part_of_the_finished_input(
     with grown.open("a") as file:
         file.write(lines(9))
     assert f"'{grown.name}' had {record[limit != -1][1]} bytes" in job(limit=limit, code=1).err
-
-
-def test_the_mirror_holds_the_record_of_a_finished_rank(tmp_path, server):
-    (tmp_path / "documents").mkdir()
-    (tmp_path / "documents/a.jsonl").write_text(lines(0, 1) + "torn\n")
-    step = runner(tmp_path, server, checkpoints_remote_dir=f"{tmp_path}/mirror")
-    step.run(JsonlReader(f"{tmp_path}/documents", max_skipped=1).run())
-    before = kept(tmp_path)
-    shutil.rmtree(tmp_path / "checkpoints")
-    restore_rank(f"{tmp_path}/mirror", tmp_path / "checkpoints", 0, retries=False)
-    assert kept(tmp_path) == before
-    assert before["skipped"] == [1, 0]
 
 
 @pytest.mark.matrix

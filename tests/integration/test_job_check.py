@@ -204,12 +204,6 @@ def executor_of(folder, server, *steps):
     return OurExecutor(pipeline, tasks=2, workers=1, logging_dir=str(folder / "logs"))
 
 
-@pytest.fixture
-def two_files(tmp_path):
-    write_input(tmp_path, ["text 0", "text 1"], ["text 2", "text 3"])
-    return tmp_path
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "then, now, shown",
@@ -220,18 +214,19 @@ def two_files(tmp_path):
     ],
     ids=["gone", "a class", "lambda"],
 )
-def test_other_plain_functions_are_refused_for_finished_ranks(two_files, server, then, now, shown):
-    executor_of(two_files, server, *then).run()
+def test_other_plain_functions_are_refused_for_finished_ranks(tmp_path, server, then, now, shown):
+    write_input(tmp_path, ["text 0", "text 1"], ["text 2", "text 3"])
+    executor_of(tmp_path, server, *then).run()
     with pytest.raises(
         CheckpointMismatch,
         match=r"The steps before InferenceRunner are not those through which task 0",
     ):
-        executor_of(two_files, server, *now).run()
+        executor_of(tmp_path, server, *now).run()
     with pytest.raises(CheckpointMismatch) as caught:
-        check_inputs_unchanged(RunPlan(executor_of(two_files, server, *now)))
+        check_inputs_unchanged(RunPlan(executor_of(tmp_path, server, *now)))
     assert shown in str(caught.value)
     assert "Put the steps back" in str(caught.value)
-    executor_of(two_files, server, *then).run()
+    executor_of(tmp_path, server, *then).run()
 
 
 # the number of tasks is the run's, not the rank's ------------------------------------------------

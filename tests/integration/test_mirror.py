@@ -355,27 +355,6 @@ def test_when_no_version_is_complete_the_run_is_refused_with_one_clear_message(
 # two nodes ---------------------------------------------------------------------------------------
 
 
-def test_a_node_that_comes_back_with_an_old_folder_goes_on_from_the_mirror(
-    job, expected, log, server, monkeypatch
-):
-    monkeypatch.setattr("datatrove_ckpt.mirror.manifests.KEPT_VERSIONS", 1)
-    job.run_until("text 2")
-    (job.checkpoints / "last_chunk/00000.txt").write_text("9")
-    old = state(job.rank)
-    other = job.on_another_node()
-    other.run(server)
-    assert server.asked.total() == 12 - 4
-    server.asked.clear()
-    job.run(server)
-    assert not server.asked
-    assert job.output == expected
-    aside = job.checkpoints / "00000.replaced-1"
-    assert state(aside) == old
-    assert any(
-        "Another node has continued this task" in line and str(aside) in line for line in log
-    )
-
-
 @pytest.mark.parametrize("seconds", [0, 1000])
 def test_of_two_nodes_at_once_the_one_that_started_first_stops(job, expected, seconds):
     """Before it publishes anything over what the other one has committed, however seldom it

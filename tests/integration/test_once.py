@@ -148,7 +148,7 @@ def test_equal_calls_of_a_rollout_are_told_apart_by_their_order(tmp_path, server
         fails()
         return [*found, answer.text]
 
-    fails.run_twice(tmp_path, server, 1, rollout)
+    fails.run_twice(tmp_path, server, rollout)
     assert results(tmp_path)[0][0][:3] == [0, 1, 2]
 
 

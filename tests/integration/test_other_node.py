@@ -136,6 +136,7 @@ def test_a_node_goes_on_where_another_one_has_continued(
     assert f"{DOCUMENTS} of {DOCUMENTS} documents" in cluster("a", "run")
     assert (cluster.markers(), bills.paid) == (ALL, DOCUMENTS)
     assert cluster.files() == expected
+    assert (cluster.disk("a") / "00001.replaced-1").exists(), "what it had is kept"
 
 
 def test_dead_letters_that_another_node_has_retried_are_known(cluster, bills):

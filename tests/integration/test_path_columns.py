@@ -1,15 +1,13 @@
 """Folders such as ``lang=en`` are columns, where the reader is told so."""
 
+import pyarrow as pa
+import pyarrow.dataset as ds
 import pytest
 
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers import CSVReader, JsonlReader, ParquetReader
 from tests.jobs import rejects, rows, runner
 from tests.unit.tables import write_table
-
-pa = pytest.importorskip("pyarrow")
-ds = pytest.importorskip("pyarrow.dataset")
-pq = pytest.importorskip("pyarrow.parquet")
 
 FOLDERS = [
     "lang=de/year=2026",

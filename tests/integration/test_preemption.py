@@ -216,7 +216,6 @@ def test_an_answer_of_a_server_that_also_got_the_signal_fails_no_document(
 # --------------------------------------------------------------------------- at any moment
 
 
-@pytest.mark.slow
 def test_what_fails_while_a_stop_saves_is_said_and_stays_a_stop(
     tmp_path, reraised, server, monkeypatch, log
 ):
@@ -237,6 +236,8 @@ def test_what_fails_while_a_stop_saves_is_said_and_stays_a_stop(
         run_job(tmp_path, server, 1, stops)
     assert reraised == [signal.SIGTERM]
     assert log.said("could not be saved: No space left")
+    assert log.said("What was saved before that stays.")
+    assert not log.said(", saved: ")
 
 
 @pytest.mark.parametrize("who", ["rollout", "reader"])

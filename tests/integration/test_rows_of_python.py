@@ -1,10 +1,10 @@
 """``datatrove_ckpt.run(input=...)`` with what a program or a notebook has in memory."""
 
-import asyncio
 import datetime
 import json
 from pathlib import Path
 
+import datasets
 import pandas
 import pyarrow as pa
 import pytest
@@ -12,8 +12,6 @@ import pytest
 import datatrove_ckpt
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.testing import FakeServer
-
-datasets = pytest.importorskip("datasets")
 
 DAY = datetime.date(1066, 10, 14)
 COLUMNS = {"text": ["a", "b", "c"], "day": [DAY, None, DAY], "n": [2**63, 1, 0]}
@@ -130,10 +128,3 @@ def test_rows_that_were_wrong_before_the_first_request_may_change():
 def test_rows_are_for_a_run_folder_of_this_machine(server):
     with pytest.raises(ConfigError, match="memory://x"):
         run(server, ["a"], run_folder="memory://x")
-
-
-def test_a_cell_of_a_notebook_runs_a_job(server):
-    async def cell():
-        return run(server, ["a"]).to_pandas()
-
-    assert asyncio.run(cell())["text"].tolist() == ["a"]

@@ -9,15 +9,8 @@ import pytest
 
 from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.jobs import ask, documents, rows, run_job, runner
+from tests.jobs import ask, documents, rows, runner
 from tests.patience import until_async
-
-
-def test_the_output_is_that_of_run(tmp_path, over, server):
-    run_job(tmp_path / "run", server, 5)
-    over(runner(tmp_path / "async", server).run_async(documents(5)))
-    assert outputs(tmp_path / "async" / "output") == outputs(tmp_path / "run" / "output")
-    assert len(outputs(tmp_path / "run" / "output")) == 3
 
 
 async def test_rollouts_run_on_the_callers_loop_beside_its_other_tasks(tmp_path, server):

@@ -158,7 +158,7 @@ def test_equal_sampling_calls_differ_and_stay_as_they_were_after_a_resume(tmp_pa
         return texts
 
     with FakeServer(answer) as server:
-        fails.run_twice(tmp_path, server, 1, rollout)
+        fails.run_twice(tmp_path, server, rollout)
     assert results(tmp_path) == [[["sample 0", "sample 1", "sample 2"]]]
     assert len(drawn) == 3
 
@@ -196,7 +196,7 @@ def test_one_rollout_that_raises_ends_its_siblings_and_keeps_what_they_were_answ
             fails()
         return result
 
-    fails.run_twice(tmp_path, server, 1, rollout, config={"rollouts_per_document": 2})
+    fails.run_twice(tmp_path, server, rollout, config={"rollouts_per_document": 2})
     assert server.asked["rollout 1"] == 1
     assert len(results(tmp_path)[0]) == 2
 

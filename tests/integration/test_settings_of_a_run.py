@@ -49,10 +49,6 @@ async def another(document, generate, **shared):
     return await generate(chat(document.text + "."))
 
 
-def other_writer(folder):
-    return JsonlWriter(str(folder / "output"), "x_${rank}_${chunk_index}.jsonl", compression=None)
-
-
 OTHER = {
     # of the config
     "server_type": "dummy",
@@ -79,7 +75,7 @@ OTHER = {
     "max_total_tokens": 1000,
     # of the runner
     "rollout_fn": another,
-    "output_writer": lambda job: other_writer(job.folder),
+    "output_writer": lambda job: JsonlWriter(str(job.folder / "output"), "x_${rank}_${chunk_index}.jsonl", compression=None),
     "shared_context": {"style": "plain"},
     "checkpoints_local_dir": lambda job: str(shutil.copytree(job.folder / "checkpoints", job.folder / "moved")),
     "metadata_key": "results",

@@ -5,7 +5,6 @@ resumes.
 import io
 import itertools
 import json
-import os
 import pickle
 import re
 import shlex
@@ -34,7 +33,6 @@ from datatrove_ckpt.readers import JsonlReader, position_state
 from datatrove_ckpt.run_folder.run_output import OutputPath
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import golden
-from tests.histories import read_history
 from tests.jobs import Budget, rejects
 from tests.jobs import rows as written
 from tests.unit.tables import write_table
@@ -305,18 +303,6 @@ def test_each_file_is_a_task_here_if_that_is_worth_it():
     for number in range(100):
         Path(f"documents/more-{number}.jsonl").touch()
     assert expanded()["tasks"] == 100
-
-
-def test_workers_are_processes_that_share_the_tasks():
-    for number in range(3):
-        Path(f"documents/{number}.jsonl").write_text(f'{{"text": "in {number}"}}\n')
-    with FakeServer() as server:
-        datatrove_ckpt.run(**write(server, tasks=4), workers=2)
-        assert server.asked.total() == len(ROWS) + 3
-    histories = map(read_history, Path("runs/x/checkpoints").glob("0*/history.jsonl"))
-    pids = [history.attempts[-1].start.pid for history in histories]
-    assert len(pids) == 4
-    assert os.getpid() not in pids
 
 
 def test_a_job_on_the_command_line_runs_resumes_and_keeps_its_tasks(capfd):

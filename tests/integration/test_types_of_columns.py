@@ -8,6 +8,8 @@ from functools import partial
 from uuid import UUID
 
 import pandas
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
@@ -24,9 +26,6 @@ from datatrove_ckpt.readers.declared_types import DeclaredTypes
 from tests.jobs import letters, rejects, rows, runner
 from tests.unit.tables import reader_of, write_table
 from tests.yaml_jobs import write_rows
-
-pa = pytest.importorskip("pyarrow")
-pq = pytest.importorskip("pyarrow.parquet")
 
 DAY = datetime.date(2026, 1, 2)
 MIDNIGHT = datetime.datetime(2026, 1, 2)

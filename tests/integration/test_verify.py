@@ -93,23 +93,11 @@ def edit_settings(folder, rank, **changes):
 # clean -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [(), ("--full",)])
-def test_a_finished_run_has_no_problem(job, said, options):
-    before = outputs(job)
-    text = said("verify", job, *options)
-    checked = "sizes and contents" if options else "sizes; --full compares contents, too"
-    assert text == (
-        "no problem: 2 tasks, 14 documents (10 written, 0 dropped, 4 dead letters) in 8 files of "
-        f"{job}/output (checked: {checked})\n"
-    )
-    assert outputs(job) == before, "it only reads"
-
-
 def test_an_owners_record_in_the_output_folder_is_not_foreign_to_it(job, said):
     """As at the root of a bucket, or where another run has a folder below as its output."""
     for name in (".datatrove-ckpt-owner-0123456789abcdef", ".b.datatrove-ckpt-owner-0"):
         (job / "output" / name).write_text("{}")
-    said("verify", job, "--full")
+    assert "(checked: sizes and contents)" in said("verify", job, "--full")
 
 
 def test_a_checkpoint_inside_the_output_folder_is_not_foreign_to_it(tmp_path, server, said):

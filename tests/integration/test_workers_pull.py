@@ -183,7 +183,9 @@ def test_run_waits_for_tasks_that_workers_have_and_names_those_that_they_gave_up
     server.release()
     mine = {int(path.name.split("-")[0]) for path in Path("logs/claims").glob("*-*")}
     # As if it had that, too.
-    Path("logs/claims/00003-000001").write_text(json.dumps([first_owner(), {}]))
+    Path("logs/claims/00003-000001").write_text(
+        json.dumps([next(Path("logs/claims/workers").iterdir()).name, {}])
+    )
     run = Process([*COMMAND, "--fail-on-dead-letters"], Path.cwd())
     run.until(f"of other processes: pid {first.pid} on ")
     assert len(complete()) == TASKS - len(mine | {3})
@@ -202,10 +204,6 @@ def test_run_waits_for_tasks_that_workers_have_and_names_those_that_they_gave_up
     assert run.end() == 1
     assert f"1 of {TASKS} tasks are not complete, because they were given up" in run.log
     assert "task 3: DocumentFailed: bad" in run.log
-
-
-def first_owner():
-    return next(path.name for path in Path("logs/claims/workers").iterdir())
 
 
 def test_beside_a_plain_run_a_worker_is_refused(server):

@@ -80,11 +80,6 @@ def test_the_exit_code_and_the_last_line_say_how_a_run_ended(run, capsys, end, c
     assert Path("logs/completions/00000").exists() == (code == 0)
 
 
-def test_arguments_can_be_set_on_the_command_line(run):
-    assert run("--executor.init_args.tasks=3", "--pipeline.1.init_args.size=8") == 0
-    assert [Path(f"seen-{rank}").read_text() for rank in range(3)] == ["8 of 3"] * 3
-
-
 PROMPT = "--pipeline.2.rollout_fn.prompt="
 
 

@@ -4,6 +4,9 @@ import datetime
 import itertools
 from decimal import Decimal
 
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 import pytest
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
@@ -16,10 +19,6 @@ from datatrove_ckpt.output.chunk_writing import (
     misfits,
     raw_types,
 )
-
-pa = pytest.importorskip("pyarrow")
-pq = pytest.importorskip("pyarrow.parquet")
-ds = pytest.importorskip("pyarrow.dataset")
 
 VALUES = {
     "none": None, "text": "a", "int": 1, "float": 0.5, "bool": True, "bytes": b"\xff",

@@ -4,6 +4,8 @@ import datetime
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from datatrove.data import Document, Media
 from datatrove.pipeline.writers import ParquetWriter
@@ -12,9 +14,6 @@ from datatrove_ckpt.output.chunk_writing import ChunkWriting, ColumnTypes
 from datatrove_ckpt.output.documents import decode_rows, encode
 from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.names import FileNames
-
-pa = pytest.importorskip("pyarrow")
-pq = pytest.importorskip("pyarrow.parquet")
 
 VECTORS = np.random.default_rng(0).random((200, 8), dtype=np.float32)
 SCHEMA = pa.schema([("id", pa.string()), ("n", pa.int64()), ("vector", pa.list_(pa.float32(), 8))])

@@ -8,6 +8,9 @@ from functools import partial
 from http import HTTPStatus
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 import pytest
 from datatrove.pipeline.writers import ParquetWriter
 
@@ -16,10 +19,6 @@ from datatrove_ckpt.errors import DocumentNotSerializable, OutputFailed
 from datatrove_ckpt.output.arrow_types import type_of
 from datatrove_ckpt.output.chunk_writing import ChunkWriting
 from tests.jobs import documents, runner
-
-pa = pytest.importorskip("pyarrow")
-pq = pytest.importorskip("pyarrow.parquet")
-ds = pytest.importorskip("pyarrow.dataset")
 
 
 def parquet(folder, **changes):

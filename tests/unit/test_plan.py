@@ -40,17 +40,6 @@ def test_times_have_units(text, seconds):
 # training ----------------------------------------------------------------------------------------
 
 
-def test_the_plan_of_a_training_needs_no_file(command):
-    assert command("plan", "--save-cost", "140s", "--mtbf", "6h").out.splitlines() == [
-        "training: a save takes 2.3 min; a loss every 6 h",
-        "  save every 2,459 s (Young)",
-        "  save every 2,367 s (Daly): 10.96 % of all time is lost",
-    ]
-    found = command.json("plan", "--save-cost", "140s", "--mtbf", "6h")
-    assert found["daly"] == daly(140, 6 * HOUR)
-    assert found["lost"] == 1 - efficiency(daly(140, 6 * HOUR), 140, 6 * HOUR)
-
-
 def test_a_history_tells_what_a_training_costs_and_flags_go_before_it(
     tmp_path, monkeypatch, command
 ):

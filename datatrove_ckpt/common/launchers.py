@@ -13,20 +13,24 @@ class Launcher:
     """Attributes:
     is_here: the tasks run on this machine.
     has_own_disks: the disk of a task goes with it, and no other machine sees it.
-    submits: ``run`` returns while the tasks wait or run.
+    submits: ``run`` returns while the tasks wait or run, but within a task.
+    in_task: the environment variable that only a task has, of one that submits.
     sends_pickle: the tasks load the executor in another Python, without this script.
     """
 
     is_here: bool = False
     has_own_disks: bool = False
     submits: bool = False
+    in_task: str = ""
     sends_pickle: bool = False
 
 
 LAUNCHERS = {
     "LocalPipelineExecutor": Launcher(is_here=True),
     "RayPipelineExecutor": Launcher(),
-    "SlurmPipelineExecutor": Launcher(submits=True, sends_pickle=True),
+    "SlurmPipelineExecutor": Launcher(
+        submits=True, in_task="SLURM_ARRAY_TASK_ID", sends_pickle=True
+    ),
     "JobsPipelineExecutor": Launcher(has_own_disks=True, sends_pickle=True),
 }
 

@@ -117,7 +117,7 @@ class RunPlan:
         self.launcher = launcher(executor)
         self.is_local = self.launcher.is_here
         self.as_jobs = self.launcher.has_own_disks
-        self.submits = self.launcher.submits and "SLURM_ARRAY_TASK_ID" not in os.environ
+        self.submits = self.launcher.submits and self.launcher.in_task not in os.environ
         self.workers: int = getattr(executor, "workers", -1)
         self.logging_dir: DataFolder = executor.logging_dir
         depends = getattr(executor, "depends", None)

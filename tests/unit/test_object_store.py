@@ -38,9 +38,12 @@ def test_each_method_does_one_thing(store, tmp_path):
     store.put("b", b"content")
     (tmp_path / "file").write_bytes(b"of a file")
     store.put("folder/deep/a", tmp_path / "file")
+    store.put("folder/b", b"old")
     store.copy("b", "folder/b", b"content")
+    store.copy("b", "other/new/b", b"content")
     store.create("folder/new", b"")
-    assert [*store.names()] == ["b", "folder"]
+    assert [*store.names()] == ["b", "folder", "other"]
+    assert store.read("other/new/b", 9) == b"content"
     assert [*store.names("folder")] == ["b", "deep", "new"]
     assert store.names()["b"] > 0
     assert (store.read("b", 7), store.read("b", 6)) == (b"content", None)
@@ -50,8 +53,9 @@ def test_each_method_does_one_thing(store, tmp_path):
     told = store.md5("b")
     assert len(told) != 32 or told == hashlib.md5(b"content").hexdigest()
     store.delete("b")
-    assert [*store.names()] == ["folder"]
+    assert [*store.names()] == ["folder", "other"]
     store.delete_tree("folder")
+    store.delete_tree("other")
     assert store.names() == {}
 
 

@@ -199,8 +199,11 @@ class ReaderStart:
             return
         self.skipped_in[name] = self.skipped.damaged > before.damaged
         if not has_documents:
+            advice = ""
+            if self.skipped.without_text > before.without_text:
+                advice = " Is text_key correct for this file?"
             logger.warning(
-                f"The input file {name!r} gave no document: no line or row of it is one."
+                f"The input file {name!r} gave no document: no line or row of it is one.{advice}"
             )
 
 

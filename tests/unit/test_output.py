@@ -21,6 +21,7 @@ from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.redaction import check_options
 from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed, StorageFailed
 from datatrove_ckpt.output.file_managers import StagedFiles
+from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.output.targets import LocalTarget, RemoteTarget, S3Target
 from datatrove_ckpt.output.writer_checks import check_writer
@@ -107,6 +108,14 @@ def test_temporary_errors_are_retried(files, folder, local, log):
     assert len(log.said("Next attempt in")) == 4
     assert "a could not be uploaded: ConnectionResetError: reset. Next attempt in " in log[0]
     assert log[0].endswith(", for 5 min at most.\n")
+
+
+def test_a_listing_that_fails_for_now_is_tried_again(files, tmp_path, policy, monkeypatch):
+    policy("STORAGE", first=0.001)
+    fail = failing(ConnectionResetError("reset"), OSError(16, "SlowDown"))
+    monkeypatch.setattr(files, "find", lambda *_, **options: fail("") or {})
+    writer = JsonlWriter("breaking://output", "${rank}_${chunk_index}.jsonl", compression=None)
+    assert OutputFolder(writer, tmp_path).look({}).sizes == {}
 
 
 @pytest.mark.parametrize(

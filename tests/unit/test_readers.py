@@ -347,6 +347,15 @@ def test_a_file_is_a_document(tmp_path):
     assert state_of(whole[-1])["skipped"] == [0, 1]
 
 
+def test_a_file_whose_rows_have_their_text_elsewhere_is_named(tmp_path, log):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"id": 1}\n')
+    (tmp_path / "b.jsonl").write_text('{"content": "b"}\n')
+    assert [one.text for one in JsonlReader(tmp_path.as_posix()).run()] == ["a"]
+    (said,) = log.said("gave no document")
+    assert "'b.jsonl'" in said
+    assert "Is text_key correct for this file?" in said
+
+
 def test_a_file_that_is_no_text_is_named(tmp_path, monkeypatch):
     folder = write_texts(tmp_path, {"a.txt": b"fine", "b.txt": b"\xff\xfea\0", "c.txt": b""})
     with pytest.raises(InputError, match=r"'b.txt' is no text in UTF-8: .* 0xff in position 0"):

@@ -150,9 +150,10 @@ class DiskClaims:
 
     def name(self, owner: str) -> str:
         """Returns process id and host of an owner."""
+        content = b""
         with suppress(FileNotFoundError):
-            return _name_process((self._folder / _WORKERS / owner).read_bytes())
-        return _name_process(b"")
+            content = (self._folder / _WORKERS / owner).read_bytes()
+        return _name_process(content)
 
     def forget(self, owner: str) -> None:
         """Removes the beat of an owner."""

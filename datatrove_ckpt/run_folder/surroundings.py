@@ -267,9 +267,9 @@ def _check_writer(runner: RunnerPlan, sample: list[Document]) -> Iterator[Findin
     except DocumentNotSerializable as error:
         text = (
             f"{name} cannot write a document with an answer that is made up: "
-            f"{error_text(error.__cause__ or error)}."
+            f"{error_text(error.__cause__ or error)}. Correct it, unless real answers are "
+            "different."
         )
-        text += " Correct it, unless real answers are different."
         # datatrove's writers write any document, but an adapter or a schema may expect another
         # answer.
         yield Finding("warning" if name.startswith("datatrove.") else "problem", "writer", text)

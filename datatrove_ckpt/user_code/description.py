@@ -87,7 +87,7 @@ class Given(NamedTuple):
 
 def look_at(things: Mapping[str, object]) -> Given:
     given = Given({}, [], {})
-    waiting: list[tuple[str, Any, Any]] = [(label, one, None) for label, one in things.items()]
+    waiting: list[tuple[str, Any, Any]] = [(label, thing, None) for label, thing in things.items()]
     seen: dict[int, object] = {}
     for label, thing, owner in waiting:
         if id(thing) in seen or len(seen) > 5000 or _PACING.match(type(thing).__module__):
@@ -120,7 +120,7 @@ def is_of_user(file: str) -> bool:
     if CELL.match(file):
         return True
     pipeline = (getattr(sys.modules.get(name), "__file__", None) for name in PIPELINE)
-    folders = [os.path.dirname(one) + os.sep for one in pipeline if one]  # noqa: PTH120
+    folders = [os.path.dirname(path) + os.sep for path in pipeline if path]  # noqa: PTH120
     return not (
         file.startswith(("<", _STANDARD_LIBRARY, *folders)) or _PACKAGES.search(file) is not None
     )
@@ -138,7 +138,7 @@ def _root(label: str, thing: Any) -> Root | None:
             thing = type(thing)
         name = thing.__qualname__
         # The module of a class of a notebook, or of a pickle, has no file.
-        codes = [getattr(one, "__code__", None) for one in vars(thing).values()]
+        codes = [getattr(member, "__code__", None) for member in vars(thing).values()]
         files = [getattr(sys.modules.get(thing.__module__), "__file__", None)]
         files += [code.co_filename for code in codes if code is not None]
     known = [file for file in files if file is not None]
@@ -178,13 +178,13 @@ def plain(value: Any) -> object:
         return f"{kind.__name__} {value!r}"
     if kind is dict:
         names = [name if type(name) is str else f"{type(name).__name__} {name}" for name in value]
-        content = {name: plain(one) for name, one in zip(names, value.values(), strict=True)}
+        content = {name: plain(item) for name, item in zip(names, value.values(), strict=True)}
         if names != sorted(names):
             content["(order)"] = ", ".join(names)
         return content
     if kind not in _CONTAINERS:
         raise TypeError(kind)
-    items = [plain(one) for one in value]
+    items = [plain(item) for item in value]
     if isinstance(value, set | frozenset):
         items.sort(key=repr)
     if kind is list:
@@ -232,8 +232,8 @@ def _parts(thing: Any, is_users: bool) -> Mapping[Any, object]:
         parts |= dict(enumerate(content))
     if is_users or isinstance(thing, _NAMESPACES) or hasattr(thing, "__wrapped__"):
         state = object.__getstate__(thing)
-        for one in state if isinstance(state, tuple) else (state,):
-            parts |= one or {}
+        for attributes in state if isinstance(state, tuple) else (state,):
+            parts |= attributes or {}
     return parts
 
 
@@ -363,11 +363,11 @@ class _Walk:
                 parts = module.split(".")
                 modules = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
                 modules += [f"{module}.{name}" for name in names]
-                for one in modules:
-                    found = self._file(self._place(source.folder, level, one))
-                    if found:
-                        self._importers.setdefault(found, set()).add(path)
-                        waiting.append(found)
+                for name in modules:
+                    imported = self._file(self._place(source.folder, level, name))
+                    if imported:
+                        self._importers.setdefault(imported, set()).add(path)
+                        waiting.append(imported)
 
     def _file(self, place: str) -> str:
         """Returns the user's file of a module; empty if there is none."""
@@ -380,7 +380,7 @@ class _Walk:
 
     def _keys(self, statement: Statement, chain: Chain) -> list[Key]:
         """Returns the files and names that a name may refer to, through all imports."""
-        imports = [one for one in statement.imports if one.bound == chain[0]]
+        imports = [found for found in statement.imports if found.bound == chain[0]]
         return [*dict.fromkeys(self._follow(statement.source.path, chain, imports, set()))]
 
     def _follow(
@@ -442,8 +442,8 @@ class _Walk:
         functions = [root.thing]
         if isinstance(root.thing, type):
             functions = [*vars(root.thing).values()]
-        codes = [one.__code__ for one in functions if isinstance(one, types.FunctionType)]
-        codes = [one for one in codes if one.co_filename == root.file and not source.is_of(one)]
+        codes = [member.__code__ for member in functions if isinstance(member, types.FunctionType)]
+        codes = [code for code in codes if code.co_filename == root.file and not source.is_of(code)]
         if codes:
             texts = sorted(map(write_constant, codes))
             self.bytecode[f"{root.label} code"] = (
@@ -457,7 +457,7 @@ class _Walk:
         line = getattr(code, "co_firstlineno", 0)
         around = [one for one in source.statements if one.file == root.file and line in one.lines]
         if "<" in root.name and code is not None:  # one of the functions in a statement
-            numbers = [str(one.number_of(code)) for one in around]
+            numbers = [str(statement.number_of(code)) for statement in around]
             self.bytecode[f"{root.label} function"] = " ".join([root.name, *numbers])
         if around and (top == "<lambda>" or not source.bound(top)):
             top = around[-1].alias
@@ -497,7 +497,7 @@ class _Walk:
                 self._go(found, USED + shown, (*way, shown))
 
     def _mentioned(self, statement: Statement) -> list[Key]:
-        chains = [*statement.chains, *((one,) for one in sorted(statement.binds))]
+        chains = [*statement.chains, *((name,) for name in sorted(statement.binds))]
         found = [key for chain in chains for key in self._keys(statement, chain)]
         if not statement.is_import and not statement.words.isdisjoint(_WHOLE):
             # Names do not show what such a statement reaches.
@@ -516,11 +516,11 @@ class _Walk:
 
     @functools.cached_property
     def statements(self) -> list[Statement]:
-        return [one for unit in self.units.values() for one in unit.statements]
+        return [statement for unit in self.units.values() for statement in unit.statements]
 
     def mutated(self) -> set[str]:
         """Returns the names and attributes that the code changes while it runs."""
-        return {name for one in self.statements for name in one.mutated}
+        return {name for statement in self.statements for name in statement.mutated}
 
     def fields(self, own: bool, taken: Mapping[str, object]) -> dict[str, object]:
         """Returns the fields of code that a pickle holds by value (``own``), or of other code."""
@@ -549,19 +549,19 @@ class _Walk:
     def notes(self) -> dict[str, str]:
         notes: dict[str, str] = {}
         for unit in self.units.values():
-            for one in unit.statements[:1]:
+            for first in unit.statements[:1]:
                 way = " -> ".join(dict.fromkeys(unit.way))
-                note = f"{unit.way[-1]} in {one.file}, line {one.line}: {way}"
+                note = f"{unit.way[-1]} in {first.file}, line {first.line}: {way}"
                 notes.setdefault(f"{unit.label} code", note)
         return notes
 
     def _text(self, statement: Statement) -> str:
         """Returns the text to compare, without the user's module that a name is imported from."""
         if statement.is_import:
-            one = statement.imports[0]
-            place = self._place(statement.source.folder, one.level, one.module)
+            first = statement.imports[0]
+            place = self._place(statement.source.folder, first.level, first.module)
             if place and is_of_user(place):
-                return "" if one.names in ((), (one.bound,)) else f"{one.bound}={one.names}"
+                return "" if first.names in ((), (first.bound,)) else f"{first.bound}={first.names}"
         return statement.text
 
     def _from_outside(self, statement: Statement) -> dict[str, object]:
@@ -572,9 +572,12 @@ class _Walk:
                 if not _MACHINE.match(text):
                     found[f"{USED}environment {text}"] = f"hash {digest(os.environ[text])}"
         if isinstance(statement.node, ast.Assign) and not statement.words.isdisjoint(_OUTSIDE):
-            files = {getattr(one, "__file__", None): vars(one) for one in [*sys.modules.values()]}
+            variables = {
+                getattr(module, "__file__", None): vars(module)
+                for module in [*sys.modules.values()]
+            }
             for name in statement.binds:
-                value = files.get(statement.file, {}).get(name)
+                value = variables.get(statement.file, {}).get(name)
                 for part, inner in getattr(value, "__dict__", {"": value}).items():
                     if not self.words.isdisjoint({part, "vars", "__dict__"}) or part == "":
                         found[f"{USED}{name}.{part}".rstrip(".")] = written(inner)
@@ -583,7 +586,7 @@ class _Walk:
     @functools.cached_property
     def _written(self) -> set[str]:
         """Returns the names of files that the code writes."""
-        return set[str]().union(*(one.written for one in self.statements))
+        return set[str]().union(*(statement.written for statement in self.statements))
 
     def _text_files(self, statement: Statement) -> Iterator[Path]:
         # A variable may name a log.
@@ -596,10 +599,10 @@ class _Walk:
                 for file in map(Path, islice(glob.iglob(pattern), 1000)):  # noqa: PTH207
                     try:
                         size = file.stat().st_size
-                    except OSError:  # it is gone since, as a process's in /proc
+                    except OSError:  # the file is gone, as those of an ended process in /proc
                         continue
                     if file.is_file() and 0 < size < 2**20:
-                        yield file  # those of /proc have no size
+                        yield file  # files of /proc have no size
 
     @functools.cached_property
     def _folders(self) -> list[Path]:
@@ -613,8 +616,13 @@ class _Walk:
     def unstable(self) -> set[str]:
         """Returns the names of variables whose values differ at each start."""
         found: set[str] = set()
-        parsed = [one for one in self.sources.values() if "statements" in vars(one)]
-        values = [value for one in parsed for each in one.statements for value in each.assigned]
+        parsed = [source for source in self.sources.values() if "statements" in vars(source)]
+        values = [
+            value
+            for source in parsed
+            for statement in source.statements
+            for value in statement.assigned
+        ]
         for names, called, words in values:
             if not (called.isdisjoint(_UNSTABLE) and words.isdisjoint(found)):
                 found |= names

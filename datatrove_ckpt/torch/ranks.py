@@ -20,6 +20,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CkptError, ConfigError, StorageFailed, WorkerDied
+from datatrove_ckpt.user_code import statements
 
 _T = TypeVar("_T")
 
@@ -202,8 +203,8 @@ def _lone_condition(source: str, line: int) -> int:
     """Returns the line of the ``if`` that lets rank 0 alone reach a line; 0: there is none, or what
     follows a ``return`` in it may be an ``else``.
     """
-    with suppress(SyntaxError, SystemError):  # a thread of 3.11 that parses as well
-        for node in ast.walk(ast.parse(source)):
+    with suppress(SyntaxError):
+        for node in ast.walk(statements.parse(source)):
             if not isinstance(node, ast.If) or isinstance(node.body[-1], ast.Return):
                 continue
             if not node.orelse and node.lineno <= line:

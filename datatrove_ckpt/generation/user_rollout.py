@@ -46,6 +46,11 @@ def check_rollout(rollout_fn: Rollout, context: SharedContext) -> None:
         raise ConfigError(
             f"{rollout_fn!r} is not callable; give an async function.", setting="rollout_fn"
         )
+    if inspect.isclass(rollout_fn):
+        raise ConfigError(
+            f"{rollout_fn.__name__} is a class; give an object of it: {rollout_fn.__name__}(...).",
+            setting="rollout_fn",
+        )
     _check_call(
         rollout_fn,
         context if isinstance(context, dict) else {},

@@ -82,6 +82,7 @@ async def yields(document, generate):
 @pytest.mark.parametrize(
     "rollout, context, says",
     [
+        (PromptRollout, None, "PromptRollout is a class; give an object of it: PromptRollout(...)"),
         (
             one_parameter,
             None,

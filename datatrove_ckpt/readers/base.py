@@ -112,6 +112,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     )
     """The options that decide which documents come before a position. A state keeps them."""
 
+    _empty_warning: bool
     _next_state: State | None = None
     _start_state: State | None = None
     _position: Position | None = None
@@ -229,6 +230,12 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             if isinstance(metadata.get("text"), str | None):
                 fields["text"] = metadata.pop("text", None) or ""
         elif not fields.get("text"):
+            if not self._empty_warning:
+                self._empty_warning = True
+                logger.warning(
+                    "Found document without text, skipping. Is your `text_key` "
+                    f"({self.text_key!r}) correct? Available keys: {list(data)}"
+                )
             return None
         # datatrove's Document and its statistics need a text with a length that is not bytes.
         if not hasattr(fields["text"], "__len__") or isinstance(fields["text"], bytes):

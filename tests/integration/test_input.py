@@ -189,7 +189,9 @@ def test_skipped_lines_are_in_the_closing_lines_and_count_once_over_all_attempts
     whole = gzip.compress((lines(4, 5) + "end\n").encode())
     (tmp_path / "documents/2.jsonl.gz").write_bytes(whole[:-4])
     for _ in range(2):
-        assert "`0.jsonl`, line 6: list, not an object" in job(max_skipped=1, code=1).err
+        said = job(max_skipped=1, code=1).err
+        assert "`0.jsonl`, line 6: list, not an object" in said
+        assert "without text, skipping. Is your `text_key` ('text') correct?" in said
     for _ in range(2):
         assert "'2.jsonl.gz' is damaged or cut off" in job(max_skipped=3, code=1).err
     (tmp_path / "documents/2.jsonl.gz").write_bytes(whole)

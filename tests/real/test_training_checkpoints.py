@@ -808,10 +808,15 @@ def test_a_new_node_restores_from_the_remote(documents, warned, run, remote, exp
     assert checkpoints(run, remote=remote).restore(**Training(documents).states) == 24
     model.write_bytes(b"damaged")
     Path(remote, "step-00000024/states/model.pt").write_bytes(b"damaged, too")
-    assert checkpoints(run, remote=remote).restore(**Training(documents).states) == 20
+    states = Training(documents).states
+    with checkpoints(run, remote=remote) as saved:
+        assert saved.restore(**states) == 20
+        saved.save(24, **states)
     (passed,) = [line for line in warned if "step-00000024 is passed over" in line]
     assert remote in passed
     assert str(model) in passed
+    shutil.rmtree(run)
+    assert checkpoints(run, remote=remote).restore(**states) == 24
 
 
 # beside the training -----------------------------------------------------------------------------

@@ -429,13 +429,32 @@ class ColumnTypes:
         self._given = given
 
     def add(self, rows: list[Row]) -> None:
-        """Raises NotUnited, or what ``type_of`` raises."""
+        """Raises NotUnited, what ``type_of`` raises, or ValueError: values are too deep."""
         for name in dict.fromkeys(name for row in rows for name in row):
             kind = type_of([row.get(name) for row in rows], name, self._given)
             self.types[name] = unite(self.types.get(name), kind, name)
+            levels = _levels(self.types[name])
+            if levels > _MOST_LEVELS:
+                raise ValueError(
+                    f"values in column {name!r} have {levels} levels of Parquet's (a list has "
+                    f"two), and no reader opens a file of more than {_MOST_LEVELS}"
+                )
 
     def schema(self) -> Schema:
         return pa.schema([_writable(pa.field(name, kind)) for name, kind in self.types.items()])
+
+
+_MOST_LEVELS = 99  # of pyarrow's readers; its writers have no limit
+
+
+def _levels(kind: DataType) -> int:
+    """Returns how many groups and leaves of a Parquet schema are above each other in a type."""
+    if pa.types.is_dictionary(kind):
+        return 1
+    parts = [kind.field(number).type for number in range(kind.num_fields)]
+    if not parts:
+        return 1
+    return (1 if pa.types.is_struct(kind) else 2) + max(map(_levels, parts))
 
 
 def _writable(field: Field) -> Field:

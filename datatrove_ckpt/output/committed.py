@@ -113,9 +113,9 @@ def list_output(
     # The common start of all names. Folders below may be parts of the names.
     head, _, rest = template.substitute(values).partition(mark)
     everywhere = "/" in rest or bool(fields_of_documents(template))
-    base = posixpath.dirname(head)
+    base, start = posixpath.split(head)
     if base:
-        head = f"{plain(base)}/{posixpath.basename(head)}"
+        head = start if plain(base) == "." else f"{plain(base)}/{start}"
     if writer.max_file_size > 0:  # a number stands before each name
         head = posixpath.join(posixpath.dirname(head), "")
     try:

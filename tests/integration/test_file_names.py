@@ -178,3 +178,15 @@ def test_a_template_that_leaves_the_folder_is_refused(tmp_path, start):
     writer = JsonlWriter(str(tmp_path), f"{start}${{rank}}_${{chunk_index}}.jsonl")
     with pytest.raises(ConfigError, match="leaves the output folder"):
         check_writer(writer, checkpoints=True)
+
+
+def test_a_template_that_begins_with_a_dot_names_files_of_this_run(tmp_path, server, start):
+    output = writer(tmp_path, f"./{BY_LANGUAGE}")
+    for _ in range(2):  # the second time there is nothing to do
+        start(output_writer=output).run([about(0, lang="en")])
+    assert list(ids(tmp_path / "output")) == ["en/00000_00000.jsonl"]
+    other = tmp_path / "other"
+    with pytest.raises(InvalidFileName, match="files that are being written"):
+        runner(other, server, output_writer=writer(other, f"./{BY_LANGUAGE}")).run(
+            [about(0, lang=STAGING)]
+        )

@@ -106,6 +106,10 @@ def test_a_chunk_has_the_types_of_all_its_documents(tmp_path, server, chunk, kin
             ["'id 0'", "c[]: the integers -1 to 9223372036854775808 do not fit into 64 bits"],
         ),
         ([2**53 + 1, 0.5], ["Chunk 0 could not be written", "9007199254740993"]),
+        (
+            [[], json.loads("[" * 50 + "]" * 50)],
+            ["'id 1'", "values in column 'c' have 101 levels", "no reader opens"],
+        ),
     ],
 )
 def test_what_cannot_be_united_names_document_column_and_both_types(

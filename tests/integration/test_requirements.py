@@ -9,6 +9,7 @@ import pytest
 from datatrove.utils import _import_utils
 from fsspec.registry import _registry
 
+from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts import PromptRollout, chat
 from tests.jobs import runner
@@ -107,6 +108,22 @@ def test_a_key_in_the_place_of_its_variable_is_refused_and_not_shown(refused, ke
     said = refused(("{server_type: dummy, model_name_or_path: m}", config))
     assert "api_key_env: takes the name of an environment variable" in said
     assert "12345" not in said
+
+
+@pytest.mark.parametrize(
+    "params, says",
+    [
+        ({"max_tokens": 0}, ".max_tokens: 0 is not a whole number >= 1."),
+        ({"max_tokens": 8192}, ".max_tokens: 8192 tokens leave no room for a prompt"),
+        ({"top_p": 1.5}, ".top_p: 1.5 is not a number from 0 to 1."),
+    ],
+)
+def test_generation_parameters_with_which_no_request_can_succeed_are_refused(params, says):
+    with pytest.raises(ConfigError) as refused:
+        InferenceConfig(
+            server_type="vllm", model_name_or_path="m", default_generation_params=params
+        )
+    assert str(refused.value).startswith(f"default_generation_params{says}")
 
 
 NO_CHECKPOINT = {"checkpoints_local_dir": None}

@@ -152,6 +152,8 @@ def check_value(name: str, hint: object, value: object) -> None:
     advice = did_you_mean(value, _choices(kinds)) or "."
     if isinstance(value, str) and any(origin(kind) is list for kind in kinds):
         advice = f"; write [{value}]."
+    elif isinstance(value, dict) and list(value.values()) == [None] and str in kinds:
+        advice = f"; write '{{{next(iter(value))}}}', in quotes."  # YAML's {text}
     raise ConfigError(f"{text} is not {in_words(kinds)}{advice}", setting=name)
 
 

@@ -29,6 +29,11 @@ _MISTAKES: Sequence[tuple[type[Exception] | tuple[type[Exception], ...], str, st
         "was `await` forgotten, as in `await generate(...)`?",
     ),
     (
+        (AttributeError, TypeError),
+        "InferenceResult",
+        "an answer's text is its attribute `text`, as in `answer.text`",
+    ),
+    (
         Exception,
         "AsyncGeneratorContextManager",
         "was `async with` forgotten, as in `async with generate.url() as base_url`?",

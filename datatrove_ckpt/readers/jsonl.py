@@ -104,7 +104,8 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             refuse_pointer(line, name)
             if _opens_array(line.strip()):  # else each line but the last one would be damaged
                 refuse_array(self, name)
-            return BadRow(error, line[:60].decode(errors="replace").rstrip())
+            why = _SPREAD if line.strip() == b"{" else error
+            return BadRow(why, line[:60].decode(errors="replace").rstrip())
         if not isinstance(data, dict):
             if _holds_objects(data):  # else a whole file would be one damaged line
                 refuse_array(self, name)
@@ -121,6 +122,9 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
 
     def _check_read_part(self, name: str, file_position: FilePosition) -> None:
         self.open_file(name).check(file_position)
+
+
+_SPREAD = "an object must be on one line (jq -c . FILE writes it so)"
 
 
 def _decode_media(media: Any) -> None:

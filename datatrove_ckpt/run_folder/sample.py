@@ -193,7 +193,7 @@ def estimate_lines(sample: SentSample, step: Step) -> Iterator[str]:
         amounts = [sum(map(amount, requests)) for requests in sent]
         return amounts, estimate(amounts, sizes, total)
 
-    documents = estimate([1] * len(sent), sizes, total).text(short)
+    documents = estimate([1] * len(sent), sizes, total).text(_counted)
     if sample.total is None:
         yield "The size of the input is not known."
     yield f"Median and 95th percentile of a document, and estimate for {documents} documents:"
@@ -205,7 +205,7 @@ def estimate_lines(sample: SentSample, step: Step) -> Iterator[str]:
     for kind, amount in kinds.items():
         amounts, all_of_it = whole(amount)
         middle, most = (short(quantile(amounts, share)) for share in (0.5, 0.95))
-        yield f"  {kind:<17} {middle:>8} {most:>8}   {all_of_it.text(short)}"
+        yield f"  {kind:<17} {middle:>8} {most:>8}   {all_of_it.text(_counted)}"
     _, waited = whole(lambda one: one.ended - one.started)
     span = max(one.ended for one in answers) - min(one.started for one in answers)
     at_once = sum(one.ended - one.started for one in answers) / max(span, 1e-6)
@@ -215,6 +215,10 @@ def estimate_lines(sample: SentSample, step: Step) -> Iterator[str]:
     )
     for name, money in costs(step, sent, sizes, total):
         yield f"  {name:<17} {money}"
+
+
+def _counted(number: float) -> str:
+    return short(round(number))
 
 
 def costs(

@@ -71,7 +71,10 @@ ROW = b'{"id": "1", "text": "a"}'
     "content, message",
     [
         (b"[" + ROW + b"]", "'a.jsonl' .* holds a JSON array"),
-        (json.dumps(json.loads(ROW), indent=2).encode(), "`a.jsonl`, line 1: .* in '{'"),
+        (
+            json.dumps(json.loads(ROW), indent=2).encode(),
+            r"`a.jsonl`, line 1: an object must be on one line \(jq -c \. FILE .* in '{'",
+        ),
         (ROW.decode().encode("utf-16"), "`a.jsonl`, line 1: .* not valid UTF-8"),
         (b"id,text\n1,a\n", "`a.jsonl`, line 1: .* in 'id,text'.* the reader of its format"),
     ],

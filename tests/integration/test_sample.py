@@ -136,6 +136,17 @@ def test_a_sample_of_the_whole_input_is_exact_and_says_what_is_wrong_with_its_an
     assert "cost" not in said
 
 
+def test_an_estimate_counts_in_whole_numbers(tmp_path, command):
+    jsonl(tmp_path, [{"id": str(number), "text": "a" * number} for number in range(1, 8)])
+    with FakeServer() as server:
+        said = command(*job(server, tmp_path), "--run-folder", tmp_path / "run", "--sample", 3).out
+    estimates = re.findall(
+        r"estimate for (.*) documents:|^  (?:requests|\S+ tokens) .*   (.*)$", said, re.M
+    )
+    assert len(estimates) == 4
+    assert "." not in str(estimates)
+
+
 # Settings of a sample of 6 documents, and of the run of 20; how many requests the run still sends.
 TAKEN = {
     "equal requests": ({}, {}, 14),

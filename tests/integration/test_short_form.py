@@ -194,6 +194,7 @@ def test_a_job_is_written_out_in_the_long_form(monkeypatch):
     "settings, message",
     [
         ({"input": ["documents/a.jsonl"]}, "input: .* is not a text"),
+        ({"prompt": {"text": None}}, "is not a text; write '{text}', in quotes"),
         ({"input": "https://user:word@b c/x.jsonl"}, r"b c cannot be listed"),
     ],
 )

@@ -44,6 +44,8 @@ def test_the_command_names_the_line_of_a_rollout_and_the_log_with_the_traceback(
             1,
             "of type coroutine (was `await` forgotten, as in `await generate",
         ),
+        ("return answer['text']", 1, "not subscriptable (an answer's text is its attribute `text`"),
+        ("return 'Yes: ' + answer", 1, "to str (an answer's text is its attribute `text`, as in"),
         (
             "await generate.url()",
             1,

@@ -152,10 +152,10 @@ class Jobs:
         all: in the order of their start.
     """
 
-    def __init__(self, hub, folder, grace=20.0):
+    def __init__(self, hub, folder):
         self.all = []
         self._owners = {}
-        self._hub, self._folder, self.grace = hub, folder, grace
+        self._hub, self._folder, self.grace = hub, folder, 20.0
         hub.jobs = self
 
     @property

@@ -157,8 +157,8 @@ from datatrove_ckpt.readers import JsonlReader
 import prompts
 
 if __name__ == "__main__":
-    url, method = sys.argv[1:]
-    prompts.PREFIX = "of the program"
+    url, prefix, method = sys.argv[1:]
+    prompts.PREFIX = prefix
     runner = InferenceRunner(
         prompts.ask,
         InferenceConfig("endpoint", "m", endpoint_url=url),
@@ -188,13 +188,13 @@ def test_workers_with_other_values_than_the_script_are_noticed_before_anything_i
     write_tasks(tmp_path, 3, 5)
     (tmp_path / "script.py").write_text(OTHER_CODE)
     (tmp_path / "prompts.py").write_text(PROMPTS)
-    done = run_script(tmp_path, server.url, "spawn")
+    done = run_script(tmp_path, server.url, "of the command line", "spawn")
     assert done.returncode == 1
     assert not server.payloads
     said = "The worker processes have other code or values than the process that started them:\n"
     assert said in done.stderr
-    assert 'uses.prefix: "of the program" -> ' in done.stderr
+    assert 'uses.prefix: "of the command line" -> ' in done.stderr
     assert "set start_method='fork'" in done.stderr
-    done = run_script(tmp_path, server.url, "fork")
+    done = run_script(tmp_path, server.url, "of the command line", "fork")
     assert done.returncode == 0, done.stderr
-    assert all(question.startswith("of the program") for question in server.asked)
+    assert all(question.startswith("of the command line") for question in server.asked)

@@ -5,6 +5,7 @@ The answers stay with the checkpoints, and the job's ranks take them for equal r
 ``checkpoint/old_answers.py``). No identity is fixed by that: the prompt may still change.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -218,7 +219,9 @@ def estimate_lines(sample: SentSample, step: Step) -> Iterator[str]:
 
 
 def _counted(number: float) -> str:
-    return short(round(number))
+    if math.isfinite(number):  # one document shows no bound
+        number = round(number)
+    return short(number)
 
 
 def costs(

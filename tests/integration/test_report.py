@@ -33,6 +33,7 @@ def test_the_page_is_written_beside_nothing_else(checkpoints, tmp_path):
     source = page.read_text()
     assert source.startswith("<!DOCTYPE html>")
     assert f"<title>{tmp_path.name}: running</title>" in source
+    assert re.search(r", as of [-0-9]{10} [:0-9]{8} UTC\. Last change [^<]* ago\.<", source)
     titles = re.findall("<h2>([^<]*)</h2>", source)
     assert titles == ["Documents per second", "Tokens per second"], "an older history has no more"
     assert [*page.parent.iterdir()] == [page]

@@ -269,9 +269,9 @@ def page(
         sums: what ``status`` says of each topic.
     """
     as_of = f", as of {clock(made_at)}"
-    about = element("p", name(where, 400), f"{as_of}. {topics.age}")
+    about = element("p", name(where, 400), f"{as_of}. {age}")
     if model:
-        about = element("p", name(model), " in ", name(where, 400), f"{as_of}. {topics.age}")
+        about = element("p", name(model), " in ", name(where, 400), f"{as_of}. {age}")
     shown = (element("div", element("dt", topic), element("dd", text)) for topic, text in sums)
     parts = {
         "title": escaped(f"{shortened(called, 80)}: {state}"),

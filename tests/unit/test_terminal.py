@@ -131,9 +131,11 @@ def test_a_fork_draws_no_bar_and_waits_for_no_lock(terminal):
         taken.wait()
         pid = os.fork()
         if pid == 0:
-            print("from the fork")
-            bar.draw()
-            os._exit(0)
+            try:
+                print("from the fork")
+                bar.draw()
+            finally:  # never a second pytest
+                os._exit(0)
         os.waitpid(pid, 0)
         free.set()
         thread.join()

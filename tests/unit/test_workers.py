@@ -463,19 +463,24 @@ def test_a_thread_that_a_task_left_behind_keeps_nobody_waiting(
         assert dict(workers.run([1])) == {1: 1}
 
 
-def test_no_worker_outlives_its_parent(tmp_path):
+def run_two_workers(folder):
     def run(slot, task):
-        (tmp_path / str(slot)).write_text(str(os.getpid()))
+        (folder / str(slot)).write_text(str(os.getpid()))
         time.sleep(600)
 
-    if (parent := os.fork()) == 0:
-        with group(run) as workers:
-            list(workers.run(range(2)))
-        os._exit(0)
+    with group(run) as workers:
+        list(workers.run(range(2)))
+
+
+def test_no_worker_outlives_its_parent(tmp_path):
+    # Not a fork of this process: if anything raised there, it would go on as a second pytest.
+    context = multiprocess.get_context("forkserver")
+    parent = context.Process(target=run_two_workers, args=(tmp_path,))
+    parent.start()
     until(lambda: len([path for path in tmp_path.iterdir() if path.read_text()]) > 1)
     handles = [os.pidfd_open(int(path.read_text())) for path in tmp_path.iterdir()]
-    os.kill(parent, signal.SIGKILL)
-    os.waitpid(parent, 0)
+    parent.kill()
+    parent.join()
     for handle in handles:
         assert select.select([handle], [], [], 120)[0]
         os.close(handle)

@@ -241,8 +241,9 @@ class _Run:
             keeps_paid=bool(step.limits),
             shutdown=preemption.shutdown,
         )
-        with manager.look() as found:
+        with manager.look() as found, ExitStack() as undo:
             documents = self._open_source(data)
+            undo.callback(documents.close)
             others = sum_rank(rank, self.root, folder)
             old = None
             with preemption.interruptible():
@@ -258,6 +259,7 @@ class _Run:
                     old = with_samples(root, rank, servers_digest(step.models), old)
             check_moved = preemption.interruptible()(output_folder.check_moved)
             lease = found.take(check_moved, old)
+            undo.pop_all()
         output = ChunkOutput(
             output_folder, rank, folder, prefix, is_new, lease, step.hub_pace, step.rows
         )

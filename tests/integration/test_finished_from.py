@@ -6,6 +6,7 @@ import base64
 import json
 import shutil
 import signal
+import tempfile
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
@@ -20,7 +21,7 @@ from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.errors import CheckpointLocked, ServerRefused
+from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, ServerRefused
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.rollouts import EmbedRollout, PromptRollout
 from datatrove_ckpt.testing import FakeServer, outputs
@@ -450,3 +451,22 @@ def test_an_old_run_at_work_is_not_taken_over(tmp_path, server):
                 )
     finally:
         lock.release()
+
+
+def test_a_rank_that_is_refused_leaves_no_temporary_file_open(tmp_path, server, monkeypatch):
+    for name in ("old", "new"):
+        runner(tmp_path / name, server).run(documents(1), 0, 2)
+    opened = []
+    temporary_file = tempfile.TemporaryFile
+
+    def note(*arguments, **options):
+        opened.append(temporary_file(*arguments, **options))
+        return opened[-1]
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", note)
+    other = runner(
+        tmp_path / "new", server, records_per_chunk=7, finished_from=tmp_path / "old/output"
+    )
+    with pytest.raises(CheckpointMismatch):
+        other.run(documents(1), 1, 2)
+    assert [file.closed for file in opened] == [True]

@@ -3,6 +3,7 @@ as tests/data/queued/NAME. Tasks that a version has queued may start after the p
 
     python -m tests.make_queued NAME
 
+    paths.pik     of `datatrove-ckpt run` with a YAML file that names classes by their modules
     script.pik    of a script: functions of a module (tests/data/queued/site), shared context,
                   monitoring, a key
     yaml.pik      of `datatrove-ckpt run` with a YAML file and a ready-made rollout
@@ -55,13 +56,45 @@ executor:
           sync_seconds: auto
 """
 
+CLASS_PATHS = f"""\
+executor:
+  class_path: datatrove_ckpt.executors.slurm.SlurmPipelineExecutor
+  init_args:
+    tasks: {TASKS}
+    time: "1:00:00"
+    partition: p
+    logging_dir: logs
+    pipeline:
+      - class_path: datatrove_ckpt.readers.batch.BatchReader
+        init_args: {{data_folder: input}}
+      - class_path: datatrove_ckpt.runner.InferenceRunner
+        init_args:
+          rollout_fn: {{class_path: datatrove_ckpt.rollouts.batch.BatchRollout}}
+          config: {{server_type: dummy, model_name_or_path: m}}
+          output_writer:
+            class_path: datatrove.pipeline.writers.JsonlWriter
+            init_args: {{output_folder: output, output_filename: "{NAME}", compression: null}}
+          checkpoints_local_dir: checkpoints
+"""
+"""Names classes by the modules that define them, as files of users may."""
 
-def write_input(folder):
+
+def row(name, text):
+    return {"text": text, "id": name}
+
+
+def request(name, text):
+    """A line of a batch file."""
+    body = {"messages": [{"role": "user", "content": text}]}
+    return {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def write_input(folder, line=row):
     """One file for each task."""
     (folder / "input").mkdir(parents=True)
     for number, texts in enumerate(TEXTS):
-        rows = [{"text": text, "id": f"{number}/{index}"} for index, text in enumerate(texts)]
-        write_rows(folder / "input" / f"{number}.jsonl", rows)
+        lines = [line(f"{number}/{index}", text) for index, text in enumerate(texts)]
+        write_rows(folder / "input" / f"{number}.jsonl", lines)
 
 
 def script():
@@ -104,12 +137,24 @@ def parts():
 
     from datatrove_ckpt import InferenceConfig, InferenceRunner
     from datatrove_ckpt.readers import (
+        BatchReader,
+        CSVReader,
         HuggingFaceDatasetReader,
         IpcReader,
         JsonlReader,
+        PageReader,
         ParquetReader,
+        TextReader,
     )
-    from datatrove_ckpt.rollouts import ChunkedRollout, CompletionRollout, JudgeRollout, chat
+    from datatrove_ckpt.rollouts import (
+        BatchRollout,
+        ChunkedRollout,
+        ClassifyRollout,
+        CompletionRollout,
+        EmbedRollout,
+        JudgeRollout,
+        chat,
+    )
 
     parquet = "${rank}_${chunk_index}.parquet"
     servers = [
@@ -129,6 +174,7 @@ def parts():
             use_chat=False,
             api_key="k3y",
         ),
+        *(InferenceConfig("dummy", "m") for _ in range(3)),
     ]
     rollouts = [
         queued_job.Asker(2),
@@ -136,13 +182,16 @@ def parts():
         ChunkedRollout("Say {text}", carry="conversation"),
         chat,
         CompletionRollout("Say {text}"),
+        BatchRollout(),
+        EmbedRollout(),
+        ClassifyRollout(),
     ]
     writers = [
         HuggingFaceDatasetWriter(
             "owner/name", private=True, output_filename=parquet, local_working_dir="work"
         ),
         HuggingFaceBucketWriter("owner/name", output_filename=parquet, local_working_dir="work"),
-        *(ParquetWriter(f"output{number}", parquet) for number in range(3)),
+        *(ParquetWriter(f"output{number}", parquet) for number in range(6)),
     ]
     steps = [
         InferenceRunner(
@@ -161,6 +210,10 @@ def parts():
         ParquetReader("input"),
         IpcReader("input"),
         HuggingFaceDatasetReader("owner/name", {"split": "train"}),
+        BatchReader("input"),
+        CSVReader("input"),
+        TextReader("input"),
+        PageReader("input"),
     ]
     return [*readers, *steps]
 
@@ -194,34 +247,41 @@ def submit(pipeline):
     SlurmPipelineExecutor(pipeline, TASKS, "1:00:00", "p", logging_dir="logs").run()
 
 
-def make(target):
+def queue(name, folder):
+    """Submits a job in the working directory ``folder``.
+
+    Returns:
+        its executor.pik, and what each of its runners is
+    """
     from datatrove.io import DataFolder
 
-    from datatrove_ckpt import __version__
     from datatrove_ckpt.cli.main import main
+
+    # It would keep the working directory of the job before.
+    DataFolder.clear_instance_cache()
+    write_input(folder, request if name == "paths" else row)
+    (folder / "bin").mkdir()
+    (folder / "bin" / "sbatch").write_text("#!/bin/sh\necho Submitted batch job 7\n")
+    (folder / "bin" / "sbatch").chmod(0o755)
+    os.environ["PATH"] = f"{folder / 'bin'}:{os.environ['PATH']}"
+    if name in ("yaml", "paths"):
+        (folder / "job.yaml").write_text(YAML if name == "yaml" else CLASS_PATHS)
+        assert main(["run", "job.yaml"]) == 0
+    else:
+        submit(script() if name == "script" else parts())
+    pickled = (folder / "logs" / "executor.pik").read_bytes()
+    steps = runners(dill.loads(pickled))
+    return pickled, [{"settings": settings(step), "identity": identity(step)} for step in steps]
+
+
+def make(target):
+    from datatrove_ckpt import __version__
 
     made = {"version": __version__}
     target.mkdir(parents=True)
-    for name in ("script", "yaml", "parts"):
+    for name in ("script", "yaml", "paths", "parts"):
         with tempfile.TemporaryDirectory(prefix="queued-") as temporary, chdir(temporary):
-            folder = Path(temporary)
-            # It would keep the working directory of the job before.
-            DataFolder.clear_instance_cache()
-            write_input(folder)
-            (folder / "bin").mkdir()
-            (folder / "bin" / "sbatch").write_text("#!/bin/sh\necho Submitted batch job 7\n")
-            (folder / "bin" / "sbatch").chmod(0o755)
-            (folder / "job.yaml").write_text(YAML)
-            os.environ["PATH"] = f"{folder / 'bin'}:{os.environ['PATH']}"
-            if name == "yaml":
-                assert main(["run", "job.yaml"]) == 0
-            else:
-                submit(script() if name == "script" else parts())
-            pickled = (folder / "logs" / "executor.pik").read_bytes()
-            steps = runners(dill.loads(pickled))
-            made[name] = [
-                {"settings": settings(step), "identity": identity(step)} for step in steps
-            ]
+            pickled, made[name] = queue(name, Path(temporary))
         (target / f"{name}.pik").write_bytes(pickled)
     (target / "made.json").write_text(json.dumps(made, indent=1) + "\n")
 

@@ -64,7 +64,7 @@ from datatrove_ckpt.errors import (
     StorageFailed,
     VersionMismatch,
 )
-from datatrove_ckpt.errors.names import setting_name
+from datatrove_ckpt.errors.setting_names import setting_name
 
 _USERS_FIELDS = (
     "imports",

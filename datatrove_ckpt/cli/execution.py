@@ -29,7 +29,7 @@ from datatrove_ckpt.errors import (
     UnexpectedExit,
     WaitsForBatches,
 )
-from datatrove_ckpt.errors.names import form
+from datatrove_ckpt.errors.setting_names import form
 from datatrove_ckpt.executors.local import not_complete, raise_limit_reached
 from datatrove_ckpt.process import task_errors
 from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption

@@ -14,7 +14,7 @@ from datatrove_ckpt import errors
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import byte_size
 from datatrove_ckpt.common.redaction import redact
-from datatrove_ckpt.errors.names import with_originals
+from datatrove_ckpt.errors.setting_names import with_originals
 
 _INDENT = re.compile(r"(?: +\w* +)?")
 

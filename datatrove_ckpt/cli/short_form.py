@@ -32,7 +32,7 @@ from datatrove_ckpt.common.declared import parameters_of
 from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.config.templates import parse
 from datatrove_ckpt.errors import ConfigError, named
-from datatrove_ckpt.errors.names import form, use
+from datatrove_ckpt.errors.setting_names import form, use
 from datatrove_ckpt.output.formats import BY_NAME
 from datatrove_ckpt.readers import READERS
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.common.formatting import without_flag
 from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.errors.names import form
+from datatrove_ckpt.errors.setting_names import form
 from datatrove_ckpt.run_folder.run_plan import RunPlan
 
 

@@ -38,7 +38,7 @@ from datatrove_ckpt.common.declared import (
 from datatrove_ckpt.common.formatting import did_you_mean, missing_package
 from datatrove_ckpt.config.generation_params import REQUEST_PARAMETERS
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.errors.names import form, setting_name
+from datatrove_ckpt.errors.setting_names import form, setting_name
 from datatrove_ckpt.output.formats import FORMATS
 from datatrove_ckpt.readers import READERS
 

@@ -48,7 +48,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from datatrove_ckpt.errors.names import setting_name, start_over, with_originals
+from datatrove_ckpt.errors.setting_names import setting_name, start_over, with_originals
 
 # Control characters except line break and tab, bidirectional marks, line separators, lone
 # surrogates.

@@ -32,7 +32,7 @@ from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CkptError, ConfigError, LimitReached, WaitsForBatches
-from datatrove_ckpt.errors.names import use
+from datatrove_ckpt.errors.setting_names import use
 from datatrove_ckpt.generation.blocked_loop import warn_when_blocked
 from datatrove_ckpt.generation.dead_letters import next_retry, taken_letters
 from datatrove_ckpt.generation.document_limit import DocumentLimit

@@ -16,7 +16,7 @@ from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.errors.names import setting_name, step_place
+from datatrove_ckpt.errors.setting_names import setting_name, step_place
 from datatrove_ckpt.output.file_managers import missing_codec
 from datatrove_ckpt.readers import BatchReader, HuggingFaceDatasetReader
 from datatrove_ckpt.readers.inputs import (

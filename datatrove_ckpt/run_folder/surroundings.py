@@ -16,7 +16,7 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import max_tokens_of
 from datatrove_ckpt.config.paths import existing_part, expand_path
 from datatrove_ckpt.errors import ConfigError, DocumentNotSerializable, ServerStartFailed
-from datatrove_ckpt.errors.names import setting_name
+from datatrove_ckpt.errors.setting_names import setting_name
 from datatrove_ckpt.generation.first_document import check_first, try_media
 from datatrove_ckpt.generation.noted_requests import NotedRequest, unsent_prompts
 from datatrove_ckpt.generation.step import Step

@@ -33,7 +33,7 @@ import orjson
 import xxhash
 
 from datatrove_ckpt.checkpoint.lines import Json, content_of, explained, size_of
-from datatrove_ckpt.common.places import process_place
+from datatrove_ckpt.common.pid_namespace import process_place
 from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
 
 if TYPE_CHECKING:

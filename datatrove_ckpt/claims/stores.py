@@ -29,7 +29,7 @@ from fsspec.utils import get_protocol
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.common import JsonObject, object_store
-from datatrove_ckpt.common.places import process_place
+from datatrove_ckpt.common.pid_namespace import process_place
 from datatrove_ckpt.common.retrying import STORAGE
 
 _RETRIES = replace(STORAGE, patience=20.0)  # claims are hints: nothing waits long for them

@@ -22,7 +22,7 @@ from typing import Self
 from loguru import logger
 
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.places import process_place
+from datatrove_ckpt.common.pid_namespace import process_place
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.inference.servers.guardian import Process, process_table
 

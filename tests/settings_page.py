@@ -7,7 +7,7 @@ rollouts.
 import inspect
 import json
 
-from datatrove_ckpt.common.declared import meanings, parameters_of
+from datatrove_ckpt.common.setting_types import meanings, parameters_of
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.rollouts import (
     ChunkedRollout,

@@ -12,7 +12,7 @@ raise the interval to the maximum.
 from collections import deque
 from dataclasses import dataclass
 
-from datatrove_ckpt.common.declared import Seconds
+from datatrove_ckpt.common.setting_types import Seconds
 
 RECENT = 5
 

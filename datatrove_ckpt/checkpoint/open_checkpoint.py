@@ -45,7 +45,7 @@ from datatrove_ckpt.checkpoint.rank_files import RankFiles, Snapshot
 from datatrove_ckpt.checkpoint.recovery import recover
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.checkpoint.storage_thread import MAX_BACKLOG_BYTES, StorageThread
-from datatrove_ckpt.common.declared import Seconds as SecondsOrAuto
+from datatrove_ckpt.common.setting_types import Seconds as SecondsOrAuto
 from datatrove_ckpt.common.threads import context_thread
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
 from datatrove_ckpt.process.shutdown import Shutdown

@@ -3,8 +3,8 @@
 from datatrove_ckpt.cli.yaml_config import MASK, import_name, leaves
 from datatrove_ckpt.cli.yaml_text import dump
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.declared import parameters_of
 from datatrove_ckpt.common.redaction import is_secret
+from datatrove_ckpt.common.setting_types import parameters_of
 
 
 class FullConfig:

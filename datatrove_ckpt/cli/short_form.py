@@ -28,8 +28,8 @@ from datatrove_ckpt.cli import kept_input, yaml_config
 from datatrove_ckpt.cli.job_input import JobInput, class_of, node
 from datatrove_ckpt.cli.job_settings import ShortJob
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.declared import parameters_of
 from datatrove_ckpt.common.formatting import did_you_mean
+from datatrove_ckpt.common.setting_types import parameters_of
 from datatrove_ckpt.config.templates import parse
 from datatrove_ckpt.errors import ConfigError, named
 from datatrove_ckpt.errors.setting_names import form, use

@@ -24,7 +24,8 @@ import yaml  # type: ignore[import-untyped]
 
 from datatrove_ckpt.cli import yaml_text
 from datatrove_ckpt.common import JsonObject, redaction
-from datatrove_ckpt.common.declared import (
+from datatrove_ckpt.common.formatting import did_you_mean, missing_package
+from datatrove_ckpt.common.setting_types import (
     alternatives,
     check_value,
     in_words,
@@ -35,7 +36,6 @@ from datatrove_ckpt.common.declared import (
     show,
     takes,
 )
-from datatrove_ckpt.common.formatting import did_you_mean, missing_package
 from datatrove_ckpt.config.generation_params import REQUEST_PARAMETERS
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.setting_names import form, setting_name

@@ -6,7 +6,7 @@ from pathlib import Path
 from urllib.parse import parse_qsl
 
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.declared import Count, Positive, Price, check, check_value, one_of
+from datatrove_ckpt.common.setting_types import Count, Positive, Price, check, check_value, one_of
 from datatrove_ckpt.errors import ConfigError
 
 _PRICES = ("prompt", "cached", "cache_write", "completion")

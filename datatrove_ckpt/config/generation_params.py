@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
-from datatrove_ckpt.common import JsonObject, declared
+from datatrove_ckpt.common import JsonObject, setting_types
 from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.errors import ConfigError
 
@@ -21,10 +21,10 @@ PAYLOAD_JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
 # All servers refuse others. Upper limits of the temperature differ.
 _KINDS: dict[str, Any] = {
-    "max_tokens": declared.Count | None,
-    "max_completion_tokens": declared.Count | None,
-    "temperature": declared.NotNegative | None,
-    "top_p": declared.Share | None,
+    "max_tokens": setting_types.Count | None,
+    "max_completion_tokens": setting_types.Count | None,
+    "temperature": setting_types.NotNegative | None,
+    "top_p": setting_types.Share | None,
     "service_tier": str | list[str] | None,
 }
 _MISTYPED = 0.88  # share of equal letters in a name with one typing error
@@ -166,7 +166,7 @@ def check_generation_params(key: str, params: JsonObject) -> None:
     if params.get("stream"):
         raise ConfigError("answers are read as a whole; remove it.", setting=f"{key}.stream")
     for name, kind in _KINDS.items():
-        declared.check_value(f"{key}.{name}", kind, params.get(name))
+        setting_types.check_value(f"{key}.{name}", kind, params.get(name))
 
 
 class AnswerPolicy(NamedTuple):
@@ -196,8 +196,8 @@ def answer_policy(setting: str, value: BadAnswerSetting) -> AnswerPolicy:
     params = dict(value)
     retries = params.pop("retry", None)
     then = params.pop("then", "keep")
-    declared.check_value(f"{setting}.retry", declared.Count, retries)
-    declared.check_value(f"{setting}.then", _Then, then)
+    setting_types.check_value(f"{setting}.retry", setting_types.Count, retries)
+    setting_types.check_value(f"{setting}.then", _Then, then)
     for name in _NEVER_CHANGED:
         if name in params:
             raise ConfigError("a retry cannot change it.", setting=f"{setting}.{name}")

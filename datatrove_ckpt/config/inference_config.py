@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from datatrove_ckpt.common import BATCH, JsonObject
-from datatrove_ckpt.common.declared import (
+from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Secret, names_secret
+from datatrove_ckpt.common.setting_types import (
     Count,
     CountFromZero,
     Positive,
@@ -30,7 +31,6 @@ from datatrove_ckpt.common.declared import (
     check_value,
     one_of,
 )
-from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Secret, names_secret
 from datatrove_ckpt.common.work_counts import Tokens
 from datatrove_ckpt.config.endpoints import (
     EndpointConfig,

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from datatrove_ckpt.common.declared import Port, check
 from datatrove_ckpt.common.formatting import missing_package
+from datatrove_ckpt.common.setting_types import Port, check
 from datatrove_ckpt.errors import ConfigError
 
 # Of which job it is.

@@ -38,8 +38,8 @@ from datatrove_ckpt.claims.claims import Claims
 from datatrove_ckpt.claims.stores import LOOKS, refuse_for_claims
 from datatrove_ckpt.common import redaction, retrying
 from datatrove_ckpt.common.attempts import Progress
-from datatrove_ckpt.common.declared import Count, CountFromZero, CountOrAll, check
 from datatrove_ckpt.common.formatting import plural, plural_is, seconds_of
+from datatrove_ckpt.common.setting_types import Count, CountFromZero, CountOrAll, check
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp, GoalReached
 from datatrove_ckpt.executors.local import OwnExecutor
 from datatrove_ckpt.generation.limits import limit_reached

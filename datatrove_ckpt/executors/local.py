@@ -37,8 +37,8 @@ from datatrove_ckpt.claims.claims import Claims
 from datatrove_ckpt.claims.stores import RUN, new_owner, open_store
 from datatrove_ckpt.common import JsonObject, object_store
 from datatrove_ckpt.common.attempts import Progress
-from datatrove_ckpt.common.declared import Count, CountOrAll, check, check_value, one_of
 from datatrove_ckpt.common.formatting import plural, plural_is
+from datatrove_ckpt.common.setting_types import Count, CountOrAll, check, check_value, one_of
 from datatrove_ckpt.errors import (
     CheckpointLocked,
     CkptError,

@@ -32,9 +32,9 @@ from loguru import logger
 from datatrove_ckpt.claims import claims
 from datatrove_ckpt.claims.stores import open_store
 from datatrove_ckpt.common import LAUNCH
-from datatrove_ckpt.common.declared import Count, CountOrAll, check
 from datatrove_ckpt.common.formatting import plural, plural_is, ranges
 from datatrove_ckpt.common.retrying import code_of_rank
+from datatrove_ckpt.common.setting_types import Count, CountOrAll, check
 from datatrove_ckpt.errors import CkptError, ConfigError, GoalReached
 from datatrove_ckpt.executors.local import (
     LocalPipelineExecutor,

@@ -21,10 +21,10 @@ from multiprocess.reduction import ForkingPickler
 from datatrove_ckpt.checkpoint.identity import RunIdentity, recorded_settings
 from datatrove_ckpt.checkpoint.limits import Limits
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.declared import Count, NotNegative, Positive, Seconds, check
 from datatrove_ckpt.common.launchers import launcher
 from datatrove_ckpt.common.object_store import check_mirror
 from datatrove_ckpt.common.redaction import Veiled
+from datatrove_ckpt.common.setting_types import Count, NotNegative, Positive, Seconds, check
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.config.models import models_of

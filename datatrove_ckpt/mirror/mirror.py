@@ -31,8 +31,8 @@ from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.common import retrying
-from datatrove_ckpt.common.declared import Seconds
 from datatrove_ckpt.common.object_store import ObjectStore
+from datatrove_ckpt.common.setting_types import Seconds
 from datatrove_ckpt.common.threads import context_thread
 from datatrove_ckpt.errors import ConfigError, StorageFailed, TooManyOpenFiles
 from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Uploads, Versions

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from datatrove_ckpt.common.declared import check_value, one_of
 from datatrove_ckpt.common.finish_reasons import CUT_OFF
 from datatrove_ckpt.common.formatting import missing_package
+from datatrove_ckpt.common.setting_types import check_value, one_of
 from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.interface import InferenceResult, Payload

@@ -13,7 +13,7 @@ from typing import Literal
 from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
 
-from datatrove_ckpt.common.declared import Count
+from datatrove_ckpt.common.setting_types import Count
 from datatrove_ckpt.config.templates import check_template, fill, times_text
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.answers import is_cut_off

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 from datatrove.data import Document
 
-from datatrove_ckpt.common.declared import Count
+from datatrove_ckpt.common.setting_types import Count
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.templates import check_template
 from datatrove_ckpt.errors import ConfigError

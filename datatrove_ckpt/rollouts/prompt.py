@@ -10,7 +10,7 @@ from typing import Self
 
 from datatrove.data import Document
 
-from datatrove_ckpt.common.declared import Count
+from datatrove_ckpt.common.setting_types import Count
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.templates import (
     BARE,

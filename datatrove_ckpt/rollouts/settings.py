@@ -15,7 +15,7 @@ from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.declared import Count, Positive, check
+from datatrove_ckpt.common.setting_types import Count, Positive, check
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
 from datatrove_ckpt.config.templates import fill, times_text

@@ -11,7 +11,7 @@ import xxhash
 from aiohttp import web
 
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.declared import check
+from datatrove_ckpt.common.setting_types import check
 
 
 class FakeServer:

@@ -41,9 +41,9 @@ from torch.utils.data import DataLoader
 
 import datatrove_ckpt.torch.policies as policies
 import datatrove_ckpt.torch.sharded as sharded
-from datatrove_ckpt.common.declared import refuse
 from datatrove_ckpt.common.object_store import ObjectStore, check_mirror
 from datatrove_ckpt.common.retrying import READING, failure_line
+from datatrove_ckpt.common.setting_types import refuse
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
     CheckpointLocked,

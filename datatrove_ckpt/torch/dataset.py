@@ -30,8 +30,8 @@ import numpy as np
 from loguru import logger
 
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.declared import Count, check_value, refuse
 from datatrove_ckpt.common.formatting import parse_bytes
+from datatrove_ckpt.common.setting_types import Count, check_value, refuse
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import SeekingReader
 from datatrove_ckpt.readers.files import FilesReader, folder_reader, hub_reader

@@ -18,7 +18,7 @@ from loguru import logger
 from xxhash import xxh3_64_intdigest
 
 import datatrove_ckpt.torch.stateful as stateful
-from datatrove_ckpt.common.declared import check
+from datatrove_ckpt.common.setting_types import check
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.states import Slot

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 import datatrove_ckpt.torch.stateful as stateful
-from datatrove_ckpt.common.declared import Count, check
+from datatrove_ckpt.common.setting_types import Count, check
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.states import Slot

@@ -21,7 +21,7 @@ from typing import Any
 
 from loguru import logger
 
-from datatrove_ckpt.common.declared import Count, CountFromZero, Positive, Seconds, check
+from datatrove_ckpt.common.setting_types import Count, CountFromZero, Positive, Seconds, check
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.torch.step_folder import StepName
 

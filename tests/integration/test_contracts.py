@@ -32,7 +32,7 @@ from datatrove_ckpt import __version__
 from datatrove_ckpt.cli.job_settings import ShortJob
 from datatrove_ckpt.cli.main import main, make_parser
 from datatrove_ckpt.cli.yaml_config import SHORT_NAMES, import_name
-from datatrove_ckpt.common.declared import parameters_of
+from datatrove_ckpt.common.setting_types import parameters_of
 from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.executors.kubernetes import KubernetesJob
 from datatrove_ckpt.rollouts import PromptRollout

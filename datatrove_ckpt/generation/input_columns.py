@@ -16,7 +16,7 @@ from datatrove.data import Document
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint import files, layout
-from datatrove_ckpt.common.lazy import pa, pq
+from datatrove_ckpt.common.lazy_pyarrow import pa, pq
 from datatrove_ckpt.errors import CheckpointCorrupt, InputError
 from datatrove_ckpt.output.arrow_types import NO_TYPES, DataType, NotUnited, Schema, Types, unite
 from datatrove_ckpt.output.chunk_writing import infers_schema

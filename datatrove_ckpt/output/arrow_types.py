@@ -20,7 +20,7 @@ from uuid import UUID
 
 import numpy as np
 
-from datatrove_ckpt.common.lazy import pa
+from datatrove_ckpt.common.lazy_pyarrow import pa
 
 # pyarrow has no types.
 DataType = Any

@@ -55,7 +55,7 @@ from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.open_checkpoint import RankLease
 from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
-from datatrove_ckpt.common.lazy import pa, pq
+from datatrove_ckpt.common.lazy_pyarrow import pa, pq
 from datatrove_ckpt.errors import CkptError, OutputFailed, OutputMismatch
 from datatrove_ckpt.output import formats
 from datatrove_ckpt.output.arrow_types import (

@@ -17,7 +17,7 @@ import orjson
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.exact_json import loads
-from datatrove_ckpt.common.lazy import pa, pq
+from datatrove_ckpt.common.lazy_pyarrow import pa, pq
 
 if TYPE_CHECKING:
     import datasets

@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple, TypeAlias, cast
 from datatrove.io import DataFolder
 
 from datatrove_ckpt.common import retrying
-from datatrove_ckpt.common.lazy import pa
+from datatrove_ckpt.common.lazy_pyarrow import pa
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.extent import FileExtent

@@ -29,7 +29,7 @@ from xxhash import xxh3_128_hexdigest
 
 import datatrove_ckpt.readers.jsonl as jsonl
 from datatrove_ckpt.common.formatting import plural
-from datatrove_ckpt.common.lazy import pa
+from datatrove_ckpt.common.lazy_pyarrow import pa
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.block_file import BlockFile, FileIndex, Group, Rows, check_columns
 from datatrove_ckpt.readers.files import FilesReader

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 
 from datatrove_ckpt.common.formatting import missing_package, safe_repr
-from datatrove_ckpt.common.lazy import pa
+from datatrove_ckpt.common.lazy_pyarrow import pa
 from datatrove_ckpt.errors import ConfigError, DocumentNotSerializable
 from datatrove_ckpt.readers.positions import Row
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from datatrove.io import DataFolder
 
-from datatrove_ckpt.common.lazy import pa, pq
+from datatrove_ckpt.common.lazy_pyarrow import pa, pq
 from datatrove_ckpt.readers.block_file import FileIndex, Group, TableFile, changed_error, open_input
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.extent import FileExtent

@@ -17,7 +17,7 @@ from contextlib import closing
 
 from datatrove.pipeline.readers import ipc, parquet
 
-from datatrove_ckpt.common.lazy import pa
+from datatrove_ckpt.common.lazy_pyarrow import pa
 from datatrove_ckpt.readers.arrow_blocks import ArrowBlocks
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.block_file import TableFile

@@ -15,7 +15,7 @@ from datatrove.io import get_datafolder
 from datatrove_ckpt import errors
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.formatting import missing_package
-from datatrove_ckpt.common.lazy import pa, pq
+from datatrove_ckpt.common.lazy_pyarrow import pa, pq
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.output.arrow_types import (
     DataType,

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from xxhash import xxh3_64_hexdigest
 
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.lazy import pa
+from datatrove_ckpt.common.lazy_pyarrow import pa
 from datatrove_ckpt.readers.block_file import Rows
 from datatrove_ckpt.readers.blocks import Block, BlockInput, Unified
 from datatrove_ckpt.readers.files import FilesReader

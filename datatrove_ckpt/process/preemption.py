@@ -31,7 +31,7 @@ from loguru import logger
 from datatrove_ckpt.errors import LimitReached, Preempted
 from datatrove_ckpt.process import parent_watch, signals, slurm_job
 from datatrove_ckpt.process.host_loop import host_loop
-from datatrove_ckpt.process.notices import Setting, watched_notices
+from datatrove_ckpt.process.preemption_notices import Setting, watched_notices
 from datatrove_ckpt.process.screen import exit_now
 from datatrove_ckpt.process.shutdown import SAME_EVENT, Shutdown
 from datatrove_ckpt.process.workers import in_worker

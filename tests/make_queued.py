@@ -69,7 +69,7 @@ executor:
         init_args: {{data_folder: input}}
       - class_path: datatrove_ckpt.runner.InferenceRunner
         init_args:
-          rollout_fn: {{class_path: datatrove_ckpt.rollouts.batch.BatchRollout}}
+          rollout_fn: {{class_path: datatrove_ckpt.rollouts.batch_rollout.BatchRollout}}
           config: {{server_type: dummy, model_name_or_path: m}}
           output_writer:
             class_path: datatrove.pipeline.writers.JsonlWriter

@@ -13,7 +13,7 @@ from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.commits import read_commits, sum_commits
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Done, Sums
 from datatrove_ckpt.readers.shard import ShardRecord
-from datatrove_ckpt.rollouts.batch import BatchRollout
+from datatrove_ckpt.rollouts.batch_rollout import BatchRollout
 
 
 def sum_rank(rank: int, root: Path, opened: Path | None = None) -> Done:

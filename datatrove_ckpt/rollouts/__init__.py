@@ -8,7 +8,7 @@ The names below belong to this module, because pickles and identities hold them.
 """
 
 from datatrove_ckpt.rollouts.answers import InvalidAnswer
-from datatrove_ckpt.rollouts.batch import BatchRollout, batch_line
+from datatrove_ckpt.rollouts.batch_rollout import BatchRollout, batch_line
 from datatrove_ckpt.rollouts.chunked import ChunkedRollout, split_text
 from datatrove_ckpt.rollouts.embed import ClassifyRollout, EmbedRollout
 from datatrove_ckpt.rollouts.interface import (

@@ -20,7 +20,6 @@ from datatrove_ckpt.config.templates import (
     times_text,
 )
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.rollouts.cutting import cut_to_chars
 from datatrove_ckpt.rollouts.interface import Generate, Payload, Rollout, chat, chat_payload
 from datatrove_ckpt.rollouts.media import (
     MEDIA,
@@ -33,6 +32,7 @@ from datatrove_ckpt.rollouts.media import (
 )
 from datatrove_ckpt.rollouts.settings import OneRequest, ReadyMade
 from datatrove_ckpt.rollouts.source import chat_in, prompt_source
+from datatrove_ckpt.rollouts.token_counter import cut_to_chars
 
 
 @dataclass

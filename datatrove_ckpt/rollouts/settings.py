@@ -28,15 +28,15 @@ from datatrove_ckpt.rollouts.answers import (
     engine_of,
     is_cut_off,
 )
-from datatrove_ckpt.rollouts.cutting import (
+from datatrove_ckpt.rollouts.interface import Generate, Payload
+from datatrove_ckpt.rollouts.source import prompt_source
+from datatrove_ckpt.rollouts.token_counter import (
     TokenCounter,
     cut_to_chars,
     cut_to_tokens,
     fits_for_sure,
     load_counter,
 )
-from datatrove_ckpt.rollouts.interface import Generate, Payload
-from datatrove_ckpt.rollouts.source import prompt_source
 
 
 @dataclass(kw_only=True)

@@ -21,7 +21,7 @@ from datatrove_ckpt.rollouts import (
     PromptRollout,
     for_config,
 )
-from datatrove_ckpt.rollouts.cutting import load_counter
+from datatrove_ckpt.rollouts.token_counter import load_counter
 from datatrove_ckpt.user_code.code_identity import code_identity
 from tests.clients import config
 from tests.jobs import rejects, rows, runner

@@ -7,7 +7,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.rollouts import InvalidMedia, PromptRollout, ReadyMade
 from datatrove_ckpt.rollouts.media import MEDIA
-from datatrove_ckpt.rollouts.source import prompt_source
+from datatrove_ckpt.rollouts.prompt_source import prompt_source
 
 
 def check_first(step: Step, document: Document) -> None:

@@ -17,7 +17,7 @@ from datatrove_ckpt.rollouts.chunked import sum_usage
 from datatrove_ckpt.rollouts.interface import Generate, Payload, chat_payload
 from datatrove_ckpt.rollouts.media import with_media
 from datatrove_ckpt.rollouts.prompt import PromptRollout
-from datatrove_ckpt.rollouts.source import prompt_source
+from datatrove_ckpt.rollouts.prompt_source import prompt_source
 
 _ANSWER = ("", "key", "answer")
 # The whole number: no part of "3,5" or "1e-3" is one.

@@ -31,7 +31,7 @@ from datatrove_ckpt.common.memory import ByteBudget, media_bytes
 from datatrove_ckpt.config.templates import lacks
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.interface import Payload
-from datatrove_ckpt.rollouts.source import Messages
+from datatrove_ckpt.rollouts.prompt_source import Messages
 
 MEDIA = "media"
 """``images`` of a document's own media, and not of a column."""

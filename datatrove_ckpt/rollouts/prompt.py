@@ -30,8 +30,8 @@ from datatrove_ckpt.rollouts.media import (
     with_media,
     without_bytes,
 )
+from datatrove_ckpt.rollouts.prompt_source import chat_in, prompt_source
 from datatrove_ckpt.rollouts.settings import OneRequest, ReadyMade
-from datatrove_ckpt.rollouts.source import chat_in, prompt_source
 from datatrove_ckpt.rollouts.token_counter import cut_to_chars
 
 

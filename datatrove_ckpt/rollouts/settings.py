@@ -29,7 +29,7 @@ from datatrove_ckpt.rollouts.answers import (
     is_cut_off,
 )
 from datatrove_ckpt.rollouts.interface import Generate, Payload
-from datatrove_ckpt.rollouts.source import prompt_source
+from datatrove_ckpt.rollouts.prompt_source import prompt_source
 from datatrove_ckpt.rollouts.token_counter import (
     TokenCounter,
     cut_to_chars,

@@ -18,7 +18,7 @@ from datatrove_ckpt.generation.rank_requests import RankRequests
 from datatrove_ckpt.inference.client.answers import Way, token_counts
 from datatrove_ckpt.output.documents import Result
 from datatrove_ckpt.rollouts import Payload
-from datatrove_ckpt.rollouts.answers import ends_in_blanks, is_cut_off
+from datatrove_ckpt.rollouts.answer_form import ends_in_blanks, is_cut_off
 
 _PARKED_SECONDS = 0.05
 

@@ -20,7 +20,7 @@ from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.output.documents import encode_finished, writes_media
 from datatrove_ckpt.output.names import FileNames
 from datatrove_ckpt.output.writer_trial import WriterTrial
-from datatrove_ckpt.rollouts.answers import FENCE
+from datatrove_ckpt.rollouts.answer_form import FENCE
 from datatrove_ckpt.rollouts.interface import FIELDS
 from datatrove_ckpt.rollouts.settings import value_of
 

@@ -7,7 +7,7 @@ template, a schema or a tokenizer once.
 The names below belong to this module, because pickles and identities hold them.
 """
 
-from datatrove_ckpt.rollouts.answers import InvalidAnswer
+from datatrove_ckpt.rollouts.answer_form import InvalidAnswer
 from datatrove_ckpt.rollouts.batch_rollout import BatchRollout, batch_line
 from datatrove_ckpt.rollouts.chunked import ChunkedRollout, split_text
 from datatrove_ckpt.rollouts.embed import ClassifyRollout, EmbedRollout

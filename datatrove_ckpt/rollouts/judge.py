@@ -12,7 +12,7 @@ from datatrove.pipeline.inference.types import InferenceResult
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.templates import parse
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.rollouts.answers import CANNED, is_cut_off
+from datatrove_ckpt.rollouts.answer_form import CANNED, is_cut_off
 from datatrove_ckpt.rollouts.chunked import sum_usage
 from datatrove_ckpt.rollouts.interface import Generate, Payload, chat_payload
 from datatrove_ckpt.rollouts.media import with_media

@@ -20,7 +20,7 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
 from datatrove_ckpt.config.templates import fill, times_text
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.rollouts.answers import (
+from datatrove_ckpt.rollouts.answer_form import (
     CANNED,
     AnswerForm,
     InvalidAnswer,

@@ -19,7 +19,7 @@ from typing import Literal
 
 import orjson
 
-from datatrove_ckpt.checkpoint import files, identity, layout, limits
+from datatrove_ckpt.checkpoint import files, identity, layout, run_limits
 from datatrove_ckpt.checkpoint.commits import (
     MAX_GAP,
     Commit,
@@ -95,7 +95,7 @@ class RankLedger:
     holder: Json | None = None
     is_finished: bool = False
     history: History = field(default_factory=History)
-    paid: limits.RunTotals = limits.NO_TOTALS
+    paid: run_limits.RunTotals = run_limits.NO_TOTALS
     journals: dict[int, DocumentCounts] | None = field(default_factory=dict)
     open_chunks: list[int] = field(default_factory=list)
     committed: RunNumbers = field(default_factory=RunNumbers)
@@ -348,7 +348,7 @@ def _read(rank: RankLedger, want: Want, most: int | None) -> None:
     if Want.HISTORY in want and layout.HISTORY in found.entries:
         rank.history = read_history(found.path(layout.HISTORY))
     if Want.HISTORY in want and layout.PAID in found.entries:
-        rank.paid = limits.read_paid(rank.folder / layout.PAID)
+        rank.paid = run_limits.read_paid(rank.folder / layout.PAID)
     if Want.JOURNALS in want:
         rank.journals = _read_journals(rank, found, most)
     # Whatever the listing says: the files that were read before promise them.

@@ -37,13 +37,13 @@ from datatrove_ckpt.checkpoint.identity import Fence, RunClaim, RunIdentity, joi
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, read_rank, scan_complete_commits
-from datatrove_ckpt.checkpoint.limits import RunTotals
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.numbers import Done, Took, unix_seconds
 from datatrove_ckpt.checkpoint.placement import DiskRoom, Placement, Stopping, WaitingChunk
 from datatrove_ckpt.checkpoint.rank_files import RankFiles, Snapshot
 from datatrove_ckpt.checkpoint.recovery import recover
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
+from datatrove_ckpt.checkpoint.run_limits import RunTotals
 from datatrove_ckpt.checkpoint.storage_thread import MAX_BACKLOG_BYTES, StorageThread
 from datatrove_ckpt.common.setting_types import Seconds as SecondsOrAuto
 from datatrove_ckpt.common.threads import context_thread

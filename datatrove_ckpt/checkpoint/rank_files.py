@@ -16,7 +16,6 @@ from datatrove_ckpt.checkpoint.commits import Commit, CommitLog
 from datatrove_ckpt.checkpoint.identity import Fence
 from datatrove_ckpt.checkpoint.interval import Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
-from datatrove_ckpt.checkpoint.limits import PaidFile, RunTotals, read_paid
 from datatrove_ckpt.checkpoint.lines import SHARD_VERSION, Json, sealed_json
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, RankClock, unix_seconds
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, write_last_chunk
@@ -26,6 +25,7 @@ from datatrove_ckpt.checkpoint.request_cache import (
     CachedRequest,
     RequestCache,
 )
+from datatrove_ckpt.checkpoint.run_limits import PaidFile, RunTotals, read_paid
 from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.process.slurm_job import job_id
 

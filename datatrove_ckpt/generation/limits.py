@@ -20,7 +20,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.interval import Interval, Tuning
-from datatrove_ckpt.checkpoint.limits import NO_TOTALS, RunTotals, TotalsReader
+from datatrove_ckpt.checkpoint.run_limits import NO_TOTALS, RunTotals, TotalsReader
 from datatrove_ckpt.errors import CkptError, ConfigError, LimitReached
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.process.shutdown import Shutdown

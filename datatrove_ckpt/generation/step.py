@@ -19,7 +19,7 @@ from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity, recorded_settings
-from datatrove_ckpt.checkpoint.limits import Limits
+from datatrove_ckpt.checkpoint.run_limits import Limits
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.launchers import launcher
 from datatrove_ckpt.common.object_store import check_mirror

@@ -40,9 +40,9 @@ from datatrove_ckpt.checkpoint.ledger import (
     find_ranks,
     read_rank,
 )
-from datatrove_ckpt.checkpoint.limits import Limits, RunTotals, noted_limits
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.numbers import Buckets, Rates, RunNumbers
+from datatrove_ckpt.checkpoint.run_limits import Limits, RunTotals, noted_limits
 from datatrove_ckpt.claims.claims import Claimant, claimants, given_up
 from datatrove_ckpt.claims.stores import open_store
 from datatrove_ckpt.common import JsonObject

@@ -15,7 +15,7 @@ from posixpath import dirname
 from datatrove.io import DataFolder, get_datafolder
 
 from datatrove_ckpt import errors
-from datatrove_ckpt.checkpoint import identity, layout, limits
+from datatrove_ckpt.checkpoint import identity, layout, run_limits
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile
 from datatrove_ckpt.checkpoint.ledger import (
     CHECKED,
@@ -125,8 +125,8 @@ class Report:
     @property
     def goal(self) -> errors.LimitReached | None:
         """Why the run is as finished as it shall be: ``until``."""
-        until = limits.noted_limits(self.checkpoints).until
-        return limits.Limits(until).reached(limits.RunTotals(self.sums.counts.written))
+        until = run_limits.noted_limits(self.checkpoints).until
+        return run_limits.Limits(until).reached(run_limits.RunTotals(self.sums.counts.written))
 
     @property
     def recorded(self) -> str:

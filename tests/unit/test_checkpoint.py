@@ -33,7 +33,6 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_numbers,
     retry_folder,
 )
-from datatrove_ckpt.checkpoint.limits import read_paid
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.numbers import Buckets, DocumentCounts, Seconds
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
@@ -46,6 +45,7 @@ from datatrove_ckpt.checkpoint.request_cache import (
     payload_hash,
     read_answers,
 )
+from datatrove_ckpt.checkpoint.run_limits import read_paid
 from datatrove_ckpt.checkpoint.storage_thread import StorageThread
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, StorageFailed
 from datatrove_ckpt.process import open_files

@@ -36,11 +36,16 @@ from datatrove_ckpt.checkpoint.history import Progress, Record
 from datatrove_ckpt.checkpoint.identity import Fence, RunClaim, RunIdentity, join_job
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
-from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, read_rank, scan_complete_commits
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.numbers import Done, Took, unix_seconds
 from datatrove_ckpt.checkpoint.placement import DiskRoom, Placement, Stopping, WaitingChunk
 from datatrove_ckpt.checkpoint.rank_files import RankFiles, Snapshot
+from datatrove_ckpt.checkpoint.rank_summary import (
+    RankLedger,
+    Want,
+    read_rank,
+    scan_complete_commits,
+)
 from datatrove_ckpt.checkpoint.recovery import recover
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.checkpoint.run_limits import RunTotals

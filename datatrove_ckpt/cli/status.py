@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from datatrove_ckpt.checkpoint.ledger import name_place
+from datatrove_ckpt.checkpoint.rank_summary import name_place
 from datatrove_ckpt.cli.printing import say, wrapped
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.common.formatting import (

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from datatrove_ckpt.checkpoint.ledger import OTHERS
+from datatrove_ckpt.checkpoint.rank_summary import OTHERS
 from datatrove_ckpt.checkpoint.request_cache import Answer, payload_hash
 from datatrove_ckpt.common.formatting import safe_text
 from datatrove_ckpt.common.redaction import redact

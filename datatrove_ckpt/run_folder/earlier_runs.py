@@ -29,7 +29,7 @@ from datatrove_ckpt.checkpoint.layout import (
     refuse_missing_run_json,
     retry_folders,
 )
-from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, Want, read_rank
+from datatrove_ckpt.checkpoint.rank_summary import JobSums, RankLedger, Want, read_rank
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
@@ -411,7 +411,7 @@ def check_output_of_run(
         OutputMismatch: committed files are missing or changed, files are there that no checkpoint
             knows, or the repository on the hub is gone.
         OutputFailed: the folder cannot be listed.
-        CommitsDamaged: commits of a rank are lost or damaged, see ``checkpoint/ledger.py``.
+        CommitsDamaged: commits of a rank are lost or damaged, see ``checkpoint/rank_summary.py``.
     """
     logging_dir = runner.plan.logging_dir.resolve_paths("")
     tasks = runner.plan.tasks

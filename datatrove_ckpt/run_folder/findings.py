@@ -14,7 +14,7 @@ from datatrove.utils.stats import PipelineStats
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import note_output
-from datatrove_ckpt.checkpoint.ledger import JobSums, Want
+from datatrove_ckpt.checkpoint.rank_summary import JobSums, Want
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import CkptError, TooManyDeadLetters
 from datatrove_ckpt.generation.final_stats import lines_with_error

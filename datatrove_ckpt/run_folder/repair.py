@@ -47,8 +47,8 @@ from datatrove_ckpt.checkpoint.commits import (
 )
 from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.layout import LOCK, PUBLISHING
-from datatrove_ckpt.checkpoint.ledger import RankLedger, name_place
 from datatrove_ckpt.checkpoint.lines import explained, seal, size_of
+from datatrove_ckpt.checkpoint.rank_summary import RankLedger, name_place
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,

@@ -32,7 +32,9 @@ from datatrove_ckpt.checkpoint.history import (
     Wait,
 )
 from datatrove_ckpt.checkpoint.identity import removed_ranks, settings_in
-from datatrove_ckpt.checkpoint.ledger import (
+from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.checkpoint.numbers import Buckets, Rates, RunNumbers
+from datatrove_ckpt.checkpoint.rank_summary import (
     JobSums,
     RankLedger,
     Want,
@@ -40,8 +42,6 @@ from datatrove_ckpt.checkpoint.ledger import (
     find_ranks,
     read_rank,
 )
-from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.checkpoint.numbers import Buckets, Rates, RunNumbers
 from datatrove_ckpt.checkpoint.run_limits import Limits, RunTotals, noted_limits
 from datatrove_ckpt.claims.claims import Claimant, claimants, given_up
 from datatrove_ckpt.claims.stores import open_store

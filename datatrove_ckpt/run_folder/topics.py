@@ -6,8 +6,8 @@ from typing import get_args
 
 from datatrove_ckpt.checkpoint.batch_log import Batch, read_batches
 from datatrove_ckpt.checkpoint.layout import BATCHES
-from datatrove_ckpt.checkpoint.ledger import few, name_place
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts
+from datatrove_ckpt.checkpoint.rank_summary import few, name_place
 from datatrove_ckpt.common import BATCH
 from datatrove_ckpt.common.formatting import duration, figure, percent, plural, ranges, short
 from datatrove_ckpt.run_folder.estimate import estimate

@@ -17,7 +17,8 @@ from datatrove.io import DataFolder, get_datafolder
 from datatrove_ckpt import errors
 from datatrove_ckpt.checkpoint import identity, layout, run_limits
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile
-from datatrove_ckpt.checkpoint.ledger import (
+from datatrove_ckpt.checkpoint.lines import Json, size_of
+from datatrove_ckpt.checkpoint.rank_summary import (
     CHECKED,
     JobSums,
     RankLedger,
@@ -27,7 +28,6 @@ from datatrove_ckpt.checkpoint.ledger import (
     read_rank,
     read_ranks,
 )
-from datatrove_ckpt.checkpoint.lines import Json, size_of
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import plural, repair_command
 from datatrove_ckpt.output.arrow_types import Schema

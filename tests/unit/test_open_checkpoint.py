@@ -14,16 +14,16 @@ from unittest.mock import Mock
 
 import pytest
 
-from datatrove_ckpt.checkpoint import identity, layout, ledger, rank_files
+from datatrove_ckpt.checkpoint import identity, layout, rank_files, rank_summary
 from datatrove_ckpt.checkpoint.chunks import ChunkTracker, no_position
 from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits
 from datatrove_ckpt.checkpoint.identity import RunIdentity, run_with_secrets
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.layout import CACHE_FILES, journal_name
-from datatrove_ckpt.checkpoint.ledger import CHECKED, Want
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
 from datatrove_ckpt.checkpoint.placement import Placement
+from datatrove_ckpt.checkpoint.rank_summary import CHECKED, Want
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced
@@ -282,12 +282,12 @@ def test_an_open_rank_knows_its_commits_but_reads_them_where_an_owner_before_it_
 
 READS = [
     (layout, "RankListing"),
-    (ledger, "run_with_secrets"),
-    (ledger, "read_last_chunk"),
-    (ledger, "read_shard"),
-    (ledger, "read_history"),
-    (ledger, "read_finished"),
-    (ledger, "read_commits"),
+    (rank_summary, "run_with_secrets"),
+    (rank_summary, "read_last_chunk"),
+    (rank_summary, "read_shard"),
+    (rank_summary, "read_history"),
+    (rank_summary, "read_finished"),
+    (rank_summary, "read_commits"),
 ]
 
 
@@ -332,7 +332,7 @@ def ledger_reads(folder, moment, want, monkeypatch):
     with monkeypatch.context() as patched:
         for module, name in READS:
             patched.setattr(module, name, partial(reading, getattr(module, name)))
-        rank = ledger.read_rank(folder / "00000", want)
+        rank = rank_summary.read_rank(folder / "00000", want)
     may_publish.set()
     checkpoint.close()
     assert rank.damage is None

@@ -15,7 +15,7 @@ from pathlib import Path
 from datatrove_ckpt import errors, readers
 from datatrove_ckpt.checkpoint import recovery
 from datatrove_ckpt.checkpoint.identity import FORMAT
-from datatrove_ckpt.checkpoint.ledger import misplaced
+from datatrove_ckpt.checkpoint.rank_summary import misplaced
 from datatrove_ckpt.cli import short_form
 from datatrove_ckpt.cli.main import make_parser
 from datatrove_ckpt.config.inference_config import ENGINES

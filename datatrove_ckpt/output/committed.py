@@ -26,7 +26,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.commits import OutputFile, stamp_of
-from datatrove_ckpt.checkpoint.intents import Intents
+from datatrove_ckpt.checkpoint.publish_intents import Intents
 from datatrove_ckpt.checkpoint.rank_summary import RankLedger, Want, name_place, read_rank
 from datatrove_ckpt.common.retrying import RetryPolicy, file_system_call
 from datatrove_ckpt.errors import OutputMismatch

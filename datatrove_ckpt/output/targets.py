@@ -53,10 +53,10 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.commits import OutputFile
-from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.checkpoint.open_checkpoint import RankLease
 from datatrove_ckpt.checkpoint.placement import Placement, Stopping, WaitingChunk
+from datatrove_ckpt.checkpoint.publish_intents import Intents
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import duration, no_bars_in_logs, plural, ranges
 from datatrove_ckpt.common.object_store import Creator

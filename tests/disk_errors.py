@@ -3,7 +3,7 @@
 import errno
 import os
 
-from datatrove_ckpt.checkpoint.lines import explained
+from datatrove_ckpt.checkpoint.checksummed_lines import explained
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.testing import disk_in_place, outputs
 from datatrove_ckpt.testing.crashes import WatchedDisk, assert_equal, copy_tree, path_of

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import orjson
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.lines import unseal
+from datatrove_ckpt.checkpoint.checksummed_lines import unseal
 from datatrove_ckpt.common.object_store import ObjectStore
 
 _OUTPUT = re.compile(r"staging|_chunk_")

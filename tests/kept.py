@@ -12,9 +12,9 @@ import time
 from contextlib import closing, suppress
 from pathlib import Path
 
+from datatrove_ckpt.checkpoint.checksummed_lines import read_lines, read_sealed, sealed_json
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.journal import Finished
-from datatrove_ckpt.checkpoint.lines import read_lines, read_sealed, sealed_json
 
 
 def content_of(path):

@@ -17,7 +17,7 @@ from pathlib import Path
 import orjson
 import xxhash
 
-from datatrove_ckpt.checkpoint import files, lines
+from datatrove_ckpt.checkpoint import checksummed_lines, files
 from datatrove_ckpt.checkpoint.layout import checkpoints_of
 from datatrove_ckpt.checkpoint.numbers import (
     NO_SECONDS,
@@ -53,7 +53,7 @@ class CommitsDamaged(CheckpointCorrupt):
     def __init__(self, path: Path, what: str, logging_dir: str | None = None) -> None:
         command = repair_command(str(checkpoints_of(path.parent)), logging_dir=logging_dir)
         super().__init__(
-            f"{what} Keep the task's output files: they may belong to lost commits. {lines.RESTORE}"
+            f"{what} Keep the task's output files: they may belong to lost commits. {checksummed_lines.RESTORE}"
             f"{command}, then run the same "
             "command again. Commits that can be proved are kept; the other chunks are processed "
             "again."
@@ -98,7 +98,7 @@ class OutputFile:
     stamp: int = 0
     rows: int = 0
 
-    def to_json(self) -> lines.Json:
+    def to_json(self) -> checksummed_lines.Json:
         """Omits unknown values, as earlier releases did."""
         return {
             name: value
@@ -124,10 +124,10 @@ class Commit:
     first_ordinal: int
     counts: DocumentCounts
     files: list[OutputFile] = field(default_factory=list)
-    position: lines.Json | None = None
+    position: checksummed_lines.Json | None = None
     last_input: str = ""
     dead_letters_size: int = 0
-    work: lines.Json = field(default_factory=WorkStats().fields)
+    work: checksummed_lines.Json = field(default_factory=WorkStats().fields)
     seconds: Seconds = NO_SECONDS
     at: float = 0.0
 
@@ -197,7 +197,9 @@ def read_commits(path: Path) -> dict[int, Commit]:
 def read_whole_commits(path: Path) -> list[Commit]:
     """Returns the commits of all whole lines, in order; skips damaged lines."""
     return [
-        _parse(path, number, line) for number, _, line in lines.scan_lines(path) if line is not None
+        _parse(path, number, line)
+        for number, _, line in checksummed_lines.scan_lines(path)
+        if line is not None
     ]
 
 
@@ -220,14 +222,14 @@ def scan_commits(path: Path) -> tuple[dict[int, Commit], int]:
     return commits, size
 
 
-def _whole_lines(path: Path) -> Iterator[tuple[int, lines.Line]]:
+def _whole_lines(path: Path) -> Iterator[tuple[int, checksummed_lines.Line]]:
     try:
-        yield from enumerate(lines.read_lines(path, "", synced=True), 1)
+        yield from enumerate(checksummed_lines.read_lines(path, "", synced=True), 1)
     except CheckpointCorrupt as error:
         raise CommitsDamaged(path, str(error).rstrip()) from error
 
 
-def _parse(path: Path, number: int, line: lines.Line) -> Commit:
+def _parse(path: Path, number: int, line: checksummed_lines.Line) -> Commit:
     try:
         return Commit.from_json(line.body)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -263,7 +265,7 @@ def read_last_chunk(path: Path) -> int | None:
     Raises:
         StorageFailed: the file cannot be read.
     """
-    text = lines.content_of(path) or b""
+    text = checksummed_lines.content_of(path) or b""
     if text.strip().isdigit() and len(text) < 20:
         return int(text)
     return None
@@ -290,7 +292,7 @@ class CommitLog:
 
         Once this returns, the chunk is done and survives power loss.
         """
-        self.file.append(lines.seal(commit.to_json()))
+        self.file.append(checksummed_lines.seal(commit.to_json()))
         self.file.sync()
         self.commits[commit.chunk_index] = commit
 

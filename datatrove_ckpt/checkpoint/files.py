@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 import orjson
 import xxhash
 
-from datatrove_ckpt.checkpoint.lines import Json, content_of, explained, size_of
+from datatrove_ckpt.checkpoint.checksummed_lines import Json, content_of, explained, size_of
 from datatrove_ckpt.common.pid_namespace import process_place
 from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
 

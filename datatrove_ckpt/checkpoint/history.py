@@ -37,7 +37,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import orjson
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.lines import BODY_AT, Json, last_lines, seal, unseal
+from datatrove_ckpt.checkpoint.checksummed_lines import BODY_AT, Json, last_lines, seal, unseal
 from datatrove_ckpt.checkpoint.numbers import (
     NO_SECONDS,
     Buckets,

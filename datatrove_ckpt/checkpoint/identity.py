@@ -44,7 +44,7 @@ from loguru import logger
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint import files, layout
-from datatrove_ckpt.checkpoint.lines import (
+from datatrove_ckpt.checkpoint.checksummed_lines import (
     RESTORE,
     Json,
     explained,

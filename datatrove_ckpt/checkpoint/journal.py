@@ -18,7 +18,14 @@ from pathlib import Path
 import orjson
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.lines import Json, Line, explained, read_lines, seal, unseal
+from datatrove_ckpt.checkpoint.checksummed_lines import (
+    Json,
+    Line,
+    explained,
+    read_lines,
+    seal,
+    unseal,
+)
 from datatrove_ckpt.checkpoint.numbers import (
     NO_SECONDS,
     DocumentCounts,

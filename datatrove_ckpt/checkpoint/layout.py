@@ -19,7 +19,7 @@ from glob import has_magic
 from pathlib import Path
 from typing import NamedTuple
 
-from datatrove_ckpt.checkpoint import lines
+from datatrove_ckpt.checkpoint import checksummed_lines
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
 
 JOB = "job.json"
@@ -211,7 +211,7 @@ class RankListing:
         self.folder = str(folder)
         self.entries: dict[str, os.DirEntry[str]] = {}
         with (
-            lines.explained("read", folder),
+            checksummed_lines.explained("read", folder),
             suppress(FileNotFoundError),
             os.scandir(folder) as entries,
         ):
@@ -311,7 +311,7 @@ def refuse_missing_run_json(folder: Path) -> None:
     if foreign:
         raise CheckpointMismatch(
             f"{folder} holds {', '.join(foreign)} but no {RUN}. If datatrove's own InferenceRunner "
-            f"made it: {continue_datatroves(folder.parent)} If {RUN} is lost: {lines.RESTORE}"
+            f"made it: {continue_datatroves(folder.parent)} If {RUN} is lost: {checksummed_lines.RESTORE}"
             "start this task over: move the folder away."
         )
 

@@ -22,6 +22,7 @@ import orjson
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files, layout
+from datatrove_ckpt.checkpoint.checksummed_lines import Json, explained
 from datatrove_ckpt.checkpoint.identity import (
     RunIdentity,
     affects_answers,
@@ -29,7 +30,6 @@ from datatrove_ckpt.checkpoint.identity import (
     read_run,
     refusal,
 )
-from datatrove_ckpt.checkpoint.lines import Json, explained
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest, RequestCache, read_answers
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import CkptError, ConfigError

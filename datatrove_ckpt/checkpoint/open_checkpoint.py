@@ -24,6 +24,7 @@ from typing import Protocol, TypeVar
 
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.batch_log import ParkedRequest
+from datatrove_ckpt.checkpoint.checksummed_lines import Json
 from datatrove_ckpt.checkpoint.chunks import (
     Chunk,
     ChunkSlot,
@@ -36,7 +37,6 @@ from datatrove_ckpt.checkpoint.history import Progress, Record
 from datatrove_ckpt.checkpoint.identity import Fence, RunClaim, RunIdentity, join_job
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
-from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.numbers import Done, Took, unix_seconds
 from datatrove_ckpt.checkpoint.placement import DiskRoom, Placement, Stopping, WaitingChunk
 from datatrove_ckpt.checkpoint.rank_files import RankFiles, Snapshot

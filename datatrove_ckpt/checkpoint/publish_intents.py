@@ -14,7 +14,7 @@ from pathlib import Path
 
 import orjson
 
-from datatrove_ckpt.checkpoint import files, lines
+from datatrove_ckpt.checkpoint import checksummed_lines, files
 from datatrove_ckpt.checkpoint.layout import PUBLISHING
 
 _ADVICE = (
@@ -36,7 +36,7 @@ class Intents:
         self.is_kept = self.path.exists()
         self._hashes: defaultdict[str, set[str]] = defaultdict(set)
         self._whole = 0
-        for line in lines.read_lines(self.path, _ADVICE):
+        for line in checksummed_lines.read_lines(self.path, _ADVICE):
             self._note(orjson.loads(line.body))
             self._whole = line.offset + line.length
 
@@ -53,7 +53,7 @@ class Intents:
 
     def add(self, hashes: Mapping[str, str]) -> None:
         """Records the hashes by file name, and syncs them."""
-        self._file.append(lines.seal(orjson.dumps(hashes)))
+        self._file.append(checksummed_lines.seal(orjson.dumps(hashes)))
         self._file.sync()
         self._note(hashes)
         self.is_kept = True

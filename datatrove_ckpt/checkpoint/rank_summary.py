@@ -20,6 +20,15 @@ from typing import Literal
 import orjson
 
 from datatrove_ckpt.checkpoint import files, identity, layout, run_limits
+from datatrove_ckpt.checkpoint.checksummed_lines import (
+    RESTORE,
+    WITHOUT_SHARD,
+    Json,
+    explained,
+    is_count,
+    read_shard,
+    size_of,
+)
 from datatrove_ckpt.checkpoint.commits import (
     MAX_GAP,
     Commit,
@@ -32,15 +41,6 @@ from datatrove_ckpt.checkpoint.commits import (
 from datatrove_ckpt.checkpoint.history import History, read_history
 from datatrove_ckpt.checkpoint.identity import run_with_secrets
 from datatrove_ckpt.checkpoint.journal import read_finished
-from datatrove_ckpt.checkpoint.lines import (
-    RESTORE,
-    WITHOUT_SHARD,
-    Json,
-    explained,
-    is_count,
-    read_shard,
-    size_of,
-)
 from datatrove_ckpt.checkpoint.numbers import Buckets, DocumentCounts, RunNumbers
 from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
 from datatrove_ckpt.common.formatting import as_line, cut, number_range

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files, layout
+from datatrove_ckpt.checkpoint.checksummed_lines import Json, size_of
 from datatrove_ckpt.checkpoint.commits import (
     MAX_GAP,
     Commit,
@@ -32,7 +33,6 @@ from datatrove_ckpt.checkpoint.commits import (
     sum_commits,
 )
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
-from datatrove_ckpt.checkpoint.lines import Json, size_of
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Done
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import CheckpointCorrupt

@@ -30,8 +30,8 @@ import xxhash
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.checksummed_lines import explained, scan_lines, seal, size_of
 from datatrove_ckpt.checkpoint.layout import CACHE_LOGS
-from datatrove_ckpt.checkpoint.lines import explained, scan_lines, seal, size_of
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
 

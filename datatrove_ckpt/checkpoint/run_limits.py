@@ -22,9 +22,9 @@ from typing import NamedTuple
 import orjson
 
 from datatrove_ckpt.checkpoint import files, layout
+from datatrove_ckpt.checkpoint.checksummed_lines import explained, seal, unseal
 from datatrove_ckpt.checkpoint.commits import scan_commits
 from datatrove_ckpt.checkpoint.history import read_latest
-from datatrove_ckpt.checkpoint.lines import explained, seal, unseal
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.common.work_counts import WorkCounts

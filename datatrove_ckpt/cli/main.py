@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     arguments = parser.parse_args(rest)
     # Not for --help, because loguru is slow to import.
-    from datatrove_ckpt.checkpoint.lines import explained
+    from datatrove_ckpt.checkpoint.checksummed_lines import explained
     from datatrove_ckpt.process.task_errors import safe_log
     from datatrove_ckpt.torch.step_folder import is_training
 

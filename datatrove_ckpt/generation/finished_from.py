@@ -31,6 +31,7 @@ from datatrove.pipeline.inference.types import InferenceResult
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.checksummed_lines import PREFIX, Json, explained, unseal
 from datatrove_ckpt.checkpoint.identity import (
     OUTPUT_FOLDER,
     RunIdentity,
@@ -41,7 +42,6 @@ from datatrove_ckpt.checkpoint.identity import (
 )
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.layout import CHECKPOINT_LINES, LOCK
-from datatrove_ckpt.checkpoint.lines import PREFIX, Json, explained, unseal
 from datatrove_ckpt.common.formatting import plural, safe_repr, safe_text
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, ConfigError, InputError

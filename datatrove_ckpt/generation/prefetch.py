@@ -22,7 +22,7 @@ from datatrove.data import Document
 from datatrove.pipeline.readers.base import BaseReader
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.checkpoint.checksummed_lines import Json
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import safe_repr, safe_text

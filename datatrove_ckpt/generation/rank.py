@@ -18,12 +18,12 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
+from datatrove_ckpt.checkpoint.checksummed_lines import Json
 from datatrove_ckpt.checkpoint.layout import (
     BATCHES,
     SHARD,
     rank_folder,
 )
-from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.numbers import Done
 from datatrove_ckpt.checkpoint.old_answers import open_old_answers, with_samples
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint

@@ -41,8 +41,8 @@ import xxhash
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import layout
+from datatrove_ckpt.checkpoint.checksummed_lines import Json, is_count, seal, unseal
 from datatrove_ckpt.checkpoint.identity import WRITTEN_BY, check_format, check_run
-from datatrove_ckpt.checkpoint.lines import Json, is_count, seal, unseal
 from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest
 from datatrove_ckpt.common.object_store import ObjectStore

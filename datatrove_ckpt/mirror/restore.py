@@ -47,8 +47,8 @@ import orjson
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files, identity, layout
+from datatrove_ckpt.checkpoint.checksummed_lines import Json, sealed_json
 from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.checkpoint.lines import Json, sealed_json
 from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.common.formatting import plural

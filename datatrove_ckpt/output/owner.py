@@ -37,7 +37,7 @@ from datatrove.io import DataFolder
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files, layout
-from datatrove_ckpt.checkpoint.lines import content_of
+from datatrove_ckpt.checkpoint.checksummed_lines import content_of
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.errors import OutputMismatch

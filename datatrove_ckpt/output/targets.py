@@ -52,8 +52,8 @@ from datatrove.io import DataFolder
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files, layout
+from datatrove_ckpt.checkpoint.checksummed_lines import explained
 from datatrove_ckpt.checkpoint.commits import OutputFile
-from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.checkpoint.open_checkpoint import RankLease
 from datatrove_ckpt.checkpoint.placement import Placement, Stopping, WaitingChunk
 from datatrove_ckpt.checkpoint.publish_intents import Intents

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from datatrove_ckpt.checkpoint import lines
+from datatrove_ckpt.checkpoint import checksummed_lines
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import CheckpointCorrupt
@@ -67,8 +67,11 @@ class ShardRecord:
             CheckpointCorrupt: the file cannot be read.
         """
         try:
-            content = lines.read_shard(path)
-            if "readers" not in content or content.get("version") != lines.SHARD_VERSION:
+            content = checksummed_lines.read_shard(path)
+            if (
+                "readers" not in content
+                or content.get("version") != checksummed_lines.SHARD_VERSION
+            ):
                 return None
             record = cls(skipped=SkippedLines.of_numbers(content["skipped"]))
             for reader in content["readers"]:
@@ -80,5 +83,5 @@ class ShardRecord:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointCorrupt(
                 path,
-                f" cannot be read ({error!r}). {lines.WITHOUT_SHARD}",
+                f" cannot be read ({error!r}). {checksummed_lines.WITHOUT_SHARD}",
             ) from error

@@ -18,7 +18,7 @@ from datatrove.data import Document
 from datatrove.utils.stats import MetricStats, MetricStatsDict, Stats
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.lines import read_shard
+from datatrove_ckpt.checkpoint.checksummed_lines import read_shard
 from datatrove_ckpt.readers.pipeline import steps_before
 from datatrove_ckpt.readers.positions import State
 

@@ -11,8 +11,8 @@ import orjson
 from datatrove.io import DataFolder, get_datafolder
 
 from datatrove_ckpt.checkpoint import layout
+from datatrove_ckpt.checkpoint.checksummed_lines import Json
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile, read_commits
-from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.rank_summary import Want, read_ranks
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.common.retrying import failure_line, file_system_call

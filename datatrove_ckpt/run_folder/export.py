@@ -13,7 +13,7 @@ import orjson
 from datatrove.io import get_datafolder
 
 from datatrove_ckpt import errors
-from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.checkpoint.checksummed_lines import Json
 from datatrove_ckpt.common.formatting import missing_package
 from datatrove_ckpt.common.lazy_pyarrow import pa, pq
 from datatrove_ckpt.common.retrying import failure_line

@@ -40,6 +40,7 @@ from dataclasses import dataclass, field, replace
 from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.checksummed_lines import explained, seal, size_of
 from datatrove_ckpt.checkpoint.commits import (
     Commit,
     read_commits,
@@ -47,7 +48,6 @@ from datatrove_ckpt.checkpoint.commits import (
 )
 from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.layout import LOCK, PUBLISHING
-from datatrove_ckpt.checkpoint.lines import explained, seal, size_of
 from datatrove_ckpt.checkpoint.rank_summary import RankLedger, name_place
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import (

@@ -23,6 +23,7 @@ from typing import Literal, get_args
 import orjson
 
 from datatrove_ckpt.checkpoint import layout
+from datatrove_ckpt.checkpoint.checksummed_lines import Json
 from datatrove_ckpt.checkpoint.history import (
     RATE_SECONDS,
     WAITS_FOR_BATCHES,
@@ -32,7 +33,6 @@ from datatrove_ckpt.checkpoint.history import (
     Wait,
 )
 from datatrove_ckpt.checkpoint.identity import removed_ranks, settings_in
-from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.numbers import Buckets, Rates, RunNumbers
 from datatrove_ckpt.checkpoint.rank_summary import (
     JobSums,

@@ -17,8 +17,8 @@ from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.checksummed_lines import explained
 from datatrove_ckpt.checkpoint.layout import SAMPLED, SAMPLES
-from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.common import BATCH
 from datatrove_ckpt.common.formatting import duration, figure, short
 from datatrove_ckpt.common.work_counts import InputPosition

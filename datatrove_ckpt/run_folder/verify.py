@@ -16,8 +16,8 @@ from datatrove.io import DataFolder, get_datafolder
 
 from datatrove_ckpt import errors
 from datatrove_ckpt.checkpoint import identity, layout, run_limits
+from datatrove_ckpt.checkpoint.checksummed_lines import Json, size_of
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile
-from datatrove_ckpt.checkpoint.lines import Json, size_of
 from datatrove_ckpt.checkpoint.rank_summary import (
     CHECKED,
     JobSums,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.batch_log import Batch, give_up
-from datatrove_ckpt.checkpoint.lines import is_count
+from datatrove_ckpt.checkpoint.checksummed_lines import is_count
 from datatrove_ckpt.checkpoint.rank_summary import RankLedger
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import plural_or_no

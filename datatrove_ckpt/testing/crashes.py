@@ -18,8 +18,8 @@ from unittest.mock import patch
 import xxhash
 
 from datatrove_ckpt.checkpoint import files, layout, numbers
+from datatrove_ckpt.checkpoint.checksummed_lines import whole_lines
 from datatrove_ckpt.checkpoint.history import parse_line
-from datatrove_ckpt.checkpoint.lines import whole_lines
 from datatrove_ckpt.common.object_store import ObjectStore
 
 EFFECTS = (

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import orjson
 import xxhash
 
-from datatrove_ckpt.checkpoint.lines import explained
+from datatrove_ckpt.checkpoint.checksummed_lines import explained
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import CheckpointCorrupt, VersionMismatch
 

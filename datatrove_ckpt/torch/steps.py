@@ -21,7 +21,7 @@ import torch
 
 import datatrove_ckpt.torch.step_folder as step_folder
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.lines import explained
+from datatrove_ckpt.checkpoint.checksummed_lines import explained
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,

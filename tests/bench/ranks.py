@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from datatrove_ckpt.checkpoint.lines import seal, unseal
+from datatrove_ckpt.checkpoint.checksummed_lines import seal, unseal
 from datatrove_ckpt.output.committed import local_stamp
 from datatrove_ckpt.testing import FakeServer
 from tests.bench import tables

@@ -30,9 +30,9 @@ from hypothesis.errors import HypothesisException
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from datatrove_ckpt.checkpoint import storage_thread
+from datatrove_ckpt.checkpoint.checksummed_lines import read_lines
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.journal import Finished
-from datatrove_ckpt.checkpoint.lines import read_lines
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, DocumentFailed, ServerRefused
 from datatrove_ckpt.generation.dead_letters import read_letters
 from datatrove_ckpt.readers import JsonlReader

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from datatrove_ckpt.checkpoint.checksummed_lines import read_shard, seal
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import PUBLISHING, STAGING
-from datatrove_ckpt.checkpoint.lines import read_shard, seal
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ServerUnavailable
 from datatrove_ckpt.testing import FakeServer, disk_in_place, outputs
 from datatrove_ckpt.testing.crashes import CopyingDisk, copy_tree

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from datatrove_ckpt.checkpoint.checksummed_lines import seal
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.layout import OWNER
-from datatrove_ckpt.checkpoint.lines import seal
 
 FILES = ["part/00000_00000.jsonl", "part/00000_00001.jsonl", "part/00001_00000.jsonl"]
 CARD = {"README.md": b"# About these data", "part/notes.txt": b"by hand"}

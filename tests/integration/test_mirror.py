@@ -18,8 +18,8 @@ import orjson
 import pytest
 
 from datatrove_ckpt import LocalPipelineExecutor
+from datatrove_ckpt.checkpoint.checksummed_lines import seal, unseal
 from datatrove_ckpt.checkpoint.layout import OWNER
-from datatrove_ckpt.checkpoint.lines import seal, unseal
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.common.object_store import ObjectStore

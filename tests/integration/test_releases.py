@@ -12,8 +12,8 @@ import orjson
 import pytest
 
 from datatrove_ckpt import __version__
+from datatrove_ckpt.checkpoint.checksummed_lines import seal, unseal
 from datatrove_ckpt.checkpoint.identity import FORMAT
-from datatrove_ckpt.checkpoint.lines import seal, unseal
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import VersionMismatch
 from datatrove_ckpt.generation.payloads import hash_payload

@@ -11,9 +11,9 @@ import orjson
 import pytest
 from datatrove.pipeline.writers import JsonlWriter
 
+from datatrove_ckpt.checkpoint.checksummed_lines import read_lines, seal
 from datatrove_ckpt.checkpoint.commits import CommitLog
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
-from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import OutputMismatch, StorageFailed
 from datatrove_ckpt.run_folder.verify import check_output

@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.lines import explained
+from datatrove_ckpt.checkpoint.checksummed_lines import explained
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,

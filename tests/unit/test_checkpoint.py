@@ -18,6 +18,7 @@ from unittest.mock import Mock
 import pytest
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.checksummed_lines import read_lines, seal
 from datatrove_ckpt.checkpoint.chunks import Chunk
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, CommitsDamaged, OutputFile
 from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
@@ -33,7 +34,6 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_numbers,
     retry_folder,
 )
-from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.numbers import Buckets, DocumentCounts, Seconds
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, recover

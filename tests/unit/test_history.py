@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from datatrove_ckpt.checkpoint import history
+from datatrove_ckpt.checkpoint.checksummed_lines import seal
 from datatrove_ckpt.checkpoint.history import (
     End,
     HistoryLog,
@@ -17,7 +18,6 @@ from datatrove_ckpt.checkpoint.history import (
     Wait,
     thinned,
 )
-from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.checkpoint.numbers import Buckets, DocumentCounts
 from datatrove_ckpt.common.work_counts import WorkCounts
 from tests.histories import History, read_history

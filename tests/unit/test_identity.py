@@ -15,8 +15,8 @@ from datatrove.executor.base import ExecutorJSONEncoder
 from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.checkpoint import identity
+from datatrove_ckpt.checkpoint.checksummed_lines import sealed_json
 from datatrove_ckpt.checkpoint.identity import FORMAT
-from datatrove_ckpt.checkpoint.lines import sealed_json
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.user_code import description, statements
 from datatrove_ckpt.user_code.code_identity import code_identity

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from datatrove.data import Document
 
+from datatrove_ckpt.checkpoint.checksummed_lines import sealed_json
 from datatrove_ckpt.checkpoint.identity import FORMAT
-from datatrove_ckpt.checkpoint.lines import sealed_json
 from datatrove_ckpt.errors import ConfigError, ServerRefused
 from datatrove_ckpt.rollouts import (
     ChunkedRollout,

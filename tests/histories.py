@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from datatrove_ckpt.checkpoint.checksummed_lines import unseal, whole_lines
+from datatrove_ckpt.checkpoint.counts import DocumentCounts, Seconds
 from datatrove_ckpt.checkpoint.history import (
     End,
     Progress,
@@ -13,7 +14,6 @@ from datatrove_ckpt.checkpoint.history import (
     Start,
     parse_line,
 )
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Seconds
 from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
 
 

@@ -9,10 +9,10 @@ import orjson
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.checksummed_lines import seal, sealed_json
 from datatrove_ckpt.checkpoint.commits import Commit, OutputFile
+from datatrove_ckpt.checkpoint.counts import DocumentCounts, Seconds
 from datatrove_ckpt.checkpoint.history import End, Progress, Start
 from datatrove_ckpt.checkpoint.identity import FORMAT, new_owner
 from datatrove_ckpt.checkpoint.journal import Finished
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Seconds
 from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
 from datatrove_ckpt.run_folder.where import Place
 

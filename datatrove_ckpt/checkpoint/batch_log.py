@@ -34,7 +34,7 @@ import orjson
 
 from datatrove_ckpt.checkpoint import files, identity, layout
 from datatrove_ckpt.checkpoint.checksummed_lines import read_lines, seal
-from datatrove_ckpt.checkpoint.numbers import unix_seconds
+from datatrove_ckpt.checkpoint.counts import unix_seconds
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest
 from datatrove_ckpt.common import CUSTOM_ID, MESSAGES, JsonObject
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from datatrove_ckpt.checkpoint.checksummed_lines import Json
 from datatrove_ckpt.checkpoint.commits import OutputFile
-from datatrove_ckpt.checkpoint.numbers import Done
+from datatrove_ckpt.checkpoint.counts import Done
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.errors import CheckpointMismatch
 

@@ -18,8 +18,7 @@ import orjson
 import xxhash
 
 from datatrove_ckpt.checkpoint import checksummed_lines, files
-from datatrove_ckpt.checkpoint.layout import checkpoints_of
-from datatrove_ckpt.checkpoint.numbers import (
+from datatrove_ckpt.checkpoint.counts import (
     NO_SECONDS,
     Buckets,
     DocumentCounts,
@@ -27,6 +26,7 @@ from datatrove_ckpt.checkpoint.numbers import (
     Seconds,
     WorkStats,
 )
+from datatrove_ckpt.checkpoint.layout import checkpoints_of
 from datatrove_ckpt.common.formatting import repair_command
 from datatrove_ckpt.errors import CheckpointCorrupt
 

@@ -38,7 +38,7 @@ import orjson
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.checksummed_lines import BODY_AT, Json, last_lines, seal, unseal
-from datatrove_ckpt.checkpoint.numbers import (
+from datatrove_ckpt.checkpoint.counts import (
     NO_SECONDS,
     Buckets,
     DocumentCounts,

@@ -26,7 +26,7 @@ from datatrove_ckpt.checkpoint.checksummed_lines import (
     seal,
     unseal,
 )
-from datatrove_ckpt.checkpoint.numbers import (
+from datatrove_ckpt.checkpoint.counts import (
     NO_SECONDS,
     DocumentCounts,
     Outcome,

@@ -33,11 +33,11 @@ from datatrove_ckpt.checkpoint.chunks import (
     no_position,
 )
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, OutputFile
+from datatrove_ckpt.checkpoint.counts import Done, Took, unix_seconds
 from datatrove_ckpt.checkpoint.history import Progress, Record
 from datatrove_ckpt.checkpoint.identity import Fence, RunClaim, RunIdentity, join_job
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
-from datatrove_ckpt.checkpoint.numbers import Done, Took, unix_seconds
 from datatrove_ckpt.checkpoint.placement import DiskRoom, Placement, Stopping, WaitingChunk
 from datatrove_ckpt.checkpoint.rank_files import RankFiles, Snapshot
 from datatrove_ckpt.checkpoint.rank_summary import (

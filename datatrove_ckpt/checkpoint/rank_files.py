@@ -14,10 +14,10 @@ from datatrove_ckpt.checkpoint.batch_log import BatchLog
 from datatrove_ckpt.checkpoint.checksummed_lines import SHARD_VERSION, Json, sealed_json
 from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkSlot
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog
+from datatrove_ckpt.checkpoint.counts import DocumentCounts, RankClock, unix_seconds
 from datatrove_ckpt.checkpoint.identity import Fence
 from datatrove_ckpt.checkpoint.interval import Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts, RankClock, unix_seconds
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, write_last_chunk
 from datatrove_ckpt.checkpoint.request_cache import (
     Answer,

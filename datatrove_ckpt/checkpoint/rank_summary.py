@@ -38,10 +38,10 @@ from datatrove_ckpt.checkpoint.commits import (
     read_last_chunk,
     scan_commits,
 )
+from datatrove_ckpt.checkpoint.counts import Buckets, DocumentCounts, RunNumbers
 from datatrove_ckpt.checkpoint.history import History, read_history
 from datatrove_ckpt.checkpoint.identity import run_with_secrets
 from datatrove_ckpt.checkpoint.journal import read_finished
-from datatrove_ckpt.checkpoint.numbers import Buckets, DocumentCounts, RunNumbers
 from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
 from datatrove_ckpt.common.formatting import as_line, cut, number_range
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError

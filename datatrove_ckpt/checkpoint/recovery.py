@@ -32,8 +32,8 @@ from datatrove_ckpt.checkpoint.commits import (
     read_last_chunk,
     sum_commits,
 )
+from datatrove_ckpt.checkpoint.counts import DocumentCounts, Done
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Done
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import CheckpointCorrupt
 

@@ -10,8 +10,8 @@ from datatrove.executor.base import PipelineExecutor
 
 from datatrove_ckpt.checkpoint import identity
 from datatrove_ckpt.checkpoint.checksummed_lines import explained
+from datatrove_ckpt.checkpoint.counts import unix_seconds
 from datatrove_ckpt.checkpoint.layout import rank_numbers
-from datatrove_ckpt.checkpoint.numbers import unix_seconds
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import fail, note, say
 from datatrove_ckpt.cli.short_form import Node

@@ -7,8 +7,8 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.batch_log import fields_of_batch
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
+from datatrove_ckpt.checkpoint.counts import DocumentCounts, Outcome, Work
 from datatrove_ckpt.checkpoint.journal import Finished
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Outcome, Work
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
 from datatrove_ckpt.common.finish_reasons import ENDINGS, USUAL
 from datatrove_ckpt.common.redaction import redact

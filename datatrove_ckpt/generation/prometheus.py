@@ -26,8 +26,8 @@ from prometheus_client import Metric as Family
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from datatrove_ckpt import __version__
+from datatrove_ckpt.checkpoint.counts import Buckets, DocumentCounts
 from datatrove_ckpt.checkpoint.history import Progress, Spread
-from datatrove_ckpt.checkpoint.numbers import Buckets, DocumentCounts
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.common.formatting import error_text
 from datatrove_ckpt.common.work_counts import WorkCounts

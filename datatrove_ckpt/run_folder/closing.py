@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts
+from datatrove_ckpt.checkpoint.counts import DocumentCounts
 from datatrove_ckpt.checkpoint.rank_summary import JobSums, find_ranks
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.errors import CheckpointCorrupt, InputError

@@ -24,6 +24,7 @@ import orjson
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.checksummed_lines import Json
+from datatrove_ckpt.checkpoint.counts import Buckets, Rates, RunNumbers
 from datatrove_ckpt.checkpoint.history import (
     RATE_SECONDS,
     WAITS_FOR_BATCHES,
@@ -33,7 +34,6 @@ from datatrove_ckpt.checkpoint.history import (
     Wait,
 )
 from datatrove_ckpt.checkpoint.identity import removed_ranks, settings_in
-from datatrove_ckpt.checkpoint.numbers import Buckets, Rates, RunNumbers
 from datatrove_ckpt.checkpoint.rank_summary import (
     JobSums,
     RankLedger,

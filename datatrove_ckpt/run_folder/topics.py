@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from typing import get_args
 
 from datatrove_ckpt.checkpoint.batch_log import Batch, read_batches
+from datatrove_ckpt.checkpoint.counts import DocumentCounts
 from datatrove_ckpt.checkpoint.layout import BATCHES
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts
 from datatrove_ckpt.checkpoint.rank_summary import few, name_place
 from datatrove_ckpt.common import BATCH
 from datatrove_ckpt.common.formatting import duration, figure, percent, plural, ranges, short

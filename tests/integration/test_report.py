@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from datatrove_ckpt.checkpoint.counts import Buckets
 from datatrove_ckpt.checkpoint.history import Spread
-from datatrove_ckpt.checkpoint.numbers import Buckets
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.testing import outputs
 from tests.rank_folders import minutes, start, write_rank

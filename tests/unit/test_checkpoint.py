@@ -21,6 +21,7 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.checksummed_lines import read_lines, seal
 from datatrove_ckpt.checkpoint.chunks import Chunk
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, CommitsDamaged, OutputFile
+from datatrove_ckpt.checkpoint.counts import Buckets, DocumentCounts, Seconds
 from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
@@ -34,7 +35,6 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_numbers,
     retry_folder,
 )
-from datatrove_ckpt.checkpoint.numbers import Buckets, DocumentCounts, Seconds
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, recover
 from datatrove_ckpt.checkpoint.request_cache import (

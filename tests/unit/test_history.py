@@ -9,6 +9,7 @@ import pytest
 
 from datatrove_ckpt.checkpoint import history
 from datatrove_ckpt.checkpoint.checksummed_lines import seal
+from datatrove_ckpt.checkpoint.counts import Buckets, DocumentCounts
 from datatrove_ckpt.checkpoint.history import (
     End,
     HistoryLog,
@@ -18,7 +19,6 @@ from datatrove_ckpt.checkpoint.history import (
     Wait,
     thinned,
 )
-from datatrove_ckpt.checkpoint.numbers import Buckets, DocumentCounts
 from datatrove_ckpt.common.work_counts import WorkCounts
 from tests.histories import History, read_history
 from tests.rank_folders import minute

@@ -16,8 +16,8 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from datatrove_ckpt import __version__
+from datatrove_ckpt.checkpoint.counts import Buckets
 from datatrove_ckpt.checkpoint.history import Spread
-from datatrove_ckpt.checkpoint.numbers import Buckets
 from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.generation import prometheus
 from datatrove_ckpt.generation.prometheus import (

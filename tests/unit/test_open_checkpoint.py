@@ -17,10 +17,10 @@ import pytest
 from datatrove_ckpt.checkpoint import identity, layout, rank_files, rank_summary
 from datatrove_ckpt.checkpoint.chunks import ChunkTracker, no_position
 from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits
+from datatrove_ckpt.checkpoint.counts import DocumentCounts
 from datatrove_ckpt.checkpoint.identity import RunIdentity, run_with_secrets
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.layout import CACHE_FILES, journal_name
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
 from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.checkpoint.rank_summary import CHECKED, Want

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from datatrove_ckpt.checkpoint import files, layout
+from datatrove_ckpt.checkpoint.counts import RunNumbers
 from datatrove_ckpt.checkpoint.history import Silence, Wait
-from datatrove_ckpt.checkpoint.numbers import RunNumbers
 from datatrove_ckpt.checkpoint.rank_summary import JobSums
 from datatrove_ckpt.cli.status import describe
 from datatrove_ckpt.common.work_counts import WorkCounts

@@ -12,8 +12,8 @@ import pytest
 
 from datatrove_ckpt.checkpoint.checksummed_lines import seal, sealed_json
 from datatrove_ckpt.checkpoint.commits import Commit
+from datatrove_ckpt.checkpoint.counts import DocumentCounts
 from datatrove_ckpt.checkpoint.identity import as_kept
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.yaml_config import build

@@ -24,10 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from datatrove_ckpt import __version__
+from datatrove_ckpt.checkpoint.counts import Buckets, DocumentCounts
 from datatrove_ckpt.checkpoint.history import History, Progress, Spread, read_history
 from datatrove_ckpt.checkpoint.identity import without_model
 from datatrove_ckpt.checkpoint.layout import HISTORY
-from datatrove_ckpt.checkpoint.numbers import Buckets, DocumentCounts
 from datatrove_ckpt.common.formatting import figure, percent, short
 from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.errors import StorageFailed

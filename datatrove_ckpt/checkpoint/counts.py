@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from operator import mul
 from typing import Any, Literal, NamedTuple, Self
 
-from datatrove_ckpt.checkpoint.skipped import SkippedLines
+from datatrove_ckpt.checkpoint.skipped_lines import SkippedLines
 from datatrove_ckpt.common.finish_reasons import USUAL
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.work_counts import Added, WorkCounts

@@ -45,7 +45,7 @@ from datatrove_ckpt.checkpoint.counts import (
     Rates,
     Seconds,
 )
-from datatrove_ckpt.checkpoint.skipped import SkippedLines
+from datatrove_ckpt.checkpoint.skipped_lines import SkippedLines
 from datatrove_ckpt.common.formatting import as_line
 from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
 

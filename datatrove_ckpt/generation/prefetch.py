@@ -24,7 +24,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.checksummed_lines import Json
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
-from datatrove_ckpt.checkpoint.skipped import SkippedLines
+from datatrove_ckpt.checkpoint.skipped_lines import SkippedLines
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
 from datatrove_ckpt.common.threads import context_thread
 from datatrove_ckpt.common.work_counts import InputPosition

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from datatrove.data import Document
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.skipped import SkippedLines
+from datatrove_ckpt.checkpoint.skipped_lines import SkippedLines
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.errors import CheckpointMismatch

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from datatrove_ckpt.checkpoint import checksummed_lines
-from datatrove_ckpt.checkpoint.skipped import SkippedLines
+from datatrove_ckpt.checkpoint.skipped_lines import SkippedLines
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import CheckpointCorrupt
 from datatrove_ckpt.readers.step_records import StepRecord

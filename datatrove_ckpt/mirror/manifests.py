@@ -21,7 +21,7 @@ so their new bytes become a new object, and so do new answers of unfinished docu
 manifest completes the version, and objects that the last three versions do not need are removed. A
 kill leaves the previous version intact, and unneeded objects for the next process to remove.
 
-Versions may be sealed, see ``seals.py``. A sealed manifest names the SHA-256 of each object,
+Versions may be sealed, see ``signatures.py``. A sealed manifest names the SHA-256 of each object,
 because xxh128 is not cryptographic.
 """
 
@@ -48,7 +48,7 @@ from datatrove_ckpt.checkpoint.request_cache import CachedRequest
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import Fenced, printable
-from datatrove_ckpt.mirror.seals import Seal
+from datatrove_ckpt.mirror.signatures import Seal
 
 T = TypeVar("T")
 

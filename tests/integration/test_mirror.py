@@ -39,7 +39,7 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.mirror import mirror
 from datatrove_ckpt.mirror.manifests import Damaged, Part, Versions
 from datatrove_ckpt.mirror.restore import restore
-from datatrove_ckpt.mirror.seals import Seal
+from datatrove_ckpt.mirror.signatures import Seal
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.run_folder.findings import check_before_run
 from datatrove_ckpt.run_folder.run_plan import RunPlan

@@ -372,7 +372,7 @@ def _as_if_alone(request, monkeypatch):
     # Ranks would stop for the end of another test's Slurm job.
     monkeypatch.setattr("datatrove_ckpt.process.slurm_job._first_asked", {})
     # Servers of tests send nothing unasked, but for those of test_client.py.
-    monkeypatch.setattr("datatrove_ckpt.inference.client.plain.QUIET", 0.0)
+    monkeypatch.setattr("datatrove_ckpt.inference.client.http1.QUIET", 0.0)
     if "real_ready_window" not in request.fixturenames:
         # On a busy machine the first answer may take seconds: a small patience is for later ones.
         monkeypatch.setattr(

@@ -270,7 +270,7 @@ from datatrove.data import Document
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.writers import JsonlWriter
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-import datatrove_ckpt.inference.client.plain as plain
+import datatrove_ckpt.inference.client.http1 as plain
 import datatrove_ckpt.inference.servers.server as server
 job = json.loads(pathlib.Path("job.json").read_text())
 tempfile.tempdir = os.environ["TMPDIR"] = os.getcwd()  # where leaks are looked for

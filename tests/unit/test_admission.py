@@ -11,7 +11,7 @@ import pytest
 from datatrove_ckpt.common.memory import ByteBudget
 from datatrove_ckpt.generation import document_limit
 from datatrove_ckpt.generation.document_limit import DocumentLimit, most_documents
-from datatrove_ckpt.inference.client.plain import Response
+from datatrove_ckpt.inference.client.http1 import Response
 from datatrove_ckpt.inference.client.routing import Request, Router, Sender, Target
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers import admission

@@ -8,7 +8,7 @@ import zlib
 import pytest
 
 from datatrove_ckpt.inference.client import body as body_limits
-from datatrove_ckpt.inference.client.plain import (
+from datatrove_ckpt.inference.client.http1 import (
     RemoteProtocolError,
     Response,
     ResponseParser,

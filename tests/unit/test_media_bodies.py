@@ -13,7 +13,7 @@ from datatrove_ckpt.common.memory import ByteBudget, usable_memory
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.generation.document_limit import DocumentLimit
 from datatrove_ckpt.inference.client.body import Body
-from datatrove_ckpt.inference.client.plain import Response, Transport
+from datatrove_ckpt.inference.client.http1 import Response, Transport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.rollouts import media_part
 from datatrove_ckpt.rollouts.media import split_media

@@ -13,9 +13,9 @@ import pytest
 from yarl import URL
 
 from datatrove_ckpt.common.redaction import Secret
-from datatrove_ckpt.inference.client import plain
+from datatrove_ckpt.inference.client import http1
 from datatrove_ckpt.inference.client.body import Body
-from datatrove_ckpt.inference.client.plain import ConnectTimeout, Transport
+from datatrove_ckpt.inference.client.http1 import ConnectTimeout, Transport
 from datatrove_ckpt.inference.client.urls import HiddenUrl, headers_for
 from tests.unit.test_client import answer, http, never, serving, then_close
 
@@ -65,7 +65,7 @@ async def test_no_request_is_sent_before_the_answer_to_the_last_one(monkeypatch)
         await server.closing.wait()
         writer.write(http(200, b"good"))
 
-    monkeypatch.setattr(plain, "_KEEPALIVE_SECONDS", 600.0)
+    monkeypatch.setattr(http1, "_KEEPALIVE_SECONDS", 600.0)
     async with transport_to(later) as (server, transport):
         waiting = [asyncio.create_task(transport.send(b"%d" % n)) for n in range(20)]
         for _ in waiting:
@@ -97,7 +97,7 @@ async def test_a_connection_that_closes_is_replaced_and_no_request_fails(first):
 
 
 async def test_a_connection_that_idled_too_long_is_not_used(monkeypatch):
-    monkeypatch.setattr(plain, "_KEEPALIVE_SECONDS", 0.0)
+    monkeypatch.setattr(http1, "_KEEPALIVE_SECONDS", 0.0)
     async with transport_to(GOOD) as (server, transport):
         for _ in range(3):
             await transport.send(b"one")
@@ -164,11 +164,11 @@ def self_signed(monkeypatch):
     """TLS of a server with a certificate that this process trusts."""
     path = str(Path(__file__).parent.parent / "data" / "tls" / "self_signed.pem")
     monkeypatch.setenv("SSL_CERT_FILE", path)
-    plain._tls.cache_clear()
+    http1._tls.cache_clear()
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(path)
     yield context
-    plain._tls.cache_clear()
+    http1._tls.cache_clear()
 
 
 class Proxy:
@@ -294,7 +294,7 @@ def test_a_server_or_a_proxy_that_says_nothing_is_given_up_in_time(over, proxied
     async def main():
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setenv("https_proxy", f"http://{address}")
-        monkeypatch.setattr(plain, "_CONNECT_SECONDS", 0.05)
+        monkeypatch.setattr(http1, "_CONNECT_SECONDS", 0.05)
         url = HiddenUrl("https://a.invalid" if proxied else f"https://{address}")
         transport = Transport(url, None, 30.0, proxied)
         with pytest.raises(ConnectTimeout):
@@ -320,7 +320,7 @@ def test_a_certificate_that_is_not_trusted_and_a_proxy_that_refuses_are_named(
                     with pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
                         await Transport(other, None, 30.0, True).send()
             monkeypatch.delenv("SSL_CERT_FILE")
-            plain._tls.cache_clear()
+            http1._tls.cache_clear()
             async with through(monkeypatch):
                 transport = Transport(HiddenUrl(url), None, 30.0, proxied)
                 with pytest.raises(ssl.SSLCertVerificationError) as refused:

@@ -88,8 +88,8 @@ from datatrove_ckpt.inference.client.answers import (
     unfinished,
 )
 from datatrove_ckpt.inference.client.body import AnyBody, with_field
+from datatrove_ckpt.inference.client.http1 import Transport
 from datatrove_ckpt.inference.client.minute_limits import limits_of
-from datatrove_ckpt.inference.client.plain import Transport
 from datatrove_ckpt.inference.client.routing import (
     Attempt,
     AttemptLost,

@@ -49,8 +49,8 @@ from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.config.inference_config import FIRST_LIMIT, REQUESTS_WITHOUT_METRICS
 from datatrove_ckpt.errors import ServerDied
 from datatrove_ckpt.inference.client.body import AnyBody, Body
+from datatrove_ckpt.inference.client.http1 import Transport
 from datatrove_ckpt.inference.client.minute_limits import MinuteLimits, Sent
-from datatrove_ckpt.inference.client.plain import Transport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.shutdown import Shutdown
 

@@ -13,7 +13,7 @@ from datatrove_ckpt.common.redaction import Secret, excerpt, note_sent, redact
 from datatrove_ckpt.errors import CkptError, RequestRejected, ServerRefused
 from datatrove_ckpt.inference.client.answers import RetryableError
 from datatrove_ckpt.inference.client.body import AnyBody, Body
-from datatrove_ckpt.inference.client.plain import ConnectTimeout, Response, Transport
+from datatrove_ckpt.inference.client.http1 import ConnectTimeout, Response, Transport
 from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl
 from datatrove_ckpt.process.open_files import refuse_exhaustion
 

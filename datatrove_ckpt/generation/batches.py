@@ -28,8 +28,8 @@ import orjson
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.config.generation_params import PAYLOAD_JSON
 from datatrove_ckpt.errors import RequestFailed, RequestRejected
-from datatrove_ckpt.inference.client.answers import Completion, Way, parse_embeddings
 from datatrove_ckpt.inference.client.client import CompletionClient
+from datatrove_ckpt.inference.client.responses import Completion, Way, parse_embeddings
 from datatrove_ckpt.inference.client.routing import MustDivide, Request
 from datatrove_ckpt.output.documents import trim
 from datatrove_ckpt.rollouts import Payload

@@ -20,7 +20,7 @@ from datatrove_ckpt.generation.bad_answers import acceptable
 from datatrove_ckpt.generation.calls import Call, result_of
 from datatrove_ckpt.generation.raised_errors import called_at
 from datatrove_ckpt.generation.requests import Requests
-from datatrove_ckpt.inference.client.answers import (
+from datatrove_ckpt.inference.client.responses import (
     Floats,
     from_base64,
     kept_whole,

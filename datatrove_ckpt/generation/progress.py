@@ -27,8 +27,8 @@ from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError, LimitReached, WaitsForBatches
 from datatrove_ckpt.generation.prefetch import DocumentSource
-from datatrove_ckpt.inference.client.answers import Completion, token_counts
 from datatrove_ckpt.inference.client.client import CompletionClient, Outage
+from datatrove_ckpt.inference.client.responses import Completion, token_counts
 from datatrove_ckpt.process.screen import (
     READING,
     WAITING,

@@ -35,7 +35,6 @@ from datatrove_ckpt.errors import (
     ServerRefused,
     WaitsForBatches,
 )
-from datatrove_ckpt.inference.client.answers import RetryableError
 from datatrove_ckpt.inference.client.client import Outage
 from datatrove_ckpt.inference.client.provider_batches import (
     ENDED,
@@ -47,6 +46,7 @@ from datatrove_ckpt.inference.client.provider_batches import (
     RemoteBatch,
     Undecided,
 )
+from datatrove_ckpt.inference.client.responses import RetryableError
 from datatrove_ckpt.inference.servers.endpoints import ready_endpoints
 from datatrove_ckpt.process.shutdown import Shutdown
 

@@ -30,7 +30,8 @@ from datatrove_ckpt.generation.answers import Answers
 from datatrove_ckpt.generation.payloads import body_of, hash_payload, question_of, request_seed
 from datatrove_ckpt.generation.rank_requests import Model, RankRequests
 from datatrove_ckpt.generation.remedies import unanswered
-from datatrove_ckpt.inference.client.answers import (
+from datatrove_ckpt.inference.client.body import AnyBody, Body
+from datatrove_ckpt.inference.client.responses import (
     Completion,
     RetryableError,
     UnknownForm,
@@ -38,7 +39,6 @@ from datatrove_ckpt.inference.client.answers import (
     as_asked,
     unfinished,
 )
-from datatrove_ckpt.inference.client.body import AnyBody, Body
 from datatrove_ckpt.inference.client.routing import Request
 from datatrove_ckpt.output.documents import Result, result_of, trim
 from datatrove_ckpt.process.shutdown import wait_until_cancelled

@@ -9,8 +9,8 @@ import pytest
 
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerError
-from datatrove_ckpt.inference.client.answers import token_counts
 from datatrove_ckpt.inference.client.body import Body, with_field
+from datatrove_ckpt.inference.client.responses import token_counts
 from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget, rows, run_job

@@ -4,7 +4,7 @@ import orjson
 import pytest
 
 from datatrove_ckpt.errors import ServerRefused
-from datatrove_ckpt.inference.client.answers import (
+from datatrove_ckpt.inference.client.responses import (
     CHAT,
     RetryableError,
     as_asked,

@@ -30,7 +30,7 @@ import pytest
 
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.errors import RequestRejected
-from datatrove_ckpt.inference.client.answers import way_to
+from datatrove_ckpt.inference.client.responses import way_to
 from tests.clients import lent_client
 from tests.real import environment
 from tests.real.faults import Attempts

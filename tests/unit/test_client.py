@@ -29,10 +29,10 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.inference.client import body as body_limits
 from datatrove_ckpt.inference.client import http1 as plain_transport
 from datatrove_ckpt.inference.client import transport
-from datatrove_ckpt.inference.client.answers import CHAT, Completion, RetryableError
 from datatrove_ckpt.inference.client.body import Body, LargeAnswer
 from datatrove_ckpt.inference.client.client import CompletionClient, Outage, RequestClock
 from datatrove_ckpt.inference.client.http1 import Transport
+from datatrove_ckpt.inference.client.responses import CHAT, Completion, RetryableError
 from datatrove_ckpt.inference.client.routing import Request, Sender, Target
 from datatrove_ckpt.inference.client.urls import HiddenUrl, beside
 from datatrove_ckpt.testing import FakeServer

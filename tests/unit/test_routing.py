@@ -9,9 +9,9 @@ import pytest
 
 from datatrove_ckpt.config.endpoints import EndpointConfig
 from datatrove_ckpt.generation.batches import Batches
-from datatrove_ckpt.inference.client.answers import CHAT
 from datatrove_ckpt.inference.client.body import Body
 from datatrove_ckpt.inference.client.minute_limits import MinuteLimits
+from datatrove_ckpt.inference.client.responses import CHAT
 from datatrove_ckpt.inference.client.routing import (
     _REMEMBERED,
     WINDOW,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from datatrove_ckpt.common.redaction import HIDDEN, remember
-from datatrove_ckpt.inference.client.answers import (
+from datatrove_ckpt.inference.client.responses import (
     RetryableError,
     from_base64,
     read_json,

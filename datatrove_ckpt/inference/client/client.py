@@ -76,7 +76,10 @@ from datatrove_ckpt.errors import (
     ServerUnavailable,
     named,
 )
-from datatrove_ckpt.inference.client.answers import (
+from datatrove_ckpt.inference.client.body import AnyBody, with_field
+from datatrove_ckpt.inference.client.http1 import Transport
+from datatrove_ckpt.inference.client.minute_limits import limits_of
+from datatrove_ckpt.inference.client.responses import (
     CHAT,
     COMPLETIONS,
     Completion,
@@ -87,9 +90,6 @@ from datatrove_ckpt.inference.client.answers import (
     token_counts,
     unfinished,
 )
-from datatrove_ckpt.inference.client.body import AnyBody, with_field
-from datatrove_ckpt.inference.client.http1 import Transport
-from datatrove_ckpt.inference.client.minute_limits import limits_of
 from datatrove_ckpt.inference.client.routing import (
     Attempt,
     AttemptLost,

@@ -17,7 +17,7 @@ from loguru import logger
 from datatrove_ckpt.common import CUSTOM_ID, MESSAGES, JsonObject, retrying
 from datatrove_ckpt.common.redaction import Secret, excerpt, redact, remember
 from datatrove_ckpt.errors import ServerRefused
-from datatrove_ckpt.inference.client.answers import RetryableError, parse_json
+from datatrove_ckpt.inference.client.responses import RetryableError, parse_json
 from datatrove_ckpt.inference.client.urls import HiddenUrl, proxy_of
 
 _BLOCK = 1 << 16

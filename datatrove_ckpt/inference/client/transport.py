@@ -11,9 +11,9 @@ import orjson
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.redaction import Secret, excerpt, note_sent, redact
 from datatrove_ckpt.errors import CkptError, RequestRejected, ServerRefused
-from datatrove_ckpt.inference.client.answers import RetryableError
 from datatrove_ckpt.inference.client.body import AnyBody, Body
 from datatrove_ckpt.inference.client.http1 import ConnectTimeout, Response, Transport
+from datatrove_ckpt.inference.client.responses import RetryableError
 from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl
 from datatrove_ckpt.process.open_files import refuse_exhaustion
 

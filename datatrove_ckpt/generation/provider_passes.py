@@ -47,7 +47,7 @@ from datatrove_ckpt.inference.client.provider_batches import (
     Undecided,
 )
 from datatrove_ckpt.inference.client.responses import RetryableError
-from datatrove_ckpt.inference.servers.endpoints import ready_endpoints
+from datatrove_ckpt.inference.servers.endpoint_probe import ready_endpoints
 from datatrove_ckpt.process.shutdown import Shutdown
 
 T = TypeVar("T")

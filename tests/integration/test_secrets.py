@@ -59,7 +59,9 @@ def said():
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch):
-    monkeypatch.setattr("datatrove_ckpt.inference.servers.endpoints._PROBE_TIMEOUT", 0.3)  # seconds
+    monkeypatch.setattr(
+        "datatrove_ckpt.inference.servers.endpoint_probe._PROBE_TIMEOUT", 0.3
+    )  # seconds
     monkeypatch.setenv("KEY_OF_TEST", KEY)
     monkeypatch.setenv("CODE", quote(CODE, safe=""))
     for name in ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"):
@@ -147,7 +149,7 @@ async def start(config):
 
 
 async def complete(config):
-    from datatrove_ckpt.inference.servers.endpoints import endpoints_of
+    from datatrove_ckpt.inference.servers.endpoint_probe import endpoints_of
 
     endpoints = endpoints_of(config)
     urls = [one.url for one in endpoints]

@@ -67,7 +67,7 @@ class Dummy(Engine):
 class Endpoint(AnyProgram):
     """Servers that run already, which any program may be.
 
-    ``inference/servers/endpoints.py`` waits for them.
+    ``inference/servers/endpoint_probe.py`` waits for them.
     """
 
     name = "endpoint"

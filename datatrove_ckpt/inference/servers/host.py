@@ -20,7 +20,7 @@ from datatrove_ckpt.errors import CkptError, named
 from datatrove_ckpt.inference.client import routing
 from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers
 from datatrove_ckpt.inference.servers.admission import follow_endpoint
-from datatrove_ckpt.inference.servers.endpoints import endpoints_of, ready_endpoints
+from datatrove_ckpt.inference.servers.endpoint_probe import endpoints_of, ready_endpoints
 from datatrove_ckpt.inference.servers.supervision import launched_servers
 from datatrove_ckpt.inference.servers.warm import RankModels
 from datatrove_ckpt.process.shutdown import Shutdown, end_tasks, wait_until_cancelled

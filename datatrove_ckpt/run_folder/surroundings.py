@@ -23,9 +23,9 @@ from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.inference.servers.endpoint_probe import EndpointAnswer, ask_endpoints
 from datatrove_ckpt.inference.servers.host import check_servers
 from datatrove_ckpt.output.arrow_types import NO_TYPES
-from datatrove_ckpt.output.as_read import as_read
 from datatrove_ckpt.output.committed import has_commits, some
 from datatrove_ckpt.output.documents import decode, encode
+from datatrove_ckpt.output.encoded_input import as_read
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access
 from datatrove_ckpt.output.hub_pace import HOUR

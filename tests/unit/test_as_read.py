@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from datatrove.data import Document, Media
 
-from datatrove_ckpt.output.as_read import as_read
 from datatrove_ckpt.output.documents import decode, encode, fingerprint
+from datatrove_ckpt.output.encoded_input import as_read
 
 
 class Color(enum.Enum):

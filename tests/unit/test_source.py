@@ -10,8 +10,8 @@ from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.generation import prefetch
 from datatrove_ckpt.generation.prefetch import DocumentSource
-from datatrove_ckpt.output.as_read import as_read
 from datatrove_ckpt.output.documents import fingerprint
+from datatrove_ckpt.output.encoded_input import as_read
 
 
 @pytest.mark.parametrize(

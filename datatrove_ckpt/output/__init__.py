@@ -9,7 +9,7 @@ published in one step.
     formats.py         the formats whose files can be read again
     file_managers.py   files that replace datatrove's in a writer: staged and hashed, or remote
     targets.py         where staged files go: a local folder, a remote folder, the hub
-    stoppable.py       calls to storages: stopped with the rank, and retried
+    interruptible_calls.py       calls to storages: stopped with the rank, and retried
     hub*.py            the Hugging Face hub: access, uploads, their pace, its writers
     names.py, committed.py
                        file names; the files in the folder, and those that commits name

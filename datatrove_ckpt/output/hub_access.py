@@ -17,7 +17,7 @@ from loguru import logger
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.output.hub import HubFolder, get
-from datatrove_ckpt.output.stoppable import StoppableCalls
+from datatrove_ckpt.output.interruptible_calls import StoppableCalls
 
 _ANSWER_SECONDS = 60.0
 

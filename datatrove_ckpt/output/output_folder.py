@@ -41,9 +41,9 @@ from datatrove_ckpt.output.committed import (
 )
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access
+from datatrove_ckpt.output.interruptible_calls import StoppableCalls
 from datatrove_ckpt.output.names import output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.owner import Homes, OutputOwnership
-from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.output.writer_checks import stands_elsewhere
 
 

@@ -74,9 +74,9 @@ from datatrove_ckpt.output.committed import (
 from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.hub import HubFolder, hub_failure
 from datatrove_ckpt.output.hub_pace import CommitHistory, CommitPace, commit_title
+from datatrove_ckpt.output.interruptible_calls import StoppableCalls
 from datatrove_ckpt.output.names import STAGING, plain
 from datatrove_ckpt.output.output_folder import OutputFolder
-from datatrove_ckpt.output.stoppable import StoppableCalls
 
 PART_BYTES = 8 << 20
 """Size of a part of a multipart upload. Files of twice this size and more are sent in parts. s3fs's

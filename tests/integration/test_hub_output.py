@@ -24,8 +24,8 @@ from datatrove_ckpt.generation import stopping
 from datatrove_ckpt.output import targets
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_pace import CommitPace
+from datatrove_ckpt.output.interruptible_calls import StoppableCalls
 from datatrove_ckpt.output.owner import OutputOwnership
-from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.output.targets import HubTarget
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, documents, runner

@@ -17,7 +17,7 @@ from datatrove_ckpt.common.retrying import (
 )
 from datatrove_ckpt.output.hub import HubFolder, hub_failure
 from datatrove_ckpt.output.hub_pace import HOUR, CommitHistory, CommitPace, MadeCommit, commit_title
-from datatrove_ckpt.output.stoppable import StoppableCalls
+from datatrove_ckpt.output.interruptible_calls import StoppableCalls
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Engine, dashed_names
 from datatrove_ckpt.config.templates import BARE
-from datatrove_ckpt.output.names import writer_name
+from datatrove_ckpt.output.file_names import writer_name
 from datatrove_ckpt.user_code.code_identity import CodeIdentity
 from datatrove_ckpt.user_code.description import type_name
 from datatrove_ckpt.user_code.statements import digest

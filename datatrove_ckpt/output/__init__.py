@@ -11,7 +11,7 @@ published in one step.
     targets.py         where staged files go: a local folder, a remote folder, the hub
     interruptible_calls.py       calls to storages: stopped with the rank, and retried
     hub*.py            the Hugging Face hub: access, uploads, their pace, its writers
-    names.py, committed.py
+    file_names.py, committed.py
                        file names; the files in the folder, and those that commits name
     owner.py           the run that an output folder belongs to
     documents.py       a document as bytes and back, and as a cheap row for a writer

@@ -80,8 +80,8 @@ from datatrove_ckpt.output.committed import (
 )
 from datatrove_ckpt.output.documents import RowsOf, decode, decode_for, one_row, write_for
 from datatrove_ckpt.output.file_managers import StagedFiles
+from datatrove_ckpt.output.file_names import FileNames, plain
 from datatrove_ckpt.output.hub_pace import CommitPace
-from datatrove_ckpt.output.names import FileNames, plain
 from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.targets import make_target, remove_output
 

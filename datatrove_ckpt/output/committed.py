@@ -30,13 +30,13 @@ from datatrove_ckpt.checkpoint.publish_intents import Intents
 from datatrove_ckpt.checkpoint.rank_summary import RankLedger, Want, name_place, read_rank
 from datatrove_ckpt.common.retrying import RetryPolicy, file_system_call
 from datatrove_ckpt.errors import OutputMismatch
-from datatrove_ckpt.output.hub import HubFile, HubFolder, is_missing_repository
-from datatrove_ckpt.output.interruptible_calls import StoppableCalls
-from datatrove_ckpt.output.names import (
+from datatrove_ckpt.output.file_names import (
     STAGING,
     fields_of_documents,
     plain,
 )
+from datatrove_ckpt.output.hub import HubFile, HubFolder, is_missing_repository
+from datatrove_ckpt.output.interruptible_calls import StoppableCalls
 
 Info = Mapping[str, Any]
 """What a file system of fsspec tells of a file."""

@@ -41,7 +41,7 @@ from datatrove_ckpt.common.formatting import likely_mistake, safe_repr, safe_tex
 from datatrove_ckpt.errors import DocumentNotSerializable
 from datatrove_ckpt.output import formats
 from datatrove_ckpt.output.arrow_types import Row
-from datatrove_ckpt.output.names import FileNames, OurTemplate
+from datatrove_ckpt.output.file_names import FileNames, OurTemplate
 
 _NAMES = frozenset({"text", "id", "media"})
 _Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]

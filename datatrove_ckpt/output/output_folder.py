@@ -39,10 +39,10 @@ from datatrove_ckpt.output.committed import (
     published_names,
     some,
 )
+from datatrove_ckpt.output.file_names import output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access
 from datatrove_ckpt.output.interruptible_calls import StoppableCalls
-from datatrove_ckpt.output.names import output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.owner import Homes, OutputOwnership
 from datatrove_ckpt.output.writer_checks import stands_elsewhere
 

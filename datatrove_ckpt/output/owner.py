@@ -41,8 +41,8 @@ from datatrove_ckpt.checkpoint.checksummed_lines import content_of
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.errors import OutputMismatch
+from datatrove_ckpt.output.file_names import stem
 from datatrove_ckpt.output.hub import HubFolder, is_missing_repository
-from datatrove_ckpt.output.names import stem
 
 _MOST_BYTES = 1 << 20
 

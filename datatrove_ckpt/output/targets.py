@@ -72,10 +72,10 @@ from datatrove_ckpt.output.committed import (
     some,
 )
 from datatrove_ckpt.output.file_managers import StagedFiles
+from datatrove_ckpt.output.file_names import STAGING, plain
 from datatrove_ckpt.output.hub import HubFolder, hub_failure
 from datatrove_ckpt.output.hub_pace import CommitHistory, CommitPace, commit_title
 from datatrove_ckpt.output.interruptible_calls import StoppableCalls
-from datatrove_ckpt.output.names import STAGING, plain
 from datatrove_ckpt.output.output_folder import OutputFolder
 
 PART_BYTES = 8 << 20

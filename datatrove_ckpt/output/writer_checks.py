@@ -24,8 +24,8 @@ from datatrove_ckpt.common.retrying import file_system_call
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.setting_names import setting_name, step_place
 from datatrove_ckpt.output.file_managers import missing_codec
+from datatrove_ckpt.output.file_names import plain
 from datatrove_ckpt.output.hub import MAIN, HubFolder
-from datatrove_ckpt.output.names import plain
 
 _OURS = re.compile(rf"(\d{{5,}}|last_chunk|{RETRIES}.*|{SAMPLES}.*)(/.*)?")
 

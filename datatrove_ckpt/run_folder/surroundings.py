@@ -26,10 +26,10 @@ from datatrove_ckpt.output.arrow_types import NO_TYPES
 from datatrove_ckpt.output.committed import has_commits, some
 from datatrove_ckpt.output.documents import decode, encode
 from datatrove_ckpt.output.encoded_input import as_read
+from datatrove_ckpt.output.file_names import writer_name
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access
 from datatrove_ckpt.output.hub_pace import HOUR
-from datatrove_ckpt.output.names import writer_name
 from datatrove_ckpt.output.writer_trial import WriterTrial
 from datatrove_ckpt.process import event_loop, open_files
 from datatrove_ckpt.run_folder.checks import (

@@ -41,10 +41,10 @@ from datatrove_ckpt.output.committed import (
     listed,
     published_names,
 )
+from datatrove_ckpt.output.file_names import STAGING, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.formats import format_of_file, is_known
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.interruptible_calls import StoppableCalls
-from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.owner import Homes, OutputOwnership
 from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.run_folder.where import Place

@@ -109,7 +109,7 @@ def ours(folder):
     from datatrove_ckpt.output.chunk_writing import ChunkWriting
     from datatrove_ckpt.output.documents import encode
     from datatrove_ckpt.output.file_managers import StagedFiles
-    from datatrove_ckpt.output.names import FileNames
+    from datatrove_ckpt.output.file_names import FileNames
     from datatrove_ckpt.readers import ParquetReader
 
     writer = writer_to(folder)

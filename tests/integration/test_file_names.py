@@ -12,7 +12,7 @@ from datatrove.pipeline.writers import JsonlWriter
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.errors import ConfigError, InvalidFileName, OutputFailed
 from datatrove_ckpt.output.file_managers import StagedFiles
-from datatrove_ckpt.output.names import STAGING
+from datatrove_ckpt.output.file_names import STAGING
 from datatrove_ckpt.output.writer_checks import check_writer
 from datatrove_ckpt.testing import outputs
 from tests.jobs import ask, config, letters, run_job, runner

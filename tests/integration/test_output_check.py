@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import make_executor
 from datatrove_ckpt.errors import ConfigError, OutputMismatch
-from datatrove_ckpt.output.names import output_pattern, rank_and_chunk
+from datatrove_ckpt.output.file_names import output_pattern, rank_and_chunk
 from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.writer_checks import refuse_equal_folders, stands_elsewhere
 from datatrove_ckpt.readers import JsonlReader

@@ -34,7 +34,7 @@ from datatrove_ckpt.output.documents import (
     line_of,
     write_for,
 )
-from datatrove_ckpt.output.names import FileNames
+from datatrove_ckpt.output.file_names import FileNames
 
 
 def through(value):

@@ -14,8 +14,8 @@ from datatrove.data import Document
 
 from datatrove_ckpt.output.csv_writer import cell
 from datatrove_ckpt.output.documents import document_of
+from datatrove_ckpt.output.file_names import stem, writer_name
 from datatrove_ckpt.output.formats import BY_NAME, CSV, format_of_file, is_known
-from datatrove_ckpt.output.names import stem, writer_name
 
 DOCUMENTS = [
     Document("one", "0", metadata={"n": 1, "answer": "a" * 2**18}),

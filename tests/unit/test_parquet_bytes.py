@@ -13,7 +13,7 @@ from datatrove.pipeline.writers import ParquetWriter
 from datatrove_ckpt.output.chunk_writing import ChunkWriting, ColumnTypes
 from datatrove_ckpt.output.documents import decode_rows, encode
 from datatrove_ckpt.output.file_managers import StagedFiles
-from datatrove_ckpt.output.names import FileNames
+from datatrove_ckpt.output.file_names import FileNames
 
 VECTORS = np.random.default_rng(0).random((200, 8), dtype=np.float32)
 SCHEMA = pa.schema([("id", pa.string()), ("n", pa.int64()), ("vector", pa.list_(pa.float32(), 8))])

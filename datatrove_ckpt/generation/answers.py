@@ -16,7 +16,7 @@ from datatrove_ckpt.errors import CkptError, RequestRejected
 from datatrove_ckpt.generation.quality import INVALID, REPEATING, choices_of
 from datatrove_ckpt.generation.rank_requests import RankRequests
 from datatrove_ckpt.inference.client.responses import Way, token_counts
-from datatrove_ckpt.output.documents import Result
+from datatrove_ckpt.output.document_codec import Result
 from datatrove_ckpt.rollouts import Payload
 from datatrove_ckpt.rollouts.answer_form import ends_in_blanks, is_cut_off
 

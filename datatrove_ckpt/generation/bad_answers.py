@@ -12,7 +12,7 @@ from datatrove_ckpt.errors import BadAnswer, ConfigError, RequestRejected, named
 from datatrove_ckpt.generation.answers import warn_once
 from datatrove_ckpt.generation.requests import Requests, failed
 from datatrove_ckpt.inference.client.responses import Way
-from datatrove_ckpt.output.documents import Result
+from datatrove_ckpt.output.document_codec import Result
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
 from datatrove_ckpt.rollouts import Payload
 

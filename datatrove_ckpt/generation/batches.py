@@ -31,7 +31,7 @@ from datatrove_ckpt.errors import RequestFailed, RequestRejected
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.responses import Completion, Way, parse_embeddings
 from datatrove_ckpt.inference.client.routing import MustDivide, Request
-from datatrove_ckpt.output.documents import trim
+from datatrove_ckpt.output.document_codec import trim
 from datatrove_ckpt.rollouts import Payload
 
 _LONGEST = 0.005  # seconds that a text waits for others

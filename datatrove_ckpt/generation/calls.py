@@ -18,7 +18,7 @@ from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.config.generation_params import PAYLOAD_JSON
 from datatrove_ckpt.errors import DocumentNotSerializable
-from datatrove_ckpt.output.documents import has_nan
+from datatrove_ckpt.output.document_codec import has_nan
 from datatrove_ckpt.process.event_loop import in_own_thread
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.rollouts import CallFailed

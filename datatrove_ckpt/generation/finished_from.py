@@ -48,7 +48,7 @@ from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, ConfigEr
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.output.arrow_types import Row
 from datatrove_ckpt.output.csv_writer import text_of
-from datatrove_ckpt.output.documents import Result, decode, document_of, encode, result_of
+from datatrove_ckpt.output.document_codec import Result, decode, document_of, encode, result_of
 from datatrove_ckpt.output.formats import CSV, Format, format_of_file, from_cell
 from datatrove_ckpt.output.owner import Homes, owners_of
 from datatrove_ckpt.rollouts.interface import FIELDS

@@ -27,7 +27,7 @@ from datatrove_ckpt.inference.client.responses import (
     typed_way,
     way_to,
 )
-from datatrove_ckpt.output.documents import Result
+from datatrove_ckpt.output.document_codec import Result
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
 from datatrove_ckpt.rollouts import Classification, Payload
 

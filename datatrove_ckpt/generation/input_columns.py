@@ -20,7 +20,7 @@ from datatrove_ckpt.common.lazy_pyarrow import pa, pq
 from datatrove_ckpt.errors import CheckpointCorrupt, InputError
 from datatrove_ckpt.output.arrow_types import NO_TYPES, DataType, NotUnited, Schema, Types, unite
 from datatrove_ckpt.output.chunk_writing import infers_schema
-from datatrove_ckpt.output.documents import is_usual
+from datatrove_ckpt.output.document_codec import is_usual
 from datatrove_ckpt.output.formats import CSV
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.pipeline import steps_before

@@ -6,7 +6,7 @@ import xxhash
 from datatrove_ckpt.checkpoint.request_cache import payload_hash
 from datatrove_ckpt.config.generation_params import PAYLOAD_JSON, refuse_unsendable
 from datatrove_ckpt.inference.client.body import AnyBody, Body
-from datatrove_ckpt.output.documents import has_nan, trim
+from datatrove_ckpt.output.document_codec import has_nan, trim
 from datatrove_ckpt.rollouts import Payload
 from datatrove_ckpt.rollouts.media import media_key, split_media
 

@@ -30,7 +30,7 @@ from datatrove_ckpt.common.threads import context_thread
 from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation.finished_from import FinishedDocuments
-from datatrove_ckpt.output.documents import fingerprint
+from datatrove_ckpt.output.document_codec import fingerprint
 from datatrove_ckpt.output.encoded_input import AsRead, as_read
 from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.exits import exit_error

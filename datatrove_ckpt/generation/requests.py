@@ -40,7 +40,7 @@ from datatrove_ckpt.inference.client.responses import (
     unfinished,
 )
 from datatrove_ckpt.inference.client.routing import Request
-from datatrove_ckpt.output.documents import Result, result_of, trim
+from datatrove_ckpt.output.document_codec import Result, result_of, trim
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
 from datatrove_ckpt.rollouts import Payload
 

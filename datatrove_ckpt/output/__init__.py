@@ -14,7 +14,7 @@ published in one step.
     file_names.py, committed.py
                        file names; the files in the folder, and those that commits name
     owner.py           the run that an output folder belongs to
-    documents.py       a document as bytes and back, and as a cheap row for a writer
+    document_codec.py       a document as bytes and back, and as a cheap row for a writer
     arrow_types.py     the Arrow types of values
 
 The bytes of a file depend on the documents only, so writing a chunk again after a crash is

@@ -78,7 +78,7 @@ from datatrove_ckpt.output.committed import (
     RankCommits,
     other_content,
 )
-from datatrove_ckpt.output.documents import RowsOf, decode, decode_for, one_row, write_for
+from datatrove_ckpt.output.document_codec import RowsOf, decode, decode_for, one_row, write_for
 from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.file_names import FileNames, plain
 from datatrove_ckpt.output.hub_pace import CommitPace

@@ -11,7 +11,7 @@ from datatrove.io import DataFolderLike
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.output.arrow_types import Row
-from datatrove_ckpt.output.documents import for_orjson
+from datatrove_ckpt.output.document_codec import for_orjson
 
 
 class CsvWriter(DiskWriter):  # type: ignore[misc]  # datatrove has no types

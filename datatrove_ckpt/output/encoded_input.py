@@ -25,7 +25,14 @@ import xxhash
 from datatrove.data import Document
 
 from datatrove_ckpt.common.formatting import safe_text
-from datatrove_ckpt.output.documents import TAG, as_plain, document_fields, dump, trim, wrap_deep
+from datatrove_ckpt.output.document_codec import (
+    TAG,
+    as_plain,
+    document_fields,
+    dump,
+    trim,
+    wrap_deep,
+)
 
 # Below the limits of orjson and of Python's stack.
 _DEEPEST = 50

@@ -18,7 +18,7 @@ from datatrove_ckpt.errors import DocumentNotSerializable
 from datatrove_ckpt.output import arrow_types, formats
 from datatrove_ckpt.output.chunk_writing import ColumnTypes, check_rows, infers_schema
 from datatrove_ckpt.output.csv_writer import line
-from datatrove_ckpt.output.documents import RowsOf, decode_for, is_plain, is_usual, one_row
+from datatrove_ckpt.output.document_codec import RowsOf, decode_for, is_plain, is_usual, one_row
 
 
 class _InMemory:

@@ -17,7 +17,7 @@ from datatrove_ckpt.checkpoint.rank_summary import Want, read_ranks
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.common.retrying import failure_line, file_system_call
 from datatrove_ckpt.errors import OutputFailed
-from datatrove_ckpt.output.documents import number_column
+from datatrove_ckpt.output.document_codec import number_column
 from datatrove_ckpt.output.formats import format_of_file, from_cell
 from datatrove_ckpt.run_folder.report.page import shortened
 from datatrove_ckpt.run_folder.verify import find_output

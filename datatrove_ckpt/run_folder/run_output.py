@@ -10,7 +10,7 @@ from datatrove.data import Document
 
 from datatrove_ckpt.checkpoint.checksummed_lines import Json
 from datatrove_ckpt.checkpoint.counts import DocumentCounts
-from datatrove_ckpt.output.documents import document_of
+from datatrove_ckpt.output.document_codec import document_of
 from datatrove_ckpt.run_folder.documents import committed_files, read_rows
 from datatrove_ckpt.run_folder.export import dataset
 from datatrove_ckpt.run_folder.run_state import read_run_state

@@ -24,7 +24,7 @@ from datatrove_ckpt.inference.servers.endpoint_probe import EndpointAnswer, ask_
 from datatrove_ckpt.inference.servers.host import check_servers
 from datatrove_ckpt.output.arrow_types import NO_TYPES
 from datatrove_ckpt.output.committed import has_commits, some
-from datatrove_ckpt.output.documents import decode, encode
+from datatrove_ckpt.output.document_codec import decode, encode
 from datatrove_ckpt.output.encoded_input import as_read
 from datatrove_ckpt.output.file_names import writer_name
 from datatrove_ckpt.output.hub import HubFolder

@@ -107,7 +107,7 @@ def ours(folder):
     """As a run reads rows and writes chunks, without what keeps them until their chunk is full."""
     from datatrove_ckpt.checkpoint.journal import Finished
     from datatrove_ckpt.output.chunk_writing import ChunkWriting
-    from datatrove_ckpt.output.documents import encode
+    from datatrove_ckpt.output.document_codec import encode
     from datatrove_ckpt.output.file_managers import StagedFiles
     from datatrove_ckpt.output.file_names import FileNames
     from datatrove_ckpt.readers import ParquetReader

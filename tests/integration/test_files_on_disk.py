@@ -19,7 +19,7 @@ from datatrove_ckpt.claims import stores
 from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
 from datatrove_ckpt.generation import provider_passes
-from datatrove_ckpt.output.documents import encode
+from datatrove_ckpt.output.document_codec import encode
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer
 from tests.disk_shapes import shapes_of, shapes_of_all_writes

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datatrove_ckpt.errors import DocumentNotSerializable
-from datatrove_ckpt.output.documents import (
+from datatrove_ckpt.output.document_codec import (
     decode,
     decode_for,
     decode_json,

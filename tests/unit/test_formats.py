@@ -13,7 +13,7 @@ import pytest
 from datatrove.data import Document
 
 from datatrove_ckpt.output.csv_writer import cell
-from datatrove_ckpt.output.documents import document_of
+from datatrove_ckpt.output.document_codec import document_of
 from datatrove_ckpt.output.file_names import stem, writer_name
 from datatrove_ckpt.output.formats import BY_NAME, CSV, format_of_file, is_known
 

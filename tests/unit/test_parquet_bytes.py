@@ -11,7 +11,7 @@ from datatrove.data import Document, Media
 from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt.output.chunk_writing import ChunkWriting, ColumnTypes
-from datatrove_ckpt.output.documents import decode_rows, encode
+from datatrove_ckpt.output.document_codec import decode_rows, encode
 from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.file_names import FileNames
 

@@ -14,7 +14,7 @@ from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.config.generation_params import refuse_near_misses
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.results import put_answer
-from datatrove_ckpt.output.documents import PathResult
+from datatrove_ckpt.output.document_codec import PathResult
 from datatrove_ckpt.rollouts import (
     ClassifyRollout,
     InvalidAnswer,

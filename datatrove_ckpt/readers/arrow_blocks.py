@@ -16,7 +16,7 @@ from datatrove_ckpt.common.lazy_pyarrow import pa
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.block_file import FileIndex, Group, TableFile, changed_error, open_input
 from datatrove_ckpt.readers.compressed import naming_damage
-from datatrove_ckpt.readers.extent import FileExtent
+from datatrove_ckpt.readers.input_progress import FileExtent
 
 _FILE_MARK = b"ARROW1"
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"

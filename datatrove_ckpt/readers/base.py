@@ -29,7 +29,7 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.readers.compressed import codec_of
 from datatrove_ckpt.readers.declared_types import DeclaredTypes
-from datatrove_ckpt.readers.extent import FileExtent, InputExtent
+from datatrove_ckpt.readers.input_progress import FileExtent, InputExtent
 from datatrove_ckpt.readers.inputs import (
     Digest,
     Inputs,

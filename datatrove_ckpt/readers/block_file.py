@@ -19,8 +19,8 @@ from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.lazy_pyarrow import pa
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers.compressed import naming_damage
-from datatrove_ckpt.readers.extent import FileExtent
 from datatrove_ckpt.readers.input_errors import naming_hub_input, refuse_equal_names
+from datatrove_ckpt.readers.input_progress import FileExtent
 from datatrove_ckpt.readers.inputs import misfit
 from datatrove_ckpt.readers.positions import FilePosition, Row, RowBlock
 

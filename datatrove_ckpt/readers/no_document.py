@@ -17,7 +17,7 @@ from datatrove_ckpt.errors import DocumentNotSerializable, InputError
 from datatrove_ckpt.readers.arrow_blocks import ArrowBlocks
 from datatrove_ckpt.readers.block_file import TableFile
 from datatrove_ckpt.readers.compressed import open_content
-from datatrove_ckpt.readers.extent import FileExtent
+from datatrove_ckpt.readers.input_progress import FileExtent
 from datatrove_ckpt.readers.parquet_blocks import ParquetBlocks
 
 MAX_LINE_BYTES = 2**28

@@ -16,7 +16,7 @@ from datatrove.io import DataFolder
 from datatrove_ckpt.common.lazy_pyarrow import pa, pq
 from datatrove_ckpt.readers.block_file import FileIndex, Group, TableFile, changed_error, open_input
 from datatrove_ckpt.readers.compressed import naming_damage
-from datatrove_ckpt.readers.extent import FileExtent
+from datatrove_ckpt.readers.input_progress import FileExtent
 
 _BUFFER_BYTES = 2**20
 

@@ -22,7 +22,7 @@ from datatrove_ckpt.checkpoint.skipped_lines import SkippedLines
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.errors import CheckpointMismatch
-from datatrove_ckpt.readers.extent import FileExtent, InputExtent
+from datatrove_ckpt.readers.input_progress import FileExtent, InputExtent
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard import ReaderRecord
 

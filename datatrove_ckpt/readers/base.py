@@ -29,6 +29,7 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.readers.compressed import codec_of
 from datatrove_ckpt.readers.declared_types import DeclaredTypes
+from datatrove_ckpt.readers.empty_input import refuse_file_without_documents
 from datatrove_ckpt.readers.input_progress import FileExtent, InputExtent
 from datatrove_ckpt.readers.inputs import (
     Digest,
@@ -41,7 +42,6 @@ from datatrove_ckpt.readers.inputs import (
     shorten,
     shuffled_names,
 )
-from datatrove_ckpt.readers.no_document import refuse_file_without_documents
 from datatrove_ckpt.readers.positions import (
     ALL_ROWS,
     BadRow,

@@ -30,9 +30,9 @@ from datatrove_ckpt.readers.dataset_source import (
     commit_of,
     without_commit,
 )
+from datatrove_ckpt.readers.empty_input import NoDocument
 from datatrove_ckpt.readers.input_errors import explain_hub_error, one_line
 from datatrove_ckpt.readers.inputs import Inputs, shorten
-from datatrove_ckpt.readers.no_document import NoDocument
 from datatrove_ckpt.readers.positions import (
     FilePosition,
     FileRead,

@@ -34,9 +34,9 @@ from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.block_file import BlockFile, FileIndex, Group, changed_error
 from datatrove_ckpt.readers.compressed import Content, codec_of, naming_damage, open_content
 from datatrove_ckpt.readers.declared_types import DeclaredTypes
+from datatrove_ckpt.readers.empty_input import MAX_LINE_BYTES, read_line, refuse_array
 from datatrove_ckpt.readers.input_progress import FileExtent
 from datatrove_ckpt.readers.inputs import misfit, refuse_pointer
-from datatrove_ckpt.readers.no_document import MAX_LINE_BYTES, read_line, refuse_array
 from datatrove_ckpt.readers.positions import (
     PLAIN_INTEGER,
     BadRow,

@@ -19,7 +19,7 @@ from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import open_content
-from datatrove_ckpt.readers.no_document import MAX_LINE_BYTES
+from datatrove_ckpt.readers.empty_input import MAX_LINE_BYTES
 from datatrove_ckpt.readers.positions import FilePosition, Row, RowBlock
 
 _PDF = b"%PDF-"

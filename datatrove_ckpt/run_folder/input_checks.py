@@ -19,6 +19,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.setting_names import setting_name, step_place
 from datatrove_ckpt.output.file_managers import missing_codec
 from datatrove_ckpt.readers import BatchReader, HuggingFaceDatasetReader
+from datatrove_ckpt.readers.empty_input import NoDocument, explain
 from datatrove_ckpt.readers.inputs import (
     InputFolder,
     Inputs,
@@ -26,7 +27,6 @@ from datatrove_ckpt.readers.inputs import (
     list_input,
     refuse_pointers,
 )
-from datatrove_ckpt.readers.no_document import NoDocument, explain
 from datatrove_ckpt.run_folder.checks import Finding, State, within
 from datatrove_ckpt.run_folder.run_plan import RunPlan
 

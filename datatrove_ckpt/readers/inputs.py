@@ -27,7 +27,7 @@ from datatrove_ckpt.common import JsonObject, retrying
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.readers.input_errors import is_on_hub, naming_hub_input
 from datatrove_ckpt.readers.positions import ALL_ROWS, State, in_pipeline
-from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord
+from datatrove_ckpt.readers.shard_record import FileRecord, ReaderRecord
 from datatrove_ckpt.readers.step_records import plain_settings
 
 _SAMPLE = 2**16

@@ -24,7 +24,7 @@ from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers.input_progress import FileExtent, InputExtent
 from datatrove_ckpt.readers.revisions import Revisions
-from datatrove_ckpt.readers.shard import ReaderRecord
+from datatrove_ckpt.readers.shard_record import ReaderRecord
 
 State = JsonObject
 """The state of a reader."""

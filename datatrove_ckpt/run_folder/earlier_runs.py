@@ -50,7 +50,7 @@ from datatrove_ckpt.readers.inputs import (
 )
 from datatrove_ckpt.readers.positions import Reading
 from datatrove_ckpt.readers.revisions import Revisions
-from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord, ShardRecord
+from datatrove_ckpt.readers.shard_record import FileRecord, ReaderRecord, ShardRecord
 from datatrove_ckpt.readers.step_records import differences
 from datatrove_ckpt.run_folder.run_plan import RunnerPlan, RunPlan, WrongMarker
 

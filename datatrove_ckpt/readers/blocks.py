@@ -32,7 +32,7 @@ from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.lazy_pyarrow import pa
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.block_file import BlockFile, FileIndex, Group, Rows, check_columns
-from datatrove_ckpt.readers.files import FilesReader
+from datatrove_ckpt.readers.choose_reader import FilesReader
 from datatrove_ckpt.readers.inputs import Inputs
 from datatrove_ckpt.readers.parquet_blocks import ParquetBlocks
 from datatrove_ckpt.readers.positions import Row

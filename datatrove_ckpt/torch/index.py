@@ -25,7 +25,7 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.lazy_pyarrow import pa
 from datatrove_ckpt.readers.block_file import Rows
 from datatrove_ckpt.readers.blocks import Block, BlockInput, Unified
-from datatrove_ckpt.readers.files import FilesReader
+from datatrove_ckpt.readers.choose_reader import FilesReader
 from datatrove_ckpt.readers.inputs import misfit
 from datatrove_ckpt.readers.positions import Row, State
 from datatrove_ckpt.torch.order import BlockTable, EpochOrder, Numbers, OpenWindow

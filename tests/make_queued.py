@@ -65,7 +65,7 @@ executor:
     partition: p
     logging_dir: logs
     pipeline:
-      - class_path: datatrove_ckpt.readers.batch.BatchReader
+      - class_path: datatrove_ckpt.readers.batch_files.BatchReader
         init_args: {{data_folder: input}}
       - class_path: datatrove_ckpt.runner.InferenceRunner
         init_args:

@@ -18,7 +18,7 @@ import sys
 
 from datatrove_ckpt.readers import whole_files
 from datatrove_ckpt.readers.base import DamagedLine, SeekingReader, Stateful
-from datatrove_ckpt.readers.batch import BatchReader
+from datatrove_ckpt.readers.batch_files import BatchReader
 from datatrove_ckpt.readers.csv_rows import CSVReader
 from datatrove_ckpt.readers.huggingface import HuggingFaceDatasetReader
 from datatrove_ckpt.readers.jsonl import JsonlReader

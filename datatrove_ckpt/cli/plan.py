@@ -12,7 +12,7 @@ from datatrove_ckpt.cli.printing import say_result
 from datatrove_ckpt.common.formatting import duration, figure
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.torch import policies
-from datatrove_ckpt.torch.history import HISTORY, read_events
+from datatrove_ckpt.torch.training_history import HISTORY, read_events
 
 
 def plan(arguments: argparse.Namespace) -> int:

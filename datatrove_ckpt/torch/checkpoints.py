@@ -54,7 +54,6 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.process import slurm_job
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import SIGNALS, check_signals
-from datatrove_ckpt.torch.history import TrainingHistory, config_file, give_sign
 from datatrove_ckpt.torch.ranks import Ranks
 from datatrove_ckpt.torch.step_folder import (
     FORMAT,
@@ -66,6 +65,7 @@ from datatrove_ckpt.torch.step_folder import (
     size_of,
 )
 from datatrove_ckpt.torch.steps import Contents, Steps
+from datatrove_ckpt.torch.training_history import TrainingHistory, config_file, give_sign
 from datatrove_ckpt.torch.training_input import TrainingInput
 
 Writer = Callable[[Path], object]

@@ -14,7 +14,7 @@
     .saving-NAME        an incomplete step; the next owner of the lock removes it
     .removed-NAME       a step that was removed, and .old-NAME one that was replaced: likewise
     .lock               held by the process that writes
-    .rank-RANK, history.jsonl, metrics.csv    see ``history.py``
+    .rank-RANK, history.jsonl, metrics.csv    see ``training_history.py``
 
 A file of SHARED_BYTES or more with the same bytes as in the step before is a hard link to that
 file. In a remote, the manifest of such a step has the format SHARED, and all its large files are

@@ -8,7 +8,7 @@ import datatrove_ckpt.torch.step_folder as step_folder
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import CheckpointCorrupt, StorageFailed, VersionMismatch
-from datatrove_ckpt.torch.history import Row, curve, read_events, read_signs
+from datatrove_ckpt.torch.training_history import Row, curve, read_events, read_signs
 
 
 @dataclass(frozen=True)

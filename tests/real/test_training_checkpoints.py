@@ -63,9 +63,9 @@ from datatrove_ckpt.torch import (
     TrainingCheckpoints,
     step_folder,
 )
-from datatrove_ckpt.torch.history import read_events
 from datatrove_ckpt.torch.sharded import _known_classes, _Metadata
 from datatrove_ckpt.torch.step_folder import StepName, read_manifest, sealed
+from datatrove_ckpt.torch.training_history import read_events
 from tests.patience import Patience, until
 from tests.processes import is_alive
 from tests.real import train as script

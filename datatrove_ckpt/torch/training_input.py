@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader
 from xxhash import xxh3_64_intdigest
 
 import datatrove_ckpt.torch.dataset as dataset
+import datatrove_ckpt.torch.loader_workers as workers
 import datatrove_ckpt.torch.stateful as stateful
-import datatrove_ckpt.torch.workers as workers
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.torch.ranks import Ranks
 from datatrove_ckpt.torch.states import find_states, is_ours

@@ -23,9 +23,9 @@ from datatrove_ckpt.generation.dead_letters import (
     dead_letter,
     failure_of,
 )
+from datatrove_ckpt.generation.failure_advice import shown, way_out
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.raised_errors import DocumentFailed, raised_at
-from datatrove_ckpt.generation.remedies import shown, way_out
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_rollout import NotAwaitable
 

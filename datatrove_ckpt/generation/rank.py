@@ -37,6 +37,7 @@ from datatrove_ckpt.generation.blocked_loop import warn_when_blocked
 from datatrove_ckpt.generation.dead_letters import next_retry, taken_letters
 from datatrove_ckpt.generation.document_limit import DocumentLimit
 from datatrove_ckpt.generation.document_runs import DocumentRuns
+from datatrove_ckpt.generation.failure_advice import offer_skipping
 from datatrove_ckpt.generation.failures import Failures
 from datatrove_ckpt.generation.final_stats import fill_stats, sum_rank
 from datatrove_ckpt.generation.finished_from import FinishedDocuments, OldRuns
@@ -47,7 +48,6 @@ from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.quality import Quality
 from datatrove_ckpt.generation.raised_errors import first_of, raised_for_scripts
 from datatrove_ckpt.generation.rank_requests import RankRequests
-from datatrove_ckpt.generation.remedies import offer_skipping
 from datatrove_ckpt.generation.results import Results
 from datatrove_ckpt.generation.run_identity import servers_digest
 from datatrove_ckpt.generation.scheduler import Scheduler

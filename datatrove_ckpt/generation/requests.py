@@ -27,9 +27,9 @@ from datatrove_ckpt.common.retrying import REJECTED
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import PAYLOAD_JSON, merged
 from datatrove_ckpt.generation.answers import Answers
+from datatrove_ckpt.generation.failure_advice import unanswered
 from datatrove_ckpt.generation.payloads import body_of, hash_payload, question_of, request_seed
 from datatrove_ckpt.generation.rank_requests import Model, RankRequests
-from datatrove_ckpt.generation.remedies import unanswered
 from datatrove_ckpt.inference.client.body import AnyBody, Body
 from datatrove_ckpt.inference.client.responses import (
     Completion,

@@ -292,7 +292,7 @@ def code_described_once(monkeypatch):
             )
         return known[key][2]
 
-    monkeypatch.setattr("datatrove_ckpt.generation.step.code_identity", code_identity)
+    monkeypatch.setattr("datatrove_ckpt.generation.runner_settings.code_identity", code_identity)
 
 
 @pytest.fixture

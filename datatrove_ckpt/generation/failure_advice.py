@@ -18,7 +18,7 @@ from datatrove_ckpt.errors import (
     causes,
 )
 from datatrove_ckpt.generation.raised_errors import DocumentFailed
-from datatrove_ckpt.generation.step import Step
+from datatrove_ckpt.generation.runner_settings import Step
 from datatrove_ckpt.generation.user_rollout import name_of
 from datatrove_ckpt.rollouts import InvalidAnswer
 

@@ -26,7 +26,7 @@ from datatrove_ckpt.generation.dead_letters import (
 from datatrove_ckpt.generation.failure_advice import shown, way_out
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.raised_errors import DocumentFailed, raised_at
-from datatrove_ckpt.generation.step import Step
+from datatrove_ckpt.generation.runner_settings import Step
 from datatrove_ckpt.generation.user_rollout import NotAwaitable
 
 

@@ -45,7 +45,7 @@ from datatrove_ckpt.checkpoint.layout import CHECKPOINT_LINES, LOCK
 from datatrove_ckpt.common.formatting import plural, safe_repr, safe_text
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, ConfigError, InputError
-from datatrove_ckpt.generation.step import Step
+from datatrove_ckpt.generation.runner_settings import Step
 from datatrove_ckpt.output.arrow_types import Row
 from datatrove_ckpt.output.csv_writer import text_of
 from datatrove_ckpt.output.document_codec import Result, decode, document_of, encode, result_of

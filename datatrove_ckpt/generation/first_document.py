@@ -4,7 +4,7 @@ from datatrove.data import Document
 
 from datatrove_ckpt.config.templates import fill, lacks
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.step import Step
+from datatrove_ckpt.generation.runner_settings import Step
 from datatrove_ckpt.rollouts import InvalidMedia, PromptRollout, ReadyMade
 from datatrove_ckpt.rollouts.media import MEDIA
 from datatrove_ckpt.rollouts.prompt_source import prompt_source

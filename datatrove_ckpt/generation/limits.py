@@ -22,7 +22,7 @@ from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.interval import Interval, Tuning
 from datatrove_ckpt.checkpoint.run_limits import NO_TOTALS, RunTotals, TotalsReader
 from datatrove_ckpt.errors import CkptError, ConfigError, LimitReached
-from datatrove_ckpt.generation.step import Step
+from datatrove_ckpt.generation.runner_settings import Step
 from datatrove_ckpt.process.shutdown import Shutdown
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from datatrove_ckpt.common.formatting import error_text
 from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.generation.progress import RankReporter
-from datatrove_ckpt.generation.step import Step
+from datatrove_ckpt.generation.runner_settings import Step
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.process.slurm_job import job_id
 

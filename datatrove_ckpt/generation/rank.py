@@ -50,8 +50,8 @@ from datatrove_ckpt.generation.raised_errors import first_of, raised_for_scripts
 from datatrove_ckpt.generation.rank_requests import RankRequests
 from datatrove_ckpt.generation.results import Results
 from datatrove_ckpt.generation.run_identity import servers_digest
+from datatrove_ckpt.generation.runner_settings import Step
 from datatrove_ckpt.generation.scheduler import Scheduler
-from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_rollout import bind_shared, name_of, shared_arguments
 from datatrove_ckpt.inference.servers.host import ServerHost, check_servers
 from datatrove_ckpt.inference.servers.warm import one_rank

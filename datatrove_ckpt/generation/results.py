@@ -16,7 +16,7 @@ from loguru import logger
 from datatrove_ckpt.common.exact_json import loads
 from datatrove_ckpt.generation.answers import Answers
 from datatrove_ckpt.generation.first_document import check_answer, check_first
-from datatrove_ckpt.generation.step import Step
+from datatrove_ckpt.generation.runner_settings import Step
 from datatrove_ckpt.output.document_codec import encode_finished, writes_media
 from datatrove_ckpt.output.file_names import FileNames
 from datatrove_ckpt.output.writer_trial import WriterTrial

@@ -35,7 +35,7 @@ from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.errors.setting_names import name_copy, use
 from datatrove_ckpt.generation.finished_from import OldRuns
-from datatrove_ckpt.generation.step import described
+from datatrove_ckpt.generation.runner_settings import described
 from datatrove_ckpt.mirror.restore import compare_mirrored_job, restore_outdated
 from datatrove_ckpt.output.committed import RankCommits
 from datatrove_ckpt.output.output_folder import OutputFolder

@@ -26,7 +26,7 @@ from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.generation.noted_requests import NotedRequest, NotedRequests, noting
 from datatrove_ckpt.generation.run_identity import servers_digest
-from datatrove_ckpt.generation.step import Step
+from datatrove_ckpt.generation.runner_settings import Step
 from datatrove_ckpt.readers.positions import position_of
 from datatrove_ckpt.run_folder.estimate import Estimate, estimate, quantile
 from datatrove_ckpt.run_folder.run_plan import RunnerPlan, RunPlan

@@ -19,7 +19,7 @@ from datatrove_ckpt.errors import ConfigError, DocumentNotSerializable, ServerSt
 from datatrove_ckpt.errors.setting_names import setting_name
 from datatrove_ckpt.generation.first_document import check_first, try_media
 from datatrove_ckpt.generation.noted_requests import NotedRequest, unsent_prompts
-from datatrove_ckpt.generation.step import Step
+from datatrove_ckpt.generation.runner_settings import Step
 from datatrove_ckpt.inference.servers.endpoint_probe import EndpointAnswer, ask_endpoints
 from datatrove_ckpt.inference.servers.host import check_servers
 from datatrove_ckpt.output.arrow_types import NO_TYPES

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 import datatrove_ckpt
-from datatrove_ckpt.generation.step import Step
+from datatrove_ckpt.generation.runner_settings import Step
 from datatrove_ckpt.user_code import statements
 from tests.unit.test_plain_statements import packed
 

@@ -1,6 +1,6 @@
 """The ``generate`` that a rollout gets. ``rollouts.Generate`` documents it.
 
-Its methods make requests (``requests.py``) or calls (``calls.py``) of the rollout's document.
+Its methods make requests (``requests.py``) or calls (``once.py``) of the rollout's document.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from datatrove_ckpt.config.generation_params import refuse_near_misses
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.answers import warn_once
 from datatrove_ckpt.generation.bad_answers import acceptable
-from datatrove_ckpt.generation.calls import Call, result_of
+from datatrove_ckpt.generation.once import Call, result_of
 from datatrove_ckpt.generation.raised_errors import called_at
 from datatrove_ckpt.generation.requests import Requests
 from datatrove_ckpt.inference.client.responses import (

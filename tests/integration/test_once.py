@@ -11,7 +11,7 @@ import pytest
 
 from datatrove_ckpt.common.redaction import remember
 from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.generation import calls
+from datatrove_ckpt.generation import once
 from datatrove_ckpt.rollouts import CallFailed
 from tests.integration.test_preemption import when_logged
 from tests.jobs import FailsFirst, ask, results, run_job
@@ -83,7 +83,7 @@ def raises_stop(text):
 def test_a_call_that_cannot_be_saved_is_named(
     tmp_path, server, monkeypatch, function, settings, message
 ):
-    monkeypatch.setattr(calls, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(once, "_MOST_BYTES", 1000)
 
     async def rollout(document, generate):
         await generate.once("call", function, document.text, **settings)
@@ -168,7 +168,7 @@ def test_changed_code_calls_again(tmp_path, server):
 def test_a_call_that_waits_for_a_thread_loses_no_time_and_a_hanging_one_no_thread(
     tmp_path, server, monkeypatch
 ):
-    monkeypatch.setattr(calls, "_THREADS", 1)
+    monkeypatch.setattr(once, "_THREADS", 1)
     end = threading.Event()
 
     def call(number):
@@ -188,7 +188,7 @@ def test_a_call_that_waits_for_a_thread_loses_no_time_and_a_hanging_one_no_threa
 
 
 def test_no_call_begins_in_a_drain(tmp_path, server, monkeypatch):
-    monkeypatch.setattr(calls, "_THREADS", 1)
+    monkeypatch.setattr(once, "_THREADS", 1)
     drains = threading.Event()
     called = []
 

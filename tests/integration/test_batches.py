@@ -10,7 +10,7 @@ import pytest
 
 from datatrove_ckpt import InferenceConfig, InferenceError
 from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.generation import batches
+from datatrove_ckpt.generation import embedding_batches
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.integration.test_preemption import preempted
 from tests.integration.test_runner import commits
@@ -33,7 +33,7 @@ def shared(server):
 @pytest.fixture
 def gathered(monkeypatch):
     """Texts wait until a request is full, however late the reader's thread is."""
-    monkeypatch.setattr(batches, "_LONGEST", 3600.0)
+    monkeypatch.setattr(embedding_batches, "_LONGEST", 3600.0)
 
 
 async def embed(document, generate):
@@ -63,7 +63,7 @@ async def embed_text(document, generate):
 
 
 def test_texts_of_several_documents_share_requests(shared, tmp_path, monkeypatch):
-    monkeypatch.setattr(batches, "_LONGEST", 1.0)  # the last requests are not full
+    monkeypatch.setattr(embedding_batches, "_LONGEST", 1.0)  # the last requests are not full
     run_job(tmp_path / "alone", shared, 10, embed)
     assert sizes(shared) == [1] * 30
     shared.payloads.clear()

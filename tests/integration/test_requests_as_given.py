@@ -91,7 +91,9 @@ def asking(payload):
 
 
 def test_texts_share_a_request_only_with_those_of_the_same_extras(tmp_path, server, monkeypatch):
-    monkeypatch.setattr("datatrove_ckpt.generation.batches._LONGEST", 60.0)  # it is sent once full
+    monkeypatch.setattr(
+        "datatrove_ckpt.generation.embedding_batches._LONGEST", 60.0
+    )  # it is sent once full
     server.paths = {"/v1/embeddings": embeddings}
 
     async def rollout(document, generate):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from datatrove_ckpt.config.endpoints import EndpointConfig
-from datatrove_ckpt.generation.batches import Batches
+from datatrove_ckpt.generation.embedding_batches import Batches
 from datatrove_ckpt.inference.client.body import Body
 from datatrove_ckpt.inference.client.minute_limits import MinuteLimits
 from datatrove_ckpt.inference.client.responses import CHAT

@@ -24,7 +24,7 @@ from datatrove_ckpt.common.formatting import duration, figure, short
 from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.errors import ConfigError, StorageFailed
-from datatrove_ckpt.generation.noted_requests import NotedRequest, NotedRequests, noting
+from datatrove_ckpt.generation.recorded_requests import NotedRequest, NotedRequests, noting
 from datatrove_ckpt.generation.run_identity import servers_digest
 from datatrove_ckpt.generation.runner_settings import Step
 from datatrove_ckpt.readers.positions import position_of

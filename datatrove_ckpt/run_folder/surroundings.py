@@ -18,7 +18,7 @@ from datatrove_ckpt.config.paths import existing_part, expand_path
 from datatrove_ckpt.errors import ConfigError, DocumentNotSerializable, ServerStartFailed
 from datatrove_ckpt.errors.setting_names import setting_name
 from datatrove_ckpt.generation.first_document import check_first, try_media
-from datatrove_ckpt.generation.noted_requests import NotedRequest, unsent_prompts
+from datatrove_ckpt.generation.recorded_requests import NotedRequest, unsent_prompts
 from datatrove_ckpt.generation.runner_settings import Step
 from datatrove_ckpt.inference.servers.endpoint_probe import EndpointAnswer, ask_endpoints
 from datatrove_ckpt.inference.servers.host import check_servers

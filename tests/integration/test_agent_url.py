@@ -16,7 +16,7 @@ import pytest
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.generation import answers, blocked_loop
 from datatrove_ckpt.generation.agent_url import serve
-from datatrove_ckpt.generation.noted_requests import noting
+from datatrove_ckpt.generation.recorded_requests import noting
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.rollouts import Document
 from datatrove_ckpt.testing import FakeServer

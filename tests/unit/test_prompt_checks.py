@@ -6,7 +6,7 @@ import random
 import pytest
 from datatrove.data import Document
 
-from datatrove_ckpt.generation.noted_requests import unsent_prompts
+from datatrove_ckpt.generation.recorded_requests import unsent_prompts
 from datatrove_ckpt.rollouts import (
     BatchRollout,
     ChunkedRollout,

@@ -9,7 +9,7 @@ from datatrove.pipeline.inference.types import InferenceError
 
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS
 from datatrove_ckpt.errors import BadAnswer, ConfigError, RequestRejected, named
-from datatrove_ckpt.generation.answers import warn_once
+from datatrove_ckpt.generation.document_answers import warn_once
 from datatrove_ckpt.generation.requests import Requests, failed
 from datatrove_ckpt.inference.client.responses import Way
 from datatrove_ckpt.output.document_codec import Result

@@ -24,8 +24,8 @@ from datatrove_ckpt.errors import (
     RequestFailed,
     causes,
 )
-from datatrove_ckpt.generation.answers import Answers, Parked
 from datatrove_ckpt.generation.dead_letters import RetriedDocument
+from datatrove_ckpt.generation.document_answers import Answers, Parked
 from datatrove_ckpt.generation.document_limit import DocumentLimit
 from datatrove_ckpt.generation.failures import Failures, drops
 from datatrove_ckpt.generation.generate import BoundGenerate

@@ -26,7 +26,7 @@ from datatrove_ckpt.common.redaction import shown
 from datatrove_ckpt.common.retrying import REJECTED
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import PAYLOAD_JSON, merged
-from datatrove_ckpt.generation.answers import Answers
+from datatrove_ckpt.generation.document_answers import Answers
 from datatrove_ckpt.generation.failure_advice import unanswered
 from datatrove_ckpt.generation.payloads import body_of, hash_payload, question_of, request_seed
 from datatrove_ckpt.generation.rank_requests import Model, RankRequests

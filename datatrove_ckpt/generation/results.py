@@ -14,7 +14,7 @@ from datatrove.data import Document, Media
 from loguru import logger
 
 from datatrove_ckpt.common.exact_json import loads
-from datatrove_ckpt.generation.answers import Answers
+from datatrove_ckpt.generation.document_answers import Answers
 from datatrove_ckpt.generation.first_document import check_answer, check_first
 from datatrove_ckpt.generation.runner_settings import Step
 from datatrove_ckpt.output.document_codec import encode_finished, writes_media

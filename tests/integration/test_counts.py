@@ -18,7 +18,7 @@ from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest
 from datatrove_ckpt.errors import DocumentFailed
-from datatrove_ckpt.generation.answers import Answers
+from datatrove_ckpt.generation.document_answers import Answers
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.requests import Requests
 from datatrove_ckpt.output.chunk_writing import ChunkOutput

@@ -42,7 +42,7 @@ from datatrove_ckpt.common.formatting import plural, plural_is, seconds_of
 from datatrove_ckpt.common.setting_types import Count, CountFromZero, CountOrAll, check
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp, GoalReached
 from datatrove_ckpt.executors.local import OwnExecutor
-from datatrove_ckpt.generation.limits import limit_reached
+from datatrove_ckpt.generation.limit_watch import limit_reached
 from datatrove_ckpt.process import job_launch, task_errors
 from datatrove_ckpt.process.signals import Interruption
 from datatrove_ckpt.run_folder.where import default_mirror

@@ -52,7 +52,7 @@ from datatrove_ckpt.errors import (
     UnexpectedExit,
     WorkerDied,
 )
-from datatrove_ckpt.generation.limits import limit_reached
+from datatrove_ckpt.generation.limit_watch import limit_reached
 from datatrove_ckpt.process import signals
 from datatrove_ckpt.process.exits import no_exit
 from datatrove_ckpt.process.gc_tuning import gc_tuned

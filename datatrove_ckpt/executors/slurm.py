@@ -41,7 +41,7 @@ from datatrove_ckpt.executors.local import (
     OwnExecutor,
     raise_limit_reached,
 )
-from datatrove_ckpt.generation.limits import limit_reached
+from datatrove_ckpt.generation.limit_watch import limit_reached
 from datatrove_ckpt.process import task_errors
 from datatrove_ckpt.process.slurm_job import job_id_in_environment
 

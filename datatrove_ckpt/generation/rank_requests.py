@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.generation.embedding_batches import Batches
-from datatrove_ckpt.generation.limits import LimitWatch
+from datatrove_ckpt.generation.limit_watch import LimitWatch
 from datatrove_ckpt.generation.once import Calls
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.quality import Quality

@@ -30,7 +30,7 @@ from datatrove_ckpt.common.formatting import no_bars_in_logs
 from datatrove_ckpt.common.launchers import launcher
 from datatrove_ckpt.common.retrying import naming_hub
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, LimitReached, setting_names
-from datatrove_ckpt.generation.limits import limit_reached
+from datatrove_ckpt.generation.limit_watch import limit_reached
 from datatrove_ckpt.output import writer_checks
 from datatrove_ckpt.runner import InferenceRunner
 

@@ -14,7 +14,7 @@ from datatrove_ckpt.checkpoint.history import End, Progress, Start
 from datatrove_ckpt.checkpoint.identity import FORMAT, new_owner
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
-from datatrove_ckpt.run_folder.where import Place
+from datatrove_ckpt.run_folder.run_location import Place
 
 ELSEWHERE = "node7"
 """A host that is not this one: nobody here can see its locks."""

@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     safe_log()
     takes_overrides = "config" in arguments
     if overrides and "what" in arguments:
-        from datatrove_ckpt.run_folder.where import is_config
+        from datatrove_ckpt.run_folder.run_location import is_config
 
         takes_overrides = is_config(arguments.what)
     for override in overrides:

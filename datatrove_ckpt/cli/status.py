@@ -18,6 +18,7 @@ from datatrove_ckpt.common.formatting import (
     ranges,
 )
 from datatrove_ckpt.run_folder import topics
+from datatrove_ckpt.run_folder.run_location import NotBegun, cancel_batch
 from datatrove_ckpt.run_folder.run_state import (
     RankStatus,
     RunState,
@@ -25,7 +26,6 @@ from datatrove_ckpt.run_folder.run_state import (
     to_json,
     wanted_files,
 )
-from datatrove_ckpt.run_folder.where import NotBegun, cancel_batch
 
 
 def status(arguments: argparse.Namespace) -> int:

@@ -10,8 +10,8 @@ from datatrove_ckpt.common.formatting import plural, plural_or_no
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder import verify as checks
 from datatrove_ckpt.run_folder.repair import carry_out, check_output_folder, make_plan
+from datatrove_ckpt.run_folder.run_location import restored, upload
 from datatrove_ckpt.run_folder.run_state import check_idle
-from datatrove_ckpt.run_folder.where import restored, upload
 
 
 def verify(arguments: argparse.Namespace) -> int:

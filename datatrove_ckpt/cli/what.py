@@ -4,21 +4,21 @@ import argparse
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from datatrove_ckpt.run_folder import where
+from datatrove_ckpt.run_folder import run_location
 
 
 def place_of(
     arguments: argparse.Namespace,
     wanted: Callable[[str, int], bool] = lambda name, size: True,
     output: str | None = None,
-) -> AbstractContextManager[where.Place]:
+) -> AbstractContextManager[run_location.Place]:
     """Opens the place that ``arguments.what`` names, with its overrides.
 
     See ``open_place``.
     """
     config = None
-    if where.is_config(arguments.what):
+    if run_location.is_config(arguments.what):
         from datatrove_ckpt.cli.short_form import read_config  # slow to import
 
         config = read_config(arguments.what, arguments.overrides, only_look=True)
-    return where.open_place(arguments.what, config, wanted, arguments.overrides, output)
+    return run_location.open_place(arguments.what, config, wanted, arguments.overrides, output)

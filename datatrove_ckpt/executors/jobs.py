@@ -45,7 +45,7 @@ from datatrove_ckpt.executors.local import OwnExecutor
 from datatrove_ckpt.generation.limit_watch import limit_reached
 from datatrove_ckpt.process import job_launch, task_errors
 from datatrove_ckpt.process.signals import Interruption
-from datatrove_ckpt.run_folder.where import default_mirror
+from datatrove_ckpt.run_folder.run_location import default_mirror
 from datatrove_ckpt.user_code import own_modules
 
 if TYPE_CHECKING:

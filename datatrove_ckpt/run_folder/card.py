@@ -21,10 +21,10 @@ from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.output.formats import Format, format_of_file
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.interruptible_calls import StoppableCalls
+from datatrove_ckpt.run_folder.run_location import Place
 from datatrove_ckpt.run_folder.run_plan import RunnerPlan
 from datatrove_ckpt.run_folder.run_state import RunState, read_run_state
 from datatrove_ckpt.run_folder.topics import topics
-from datatrove_ckpt.run_folder.where import Place
 
 CARD = "card.md"
 _README = "README.md"

@@ -20,8 +20,8 @@ from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.output.document_codec import number_column
 from datatrove_ckpt.output.formats import format_of_file, from_cell
 from datatrove_ckpt.run_folder.report.page import shortened
+from datatrove_ckpt.run_folder.run_location import Place
 from datatrove_ckpt.run_folder.verify import find_output
-from datatrove_ckpt.run_folder.where import Place
 
 _USUAL = ("text", "finish_reason", "usage", "reasoning", "logprobs")  # of any result
 _VECTOR = 3  # numbers of one that are shown

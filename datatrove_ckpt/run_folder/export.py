@@ -30,8 +30,8 @@ from datatrove_ckpt.output.csv_writer import line
 from datatrove_ckpt.output.document_codec import for_orjson
 from datatrove_ckpt.output.formats import JSONL, PARQUET, format_of_file
 from datatrove_ckpt.run_folder.documents import Committed, committed_files, read_rows
+from datatrove_ckpt.run_folder.run_location import Place
 from datatrove_ckpt.run_folder.verify import REDO_KINDS, Report, verify
-from datatrove_ckpt.run_folder.where import Place
 
 if TYPE_CHECKING:
     import datasets

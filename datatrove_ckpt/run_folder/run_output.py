@@ -13,8 +13,8 @@ from datatrove_ckpt.checkpoint.counts import DocumentCounts
 from datatrove_ckpt.output.document_codec import document_of
 from datatrove_ckpt.run_folder.documents import committed_files, read_rows
 from datatrove_ckpt.run_folder.export import dataset
+from datatrove_ckpt.run_folder.run_location import open_place
 from datatrove_ckpt.run_folder.run_state import read_run_state
-from datatrove_ckpt.run_folder.where import open_place
 
 if TYPE_CHECKING:
     import datasets

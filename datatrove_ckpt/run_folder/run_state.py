@@ -51,7 +51,7 @@ from datatrove_ckpt.common.time_left import time_left
 from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
 from datatrove_ckpt.config.paths import COMMAND_FILE
 from datatrove_ckpt.errors import CheckpointLocked, CkptError
-from datatrove_ckpt.run_folder.where import Place
+from datatrove_ckpt.run_folder.run_location import Place
 
 State = Literal["damaged", "failed", "lost", "interrupted", "unfinished", "running", "finished"]
 """What a rank does now, in the order in which people want to know it.

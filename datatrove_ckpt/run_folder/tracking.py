@@ -18,8 +18,8 @@ import xxhash
 
 from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.errors import CkptError, StorageFailed
+from datatrove_ckpt.run_folder.run_location import Place
 from datatrove_ckpt.run_folder.run_state import read_run_state, to_json
-from datatrove_ckpt.run_folder.where import Place
 
 _JOB_TAG = "datatrove_ckpt.job"
 _NOT_IN_NAMES = re.compile(r"[^\w./ -]")  # what MLflow refuses

@@ -47,7 +47,7 @@ from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.interruptible_calls import StoppableCalls
 from datatrove_ckpt.output.owner import Homes, OutputOwnership
 from datatrove_ckpt.process.gc_tuning import gc_paused
-from datatrove_ckpt.run_folder.where import Place
+from datatrove_ckpt.run_folder.run_location import Place
 
 REDO_KINDS = frozenset({"missing", "truncated", "grown", "altered"})
 """The kinds of problems after which ``repair`` lets a chunk be processed again."""

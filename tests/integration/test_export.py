@@ -17,7 +17,7 @@ import pytest
 
 from datatrove_ckpt.run_folder import documents, export
 from datatrove_ckpt.run_folder.export import dataset
-from datatrove_ckpt.run_folder.where import Place, open_place
+from datatrove_ckpt.run_folder.run_location import Place, open_place
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import rejects
 from tests.yaml_jobs import read_rows, write_rows

@@ -18,9 +18,9 @@ from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import VersionMismatch
 from datatrove_ckpt.generation.payloads import hash_payload
 from datatrove_ckpt.mirror.restore import restore
+from datatrove_ckpt.run_folder.run_location import open_place
 from datatrove_ckpt.run_folder.run_state import read_run_state
 from datatrove_ckpt.run_folder.verify import verify
-from datatrove_ckpt.run_folder.where import open_place
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.kept import content_of, edit
 from tests.make_release import PER_CHUNK, RELEASES, TEXTS, run, write_input

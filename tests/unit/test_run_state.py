@@ -14,9 +14,9 @@ from datatrove_ckpt.cli.status import describe
 from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.run_folder.closing import _attempts
 from datatrove_ckpt.run_folder.report.page import escaped, report_page
+from datatrove_ckpt.run_folder.run_location import Place
 from datatrove_ckpt.run_folder.run_state import read_run_state
 from datatrove_ckpt.run_folder.topics import topics
-from datatrove_ckpt.run_folder.where import Place
 from tests.rank_folders import (
     HERE,
     done,

@@ -11,7 +11,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError, StorageFailed
 from datatrove_ckpt.mirror.manifests import Manifest, Version, Versions
-from datatrove_ckpt.run_folder.where import NotBegun, open_place
+from datatrove_ckpt.run_folder.run_location import NotBegun, open_place
 from tests.rank_folders import write_rank
 
 NONCE = f"{0:016x}"

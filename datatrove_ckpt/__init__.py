@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from datatrove_ckpt.executors.slurm import SlurmPipelineExecutor as SlurmPipelineExecutor
     from datatrove_ckpt.rollouts import Classification as Classification
     from datatrove_ckpt.rollouts import InferenceResult as InferenceResult
-    from datatrove_ckpt.run_folder.findings import doctor as doctor
+    from datatrove_ckpt.run_folder.preflight import doctor as doctor
     from datatrove_ckpt.runner import InferenceRunner as InferenceRunner
     from datatrove_ckpt.torch.policies import daly as daly
     from datatrove_ckpt.torch.policies import efficiency as efficiency

@@ -33,7 +33,7 @@ from datatrove_ckpt.errors.setting_names import form
 from datatrove_ckpt.executors.local import not_complete, raise_limit_reached
 from datatrove_ckpt.process import task_errors
 from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
-from datatrove_ckpt.run_folder import card, findings
+from datatrove_ckpt.run_folder import card, preflight
 from datatrove_ckpt.run_folder.closing import closing_line
 from datatrove_ckpt.run_folder.run_plan import RunPlan, check_steps, note_workers
 
@@ -129,7 +129,7 @@ def _checked_run(
                 executor.skip_completed = False
             if not arguments.worker:
                 with plan.with_mirrors() as seen:
-                    findings.check_before_run(seen)
+                    preflight.check_before_run(seen)
             started = True
             dead = _execute(executor, plan, content, arguments)
             if dead and arguments.fail_on_dead_letters:
@@ -225,7 +225,7 @@ def _execute(
         if left:
             raise not_complete(executor, left)
     with plan.with_mirrors() as seen:
-        jobs = findings.check_after_run(seen)
+        jobs = preflight.check_after_run(seen)
         for runner, root in seen.kept:
             say(closing_line(runner, root, jobs[root], started, command))
             if runner.step.card and runner.copy is None:

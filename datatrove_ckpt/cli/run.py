@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 def doctor(arguments: argparse.Namespace) -> int:
     _, executor = make_executor(arguments.config, arguments.overrides)
     # Not imported for a file with a mistake.
-    from datatrove_ckpt.run_folder.findings import doctor as examine
+    from datatrove_ckpt.run_folder.preflight import doctor as examine
 
     checks = examine(executor)
     problems = sum(check.state == "problem" for check in checks)

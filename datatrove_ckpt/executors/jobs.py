@@ -165,7 +165,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
                 ``check_before_run``.
             KeyboardInterrupt: SIGINT or SIGTERM. The jobs go on.
         """
-        from datatrove_ckpt.run_folder.findings import run_checked
+        from datatrove_ckpt.run_folder.preflight import run_checked
 
         if job_launch.LAUNCH in os.environ:
             self._work()

@@ -225,7 +225,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         Raises:
             CkptError: see ``check_before_run``, and ``run_ranks``.
         """
-        from datatrove_ckpt.run_folder.findings import run_checked
+        from datatrove_ckpt.run_folder.preflight import run_checked
 
         if not self._runners:  # what datatrove does with other pipelines stays as it is
             return self.run_ranks()
@@ -302,7 +302,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
             KeyboardInterrupt, SystemExit, Preempted: a signal came. All tasks of this process have
                 drained.
         """
-        from datatrove_ckpt.run_folder.findings import check_before_worker
+        from datatrove_ckpt.run_folder.preflight import check_before_worker
         from datatrove_ckpt.run_folder.run_plan import RunPlan
 
         check_before_worker(RunPlan(self))

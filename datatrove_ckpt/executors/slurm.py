@@ -124,7 +124,7 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
             SystemExit: in a worker, an error of ``LocalPipelineExecutor.run_worker``; in the last
                 job, tasks that are not complete, or an error of ``check_after_run``.
         """
-        from datatrove_ckpt.run_folder import findings, run_plan
+        from datatrove_ckpt.run_folder import preflight, run_plan
 
         if _LAST_JOB in os.environ:
             with _saying_errors():
@@ -133,7 +133,7 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
             with _saying_errors():
                 self._work()
         else:
-            findings.check_before_run(run_plan.RunPlan(self))
+            preflight.check_before_run(run_plan.RunPlan(self))
             self.launch_job()
 
     def check(self, plan: "RunPlan") -> None:
@@ -230,16 +230,16 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         )
 
     def _check(self) -> None:
-        from datatrove_ckpt.run_folder import earlier_runs, findings, run_plan
+        from datatrove_ckpt.run_folder import earlier_runs, preflight, run_plan
 
         worker = self._element()
         plan = run_plan.RunPlan(worker)
         # It restores what only the mirror and other nodes have.
-        findings.remove_markers(earlier_runs.check_job(plan))
+        preflight.remove_markers(earlier_runs.check_job(plan))
         left = worker.get_incomplete_ranks(skip_completed=True)
         if left and limit_reached(self.pipeline) is None:
             raise self._not_complete(left)
-        findings.check_after_run(plan)
+        preflight.check_after_run(plan)
         worker.run_ranks()
         raise_limit_reached(self.pipeline, left)
         logger.success(

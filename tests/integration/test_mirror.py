@@ -41,7 +41,7 @@ from datatrove_ckpt.mirror.manifests import Damaged, Part, Versions
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.mirror.signatures import Seal
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.run_folder.findings import check_before_run
+from datatrove_ckpt.run_folder.preflight import check_before_run
 from datatrove_ckpt.run_folder.run_plan import RunPlan
 from datatrove_ckpt.run_folder.verify import verify
 from datatrove_ckpt.testing import FakeServer

@@ -244,8 +244,8 @@ def test_a_hub_that_is_away_before_a_worker_starts_does_not_fail_the_job(command
     def check(executor):
         raise from_network(errors.ConfigError("generation_config: the hub does not give it"))
 
-    monkeypatch.setattr("datatrove_ckpt.run_folder.findings.check_before_run", check)
-    monkeypatch.setattr("datatrove_ckpt.run_folder.findings.check_before_worker", check)
+    monkeypatch.setattr("datatrove_ckpt.run_folder.preflight.check_before_run", check)
+    monkeypatch.setattr("datatrove_ckpt.run_folder.preflight.check_before_worker", check)
     write_job(Path(), job_yaml(ENDPOINT.replace("URL", "http://model")), ["a document"])
     command("run", "job.yaml", "--worker", code=1)
     command("run", "job.yaml", code=2)

@@ -140,14 +140,14 @@ def _simulated(job, servers):
     """Lets the runner launch simulated servers, and its loops run in virtual time."""
     from datatrove_ckpt.generation import rank
     from datatrove_ckpt.inference.servers import supervision
-    from datatrove_ckpt.run_folder import surroundings
+    from datatrove_ckpt.run_folder import environment_checks
 
     loops = types.SimpleNamespace(new_event_loop=virtual_loop)
     with (
         mock.patch.dict(sys.modules, uvloop=loops),
         mock.patch.object(supervision, "InferenceServer", _launched(job, servers)),
         mock.patch.object(rank, "check_servers"),
-        mock.patch.object(surroundings, "check_servers"),
+        mock.patch.object(environment_checks, "check_servers"),
     ):
         yield
 

@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import datatrove_ckpt
 from datatrove_ckpt.cli.short_form import make_executor
-from datatrove_ckpt.run_folder import checks, input_checks, surroundings
+from datatrove_ckpt.run_folder import checks, environment_checks, input_checks
 from datatrove_ckpt.testing import FakeServer
 from tests.yaml_jobs import ENDPOINT, doctor_lines, job_yaml
 
@@ -83,7 +83,7 @@ def test_a_dead_endpoint(found, monkeypatch):
 
 def test_one_dead_endpoint_of_two_is_a_warning(server):
     from datatrove_ckpt import InferenceConfig
-    from datatrove_ckpt.run_folder.surroundings import check_endpoints
+    from datatrove_ckpt.run_folder.environment_checks import check_endpoints
 
     config = InferenceConfig("endpoint", "fake", endpoint_url=[server.url, "http://127.0.0.1:9"])
     assert [check.state for check in check_endpoints(config)] == ["ok", "warning"]
@@ -169,7 +169,7 @@ def test_a_check_that_fails_is_a_problem_and_no_traceback(found, monkeypatch):
     def fails(*arguments):
         raise RuntimeError("of a kind\nthat nobody thought of")
 
-    monkeypatch.setattr(surroundings, "check_checkpoints", fails)
+    monkeypatch.setattr(environment_checks, "check_checkpoints", fails)
     monkeypatch.setattr(input_checks, "list_files", fails)
     checks = found()
     message = "this could not be checked: RuntimeError: of a kind that nobody thought of."

@@ -32,7 +32,7 @@ from datatrove_ckpt.output.hub_access import check_access
 from datatrove_ckpt.output.hub_pace import HOUR
 from datatrove_ckpt.output.writer_trial import WriterTrial
 from datatrove_ckpt.process import event_loop, open_files
-from datatrove_ckpt.run_folder.checks import (
+from datatrove_ckpt.run_folder.folder_checks import (
     Finding,
     State,
     about,

@@ -8,7 +8,7 @@ import pytest
 from datatrove.io import get_datafolder
 from fsspec.implementations.memory import MemoryFileSystem
 
-from datatrove_ckpt.run_folder.checks import (
+from datatrove_ckpt.run_folder.folder_checks import (
     RemoteFailed,
     check_local_output,
     probe_object,

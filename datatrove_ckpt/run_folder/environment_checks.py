@@ -42,7 +42,7 @@ from datatrove_ckpt.run_folder.folder_checks import (
     within,
 )
 from datatrove_ckpt.run_folder.input_checks import check_input, refuse_input
-from datatrove_ckpt.run_folder.prompts import check_prompts
+from datatrove_ckpt.run_folder.prefix_cache_check import check_prompts
 from datatrove_ckpt.run_folder.run_plan import (
     RunnerPlan,
     RunPlan,

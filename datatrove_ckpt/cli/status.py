@@ -17,7 +17,7 @@ from datatrove_ckpt.common.formatting import (
     plural,
     ranges,
 )
-from datatrove_ckpt.run_folder import topics
+from datatrove_ckpt.run_folder import status_text
 from datatrove_ckpt.run_folder.run_location import NotBegun, cancel_batch
 from datatrove_ckpt.run_folder.run_state import (
     RankStatus,
@@ -50,9 +50,9 @@ def status(arguments: argparse.Namespace) -> int:
 def batches(arguments: argparse.Namespace) -> int:
     with place_of(arguments, wanted_files) as place:
         state = read_run_state(place)
-        found = list(topics.open_batches(state))
+        found = list(status_text.open_batches(state))
         for rank, batch in found:
-            say(topics.describe_batch(rank, batch, state.read_at))
+            say(status_text.describe_batch(rank, batch, state.read_at))
         if not found:
             say("No batch is open.")
         if arguments.action == "list" or not found:
@@ -84,13 +84,13 @@ _LABEL = 10
 
 def describe(state: RunState) -> Iterator[str]:
     """Yields sums, and the ranks that need attention."""
-    yield f"{state.what}: {topics.ranks_of(state)}; {topics.age(state)}"
+    yield f"{state.what}: {status_text.ranks_of(state)}; {status_text.age(state)}"
     share = 1.0 if state.is_finished else state.totals.position.share
     bar = ""
     if share is not None:
         bar = f"{filled_cells(share, _BAR, _REST)} "
-    yield f"  {bar}{topics.progress_of(state)}"
-    for topic, text in topics.topics(state):
+    yield f"  {bar}{status_text.progress_of(state)}"
+    for topic, text in status_text.topics(state):
         yield f"  {topic:<{_LABEL}} {text}"
     yield ""
     yield from _describe_trouble(state)
@@ -132,7 +132,7 @@ def _describe_trouble(state: RunState) -> Iterator[str]:
     troubled = state.troubled
     if troubled:
         yield (
-            f"{topics.counted(len(troubled), 'task')} {'needs' if len(troubled) == 1 else 'need'} "
+            f"{status_text.counted(len(troubled), 'task')} {'needs' if len(troubled) == 1 else 'need'} "
             "attention:"
         )
     for trouble in dict.fromkeys(rank.trouble for rank in troubled):
@@ -151,7 +151,7 @@ def _describe_trouble(state: RunState) -> Iterator[str]:
         others = [rank for group in groups[MAX_TROUBLED:] for rank in group]
         if others:
             yield (
-                f"  {trouble}, too: {topics.counted(len(others), 'task')}: "
+                f"  {trouble}, too: {status_text.counted(len(others), 'task')}: "
                 f"{ranges([rank.rank for rank in others])}"
             )
     done = state.together.done

@@ -24,7 +24,7 @@ from datatrove_ckpt.output.interruptible_calls import StoppableCalls
 from datatrove_ckpt.run_folder.run_location import Place
 from datatrove_ckpt.run_folder.run_plan import RunnerPlan
 from datatrove_ckpt.run_folder.run_state import RunState, read_run_state
-from datatrove_ckpt.run_folder.topics import topics
+from datatrove_ckpt.run_folder.status_text import topics
 
 CARD = "card.md"
 _README = "README.md"

@@ -16,7 +16,7 @@ from datatrove_ckpt.run_folder.closing import _attempts
 from datatrove_ckpt.run_folder.report.page import escaped, report_page
 from datatrove_ckpt.run_folder.run_location import Place
 from datatrove_ckpt.run_folder.run_state import read_run_state
-from datatrove_ckpt.run_folder.topics import topics
+from datatrove_ckpt.run_folder.status_text import topics
 from tests.rank_folders import (
     HERE,
     done,

@@ -31,7 +31,7 @@ from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.common.formatting import figure, percent, short
 from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.errors import StorageFailed
-from datatrove_ckpt.run_folder import topics
+from datatrove_ckpt.run_folder import status_text
 from datatrove_ckpt.run_folder.run_state import RankStatus, RunState
 
 _PROGRESS_LINES = 30_000
@@ -62,8 +62,12 @@ def report_page(run: RunState) -> str:
         ", ".join(dict.fromkeys(models)),
         state,
         run.read_at,
-        f"{topics.age(run).capitalize()}.",
-        [("tasks", topics.ranks_of(run)), ("input", topics.progress_of(run)), *topics.topics(run)],
+        f"{status_text.age(run).capitalize()}.",
+        [
+            ("tasks", status_text.ranks_of(run)),
+            ("input", status_text.progress_of(run)),
+            *status_text.topics(run),
+        ],
         [
             # Retries read documents that were read before: they are not summed.
             *_charts([history.minutes for history in histories[: len(run.ranks)]]),

@@ -34,8 +34,8 @@ from datatrove_ckpt.executors.local import not_complete, raise_limit_reached
 from datatrove_ckpt.process import task_errors
 from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
 from datatrove_ckpt.run_folder import card, preflight
-from datatrove_ckpt.run_folder.closing import closing_line
 from datatrove_ckpt.run_folder.run_plan import RunPlan, check_steps, note_workers
+from datatrove_ckpt.run_folder.run_summary import closing_line
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)

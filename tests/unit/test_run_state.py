@@ -12,10 +12,10 @@ from datatrove_ckpt.checkpoint.history import Silence, Wait
 from datatrove_ckpt.checkpoint.rank_summary import JobSums
 from datatrove_ckpt.cli.status import describe
 from datatrove_ckpt.common.work_counts import WorkCounts
-from datatrove_ckpt.run_folder.closing import _attempts
 from datatrove_ckpt.run_folder.report.page import escaped, report_page
 from datatrove_ckpt.run_folder.run_location import Place
 from datatrove_ckpt.run_folder.run_state import read_run_state
+from datatrove_ckpt.run_folder.run_summary import _attempts
 from datatrove_ckpt.run_folder.status_text import topics
 from tests.rank_folders import (
     HERE,

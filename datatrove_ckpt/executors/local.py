@@ -411,7 +411,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
 
     def reached(self, rank: int) -> Progress:
         """Returns how far a rank is."""
-        from datatrove_ckpt.run_folder.reached import reached
+        from datatrove_ckpt.run_folder.attempt_progress import reached
 
         urls = [runner.checkpoints_remote_dir for runner in self._runners]
         # Read only without a mirror: a variable in it may not be set here.

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from datatrove.executor.base import PipelineExecutor
 
+from datatrove_ckpt.cli.open_run import place_of
 from datatrove_ckpt.cli.printing import say, wrapped, write_page
-from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.errors import printable
 from datatrove_ckpt.process.task_errors import log_disabled

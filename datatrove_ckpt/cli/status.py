@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 
 from datatrove_ckpt.checkpoint.rank_summary import name_place
+from datatrove_ckpt.cli.open_run import place_of
 from datatrove_ckpt.cli.printing import say, wrapped
-from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.common.formatting import (
     duration,
     figure,

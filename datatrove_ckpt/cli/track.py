@@ -9,8 +9,8 @@ from pathlib import Path
 
 import xxhash
 
+from datatrove_ckpt.cli.open_run import place_of
 from datatrove_ckpt.cli.printing import say
-from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.common.formatting import missing_package
 from datatrove_ckpt.common.redaction import holds_credentials
 from datatrove_ckpt.errors import ConfigError

@@ -4,8 +4,8 @@ import argparse
 from dataclasses import asdict
 
 from datatrove_ckpt.checkpoint.identity import mixed_settings
+from datatrove_ckpt.cli.open_run import place_of
 from datatrove_ckpt.cli.printing import say, say_result
-from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.common.formatting import plural, plural_or_no
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder import verify as checks

@@ -12,10 +12,10 @@ from datatrove_ckpt.checkpoint import identity
 from datatrove_ckpt.checkpoint.checksummed_lines import explained
 from datatrove_ckpt.checkpoint.counts import unix_seconds
 from datatrove_ckpt.checkpoint.layout import rank_numbers
+from datatrove_ckpt.cli.advice_commands import advise
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import fail, note, say
 from datatrove_ckpt.cli.short_form import Node
-from datatrove_ckpt.cli.what_helps import advise
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.common.redaction import redact

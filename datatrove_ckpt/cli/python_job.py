@@ -3,9 +3,9 @@
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from datatrove_ckpt.cli.advice_commands import advise
 from datatrove_ckpt.cli.job_settings import ShortJob
 from datatrove_ckpt.cli.short_form import expand
-from datatrove_ckpt.cli.what_helps import advise
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import CkptError

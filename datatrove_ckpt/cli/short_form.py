@@ -24,7 +24,7 @@ from typing import Any
 import orjson
 
 from datatrove_ckpt.checkpoint.identity import recorded_settings
-from datatrove_ckpt.cli import kept_input, yaml_config
+from datatrove_ckpt.cli import saved_input, yaml_config
 from datatrove_ckpt.cli.job_input import JobInput, class_of, node
 from datatrove_ckpt.cli.job_settings import ShortJob
 from datatrove_ckpt.common import JsonObject
@@ -428,7 +428,7 @@ def _input(job: ShortJob, only_look: bool, rows: object) -> str:
             f"folder of this machine; it is {job.run_folder}. Give the path of a file."
         )
     if rows is not None:
-        return str(kept_input.keep_rows(rows, job.root))
+        return str(saved_input.keep_rows(rows, job.root))
     content = b""
     if not (only_look or sys.stdin.isatty()):
         content = sys.stdin.buffer.read()
@@ -437,7 +437,7 @@ def _input(job: ShortJob, only_look: bool, rows: object) -> str:
             raise ConfigError(
                 "input: standard input holds no JSON lines. Save it, and name the file."
             )
-        return str(kept_input.keep_lines([content], job.root, "stdin"))
+        return str(saved_input.keep_lines([content], job.root, "stdin"))
     path = job.root / "input" / "stdin.jsonl"
     if not (only_look or path.exists()):
         raise ConfigError("input: standard input is empty.")

@@ -13,7 +13,7 @@ from datatrove_ckpt.testing.crashes import (
     disk_in_place,
     outputs,
 )
-from datatrove_ckpt.testing.server import FakeServer
+from datatrove_ckpt.testing.fake_server import FakeServer
 
 __all__ = [
     "EFFECTS",

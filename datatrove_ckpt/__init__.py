@@ -53,7 +53,7 @@ _MODULES = {
     "SlurmPipelineExecutor": f"{__name__}.executors.slurm",
     "run": "datatrove_ckpt.cli.python_job",
     **dict.fromkeys(("daly", "efficiency", "young"), f"{__name__}.torch.policies"),
-    "doctor": f"{__name__}.run_folder.findings",
+    "doctor": f"{__name__}.run_folder.preflight",
 }
 
 __all__ = [*_MODULES]

@@ -1,7 +1,7 @@
 """CommitLog decides which chunks are done. The other files can be rebuilt, or are for people.
 
 A lost commit must not look like an unfinished chunk: its output would seem another run's, and its
-documents be paid for twice. ``ledger`` compares the log with the files that promise commits.
+documents be paid for twice. ``rank_summary`` compares the log with the files that promise commits.
 
 Each line is synced before the next line is written, so a crash tears at most one line
 (``lines.may_be_torn``). Everything else at the end of the log is damage.

@@ -48,7 +48,7 @@ BATCHES_FOLDER = "batches"
 HISTORY = "history.jsonl"
 """What the rank's attempts did, and when. For people: recovery does not need it."""
 PAID = "paid"
-"""What the rank's attempts have paid, where a run has limits: see ``limits``."""
+"""What the rank's attempts have paid, where a run has limits: see ``run_limits``."""
 FILES = (RUN, COMMITS, LOCK, DEAD_LETTERS, HISTORY, *CACHE_FILES)
 """What is a file in a rank's folder, or missing; and journals."""
 STAGING = "staging"
@@ -61,7 +61,7 @@ Readers skip it.
 OWNER = "datatrove-ckpt-owner-"
 """Part of the name of the file beside an output folder that names its owner."""
 PUBLISHING = "publishing.jsonl"
-"""What the rank may have published, see ``intents``."""
+"""What the rank may have published, see ``publish_intents``."""
 HOME = "home"
 """Below ``checkpoints_local_dir``: where the run began.
 

@@ -35,6 +35,7 @@ import orjson
 from datatrove_ckpt.checkpoint import files, identity, layout
 from datatrove_ckpt.checkpoint.checksummed_lines import read_lines, seal
 from datatrove_ckpt.checkpoint.counts import unix_seconds
+from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest
 from datatrove_ckpt.common import CUSTOM_ID, MESSAGES, JsonObject
 
@@ -287,7 +288,7 @@ def give_up(folder: Path, number: int) -> None:
     Raises:
         CheckpointLocked: a process works on the rank.
     """
-    lock = files.Lock(folder / layout.LOCK)
+    lock = Lock(folder / layout.LOCK)
     try:
         settings = identity.settings_in(identity.read_run(folder / layout.RUN))
         log = BatchLog(folder, identity.RunClaim(folder, identity.RunIdentity(settings)).take())

@@ -10,18 +10,13 @@ Errors of the operating system and of SQLite become ``StorageFailed``, which nam
 from __future__ import annotations
 
 import errno
-import fcntl
 import io
 import os
 import secrets
 import shutil
-import socket
 import sqlite3
 import stat
-import sys
 import threading
-import time
-import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import suppress
@@ -29,12 +24,10 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import orjson
 import xxhash
 
-from datatrove_ckpt.checkpoint.checksummed_lines import Json, content_of, explained, size_of
-from datatrove_ckpt.common.pid_namespace import process_place
-from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
+from datatrove_ckpt.checkpoint.checksummed_lines import content_of, explained, size_of
+from datatrove_ckpt.errors import StorageFailed
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -344,138 +337,3 @@ class HashedFile(io.RawIOBase):
 
     def hexdigest(self) -> str:
         return str(self._hash.hexdigest())
-
-
-def _release_in_child() -> None:
-    """Closes the lock in a forked child, whose copy would outlive this process's lock."""
-    for lock in list(_held):
-        os.close(lock._fd)
-
-
-_held: weakref.WeakSet[Lock] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_release_in_child)
-
-
-def lock_holder(path: Path | str) -> Json | None:
-    """Returns the holder of a lock, as ``this_process`` describes it; None without a holder or
-    without locks.
-    """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        # Shared, so that two commands at the same time do not see each other.
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return None
-    except BlockingIOError:
-        return _holder(os.pread(fd, 1000, 0))
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
-
-
-def _holder(content: bytes) -> Json:
-    try:
-        found = orjson.loads(content)
-    except orjson.JSONDecodeError:  # the process has the lock and is about to write its name
-        found = None
-    if isinstance(found, dict):
-        return found
-    return {"host": "unknown", "pid": None}
-
-
-def _held_by(holder: bytes, path: Path) -> str:
-    found = _holder(holder)
-    if found == this_process():
-        return (
-            "This very process works on this task already: another call of run or run_async in it "
-            f"holds {path}. Wait for that call to end, or cancel it, and call again. Two calls at "
-            f"once need two tasks, or two folders for their checkpoints."
-        )
-    return (
-        f"Another process works on this task: {name_holder(found)} holds {path}. Wait for it to "
-        "end, or stop it, and run the same command again."
-    )
-
-
-def name_holder(holder: dict[str, object]) -> str:
-    """Names the process to stop, such as "pid 42 on node7"; for a worker, its command."""
-    return f"pid {holder.get('command', holder.get('pid'))} on {holder.get('host')}"
-
-
-def this_process() -> dict[str, object]:
-    """Returns host and pid, and where the pid is valid (``process_place``); for a worker also the
-    pid of the ``command`` that started it.
-    """
-    module = sys.modules.get("multiprocess")  # it takes long to import
-    parent = module.parent_process() if module is not None else None
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "place": process_place(),
-        **({"command": parent.pid} if parent else {}),
-    }
-
-
-class Lock:
-    """An exclusive lock on a rank's folder, held until ``release`` or the end of the process.
-
-    ``works`` is False on a file system without locks; there the fence (``identity``) alone
-    separates two processes.
-
-    Raises:
-        CheckpointLocked: another process holds the lock; the message names its host and pid.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.works = True
-        self._fd = self._acquire()
-        _held.add(self)
-        holder = orjson.dumps(this_process())
-        with suppress(OSError):  # on a full disk, it has no name; its owner may make room
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, holder, 0)
-
-    def _acquire(self) -> int:
-        deadline = time.monotonic() + 10.0
-        while True:
-            with explained("open", self.path):
-                fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                is_held = True
-                with suppress(
-                    OSError
-                ):  # ``lock_holder`` of another process holds it for an instant
-                    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                    is_held = False
-                holder = os.pread(fd, 1000, 0)
-                os.close(fd)
-                if is_held or time.monotonic() > deadline:
-                    raise CheckpointLocked(_held_by(holder, self.path)) from None
-                time.sleep(0.005)
-                continue
-            except OSError:
-                self.works = False
-            # A finished rank's holder removes the file, and a lock on a removed file excludes no
-            # process.
-            if self._is_current(fd):
-                return fd
-            os.close(fd)
-
-    def _is_current(self, fd: int) -> bool:
-        try:
-            return os.fstat(fd).st_ino == self.path.stat().st_ino
-        except FileNotFoundError:
-            return False
-
-    def release(self, remove: bool = False) -> None:
-        _held.discard(self)
-        if remove and self._is_current(self._fd):
-            with suppress(OSError):
-                self.path.unlink()
-        os.close(self._fd)

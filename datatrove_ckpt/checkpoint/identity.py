@@ -52,6 +52,7 @@ from datatrove_ckpt.checkpoint.checksummed_lines import (
     read_sealed,
     sealed_json,
 )
+from datatrove_ckpt.checkpoint.lock import Lock, lock_holder
 from datatrove_ckpt.checkpoint.request_cache import has_answers
 from datatrove_ckpt.common import redaction
 from datatrove_ckpt.common.formatting import number_range, plural
@@ -702,7 +703,7 @@ def note_output(root: Path, folder: str) -> None:
     if _read_job(root).get(OUTPUT_FOLDER, folder) == folder:
         return
     with suppress(CheckpointLocked):  # a starting rank holds the lock, and writes the folder
-        guard = files.Lock(root / layout.JOB_LOCK)
+        guard = Lock(root / layout.JOB_LOCK)
         try:
             job = _read_job(root)  # a rank may have written it since
             content = sealed_json(stamped({**job, OUTPUT_FOLDER: folder}))
@@ -775,12 +776,12 @@ def _is_current(root: Path, identity: RunIdentity) -> bool:
     return bool(job) and is_same and describe_alike(job, identity.fields)
 
 
-def _lock_job(root: Path, identity: RunIdentity) -> files.Lock | None:
+def _lock_job(root: Path, identity: RunIdentity) -> Lock | None:
     """Takes ``job.lock``. Returns None once another rank has written a matching ``job.json``."""
     deadline = time.monotonic() + 60.0
     while True:
         try:
-            return files.Lock(root / layout.JOB_LOCK)
+            return Lock(root / layout.JOB_LOCK)
         except CheckpointLocked:
             if _is_current(root, identity):
                 return None
@@ -815,7 +816,7 @@ def _compare_ranks(
 
     def state_of(rank: int) -> RankBinding:
         folder = layout.rank_folder(root, rank)
-        holder = files.lock_holder(folder / layout.LOCK)
+        holder = lock_holder(folder / layout.LOCK)
         owner = runs[rank].get("owner", {})
         # Whether another process that wrote ``run.json`` works on the rank.
         is_live = holder is not None and all(

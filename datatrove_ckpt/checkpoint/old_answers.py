@@ -21,7 +21,7 @@ from pathlib import Path
 import orjson
 from loguru import logger
 
-from datatrove_ckpt.checkpoint import files, layout
+from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.checksummed_lines import Json, explained
 from datatrove_ckpt.checkpoint.identity import (
     RunIdentity,
@@ -30,6 +30,7 @@ from datatrove_ckpt.checkpoint.identity import (
     read_run,
     refusal,
 )
+from datatrove_ckpt.checkpoint.lock import Lock, lock_holder
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest, RequestCache, read_answers
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import CkptError, ConfigError
@@ -137,7 +138,7 @@ def _sampled(folder: Path, rank: int, servers: str) -> Iterator[CachedRequest]:
         own = {index: ordinal for index, (of, ordinal) in enumerate(places) if of == rank}
         place = layout.rank_folder(folder, number)
         # Its files do not change any more. A lock would keep the other ranks away.
-        if own and place.is_dir() and files.lock_holder(place / layout.LOCK) is None:
+        if own and place.is_dir() and lock_holder(place / layout.LOCK) is None:
             cache = _copy(place)
             for row in cache.answers_since(0, own):
                 yield row._replace(ordinal=own[row.ordinal])
@@ -150,7 +151,7 @@ def _copy_locked(folder: Path) -> RequestCache:
     with ExitStack() as stack:
         # A finished rank has neither, and stays finished.
         if was_there or (folder / layout.CACHE).exists():
-            stack.callback(files.Lock(lock).release, remove=not was_there)
+            stack.callback(Lock(lock).release, remove=not was_there)
         return _copy(folder)
 
 

@@ -38,6 +38,7 @@ from datatrove_ckpt.checkpoint.history import Progress, Record
 from datatrove_ckpt.checkpoint.identity import Fence, RunClaim, RunIdentity, join_job
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
+from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.checkpoint.placement import DiskRoom, Placement, Stopping, WaitingChunk
 from datatrove_ckpt.checkpoint.rank_files import RankFiles, Snapshot
 from datatrove_ckpt.checkpoint.rank_summary import (
@@ -549,7 +550,7 @@ class CheckpointManager:
         files.disk.make_dirs(last_chunk.parent)
         finished = found.is_finished
         unlocked = layout.LOCK not in found.entries
-        lock = files.Lock(folder / layout.LOCK)
+        lock = Lock(folder / layout.LOCK)
         with ExitStack() as refused:
             if is_new:
                 refused.callback(files.disk.remove_dir, folder)
@@ -570,7 +571,7 @@ class LockedRank:
     """
 
     settings: CheckpointManager
-    lock: files.Lock
+    lock: Lock
     claim: RunClaim
     scanned: tuple[dict[int, Commit], int] | None
     is_finished: bool

@@ -19,7 +19,7 @@ from typing import Literal
 
 import orjson
 
-from datatrove_ckpt.checkpoint import files, identity, layout, run_limits
+from datatrove_ckpt.checkpoint import identity, layout, run_limits
 from datatrove_ckpt.checkpoint.checksummed_lines import (
     RESTORE,
     WITHOUT_SHARD,
@@ -42,6 +42,7 @@ from datatrove_ckpt.checkpoint.counts import Buckets, DocumentCounts, RunNumbers
 from datatrove_ckpt.checkpoint.history import History, read_history
 from datatrove_ckpt.checkpoint.identity import run_with_secrets
 from datatrove_ckpt.checkpoint.journal import read_finished
+from datatrove_ckpt.checkpoint.lock import lock_holder
 from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
 from datatrove_ckpt.common.formatting import as_line, cut, number_range
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError
@@ -335,7 +336,7 @@ def _read(rank: RankLedger, want: Want, most: int | None) -> None:
     """
     found = layout.RankListing(rank.folder)
     if layout.LOCK in found.entries:
-        rank.holder = files.lock_holder(found.path(layout.LOCK))
+        rank.holder = lock_holder(found.path(layout.LOCK))
     if layout.RUN in found.entries:
         run = run_with_secrets(found.path(layout.RUN))
         rank.run = {"owner": run.get("owner", {})}

@@ -28,6 +28,7 @@ import orjson
 from fsspec.utils import get_protocol
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.lock import Lock, lock_holder, name_holder, this_process
 from datatrove_ckpt.common import JsonObject, object_store
 from datatrove_ckpt.common.pid_namespace import process_place
 from datatrove_ckpt.common.retrying import STORAGE
@@ -105,7 +106,7 @@ class DiskClaims:
         self._owner = owner
         if owner:
             files.disk.make_dirs(folder / _WORKERS)
-            self._own = files.Lock(folder / _WORKERS / owner)
+            self._own = Lock(folder / _WORKERS / owner)
 
     def look(self) -> Look:
         names = [_NAME.fullmatch(path.name) for path in self._folder.glob("*-*")]
@@ -144,7 +145,7 @@ class DiskClaims:
     def beat(self) -> None:
         if not self._own.path.exists():  # another process took it for dead
             removed = self._own
-            self._own = files.Lock(removed.path)
+            self._own = Lock(removed.path)
             removed.release()
         os.utime(self._own.path)  # a file server sets the time of its own clock
 
@@ -166,7 +167,7 @@ class DiskClaims:
         return self._folder / f"{mark.rank:05d}-{mark.number:06d}"
 
     def _is_alive(self, path: Path) -> bool:
-        if path.name == self._owner or files.lock_holder(path) is not None:
+        if path.name == self._owner or lock_holder(path) is not None:
             return True
         now = time.time()
         is_gone = has_ended(path.name)
@@ -195,7 +196,7 @@ def _read_mark(path: Path) -> tuple[str, JsonObject]:
 
 def _name_process(process: bytes) -> str:
     try:
-        return files.name_holder(orjson.loads(process))
+        return name_holder(orjson.loads(process))
     except (ValueError, AttributeError):
         # It has just begun or ended, or a power loss has cut the file.
         return "another process"
@@ -250,7 +251,7 @@ class ObjectClaims:
         self._store.delete(_object_name(mark))
 
     def beat(self) -> None:
-        self._store.put(f"{_WORKERS}/{self._owner}", orjson.dumps(files.this_process()))
+        self._store.put(f"{_WORKERS}/{self._owner}", orjson.dumps(this_process()))
 
     def name(self, owner: str) -> str:
         return _name_process(self._store.read(f"{_WORKERS}/{owner}", 1 << 20) or b"")

@@ -30,7 +30,6 @@ from datatrove.io import DataFolder, get_datafolder
 from datatrove.pipeline.inference.types import InferenceResult
 from loguru import logger
 
-from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.checksummed_lines import PREFIX, Json, explained, unseal
 from datatrove_ckpt.checkpoint.identity import (
     OUTPUT_FOLDER,
@@ -42,6 +41,7 @@ from datatrove_ckpt.checkpoint.identity import (
 )
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.layout import CHECKPOINT_LINES, LOCK
+from datatrove_ckpt.checkpoint.lock import lock_holder, name_holder
 from datatrove_ckpt.common.formatting import plural, safe_repr, safe_text
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, ConfigError, InputError
@@ -347,10 +347,10 @@ class FinishedDocuments:
             parts = name.split("/")
             if parts[-1] == LOCK and folder.is_local():
                 lock = Path(folder.resolve_paths(name))
-                holder = files.lock_holder(lock)
+                holder = lock_holder(lock)
                 if holder is not None:
                     raise CheckpointLocked(
-                        f"finished_from: {files.name_holder(holder)} works on the old run, in "
+                        f"finished_from: {name_holder(holder)} works on the old run, in "
                         f"{lock.parent}. Stop it, and run the same command again."
                     )
             known = format_of_file(name)

@@ -49,6 +49,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint import files, identity, layout
 from datatrove_ckpt.checkpoint.checksummed_lines import Json, sealed_json
 from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.common.formatting import plural
@@ -193,7 +194,7 @@ def _restore_newest(
         _refuse_unrelated(mirrored, versions, folder, owner)
     files.disk.make_dirs(folder.parent)
     with ExitStack() as stack:
-        guard = files.Lock(folder.with_name(f"{folder.name}.restoring.lock"))
+        guard = Lock(folder.with_name(f"{folder.name}.restoring.lock"))
         stack.callback(guard.release, remove=True)
         staging = folder.with_name(f"{folder.name}.restoring")
         built = _build_newest(mirrored, versions, staging)
@@ -202,7 +203,7 @@ def _restore_newest(
         version, manifest = built
         aside = files.free_name(folder, ".replaced-")
         if folder.exists():
-            stack.callback(files.Lock(folder / layout.LOCK).release)
+            stack.callback(Lock(folder / layout.LOCK).release)
             files.disk.rename(folder, aside)
         # A file for people, which may name chunks that the restored folder lacks.
         last_chunk = layout.last_chunk_of(folder)

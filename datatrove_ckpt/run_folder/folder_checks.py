@@ -20,6 +20,7 @@ from datatrove.io import DataFolder, get_datafolder
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.layout import CACHE, LOCK
+from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.common.formatting import byte_size, duration
 from datatrove_ckpt.common.retrying import failure_line, file_system_call, hub_refusal
@@ -227,7 +228,7 @@ def check_room(folder: Path) -> Finding:
 
 
 def _check_lock(probe: Path) -> Finding:
-    lock = files.Lock(probe / LOCK)
+    lock = Lock(probe / LOCK)
     lock.release()
     if lock.works:
         return Finding("ok", "locks", "the file system has locks (tried on this machine only).")

@@ -48,6 +48,7 @@ from datatrove_ckpt.checkpoint.commits import (
 )
 from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.layout import LOCK, PUBLISHING
+from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.checkpoint.rank_summary import RankLedger, name_place
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import (
@@ -371,7 +372,7 @@ def carry_out(plan: RepairPlan, report: Report) -> None:
     """
     with ExitStack() as locks:
         for rank in plan.ranks:
-            locks.callback(files.Lock(rank.folder / LOCK).release)
+            locks.callback(Lock(rank.folder / LOCK).release)
         for rank in plan.ranks:
             # From here on an old process on a lost node writes nothing.
             _claim(rank).take()

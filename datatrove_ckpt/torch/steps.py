@@ -22,6 +22,7 @@ import torch
 import datatrove_ckpt.torch.step_folder as step_folder
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.checksummed_lines import explained
+from datatrove_ckpt.checkpoint.lock import Lock, lock_holder, name_holder
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
@@ -64,7 +65,7 @@ class Steps:
         """The large files of ``_step``, the last one that was whole, by size and hash."""
         self._step = folder
         self._owner = ""
-        self._unlock: weakref.finalize[[files.Lock, int], object] | None = None
+        self._unlock: weakref.finalize[[Lock, int], object] | None = None
         self.store = store
         files.disk.make_dirs(folder)
 
@@ -87,9 +88,9 @@ class Steps:
             return
         path = self.folder / ".lock"
         try:
-            self._unlock = weakref.finalize(self, _release, files.Lock(path), os.getpid())
+            self._unlock = weakref.finalize(self, _release, Lock(path), os.getpid())
         except CheckpointLocked:
-            holder = files.name_holder(files.lock_holder(path) or {})
+            holder = name_holder(lock_holder(path) or {})
             raise CheckpointLocked(
                 f"{self.folder}: another training, or an earlier process of this one, saves into "
                 f"it: {holder}. Stop it, or choose another folder."
@@ -405,7 +406,7 @@ class Steps:
             self._remote.delete(f"shared/{digest}")
 
 
-def _release(lock: files.Lock, pid: int) -> None:
+def _release(lock: Lock, pid: int) -> None:
     if os.getpid() == pid:  # not in a forked child
         lock.release(remove=True)
 

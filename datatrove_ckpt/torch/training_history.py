@@ -25,6 +25,7 @@ from pathlib import Path
 import orjson
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.lock import this_process
 from datatrove_ckpt.common import JsonObject, redaction
 from datatrove_ckpt.errors import ConfigError
 
@@ -71,7 +72,7 @@ def give_sign(folder: Path, rank: int, ranks: int, step: int) -> None:
         if name.startswith(("NCCL_", "TORCH_NCCL_"))
     }
     sign = {
-        **files.this_process(),
+        **this_process(),
         "rank": rank,
         "ranks": ranks,
         "step": step,

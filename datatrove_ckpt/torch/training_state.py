@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import datatrove_ckpt.torch.step_folder as step_folder
-from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.lock import lock_holder, name_holder
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import CheckpointCorrupt, StorageFailed, VersionMismatch
 from datatrove_ckpt.torch.training_history import Row, curve, read_events, read_signs
@@ -89,8 +89,8 @@ def read_training(folder: Path, full: bool) -> TrainingState:
     steps.reverse()
     events = list(read_events(folder))
     saved = next((event for event in reversed(events) if event["event"] == "saved"), {})
-    holder = files.lock_holder(folder / ".lock")
-    writer = "" if holder is None else files.name_holder(holder)
+    holder = lock_holder(folder / ".lock")
+    writer = "" if holder is None else name_holder(holder)
     return TrainingState(
         str(folder),
         steps,

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.layout import LOCK, is_finished
+from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.checkpoint.request_cache import read_answers
 from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, ConfigError, DocumentFailed
 from datatrove_ckpt.run_folder.verify import verify
@@ -240,7 +240,7 @@ def test_a_folder_without_old_answers_is_refused(place, said, tmp_path, server):
 
 
 def test_a_rank_that_runs_is_refused(old, tmp_path, server):
-    lock = files.Lock(old / "checkpoints/00000" / LOCK)
+    lock = Lock(old / "checkpoints/00000" / LOCK)
     try:
         with pytest.raises(CheckpointLocked):
             go_on(tmp_path / "new", server, old)

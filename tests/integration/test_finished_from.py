@@ -20,7 +20,7 @@ from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, ServerRefused
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.rollouts import EmbedRollout, PromptRollout
@@ -439,7 +439,7 @@ def test_a_new_key_is_asked_again_or_named_where_a_function_may_have_removed_it(
 
 def test_an_old_run_at_work_is_not_taken_over(tmp_path, server):
     runner(tmp_path / "old", server).run(documents(3))
-    lock = files.Lock(tmp_path / "old/checkpoints/00000/lock")
+    lock = Lock(tmp_path / "old/checkpoints/00000/lock")
     try:
         for place in ("old", "old/checkpoints", "old/checkpoints/${rank}"):
             with pytest.raises(

@@ -15,6 +15,7 @@ from datatrove.pipeline.inference.types import InferenceError
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceRunner
+from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.errors import (
     CkptError,
     DocumentFailed,
@@ -83,8 +84,6 @@ os.kill(os.getpid(), signal.SIGKILL)
     child = int(process.stdout.readline())
     process.wait()
     try:
-        from datatrove_ckpt.checkpoint.files import Lock
-
         Lock(tmp_path / "lock").release()
     finally:
         os.kill(child, signal.SIGKILL)

@@ -14,6 +14,7 @@ import pytest
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.identity import note_output
 from datatrove_ckpt.checkpoint.layout import LOCK, RUN
+from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch
 from datatrove_ckpt.run_folder.verify import verify
 from datatrove_ckpt.testing import FakeServer, outputs
@@ -105,7 +106,7 @@ def test_a_task_that_runs_elsewhere_refuses_another_output_folder(tmp_path, serv
     path = new / "checkpoints/00001" / RUN
     owner = content_of(path)["owner"]
     edit(path, owner={**owner, **here}, output_folder=f"{tmp_path}/old/output")
-    lock = files.Lock(path.with_name(LOCK))
+    lock = Lock(path.with_name(LOCK))
     try:
         with pytest.raises(CheckpointMismatch) as refused:
             run(new, server.url, 2, accept_changes=True)
@@ -140,7 +141,7 @@ def test_what_a_rank_writes_into_the_job_while_its_new_place_is_noted_is_kept(
     tmp_path, monkeypatch
 ):
     root = copied(tmp_path) / "checkpoints"
-    taken = files.Lock
+    taken = Lock
 
     def lock(path):
         edit(root / "job.json", model="another task was first")

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.errors import ConfigError, TooManyOpenFiles
 from datatrove_ckpt.process import open_files
 from tests.jobs import ask, documents, run_job, runner
@@ -41,7 +42,7 @@ def no_file_left():
     [
         lambda folder: files.disk.append(folder / "journal", b"line"),
         lambda folder: files.disk.replace(folder / "file", b"content"),
-        lambda folder: files.Lock(folder / "lock"),
+        lambda folder: Lock(folder / "lock"),
     ],
 )
 def test_a_file_that_cannot_be_opened_is_not_the_disks_fault(tmp_path, use):

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import rejects
 from tests.yaml_jobs import write_input, write_rows
@@ -220,7 +220,7 @@ def test_a_sample_that_runs_or_is_damaged_is_left_out(here, server, command, sta
     folder = here / "run/checkpoints/sample-00001"
     with ExitStack() as stack:
         if state == "runs":
-            stack.callback(files.Lock(folder / "00000/lock").release)
+            stack.callback(Lock(folder / "00000/lock").release)
         else:
             (folder / "sampled.json").write_text("{")
         said = command(*words)

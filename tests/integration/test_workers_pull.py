@@ -15,7 +15,7 @@ import pytest
 import xxhash
 from datatrove.io import get_datafolder
 
-from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.claims.stores import DiskClaims
 from datatrove_ckpt.executors import local
 from datatrove_ckpt.testing import FakeServer, outputs
@@ -250,7 +250,7 @@ def test_a_worker_whose_claims_cannot_be_written_ends_with_1(server, command, mo
 def test_a_task_that_runs_without_a_claim_ends_no_worker_well(server):
     write(server)
     Path("checkpoints/00001").mkdir(parents=True)
-    lock = files.Lock(Path("checkpoints/00001/lock"))
+    lock = Lock(Path("checkpoints/00001/lock"))
     try:
         text = ended(worker(), 1)
     finally:

@@ -35,6 +35,7 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_numbers,
     retry_folder,
 )
+from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, recover
 from datatrove_ckpt.checkpoint.request_cache import (
@@ -409,12 +410,12 @@ def test_a_rank_that_starts_while_its_lock_is_looked_at_is_not_refused(tmp_path,
         os.close(looking)
 
     monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=look_away))
-    files.Lock(path).release()
+    Lock(path).release()
     assert len(waits) == 1
 
 
 def test_a_lock_is_held_until_released_and_the_next_process_is_told_by_whom(tmp_path):
-    lock = files.Lock(tmp_path / "lock")
+    lock = Lock(tmp_path / "lock")
     code = f"from datatrove_ckpt.checkpoint.files import Lock, Path; Lock(Path({str(tmp_path / 'lock')!r}))"
     refused = subprocess.run(
         [sys.executable, "-c", code], check=False, capture_output=True, text=True
@@ -422,10 +423,10 @@ def test_a_lock_is_held_until_released_and_the_next_process_is_told_by_whom(tmp_
     assert "CheckpointLocked" in refused.stderr
     assert f"pid {os.getpid()} on " in refused.stderr
     lock.release()
-    files.Lock(tmp_path / "lock").release(remove=True)  # a lock on a removed file locks nobody out
-    second = files.Lock(tmp_path / "lock")
+    Lock(tmp_path / "lock").release(remove=True)  # a lock on a removed file locks nobody out
+    second = Lock(tmp_path / "lock")
     with pytest.raises(CheckpointLocked):
-        files.Lock(tmp_path / "lock")
+        Lock(tmp_path / "lock")
     second.release()
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.lock import Lock, _held
 from datatrove_ckpt.claims import stores
 from datatrove_ckpt.claims.claims import Claims, claimants, given_up
 from datatrove_ckpt.claims.stores import (
@@ -114,7 +115,7 @@ class Process:
 
     def die(self):
         self.claims._closed.set()
-        if isinstance(self.store, DiskClaims) and self.store._own in files._held:
+        if isinstance(self.store, DiskClaims) and self.store._own in _held:
             self.store._own.release()
 
 
@@ -428,12 +429,12 @@ def test_a_process_of_this_host_that_has_ended_is_dead_at_once_on_object_stores(
 def test_a_lock_of_another_pid_namespace_with_this_pid_and_host_name_is_no_lock_of_this_process(
     tmp_path, monkeypatch
 ):
-    lock = files.Lock(tmp_path / "lock")
+    lock = Lock(tmp_path / "lock")
     with pytest.raises(CheckpointLocked, match="This very process"):
-        files.Lock(lock.path)
+        Lock(lock.path)
     monkeypatch.setattr(files, "process_place", lambda: "another")
     with pytest.raises(CheckpointLocked, match=f"pid {os.getpid()} on {socket.gethostname()}"):
-        files.Lock(lock.path)
+        Lock(lock.path)
     lock.release()
 
 

@@ -11,6 +11,7 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint import identity as identity_module
 from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity, compare_job, join_job
 from datatrove_ckpt.checkpoint.layout import LOCK, journal_path, rank_folder
+from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.common.threads import in_thread
 from datatrove_ckpt.errors import CheckpointMismatch
 
@@ -25,7 +26,7 @@ class Rank:
     def __init__(self, root, number):
         self.root, self.number, self.folder = root, number, rank_folder(root, number)
         files.disk.make_dirs(self.folder)
-        self.lock = files.Lock(self.folder / LOCK)
+        self.lock = Lock(self.folder / LOCK)
 
     def start(self, identity, accept_changes=False):
         claim = RunClaim(self.folder, identity, accept_changes)

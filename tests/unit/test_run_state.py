@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from datatrove_ckpt.checkpoint import files, layout
+from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.counts import RunNumbers
 from datatrove_ckpt.checkpoint.history import Silence, Wait
+from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.checkpoint.rank_summary import JobSums
 from datatrove_ckpt.cli.status import describe
 from datatrove_ckpt.common.work_counts import WorkCounts
@@ -39,7 +40,7 @@ MIN = 60.0
 def hold():
     """Works on ranks, in this process, until the test ends."""
     locks = []
-    yield lambda folder: locks.append(files.Lock(folder / layout.LOCK))
+    yield lambda folder: locks.append(Lock(folder / layout.LOCK))
     for lock in locks:
         lock.release()
 

@@ -34,12 +34,13 @@ from datatrove_ckpt.checkpoint.chunks import (
 )
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, OutputFile
 from datatrove_ckpt.checkpoint.counts import Done, Took, unix_seconds
+from datatrove_ckpt.checkpoint.disk_space import DiskRoom
 from datatrove_ckpt.checkpoint.history import Progress, Record
 from datatrove_ckpt.checkpoint.identity import Fence, RunClaim, RunIdentity, join_job
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.lock import Lock
-from datatrove_ckpt.checkpoint.placement import DiskRoom, Placement, Stopping, WaitingChunk
+from datatrove_ckpt.checkpoint.placement import Placement, Stopping, WaitingChunk
 from datatrove_ckpt.checkpoint.rank_files import RankFiles, Snapshot
 from datatrove_ckpt.checkpoint.rank_summary import (
     RankLedger,

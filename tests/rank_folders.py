@@ -10,8 +10,9 @@ from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.checksummed_lines import seal, sealed_json
 from datatrove_ckpt.checkpoint.commits import Commit, OutputFile
 from datatrove_ckpt.checkpoint.counts import DocumentCounts, Seconds
+from datatrove_ckpt.checkpoint.fence import new_owner
 from datatrove_ckpt.checkpoint.history import End, Progress, Start
-from datatrove_ckpt.checkpoint.identity import FORMAT, new_owner
+from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
 from datatrove_ckpt.run_folder.run_location import Place

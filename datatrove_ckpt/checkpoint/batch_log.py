@@ -35,6 +35,7 @@ import orjson
 from datatrove_ckpt.checkpoint import files, identity, layout
 from datatrove_ckpt.checkpoint.checksummed_lines import read_lines, seal
 from datatrove_ckpt.checkpoint.counts import unix_seconds
+from datatrove_ckpt.checkpoint.fence import Fence, RunClaim
 from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest
 from datatrove_ckpt.common import CUSTOM_ID, MESSAGES, JsonObject
@@ -189,7 +190,7 @@ class BatchLog:
         run: digest of the run's identity.
     """
 
-    def __init__(self, folder: Path, fence: identity.Fence, run: str = "") -> None:
+    def __init__(self, folder: Path, fence: Fence, run: str = "") -> None:
         self._fence = fence
         self._run = run
         self._parked: list[_Parked] = []
@@ -291,7 +292,7 @@ def give_up(folder: Path, number: int) -> None:
     lock = Lock(folder / layout.LOCK)
     try:
         settings = identity.settings_in(identity.read_run(folder / layout.RUN))
-        log = BatchLog(folder, identity.RunClaim(folder, identity.RunIdentity(settings)).take())
+        log = BatchLog(folder, RunClaim(folder, identity.RunIdentity(settings)).take())
         log.note(number, "dropped")
     finally:
         lock.release()

@@ -10,17 +10,13 @@ import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import orjson
 
 from datatrove_ckpt.checkpoint.checksummed_lines import Json, explained
+from datatrove_ckpt.checkpoint.files import PRIVATE_FILE
 from datatrove_ckpt.common.pid_namespace import process_place
 from datatrove_ckpt.errors import CheckpointLocked
-
-if TYPE_CHECKING:
-    pass
-from datatrove_ckpt.checkpoint.files import PRIVATE_FILE
 
 
 def _release_in_child() -> None:
@@ -30,8 +26,6 @@ def _release_in_child() -> None:
 
 
 _held: weakref.WeakSet[Lock] = weakref.WeakSet()
-
-
 os.register_at_fork(after_in_child=_release_in_child)
 
 
@@ -101,7 +95,7 @@ def this_process() -> dict[str, object]:
 class Lock:
     """An exclusive lock on a rank's folder, held until ``release`` or the end of the process.
 
-    ``works`` is False on a file system without locks; there the fence (``identity``) alone
+    ``works`` is False on a file system without locks; there the fence (``fence``) alone
     separates two processes.
 
     Raises:

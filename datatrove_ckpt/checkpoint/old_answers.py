@@ -23,13 +23,8 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.checksummed_lines import Json, explained
-from datatrove_ckpt.checkpoint.identity import (
-    RunIdentity,
-    affects_answers,
-    compare,
-    read_run,
-    refusal,
-)
+from datatrove_ckpt.checkpoint.compare import compare, refusal
+from datatrove_ckpt.checkpoint.identity import RunIdentity, affects_answers, read_run
 from datatrove_ckpt.checkpoint.lock import Lock, lock_holder
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest, RequestCache, read_answers
 from datatrove_ckpt.common.formatting import plural

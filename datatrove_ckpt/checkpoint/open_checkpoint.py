@@ -12,11 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import (
-    ExitStack,
-    contextmanager,
-    suppress,
-)
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,9 +31,11 @@ from datatrove_ckpt.checkpoint.chunks import (
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, OutputFile
 from datatrove_ckpt.checkpoint.counts import Done, Took, unix_seconds
 from datatrove_ckpt.checkpoint.disk_space import DiskRoom
+from datatrove_ckpt.checkpoint.fence import Fence, RunClaim
 from datatrove_ckpt.checkpoint.history import Progress, Record
-from datatrove_ckpt.checkpoint.identity import Fence, RunClaim, RunIdentity, join_job
+from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
+from datatrove_ckpt.checkpoint.job_file import join_job
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.checkpoint.placement import Placement, Stopping, WaitingChunk
@@ -104,7 +102,7 @@ class RankLease:
         mirror: keeps a copy elsewhere.
     """
 
-    lock: files.Lock
+    lock: Lock
     files: RankFiles
     mirror: Mirror | None
     stopping: threading.Event = field(default_factory=threading.Event)

@@ -15,16 +15,11 @@ from datatrove_ckpt.checkpoint.checksummed_lines import SHARD_VERSION, Json, sea
 from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkSlot
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog
 from datatrove_ckpt.checkpoint.counts import DocumentCounts, RankClock, unix_seconds
-from datatrove_ckpt.checkpoint.identity import Fence
+from datatrove_ckpt.checkpoint.fence import Fence
 from datatrove_ckpt.checkpoint.interval import Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, write_last_chunk
-from datatrove_ckpt.checkpoint.request_cache import (
-    Answer,
-    AnswerKey,
-    CachedRequest,
-    RequestCache,
-)
+from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.checkpoint.run_limits import PaidFile, RunTotals, read_paid
 from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.process.slurm_job import job_id

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from datatrove.executor.base import PipelineExecutor
 
-from datatrove_ckpt.checkpoint import identity
 from datatrove_ckpt.checkpoint.checksummed_lines import explained
 from datatrove_ckpt.checkpoint.counts import unix_seconds
+from datatrove_ckpt.checkpoint.job_file import refuse_other_tasks
 from datatrove_ckpt.checkpoint.layout import rank_numbers
 from datatrove_ckpt.cli.advice_commands import advise
 from datatrove_ckpt.cli.full_config import FullConfig
@@ -96,7 +96,7 @@ def _check_tasks(plan: RunPlan) -> None:
     """
     for runner, root in plan.kept:
         if root.is_dir() and rank_numbers(root):
-            identity.refuse_other_tasks(root, runner.identity)
+            refuse_other_tasks(root, runner.identity)
 
 
 def _checked_run(

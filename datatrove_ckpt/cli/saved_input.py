@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.identity import recorded_settings
+from datatrove_ckpt.checkpoint.job_file import recorded_settings
 from datatrove_ckpt.common.formatting import safe_repr
 from datatrove_ckpt.common.lazy_pyarrow import pa, pq
 from datatrove_ckpt.errors import ConfigError

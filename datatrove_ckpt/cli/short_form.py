@@ -23,7 +23,7 @@ from typing import Any
 
 import orjson
 
-from datatrove_ckpt.checkpoint.identity import recorded_settings
+from datatrove_ckpt.checkpoint.job_file import recorded_settings
 from datatrove_ckpt.cli import saved_input, yaml_config
 from datatrove_ckpt.cli.job_input import JobInput, class_of, node
 from datatrove_ckpt.cli.job_settings import ShortJob

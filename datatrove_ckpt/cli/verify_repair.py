@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import asdict
 
-from datatrove_ckpt.checkpoint.identity import mixed_settings
+from datatrove_ckpt.checkpoint.compare import mixed_settings
 from datatrove_ckpt.cli.open_run import place_of
 from datatrove_ckpt.cli.printing import say, say_result
 from datatrove_ckpt.common.formatting import plural, plural_or_no

@@ -31,14 +31,8 @@ from datatrove.pipeline.inference.types import InferenceResult
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.checksummed_lines import PREFIX, Json, explained, unseal
-from datatrove_ckpt.checkpoint.identity import (
-    OUTPUT_FOLDER,
-    RunIdentity,
-    changes_text,
-    compare,
-    describe_alike,
-    records,
-)
+from datatrove_ckpt.checkpoint.compare import changes_text, compare, describe_alike, records
+from datatrove_ckpt.checkpoint.identity import OUTPUT_FOLDER, RunIdentity
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.layout import CHECKPOINT_LINES, LOCK
 from datatrove_ckpt.checkpoint.lock import lock_holder, name_holder

@@ -18,7 +18,8 @@ from fsspec.utils import get_protocol
 from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
-from datatrove_ckpt.checkpoint.identity import RunIdentity, recorded_settings
+from datatrove_ckpt.checkpoint.identity import RunIdentity
+from datatrove_ckpt.checkpoint.job_file import recorded_settings
 from datatrove_ckpt.checkpoint.run_limits import Limits
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.launchers import launcher

@@ -49,6 +49,15 @@ from loguru import logger
 from datatrove_ckpt.checkpoint import files, identity, layout
 from datatrove_ckpt.checkpoint.checksummed_lines import Json, sealed_json
 from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.compare import compare
+from datatrove_ckpt.checkpoint.fence import new_owner
+from datatrove_ckpt.checkpoint.job_file import (
+    JobChanges,
+    RankBinding,
+    compare_runs,
+    job_content,
+    refuse_changes,
+)
 from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
@@ -321,7 +330,7 @@ def _download(
     for version in versions:
         if earlier.get(version.nonce, 0) is not None:
             earlier[version.nonce] = version.number
-    owner = {**owner, **identity.new_owner(owner.get("fence", 0), earlier, commits)}
+    owner = {**owner, **new_owner(owner.get("fence", 0), earlier, commits)}
     files.disk.write_new(staging / layout.RUN, [sealed_json({**manifest.run, "owner": owner})])
     files.disk.sync_dir(staging)
 
@@ -534,8 +543,8 @@ def join_mirrored_job(
         if others is None:
             return None
         if others.changes and (not accept_changes or others.is_layout):
-            raise identity.refuse_changes(url, others)
-        return identity.job_content(own, job, others)
+            raise refuse_changes(url, others)
+        return job_content(own, job, others)
     except OSError as error:  # the rank has its folder, else it would not have come so far
         logger.warning(
             f"Could not compare this task with those on the mirror {url} ({failure_line(error)})."
@@ -545,7 +554,7 @@ def join_mirrored_job(
 
 def compare_mirrored_job(
     url: str, root: Path, own: identity.RunIdentity, only_tasks: bool
-) -> identity.JobChanges:
+) -> JobChanges:
     """Compares a job with the ranks that only its mirror has. Changes nothing.
 
     Each rank that starts does that, too, so a mirror that cannot be read is not reported here.
@@ -554,7 +563,7 @@ def compare_mirrored_job(
         _, others = _compare(url, root, own, only_tasks)
         if others is not None:
             return others
-    return identity.JobChanges()
+    return JobChanges()
 
 
 def restore_job(url: str, folder: Path) -> None:
@@ -587,12 +596,12 @@ def _compare(
     only_tasks: bool = False,
     without: int | None = None,
     with_output: bool = False,
-) -> tuple[Json, identity.JobChanges | None]:
+) -> tuple[Json, JobChanges | None]:
     """Returns the mirror's ``job.json``, and the changes; None: it is of this run."""
     store = ObjectStore(url)
     names = store.names()
     job = read_job(url)
-    if job and not identity.compare(job, own, with_output=with_output):
+    if job and not compare(job, own, with_output=with_output):
         return job, None
     ranks = [int(name) for name in names if layout.is_rank(name)]
     ranks = [
@@ -605,7 +614,7 @@ def _compare(
         rank: manifest for rank, manifest in zip(ranks, found, strict=True) if manifest is not None
     }
 
-    def state_of(rank: int) -> identity.RankBinding:
+    def state_of(rank: int) -> RankBinding:
         manifest = kept[rank]
         holds_work = bool(
             manifest.answers
@@ -614,10 +623,10 @@ def _compare(
         )
         # It is unknown whether a process works on the rank: the run is stopped before its output
         # moves.
-        return identity.RankBinding(holds_work, manifest.finished, is_live=False)
+        return RankBinding(holds_work, manifest.finished, is_live=False)
 
     runs = {rank: manifest.run for rank, manifest in kept.items()}
-    return job, identity.compare_runs(runs, state_of, job, own, only_tasks)
+    return job, compare_runs(runs, state_of, job, own, only_tasks)
 
 
 def newest_manifest(url: str) -> Manifest | None:

@@ -22,7 +22,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.checksummed_lines import explained
 from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.checkpoint.identity import recorded_output
+from datatrove_ckpt.checkpoint.job_file import recorded_output
 from datatrove_ckpt.common.formatting import plural, repair_command
 from datatrove_ckpt.common.retrying import RetryPolicy, file_system_call
 from datatrove_ckpt.errors import OutputMismatch

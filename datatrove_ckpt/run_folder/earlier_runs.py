@@ -14,7 +14,7 @@ from datatrove.pipeline.readers.base import BaseDiskReader
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged
-from datatrove_ckpt.checkpoint.identity import (
+from datatrove_ckpt.checkpoint.job_file import (
     compare_job,
     name_tasks,
     recorded_settings,
@@ -59,7 +59,7 @@ from datatrove_ckpt.run_folder.run_plan import RunnerPlan, RunPlan, WrongMarker
 #
 #     marker   checkpoint of the rank      what happens
 #     any      older than in the mirror    it is restored, and then compared
-#     any      of another run              refused, see ``checkpoint/identity.py``
+#     any      of another run              refused, see ``checkpoint/compare.py``
 #     yes      none, but in the mirror     it is restored, and then compared
 #     yes      none                        refused: its documents may not be in the output
 #     yes      not finished                the marker is removed, so that the rank runs

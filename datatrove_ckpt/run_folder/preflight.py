@@ -13,7 +13,7 @@ from datatrove.executor.base import PipelineExecutor
 from datatrove.utils.stats import PipelineStats
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.identity import note_output
+from datatrove_ckpt.checkpoint.job_file import note_output
 from datatrove_ckpt.checkpoint.rank_summary import JobSums, Want
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import CkptError, TooManyDeadLetters

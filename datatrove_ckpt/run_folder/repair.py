@@ -41,12 +41,9 @@ from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.checksummed_lines import explained, seal, size_of
-from datatrove_ckpt.checkpoint.commits import (
-    Commit,
-    read_commits,
-    read_whole_commits,
-)
-from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
+from datatrove_ckpt.checkpoint.commits import Commit, read_commits, read_whole_commits
+from datatrove_ckpt.checkpoint.fence import RunClaim
+from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.layout import LOCK, PUBLISHING
 from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.checkpoint.rank_summary import RankLedger, name_place

@@ -22,7 +22,8 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.readers.base import BaseReader
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.identity import RunIdentity, compare
+from datatrove_ckpt.checkpoint.compare import compare
+from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.layout import is_journal
 from datatrove_ckpt.claims.stores import refuse_for_claims
 from datatrove_ckpt.common import JsonObject

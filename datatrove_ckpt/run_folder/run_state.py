@@ -33,7 +33,8 @@ from datatrove_ckpt.checkpoint.history import (
     Progress,
     Wait,
 )
-from datatrove_ckpt.checkpoint.identity import removed_ranks, settings_in
+from datatrove_ckpt.checkpoint.identity import settings_in
+from datatrove_ckpt.checkpoint.job_file import removed_ranks
 from datatrove_ckpt.checkpoint.rank_summary import (
     JobSums,
     RankLedger,

@@ -18,6 +18,13 @@ from datatrove_ckpt import errors
 from datatrove_ckpt.checkpoint import identity, layout, run_limits
 from datatrove_ckpt.checkpoint.checksummed_lines import Json, size_of
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile
+from datatrove_ckpt.checkpoint.job_file import (
+    RankBinding,
+    compare_runs,
+    name_tasks,
+    recorded_output,
+    removed_ranks,
+)
 from datatrove_ckpt.checkpoint.rank_summary import (
     CHECKED,
     JobSums,
@@ -131,7 +138,7 @@ class Report:
     @property
     def recorded(self) -> str:
         """The output folder of the last start."""
-        return identity.recorded_output(self.checkpoints) or self.output
+        return recorded_output(self.checkpoints) or self.output
 
     @cached_property
     def job(self) -> Json:
@@ -193,7 +200,7 @@ def find_output(place: Place) -> str:
     """
     checkpoints = place.folder
     what = place.given[0]
-    recorded = identity.recorded_output(checkpoints)
+    recorded = recorded_output(checkpoints)
     named = place.named_output
     if named is None and (place.config or recorded is None):
         named = place.output
@@ -303,7 +310,7 @@ def _check_settings(report: Report) -> Iterator[Problem]:
     if report.job:
         usual = identity.settings_in(report.job)
     others = {number: rank.run for number, rank in ranks.items() if rank.settings != usual}
-    found = identity.compare_runs(
+    found = compare_runs(
         others, _is_done, report.job, identity.RunIdentity(usual), only_tasks=False
     )
     for number, changes in found.by_rank.items():
@@ -313,19 +320,19 @@ def _check_settings(report: Report) -> Iterator[Problem]:
         yield Problem("identity", message, *rank.key, path=str(rank.folder / layout.RUN))
 
 
-def _is_done(rank: int) -> identity.RankBinding:
-    return identity.RankBinding(holds_work=True, is_finished=True, is_live=False)
+def _is_done(rank: int) -> RankBinding:
+    return RankBinding(holds_work=True, is_finished=True, is_live=False)
 
 
 def _check_ranks(report: Report) -> Iterator[Problem]:
     # A retry has only ranks with dead letters, so its ranks do not count.
     ranks = {rank.number for rank in report.ranks if not rank.root}
     missing = [rank for rank in range(report.tasks) if rank not in ranks]
-    removed = identity.removed_ranks(report.checkpoints, missing)
+    removed = removed_ranks(report.checkpoints, missing)
     tasks = plural(report.tasks, "task")
     not_started = [rank for rank in missing if rank not in removed]
     if not_started:
-        started = f"{len(not_started)} of {tasks}: {identity.name_tasks(not_started)}."
+        started = f"{len(not_started)} of {tasks}: {name_tasks(not_started)}."
         yield Problem("unfinished", f"not started: {started}")
     for rank in removed:
         folder = str(layout.rank_folder(report.checkpoints, rank))

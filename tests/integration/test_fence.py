@@ -12,7 +12,8 @@ import sys
 import pytest
 
 from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity, read_run
+from datatrove_ckpt.checkpoint.fence import RunClaim
+from datatrove_ckpt.checkpoint.identity import RunIdentity, read_run
 from datatrove_ckpt.errors import Fenced
 from datatrove_ckpt.output.targets import LocalTarget
 from datatrove_ckpt.testing import FakeServer

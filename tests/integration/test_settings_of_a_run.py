@@ -11,7 +11,7 @@ import sys
 import pytest
 from datatrove.pipeline.writers import JsonlWriter
 
-from datatrove_ckpt.checkpoint.identity import compare
+from datatrove_ckpt.checkpoint.compare import compare
 from datatrove_ckpt.common.setting_types import meanings
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.errors import CheckpointMismatch, ServerRefused

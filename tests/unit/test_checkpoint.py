@@ -22,7 +22,8 @@ from datatrove_ckpt.checkpoint.checksummed_lines import read_lines, seal
 from datatrove_ckpt.checkpoint.chunks import Chunk
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, CommitsDamaged, OutputFile
 from datatrove_ckpt.checkpoint.counts import Buckets, DocumentCounts, Seconds
-from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
+from datatrove_ckpt.checkpoint.fence import RunClaim
+from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.layout import (
@@ -409,14 +410,17 @@ def test_a_rank_that_starts_while_its_lock_is_looked_at_is_not_refused(tmp_path,
         waits.append(seconds)
         os.close(looking)
 
-    monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=look_away))
+    monkeypatch.setattr(
+        "datatrove_ckpt.checkpoint.lock.time",
+        SimpleNamespace(monotonic=lambda: 0.0, sleep=look_away),
+    )
     Lock(path).release()
     assert len(waits) == 1
 
 
 def test_a_lock_is_held_until_released_and_the_next_process_is_told_by_whom(tmp_path):
     lock = Lock(tmp_path / "lock")
-    code = f"from datatrove_ckpt.checkpoint.files import Lock, Path; Lock(Path({str(tmp_path / 'lock')!r}))"
+    code = f"from datatrove_ckpt.checkpoint.lock import Lock, Path; Lock(Path({str(tmp_path / 'lock')!r}))"
     refused = subprocess.run(
         [sys.executable, "-c", code], check=False, capture_output=True, text=True
     )

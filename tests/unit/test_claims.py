@@ -1,5 +1,6 @@
 """Claims: a crash at each effect, and workers that join, die, sleep and wake up in any order."""
 
+import fcntl
 import os
 import shlex
 import socket
@@ -16,7 +17,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.lock import Lock, _held
 from datatrove_ckpt.claims import stores
 from datatrove_ckpt.claims.claims import Claims, claimants, given_up
@@ -387,7 +387,7 @@ def test_a_beat_keeps_a_process_of_another_host_alive_however_long_it_works(
     tmp_path, monkeypatch, where
 ):
     monkeypatch.setattr(stores, "has_ended", lambda owner: False)
-    monkeypatch.setattr(files.fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     job = Job(where(tmp_path))
     late = Process(job)
     other = Process(job)
@@ -432,7 +432,7 @@ def test_a_lock_of_another_pid_namespace_with_this_pid_and_host_name_is_no_lock_
     lock = Lock(tmp_path / "lock")
     with pytest.raises(CheckpointLocked, match="This very process"):
         Lock(lock.path)
-    monkeypatch.setattr(files, "process_place", lambda: "another")
+    monkeypatch.setattr("datatrove_ckpt.checkpoint.lock.process_place", lambda: "another")
     with pytest.raises(CheckpointLocked, match=f"pid {os.getpid()} on {socket.gethostname()}"):
         Lock(lock.path)
     lock.release()
@@ -642,7 +642,7 @@ def test_each_rank_is_completed_once_whatever_happens_to_workers(
 ):
     monkeypatch.setenv("CLAIMS_TEST_FOLDER", str(tmp_path))
     if kind == "disk without locks":
-        monkeypatch.setattr(files.fcntl, "flock", no_locks)
+        monkeypatch.setattr(fcntl, "flock", no_locks)
     machine = type("Machine", (Workers,), {"kind": kind})
     run_state_machine_as_test(
         machine, settings=settings(max_examples=examples, stateful_step_count=30, deadline=None)
@@ -657,7 +657,7 @@ def test_flocks_that_no_other_machine_sees_are_not_taken_for_a_death(tmp_path, m
     job = Job(on_disk(tmp_path))
     here = Process(job)
     assert here.take() == 0
-    monkeypatch.setattr(files, "lock_holder", lambda path: None)
+    monkeypatch.setattr(stores, "lock_holder", lambda path: None)
     monkeypatch.setattr(stores, "process_place", lambda: "another".rjust(16))
     there = Process(job)
     assert there.claims.free().ranks == [1, 2, 3]

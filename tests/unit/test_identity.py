@@ -16,6 +16,7 @@ from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.checkpoint import identity
 from datatrove_ckpt.checkpoint.checksummed_lines import sealed_json
+from datatrove_ckpt.checkpoint.compare import compare
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.user_code import description, statements
@@ -248,7 +249,7 @@ def test_a_function_without_source_has_the_same_hash_in_every_process_and_names_
 
 def test_a_setting_that_is_null_is_another_one_than_none():
     kept = {"identity_version": 1, "seed": None}
-    (change,) = identity.compare(kept, identity.RunIdentity({"identity_version": 1}))
+    (change,) = compare(kept, identity.RunIdentity({"identity_version": 1}))
     assert change.field == "seed"
 
 

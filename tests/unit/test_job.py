@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint import identity as identity_module
-from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity, compare_job, join_job
+from datatrove_ckpt.checkpoint import files, job_file
+from datatrove_ckpt.checkpoint.fence import RunClaim
+from datatrove_ckpt.checkpoint.identity import RunIdentity
+from datatrove_ckpt.checkpoint.job_file import compare_job, join_job
 from datatrove_ckpt.checkpoint.layout import LOCK, journal_path, rank_folder
 from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.common.threads import in_thread
@@ -52,9 +53,7 @@ def test_of_two_jobs_that_start_at_once_one_is_refused(tmp_path, monkeypatch):
         time.sleep(seconds)
 
     claim = RunClaim(first.folder, identity())
-    monkeypatch.setattr(
-        identity_module, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=sleep)
-    )
+    monkeypatch.setattr(job_file, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=sleep))
     with join_job(tmp_path, 0, identity(), False, lambda: None):
         # Between job.json and run.json of the first.
         late = in_thread(lambda: second.start(identity(tasks=4)), "second")

@@ -2,7 +2,7 @@
 
 import threading
 
-from datatrove_ckpt.checkpoint import files, placement
+from datatrove_ckpt.checkpoint import disk_space, files
 from datatrove_ckpt.checkpoint.open_checkpoint import MAX_PUBLISHING
 from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.errors import StorageFailed
@@ -33,9 +33,9 @@ def finish_chunks(checkpoint, held, number):
 
 
 def free(monkeypatch, share):
-    monkeypatch.setattr(placement, "_LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(placement, "reserve_bytes", lambda folder: 1000)
-    monkeypatch.setattr(placement, "free_bytes", lambda folder: int(1000 * share))
+    monkeypatch.setattr(disk_space, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(disk_space, "reserve_bytes", lambda folder: 1000)
+    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: int(1000 * share))
 
 
 def test_chunks_wait_in_any_number_and_are_committed_in_any_order(tmp_path, monkeypatch):

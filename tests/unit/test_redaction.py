@@ -6,7 +6,8 @@ import pickle
 import dill
 import pytest
 
-from datatrove_ckpt.checkpoint.identity import fields_without_secrets, same_value
+from datatrove_ckpt.checkpoint.compare import same_value
+from datatrove_ckpt.checkpoint.identity import fields_without_secrets
 from datatrove_ckpt.common import redaction
 from datatrove_ckpt.common.redaction import (
     Secret,

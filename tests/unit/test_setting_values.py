@@ -2,7 +2,7 @@
 
 import pytest
 
-from datatrove_ckpt.checkpoint.identity import same_value
+from datatrove_ckpt.checkpoint.compare import same_value
 
 ONE = {"properties": {"reason": {"type": "string"}, "score": {"type": "integer"}}}
 OTHER = {"properties": {"score": {"type": "integer"}, "reason": {"type": "string"}}}

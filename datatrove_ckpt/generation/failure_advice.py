@@ -17,7 +17,7 @@ from datatrove_ckpt.errors import (
     ServerUnavailable,
     causes,
 )
-from datatrove_ckpt.generation.raised_errors import DocumentFailed
+from datatrove_ckpt.generation.datatrove_errors import DocumentFailed
 from datatrove_ckpt.generation.runner_settings import Step
 from datatrove_ckpt.generation.user_rollout import name_of
 from datatrove_ckpt.rollouts import InvalidAnswer

@@ -24,8 +24,8 @@ from datatrove.executor import RayPipelineExecutor
 
 from datatrove_ckpt.errors import ConfigError, GoalReached, LimitReached, StorageFailed
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
+from datatrove_ckpt.generation.datatrove_errors import DocumentFailed
 from datatrove_ckpt.generation.limit_watch import RunReader
-from datatrove_ckpt.generation.raised_errors import DocumentFailed
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes

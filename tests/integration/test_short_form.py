@@ -27,7 +27,7 @@ from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.yaml_text import dump
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.errors.setting_names import written_in
-from datatrove_ckpt.generation.raised_errors import DocumentFailed
+from datatrove_ckpt.generation.datatrove_errors import DocumentFailed
 from datatrove_ckpt.inference.servers.host import ServerHost
 from datatrove_ckpt.readers import JsonlReader, position_state
 from datatrove_ckpt.run_folder.run_output import OutputPath

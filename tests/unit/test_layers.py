@@ -112,7 +112,7 @@ def own_imports(name):
 
 def test_the_name_of_a_class_has_one_meaning():
     # A rank raises errors under their own names, as datatrove's.
-    of_rank = "generation.raised_errors"
+    of_rank = "generation.datatrove_errors"
     names = [one for name, module in modules().items() if name != of_rank for one in module.classes]
     assert [name for name, number in Counter(names).items() if number > 1] == []
     shown = set(modules()[of_rank].classes) & set(names)

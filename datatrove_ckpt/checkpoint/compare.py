@@ -162,8 +162,6 @@ def _display(value: object) -> str:
 
 
 _NOT_SET = object()
-
-
 _HASH = re.compile(rb'"hash (scrypt|keyed-[0-9a-f]{8})-[0-9a-f]{32}"')  # see redaction.hashed
 
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from loguru import logger
 
 from datatrove_ckpt.common.threads import in_thread
-from datatrove_ckpt.generation.datatrove_errors import runs_at
+from datatrove_ckpt.generation.user_frames import runs_at
 
 _BLOCKED_SECONDS = 10.0
 _watching: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)

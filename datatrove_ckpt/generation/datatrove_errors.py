@@ -9,22 +9,17 @@ a secret.
 
 from __future__ import annotations
 
-import sys
-import sysconfig
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from traceback import walk_stack, walk_tb
-from types import CodeType
 
 from datatrove.data import Document
 from datatrove.pipeline.inference import types
 
-import datatrove_ckpt
 from datatrove_ckpt import errors
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import safe_text
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.errors import causes
+from datatrove_ckpt.generation.user_frames import is_package_code
 from datatrove_ckpt.process.task_errors import safe_log
 
 
@@ -114,7 +109,7 @@ class raised_for_scripts:
             return
         for cause in causes(error):
             frames = None if cause is error else cause.__traceback__
-            while frames is not None and frames.tb_next and _is_ours(frames.tb_frame.f_code):
+            while frames is not None and frames.tb_next and is_package_code(frames.tb_frame.f_code):
                 frames = frames.tb_next
             cause.__traceback__ = frames
             cause.args = tuple(
@@ -122,68 +117,3 @@ class raised_for_scripts:
             )
         if (raised := _RAISED.get(type(error))) is not None:
             raise raised(str(error)) from error.__cause__
-
-
-def first_of(error: BaseException) -> BaseException:
-    """Returns the first failure of a group, from which the others followed."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-# Frames of the user ------------------------------------------------------------------------------
-
-_PACKAGE = str(Path(datatrove_ckpt.__file__).parent)
-_INSTALLED = tuple(
-    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-)
-
-
-def raised_at(error: BaseException) -> str:
-    """Returns the place in the user's code as ", in job.py, line 9 (rollout)"; "" if our own code
-    raised the error.
-
-    For an error of a library, this is the user's call.
-    """
-    places = [(frame.f_code, line) for frame, line in walk_tb(first_of(error).__traceback__)]
-    if not places or _is_ours(places[-1][0]):
-        return ""
-    others = [place for place in places if not _is_ours(place[0])]
-    own = [place for place in others if not place[0].co_filename.startswith(_INSTALLED)]
-    return _place(*(own or others)[-1])
-
-
-def called_at() -> str:
-    """Returns the user's call of our code, formatted as ``raised_at``; "" for a library's call."""
-    for frame, line in walk_stack(sys._getframe()):
-        # Not by its file: a dataclass has an __init__ without one.
-        if str(frame.f_globals.get("__name__")).partition(".")[0] != datatrove_ckpt.__name__:
-            if frame.f_code.co_filename.startswith(_INSTALLED):
-                return ""
-            return _place(frame.f_code, line)
-    return ""
-
-
-def runs_at(thread: int) -> str:
-    """Returns what a thread runs in the user's code, formatted as ``raised_at``; "" if a callback
-    of ours runs, or none.
-    """
-    for frame, line in walk_stack(sys._current_frames().get(thread)):
-        if _is_ours(frame.f_code):
-            return ""
-        if not frame.f_code.co_filename.startswith(_INSTALLED):
-            return _place(frame.f_code, line)
-    return ""
-
-
-def _is_ours(code: CodeType) -> bool:
-    return code.co_filename.startswith(_PACKAGE)
-
-
-def _place(code: CodeType, line: int) -> str:
-    path = Path(code.co_filename)
-    here = Path.cwd()
-    shown = path
-    if path.is_relative_to(here):
-        shown = path.relative_to(here)
-    return f", in {shown}, line {line} ({code.co_name})"

@@ -16,7 +16,7 @@ from loguru import logger
 
 from datatrove_ckpt import errors
 from datatrove_ckpt.common.formatting import plural, safe_repr, safe_text
-from datatrove_ckpt.generation.datatrove_errors import DocumentFailed, raised_at
+from datatrove_ckpt.generation.datatrove_errors import DocumentFailed
 from datatrove_ckpt.generation.dead_letters import (
     Attempt,
     Letter,
@@ -27,6 +27,7 @@ from datatrove_ckpt.generation.dead_letters import (
 from datatrove_ckpt.generation.failure_advice import shown, way_out
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.runner_settings import Step
+from datatrove_ckpt.generation.user_frames import raised_at
 from datatrove_ckpt.generation.user_rollout import NotAwaitable
 
 

@@ -16,10 +16,10 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.config.generation_params import refuse_near_misses
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.bad_answers import acceptable
-from datatrove_ckpt.generation.datatrove_errors import called_at
 from datatrove_ckpt.generation.document_answers import warn_once
 from datatrove_ckpt.generation.once import Call, result_of
 from datatrove_ckpt.generation.requests import Requests
+from datatrove_ckpt.generation.user_frames import called_at
 from datatrove_ckpt.inference.client.responses import (
     Floats,
     from_base64,

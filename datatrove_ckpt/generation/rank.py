@@ -20,11 +20,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.checksummed_lines import Json
 from datatrove_ckpt.checkpoint.counts import Done
-from datatrove_ckpt.checkpoint.layout import (
-    BATCHES,
-    SHARD,
-    rank_folder,
-)
+from datatrove_ckpt.checkpoint.layout import BATCHES, SHARD, rank_folder
 from datatrove_ckpt.checkpoint.old_answers import open_old_answers, with_samples
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
 from datatrove_ckpt.common import BATCH
@@ -34,7 +30,7 @@ from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CkptError, ConfigError, LimitReached, WaitsForBatches
 from datatrove_ckpt.errors.setting_names import use
 from datatrove_ckpt.generation.blocked_loop import warn_when_blocked
-from datatrove_ckpt.generation.datatrove_errors import first_of, raised_for_scripts
+from datatrove_ckpt.generation.datatrove_errors import raised_for_scripts
 from datatrove_ckpt.generation.dead_letters import next_retry, taken_letters
 from datatrove_ckpt.generation.document_limit import DocumentLimit
 from datatrove_ckpt.generation.document_runs import DocumentRuns
@@ -52,6 +48,7 @@ from datatrove_ckpt.generation.results import Results
 from datatrove_ckpt.generation.run_identity import servers_digest
 from datatrove_ckpt.generation.runner_settings import Step
 from datatrove_ckpt.generation.scheduler import Scheduler
+from datatrove_ckpt.generation.user_frames import first_of
 from datatrove_ckpt.generation.user_rollout import bind_shared, name_of, shared_arguments
 from datatrove_ckpt.inference.servers.host import ServerHost, check_servers
 from datatrove_ckpt.inference.servers.warm import one_rank

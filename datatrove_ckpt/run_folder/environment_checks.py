@@ -32,14 +32,11 @@ from datatrove_ckpt.output.hub_access import check_access
 from datatrove_ckpt.output.hub_pace import HOUR
 from datatrove_ckpt.output.writer_trial import WriterTrial
 from datatrove_ckpt.process import event_loop, open_files
+from datatrove_ckpt.run_folder.finding import Finding, State, about, within
 from datatrove_ckpt.run_folder.folder_checks import (
-    Finding,
-    State,
-    about,
     check_checkpoints,
     check_local_output,
     check_remote,
-    within,
 )
 from datatrove_ckpt.run_folder.input_checks import check_input, refuse_input
 from datatrove_ckpt.run_folder.prefix_cache_check import check_prompts

@@ -8,13 +8,10 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import wait
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
 
 from datatrove.io import DataFolder, get_datafolder
 
@@ -24,23 +21,16 @@ from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.common.formatting import byte_size, duration
 from datatrove_ckpt.common.retrying import failure_line, file_system_call, hub_refusal
-from datatrove_ckpt.common.threads import in_thread
 from datatrove_ckpt.config.paths import existing_part
-from datatrove_ckpt.errors import CheckpointError, CkptError
+from datatrove_ckpt.errors import CheckpointError
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.run_folder.run_plan import WrongMarker
+from datatrove_ckpt.run_folder.filesystems import FilesystemTraits, file_system
+from datatrove_ckpt.run_folder.finding import Finding, RemoteFailed, within
 
 PROBE = ".datatrove-ckpt-probe-"
 
-REMOTE_SECONDS = 60.0
-"""Seconds that a remote folder may take to answer."""
-
 
 # A remote folder ---------------------------------------------------------------------------------
-
-
-class RemoteFailed(CkptError):
-    """A remote folder did not do what a run needs."""
 
 
 _CONTENT = b"datatrove-ckpt"
@@ -99,64 +89,10 @@ def _upload(folder: DataFolder, name: str) -> DataFolder:
         raise
 
 
-State = Literal["ok", "note", "warning", "problem"]
-T = TypeVar("T")
-
 _LEAST_FREE = 1 << 26  # bytes, for one chunk
 _ON_ONE_NODE = (
     "Tasks may run on other nodes: if those do not see this folder, choose one that all nodes see."
 )
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What a check has found. A check is a generator of them.
-
-    Attributes:
-        what: which property was checked, such as "locks".
-        message: what was found, and what to do about it.
-        subject: what was checked, such as "checkpoints". ``about`` adds it.
-        error: a run raises it; None: a run starts.
-        markers: a run removes them.
-    """
-
-    state: State
-    what: str
-    message: str
-    subject: str = ""
-    error: Exception | None = None
-    markers: Sequence[WrongMarker] = ()
-
-    def to_json(self) -> dict[str, str]:
-        names = ("state", "what", "message", "subject")
-        return {name: getattr(self, name) for name in names}
-
-    def __str__(self) -> str:
-        return f"{self.state:<8} {self.subject}, {self.what}: {' '.join(self.message.split())}"
-
-
-def about(
-    subject: str,
-    check: Callable[..., Iterable[Finding] | None],
-    *arguments: object,
-    what: str = "checked",
-) -> Iterator[Finding]:
-    """Makes a check. What it raises is a problem."""
-    try:
-        for found in check(*arguments) or ():
-            yield replace(found, subject=found.subject or subject)
-    except Exception as error:  # a list of all problems is worth more than the traceback of one
-        text = f"this could not be checked: {failure_line(error)}."
-        if isinstance(error, CkptError):
-            text = str(error)
-        yield Finding("problem", what, text, subject, error)
-
-
-def file_system(folder: Path) -> FilesystemTraits:
-    mounts = ""
-    if MOUNTS.exists():
-        mounts = MOUNTS.read_text(errors="replace")
-    return traits(find_mount(existing_part(folder.absolute()).resolve(), mounts))
 
 
 # Local folders -----------------------------------------------------------------------------------
@@ -270,145 +206,3 @@ def check_remote(place: str | DataFolder) -> Iterator[Finding]:
     except RemoteFailed as error:
         advice = "" if hub_refusal(error) else " Correct the address, the key or its permissions."
         yield Finding("problem", "reachable", f"{error}{advice}")
-
-
-def within(function: Callable[[], T], place: str) -> T:
-    """Calls a function, for ``REMOTE_SECONDS`` at most.
-
-    Raises:
-        RemoteFailed: the function took longer. It continues in a daemon thread, which keeps no
-            process alive.
-    """
-    result = in_thread(function, "datatrove-ckpt check")
-    wait([result], REMOTE_SECONDS)
-    if not result.done():
-        raise RemoteFailed(
-            f"{place}: there was no answer within {REMOTE_SECONDS:.0f} s. Check the network, or "
-            "the mount."
-        )
-    return result.result()
-
-
-# Which file system a folder is on, read from /proc/mounts. A checkpoint needs locks, appends,
-# renames, and syncs that reach permanent storage.
-
-MOUNTS = Path("/proc/mounts")
-
-_IN_MEMORY = ("tmpfs", "ramfs")
-_NETWORK = {
-    "nfs",
-    "nfs4",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "ceph",
-    "cifs",
-    "smb3",
-    "wekafs",
-    "fuse.glusterfs",
-    "fuse.juicefs",
-    "fuse.sshfs",
-    "9p",
-    "virtiofs",
-}
-_OBJECT_STORES = {
-    "s3fs",
-    "mountpoint-s3",
-    "goofys",
-    "gcsfuse",
-    "blobfuse",
-    "blobfuse2",
-    "rclone",
-    "hf-mount",
-}
-# Mount options that make locks visible to this machine only.
-_LOCAL_LOCKS = {"localflock", "nolock", "local_lock=flock", "local_lock=all"}
-
-
-class Mount(NamedTuple):
-    point: Path
-    kind: str
-    source: str
-    options: frozenset[str]
-
-
-class FilesystemTraits(NamedTuple):
-    """The properties of a file system that matter for checkpoints.
-
-    Attributes:
-        name: its usual name.
-        lasts: files survive a restart of this machine.
-        shared: other machines see the same files.
-        concern: a warning in a sentence.
-        unsupported: a checkpoint cannot be kept on it.
-    """
-
-    name: str
-    lasts: bool = True
-    shared: bool = False
-    concern: str = ""
-    unsupported: bool = False
-
-
-def find_mount(path: Path, mounts: str) -> Mount | None:
-    found = None
-    for line in mounts.splitlines():
-        fields = line.split(" ")
-        if len(fields) < 4:
-            continue
-        point = Path(fields[1].replace("\\040", " "))
-        mount = Mount(point, fields[2], fields[0], frozenset(fields[3].split(",")))
-        # The later mount at a point counts.
-        is_deeper = found is None or point.is_relative_to(found.point)
-        if is_deeper and path.is_relative_to(point):
-            found = mount
-    return found
-
-
-def traits(mount: Mount | None) -> FilesystemTraits:
-    if mount is None:
-        return FilesystemTraits("a file system of unknown kind")
-    if mount.kind in _IN_MEMORY:
-        return FilesystemTraits(
-            f"{mount.kind} (memory)",
-            lasts=False,
-            concern="It is lost when the machine or container stops.",
-        )
-    if mount.kind == "overlay":
-        return FilesystemTraits(
-            "overlay (a container's own layer)",
-            lasts=False,
-            concern="It is lost when the container is removed: mount a volume.",
-        )
-    if mount.kind in _NETWORK:
-        concern = ""
-        local = sorted(mount.options & _LOCAL_LOCKS)
-        if local:
-            concern = (
-                f"It is mounted with {local[0]}: locks do not keep out a process on another node; "
-                "the other process is noticed only after it has started. Mount it with locks that "
-                "all nodes see (Lustre: flock; NFS: without nolock and local_lock)."
-            )
-        elif mount.kind == "lustre" and "flock" not in mount.options:
-            concern = (
-                "It is mounted without flock: mount it with -o flock, or two processes for a task "
-                "notice each other late."
-            )
-        elif mount.kind == "nfs" and not any(one.startswith("vers=4") for one in mount.options):
-            concern = (
-                "Locks of NFS 3 need lockd (NLM) on the server and are lost when it restarts; NFS "
-                "4 has its own."
-            )
-        return FilesystemTraits(f"{mount.kind} (shared)", shared=True, concern=concern)
-    if (
-        mount.kind.startswith("fuse")
-        and {mount.kind.removeprefix("fuse."), mount.source} & _OBJECT_STORES
-    ):
-        text = (
-            "It cannot append to a file. Keep checkpoints on a disk, and mirror them to the "
-            "store by its URL."
-        )
-        return FilesystemTraits(
-            f"{mount.kind} (an object store)", shared=True, concern=text, unsupported=True
-        )
-    return FilesystemTraits(f"{mount.kind} (local)")

@@ -27,7 +27,7 @@ from datatrove_ckpt.readers.inputs import (
     list_input,
     refuse_pointers,
 )
-from datatrove_ckpt.run_folder.folder_checks import Finding, State, within
+from datatrove_ckpt.run_folder.finding import Finding, State, within
 from datatrove_ckpt.run_folder.run_plan import RunPlan
 
 _SAMPLE_DOCUMENTS = 1000

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 from datatrove_ckpt.common.formatting import percent
-from datatrove_ckpt.run_folder.folder_checks import Finding
+from datatrove_ckpt.run_folder.finding import Finding
 
 _LEAST = 64  # characters: a block of 16 tokens
 _LEAST_SHARE = 0.05

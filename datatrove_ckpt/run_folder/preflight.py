@@ -22,7 +22,7 @@ from datatrove_ckpt.mirror import restore
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder import earlier_runs
 from datatrove_ckpt.run_folder.environment_checks import check_hub, surroundings
-from datatrove_ckpt.run_folder.folder_checks import Finding, about, within
+from datatrove_ckpt.run_folder.finding import Finding, about, within
 from datatrove_ckpt.run_folder.run_plan import (
     RunPlan,
     WrongMarker,

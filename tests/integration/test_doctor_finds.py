@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import datatrove_ckpt
 from datatrove_ckpt.cli.short_form import make_executor
-from datatrove_ckpt.run_folder import environment_checks, folder_checks, input_checks
+from datatrove_ckpt.run_folder import environment_checks, finding, folder_checks, input_checks
 from datatrove_ckpt.testing import FakeServer
 from tests.yaml_jobs import ENDPOINT, doctor_lines, job_yaml
 
@@ -208,7 +208,7 @@ def test_a_file_system_without_locks_is_a_warning(found, monkeypatch):
 def test_a_folder_that_never_answers_is_a_problem(found, monkeypatch):
     never = threading.Event()
     monkeypatch.setattr(folder_checks, "file_system", lambda folder: never.wait())
-    monkeypatch.setattr(folder_checks, "REMOTE_SECONDS", 0.5)
+    monkeypatch.setattr(finding, "REMOTE_SECONDS", 0.5)
     said = found()["checkpoints, reachable"][1]
     never.set()
     assert said.endswith("there was no answer within 0 s. Check the network, or the mount.")

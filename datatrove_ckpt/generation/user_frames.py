@@ -1,0 +1,74 @@
+"""Finds the places in the user's code from which an error or a call came, for messages."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from pathlib import Path
+from traceback import walk_stack, walk_tb
+from types import CodeType
+
+import datatrove_ckpt
+
+
+def first_of(error: BaseException) -> BaseException:
+    """Returns the first failure of a group, from which the others followed."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+_PACKAGE = str(Path(datatrove_ckpt.__file__).parent)
+_INSTALLED = tuple(
+    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+
+
+def raised_at(error: BaseException) -> str:
+    """Returns the place in the user's code as ", in job.py, line 9 (rollout)"; "" if our own code
+    raised the error.
+
+    For an error of a library, this is the user's call.
+    """
+    places = [(frame.f_code, line) for frame, line in walk_tb(first_of(error).__traceback__)]
+    if not places or is_package_code(places[-1][0]):
+        return ""
+    others = [place for place in places if not is_package_code(place[0])]
+    own = [place for place in others if not place[0].co_filename.startswith(_INSTALLED)]
+    return _place(*(own or others)[-1])
+
+
+def called_at() -> str:
+    """Returns the user's call of our code, formatted as ``raised_at``; "" for a library's call."""
+    for frame, line in walk_stack(sys._getframe()):
+        # Not by its file: a dataclass has an __init__ without one.
+        if str(frame.f_globals.get("__name__")).partition(".")[0] != datatrove_ckpt.__name__:
+            if frame.f_code.co_filename.startswith(_INSTALLED):
+                return ""
+            return _place(frame.f_code, line)
+    return ""
+
+
+def runs_at(thread: int) -> str:
+    """Returns what a thread runs in the user's code, formatted as ``raised_at``; "" if a callback
+    of ours runs, or none.
+    """
+    for frame, line in walk_stack(sys._current_frames().get(thread)):
+        if is_package_code(frame.f_code):
+            return ""
+        if not frame.f_code.co_filename.startswith(_INSTALLED):
+            return _place(frame.f_code, line)
+    return ""
+
+
+def is_package_code(code: CodeType) -> bool:
+    return code.co_filename.startswith(_PACKAGE)
+
+
+def _place(code: CodeType, line: int) -> str:
+    path = Path(code.co_filename)
+    here = Path.cwd()
+    shown = path
+    if path.is_relative_to(here):
+        shown = path.relative_to(here)
+    return f", in {shown}, line {line} ({code.co_name})"

@@ -15,6 +15,7 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from datatrove_ckpt import old_paths as old_paths
 from datatrove_ckpt.process.gc_tuning import gc_paused
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """``history.jsonl`` of a rank: what its attempts did, one line per event.
 
 Recovery does not read it, so damage costs a line and never the run. Each line has a checksum
-(``checksummed_lines``) and is a JSON object with the keys "k" (kind), "at" (Unix seconds) and "n" (number of
-the attempt, from 1: the owner's fence in ``run.json``).
+(``checksummed_lines``) and is a JSON object with the keys "k" (kind), "at" (Unix seconds) and "n"
+(number of the attempt, from 1: the owner's fence in ``run.json``).
 
     k           keys
     start       host, pid, job (of Slurm, or null), v (our version)

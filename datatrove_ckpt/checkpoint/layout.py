@@ -311,8 +311,8 @@ def refuse_missing_run_json(folder: Path) -> None:
     if foreign:
         raise CheckpointMismatch(
             f"{folder} holds {', '.join(foreign)} but no {RUN}. If datatrove's own InferenceRunner "
-            f"made it: {continue_datatroves(folder.parent)} If {RUN} is lost: {checksummed_lines.RESTORE}"
-            "start this task over: move the folder away."
+            f"made it: {continue_datatroves(folder.parent)} If {RUN} is lost: "
+            f"{checksummed_lines.RESTORE}start this task over: move the folder away."
         )
 
 

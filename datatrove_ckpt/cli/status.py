@@ -132,8 +132,8 @@ def _describe_trouble(state: RunState) -> Iterator[str]:
     troubled = state.troubled
     if troubled:
         yield (
-            f"{status_text.counted(len(troubled), 'task')} {'needs' if len(troubled) == 1 else 'need'} "
-            "attention:"
+            f"{status_text.counted(len(troubled), 'task')} "
+            f"{'needs' if len(troubled) == 1 else 'need'} attention:"
         )
     for trouble in dict.fromkeys(rank.trouble for rank in troubled):
         ranks = [rank for rank in troubled if rank.trouble == trouble]

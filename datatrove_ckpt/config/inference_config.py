@@ -691,8 +691,8 @@ class Engine:
         metrics: None: it has none.
         task_flags: ``model_kwargs`` that a task of the short form needs, by its name.
         ways: how to ask for what is no text, by the names of ``generate``'s methods. One that is
-            missing it lacks. ``inference.client.responses`` must know the form of the answers. These
-            are vLLM's.
+            missing it lacks. ``inference.client.responses`` must know the form of the answers.
+            These are vLLM's.
         drain_seconds: it can finish its requests after a SIGTERM, and gets at least so long.
         causes: of failed starts, each with a pattern in its log, ignoring case; the four above are
             those of several engines.

@@ -14,9 +14,6 @@ pipeline ``InferenceRunner`` takes positions from documents, and returns a saved
 from datatrove's.
 """
 
-import sys
-
-from datatrove_ckpt.readers import whole_files
 from datatrove_ckpt.readers.base import DamagedLine, SeekingReader, Stateful
 from datatrove_ckpt.readers.batch_files import BatchReader
 from datatrove_ckpt.readers.csv_rows import CSVReader
@@ -25,9 +22,6 @@ from datatrove_ckpt.readers.jsonl import JsonlReader
 from datatrove_ckpt.readers.positions import PositionedDocument, Reading, position_state
 from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
 from datatrove_ckpt.readers.whole_files import PageReader, TextReader
-
-# Tasks that earlier builds have queued name these modules.
-sys.modules |= dict.fromkeys([f"{__name__}.texts", f"{__name__}.pages"], whole_files)
 
 READERS: tuple[type[SeekingReader], ...] = (
     JsonlReader,

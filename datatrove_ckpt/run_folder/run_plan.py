@@ -289,8 +289,8 @@ def _check_order(pipeline: Sequence[object]) -> None:
     for index, step in enumerate(pipeline):
         if isinstance(step, BaseReader) and (step.limit < -1 or not step.limit):
             raise ConfigError(
-                f"{setting_names.step_place(index, step)}: limit: must be >= 1, or -1 for all documents; "
-                f"it is {step.limit}."
+                f"{setting_names.step_place(index, step)}: limit: must be >= 1, or -1 for all "
+                f"documents; it is {step.limit}."
             )
     if pipeline and isinstance(pipeline[0], InferenceRunner) and not pipeline[0].retry_dead_letters:
         raise ConfigError(
@@ -302,8 +302,8 @@ def _check_order(pipeline: Sequence[object]) -> None:
             continue
         if before.until is not None:
             raise ConfigError(
-                f"{setting_names.step_place(index, before)}: until: ends the task, so that no step after "
-                "it would run. Put those into a second executor, which has this one as its "
+                f"{setting_names.step_place(index, before)}: until: ends the task, so that no step "
+                "after it would run. Put those into a second executor, which has this one as its "
                 "`depends`."
             )
         first = next(iter(signature(step.run).parameters.values()), None)

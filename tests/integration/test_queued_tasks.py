@@ -7,12 +7,14 @@ tests/data/queued has the files: see tests/make_queued.py.
 import json
 import os
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import dill
 import pytest
 
-from datatrove_ckpt import readers
+from datatrove_ckpt.old_paths import MOVED
 from tests import processes
 from tests.jobs import ids
 from tests.make_queued import (
@@ -51,11 +53,24 @@ def test_a_file_that_names_classes_by_their_modules_is_the_job_that_it_was(here,
     assert step["identity"] == then["identity"]
 
 
-@pytest.mark.parametrize("name", ["texts.TextReader", "pages.PageReader"])
-def test_a_reader_is_found_where_it_was_when_a_task_was_queued(name):
-    module, reader = name.split(".")
-    pickled = f"cdatatrove_ckpt.readers.{module}\n{reader}\n.".encode()
-    assert dill.loads(pickled) is getattr(readers, reader)
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("readers.batch:BatchReader", "readers"),
+        ("readers.pages:PageReader", "readers"),
+        ("readers.texts:TextReader", "readers"),
+        ("rollouts.batch:BatchRollout", "rollouts"),
+        ("testing.server:FakeServer", "testing"),
+    ],
+)
+def test_a_class_is_found_where_it_was_when_a_task_was_queued(old, new):
+    module, _, name = old.partition(":")
+    pickled = f"cdatatrove_ckpt.{module}\n{name}\n.".encode()
+    assert dill.loads(pickled) is getattr(import_module(f"datatrove_ckpt.{new}"), name)
+
+
+def test_each_module_that_has_moved_is_there():
+    assert [new for new in MOVED.values() if not find_spec(f"datatrove_ckpt.{new}")] == []
 
 
 def known(then, now):

@@ -45,7 +45,7 @@ ROOMS = {
     "testing": "common checkpoint",
 }
 
-NOT_ROOMS = ("", "__main__", "inference", "run_inference", "types")
+NOT_ROOMS = ("", "__main__", "inference", "old_paths", "run_inference", "types")
 """The command, and modules that hold names of others only."""
 
 

@@ -11,13 +11,13 @@ from datatrove.data import Document
 from datatrove.utils.stats import Stats
 
 from datatrove_ckpt.common.redaction import Veiled
-from datatrove_ckpt.generation.runner_settings import Step
+from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.process import task_log  # noqa: F401 (for its import)
 from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.process.host_loop import run_hosted
 
 
-class InferenceRunner(Step):
+class InferenceRunner(RunnerSettings):
     """Sends each document through a rollout function, and writes the results, one file per chunk of
     documents.
 

@@ -18,7 +18,7 @@ from datatrove_ckpt.errors import (
     causes,
 )
 from datatrove_ckpt.generation.datatrove_errors import DocumentFailed
-from datatrove_ckpt.generation.runner_settings import Step
+from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.generation.user_rollout import name_of
 from datatrove_ckpt.rollouts import InvalidAnswer
 
@@ -45,7 +45,7 @@ def shown(doc_id: str, ordinal: int) -> str:
     return f"document {safe_repr(doc_id)} (number {ordinal} of this task)"
 
 
-def way_out(error: BaseException, step: Step) -> tuple[str, list[Mapping[str, object]]]:
+def way_out(error: BaseException, step: RunnerSettings) -> tuple[str, list[Mapping[str, object]]]:
     """Returns what to do about a document that failed."""
     way, changes = _way_out(error)
     if step.checkpoints_local_dir is None:

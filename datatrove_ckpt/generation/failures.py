@@ -26,7 +26,7 @@ from datatrove_ckpt.generation.dead_letters import (
 )
 from datatrove_ckpt.generation.failure_advice import shown, way_out
 from datatrove_ckpt.generation.prefetch import SourceDocument
-from datatrove_ckpt.generation.runner_settings import Step
+from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.generation.user_frames import raised_at
 from datatrove_ckpt.generation.user_rollout import NotAwaitable
 
@@ -40,7 +40,7 @@ class Failures:
         taken: lines of letters of retries, whose documents are not processed here.
     """
 
-    step: Step
+    step: RunnerSettings
     dead: int
     taken: dict[Attempt, bytes]
 

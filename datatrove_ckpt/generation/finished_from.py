@@ -39,7 +39,7 @@ from datatrove_ckpt.checkpoint.lock import lock_holder, name_holder
 from datatrove_ckpt.common.formatting import plural, safe_repr, safe_text
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, ConfigError, InputError
-from datatrove_ckpt.generation.runner_settings import Step
+from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.output.arrow_types import Row
 from datatrove_ckpt.output.csv_writer import text_of
 from datatrove_ckpt.output.document_codec import Result, decode, document_of, encode, result_of
@@ -78,7 +78,7 @@ class OldRuns:
         OSError: a place cannot be read.
     """
 
-    def __init__(self, step: Step, identity: RunIdentity) -> None:
+    def __init__(self, step: RunnerSettings, identity: RunIdentity) -> None:
         runs = [(place, run) for place in _listed(step.finished_from or ()) for run in _runs(place)]
         changes = [
             change

@@ -4,13 +4,13 @@ from datatrove.data import Document
 
 from datatrove_ckpt.config.templates import fill, lacks
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.runner_settings import Step
+from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.rollouts import InvalidMedia, PromptRollout, ReadyMade
 from datatrove_ckpt.rollouts.media import MEDIA
 from datatrove_ckpt.rollouts.prompt_source import prompt_source
 
 
-def check_first(step: Step, document: Document) -> None:
+def check_first(step: RunnerSettings, document: Document) -> None:
     """Checks the first document.
 
     Raises:
@@ -28,7 +28,7 @@ def check_first(step: Step, document: Document) -> None:
             raise lacks(document, "images", images)
 
 
-async def try_media(step: Step, document: Document) -> None:
+async def try_media(step: RunnerSettings, document: Document) -> None:
     """Encodes the media of the first document.
 
     Raises:
@@ -43,7 +43,7 @@ async def try_media(step: Step, document: Document) -> None:
             raise ConfigError(f"The first document, {document.id!r}: {error}.") from error
 
 
-def check_answer(step: Step, document: Document) -> None:
+def check_answer(step: RunnerSettings, document: Document) -> None:
     """Raises ConfigError if the run would replace what a document holds."""
     owner = "metadata_key" if step.answer_column is None else "answer"
     settings = dict.fromkeys(step.added_columns.values(), owner)

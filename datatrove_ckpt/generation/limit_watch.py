@@ -22,7 +22,7 @@ from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.interval import Interval, Tuning
 from datatrove_ckpt.checkpoint.run_limits import NO_TOTALS, RunTotals, TotalsReader
 from datatrove_ckpt.errors import CkptError, ConfigError, LimitReached
-from datatrove_ckpt.generation.runner_settings import Step
+from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.process.shutdown import Shutdown
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _reader(root: Path, mirror: str | None, pid: int) -> RunReader:
     return RunReader(root, mirror)
 
 
-def _reader_of(step: Step) -> RunReader:
+def _reader_of(step: RunnerSettings) -> RunReader:
     root = Path(str(step.checkpoints_local_dir))
     with suppress(ConfigError):  # the node that starts jobs may not know a variable of theirs
         root = step.checkpoints_root
@@ -117,7 +117,7 @@ def _reader_of(step: Step) -> RunReader:
 def limit_reached(steps: Iterable[object]) -> LimitReached | None:
     """Returns the first limit that the run of a pipeline has reached."""
     for step in steps:
-        if isinstance(step, Step) and step.limits:
+        if isinstance(step, RunnerSettings) and step.limits:
             reached: LimitReached | None = step.limits.reached(_reader_of(step).read())
             if reached is not None:
                 return reached
@@ -132,7 +132,7 @@ class LimitWatch:
         others: what the other tasks have, as of the last look.
     """
 
-    step: Step
+    step: RunnerSettings
     checkpoint: OpenCheckpoint
     shutdown: Shutdown
     others: RunTotals = NO_TOTALS

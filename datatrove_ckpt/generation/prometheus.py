@@ -33,7 +33,7 @@ from datatrove_ckpt.common.formatting import error_text
 from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.generation.progress import RankReporter
-from datatrove_ckpt.generation.runner_settings import Step
+from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.process.slurm_job import job_id
 
@@ -355,7 +355,11 @@ def metrics_port(process: int, host: str, first: int) -> ShownRanks:
 
 @contextmanager
 def shown_rank(
-    step: Step, rank: int, checkpoint: OpenCheckpoint, reporter: RankReporter, shutdown: Shutdown
+    step: RunnerSettings,
+    rank: int,
+    checkpoint: OpenCheckpoint,
+    reporter: RankReporter,
+    shutdown: Shutdown,
 ) -> Iterator[None]:
     """Shows a rank inside the block, as its ``monitoring`` says. Without a port the run goes on."""
     started_at = time.time()

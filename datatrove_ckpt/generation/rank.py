@@ -46,7 +46,7 @@ from datatrove_ckpt.generation.quality import Quality
 from datatrove_ckpt.generation.rank_requests import RankRequests
 from datatrove_ckpt.generation.results import Results
 from datatrove_ckpt.generation.run_identity import servers_digest
-from datatrove_ckpt.generation.runner_settings import Step
+from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.generation.scheduler import Scheduler
 from datatrove_ckpt.generation.user_frames import first_of
 from datatrove_ckpt.generation.user_rollout import bind_shared, name_of, shared_arguments
@@ -77,7 +77,9 @@ _STARTS_OVER = (
 )
 
 
-def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size: int) -> None:
+def run_rank(
+    step: RunnerSettings, data: Iterable[Document] | None, rank: int, world_size: int
+) -> None:
     """See ``InferenceRunner.run``."""
     use(step.form)
     requests, servers = step.requests_and_servers()
@@ -111,7 +113,7 @@ def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size:
 
 
 @contextmanager
-def checkpoints_root(step: Step) -> Iterator[Path]:
+def checkpoints_root(step: RunnerSettings) -> Iterator[Path]:
     """Yields ``checkpoints_local_dir``, or a temporary folder: without checkpoints, nothing is kept
     for a resume.
     """
@@ -129,7 +131,7 @@ def checkpoints_root(step: Step) -> Iterator[Path]:
 
 @dataclass
 class _Run:
-    step: Step
+    step: RunnerSettings
     data: Iterable[Document]
     root: Path
     rank: int

@@ -16,7 +16,7 @@ from loguru import logger
 from datatrove_ckpt.common.exact_json import loads
 from datatrove_ckpt.generation.document_answers import Answers
 from datatrove_ckpt.generation.first_document import check_answer, check_first
-from datatrove_ckpt.generation.runner_settings import Step
+from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.output.document_codec import encode_finished, writes_media
 from datatrove_ckpt.output.file_names import FileNames
 from datatrove_ckpt.output.writer_trial import WriterTrial
@@ -39,7 +39,7 @@ class Results:
         may_wait: ``encode`` may wait for a thread.
     """
 
-    def __init__(self, step: Step, names: FileNames, trial: WriterTrial | None) -> None:
+    def __init__(self, step: RunnerSettings, names: FileNames, trial: WriterTrial | None) -> None:
         self._step = step
         self._names = names
         self._trial = trial
@@ -111,7 +111,7 @@ class Results:
             self._drop_sent(document)
 
 
-def put_answer(step: Step, document: Document, results: Sequence[object]) -> bool:
+def put_answer(step: RunnerSettings, document: Document, results: Sequence[object]) -> bool:
     """Puts the answers into the metadata, where a value that the rollout put there stays. Returns
     False if nothing is to be written: there are no items.
 

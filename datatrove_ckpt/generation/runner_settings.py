@@ -56,7 +56,7 @@ _ENDPOINT_COLUMN = "endpoint_column"  # the field of runs that began with ``endp
 
 
 @dataclass(eq=False, repr=False)
-class Step(PipelineStep):
+class RunnerSettings(PipelineStep):
     """Only a step writes to its fields: other rooms ask for a copy, ``changed``."""
 
     rollout_fn: Rollout
@@ -107,7 +107,7 @@ class Step(PipelineStep):
     def __post_init__(self) -> None:
         super().__init__()
         safe_log()
-        check(Step, vars(self))
+        check(RunnerSettings, vars(self))
         self.form = form()
         models = models_of(self.config)
         if isinstance(self.config, Mapping):
@@ -407,9 +407,9 @@ class Step(PipelineStep):
 
 # Only its ``__init__`` is wanted: datatrove would write a dataclass, secrets included, to
 # executor.json.
-del Step.__dataclass_fields__
+del RunnerSettings.__dataclass_fields__
 # Python's messages about arguments show this name.
-Step.__init__.__qualname__ = "InferenceRunner.__init__"
+RunnerSettings.__init__.__qualname__ = "InferenceRunner.__init__"
 
 
 def described(steps: Sequence[object]) -> list[StepRecord]:
@@ -419,7 +419,7 @@ def described(steps: Sequence[object]) -> list[StepRecord]:
     return describe_pipeline(steps, code_of)
 
 
-def _for_process(step: Step) -> object:
+def _for_process(step: RunnerSettings) -> object:
     """Pickles a step for a worker process: through a pipe, without what the process already has."""
     with script_names.nothing_carried():
         return step.__reduce_ex__(2)

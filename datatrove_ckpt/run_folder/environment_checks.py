@@ -19,7 +19,7 @@ from datatrove_ckpt.errors import ConfigError, DocumentNotSerializable, ServerSt
 from datatrove_ckpt.errors.setting_names import setting_name
 from datatrove_ckpt.generation.first_document import check_first, try_media
 from datatrove_ckpt.generation.recorded_requests import NotedRequest, unsent_prompts
-from datatrove_ckpt.generation.runner_settings import Step
+from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.inference.servers.endpoint_probe import EndpointAnswer, ask_endpoints
 from datatrove_ckpt.inference.servers.host import check_servers
 from datatrove_ckpt.output.arrow_types import NO_TYPES
@@ -149,7 +149,7 @@ def _check_prompt(runner: RunnerPlan, sample: list[Document]) -> Iterator[Findin
         yield from check_prompts(prompts, runner.step.model.servers)
 
 
-def _costs(step: Step, documents: Sequence[Document]) -> Iterator[Finding]:
+def _costs(step: RunnerSettings, documents: Sequence[Document]) -> Iterator[Finding]:
     """Estimates what documents cost, from the texts of the first ones."""
     answer = max_tokens_of(step.model.default_generation_params)
     requests = []

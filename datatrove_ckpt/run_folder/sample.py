@@ -26,7 +26,7 @@ from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.generation.recorded_requests import NotedRequest, NotedRequests, noting
 from datatrove_ckpt.generation.run_identity import servers_digest
-from datatrove_ckpt.generation.runner_settings import Step
+from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.readers.positions import position_of
 from datatrove_ckpt.run_folder.estimate import Estimate, estimate, quantile
 from datatrove_ckpt.run_folder.run_plan import RunnerPlan, RunPlan
@@ -181,7 +181,7 @@ ROUND_NUMBER = 1000
 """Of documents that an estimate is for, where the size of the input is not known."""
 
 
-def estimate_lines(sample: SentSample, step: Step) -> Iterator[str]:
+def estimate_lines(sample: SentSample, step: RunnerSettings) -> Iterator[str]:
     """Describes what the documents of a sample took, and what the whole input takes."""
     sizes = sample.sizes
     total = ROUND_NUMBER if sample.total is None else sample.total
@@ -225,7 +225,10 @@ def _counted(number: float) -> str:
 
 
 def costs(
-    step: Step, sent: Sequence[Sequence[NotedRequest]], sizes: Sequence[float], total: float
+    step: RunnerSettings,
+    sent: Sequence[Sequence[NotedRequest]],
+    sizes: Sequence[float],
+    total: float,
 ) -> Iterator[tuple[str, str]]:
     """Yields "cost" and what a whole input costs, then the same of each tier; nothing without
     prices. See ``estimate``.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 import datatrove_ckpt
-from datatrove_ckpt.generation.runner_settings import Step
+from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.user_code import statements
 from tests.unit.test_plain_statements import packed
 
@@ -120,7 +120,7 @@ def test_the_name_of_a_class_has_one_meaning():
 
 
 def test_nothing_but_the_step_itself_writes_to_the_settings_of_a_user():
-    settings = set(Step.__annotations__)
+    settings = set(RunnerSettings.__annotations__)
     assert "checkpoints_local_dir" in settings
     writers = {
         name: module.writes & settings

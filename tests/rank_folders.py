@@ -15,7 +15,7 @@ from datatrove_ckpt.checkpoint.history import End, Progress, Start
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
-from datatrove_ckpt.run_folder.run_location import Place
+from datatrove_ckpt.run_folder.run_location import RunLocation
 
 ELSEWHERE = "node7"
 """A host that is not this one: nobody here can see its locks."""
@@ -161,4 +161,4 @@ def finish(folder):
 
 def place_at(checkpoints):
     """The place that a user names by its folder."""
-    return Place(str(checkpoints), checkpoints, [str(checkpoints)])
+    return RunLocation(str(checkpoints), checkpoints, [str(checkpoints)])

@@ -11,7 +11,7 @@ def place_of(
     arguments: argparse.Namespace,
     wanted: Callable[[str, int], bool] = lambda name, size: True,
     output: str | None = None,
-) -> AbstractContextManager[run_location.Place]:
+) -> AbstractContextManager[run_location.RunLocation]:
     """Opens the place that ``arguments.what`` names, with its overrides.
 
     See ``open_place``.

@@ -16,7 +16,7 @@ from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder.documents import ShownDocument, read_dead_letters, read_documents
 from datatrove_ckpt.run_folder.export import export as write_export
 from datatrove_ckpt.run_folder.report.page import report_page
-from datatrove_ckpt.run_folder.run_location import Place
+from datatrove_ckpt.run_folder.run_location import RunLocation
 from datatrove_ckpt.run_folder.run_state import read_run_state, wanted_files
 
 _MOST = 600  # characters of a text; an answer may have twice as many
@@ -93,7 +93,7 @@ def sample(executor: PipelineExecutor, number: int) -> int:
     ):
         taken = take_sample(plan, number, Path(folder))
         asked = taken.documents
-        place = Place(folder, taken.checkpoints, [folder])
+        place = RunLocation(folder, taken.checkpoints, [folder])
         found = []
         odd = ""
         if asked:

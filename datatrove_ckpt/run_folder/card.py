@@ -21,7 +21,7 @@ from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.output.formats import Format, format_of_file
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.interruptible_calls import StoppableCalls
-from datatrove_ckpt.run_folder.run_location import Place
+from datatrove_ckpt.run_folder.run_location import RunLocation
 from datatrove_ckpt.run_folder.run_plan import RunnerPlan
 from datatrove_ckpt.run_folder.run_state import RunState, read_run_state
 from datatrove_ckpt.run_folder.status_text import topics
@@ -46,7 +46,7 @@ def write_card(runner: RunnerPlan, root: Path, command: str) -> None:
         FileExistsError: the user has such a file.
         CkptError: the folder cannot be read, or takes no file; or the hub takes none.
     """
-    state = read_run_state(Place(str(root), root, [str(root)]))
+    state = read_run_state(RunLocation(str(root), root, [str(root)]))
     folder = root
     if root.name == "checkpoints" and (root.parent / "output").is_dir():
         folder = root.parent

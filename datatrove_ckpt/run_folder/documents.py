@@ -20,7 +20,7 @@ from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.output.document_codec import number_column
 from datatrove_ckpt.output.formats import format_of_file, from_cell
 from datatrove_ckpt.run_folder.report.page import shortened
-from datatrove_ckpt.run_folder.run_location import Place
+from datatrove_ckpt.run_folder.run_location import RunLocation
 from datatrove_ckpt.run_folder.verify import find_output
 
 _USUAL = ("text", "finish_reason", "usage", "reasoning", "logprobs")  # of any result
@@ -56,7 +56,7 @@ class ShownDocument(NamedTuple):
         return self._replace(id=shortened(id_, 200), text=text, answer=answer)
 
 
-def read_documents(place: Place) -> Iterator[ShownDocument]:
+def read_documents(place: RunLocation) -> Iterator[ShownDocument]:
     """Reads the output files. Raises as ``committed_files``; OutputFailed if one cannot be read."""
     for folder, file, run in committed_files(place):
         answer_of = _item if run.get("explode") else _answer
@@ -79,7 +79,7 @@ def read_documents(place: Place) -> Iterator[ShownDocument]:
             )
 
 
-def committed_files(place: Place) -> Iterator[Committed]:
+def committed_files(place: RunLocation) -> Iterator[Committed]:
     """Yields each file that is committed now, also of a rank with other damage than to its commits.
 
     Raises:
@@ -101,7 +101,7 @@ def committed_files(place: Place) -> Iterator[Committed]:
         raise damage
 
 
-def read_dead_letters(place: Place) -> Iterator[ShownDocument]:
+def read_dead_letters(place: RunLocation) -> Iterator[ShownDocument]:
     """Reads the dead letters that no finished retry has taken.
 
     Raises ConfigError if there is no checkpoint.

@@ -30,7 +30,7 @@ from datatrove_ckpt.output.csv_writer import line
 from datatrove_ckpt.output.document_codec import for_orjson
 from datatrove_ckpt.output.formats import JSONL, PARQUET, format_of_file
 from datatrove_ckpt.run_folder.documents import Committed, committed_files, read_rows
-from datatrove_ckpt.run_folder.run_location import Place
+from datatrove_ckpt.run_folder.run_location import RunLocation
 from datatrove_ckpt.run_folder.verify import REDO_KINDS, Report, verify
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ _LINE = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_
 _OTHER_DOCUMENTS = (*REDO_KINDS, "duplicate", "overlap", "lost", "commits")  # kinds of problems
 
 
-def dataset(place: Place) -> datasets.Dataset:
+def dataset(place: RunLocation) -> datasets.Dataset:
     """Returns a dataset of the committed files, which may be larger than the memory. Raises as
     ``committed_files``; OutputFailed if no column can hold the values of JSON lines.
     """
@@ -84,7 +84,7 @@ def _whole_rows(
             yield {name: row.get(name) for name in columns}
 
 
-def _columns_of_rows(place: Place) -> Iterator[tuple[str, DataType]]:
+def _columns_of_rows(place: RunLocation) -> Iterator[tuple[str, DataType]]:
     for rows in _batches(place):
         for name in dict.fromkeys(chain.from_iterable(rows)):
             yield name, type_of([row.get(name) for row in rows], name)
@@ -106,7 +106,7 @@ def _united(columns: Iterable[tuple[str, DataType]]) -> Schema:
     return pa.schema(types.items())
 
 
-def export(place: Place, target: str) -> tuple[int, Report]:
+def export(place: RunLocation, target: str) -> tuple[int, Report]:
     """Writes all committed documents, task by task in the order of the input.
 
     A column of a CSV file is one that any document has; lists and dictionaries are JSON there.
@@ -147,7 +147,7 @@ def export(place: Place, target: str) -> tuple[int, Report]:
     return count, report
 
 
-def _refuse_changes(place: Place) -> Report:
+def _refuse_changes(place: RunLocation) -> Report:
     report = verify(place)
     wrong = [one for one in report.problems if one.kind in _OTHER_DOCUMENTS]
     if wrong:
@@ -169,7 +169,7 @@ def _named(target: str) -> Iterator[None]:
         ) from error
 
 
-def _write_lines(place: Place, path: Path) -> int:
+def _write_lines(place: RunLocation, path: Path) -> int:
     count = 0
     with path.open("wb") as target:
         for folder, committed, _ in committed_files(place):
@@ -188,7 +188,7 @@ def _write_lines(place: Place, path: Path) -> int:
     return count
 
 
-def _write_parquet(place: Place, path: Path) -> int:
+def _write_parquet(place: RunLocation, path: Path) -> int:
     files = [*committed_files(place)]  # a run may commit more of them meanwhile
     if files and format_of_file(files[0][1].path) is PARQUET:
         schema = _united(_columns_of_tables(files))
@@ -249,7 +249,7 @@ def _table(rows: Sequence[Json], schema: Schema) -> Table:
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def _write_csv(place: Place, path: Path) -> int:
+def _write_csv(place: RunLocation, path: Path) -> int:
     files = [*committed_files(place)]  # a run may commit more of them meanwhile
     columns = dict[str, None]()
     for row in _rows(files):
@@ -268,7 +268,7 @@ def _rows(files: Iterable[Committed]) -> Iterator[Json]:
         yield from read_rows(folder, committed.path, with_media=True)
 
 
-def _batches(place: Place) -> Iterator[list[Json]]:
+def _batches(place: RunLocation) -> Iterator[list[Json]]:
     rows = _rows(committed_files(place))
     while batch := list(islice(rows, _ROWS)):
         yield batch

@@ -37,7 +37,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 @dataclass(slots=True)
-class Place:
+class RunLocation:
     """Where the files of a run's ranks can be read.
 
     Attributes:
@@ -86,7 +86,7 @@ def open_place(
     wanted: Callable[[str, int], bool] = lambda name, size: True,
     overrides: Sequence[str] = (),
     output: str | None = None,
-) -> Iterator[Place]:
+) -> Iterator[RunLocation]:
     """Finds what the user named: a folder, a URL, or a YAML file. A mirror's copy is removed at the
     end.
 
@@ -139,9 +139,9 @@ def open_place(
         yield place
 
 
-def _named(what: str) -> tuple[Place, str | None]:
+def _named(what: str) -> tuple[RunLocation, str | None]:
     """Returns the place, and the mirror's URL if it is a mirror."""
-    place = Place(what, Path(what), [what])
+    place = RunLocation(what, Path(what), [what])
     if _URL.match(what):
         return place, what
     root = place.folder
@@ -187,7 +187,7 @@ def looks_like_mirror(folder: Path) -> bool:
 
 
 @contextmanager
-def restored(place: Place) -> Iterator[Place]:
+def restored(place: RunLocation) -> Iterator[RunLocation]:
     """Yields a place to change: a mirror's with all ranks restored in a temporary folder; another
     as it is.
     """
@@ -202,7 +202,7 @@ def restored(place: Place) -> Iterator[Place]:
         yield replace(place, folder=Path(folder))
 
 
-def upload(place: Place, ranks: list[RankLedger]) -> None:
+def upload(place: RunLocation, ranks: list[RankLedger]) -> None:
     """Uploads the changed ranks, if they were restored from a mirror.
 
     The same command continues after a failure.
@@ -215,7 +215,7 @@ def upload(place: Place, ranks: list[RankLedger]) -> None:
         upload_rank(f"{place.mirror.url}/{rank.folder.relative_to(place.folder)}", rank.folder)
 
 
-def cancel_batch(place: Place, rank: Path, batch: Batch) -> str | None:
+def cancel_batch(place: RunLocation, rank: Path, batch: Batch) -> str | None:
     """Cancels a batch of a rank at its provider. Returns why the provider could not; "" if it
     could; None: it has forgotten the batch, which is given up.
     """
@@ -232,7 +232,7 @@ def cancel_batch(place: Place, rank: Path, batch: Batch) -> str | None:
     return problem
 
 
-def _named_by_config(path: str, config: JsonObject) -> tuple[Place, str | None]:
+def _named_by_config(path: str, config: JsonObject) -> tuple[RunLocation, str | None]:
     executor = _arguments(config.get("executor"))
     index, step = _kept_step(path, executor)
     tasks = executor.get("tasks", 0)
@@ -250,7 +250,7 @@ def _named_by_config(path: str, config: JsonObject) -> tuple[Place, str | None]:
     except ConfigError:  # it cannot be known on this node
         if remote is None:
             raise
-    place = Place(
+    place = RunLocation(
         str(local),
         local or Path(),
         [path],
@@ -289,7 +289,7 @@ def _runs_as_jobs(config: JsonObject) -> bool:
     return name in LAUNCHERS and LAUNCHERS[name].has_own_disks
 
 
-def _not_begun(place: Place, where: object) -> ConfigError:
+def _not_begun(place: RunLocation, where: object) -> ConfigError:
     what = place.given[0]
     if place.output and any(Path(place.output).glob("*")):
         return ConfigError(

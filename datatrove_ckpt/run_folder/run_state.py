@@ -52,7 +52,7 @@ from datatrove_ckpt.common.time_left import time_left
 from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
 from datatrove_ckpt.config.paths import COMMAND_FILE
 from datatrove_ckpt.errors import CheckpointLocked, CkptError
-from datatrove_ckpt.run_folder.run_location import Place
+from datatrove_ckpt.run_folder.run_location import RunLocation
 
 State = Literal["damaged", "failed", "lost", "interrupted", "unfinished", "running", "finished"]
 """What a rank does now, in the order in which people want to know it.
@@ -611,7 +611,7 @@ def wanted_files(name: str, size: int) -> bool:
     return name not in (layout.CACHE, layout.RETRY_INPUT) and size <= _MOST_BYTES
 
 
-def read_run_state(place: Place, now: float | None = None) -> RunState:
+def read_run_state(place: RunLocation, now: float | None = None) -> RunState:
     """Reads the ranks of a place.
 
     Raises ConfigError if there is none, or this user may not read one.
@@ -680,7 +680,7 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     return state
 
 
-def _read_claims(state: RunState, place: Place) -> None:
+def _read_claims(state: RunState, place: RunLocation) -> None:
     folder = place.logging_dir
     if folder is None and not place.is_copy:
         folder = str(place.folder.parent / "logs")
@@ -695,7 +695,7 @@ def _read_claims(state: RunState, place: Place) -> None:
     state.given_up = given_up(store)
 
 
-def check_idle(place: Place, ranks: list[RankLedger]) -> None:
+def check_idle(place: RunLocation, ranks: list[RankLedger]) -> None:
     """Raises CheckpointLocked if a process works on the ranks, as far as the mirror shows."""
     state = read_run_state(place)
     running = {

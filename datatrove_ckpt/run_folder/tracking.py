@@ -18,7 +18,7 @@ import xxhash
 
 from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.errors import CkptError, StorageFailed
-from datatrove_ckpt.run_folder.run_location import Place
+from datatrove_ckpt.run_folder.run_location import RunLocation
 from datatrove_ckpt.run_folder.run_state import read_run_state, to_json
 
 _JOB_TAG = "datatrove_ckpt.job"
@@ -147,7 +147,7 @@ class RunTracker(Tracker):
     They are sums, so those that the service misses are no loss.
     """
 
-    place: Place = field(kw_only=True)
+    place: RunLocation = field(kw_only=True)
 
     def look(self) -> tuple[TrackedJob, Iterable[Point], str]:
         with suppress(StorageFailed):  # a network that comes back

@@ -54,7 +54,7 @@ from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.interruptible_calls import StoppableCalls
 from datatrove_ckpt.output.owner import Homes, OutputOwnership
 from datatrove_ckpt.process.gc_tuning import gc_paused
-from datatrove_ckpt.run_folder.run_location import Place
+from datatrove_ckpt.run_folder.run_location import RunLocation
 
 REDO_KINDS = frozenset({"missing", "truncated", "grown", "altered"})
 """The kinds of problems after which ``repair`` lets a chunk be processed again."""
@@ -101,7 +101,7 @@ class Report:
         uncounted: the writers whose rows cannot be counted.
     """
 
-    place: Place
+    place: RunLocation
     full: bool
     ranks: list[RankLedger] = field(default_factory=list)
     sums: JobSums = field(default_factory=JobSums)
@@ -174,7 +174,7 @@ class Report:
 
 
 @gc_paused()  # commits of many ranks, and no garbage
-def verify(place: Place, full: bool = False) -> Report:
+def verify(place: RunLocation, full: bool = False) -> Report:
     report = Report(place, full)
     for rank in read_ranks(place.folder, CHECKED):
         report.ranks.append(rank)
@@ -189,7 +189,7 @@ def verify(place: Place, full: bool = False) -> Report:
     return report
 
 
-def find_output(place: Place) -> str:
+def find_output(place: RunLocation) -> str:
     """Returns the output folder of a run, as the user or its checkpoint names it.
 
     A copied or renamed run folder has its own output: the recorded folder may be another run's.

@@ -17,7 +17,7 @@ import pytest
 
 from datatrove_ckpt.run_folder import documents, export
 from datatrove_ckpt.run_folder.export import dataset
-from datatrove_ckpt.run_folder.run_location import Place, open_place
+from datatrove_ckpt.run_folder.run_location import RunLocation, open_place
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import rejects
 from tests.yaml_jobs import read_rows, write_rows
@@ -221,7 +221,7 @@ def test_a_damaged_task_hides_no_other_and_is_never_missing_in_silence(run, comm
 
 def test_columns_and_rows_are_of_the_same_chunks(run, monkeypatch, exported):
     run()
-    found = [*documents.committed_files(Place("x", Path("x/checkpoints"), ["x"]))]
+    found = [*documents.committed_files(RunLocation("x", Path("x/checkpoints"), ["x"]))]
     looks = iter([found[:1], found])  # a run goes on, and its next document has one column more
     monkeypatch.setattr(export, "committed_files", lambda *given: iter(next(looks)))
     assert exported("all.csv").startswith("2 documents")

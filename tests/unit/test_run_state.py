@@ -14,7 +14,7 @@ from datatrove_ckpt.checkpoint.rank_summary import JobSums
 from datatrove_ckpt.cli.status import describe
 from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.run_folder.report.page import escaped, report_page
-from datatrove_ckpt.run_folder.run_location import Place
+from datatrove_ckpt.run_folder.run_location import RunLocation
 from datatrove_ckpt.run_folder.run_state import read_run_state
 from datatrove_ckpt.run_folder.run_summary import _attempts
 from datatrove_ckpt.run_folder.status_text import topics
@@ -58,7 +58,7 @@ def running(tmp_path, hold):
 
 
 def read(root, now=T, **place):
-    return read_run_state(Place(str(root), root, [str(root)], **place), now)
+    return read_run_state(RunLocation(str(root), root, [str(root)], **place), now)
 
 
 def read_one(root, now=T):

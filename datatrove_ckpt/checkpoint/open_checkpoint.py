@@ -41,7 +41,7 @@ from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.checkpoint.placement import Placement, Stopping, WaitingChunk
 from datatrove_ckpt.checkpoint.rank_files import RankFiles, Snapshot
 from datatrove_ckpt.checkpoint.rank_summary import (
-    RankLedger,
+    RankSummary,
     Want,
     read_rank,
     scan_complete_commits,
@@ -120,7 +120,7 @@ class RankLease:
         if self.mirror is not None:
             self.mirror.save(self.stopping)
 
-    def read_rank(self, folder: Path, want: Want) -> RankLedger:
+    def read_rank(self, folder: Path, want: Want) -> RankSummary:
         """Reads a rank from its files; this rank from memory if locks exclude other writers."""
         if folder != self.files.folder or not self.lock.works:
             return read_rank(folder, want)
@@ -128,7 +128,7 @@ class RankLease:
         commits = dict(self.files.log.commits)
         open_chunks = [index for index in journals if index not in commits]
         run = {"owner": self.files.fence.owner}
-        return RankLedger(folder, run, open_chunks=open_chunks, commits=commits)
+        return RankSummary(folder, run, open_chunks=open_chunks, commits=commits)
 
 
 class Output(Protocol):

@@ -1,4 +1,4 @@
-"""RankLedger: a rank's files on disk, or in a copy of its mirror, read once and unchanged.
+"""RankSummary: a rank's files on disk, or in a copy of its mirror, read once and unchanged.
 
 docs/internals/invariants.md explains the order of reading. ``CHECKPOINTS/retry-00001`` and the like
 are checkpoints of retries of dead letters, with a shared output folder.
@@ -73,7 +73,7 @@ CHECKED = Want.SETTINGS | Want.JOURNALS | Want.COMMITS
 
 
 @dataclass(slots=True)
-class RankLedger:
+class RankSummary:
     """One rank. A damaged rank has only ``folder``, ``holder``, and ``run`` if it can be read.
 
     Attributes:
@@ -262,7 +262,7 @@ def find_ranks(checkpoints: Path) -> list[Path]:
     return found
 
 
-def read_ranks(checkpoints: Path, want: Want) -> Iterator[RankLedger]:
+def read_ranks(checkpoints: Path, want: Want) -> Iterator[RankSummary]:
     """Reads the ranks one after the other.
 
     Raises ConfigError, StorageFailed: see ``find_ranks``.
@@ -295,7 +295,7 @@ class JobSums:
     def counts(self) -> DocumentCounts:
         return self.numbers.counts
 
-    def add_rank(self, rank: RankLedger) -> None:
+    def add_rank(self, rank: RankSummary) -> None:
         self.retried += rank.commits.values() if rank.root else ()
         self.add(rank.root, rank.number, rank.numbers())
         if rank.history.last is not None and not rank.root:
@@ -315,22 +315,22 @@ class JobSums:
 # one rank ----------------------------------------------------------------------------------------
 
 
-def read_rank(folder: Path, want: Want, most: int | None = None) -> RankLedger:
+def read_rank(folder: Path, want: Want, most: int | None = None) -> RankSummary:
     """Reads one rank. Damage is in the ledger, and no error.
 
     Args:
         most: how many bytes to read of journals and of dead letters. If the journals are larger,
             the history gives the number of their documents; of letters the last ones are read.
     """
-    rank = RankLedger(folder)
+    rank = RankSummary(folder)
     try:
         _read(rank, want, most)
     except CheckpointError as error:  # what was read before the error is unreliable
-        return RankLedger(folder, rank.run, rank.holder, damage=error)
+        return RankSummary(folder, rank.run, rank.holder, damage=error)
     return rank
 
 
-def _read(rank: RankLedger, want: Want, most: int | None) -> None:
+def _read(rank: RankSummary, want: Want, most: int | None) -> None:
     """Raises:
     CheckpointError: a run would refuse the folder, too.
     """
@@ -377,7 +377,7 @@ def _read(rank: RankLedger, want: Want, most: int | None) -> None:
 
 
 def _read_journals(
-    rank: RankLedger,
+    rank: RankSummary,
     found: layout.RankListing,
     most: int | None,
 ) -> dict[int, DocumentCounts] | None:

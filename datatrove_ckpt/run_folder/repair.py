@@ -46,7 +46,7 @@ from datatrove_ckpt.checkpoint.fence import RunClaim
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.layout import LOCK, PUBLISHING
 from datatrove_ckpt.checkpoint.lock import Lock
-from datatrove_ckpt.checkpoint.rank_summary import RankLedger, name_place
+from datatrove_ckpt.checkpoint.rank_summary import RankSummary, name_place
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
@@ -74,7 +74,7 @@ class Redo:
         letters: ranges of bytes in the dead letters file that belong to commits that are not kept.
     """
 
-    rank: RankLedger
+    rank: RankSummary
     before: dict[int, Commit] | None
     kept: list[Commit] = field(default_factory=list)
     commits: list[Commit] = field(default_factory=list)
@@ -91,7 +91,7 @@ class Redo:
 # What a rank can do again -------------------------------------------------------------------------
 
 
-def plan_rebuild(rank: RankLedger) -> Redo:
+def plan_rebuild(rank: RankSummary) -> Redo:
     """Returns what to do with a rank whose log is damaged.
 
     Raises:
@@ -113,7 +113,7 @@ def plan_rebuild(rank: RankLedger) -> Redo:
     return redo
 
 
-def plan_redo(rank: RankLedger, to_redo: set[int]) -> Redo:
+def plan_redo(rank: RankSummary, to_redo: set[int]) -> Redo:
     """Returns what to do with a rank whose log is whole.
 
     Args:
@@ -139,7 +139,7 @@ def plan_redo(rank: RankLedger, to_redo: set[int]) -> Redo:
     return redo
 
 
-def _gaps(rank: RankLedger, commits: dict[int, Commit]) -> Iterator[tuple[range, Commit, bool]]:
+def _gaps(rank: RankSummary, commits: dict[int, Commit]) -> Iterator[tuple[range, Commit, bool]]:
     """Yields the chunks before each commit that have none, and whether redone chunks would end
     where it starts.
     """
@@ -152,7 +152,7 @@ def _gaps(rank: RankLedger, commits: dict[int, Commit]) -> Iterator[tuple[range,
         ordinal = commit.next_ordinal
 
 
-def _foreign_letters(rank: RankLedger, kept: list[Commit]) -> Iterator[tuple[int, int]]:
+def _foreign_letters(rank: RankSummary, kept: list[Commit]) -> Iterator[tuple[int, int]]:
     """Yields ranges of bytes of the dead letters before those of each commit to keep.
 
     Raises:
@@ -191,7 +191,7 @@ class RepairPlan:
     foreign: list[Problem] = field(default_factory=list)
 
     @property
-    def ranks(self) -> list[RankLedger]:
+    def ranks(self) -> list[RankSummary]:
         return [redo.rank for redo in self.redo]
 
     def describe(self) -> Iterator[str]:
@@ -286,7 +286,7 @@ def _can_redo(problem: Problem) -> bool:
 
 
 def _plan_rank(
-    report: Report, rank: RankLedger, problems: list[Problem], shared: set[str | None]
+    report: Report, rank: RankSummary, problems: list[Problem], shared: set[str | None]
 ) -> Redo | None:
     """Returns None if there is nothing to do.
 
@@ -315,7 +315,7 @@ def _plan_rank(
     return redo
 
 
-def _advice_of_mirror(report: Report, rank: RankLedger) -> str:
+def _advice_of_mirror(report: Report, rank: RankSummary) -> str:
     """Returns how to restore a rank from the run's mirror, which is free; a rebuilt rank pays for
     requests again.
     """
@@ -419,11 +419,11 @@ def carry_out(plan: RepairPlan, report: Report) -> None:
                 files.disk.truncate(rank.dead_letters_file, letters_end)
 
 
-def _claim(rank: RankLedger) -> RunClaim:
+def _claim(rank: RankSummary) -> RunClaim:
     return RunClaim(rank.folder, RunIdentity(rank.settings))
 
 
-def _blanked(rank: RankLedger, ranges: list[tuple[int, int]], size: int) -> Iterator[bytes]:
+def _blanked(rank: RankSummary, ranges: list[tuple[int, int]], size: int) -> Iterator[bytes]:
     at = 0
     for start, end in ranges:
         yield from rank.dead_letters(at, start)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.batch_log import Batch, give_up
 from datatrove_ckpt.checkpoint.checksummed_lines import is_count
-from datatrove_ckpt.checkpoint.rank_summary import RankLedger
+from datatrove_ckpt.checkpoint.rank_summary import RankSummary
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import plural_or_no
 from datatrove_ckpt.common.launchers import LAUNCHERS
@@ -202,7 +202,7 @@ def restored(place: RunLocation) -> Iterator[RunLocation]:
         yield replace(place, folder=Path(folder))
 
 
-def upload(place: RunLocation, ranks: list[RankLedger]) -> None:
+def upload(place: RunLocation, ranks: list[RankSummary]) -> None:
     """Uploads the changed ranks, if they were restored from a mirror.
 
     The same command continues after a failure.
@@ -228,7 +228,7 @@ def cancel_batch(place: RunLocation, rank: Path, batch: Batch) -> str | None:
         with restored(place) as changed:
             folder = changed.folder / rank.relative_to(place.folder)
             give_up(folder, batch.number)
-            upload(changed, [RankLedger(folder)])
+            upload(changed, [RankSummary(folder)])
     return problem
 
 

@@ -37,7 +37,7 @@ from datatrove_ckpt.checkpoint.identity import settings_in
 from datatrove_ckpt.checkpoint.job_file import removed_ranks
 from datatrove_ckpt.checkpoint.rank_summary import (
     JobSums,
-    RankLedger,
+    RankSummary,
     Want,
     few,
     find_ranks,
@@ -429,7 +429,7 @@ _MIN_PEERS = 4
 _MIN_SECONDS = 60.0
 
 
-def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankStatus:
+def rank_state(ledger: RankSummary, now: float, copied_at: float | None) -> RankStatus:
     """Returns the state of one rank.
 
     Args:
@@ -695,7 +695,7 @@ def _read_claims(state: RunState, place: RunLocation) -> None:
     state.given_up = given_up(store)
 
 
-def check_idle(place: RunLocation, ranks: list[RankLedger]) -> None:
+def check_idle(place: RunLocation, ranks: list[RankSummary]) -> None:
     """Raises CheckpointLocked if a process works on the ranks, as far as the mirror shows."""
     state = read_run_state(place)
     running = {

@@ -28,7 +28,7 @@ from datatrove_ckpt.checkpoint.job_file import (
 from datatrove_ckpt.checkpoint.rank_summary import (
     CHECKED,
     JobSums,
-    RankLedger,
+    RankSummary,
     Want,
     misplaced,
     name_place,
@@ -82,7 +82,7 @@ class Problem:
 class CommittedChunk:
     """``rows``: the number of rows, usually documents, in its files; None: unknown."""
 
-    rank: RankLedger
+    rank: RankSummary
     index: int
     files: list[OutputFile]
     rows: int | None
@@ -103,7 +103,7 @@ class Report:
 
     place: RunLocation
     full: bool
-    ranks: list[RankLedger] = field(default_factory=list)
+    ranks: list[RankSummary] = field(default_factory=list)
     sums: JobSums = field(default_factory=JobSums)
     chunks: list[CommittedChunk] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
@@ -248,7 +248,7 @@ def _is_in_run_folder(checkpoints: Path, recorded: str) -> bool:
     ) and "://" not in recorded
 
 
-def _check_rank(report: Report, rank: RankLedger) -> Iterator[Problem]:
+def _check_rank(report: Report, rank: RankSummary) -> Iterator[Problem]:
     if rank.damage is not None:
         kind = "commits" if isinstance(rank.damage, CommitsDamaged) else "corrupt"
         yield Problem(kind, str(rank.damage), *rank.key)
@@ -541,7 +541,7 @@ def _check_uncommitted(report: Report, paths: Iterable[str]) -> Iterator[Problem
             yield Problem("foreign", f"{path} is named by no commit. {advice}", path=path)
 
 
-def _look_again(checkpoints: Path, key: layout.RankAddress) -> tuple[RankLedger | None, set[str]]:
+def _look_again(checkpoints: Path, key: layout.RankAddress) -> tuple[RankSummary | None, set[str]]:
     folder = checkpoints / str(key)
     if not folder.exists():
         return None, set()

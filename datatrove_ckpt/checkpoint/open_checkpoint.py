@@ -41,8 +41,8 @@ from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.checkpoint.placement import Placement, Stopping, WaitingChunk
 from datatrove_ckpt.checkpoint.rank_files import RankFiles, Snapshot
 from datatrove_ckpt.checkpoint.rank_summary import (
+    Include,
     RankSummary,
-    Want,
     read_rank,
     scan_complete_commits,
 )
@@ -120,7 +120,7 @@ class RankLease:
         if self.mirror is not None:
             self.mirror.save(self.stopping)
 
-    def read_rank(self, folder: Path, want: Want) -> RankSummary:
+    def read_rank(self, folder: Path, want: Include) -> RankSummary:
         """Reads a rank from its files; this rank from memory if locks exclude other writers."""
         if folder != self.files.folder or not self.lock.works:
             return read_rank(folder, want)

@@ -51,7 +51,7 @@ OTHERS = "others"
 """The causes of dead letters that are too many to be named, in one."""
 
 
-class Want(Flag):
+class Include(Flag):
     """What to read besides the sums over commits, and who owns the rank.
 
     SETTINGS    all of run.json, with hashes in the place of secrets
@@ -68,7 +68,7 @@ class Want(Flag):
     LETTERS = auto()
 
 
-CHECKED = Want.SETTINGS | Want.JOURNALS | Want.COMMITS
+CHECKED = Include.SETTINGS | Include.JOURNALS | Include.COMMITS
 """What commands read that look for damage, or change something."""
 
 
@@ -77,7 +77,7 @@ class RankSummary:
     """One rank. A damaged rank has only ``folder``, ``holder``, and ``run`` if it can be read.
 
     Attributes:
-        run: the content of ``run.json``; without ``Want.SETTINGS`` only the owner.
+        run: the content of ``run.json``; without ``Include.SETTINGS`` only the owner.
         holder: host and pid of the process that works on this rank now.
         is_finished: there is no lock file, request cache or journal: a run removes them at its end.
             ``repair`` leaves the lock file, which marks the rank as unfinished.
@@ -262,7 +262,7 @@ def find_ranks(checkpoints: Path) -> list[Path]:
     return found
 
 
-def read_ranks(checkpoints: Path, want: Want) -> Iterator[RankSummary]:
+def read_ranks(checkpoints: Path, want: Include) -> Iterator[RankSummary]:
     """Reads the ranks one after the other.
 
     Raises ConfigError, StorageFailed: see ``find_ranks``.
@@ -315,7 +315,7 @@ class JobSums:
 # one rank ----------------------------------------------------------------------------------------
 
 
-def read_rank(folder: Path, want: Want, most: int | None = None) -> RankSummary:
+def read_rank(folder: Path, want: Include, most: int | None = None) -> RankSummary:
     """Reads one rank. Damage is in the ledger, and no error.
 
     Args:
@@ -330,7 +330,7 @@ def read_rank(folder: Path, want: Want, most: int | None = None) -> RankSummary:
     return rank
 
 
-def _read(rank: RankSummary, want: Want, most: int | None) -> None:
+def _read(rank: RankSummary, want: Include, most: int | None) -> None:
     """Raises:
     CheckpointError: a run would refuse the folder, too.
     """
@@ -340,17 +340,17 @@ def _read(rank: RankSummary, want: Want, most: int | None) -> None:
     if layout.RUN in found.entries:
         run = run_with_secrets(found.path(layout.RUN))
         rank.run = {"owner": run.get("owner", {})}
-        if Want.SETTINGS in want:
+        if Include.SETTINGS in want:
             rank.run = identity.run_without_secrets(run)
     is_finished = found.is_finished
-    if not rank.run and Want.JOURNALS in want:
+    if not rank.run and Include.JOURNALS in want:
         layout.refuse_missing_run_json(rank.folder)
     expected = Expected.read(rank.folder, is_finished, rank.run)
-    if Want.HISTORY in want and layout.HISTORY in found.entries:
+    if Include.HISTORY in want and layout.HISTORY in found.entries:
         rank.history = read_history(found.path(layout.HISTORY))
-    if Want.HISTORY in want and layout.PAID in found.entries:
+    if Include.HISTORY in want and layout.PAID in found.entries:
         rank.paid = run_limits.read_paid(rank.folder / layout.PAID)
-    if Want.JOURNALS in want:
+    if Include.JOURNALS in want:
         rank.journals = _read_journals(rank, found, most)
     # Whatever the listing says: the files that were read before promise them.
     commits = read_commits(rank.commits_file)
@@ -361,7 +361,7 @@ def _read(rank: RankSummary, want: Want, most: int | None) -> None:
         rank.committed.seconds = commit.seconds.total
         rank.last_commit = commit.at or None
     rank.committed.chunks = len(commits)
-    if Want.COMMITS in want:
+    if Include.COMMITS in want:
         rank.commits = commits
         if rank.journals:  # refuses a journal whose number is far beyond all chunks
             list(uncommitted_journals(rank.folder, commits, 0))
@@ -370,7 +370,7 @@ def _read(rank: RankSummary, want: Want, most: int | None) -> None:
     rank.is_finished = is_finished
     if not is_finished:
         rank.written = found.last_write(layout.COMMITS, *map(layout.journal_name, found.journals))
-    if Want.LETTERS in want and rank.committed.counts.dead:
+    if Include.LETTERS in want and rank.committed.counts.dead:
         rank.causes = _causes(
             found.path(layout.DEAD_LETTERS), found.size(layout.DEAD_LETTERS), most or 1 << 13
         )

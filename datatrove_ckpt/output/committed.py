@@ -27,7 +27,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.commits import OutputFile, stamp_of
 from datatrove_ckpt.checkpoint.publish_intents import Intents
-from datatrove_ckpt.checkpoint.rank_summary import RankSummary, Want, name_place, read_rank
+from datatrove_ckpt.checkpoint.rank_summary import Include, RankSummary, name_place, read_rank
 from datatrove_ckpt.common.retrying import RetryPolicy, file_system_call
 from datatrove_ckpt.errors import OutputMismatch
 from datatrove_ckpt.output.file_names import (
@@ -348,7 +348,7 @@ class RankCommits:
         root: Path,
         rank: int,
         retries: Iterable[Path] | None = None,
-        read: Callable[[Path, Want], RankSummary] = read_rank,
+        read: Callable[[Path, Include], RankSummary] = read_rank,
     ) -> None:
         self.rank = rank
         self.files: list[CommittedFile] = []
@@ -361,7 +361,7 @@ class RankCommits:
             folder = layout.rank_folder(checkpoint, rank)
             if not folder.is_dir():
                 continue
-            found = read(folder, Want.COMMITS)
+            found = read(folder, Include.COMMITS)
             if found.damage is not None:
                 raise found.damage
             for commit in found.commits.values():

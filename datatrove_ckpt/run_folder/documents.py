@@ -13,7 +13,7 @@ from datatrove.io import DataFolder, get_datafolder
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.checksummed_lines import Json
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile, read_commits
-from datatrove_ckpt.checkpoint.rank_summary import Want, read_ranks
+from datatrove_ckpt.checkpoint.rank_summary import Include, read_ranks
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.common.retrying import failure_line, file_system_call
 from datatrove_ckpt.errors import OutputFailed
@@ -88,7 +88,7 @@ def committed_files(place: RunLocation) -> Iterator[Committed]:
     """
     folder = get_datafolder(find_output(place))
     damage = None
-    for rank in read_ranks(place.folder, Want.SETTINGS | Want.COMMITS):
+    for rank in read_ranks(place.folder, Include.SETTINGS | Include.COMMITS):
         commits = rank.commits
         if isinstance(rank.damage, CommitsDamaged):
             damage = rank.damage
@@ -107,7 +107,7 @@ def read_dead_letters(place: RunLocation) -> Iterator[ShownDocument]:
     Raises ConfigError if there is no checkpoint.
     """
     retries = layout.retry_folders(place.folder)
-    for rank in read_ranks(place.folder, Want.SETTINGS):
+    for rank in read_ranks(place.folder, Include.SETTINGS):
         folders = [layout.rank_folder(retry, rank.number) for retry in retries]
         taken = {
             (letter["ordinal"], letter["attempts"])

@@ -29,7 +29,7 @@ from datatrove_ckpt.checkpoint.layout import (
     refuse_missing_run_json,
     retry_folders,
 )
-from datatrove_ckpt.checkpoint.rank_summary import JobSums, RankSummary, Want, read_rank
+from datatrove_ckpt.checkpoint.rank_summary import Include, JobSums, RankSummary, read_rank
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
@@ -398,7 +398,7 @@ def check_output_of_run(
     runner: RunnerPlan,
     checkpoints: Path,
     first_starts: Iterable[int] = (),
-    want: Want = Want.COMMITS,
+    want: Include = Include.COMMITS,
 ) -> JobSums:
     """Lists the output folder once. Returns the sums over the ranks of the job; all committed files
     are there.
@@ -423,7 +423,7 @@ def check_output_of_run(
     retries = retry_folders(checkpoints)
     job = JobSums()
 
-    def read(folder: Path, commits: Want) -> RankSummary:
+    def read(folder: Path, commits: Include) -> RankSummary:
         rank = read_rank(folder, want | commits)
         if rank.number < tasks:
             job.add_rank(rank)

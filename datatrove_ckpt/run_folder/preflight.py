@@ -14,7 +14,7 @@ from datatrove.utils.stats import PipelineStats
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.job_file import note_output
-from datatrove_ckpt.checkpoint.rank_summary import JobSums, Want
+from datatrove_ckpt.checkpoint.rank_summary import Include, JobSums
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import CkptError, TooManyDeadLetters
 from datatrove_ckpt.generation.final_stats import lines_with_error
@@ -178,7 +178,7 @@ def check_after_run(plan: RunPlan) -> dict[Path, JobSums]:
     """
     earlier_runs.check_job(plan)
     earlier_runs.check_inputs_unchanged(plan)
-    want = Want.COMMITS | Want.HISTORY | Want.LETTERS
+    want = Include.COMMITS | Include.HISTORY | Include.LETTERS
     ended_early = plan.limit_reached() is not None
     jobs = {}
     for runner, root in plan.kept:

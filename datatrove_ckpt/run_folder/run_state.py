@@ -36,9 +36,9 @@ from datatrove_ckpt.checkpoint.history import (
 from datatrove_ckpt.checkpoint.identity import settings_in
 from datatrove_ckpt.checkpoint.job_file import removed_ranks
 from datatrove_ckpt.checkpoint.rank_summary import (
+    Include,
     JobSums,
     RankSummary,
-    Want,
     few,
     find_ranks,
     read_rank,
@@ -637,9 +637,9 @@ def read_run_state(place: RunLocation, now: float | None = None) -> RunState:
             state.command = command
     run: Json = {}
     for folder in found:
-        wanted = Want.HISTORY | Want.JOURNALS | Want.LETTERS
+        wanted = Include.HISTORY | Include.JOURNALS | Include.LETTERS
         if not run:
-            wanted |= Want.SETTINGS
+            wanted |= Include.SETTINGS
         ledger = read_rank(folder, wanted, _BYTES // len(found))
         copied_at = None
         if place.mirror is not None:
@@ -674,7 +674,7 @@ def read_run_state(place: RunLocation, now: float | None = None) -> RunState:
     state.newest = max(words, default=None)
     for sample in layout.sample_folders(place.folder):
         for folder in layout.rank_folders(sample):
-            state.sampled += read_rank(folder, Want.HISTORY).numbers()
+            state.sampled += read_rank(folder, Include.HISTORY).numbers()
     with suppress(OSError, CkptError):  # claims are hints
         _read_claims(state, place)
     return state

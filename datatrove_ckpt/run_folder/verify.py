@@ -27,9 +27,9 @@ from datatrove_ckpt.checkpoint.job_file import (
 )
 from datatrove_ckpt.checkpoint.rank_summary import (
     CHECKED,
+    Include,
     JobSums,
     RankSummary,
-    Want,
     misplaced,
     name_place,
     read_rank,
@@ -220,7 +220,7 @@ def find_output(place: RunLocation) -> str:
                 "name it with --output."
             )
         return recorded
-    for rank in read_ranks(checkpoints, Want.SETTINGS):
+    for rank in read_ranks(checkpoints, Include.SETTINGS):
         if rank.damage is not None:  # of a newer version, perhaps
             raise rank.damage
     raise errors.ConfigError(
@@ -545,7 +545,7 @@ def _look_again(checkpoints: Path, key: layout.RankAddress) -> tuple[RankSummary
     folder = checkpoints / str(key)
     if not folder.exists():
         return None, set()
-    now = read_rank(folder, Want.COMMITS)
+    now = read_rank(folder, Include.COMMITS)
     return now, {file.path for commit in now.commits.values() for file in commit.files}
 
 

@@ -23,7 +23,7 @@ from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.layout import CACHE_FILES, journal_name
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
 from datatrove_ckpt.checkpoint.placement import Placement
-from datatrove_ckpt.checkpoint.rank_summary import CHECKED, Want
+from datatrove_ckpt.checkpoint.rank_summary import CHECKED, Include
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced
@@ -199,7 +199,7 @@ def test_an_owner_that_was_taken_over_after_it_published_commits_and_removes_not
     newer = placement.newer
     assert list(newer.resumed.journals) == [0]
     assert (tmp_path / "00000/chunk_00000.jsonl").stat().st_size > 0
-    assert newer.lease.read_rank(tmp_path / "00000", Want.COMMITS).commits == {}
+    assert newer.lease.read_rank(tmp_path / "00000", Include.COMMITS).commits == {}
     run(newer, 2)
     newer.close(completed=True)
     assert set(read_commits(tmp_path / "00000/commits.jsonl")) == {0}
@@ -269,7 +269,7 @@ def test_an_open_rank_knows_its_commits_but_reads_them_where_an_owner_before_it_
     run(checkpoint, 2)
 
     def known():
-        found = checkpoint.lease.read_rank(tmp_path / "00000", Want.COMMITS)
+        found = checkpoint.lease.read_rank(tmp_path / "00000", Include.COMMITS)
         assert found.run
         return set(found.commits)
 
@@ -292,7 +292,9 @@ READS = [
 
 
 @pytest.mark.parametrize(
-    "want", [CHECKED | Want.HISTORY, Want.HISTORY | Want.JOURNALS], ids=["checked", "summed"]
+    "want",
+    [CHECKED | Include.HISTORY, Include.HISTORY | Include.JOURNALS],
+    ids=["checked", "summed"],
 )
 def test_a_chunk_that_is_committed_between_any_two_reads_of_a_ledger_is_seen(
     tmp_path, monkeypatch, want

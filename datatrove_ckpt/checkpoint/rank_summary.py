@@ -345,7 +345,7 @@ def _read(rank: RankSummary, want: Include, most: int | None) -> None:
     is_finished = found.is_finished
     if not rank.run and Include.JOURNALS in want:
         layout.refuse_missing_run_json(rank.folder)
-    expected = Expected.read(rank.folder, is_finished, rank.run)
+    expected = ExpectedCommits.read(rank.folder, is_finished, rank.run)
     if Include.HISTORY in want and layout.HISTORY in found.entries:
         rank.history = read_history(found.path(layout.HISTORY))
     if Include.HISTORY in want and layout.PAID in found.entries:
@@ -442,7 +442,7 @@ _START_OVER = f"{RESTORE}start this task over: remove its folder and its output.
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedCommits:
     """What other files promise about a rank's commits. Read before the commits, because a run adds
     some meanwhile.
 
@@ -458,7 +458,7 @@ class Expected:
     documents: int | None = None
 
     @classmethod
-    def read(cls, folder: Path, finished: bool, run: Json) -> Expected:
+    def read(cls, folder: Path, finished: bool, run: Json) -> ExpectedCommits:
         """Args:
             folder: the rank's folder.
             run: the content of its ``run.json``; empty if there is none.
@@ -512,14 +512,14 @@ class Expected:
 
 def scan_complete_commits(folder: Path, finished: bool, run: Json) -> tuple[dict[int, Commit], int]:
     """Returns the commits of a rank that resumes, as ``scan_commits`` does. Changes nothing.
-    Arguments: ``Expected``.
+    Arguments: ``ExpectedCommits``.
 
     Raises:
         CommitsDamaged: a commit is lost or damaged.
         CheckpointCorrupt: a line of another version, or commits or dead letters that do not fit
             each other.
     """
-    expected = Expected.read(folder, finished, run)
+    expected = ExpectedCommits.read(folder, finished, run)
     commits, size = scan_commits(folder / layout.COMMITS)
     expected.check(commits)
     for kind, what, _ in misplaced(commits):

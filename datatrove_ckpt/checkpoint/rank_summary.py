@@ -272,7 +272,7 @@ def read_ranks(checkpoints: Path, want: Include) -> Iterator[RankSummary]:
 
 
 @dataclass(slots=True)
-class JobSums:
+class JobTotals:
     """Sums over the ranks of a job and, after them, their retries: each document counts once.
 
     Attributes:

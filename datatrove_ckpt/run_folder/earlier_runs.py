@@ -29,7 +29,7 @@ from datatrove_ckpt.checkpoint.layout import (
     refuse_missing_run_json,
     retry_folders,
 )
-from datatrove_ckpt.checkpoint.rank_summary import Include, JobSums, RankSummary, read_rank
+from datatrove_ckpt.checkpoint.rank_summary import Include, JobTotals, RankSummary, read_rank
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
@@ -364,7 +364,7 @@ def _difference(then: FileRecord, now: FileRecord | None) -> str:
     return ""
 
 
-def refuse_vanished_input(root: Path, job: JobSums) -> None:
+def refuse_vanished_input(root: Path, job: JobTotals) -> None:
     """Raises InputError if a rank without a file had one when another rank listed the input."""
     for rank in sorted({*range(job.with_input)} - job.known):
         record = ShardRecord.read(rank_folder(root, rank) / SHARD)
@@ -399,7 +399,7 @@ def check_output_of_run(
     checkpoints: Path,
     first_starts: Iterable[int] = (),
     want: Include = Include.COMMITS,
-) -> JobSums:
+) -> JobTotals:
     """Lists the output folder once. Returns the sums over the ranks of the job; all committed files
     are there.
 
@@ -421,7 +421,7 @@ def check_output_of_run(
     if checkpoints.is_dir():
         numbers = rank_numbers(checkpoints)
     retries = retry_folders(checkpoints)
-    job = JobSums()
+    job = JobTotals()
 
     def read(folder: Path, commits: Include) -> RankSummary:
         rank = read_rank(folder, want | commits)

@@ -14,7 +14,7 @@ from datatrove.utils.stats import PipelineStats
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.job_file import note_output
-from datatrove_ckpt.checkpoint.rank_summary import Include, JobSums
+from datatrove_ckpt.checkpoint.rank_summary import Include, JobTotals
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import CkptError, TooManyDeadLetters
 from datatrove_ckpt.generation.final_stats import lines_with_error
@@ -165,7 +165,7 @@ def remove_markers(wrong: Iterable[WrongMarker]) -> None:
         marker.plan.forget(marker.rank)
 
 
-def check_after_run(plan: RunPlan) -> dict[Path, JobSums]:
+def check_after_run(plan: RunPlan) -> dict[Path, JobTotals]:
     """Checks what exit code 0 promises. Another run on the same folders may have finished ranks
     meanwhile.
 

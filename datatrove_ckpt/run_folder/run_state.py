@@ -37,7 +37,7 @@ from datatrove_ckpt.checkpoint.identity import settings_in
 from datatrove_ckpt.checkpoint.job_file import removed_ranks
 from datatrove_ckpt.checkpoint.rank_summary import (
     Include,
-    JobSums,
+    JobTotals,
     RankSummary,
     few,
     find_ranks,
@@ -217,7 +217,7 @@ class RunState:
     @cached_property
     def together(self) -> Totals:
         """Returns sums with retries."""
-        job = JobSums()
+        job = JobTotals()
         for rank in self.ranks + self.retries:
             job.add(rank.root, rank.rank, rank)
         again = self.retried

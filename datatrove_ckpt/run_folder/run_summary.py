@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint.counts import DocumentCounts
-from datatrove_ckpt.checkpoint.rank_summary import JobSums, find_ranks
+from datatrove_ckpt.checkpoint.rank_summary import JobTotals, find_ranks
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.errors import CheckpointCorrupt, InputError
 from datatrove_ckpt.generation.final_stats import lines_with_error
@@ -12,7 +12,9 @@ from datatrove_ckpt.generation.finished_from import OldRuns
 from datatrove_ckpt.run_folder.run_plan import RunnerPlan
 
 
-def closing_line(runner: RunnerPlan, root: Path, job: JobSums, started: float, command: str) -> str:
+def closing_line(
+    runner: RunnerPlan, root: Path, job: JobTotals, started: float, command: str
+) -> str:
     """Returns the closing line.
 
     Args:
@@ -94,7 +96,7 @@ def _next_step(runner: RunnerPlan, root: Path, counts: DocumentCounts, retry: st
     return f"To see the dead letters: {seen}. To retry them: {retry}"
 
 
-def _attempts(job: JobSums) -> str:
+def _attempts(job: JobTotals) -> str:
     """Returns what all attempts sent, with a space before it; "" if nothing was repeated."""
     sent = job.numbers.work
     attempts = max(job.parts, job.numbers.number_of_attempts)

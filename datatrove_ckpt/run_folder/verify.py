@@ -28,7 +28,7 @@ from datatrove_ckpt.checkpoint.job_file import (
 from datatrove_ckpt.checkpoint.rank_summary import (
     CHECKED,
     Include,
-    JobSums,
+    JobTotals,
     RankSummary,
     misplaced,
     name_place,
@@ -104,7 +104,7 @@ class Report:
     place: RunLocation
     full: bool
     ranks: list[RankSummary] = field(default_factory=list)
-    sums: JobSums = field(default_factory=JobSums)
+    sums: JobTotals = field(default_factory=JobTotals)
     chunks: list[CommittedChunk] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     unfinished: list[Problem] = field(default_factory=list)

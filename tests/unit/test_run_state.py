@@ -10,7 +10,7 @@ from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.counts import RunNumbers
 from datatrove_ckpt.checkpoint.history import Silence, Wait
 from datatrove_ckpt.checkpoint.lock import Lock
-from datatrove_ckpt.checkpoint.rank_summary import JobSums
+from datatrove_ckpt.checkpoint.rank_summary import JobTotals
 from datatrove_ckpt.cli.status import describe
 from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.run_folder.report.page import escaped, report_page
@@ -189,7 +189,7 @@ def test_a_cost_without_a_counted_request_estimates_the_whole(tmp_path):
 def test_the_closing_line_says_at_least_where_an_end_made_it_uncertain(uncertain, said):
     sent = WorkCounts(sent=5, retries=1, completion_tokens=9)
     numbers = RunNumbers(number_of_attempts=2, uncertain=uncertain, work=sent)
-    job = JobSums(ranks=1, parts=1, numbers=numbers)
+    job = JobTotals(ranks=1, parts=1, numbers=numbers)
     assert _attempts(job) == (
         f" In 2 attempts of 1 task, {said}5 requests were sent, {said}1 of them again, and {said}9 "
         "completion tokens paid that no finished chunk has."

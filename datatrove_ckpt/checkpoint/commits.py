@@ -20,9 +20,9 @@ import xxhash
 from datatrove_ckpt.checkpoint import checksummed_lines, files
 from datatrove_ckpt.checkpoint.counts import (
     NO_SECONDS,
-    Buckets,
     DocumentCounts,
     Done,
+    LogHistogram,
     Seconds,
     WorkStats,
 )
@@ -143,7 +143,7 @@ class Commit:
         work = data["work"]
         answers = dict(zip(_ENDS, work.pop(ENDS), strict=True))
         reasons = Counter(work.pop(REASONS, {}))
-        lengths = Buckets(dict(work.pop(LENGTHS, ())))
+        lengths = LogHistogram(dict(work.pop(LENGTHS, ())))
         counts = replace(counts, **answers, reasons=reasons, lengths=lengths)
         data["files"] = [OutputFile(**file) for file in data["files"]]
         data["seconds"] = Seconds(*data["seconds"])

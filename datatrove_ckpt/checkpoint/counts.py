@@ -83,7 +83,7 @@ FAULTS = {
 WHY_DROPPED = "Is a threshold, keep or invalid_answer too strict, or a return missing?"
 
 
-class Buckets(Counter[int]):
+class LogHistogram(Counter[int]):
     """A histogram. Bucket 0 counts values below 1.
 
     Bucket b > 0 holds the values from ``lower(b)`` up to ``lower(b + 1)``, four buckets for each
@@ -199,7 +199,7 @@ class DocumentCounts(Added):
     cut_off: int = 0
     empty: int = 0
     reasons: Counter[str] = field(default_factory=Counter, kw_only=True)
-    lengths: Buckets = field(default_factory=Buckets, kw_only=True)
+    lengths: LogHistogram = field(default_factory=LogHistogram, kw_only=True)
 
     @classmethod
     def of(cls, documents: Sequence[Took]) -> Self:
@@ -211,7 +211,7 @@ class DocumentCounts(Added):
         for _, _, _, reasons in documents:
             for reason, number in reasons.items():
                 counted[reason] += number
-        lengths = Buckets.of(_tokens_of(documents)[1::2])
+        lengths = LogHistogram.of(_tokens_of(documents)[1::2])
         dropped = len(outcomes) - written - dead
         return cls(len(outcomes), written, dropped, dead, *sums, reasons=counted, lengths=lengths)
 

@@ -40,8 +40,8 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.checksummed_lines import BODY_AT, Json, last_lines, seal, unseal
 from datatrove_ckpt.checkpoint.counts import (
     NO_SECONDS,
-    Buckets,
     DocumentCounts,
+    LogHistogram,
     Rates,
     Seconds,
 )
@@ -243,7 +243,7 @@ class Progress(_Record):
             documents=DocumentCounts.of_numbers(
                 data["d"],
                 reasons=_named_counts(data.get("r", {})),
-                lengths=Buckets(dict(data.get("len", ()))),
+                lengths=LogHistogram(dict(data.get("len", ()))),
             ),
             chunks=data["c"],
             total=_work(data, "all", ""),
@@ -294,9 +294,9 @@ class Spread(_Record):
     """
 
     KIND = "spread"
-    milliseconds: Buckets = field(default_factory=Buckets)
-    prompt_tokens: Buckets = field(default_factory=Buckets)
-    completion_tokens: Buckets = field(default_factory=Buckets)
+    milliseconds: LogHistogram = field(default_factory=LogHistogram)
+    prompt_tokens: LogHistogram = field(default_factory=LogHistogram)
+    completion_tokens: LogHistogram = field(default_factory=LogHistogram)
     examples: dict[str, list[list[str]]] = field(default_factory=dict)
 
     def to_json(self) -> Json:
@@ -309,9 +309,9 @@ class Spread(_Record):
     @classmethod
     def read(cls, data: Json) -> Spread:
         return cls(
-            milliseconds=Buckets(dict(data["ms"])),
-            prompt_tokens=Buckets(dict(data["pt"])),
-            completion_tokens=Buckets(dict(data["ct"])),
+            milliseconds=LogHistogram(dict(data["ms"])),
+            prompt_tokens=LogHistogram(dict(data["pt"])),
+            completion_tokens=LogHistogram(dict(data["ct"])),
             examples=data.get("bad", {}),
         )
 

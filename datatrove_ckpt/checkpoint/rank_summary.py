@@ -38,7 +38,7 @@ from datatrove_ckpt.checkpoint.commits import (
     read_last_chunk,
     scan_commits,
 )
-from datatrove_ckpt.checkpoint.counts import Buckets, DocumentCounts, RunNumbers
+from datatrove_ckpt.checkpoint.counts import DocumentCounts, LogHistogram, RunNumbers
 from datatrove_ckpt.checkpoint.history import History, read_history
 from datatrove_ckpt.checkpoint.identity import run_with_secrets
 from datatrove_ckpt.checkpoint.journal import read_finished
@@ -205,7 +205,7 @@ class RankSummary:
             return DocumentCounts(
                 *(max(0, number - before) for number, before in pairs),
                 reasons=done.reasons - committed.reasons,
-                lengths=Buckets(done.lengths - committed.lengths),
+                lengths=LogHistogram(done.lengths - committed.lengths),
             )
         return sum(self.open_journals.values(), DocumentCounts())
 

@@ -26,7 +26,7 @@ from prometheus_client import Metric as Family
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint.counts import Buckets, DocumentCounts
+from datatrove_ckpt.checkpoint.counts import DocumentCounts, LogHistogram
 from datatrove_ckpt.checkpoint.history import Progress, Spread
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.common.formatting import error_text
@@ -99,7 +99,7 @@ def _tokens(counts: DocumentCounts | WorkCounts) -> dict[str, float]:
     return {"prompt": counts.prompt_tokens, "completion": counts.completion_tokens}
 
 
-def _histogram(buckets: Buckets, ends: int, divisor: float = 1.0) -> Histogram:
+def _histogram(buckets: LogHistogram, ends: int, divisor: float = 1.0) -> Histogram:
     """``ends``: upper ends of the buckets, as powers of two from 1 on.
 
     The sum is of their middles, at most 9 % off.

@@ -24,7 +24,7 @@ import orjson
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.checksummed_lines import Json
-from datatrove_ckpt.checkpoint.counts import Buckets, Rates, RunNumbers
+from datatrove_ckpt.checkpoint.counts import LogHistogram, Rates, RunNumbers
 from datatrove_ckpt.checkpoint.history import (
     RATE_SECONDS,
     WAITS_FOR_BATCHES,
@@ -292,7 +292,7 @@ def to_json(state: RunState) -> bytes:
 
 
 def _plain(value: object) -> object:
-    if isinstance(value, Buckets):
+    if isinstance(value, LogHistogram):
         return value.percentiles
     if isinstance(value, Counter):
         return dict(value)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from datatrove_ckpt.checkpoint.counts import Buckets
+from datatrove_ckpt.checkpoint.counts import LogHistogram
 from datatrove_ckpt.checkpoint.history import Spread
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.testing import outputs
@@ -59,7 +59,7 @@ def test_cost_bad_answers_and_busy_places_are_shown_over_time_and_some_answers(t
         for line in lines:
             read = line.documents.read
             reasons = Counter(stop=2 * read, looping=read)
-            lengths = Buckets.of([100.0] * read)
+            lengths = LogHistogram.of([100.0] * read)
             line.documents = replace(
                 line.documents,
                 answers=2 * read,

@@ -21,7 +21,7 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.checksummed_lines import read_lines, seal
 from datatrove_ckpt.checkpoint.chunks import Chunk
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, CommitsDamaged, OutputFile
-from datatrove_ckpt.checkpoint.counts import Buckets, DocumentCounts, Seconds
+from datatrove_ckpt.checkpoint.counts import DocumentCounts, LogHistogram, Seconds
 from datatrove_ckpt.checkpoint.fence import RunClaim
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
@@ -174,7 +174,7 @@ def test_a_crash_tears_one_line_of_the_commit_log_at_most(tmp_path, tail, is_tor
 def test_a_commit_is_read_back_as_it_was_written(tmp_path):
     names = [each.name for each in fields(DocumentCounts) if each.type == "int"]
     counts = DocumentCounts(**dict(zip(names, range(1, 99), strict=False)), reasons=Counter(odd=3))
-    counts = replace(counts, lengths=Buckets.of([0, 5, 5000]))
+    counts = replace(counts, lengths=LogHistogram.of([0, 5, 5000]))
     written = Commit(
         4,
         8,

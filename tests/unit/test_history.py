@@ -9,7 +9,7 @@ import pytest
 
 from datatrove_ckpt.checkpoint import history
 from datatrove_ckpt.checkpoint.checksummed_lines import seal
-from datatrove_ckpt.checkpoint.counts import Buckets, DocumentCounts
+from datatrove_ckpt.checkpoint.counts import DocumentCounts, LogHistogram
 from datatrove_ckpt.checkpoint.history import (
     End,
     HistoryLog,
@@ -49,9 +49,9 @@ def test_a_document_and_a_server_cannot_write_lines_of_their_own(tmp_path):
     assert found.total.tiers == found.own.tiers == {"flex all is well": 1}
 
 
-LATENCIES = Spread(at=1.0, attempt=1, milliseconds=Buckets({3: 2, 17: 1}))
+LATENCIES = Spread(at=1.0, attempt=1, milliseconds=LogHistogram({3: 2, 17: 1}))
 LATENCIES.examples = {"looping": [["id", "again"]]}
-ANSWERS = DocumentCounts(9, reasons=Counter(stop=4), lengths=Buckets.of([1, 70, 70]))
+ANSWERS = DocumentCounts(9, reasons=Counter(stop=4), lengths=LogHistogram.of([1, 70, 70]))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_histograms_and_counts_come_back_as_they_were_written(tmp_path, line):
 def test_percentiles_of_added_histograms_are_those_of_all_values_and_at_most_a_fifth_above():
     chance = random.Random(1)
     ranks = [[int(chance.lognormvariate(5, 1)) for _ in range(1000)] for _ in range(20)]
-    found = sum(map(Buckets.of, ranks), Buckets()).percentiles
+    found = sum(map(LogHistogram.of, ranks), LogHistogram()).percentiles
     values = sorted(value for rank in ranks for value in rank)
     for name, exact in {"p50": values[9_999], "p95": values[18_999]}.items():
         assert exact <= found[name] <= 1.2 * exact
@@ -75,7 +75,7 @@ def test_of_each_attempt_the_last_histograms_count(tmp_path):
     for attempt in (1, 2):
         lines.append(Start(at=attempt, attempt=attempt, host="h", pid=1))
         lines += [
-            Spread(at=attempt, attempt=attempt, milliseconds=Buckets({3: number}))
+            Spread(at=attempt, attempt=attempt, milliseconds=LogHistogram({3: number}))
             for number in (1, 2)
         ]
     found = history.read_history(str(written(tmp_path / "history.jsonl", lines)))

@@ -16,7 +16,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint.counts import Buckets
+from datatrove_ckpt.checkpoint.counts import LogHistogram
 from datatrove_ckpt.checkpoint.history import Spread
 from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.generation import prometheus
@@ -33,7 +33,7 @@ LONG = 3600.0  # seconds: however busy the machine is
 
 
 def buckets(*values):
-    found = Buckets()
+    found = LogHistogram()
     for value in values:
         found.add(value)
     return found

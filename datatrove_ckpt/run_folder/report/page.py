@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint.counts import Buckets, DocumentCounts
+from datatrove_ckpt.checkpoint.counts import DocumentCounts, LogHistogram
 from datatrove_ckpt.checkpoint.history import History, Progress, Spread, read_history
 from datatrove_ckpt.checkpoint.identity import without_model
 from datatrove_ckpt.checkpoint.layout import HISTORY
@@ -236,7 +236,7 @@ def _spreads(spreads: Sequence[Spread], requests: int) -> Markup:
     rows = []
     counted = 0
     for kind, name in kinds.items():
-        buckets = sum((getattr(spread, name) for spread in spreads), Buckets())
+        buckets = sum((getattr(spread, name) for spread in spreads), LogHistogram())
         if buckets:
             counted = max(counted, buckets.total())
             rows.append([kind, *(figure(buckets.at_most(share)) for share in _SHARES)])

@@ -278,7 +278,7 @@ class DocumentCounts(Added):
         return text
 
 
-class Sums(NamedTuple):
+class RunningStats(NamedTuple):
     """Number, sum, sum of squares, minimum and maximum of whole numbers.
 
     ``low`` and ``high`` are None without numbers.
@@ -297,9 +297,9 @@ class Sums(NamedTuple):
         squares = sum(map(mul, values, values))
         return cls(len(values), sum(values), squares, min(values), max(values))
 
-    def __add__(self, other: Sums) -> Sums:  # type: ignore[override]  # of tuples
+    def __add__(self, other: RunningStats) -> RunningStats:  # type: ignore[override]  # of tuples
         ends = [end for end in self[3:] + other[3:] if end is not None]
-        return Sums(
+        return RunningStats(
             self.n + other.n,
             self.total + other.total,
             self.squares + other.squares,
@@ -308,7 +308,7 @@ class Sums(NamedTuple):
         )
 
 
-_NONE = Sums()
+_NONE = RunningStats()
 
 
 @dataclass(slots=True, frozen=True)
@@ -324,11 +324,11 @@ class WorkStats(Added):
         failed_requests: the number of requests that were rejected or given up.
     """
 
-    prompt_tokens: Sums = _NONE
-    completion_tokens: Sums = _NONE
-    requests: Sums = _NONE
-    successful_rollouts: Sums = _NONE
-    failed_rollouts: Sums = _NONE
+    prompt_tokens: RunningStats = _NONE
+    completion_tokens: RunningStats = _NONE
+    requests: RunningStats = _NONE
+    successful_rollouts: RunningStats = _NONE
+    failed_rollouts: RunningStats = _NONE
     failed_requests: int = 0
 
     @classmethod
@@ -350,11 +350,11 @@ class WorkStats(Added):
                 dropped.append(int(outcome != "written"))
         tokens = _tokens_of(documents)
         return cls(
-            Sums.of(tokens[::2]),
-            Sums.of(tokens[1::2]),
-            Sums.of(requests),
-            Sums.of(kept),
-            Sums.of(dropped),
+            RunningStats.of(tokens[::2]),
+            RunningStats.of(tokens[1::2]),
+            RunningStats.of(requests),
+            RunningStats.of(kept),
+            RunningStats.of(dropped),
             failed,
         )
 
@@ -362,7 +362,7 @@ class WorkStats(Added):
     def from_json(cls, content: Mapping[str, Any]) -> Self:
         """Reads the JSON of ``fields()``."""
         failed = content["failed_requests"]
-        return cls(**{name: Sums(*content[name]) for name in _SUMS}, failed_requests=failed)
+        return cls(**{name: RunningStats(*content[name]) for name in _SUMS}, failed_requests=failed)
 
 
 _SUMS = WorkStats.__slots__[:-1]

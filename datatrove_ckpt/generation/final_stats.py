@@ -11,7 +11,7 @@ from datatrove.utils.stats import MetricStats, MetricStatsDict, Stats, TimingSta
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.commits import read_commits, sum_commits
-from datatrove_ckpt.checkpoint.counts import DocumentCounts, Done, Sums
+from datatrove_ckpt.checkpoint.counts import DocumentCounts, Done, RunningStats
 from datatrove_ckpt.readers.shard_record import ShardRecord
 from datatrove_ckpt.rollouts.batch_rollout import BatchRollout
 
@@ -70,7 +70,7 @@ def finished_documents(stats: Iterable[Stats]) -> int:
     return sum(int(metric.total) for metric in found if metric is not None)
 
 
-def metric(sums: Sums, unit: str) -> MetricStats:
+def metric(sums: RunningStats, unit: str) -> MetricStats:
     """Returns the result of ``MetricStats.update`` over the single values."""
     n = max(sums.n, 1)
     mean = sums.total / n
@@ -84,7 +84,7 @@ def timing(seconds: float, unit: str) -> TimingStats:
 
 
 def _ones(n: int, unit: str) -> MetricStats:
-    return metric(Sums(n, n, n, 1, 1), unit)
+    return metric(RunningStats(n, n, n, 1, 1), unit)
 
 
 def lines_with_error(rollout_fn: object, counts: DocumentCounts) -> int:

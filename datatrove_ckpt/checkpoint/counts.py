@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, Self
 from datatrove_ckpt.checkpoint.skipped_lines import SkippedLines
 from datatrove_ckpt.common.finish_reasons import USUAL
 from datatrove_ckpt.common.formatting import plural
-from datatrove_ckpt.common.work_counts import Added, WorkCounts
+from datatrove_ckpt.common.work_counts import Addable, WorkCounts
 
 
 class Seconds(NamedTuple):
@@ -165,7 +165,7 @@ def _tokens_of(documents: Iterable[Took]) -> list[int]:
 
 
 @dataclass(slots=True, frozen=True)
-class Rates(Added):
+class Rates(Addable):
     """Work per second. ``input`` is in the unit of the input."""
 
     documents: float = 0.0
@@ -179,7 +179,7 @@ class Rates(Added):
 
 
 @dataclass(slots=True, frozen=True)
-class DocumentCounts(Added):
+class DocumentCounts(Addable):
     """Numbers of documents by outcome, and of their requests, tokens and answers.
 
     ``reasons``: numbers of answers by finish_reason, and by one of ``FAULTS``. ``lengths``:
@@ -312,7 +312,7 @@ _NONE = RunningStats()
 
 
 @dataclass(slots=True, frozen=True)
-class WorkStats(Added):
+class WorkStats(Addable):
     """Sums of the work of documents. An answer from the request cache counts for its document.
 
     Commits hold these sums, so that mean and variance can be computed over all attempts.
@@ -369,7 +369,7 @@ _SUMS = WorkStats.__slots__[:-1]
 
 
 @dataclass(slots=True, frozen=True)
-class Done(Added):
+class Done(Addable):
     """Finished documents, their work, and the seconds of all attempts so far."""
 
     counts: DocumentCounts = field(default_factory=DocumentCounts)
@@ -385,7 +385,7 @@ class Done(Added):
 
 
 @dataclass(slots=True, kw_only=True)
-class RunNumbers(Added):
+class RunNumbers(Addable):
     """The numbers of a rank, or the sums over several ranks.
 
     Attributes:

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 from datatrove_ckpt.common.formatting import plural
-from datatrove_ckpt.common.work_counts import Added
+from datatrove_ckpt.common.work_counts import Addable
 
 
 @dataclass(slots=True, frozen=True)
-class SkippedLines(Added):
+class SkippedLines(Addable):
     """How many input lines or rows became no document, up to a position, without blank lines.
 
     A reader yields ``DAMAGED`` or ``WITHOUT_TEXT`` in place of a document. ``numbers()`` is what

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Self
 Unit = Literal["bytes", "rows"]
 
 
-class Added:
+class Addable:
     """A dataclass whose records add up field by field. The sum has the class of the first one."""
 
     __slots__ = ()
@@ -54,7 +54,7 @@ class Tokens(NamedTuple):
 
 
 @dataclass(slots=True)
-class WorkCounts(Added):
+class WorkCounts(Addable):
     """What attempts did. A kill loses the last minute of these counts; counts of documents are
     exact.
 

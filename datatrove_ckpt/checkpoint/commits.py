@@ -20,8 +20,8 @@ import xxhash
 from datatrove_ckpt.checkpoint import checksummed_lines, files
 from datatrove_ckpt.checkpoint.counts import (
     NO_SECONDS,
+    CompletedWork,
     DocumentCounts,
-    Done,
     LogHistogram,
     Seconds,
     WorkStats,
@@ -241,14 +241,14 @@ def _parse(path: Path, number: int, line: checksummed_lines.Line) -> Commit:
         ) from error
 
 
-def sum_commits(commits: Collection[Commit]) -> Done:
+def sum_commits(commits: Collection[Commit]) -> CompletedWork:
     """Returns the sums over a rank's commits."""
     counts = sum((commit.counts for commit in commits), DocumentCounts())
     work = sum((WorkStats.from_json(commit.work) for commit in commits), WorkStats())
     seconds = NO_SECONDS
     for commit in commits:
         seconds = seconds.or_later(commit.seconds)
-    return Done(counts, work, seconds)
+    return CompletedWork(counts, work, seconds)
 
 
 def count_unbroken(commits: Iterable[int]) -> int:

@@ -369,7 +369,7 @@ _SUMS = WorkStats.__slots__[:-1]
 
 
 @dataclass(slots=True, frozen=True)
-class Done(Addable):
+class CompletedWork(Addable):
     """Finished documents, their work, and the seconds of all attempts so far."""
 
     counts: DocumentCounts = field(default_factory=DocumentCounts)

@@ -29,7 +29,7 @@ from datatrove_ckpt.checkpoint.chunks import (
     no_position,
 )
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, OutputFile
-from datatrove_ckpt.checkpoint.counts import Done, Took, unix_seconds
+from datatrove_ckpt.checkpoint.counts import CompletedWork, Took, unix_seconds
 from datatrove_ckpt.checkpoint.disk_space import DiskRoom
 from datatrove_ckpt.checkpoint.fence import Fence, RunClaim
 from datatrove_ckpt.checkpoint.history import Progress, Record
@@ -228,7 +228,7 @@ class _WrittenDocuments:
 
     def __iter__(self) -> Iterator[Finished]:
         chunk = self.chunk
-        chunk.done = Done()
+        chunk.done = CompletedWork()
         chunk.dead_letters = bytearray()
         took: list[Took] = []
         for finished in self.journal.read_in_order():
@@ -246,7 +246,7 @@ class _WrittenDocuments:
         self.lease.check()
 
     def _count(self, took: list[Took]) -> None:
-        self.chunk.done += Done.of(took)
+        self.chunk.done += CompletedWork.of(took)
         took.clear()
 
 
@@ -417,7 +417,7 @@ class OpenCheckpoint:
     # state ---------------------------------------------------------------------------------------
 
     @property
-    def done(self) -> Done:
+    def done(self) -> CompletedWork:
         """What all attempts of the rank committed. The storage thread adds to it.
 
         It has the last chunk's numbers after ``close``.

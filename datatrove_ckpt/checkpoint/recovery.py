@@ -32,7 +32,7 @@ from datatrove_ckpt.checkpoint.commits import (
     read_last_chunk,
     sum_commits,
 )
-from datatrove_ckpt.checkpoint.counts import DocumentCounts, Done
+from datatrove_ckpt.checkpoint.counts import CompletedWork, DocumentCounts
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import CheckpointCorrupt
@@ -64,7 +64,7 @@ class ResumePoint:
     journals: dict[int, ChunkJournal] = field(default_factory=dict)
     last_cached: int = -1
     answers: int = 0
-    committed: Done = field(default_factory=Done)
+    committed: CompletedWork = field(default_factory=CompletedWork)
     finished: DocumentCounts = field(default_factory=DocumentCounts)
     interrupted: bool = False
 

@@ -11,12 +11,12 @@ from datatrove.utils.stats import MetricStats, MetricStatsDict, Stats, TimingSta
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.commits import read_commits, sum_commits
-from datatrove_ckpt.checkpoint.counts import DocumentCounts, Done, RunningStats
+from datatrove_ckpt.checkpoint.counts import CompletedWork, DocumentCounts, RunningStats
 from datatrove_ckpt.readers.shard_record import ShardRecord
 from datatrove_ckpt.rollouts.batch_rollout import BatchRollout
 
 
-def sum_rank(rank: int, root: Path, opened: Path | None = None) -> Done:
+def sum_rank(rank: int, root: Path, opened: Path | None = None) -> CompletedWork:
     """Returns what a rank and its retries have committed. Each document counts once.
 
     Args:
@@ -26,7 +26,7 @@ def sum_rank(rank: int, root: Path, opened: Path | None = None) -> Done:
     Raises:
         CheckpointCorrupt: a commit is damaged.
     """
-    total = Done()
+    total = CompletedWork()
     for folder in layout.folders_of(root, rank):
         if folder == opened:
             continue
@@ -37,7 +37,7 @@ def sum_rank(rank: int, root: Path, opened: Path | None = None) -> Done:
     return total
 
 
-def fill_stats(stats: Stats, done: Done, folder: Path) -> None:
+def fill_stats(stats: Stats, done: CompletedWork, folder: Path) -> None:
     """Sets the numbers of a step. ``folder``: of the rank, which is no retry."""
     counts = done.counts
     work = done.work

@@ -19,7 +19,7 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.checksummed_lines import Json
-from datatrove_ckpt.checkpoint.counts import Done
+from datatrove_ckpt.checkpoint.counts import CompletedWork
 from datatrove_ckpt.checkpoint.layout import BATCHES, SHARD, rank_folder
 from datatrove_ckpt.checkpoint.old_answers import open_old_answers, with_samples
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
@@ -293,7 +293,7 @@ class _Run:
         data: Iterable[Document],
         documents: DocumentSource,
         checkpoint: OpenCheckpoint,
-        others: Done,
+        others: CompletedWork,
         output: ChunkOutput,
     ) -> bool:
         """Returns whether requests were parked, so that another pass must follow."""

@@ -133,7 +133,7 @@ def _bucket(value: float) -> int:
 Outcome = Literal["written", "dropped", "dead"]
 
 
-class Work(NamedTuple):
+class DocumentWork(NamedTuple):
     """The rollouts, requests and tokens of a document.
 
     Attributes:
@@ -149,7 +149,7 @@ class Work(NamedTuple):
     tokens: list[int]
 
 
-Took = tuple[Outcome, tuple[int, ...], Work | None, dict[str, int]]
+Took = tuple[Outcome, tuple[int, ...], DocumentWork | None, dict[str, int]]
 """The counted fields of ``Finished``: ``outcome``, ``numbers``, ``work`` and ``reasons``."""
 
 

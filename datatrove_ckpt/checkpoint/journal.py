@@ -29,10 +29,10 @@ from datatrove_ckpt.checkpoint.checksummed_lines import (
 from datatrove_ckpt.checkpoint.counts import (
     NO_SECONDS,
     DocumentCounts,
+    DocumentWork,
     Outcome,
     Seconds,
     Took,
-    Work,
 )
 from datatrove_ckpt.errors import CheckpointCorrupt
 
@@ -69,7 +69,7 @@ class Finished:
     requests: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    work: Work | None = None
+    work: DocumentWork | None = None
     seconds: Seconds | None = field(default=None, compare=False)
     ends: tuple[int, ...] = (0, 0, 0)
     reasons: dict[str, int] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class Finished:
             data["requests"],
             data["prompt_tokens"],
             data["completion_tokens"],
-            None if data.get("work") is None else Work(*data["work"]),
+            None if data.get("work") is None else DocumentWork(*data["work"]),
             None if data.get("seconds") is None else Seconds(*data["seconds"]),
             tuple(data.get("ends", (0, 0, 0))),
             data.get("reasons", {}),

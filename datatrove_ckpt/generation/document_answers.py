@@ -7,7 +7,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.batch_log import fields_of_batch
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
-from datatrove_ckpt.checkpoint.counts import DocumentCounts, Outcome, Work
+from datatrove_ckpt.checkpoint.counts import DocumentCounts, DocumentWork, Outcome
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
 from datatrove_ckpt.common.finish_reasons import ENDINGS, USUAL
@@ -108,7 +108,7 @@ class Answers:
         usual = 1 if outcome == "written" else 0
         is_usual = len(requests) == 1 and requests[0] <= 1 and not self.failed and kept == usual
         if not is_usual:  # copies, because cancelled rollouts may still count
-            work = Work(kept, self.failed, requests.copy(), tokens.copy())
+            work = DocumentWork(kept, self.failed, requests.copy(), tokens.copy())
         return Finished(
             self.slot.ordinal,
             outcome,

@@ -149,11 +149,11 @@ class DocumentWork(NamedTuple):
     tokens: list[int]
 
 
-Took = tuple[Outcome, tuple[int, ...], DocumentWork | None, dict[str, int]]
+DocumentTally = tuple[Outcome, tuple[int, ...], DocumentWork | None, dict[str, int]]
 """The counted fields of ``Finished``: ``outcome``, ``numbers``, ``work`` and ``reasons``."""
 
 
-def _tokens_of(documents: Iterable[Took]) -> list[int]:
+def _tokens_of(documents: Iterable[DocumentTally]) -> list[int]:
     """Returns prompt and completion tokens of each answer in turn."""
     tokens: list[int] = []
     for _, numbers, work, _ in documents:
@@ -202,7 +202,7 @@ class DocumentCounts(Addable):
     lengths: LogHistogram = field(default_factory=LogHistogram, kw_only=True)
 
     @classmethod
-    def of(cls, documents: Sequence[Took]) -> Self:
+    def of(cls, documents: Sequence[DocumentTally]) -> Self:
         outcomes = [outcome for outcome, _, _, _ in documents]
         sums = map(sum, zip(*(numbers for _, numbers, _, _ in documents), strict=True))
         written = outcomes.count("written")
@@ -332,7 +332,7 @@ class WorkStats(Addable):
     failed_requests: int = 0
 
     @classmethod
-    def of(cls, documents: Sequence[Took]) -> Self:
+    def of(cls, documents: Sequence[DocumentTally]) -> Self:
         """Counts documents. In one call, many documents cost a third of what each costs alone."""
         requests: list[int] = []
         kept: list[int] = []
@@ -377,7 +377,7 @@ class CompletedWork(Addable):
     seconds: Seconds = NO_SECONDS
 
     @classmethod
-    def of(cls, documents: Sequence[Took]) -> Self:
+    def of(cls, documents: Sequence[DocumentTally]) -> Self:
         return cls(DocumentCounts.of(documents), WorkStats.of(documents))
 
     def of_retry(self) -> Self:

@@ -29,10 +29,10 @@ from datatrove_ckpt.checkpoint.checksummed_lines import (
 from datatrove_ckpt.checkpoint.counts import (
     NO_SECONDS,
     DocumentCounts,
+    DocumentTally,
     DocumentWork,
     Outcome,
     Seconds,
-    Took,
 )
 from datatrove_ckpt.errors import CheckpointCorrupt
 
@@ -79,7 +79,7 @@ class Finished:
         return self.requests, self.prompt_tokens, self.completion_tokens, *self.ends
 
     @property
-    def took(self) -> Took:
+    def took(self) -> DocumentTally:
         return self.outcome, self.numbers, self.work, self.reasons
 
     def to_line(self) -> bytes:
@@ -181,7 +181,7 @@ class ChunkJournal:
         self._offsets = array("q")
         self._lengths = array("I")
         size = 0
-        took = list[Took]()
+        took = list[DocumentTally]()
         for line, finished in read_finished(path, self.recovered, first_ordinal, end):
             size = line.offset + line.length
             if finished is not None:

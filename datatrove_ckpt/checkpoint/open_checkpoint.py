@@ -29,7 +29,7 @@ from datatrove_ckpt.checkpoint.chunks import (
     no_position,
 )
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, OutputFile
-from datatrove_ckpt.checkpoint.counts import CompletedWork, Took, unix_seconds
+from datatrove_ckpt.checkpoint.counts import CompletedWork, DocumentTally, unix_seconds
 from datatrove_ckpt.checkpoint.disk_space import DiskRoom
 from datatrove_ckpt.checkpoint.fence import Fence, RunClaim
 from datatrove_ckpt.checkpoint.history import Progress, Record
@@ -230,7 +230,7 @@ class _WrittenDocuments:
         chunk = self.chunk
         chunk.done = CompletedWork()
         chunk.dead_letters = bytearray()
-        took: list[Took] = []
+        took: list[DocumentTally] = []
         for finished in self.journal.read_in_order():
             took.append(finished.took)
             if len(took) == _COUNTED_AT_ONCE:
@@ -245,7 +245,7 @@ class _WrittenDocuments:
         # The last moment before the caller publishes.
         self.lease.check()
 
-    def _count(self, took: list[Took]) -> None:
+    def _count(self, took: list[DocumentTally]) -> None:
         self.chunk.done += CompletedWork.of(took)
         took.clear()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from datatrove_ckpt.checkpoint.checksummed_lines import read_lines, read_sealed, sealed_json
 from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.journal import FinishedDocument
 
 
 def content_of(path):
@@ -70,7 +70,7 @@ def read_rank(rank):
     for path in rank.glob("chunk_*.jsonl"):
         with suppress(FileNotFoundError):  # committed meanwhile
             for line in read_lines(path):
-                document = Finished.from_body(line.body)
+                document = FinishedDocument.from_body(line.body)
                 finished[document.ordinal] = document.requests
     return cached, finished, read_commits(rank / "commits.jsonl").values()
 

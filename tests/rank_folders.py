@@ -13,7 +13,7 @@ from datatrove_ckpt.checkpoint.counts import DocumentCounts, Seconds
 from datatrove_ckpt.checkpoint.fence import new_owner
 from datatrove_ckpt.checkpoint.history import End, Progress, Start
 from datatrove_ckpt.checkpoint.identity import FORMAT
-from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.journal import FinishedDocument
 from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
 from datatrove_ckpt.run_folder.run_location import RunLocation
 
@@ -129,7 +129,7 @@ def write_rank(
         (folder / layout.DEAD_LETTERS).write_bytes(b"".join(dead))
     if journal:
         documents = [
-            Finished(
+            FinishedDocument(
                 chunks * per_chunk + index,
                 "written",
                 f"{index}",

@@ -47,7 +47,7 @@ _READ_GAP = 1 << 13
 
 
 @dataclass(slots=True)
-class Finished:
+class FinishedDocument:
     """A finished document.
 
     Attributes:
@@ -102,7 +102,7 @@ class Finished:
         return seal(b"%s%s%s}" % (orjson.dumps(head)[:-1], _DOCUMENT, self.document))
 
     @classmethod
-    def from_body(cls, body: bytes) -> Finished:
+    def from_body(cls, body: bytes) -> FinishedDocument:
         """Raises KeyError, TypeError or ValueError if the line holds no finished document."""
         at = body.index(_DOCUMENT)
         data = orjson.loads(body[:at] + b"}")
@@ -123,7 +123,7 @@ class Finished:
 
 def read_finished(
     path: Path, known: dict[int, str], first_ordinal: int = 0, end: int | None = None
-) -> Iterator[tuple[Line, Finished | None]]:
+) -> Iterator[tuple[Line, FinishedDocument | None]]:
     """Yields the journal's whole lines with their documents; None for a repeated document.
 
     A fenced-off process may have finished the document as well: the first line counts.
@@ -137,7 +137,7 @@ def read_finished(
     """
     for line in read_lines(path, JOURNAL_ADVICE):
         try:
-            finished = Finished.from_body(line.body)
+            finished = FinishedDocument.from_body(line.body)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointCorrupt(
                 path,
@@ -192,7 +192,7 @@ class ChunkJournal:
         """The documents that earlier attempts finished."""
         self.file = files.AppendFile(path, size)
 
-    def append(self, group: Iterable[Finished]) -> None:
+    def append(self, group: Iterable[FinishedDocument]) -> None:
         ordinals = []
         lines = []
         for finished in group:
@@ -210,7 +210,7 @@ class ChunkJournal:
             if offset >= 0:
                 yield self.first_ordinal + index
 
-    def read_in_order(self) -> Generator[Finished, None, None]:
+    def read_in_order(self) -> Generator[FinishedDocument, None, None]:
         """Yields every document of the chunk, by ordinal.
 
         Raises:
@@ -226,7 +226,7 @@ class ChunkJournal:
                         raise CheckpointCorrupt(
                             self.path, f": document {number} cannot be read back."
                         )
-                    yield Finished.from_body(body)
+                    yield FinishedDocument.from_body(body)
 
     def _megabytes(self) -> Generator[range, None, None]:
         start = size = 0

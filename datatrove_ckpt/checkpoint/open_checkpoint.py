@@ -36,7 +36,7 @@ from datatrove_ckpt.checkpoint.history import Progress, Record
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.job_file import join_job
-from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
+from datatrove_ckpt.checkpoint.journal import ChunkJournal, FinishedDocument
 from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.checkpoint.placement import Placement, Stopping, WaitingChunk
 from datatrove_ckpt.checkpoint.rank_files import RankFiles, Snapshot
@@ -141,7 +141,9 @@ class Output(Protocol):
 
     placement: Placement
 
-    def write_chunk(self, chunk_index: int, documents: Iterable[Finished]) -> list[OutputFile]:
+    def write_chunk(
+        self, chunk_index: int, documents: Iterable[FinishedDocument]
+    ) -> list[OutputFile]:
         """Writes and publishes a chunk from its written documents (steps 2 and 3), which may be
         read again.
         """
@@ -226,7 +228,7 @@ class _WrittenDocuments:
     journal: ChunkJournal
     lease: RankLease
 
-    def __iter__(self) -> Iterator[Finished]:
+    def __iter__(self) -> Iterator[FinishedDocument]:
         chunk = self.chunk
         chunk.done = CompletedWork()
         chunk.dead_letters = bytearray()
@@ -384,7 +386,7 @@ class OpenCheckpoint:
         """Hands a request over to be sent in a batch."""
         self._storage.put(request, len(request.body))
 
-    def finish(self, slot: ChunkSlot, finished: Finished) -> None:
+    def finish(self, slot: ChunkSlot, finished: FinishedDocument) -> None:
         """Hands a document over to be written. It is done once its line is in the journal."""
         self._storage.put(finished, len(finished.document), slot.chunk)
         self._finished += 1

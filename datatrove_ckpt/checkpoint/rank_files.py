@@ -17,7 +17,7 @@ from datatrove_ckpt.checkpoint.commits import Commit, CommitLog
 from datatrove_ckpt.checkpoint.counts import DocumentCounts, RankClock, unix_seconds
 from datatrove_ckpt.checkpoint.fence import Fence
 from datatrove_ckpt.checkpoint.interval import Interval
-from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
+from datatrove_ckpt.checkpoint.journal import ChunkJournal, FinishedDocument
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, write_last_chunk
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.checkpoint.run_limits import PaidFile, RunTotals, read_paid
@@ -140,7 +140,7 @@ class RankFiles:
     # answers and documents -----------------------------------------------------------------------
 
     def write(
-        self, answers: list[CachedRequest], documents: Mapping[Chunk, list[Finished]]
+        self, answers: list[CachedRequest], documents: Mapping[Chunk, list[FinishedDocument]]
     ) -> None:
         """Writes one group: one SQLite transaction, and one write per journal."""
         self.fence.check()

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from datatrove_ckpt.checkpoint.batch_log import ParkedRequest
 from datatrove_ckpt.checkpoint.chunks import Chunk
-from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.journal import FinishedDocument
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest
 from datatrove_ckpt.common.threads import context_thread
@@ -30,7 +30,7 @@ MAX_BACKLOG_BYTES = 64 * 2**20
 # Keeps a group's transaction short: a lookup behind it is answered in milliseconds.
 MAX_GROUP = 2000
 
-_Item = Finished | CachedRequest | ParkedRequest
+_Item = FinishedDocument | CachedRequest | ParkedRequest
 """A finished document, an answer, or a request for a batch."""
 _Queued = tuple[int, Chunk | None, _Item] | Callable[[], object] | None
 """An item, with the bytes handed over so far. None ends the thread."""
@@ -115,7 +115,7 @@ class StorageThread:
 
     def _work(self) -> bool:
         answers: list[CachedRequest] = []
-        documents: dict[Chunk, list[Finished]] = defaultdict(list)
+        documents: dict[Chunk, list[FinishedDocument]] = defaultdict(list)
         submitted = self._written_bytes
         for item in self._take():
             if not isinstance(item, tuple):
@@ -129,7 +129,7 @@ class StorageThread:
             submitted, chunk, written = item
             if isinstance(written, CachedRequest):
                 answers.append(written)
-            elif isinstance(written, Finished):
+            elif isinstance(written, FinishedDocument):
                 assert chunk is not None
                 documents[chunk].append(written)
             else:
@@ -151,7 +151,7 @@ class StorageThread:
     def _write(
         self,
         answers: list[CachedRequest],
-        documents: dict[Chunk, list[Finished]],
+        documents: dict[Chunk, list[FinishedDocument]],
         submitted_bytes: int,
     ) -> None:
         if answers or documents:

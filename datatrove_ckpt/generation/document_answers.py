@@ -8,7 +8,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.batch_log import fields_of_batch
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.counts import DocumentCounts, DocumentWork, Outcome
-from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.journal import FinishedDocument
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
 from datatrove_ckpt.common.finish_reasons import ENDINGS, USUAL
 from datatrove_ckpt.common.redaction import redact
@@ -100,7 +100,7 @@ class Answers:
 
     def finished(
         self, outcome: Outcome, fingerprint: str, document: bytes, kept: int = 0
-    ) -> Finished:
+    ) -> FinishedDocument:
         """Returns the finished document. ``kept``: number of rollouts with a result."""
         requests = self.requests
         tokens = self.tokens
@@ -109,7 +109,7 @@ class Answers:
         is_usual = len(requests) == 1 and requests[0] <= 1 and not self.failed and kept == usual
         if not is_usual:  # copies, because cancelled rollouts may still count
             work = DocumentWork(kept, self.failed, requests.copy(), tokens.copy())
-        return Finished(
+        return FinishedDocument(
             self.slot.ordinal,
             outcome,
             fingerprint,

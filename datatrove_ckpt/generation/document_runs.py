@@ -15,7 +15,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.counts import WHY_DROPPED
-from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.journal import FinishedDocument
 from datatrove_ckpt.common.redaction import note_sent
 from datatrove_ckpt.errors import (
     CheckpointError,
@@ -91,7 +91,7 @@ class DocumentRuns:
             self.requests.documents.pop(slot.ordinal, None)
             self.limit.release(source.size)
 
-    async def _run_document(self, source: SourceDocument, slot: ChunkSlot) -> Finished:
+    async def _run_document(self, source: SourceDocument, slot: ChunkSlot) -> FinishedDocument:
         document = source.document
         answers = Answers(self.requests, slot, source.id, len(self._rollouts))
         if isinstance(document, RetriedDocument):
@@ -124,7 +124,7 @@ class DocumentRuns:
 
     async def _finished(
         self, source: SourceDocument, slot: ChunkSlot, answers: Answers
-    ) -> Finished:
+    ) -> FinishedDocument:
         """Runs the rollouts of a document, and encodes it with their results."""
         document = source.document
         self.results.check(document)

@@ -33,7 +33,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.checksummed_lines import PREFIX, Json, explained, unseal
 from datatrove_ckpt.checkpoint.compare import changes_text, compare, describe_alike, records
 from datatrove_ckpt.checkpoint.identity import OUTPUT_FOLDER, RunIdentity
-from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.journal import FinishedDocument
 from datatrove_ckpt.checkpoint.layout import CHECKPOINT_LINES, LOCK
 from datatrove_ckpt.checkpoint.lock import lock_holder, name_holder
 from datatrove_ckpt.common.formatting import plural, safe_repr, safe_text
@@ -385,7 +385,7 @@ class FinishedDocuments:
             body = unseal(line)
             if body is None:
                 return None, _TORN
-            finished = Finished.from_body(body)
+            finished = FinishedDocument.from_body(body)
             if finished.outcome != "written":
                 return None, "documents that are dropped or dead letters"
             document = decode(finished.document)

@@ -50,7 +50,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import OutputFile
-from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.journal import FinishedDocument
 from datatrove_ckpt.checkpoint.open_checkpoint import RankLease
 from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.checkpoint.publish_intents import Intents
@@ -115,7 +115,9 @@ class ChunkWriting:
         if schema is not None:
             self.columns.start(first.chunk_index, schema)
 
-    def write(self, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]) -> None:
+    def write(
+        self, staged: StagedFiles, chunk_index: int, documents: Iterable[FinishedDocument]
+    ) -> None:
         """Writes and closes the files. ``documents`` is read several times if their schema is not
         known.
 
@@ -136,7 +138,7 @@ class ChunkWriting:
             raise self._failure(chunk_index, documents, error, before) from error.__cause__
 
     def _write_csv(
-        self, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]
+        self, staged: StagedFiles, chunk_index: int, documents: Iterable[FinishedDocument]
     ) -> None:
         """Writes files that have the columns of the input, and of all documents of the chunk."""
         writer = self._copy(staged)
@@ -147,7 +149,7 @@ class ChunkWriting:
         self._write(staged, chunk_index, documents, writer)
 
     def _write_united(
-        self, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]
+        self, staged: StagedFiles, chunk_index: int, documents: Iterable[FinishedDocument]
     ) -> None:
         schema = self.columns.guess
         is_written = schema is not None and self._fits(schema, staged, chunk_index, documents)
@@ -176,7 +178,11 @@ class ChunkWriting:
             self._write(staged, chunk_index, documents, self._copy(staged, schema))
 
     def _fits(
-        self, schema: Schema, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]
+        self,
+        schema: Schema,
+        staged: StagedFiles,
+        chunk_index: int,
+        documents: Iterable[FinishedDocument],
     ) -> bool:
         """Writes the chunk with the previous chunk's schema, unless its own schema differs."""
         types = ColumnTypes(self._given)
@@ -188,7 +194,7 @@ class ChunkWriting:
         staged.discard()
         return False
 
-    def _rows(self, writer: DiskWriter, documents: Iterable[Finished]) -> Iterator[Row]:
+    def _rows(self, writer: DiskWriter, documents: Iterable[FinishedDocument]) -> Iterator[Row]:
         try:
             for finished in documents:
                 for row in self._rows_of(self._decode(finished.document)):
@@ -204,7 +210,7 @@ class ChunkWriting:
         self,
         staged: StagedFiles,
         chunk_index: int,
-        documents: Iterable[Finished],
+        documents: Iterable[FinishedDocument],
         writer: DiskWriter,
     ) -> None:
         write = write_for(writer, self._decode, self._names, chunk_index, self._rows_of)
@@ -225,7 +231,7 @@ class ChunkWriting:
     def _failure(
         self,
         chunk_index: int,
-        documents: Iterable[Finished],
+        documents: Iterable[FinishedDocument],
         error: _NotWritten,
         known: dict[str, DataType],
     ) -> OutputFailed:
@@ -253,7 +259,7 @@ class ChunkWriting:
         )
 
     def _name_culprit(
-        self, writer: DiskWriter, documents: Iterable[Finished], known: dict[str, DataType]
+        self, writer: DiskWriter, documents: Iterable[FinishedDocument], known: dict[str, DataType]
     ) -> str | None:
         """Returns which document cannot be written, and why; None if every row alone can.
 
@@ -402,7 +408,7 @@ def prepare_arrow(writer: DiskWriter) -> None:
 
 
 class _NotWritten(Exception):
-    def __init__(self, finished: Finished | None = None) -> None:
+    def __init__(self, finished: FinishedDocument | None = None) -> None:
         self.finished = finished
 
 
@@ -759,7 +765,9 @@ class ChunkOutput:
         files.disk.remove_tree(self._target.staging.parent)
         self._target.finish()
 
-    def write_chunk(self, chunk_index: int, documents: Iterable[Finished]) -> list[OutputFile]:
+    def write_chunk(
+        self, chunk_index: int, documents: Iterable[FinishedDocument]
+    ) -> list[OutputFile]:
         """Writes and publishes a chunk (steps 2 and 3 of a commit). Returns its files; see
         ``placement``.
 

@@ -105,7 +105,7 @@ def mixed(folder):
 
 def ours(folder):
     """As a run reads rows and writes chunks, without what keeps them until their chunk is full."""
-    from datatrove_ckpt.checkpoint.journal import Finished
+    from datatrove_ckpt.checkpoint.journal import FinishedDocument
     from datatrove_ckpt.output.chunk_writing import ChunkWriting
     from datatrove_ckpt.output.document_codec import encode
     from datatrove_ckpt.output.file_managers import StagedFiles
@@ -117,7 +117,7 @@ def ours(folder):
     documents = ParquetReader(str(folder / "input")).run()
     for index in count():
         chunk = [
-            Finished(ordinal, "written", "", encode(document))
+            FinishedDocument(ordinal, "written", "", encode(document))
             for ordinal, document in enumerate(islice(documents, CHUNK))
         ]
         if not chunk:

@@ -32,7 +32,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from datatrove_ckpt.checkpoint import storage_thread
 from datatrove_ckpt.checkpoint.checksummed_lines import read_lines
 from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.journal import FinishedDocument
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, DocumentFailed, ServerRefused
 from datatrove_ckpt.generation.dead_letters import read_letters
 from datatrove_ckpt.readers import JsonlReader
@@ -455,7 +455,8 @@ class JobMachine(RuleBasedStateMachine):
                 found.update(attempts[commit.first_ordinal : commit.next_ordinal])
             for path in folder.glob("chunk_*.jsonl"):
                 found.update(
-                    attempts[Finished.from_body(line.body).ordinal] for line in read_lines(path)
+                    attempts[FinishedDocument.from_body(line.body).ordinal]
+                    for line in read_lines(path)
                 )
         return found
 

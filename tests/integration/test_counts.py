@@ -13,7 +13,7 @@ from datatrove.data import Document
 
 from datatrove_ckpt.checkpoint import open_checkpoint
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
-from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.journal import FinishedDocument
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest
@@ -67,7 +67,15 @@ def test_a_chunk_is_committed_by_these_effects_in_this_order(tmp_path, server):
 
 # Memory ----------------------------------------------------------------------------------------
 
-OF_A_DOCUMENT = (Document, SourceDocument, Answers, Requests, Finished, CachedRequest, ChunkSlot)
+OF_A_DOCUMENT = (
+    Document,
+    SourceDocument,
+    Answers,
+    Requests,
+    FinishedDocument,
+    CachedRequest,
+    ChunkSlot,
+)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from datatrove_ckpt.checkpoint.counts import DocumentCounts, LogHistogram, Secon
 from datatrove_ckpt.checkpoint.fence import RunClaim
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
-from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
+from datatrove_ckpt.checkpoint.journal import ChunkJournal, FinishedDocument
 from datatrove_ckpt.checkpoint.layout import (
     DEAD_LETTERS,
     RankAddress,
@@ -72,7 +72,7 @@ def test_garbage_at_the_end_is_a_torn_tail_and_elsewhere_is_corrupt(tmp_path, ta
 
 def finished(ordinal, fingerprint=None):
     fingerprint = fingerprint or f"{ordinal:016x}"
-    return Finished(ordinal, "written", fingerprint, b'{"id":"%d"}' % ordinal, 1, 2, 3)
+    return FinishedDocument(ordinal, "written", fingerprint, b'{"id":"%d"}' % ordinal, 1, 2, 3)
 
 
 def test_a_torn_last_line_is_cut_before_the_next_append(tmp_path):

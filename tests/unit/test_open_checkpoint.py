@@ -19,7 +19,7 @@ from datatrove_ckpt.checkpoint.chunks import ChunkTracker, no_position
 from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits
 from datatrove_ckpt.checkpoint.counts import DocumentCounts
 from datatrove_ckpt.checkpoint.identity import RunIdentity, run_with_secrets
-from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.journal import FinishedDocument
 from datatrove_ckpt.checkpoint.layout import CACHE_FILES, journal_name
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
 from datatrove_ckpt.checkpoint.placement import Placement
@@ -101,7 +101,7 @@ def answer_and_finish(checkpoint, ordinal, outcome="written"):
     if slot is not None:
         checkpoint.lookup(slot)
         checkpoint.put_answer(slot, f"id {ordinal}", AnswerKey(0, "f" * 32, 0), Answer(b"{}", None))
-        checkpoint.finish(slot, Finished(slot.ordinal, outcome, f"input {ordinal}", b"{}"))
+        checkpoint.finish(slot, FinishedDocument(slot.ordinal, outcome, f"input {ordinal}", b"{}"))
 
 
 def run(checkpoint, number):

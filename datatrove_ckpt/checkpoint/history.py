@@ -9,7 +9,7 @@ Recovery does not read it, so damage costs a line and never the run. Each line h
     server      what, name, url (without secrets, or null), why
     progress    s, d, r, len, c, all, own, err, q, cap, w, out, pos, skip, tier, call, failed, ms,
                 and own_ of err and of the last four: see ``Progress``
-    spread      ms, pt, ct, bad: see ``Spread``
+    spread      ms, pt, ct, bad: see ``RequestHistograms``
     end         why, what
 
 Readers ignore keys and kinds of later releases.
@@ -282,7 +282,7 @@ def _work(data: Json, numbers: str, prefix: str) -> WorkCounts:
 
 
 @dataclass(slots=True, kw_only=True)
-class Spread(_Record):
+class RequestHistograms(_Record):
     """The requests of this attempt that servers answered, as histograms, every ten minutes and at
     the end; and some answers.
 
@@ -307,7 +307,7 @@ class Spread(_Record):
         return histograms
 
     @classmethod
-    def read(cls, data: Json) -> Spread:
+    def read(cls, data: Json) -> RequestHistograms:
         return cls(
             milliseconds=LogHistogram(dict(data["ms"])),
             prompt_tokens=LogHistogram(dict(data["pt"])),
@@ -329,9 +329,9 @@ class End(_Record):
     what: str = ""
 
 
-Record = Start | ServerEvent | Progress | Spread | End
+Record = Start | ServerEvent | Progress | RequestHistograms | End
 _KINDS: dict[str, type[Record]] = {
-    kind.KIND: kind for kind in (Start, ServerEvent, Progress, Spread, End)
+    kind.KIND: kind for kind in (Start, ServerEvent, Progress, RequestHistograms, End)
 }
 
 
@@ -528,7 +528,7 @@ class History:
 
     attempts: list[AttemptSummary] = field(default_factory=list)
     minutes: list[Progress] = field(default_factory=list)
-    spreads: list[Spread] = field(default_factory=list)
+    spreads: list[RequestHistograms] = field(default_factory=list)
     servers: list[ServerEvent] = field(default_factory=list)
     then: Progress | None = None
 
@@ -579,7 +579,7 @@ def read_history(path: str, most: int = 0) -> History:
     lines = last_lines(path, None if most else 1 << 19, MAX_BYTES)
     found = History()
     attempts: dict[int, AttemptSummary] = {}
-    spreads: dict[int, Spread] = {}
+    spreads: dict[int, RequestHistograms] = {}
     step = len(lines) // most + 1 if most else len(lines) + 1
     for line in _sampled(lines, step):
         record = parse_line(line)
@@ -591,7 +591,7 @@ def read_history(path: str, most: int = 0) -> History:
             found.servers = []
         elif isinstance(record, Progress):
             found.minutes.append(record)
-        elif isinstance(record, Spread):
+        elif isinstance(record, RequestHistograms):
             spreads[record.attempt] = record
         elif isinstance(record, ServerEvent):
             found.servers.append(record)

@@ -85,7 +85,7 @@ class RankReporter:
         self._early = Counter[str]()
         self._ended = 0
         self._ended_at = time.monotonic()  # when it last changed
-        self._spread = history.Spread()
+        self._spread = history.RequestHistograms()
         self._has_new_examples = False
         self.last = history.Progress()
         self.end: history.End | None = None
@@ -291,11 +291,11 @@ class RankReporter:
             quiet, seconds, redact(oldest.request.document)[:_SHOWN_ID], all_started
         )
 
-    def spread(self) -> history.Spread:
+    def spread(self) -> history.RequestHistograms:
         """Returns a copy, because other threads read it later."""
         found = self._spread.examples.copy().items()
         examples = {fault: each.copy() for fault, each in found}
-        return history.Spread(
+        return history.RequestHistograms(
             milliseconds=self._spread.milliseconds.copy(),
             prompt_tokens=self._spread.prompt_tokens.copy(),
             completion_tokens=self._spread.completion_tokens.copy(),

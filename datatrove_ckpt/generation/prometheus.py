@@ -27,7 +27,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.counts import DocumentCounts, LogHistogram
-from datatrove_ckpt.checkpoint.history import Progress, Spread
+from datatrove_ckpt.checkpoint.history import Progress, RequestHistograms
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.common.formatting import error_text
 from datatrove_ckpt.common.work_counts import WorkCounts
@@ -92,7 +92,7 @@ class RankNow:
     started_at: float
     state: str
     progress: Progress
-    spread: Spread
+    spread: RequestHistograms
 
 
 def _tokens(counts: DocumentCounts | WorkCounts) -> dict[str, float]:
@@ -195,7 +195,7 @@ def _of_documents(done: DocumentCounts, rank: RankNow) -> tuple[Metric, ...]:
     )
 
 
-def _of_requests(progress: Progress, spread: Spread) -> tuple[Metric, ...]:
+def _of_requests(progress: Progress, spread: RequestHistograms) -> tuple[Metric, ...]:
     own = progress.own
     return (
         Metric(

@@ -14,7 +14,7 @@ from datatrove_ckpt.checkpoint.history import (
     End,
     HistoryLog,
     Progress,
-    Spread,
+    RequestHistograms,
     Start,
     Wait,
     thinned,
@@ -49,7 +49,7 @@ def test_a_document_and_a_server_cannot_write_lines_of_their_own(tmp_path):
     assert found.total.tiers == found.own.tiers == {"flex all is well": 1}
 
 
-LATENCIES = Spread(at=1.0, attempt=1, milliseconds=LogHistogram({3: 2, 17: 1}))
+LATENCIES = RequestHistograms(at=1.0, attempt=1, milliseconds=LogHistogram({3: 2, 17: 1}))
 LATENCIES.examples = {"looping": [["id", "again"]]}
 ANSWERS = DocumentCounts(9, reasons=Counter(stop=4), lengths=LogHistogram.of([1, 70, 70]))
 
@@ -75,7 +75,7 @@ def test_of_each_attempt_the_last_histograms_count(tmp_path):
     for attempt in (1, 2):
         lines.append(Start(at=attempt, attempt=attempt, host="h", pid=1))
         lines += [
-            Spread(at=attempt, attempt=attempt, milliseconds=LogHistogram({3: number}))
+            RequestHistograms(at=attempt, attempt=attempt, milliseconds=LogHistogram({3: number}))
             for number in (1, 2)
         ]
     found = history.read_history(str(written(tmp_path / "history.jsonl", lines)))

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.counts import LogHistogram
-from datatrove_ckpt.checkpoint.history import Spread
+from datatrove_ckpt.checkpoint.history import RequestHistograms
 from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.generation import prometheus
 from datatrove_ckpt.generation.prometheus import (
@@ -40,7 +40,7 @@ def buckets(*values):
 
 
 def spread():
-    return Spread(
+    return RequestHistograms(
         milliseconds=buckets(0.5, 1.5, 100, 3000),
         prompt_tokens=buckets(10, 100),
         completion_tokens=buckets(5),

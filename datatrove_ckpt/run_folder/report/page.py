@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.counts import DocumentCounts, LogHistogram
-from datatrove_ckpt.checkpoint.history import History, Progress, Spread, read_history
+from datatrove_ckpt.checkpoint.history import History, Progress, RequestHistograms, read_history
 from datatrove_ckpt.checkpoint.identity import without_model
 from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.common.formatting import figure, percent, short
@@ -163,7 +163,7 @@ def _share(part: Values, whole: Values) -> Values:
 _EXAMPLES = 3  # of each fault
 
 
-def _quality(done: DocumentCounts, spreads: Iterable[Spread]) -> Iterator[Markup]:
+def _quality(done: DocumentCounts, spreads: Iterable[RequestHistograms]) -> Iterator[Markup]:
     counts = {f"finish_reason {reason}": number for reason, number in done.endings.items()}
     counts |= {_named(kind): number for kind, number in done.bad.items() if number}
     rows = [
@@ -222,7 +222,7 @@ def _attempts(ranks: Iterable[RankStatus]) -> Markup:
 _SHARES = (0.5, 0.9, 0.99, 1.0)
 
 
-def _spreads(spreads: Sequence[Spread], requests: int) -> Markup:
+def _spreads(spreads: Sequence[RequestHistograms], requests: int) -> Markup:
     """Returns latency and tokens of all requests that servers answered, from the histograms of each
     attempt.
 

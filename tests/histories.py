@@ -7,10 +7,10 @@ from datatrove_ckpt.checkpoint.checksummed_lines import unseal, whole_lines
 from datatrove_ckpt.checkpoint.counts import DocumentCounts, Seconds
 from datatrove_ckpt.checkpoint.history import (
     End,
+    OutageStatus,
     Progress,
     Record,
     ServerEvent,
-    Silence,
     Start,
     parse_line,
 )
@@ -33,7 +33,7 @@ def progress():
         in_flight=5,
         waiting=6,
         in_work=8,
-        silence=Silence(40.5, 600.0, True),
+        silence=OutageStatus(40.5, 600.0, True),
         position=InputPosition(25, 100, "bytes"),
     )
 

@@ -62,7 +62,7 @@ MAX_TEXT = 4000
 _MAX_KINDS = 64
 
 
-class Silence(NamedTuple):
+class OutageStatus(NamedTuple):
     """How long no request has been answered, and after how long the rank stops because of that; 0:
     no request has failed.
 
@@ -204,7 +204,7 @@ class Progress(_Record):
     waiting: int = 0
     in_work: int = 0
     wait: Wait = field(default_factory=Wait)
-    silence: Silence = field(default_factory=Silence)
+    silence: OutageStatus = field(default_factory=OutageStatus)
     position: InputPosition = field(default_factory=InputPosition)
     skipped: SkippedLines = field(default_factory=SkippedLines)
 
@@ -253,7 +253,7 @@ class Progress(_Record):
             waiting=waiting,
             in_work=in_work,
             wait=Wait.from_json(data.get("w", ())),
-            silence=Silence(*data["out"]),
+            silence=OutageStatus(*data["out"]),
             position=InputPosition(*data["pos"]),
             skipped=SkippedLines.of_numbers(data.get("skip", ())),
         )

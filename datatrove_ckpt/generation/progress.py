@@ -105,13 +105,13 @@ class RankReporter:
         finally:
             self._early[name] -= 1
 
-    def silence(self) -> history.Silence:
-        longest = history.Silence()
+    def silence(self) -> history.OutageStatus:
+        longest = history.OutageStatus()
         for one in self.outages:
-            failing = history.Silence(
+            failing = history.OutageStatus(
                 round(one.seconds, 1), one.patience, one.unreachable, one.model
             )
-            hanging = history.Silence(round(one.hangs, 1), model=one.model)
+            hanging = history.OutageStatus(round(one.hangs, 1), model=one.model)
             longest = max(longest, failing, hanging)
         return longest
 

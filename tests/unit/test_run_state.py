@@ -8,7 +8,7 @@ import pytest
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.counts import RunNumbers
-from datatrove_ckpt.checkpoint.history import Silence, Wait
+from datatrove_ckpt.checkpoint.history import OutageStatus, Wait
 from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.checkpoint.rank_summary import JobTotals
 from datatrove_ckpt.cli.status import describe
@@ -147,7 +147,7 @@ def test_ranks_whose_requests_all_fail_are_said_at_once_with_no_rate_and_no_time
 ):
     """One outage has one reason, however many ranks it has met."""
     for number in range(2):  # they have lost the server at nearly the same time
-        silence = Silence(seconds - number, patience, patience > 0)
+        silence = OutageStatus(seconds - number, patience, patience > 0)
         lines = [*minutes(T, 3, 60, 3600), minute(T + 3 * MIN + 10, 180, 3600, silence=silence)]
         running(*lines, number=number)
     history = [start(T, host=HERE), *minutes(T, 2, 60, 120), done(T + 2 * MIN)]

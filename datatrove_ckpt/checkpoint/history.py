@@ -89,7 +89,7 @@ class OutageStatus(NamedTuple):
         return f"{server} gives no answers"
 
 
-class Wait(NamedTuple):
+class WaitStatus(NamedTuple):
     """What a rank waits for.
 
     ``quiet``: seconds since the last answer, or since the first server was ready. ``oldest``:
@@ -203,7 +203,7 @@ class Progress(_Record):
     in_flight: int = 0
     waiting: int = 0
     in_work: int = 0
-    wait: Wait = field(default_factory=Wait)
+    wait: WaitStatus = field(default_factory=WaitStatus)
     silence: OutageStatus = field(default_factory=OutageStatus)
     position: InputPosition = field(default_factory=InputPosition)
     skipped: SkippedLines = field(default_factory=SkippedLines)
@@ -252,7 +252,7 @@ class Progress(_Record):
             in_flight=in_flight,
             waiting=waiting,
             in_work=in_work,
-            wait=Wait.from_json(data.get("w", ())),
+            wait=WaitStatus.from_json(data.get("w", ())),
             silence=OutageStatus(*data["out"]),
             position=InputPosition(*data["pos"]),
             skipped=SkippedLines.of_numbers(data.get("skip", ())),

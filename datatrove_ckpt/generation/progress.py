@@ -278,16 +278,16 @@ class RankReporter:
         found.skipped = self.source.skipped
         return found
 
-    def _wait(self) -> history.Wait:
+    def _wait(self) -> history.WaitStatus:
         now = time.monotonic()
         quiet = round(now - self._ended_at, 1)
         all_started = self.source.is_at_end
         attempts = filter(None, [client.oldest for client in self.clients])
         oldest = min(attempts, key=lambda attempt: attempt.started_at, default=None)
         if oldest is None:
-            return history.Wait(quiet, all_started=all_started)
+            return history.WaitStatus(quiet, all_started=all_started)
         seconds = round(now - oldest.started_at, 1)
-        return history.Wait(
+        return history.WaitStatus(
             quiet, seconds, redact(oldest.request.document)[:_SHOWN_ID], all_started
         )
 

@@ -31,7 +31,7 @@ from datatrove_ckpt.checkpoint.history import (
     AttemptSummary,
     History,
     Progress,
-    Wait,
+    WaitStatus,
 )
 from datatrove_ckpt.checkpoint.identity import settings_in
 from datatrove_ckpt.checkpoint.job_file import removed_ranks
@@ -121,7 +121,7 @@ class RankStatus(RunSums):
     reason: str = ""
     has_rate: bool = False
     attempts: list[AttemptSummary] = field(default_factory=list)
-    wait: Wait = field(default_factory=Wait)
+    wait: WaitStatus = field(default_factory=WaitStatus)
     last_word: float | None = None
     last_change: float = 0.0
     last_commit: float | None = None
@@ -298,7 +298,7 @@ def _plain(value: object) -> object:
         return dict(value)
     if isinstance(value, InputPosition):
         return {**value._asdict(), "share": value.share}
-    if isinstance(value, Wait | Claimant):
+    if isinstance(value, WaitStatus | Claimant):
         return value._asdict()
     return str(value)  # a path
 

@@ -16,7 +16,7 @@ from datatrove_ckpt.checkpoint.history import (
     Progress,
     RequestHistograms,
     Start,
-    Wait,
+    WaitStatus,
     thinned,
 )
 from datatrove_ckpt.common.work_counts import WorkCounts
@@ -43,7 +43,9 @@ def test_what_a_later_release_writes_is_left_out_and_is_no_damage(tmp_path):
 
 def test_a_document_and_a_server_cannot_write_lines_of_their_own(tmp_path):
     counts = WorkCounts(tiers=Counter({"flex\nall is well": 1}))
-    line = Progress(at=1.0, attempt=1, own=counts, total=counts, wait=Wait(document="a\nb\x1b[2J"))
+    line = Progress(
+        at=1.0, attempt=1, own=counts, total=counts, wait=WaitStatus(document="a\nb\x1b[2J")
+    )
     found = read_history(written(tmp_path / "history.jsonl", [line])).records[0]
     assert found.wait.document == "a b [2J"
     assert found.total.tiers == found.own.tiers == {"flex all is well": 1}

@@ -8,7 +8,7 @@ import pytest
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.counts import RunNumbers
-from datatrove_ckpt.checkpoint.history import OutageStatus, Wait
+from datatrove_ckpt.checkpoint.history import OutageStatus, WaitStatus
 from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.checkpoint.rank_summary import JobTotals
 from datatrove_ckpt.cli.status import describe
@@ -122,7 +122,7 @@ def test_a_rank_that_runs_without_a_word_is_silent(tmp_path, running):
 
 def stuck(start_at, number):
     """Ten documents in the first minute, and none afterwards."""
-    quiet = (Wait(60.0 * max(0, n - 1)) for n in range(number + 1))
+    quiet = (WaitStatus(60.0 * max(0, n - 1)) for n in range(number + 1))
     lines = (minute(start_at + MIN * n, min(n, 1) * 10, wait=wait) for n, wait in enumerate(quiet))
     return [start(start_at, host=HERE), *lines]
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from datatrove_ckpt.checkpoint.checksummed_lines import unseal, whole_lines
 from datatrove_ckpt.checkpoint.counts import DocumentCounts, Seconds
 from datatrove_ckpt.checkpoint.history import (
+    AttemptStart,
     End,
     OutageStatus,
     Progress,
     Record,
     ServerEvent,
-    Start,
     parse_line,
 )
 from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
@@ -46,7 +46,7 @@ class Attempt:
     """
 
     number: int
-    start: Start | None = None
+    start: AttemptStart | None = None
     servers: list[ServerEvent] = field(default_factory=list)
     progress: list[Progress] = field(default_factory=list)
     end: End | None = None
@@ -70,7 +70,7 @@ class History:
             attempt = found.setdefault(record.attempt, Attempt(record.attempt))
             attempt.last_at = max(attempt.last_at, record.at)
             match record:
-                case Start():
+                case AttemptStart():
                     attempt.start = record
                 case ServerEvent():
                     attempt.servers.append(record)

@@ -11,7 +11,7 @@ from datatrove_ckpt.checkpoint.checksummed_lines import seal, sealed_json
 from datatrove_ckpt.checkpoint.commits import Commit, OutputFile
 from datatrove_ckpt.checkpoint.counts import DocumentCounts, Seconds
 from datatrove_ckpt.checkpoint.fence import new_owner
-from datatrove_ckpt.checkpoint.history import End, Progress, Start
+from datatrove_ckpt.checkpoint.history import AttemptStart, End, Progress
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.journal import FinishedDocument
 from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
@@ -64,7 +64,7 @@ def minutes(start, number, per_minute, total=None):
 
 
 def start(at, attempt=1, host=ELSEWHERE, job=None):
-    return Start(at=at, attempt=attempt, host=host, pid=42, job=job, v="0.2.0")
+    return AttemptStart(at=at, attempt=attempt, host=host, pid=42, job=job, v="0.2.0")
 
 
 def stopped(at, attempt=1):

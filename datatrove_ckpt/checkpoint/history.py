@@ -137,7 +137,7 @@ class _Record:
 
 
 @dataclass(slots=True, kw_only=True)
-class Start(_Record):
+class AttemptStart(_Record):
     """The start of an attempt, which has locked the rank and opened its checkpoint.
 
     Attributes:
@@ -329,9 +329,9 @@ class End(_Record):
     what: str = ""
 
 
-Record = Start | ServerEvent | Progress | RequestHistograms | End
+Record = AttemptStart | ServerEvent | Progress | RequestHistograms | End
 _KINDS: dict[str, type[Record]] = {
-    kind.KIND: kind for kind in (Start, ServerEvent, Progress, RequestHistograms, End)
+    kind.KIND: kind for kind in (AttemptStart, ServerEvent, Progress, RequestHistograms, End)
 }
 
 
@@ -471,7 +471,7 @@ class AttemptSummary:
 
     def take(self, record: Record) -> None:
         self.last_seen = max(self.last_seen, record.at)
-        if isinstance(record, Start):
+        if isinstance(record, AttemptStart):
             self.host = record.host
             self.pid = record.pid
             self.slurm_job = record.job
@@ -587,7 +587,7 @@ def read_history(path: str, most: int = 0) -> History:
             continue
         first = AttemptSummary(record.attempt, record.at, record.at)
         attempts.setdefault(record.attempt, first).take(record)
-        if isinstance(record, Start):
+        if isinstance(record, AttemptStart):
             found.servers = []
         elif isinstance(record, Progress):
             found.minutes.append(record)

@@ -263,7 +263,7 @@ class RankFiles:
     # history -------------------------------------------------------------------------------------
 
     def start_history(self) -> None:
-        start = history.Start(
+        start = history.AttemptStart(
             host=socket.gethostname(), pid=os.getpid(), job=job_id(), v=__version__
         )
         self.note([start, history.Progress()])

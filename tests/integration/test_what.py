@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.checkpoint.history import Start
+from datatrove_ckpt.checkpoint.history import AttemptStart
 from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE
 from datatrove_ckpt.mirror.manifests import Manifest, Version, Versions
 from datatrove_ckpt.testing import outputs
@@ -63,7 +63,7 @@ def test_a_rank_that_runs_as_its_mirror_shows_is_not_repaired(mirrored, command)
     versions = Versions(f"{mirrored.remote}/00000")
     newest = versions.all_versions()[-1]
     manifest = versions.read_manifest(newest)
-    line = Start(at=time.time(), attempt=99, host="node7", pid=42).to_line()
+    line = AttemptStart(at=time.time(), attempt=99, host="node7", pid=42).to_line()
     parts = [versions.put_object(f"{newest.nonce}-999999", line)]
     running = Manifest(manifest.run, {**manifest.files, "history.jsonl": parts}, [], False)
     versions.write_manifest(Version(newest.number + 1, newest.nonce), running)

@@ -11,11 +11,11 @@ from datatrove_ckpt.checkpoint import history
 from datatrove_ckpt.checkpoint.checksummed_lines import seal
 from datatrove_ckpt.checkpoint.counts import DocumentCounts, LogHistogram
 from datatrove_ckpt.checkpoint.history import (
+    AttemptStart,
     End,
     HistoryLog,
     Progress,
     RequestHistograms,
-    Start,
     WaitStatus,
     thinned,
 )
@@ -75,7 +75,7 @@ def test_percentiles_of_added_histograms_are_those_of_all_values_and_at_most_a_f
 def test_of_each_attempt_the_last_histograms_count(tmp_path):
     lines = []
     for attempt in (1, 2):
-        lines.append(Start(at=attempt, attempt=attempt, host="h", pid=1))
+        lines.append(AttemptStart(at=attempt, attempt=attempt, host="h", pid=1))
         lines += [
             RequestHistograms(at=attempt, attempt=attempt, milliseconds=LogHistogram({3: number}))
             for number in (1, 2)
@@ -86,10 +86,10 @@ def test_of_each_attempt_the_last_histograms_count(tmp_path):
 
 def test_attempts_before_a_day_of_minutes_keep_their_places_and_ends(tmp_path):
     lines = [
-        Start(at=0.0, attempt=1, host="node1", pid=1, job="17_1"),
+        AttemptStart(at=0.0, attempt=1, host="node1", pid=1, job="17_1"),
         *(minute(60.0 * n, n, 10_000) for n in range(history.MAX_BYTES // 600)),
         End(at=90_000.0, attempt=1, why="stopped", what="SIGTERM"),
-        Start(at=100_000.0, attempt=2, host="node2", pid=2, job="17_2"),
+        AttemptStart(at=100_000.0, attempt=2, host="node2", pid=2, job="17_2"),
         *(minute(100_000.0 + 60 * n, n, 10_000, attempt=2) for n in range(3000)),
     ]
     path = written(tmp_path / "history.jsonl", lines)
@@ -113,12 +113,12 @@ def path(ram):
 
 @pytest.mark.parametrize("tail", [b'{"xxh":"0123', b"\0" * 30, b"x"])
 def test_a_torn_tail_is_cut_before_the_next_append(path, tail):
-    HistoryLog(path, 1).append([Start(at=1.0, host="h", pid=1)])
+    HistoryLog(path, 1).append([AttemptStart(at=1.0, host="h", pid=1)])
     whole = path.read_bytes()
     path.write_bytes(whole + tail)
     log = HistoryLog(path, 2)
     assert path.read_bytes() == whole
-    log.append([Start(at=2.0, host="h", pid=2)])
+    log.append([AttemptStart(at=2.0, host="h", pid=2)])
     found = read_history(path)
     assert [attempt.number for attempt in found.attempts] == [1, 2]
     assert found.damaged == 0
@@ -139,7 +139,7 @@ def test_thinning_keeps_events_and_the_ends_of_attempts():
     for attempt in (1, 2, 3):
         lines = [minute(attempt * 1500 + number, number) for number in range(300)]
         content += [
-            Start(at=lines[0].at, host="h", pid=1),
+            AttemptStart(at=lines[0].at, host="h", pid=1),
             *lines,
             End(at=lines[-1].at, why="stopped", what="SIGTERM"),
         ]

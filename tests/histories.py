@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from datatrove_ckpt.checkpoint.checksummed_lines import unseal, whole_lines
 from datatrove_ckpt.checkpoint.counts import DocumentCounts, Seconds
 from datatrove_ckpt.checkpoint.history import (
+    AttemptEnd,
     AttemptStart,
-    End,
     OutageStatus,
     Progress,
     Record,
@@ -49,7 +49,7 @@ class Attempt:
     start: AttemptStart | None = None
     servers: list[ServerEvent] = field(default_factory=list)
     progress: list[Progress] = field(default_factory=list)
-    end: End | None = None
+    end: AttemptEnd | None = None
     last_at: float = 0.0
 
     @property
@@ -76,7 +76,7 @@ class History:
                     attempt.servers.append(record)
                 case Progress():
                     attempt.progress.append(record)
-                case End():
+                case AttemptEnd():
                     attempt.end = record
         return [found[number] for number in sorted(found)]
 

@@ -11,7 +11,7 @@ from datatrove_ckpt.checkpoint.checksummed_lines import seal, sealed_json
 from datatrove_ckpt.checkpoint.commits import Commit, OutputFile
 from datatrove_ckpt.checkpoint.counts import DocumentCounts, Seconds
 from datatrove_ckpt.checkpoint.fence import new_owner
-from datatrove_ckpt.checkpoint.history import AttemptStart, End, Progress
+from datatrove_ckpt.checkpoint.history import AttemptEnd, AttemptStart, Progress
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.journal import FinishedDocument
 from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
@@ -68,15 +68,15 @@ def start(at, attempt=1, host=ELSEWHERE, job=None):
 
 
 def stopped(at, attempt=1):
-    return End(at=at, attempt=attempt, why="stopped", what="SIGTERM")
+    return AttemptEnd(at=at, attempt=attempt, why="stopped", what="SIGTERM")
 
 
 def done(at, attempt=1):
-    return End(at=at, attempt=attempt, why="done")
+    return AttemptEnd(at=at, attempt=attempt, why="done")
 
 
 def failed(at, what, attempt=1):
-    return End(at=at, attempt=attempt, why="error", what=what)
+    return AttemptEnd(at=at, attempt=attempt, why="error", what=what)
 
 
 def commit(index, per_chunk, dead=0, letters=0):

@@ -317,7 +317,7 @@ class RequestHistograms(_Record):
 
 
 @dataclass(slots=True, kw_only=True)
-class End(_Record):
+class AttemptEnd(_Record):
     """The end of an attempt. Killed attempts have no such line.
 
     Attributes:
@@ -329,9 +329,9 @@ class End(_Record):
     what: str = ""
 
 
-Record = AttemptStart | ServerEvent | Progress | RequestHistograms | End
+Record = AttemptStart | ServerEvent | Progress | RequestHistograms | AttemptEnd
 _KINDS: dict[str, type[Record]] = {
-    kind.KIND: kind for kind in (AttemptStart, ServerEvent, Progress, RequestHistograms, End)
+    kind.KIND: kind for kind in (AttemptStart, ServerEvent, Progress, RequestHistograms, AttemptEnd)
 }
 
 
@@ -477,7 +477,7 @@ class AttemptSummary:
             self.slurm_job = record.job
             self.version = record.v
             self.started = min(self.started, record.at)
-        elif isinstance(record, End):
+        elif isinstance(record, AttemptEnd):
             self.ended = record.at
             self.why = record.why
             self.what = record.what

@@ -272,7 +272,7 @@ class RankFiles:
         """Appends to the history, with the time and the documents of all attempts."""
         self.fence.check(thorough=True)
         is_done = any(
-            isinstance(record, history.End) and record.why == "done" for record in records
+            isinstance(record, history.AttemptEnd) and record.why == "done" for record in records
         )
         for record in records:
             record.at = record.at or unix_seconds()

@@ -88,7 +88,7 @@ class RankReporter:
         self._spread = history.RequestHistograms()
         self._has_new_examples = False
         self.last = history.Progress()
-        self.end: history.End | None = None
+        self.end: history.AttemptEnd | None = None
 
     # what happens --------------------------------------------------------------------------------
 
@@ -308,20 +308,20 @@ class RankReporter:
         self.end = self._end(completed)
         return [self.last, self.spread(), self.end]
 
-    def _end(self, completed: bool) -> history.End:
+    def _end(self, completed: bool) -> history.AttemptEnd:
         if completed:
-            return history.End(why="done")
+            return history.AttemptEnd(why="done")
         error = sys.exception()
         if self._shutdown.is_requested:
-            return history.End(why="stopped", what=self._shutdown.cause)
+            return history.AttemptEnd(why="stopped", what=self._shutdown.cause)
         if error is None or isinstance(error, WaitsForBatches):  # between two passes
-            return history.End(why="stopped", what=history.WAITS_FOR_BATCHES)
+            return history.AttemptEnd(why="stopped", what=history.WAITS_FOR_BATCHES)
         if isinstance(error, LimitReached):
-            return history.End(why="stopped", what=error.setting)
+            return history.AttemptEnd(why="stopped", what=error.setting)
         what = type(error).__name__
         if isinstance(error, CkptError):  # a foreign error's text may hold a secret
             what = redact(f"{what}: {error}")
-        return history.End(why="error", what=what[: history.MAX_TEXT])
+        return history.AttemptEnd(why="error", what=what[: history.MAX_TEXT])
 
 
 @contextmanager

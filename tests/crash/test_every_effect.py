@@ -14,7 +14,7 @@ from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt.checkpoint import files, storage_thread
 from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.checkpoint.history import End
+from datatrove_ckpt.checkpoint.history import AttemptEnd
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch
@@ -294,7 +294,7 @@ def test_the_history_survives_a_crash_at_every_effect_also_while_it_is_replaced(
             assert history.damaged == 0
             assert history.last_attempt == owner["fence"]
             end = history.records[-1]
-            assert isinstance(end, End)
+            assert isinstance(end, AttemptEnd)
             assert end.why == "done"
 
         def after_crash(folder):

@@ -11,8 +11,8 @@ from datatrove_ckpt.checkpoint import history
 from datatrove_ckpt.checkpoint.checksummed_lines import seal
 from datatrove_ckpt.checkpoint.counts import DocumentCounts, LogHistogram
 from datatrove_ckpt.checkpoint.history import (
+    AttemptEnd,
     AttemptStart,
-    End,
     HistoryLog,
     Progress,
     RequestHistograms,
@@ -37,7 +37,7 @@ def test_what_a_later_release_writes_is_left_out_and_is_no_damage(tmp_path):
     known = seal(b'{"k":"end","at":130.0,"n":2,"why":"done","mood":[1]}')
     (tmp_path / "history.jsonl").write_bytes(b"".join(map(seal, later)) + known)
     assert read_history(tmp_path / "history.jsonl") == History(
-        [End(at=130.0, attempt=2, why="done")]
+        [AttemptEnd(at=130.0, attempt=2, why="done")]
     )
 
 
@@ -88,7 +88,7 @@ def test_attempts_before_a_day_of_minutes_keep_their_places_and_ends(tmp_path):
     lines = [
         AttemptStart(at=0.0, attempt=1, host="node1", pid=1, job="17_1"),
         *(minute(60.0 * n, n, 10_000) for n in range(history.MAX_BYTES // 600)),
-        End(at=90_000.0, attempt=1, why="stopped", what="SIGTERM"),
+        AttemptEnd(at=90_000.0, attempt=1, why="stopped", what="SIGTERM"),
         AttemptStart(at=100_000.0, attempt=2, host="node2", pid=2, job="17_2"),
         *(minute(100_000.0 + 60 * n, n, 10_000, attempt=2) for n in range(3000)),
     ]
@@ -141,7 +141,7 @@ def test_thinning_keeps_events_and_the_ends_of_attempts():
         content += [
             AttemptStart(at=lines[0].at, host="h", pid=1),
             *lines,
-            End(at=lines[-1].at, why="stopped", what="SIGTERM"),
+            AttemptEnd(at=lines[-1].at, why="stopped", what="SIGTERM"),
         ]
         for record in content[-302:]:
             record.attempt = attempt

@@ -9,7 +9,7 @@ from datatrove_ckpt.checkpoint.history import (
     AttemptEnd,
     AttemptStart,
     OutageStatus,
-    Progress,
+    ProgressRecord,
     Record,
     ServerEvent,
     parse_line,
@@ -22,7 +22,7 @@ def progress():
     own = WorkCounts(
         7, 12, 2, 100, 50, 3, 15, 4, 1, 1, errors=Counter({"timeout": 2, "HTTP 503": 3})
     )
-    return Progress(
+    return ProgressRecord(
         at=0.0,
         attempt=1,
         seconds=Seconds(8.5, 9.5),
@@ -48,7 +48,7 @@ class Attempt:
     number: int
     start: AttemptStart | None = None
     servers: list[ServerEvent] = field(default_factory=list)
-    progress: list[Progress] = field(default_factory=list)
+    progress: list[ProgressRecord] = field(default_factory=list)
     end: AttemptEnd | None = None
     last_at: float = 0.0
 
@@ -74,7 +74,7 @@ class History:
                     attempt.start = record
                 case ServerEvent():
                     attempt.servers.append(record)
-                case Progress():
+                case ProgressRecord():
                     attempt.progress.append(record)
                 case AttemptEnd():
                     attempt.end = record
@@ -84,7 +84,8 @@ class History:
     def last(self):
         """The newest progress line."""
         return next(
-            (record for record in reversed(self.records) if isinstance(record, Progress)), None
+            (record for record in reversed(self.records) if isinstance(record, ProgressRecord)),
+            None,
         )
 
     @property

@@ -11,7 +11,7 @@ from datatrove_ckpt.checkpoint.checksummed_lines import seal, sealed_json
 from datatrove_ckpt.checkpoint.commits import Commit, OutputFile
 from datatrove_ckpt.checkpoint.counts import DocumentCounts, Seconds
 from datatrove_ckpt.checkpoint.fence import new_owner
-from datatrove_ckpt.checkpoint.history import AttemptEnd, AttemptStart, Progress
+from datatrove_ckpt.checkpoint.history import AttemptEnd, AttemptStart, ProgressRecord
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.journal import FinishedDocument
 from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
@@ -52,7 +52,7 @@ def minute(at, documents, total=None, attempt=1, **changes):
         "position": position,
         "seconds": Seconds(1, 1),
     }
-    return Progress(at=at, attempt=attempt, **fields | changes)
+    return ProgressRecord(at=at, attempt=attempt, **fields | changes)
 
 
 def minutes(start, number, per_minute, total=None):

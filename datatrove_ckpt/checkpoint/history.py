@@ -8,7 +8,7 @@ Recovery does not read it, so damage costs a line and never the run. Each line h
     start       host, pid, job (of Slurm, or null), v (our version)
     server      what, name, url (without secrets, or null), why
     progress    s, d, r, len, c, all, own, err, q, cap, w, out, pos, skip, tier, call, failed, ms,
-                and own_ of err and of the last four: see ``Progress``
+                and own_ of err and of the last four: see ``ProgressRecord``
     spread      ms, pt, ct, bad: see ``RequestHistograms``
     end         why, what
 
@@ -170,7 +170,7 @@ class ServerEvent(_Record):
 
 
 @dataclass(slots=True, kw_only=True)
-class Progress(_Record):
+class ProgressRecord(_Record):
     """Where the rank stands: written at an attempt's start, after ten seconds, each minute, and at
     its end.
 
@@ -236,7 +236,7 @@ class Progress(_Record):
         return found
 
     @classmethod
-    def read(cls, data: Json) -> Progress:
+    def read(cls, data: Json) -> ProgressRecord:
         in_flight, waiting, in_work = data["q"]
         return cls(
             seconds=Seconds(*data["s"]),
@@ -329,9 +329,10 @@ class AttemptEnd(_Record):
     what: str = ""
 
 
-Record = AttemptStart | ServerEvent | Progress | RequestHistograms | AttemptEnd
+Record = AttemptStart | ServerEvent | ProgressRecord | RequestHistograms | AttemptEnd
 _KINDS: dict[str, type[Record]] = {
-    kind.KIND: kind for kind in (AttemptStart, ServerEvent, Progress, RequestHistograms, AttemptEnd)
+    kind.KIND: kind
+    for kind in (AttemptStart, ServerEvent, ProgressRecord, RequestHistograms, AttemptEnd)
 }
 
 
@@ -358,12 +359,12 @@ def _is_event(line: bytes) -> bool:
     return line.startswith((b'"k":"start"', b'"k":"server"', b'"k":"end"'), BODY_AT)
 
 
-def _latest_progress(lines: Sequence[bytes]) -> Iterator[Progress]:
+def _latest_progress(lines: Sequence[bytes]) -> Iterator[ProgressRecord]:
     """Yields progress records, the newest first."""
     for line in reversed(lines):
         if is_progress_line(line):
             record = parse_line(line)
-            if isinstance(record, Progress):
+            if isinstance(record, ProgressRecord):
                 yield record
 
 
@@ -385,7 +386,7 @@ class HistoryLog:
     def __init__(self, path: Path, attempt: int) -> None:
         self._attempt = attempt
         lines = last_lines(path, None)
-        self.earlier = next(_latest_progress(lines), Progress())
+        self.earlier = next(_latest_progress(lines), ProgressRecord())
         if sum(map(len, lines)) > MAX_BYTES:
             lines = thinned(lines, MAX_BYTES // 2)
             files.disk.replace(path, b"".join(lines))
@@ -482,7 +483,7 @@ class AttemptSummary:
             self.why = record.why
             self.what = record.what
             self.in_flight = self.in_flight or 0  # an attempt that could write its end had none
-        elif isinstance(record, Progress):
+        elif isinstance(record, ProgressRecord):
             if record.own.sent:
                 self.in_flight = record.in_flight
             self.own = record.own.documents
@@ -527,13 +528,13 @@ class History:
     """
 
     attempts: list[AttemptSummary] = field(default_factory=list)
-    minutes: list[Progress] = field(default_factory=list)
+    minutes: list[ProgressRecord] = field(default_factory=list)
     spreads: list[RequestHistograms] = field(default_factory=list)
     servers: list[ServerEvent] = field(default_factory=list)
-    then: Progress | None = None
+    then: ProgressRecord | None = None
 
     @property
-    def last(self) -> Progress | None:
+    def last(self) -> ProgressRecord | None:
         return next(reversed(self.minutes), None)
 
     @property
@@ -556,13 +557,13 @@ class History:
         return Rates(*(max(0, number) for number in grown)) * (1 / seconds)
 
 
-def read_latest(path: Path) -> Progress:
+def read_latest(path: Path) -> ProgressRecord:
     """Returns the last progress line, which is near the end of the file; zeros without one.
 
     Raises:
         StorageFailed: it cannot be read.
     """
-    return next(_latest_progress(last_lines(path, 1 << 15)), Progress())
+    return next(_latest_progress(last_lines(path, 1 << 15)), ProgressRecord())
 
 
 def read_history(path: str, most: int = 0) -> History:
@@ -589,7 +590,7 @@ def read_history(path: str, most: int = 0) -> History:
         attempts.setdefault(record.attempt, first).take(record)
         if isinstance(record, AttemptStart):
             found.servers = []
-        elif isinstance(record, Progress):
+        elif isinstance(record, ProgressRecord):
             found.minutes.append(record)
         elif isinstance(record, RequestHistograms):
             spreads[record.attempt] = record
@@ -604,7 +605,7 @@ def read_history(path: str, most: int = 0) -> History:
     return found
 
 
-def _then(lines: Sequence[bytes], attempt: int, last: Progress) -> Progress:
+def _then(lines: Sequence[bytes], attempt: int, last: ProgressRecord) -> ProgressRecord:
     then = last
     for record in _latest_progress(lines):
         # An outage is no time at work.

@@ -32,7 +32,7 @@ from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, OutputFile
 from datatrove_ckpt.checkpoint.counts import CompletedWork, DocumentTally, unix_seconds
 from datatrove_ckpt.checkpoint.disk_space import DiskRoom
 from datatrove_ckpt.checkpoint.fence import Fence, RunClaim
-from datatrove_ckpt.checkpoint.history import Progress, Record
+from datatrove_ckpt.checkpoint.history import ProgressRecord, Record
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.job_file import join_job
@@ -487,12 +487,12 @@ class OpenCheckpoint:
         now = unix_seconds()
         for record in records:
             record.at = now
-            if isinstance(record, Progress):
+            if isinstance(record, ProgressRecord):
                 record.in_work = self._admitted - self._finished
         if records and self._storage.error is None:
             self._storage.call(self._files.note, records)
 
-    def fill_in(self, progress: Progress) -> None:
+    def fill_in(self, progress: ProgressRecord) -> None:
         progress.in_work = self._admitted - self._finished
         self._files.fill_in(progress)
 

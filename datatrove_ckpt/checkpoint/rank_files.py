@@ -266,7 +266,7 @@ class RankFiles:
         start = history.AttemptStart(
             host=socket.gethostname(), pid=os.getpid(), job=job_id(), v=__version__
         )
-        self.note([start, history.Progress()])
+        self.note([start, history.ProgressRecord()])
 
     def note(self, records: Sequence[history.Record]) -> None:
         """Appends to the history, with the time and the documents of all attempts."""
@@ -276,12 +276,12 @@ class RankFiles:
         )
         for record in records:
             record.at = record.at or unix_seconds()
-            if isinstance(record, history.Progress):
+            if isinstance(record, history.ProgressRecord):
                 self.fill_in(record, is_done)
         self._plan_sync()
         self._history.append(records)
 
-    def fill_in(self, progress: history.Progress, is_done: bool = False) -> None:
+    def fill_in(self, progress: history.ProgressRecord, is_done: bool = False) -> None:
         """Sets the fields that only this side knows. In another thread, their moments may differ
         slightly.
 

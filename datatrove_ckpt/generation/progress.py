@@ -87,7 +87,7 @@ class RankReporter:
         self._ended_at = time.monotonic()  # when it last changed
         self._spread = history.RequestHistograms()
         self._has_new_examples = False
-        self.last = history.Progress()
+        self.last = history.ProgressRecord()
         self.end: history.AttemptEnd | None = None
 
     # what happens --------------------------------------------------------------------------------
@@ -260,13 +260,13 @@ class RankReporter:
                 self._has_new_examples = False
                 self._checkpoint.note(self.spread())
 
-    def progress(self) -> history.Progress:
+    def progress(self) -> history.ProgressRecord:
         """Returns where the attempt stands. The checkpoint fills in the rest."""
         # Copies of the counters: they grow while other threads add them up.
         counters: dict[str, Any] = {
             name: one.copy() for name, one in self.own.fields().items() if isinstance(one, Counter)
         }
-        found = history.Progress(own=replace(self.own, **counters), position=self.position())
+        found = history.ProgressRecord(own=replace(self.own, **counters), position=self.position())
         for client in self.clients:
             found.in_flight += client.in_flight
             found.waiting += client.waiting

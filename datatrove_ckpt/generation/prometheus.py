@@ -27,7 +27,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.counts import DocumentCounts, LogHistogram
-from datatrove_ckpt.checkpoint.history import Progress, RequestHistograms
+from datatrove_ckpt.checkpoint.history import ProgressRecord, RequestHistograms
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.common.formatting import error_text
 from datatrove_ckpt.common.work_counts import WorkCounts
@@ -91,7 +91,7 @@ class RankNow:
     job: str
     started_at: float
     state: str
-    progress: Progress
+    progress: ProgressRecord
     spread: RequestHistograms
 
 
@@ -195,7 +195,7 @@ def _of_documents(done: DocumentCounts, rank: RankNow) -> tuple[Metric, ...]:
     )
 
 
-def _of_requests(progress: Progress, spread: RequestHistograms) -> tuple[Metric, ...]:
+def _of_requests(progress: ProgressRecord, spread: RequestHistograms) -> tuple[Metric, ...]:
     own = progress.own
     return (
         Metric(

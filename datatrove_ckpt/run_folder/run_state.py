@@ -30,7 +30,7 @@ from datatrove_ckpt.checkpoint.history import (
     WAITS_FOR_BATCHES,
     AttemptSummary,
     History,
-    Progress,
+    ProgressRecord,
     WaitStatus,
 )
 from datatrove_ckpt.checkpoint.identity import settings_in
@@ -499,7 +499,7 @@ def rank_state(ledger: RankSummary, now: float, copied_at: float | None) -> Rank
     return rank
 
 
-def _judge_running(rank: RankStatus, recent: History, last: Progress, now: float) -> None:
+def _judge_running(rank: RankStatus, recent: History, last: ProgressRecord, now: float) -> None:
     seconds = recent.seconds
     if seconds:
         rank.in_flight = last.in_flight
@@ -526,7 +526,7 @@ def _judge_running(rank: RankStatus, recent: History, last: Progress, now: float
         rank.need_attention("stuck", _stuck(recent, last, now))
 
 
-def _stuck(recent: History, last: Progress, now: float) -> str:
+def _stuck(recent: History, last: ProgressRecord, now: float) -> str:
     nothing = f"no answer and no document for {duration(last.wait.quiet + now - last.at)}"
     words = {"start": "was started", "restart": "was started again", "death": "died"}
     event = next(reversed(recent.servers), None)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from datatrove.executor import LocalPipelineExecutor
 
-from datatrove_ckpt.checkpoint.history import Progress
+from datatrove_ckpt.checkpoint.history import ProgressRecord
 from datatrove_ckpt.errors import (
     CkptError,
     DocumentFailed,
@@ -128,7 +128,7 @@ def test_an_endpoint_that_hangs_is_in_the_log_and_in_the_history(
     path = tmp_path / "checkpoints/00000/history.jsonl"
 
     def is_told():
-        silent = [one for one in read_history(path).records if isinstance(one, Progress)]
+        silent = [one for one in read_history(path).records if isinstance(one, ProgressRecord)]
         return any(one.silence.seconds > one.silence.patience == 0 for one in silent)
 
     def answer(payload, times):

@@ -14,7 +14,7 @@ from datatrove_ckpt.checkpoint.history import (
     AttemptEnd,
     AttemptStart,
     HistoryLog,
-    Progress,
+    ProgressRecord,
     RequestHistograms,
     WaitStatus,
     thinned,
@@ -43,7 +43,7 @@ def test_what_a_later_release_writes_is_left_out_and_is_no_damage(tmp_path):
 
 def test_a_document_and_a_server_cannot_write_lines_of_their_own(tmp_path):
     counts = WorkCounts(tiers=Counter({"flex\nall is well": 1}))
-    line = Progress(
+    line = ProgressRecord(
         at=1.0, attempt=1, own=counts, total=counts, wait=WaitStatus(document="a\nb\x1b[2J")
     )
     found = read_history(written(tmp_path / "history.jsonl", [line])).records[0]
@@ -57,7 +57,7 @@ ANSWERS = DocumentCounts(9, reasons=Counter(stop=4), lengths=LogHistogram.of([1,
 
 
 @pytest.mark.parametrize(
-    "line", [LATENCIES, Progress(at=1.0, attempt=1, documents=ANSWERS, places=8)]
+    "line", [LATENCIES, ProgressRecord(at=1.0, attempt=1, documents=ANSWERS, places=8)]
 )
 def test_histograms_and_counts_come_back_as_they_were_written(tmp_path, line):
     assert read_history(written(tmp_path / "history.jsonl", [line])).records == [line]
@@ -103,7 +103,7 @@ def test_attempts_before_a_day_of_minutes_keep_their_places_and_ends(tmp_path):
 
 
 def progress_of(path):
-    return [record for record in read_history(path).records if isinstance(record, Progress)]
+    return [record for record in read_history(path).records if isinstance(record, ProgressRecord)]
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_thinning_keeps_events_and_the_ends_of_attempts():
     kept = thinned([record.to_line() for record in content], 30_000)
     assert sum(map(len, kept)) <= 30_000
     for index, record in enumerate(content):
-        if not isinstance(record, Progress) or index % 302 in (1, 300):
+        if not isinstance(record, ProgressRecord) or index % 302 in (1, 300):
             assert record.to_line() in kept
     found = set(kept)
     assert [line for line in (record.to_line() for record in content) if line in found] == kept, (

@@ -25,7 +25,12 @@ import numpy.typing as npt
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.counts import DocumentCounts, LogHistogram
-from datatrove_ckpt.checkpoint.history import History, Progress, RequestHistograms, read_history
+from datatrove_ckpt.checkpoint.history import (
+    History,
+    ProgressRecord,
+    RequestHistograms,
+    read_history,
+)
 from datatrove_ckpt.checkpoint.identity import without_model
 from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.common.formatting import figure, percent, short
@@ -90,7 +95,7 @@ _MAX_KINDS = 20
 Values = npt.NDArray[np.float64]
 
 
-def _charts(ranks: Iterable[Sequence[Progress]]) -> Iterator[Markup]:
+def _charts(ranks: Iterable[Sequence[ProgressRecord]]) -> Iterator[Markup]:
     """Yields charts of what all ranks did. Between two lines of a history a sum grows evenly."""
     begun = [minutes for minutes in ranks if minutes]
     if not begun:
@@ -102,7 +107,7 @@ def _charts(ranks: Iterable[Sequence[Progress]]) -> Iterator[Markup]:
     # A clock that was set back does no harm.
     times = [np.maximum.accumulate([line.at for line in minutes]) for minutes in begun]
 
-    def grown(value: Callable[[Progress], float]) -> Values:
+    def grown(value: Callable[[ProgressRecord], float]) -> Values:
         total = np.zeros(len(edges) - 1)
         for at, minutes in zip(times, begun, strict=True):
             values = np.maximum.accumulate([value(line) for line in minutes])
@@ -135,7 +140,7 @@ def _charts(ranks: Iterable[Sequence[Progress]]) -> Iterator[Markup]:
         yield chart("Bad answers, %", edges, shares)
 
 
-def _held(ranks: Iterable[Sequence[Progress]], edges: Values, name: str) -> Values:
+def _held(ranks: Iterable[Sequence[ProgressRecord]], edges: Values, name: str) -> Values:
     """Returns a number that is as large as each rank's last line says, until its attempt ends, at
     the middle of each interval; the sum over ranks.
     """

@@ -113,7 +113,7 @@ def _named_counts(counts: Json) -> Counter[str]:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Record:
+class _HistoryRecord:
     """``at``: Unix seconds. ``attempt``: its number, from 1; 0 until the log writes the line.
 
     A kind of other keys than its fields has its own ``to_json`` and ``read``.
@@ -137,7 +137,7 @@ class _Record:
 
 
 @dataclass(slots=True, kw_only=True)
-class AttemptStart(_Record):
+class AttemptStart(_HistoryRecord):
     """The start of an attempt, which has locked the rank and opened its checkpoint.
 
     Attributes:
@@ -153,7 +153,7 @@ class AttemptStart(_Record):
 
 
 @dataclass(slots=True, kw_only=True)
-class ServerEvent(_Record):
+class ServerEvent(_HistoryRecord):
     """Something happened to a server.
 
     Attributes:
@@ -170,7 +170,7 @@ class ServerEvent(_Record):
 
 
 @dataclass(slots=True, kw_only=True)
-class ProgressRecord(_Record):
+class ProgressRecord(_HistoryRecord):
     """Where the rank stands: written at an attempt's start, after ten seconds, each minute, and at
     its end.
 
@@ -282,7 +282,7 @@ def _work(data: Json, numbers: str, prefix: str) -> WorkCounts:
 
 
 @dataclass(slots=True, kw_only=True)
-class RequestHistograms(_Record):
+class RequestHistograms(_HistoryRecord):
     """The requests of this attempt that servers answered, as histograms, every ten minutes and at
     the end; and some answers.
 
@@ -317,7 +317,7 @@ class RequestHistograms(_Record):
 
 
 @dataclass(slots=True, kw_only=True)
-class AttemptEnd(_Record):
+class AttemptEnd(_HistoryRecord):
     """The end of an attempt. Killed attempts have no such line.
 
     Attributes:

@@ -23,7 +23,7 @@ _ADVICE = (
 )
 
 
-class Intents:
+class PublishIntents:
     """The hashes that a rank may have published, by file name; a line for each write of a chunk.
 
     Raises:

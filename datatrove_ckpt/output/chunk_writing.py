@@ -53,7 +53,7 @@ from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.journal import FinishedDocument
 from datatrove_ckpt.checkpoint.open_checkpoint import RankLease
 from datatrove_ckpt.checkpoint.placement import Placement
-from datatrove_ckpt.checkpoint.publish_intents import Intents
+from datatrove_ckpt.checkpoint.publish_intents import PublishIntents
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
 from datatrove_ckpt.common.lazy_pyarrow import pa, pq
 from datatrove_ckpt.errors import CkptError, OutputFailed, OutputMismatch
@@ -707,7 +707,7 @@ class ChunkOutput:
         """
         if not self._is_new:
             self._folder.check_access()
-        self._intents = Intents(self._scratch)
+        self._intents = PublishIntents(self._scratch)
         # On the hub, one listing compares all ranks' files elsewhere.
         is_elsewhere = self._folder.hub is None
         others = not self._is_new and (is_elsewhere or not self._intents.is_kept)

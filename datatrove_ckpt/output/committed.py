@@ -26,7 +26,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.commits import OutputFile, stamp_of
-from datatrove_ckpt.checkpoint.publish_intents import Intents
+from datatrove_ckpt.checkpoint.publish_intents import PublishIntents
 from datatrove_ckpt.checkpoint.rank_summary import Include, RankSummary, name_place, read_rank
 from datatrove_ckpt.common.retrying import RetryPolicy, file_system_call
 from datatrove_ckpt.errors import OutputMismatch
@@ -384,7 +384,7 @@ def published_names(root: Path, rank: int) -> set[str] | None:
     Commits are read after the intents, so the rank may be at work.
     """
     folders = layout.folders_of(root, rank)
-    intents = [Intents(folder) for folder in folders if folder.is_dir()]
+    intents = [PublishIntents(folder) for folder in folders if folder.is_dir()]
     if not all(one.is_kept for one in intents):
         return None
     committed = {plain(file.path) for file in RankCommits(root, rank).files}

@@ -56,7 +56,7 @@ from datatrove_ckpt.checkpoint.checksummed_lines import explained
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.open_checkpoint import RankLease
 from datatrove_ckpt.checkpoint.placement import Placement, Stopping, WaitingChunk
-from datatrove_ckpt.checkpoint.publish_intents import Intents
+from datatrove_ckpt.checkpoint.publish_intents import PublishIntents
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import duration, no_bars_in_logs, plural, ranges
 from datatrove_ckpt.common.object_store import Creator
@@ -100,7 +100,9 @@ class OutputTarget(Placement):
         # files.
         self.staging = scratch / layout.STAGING / secrets.token_hex(4)
 
-    def publish(self, chunk_index: int, staged: StagedFiles, intents: Intents) -> list[OutputFile]:
+    def publish(
+        self, chunk_index: int, staged: StagedFiles, intents: PublishIntents
+    ) -> list[OutputFile]:
         """Publishes a chunk's files, all or none: they appear, or will after ``wait``.
 
         Raises:
@@ -473,7 +475,9 @@ class HubTarget(_TargetOnHub):
 
     # publisher's thread --------------------------------------------------------------------------
 
-    def publish(self, chunk_index: int, staged: StagedFiles, intents: Intents) -> list[OutputFile]:
+    def publish(
+        self, chunk_index: int, staged: StagedFiles, intents: PublishIntents
+    ) -> list[OutputFile]:
         """See ``OutputTarget``. A repository has no file before a commit, which refuses other
         content itself.
         """

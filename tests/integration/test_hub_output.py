@@ -18,7 +18,7 @@ from datatrove.pipeline.writers.huggingface import HuggingFaceBucketWriter, Hugg
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.placement import WaitingChunk
-from datatrove_ckpt.checkpoint.publish_intents import Intents
+from datatrove_ckpt.checkpoint.publish_intents import PublishIntents
 from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed, OutputMismatch
 from datatrove_ckpt.generation import stopping
 from datatrove_ckpt.output import targets
@@ -76,7 +76,9 @@ def test_a_rank_that_was_taken_over_while_its_files_wait_commits_nothing(hub, tm
     calls = StoppableCalls(place.url, place)
     commits = HubTarget(folder, 0, tmp_path, taken, calls, place, CommitPace())
     staged = SimpleNamespace(path=tmp_path / "staged", size=7, rows=0, hexdigest=lambda: "")
-    commits.publish(0, SimpleNamespace(finished={"a": staged}, folder=tmp_path), Intents(tmp_path))
+    commits.publish(
+        0, SimpleNamespace(finished={"a": staged}, folder=tmp_path), PublishIntents(tmp_path)
+    )
     done, failures = Mock(), queue.SimpleQueue()
     commits.wait(0, WaitingChunk(done, failures.put))
     commits.hurry()

@@ -19,7 +19,7 @@ from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import CommitLog
 from datatrove_ckpt.checkpoint.layout import HOME
-from datatrove_ckpt.checkpoint.publish_intents import Intents
+from datatrove_ckpt.checkpoint.publish_intents import PublishIntents
 from datatrove_ckpt.common import object_store
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch, StorageFailed
 from datatrove_ckpt.output import output_folder, owner
@@ -398,7 +398,7 @@ def test_a_complete_rank_refuses_what_it_has_published_and_not_committed(tmp_pat
     name = "00000_00001.jsonl"
     (place.folder / name).write_text("the documents of chunk 0, again")
     content = content_hash(place.writer().output_folder, name)
-    Intents(tmp_path / "a/checkpoints/00000").add({name: content})
+    PublishIntents(tmp_path / "a/checkpoints/00000").add({name: content})
     with pytest.raises(OutputMismatch, match="no commit of task 0 names: 00000_00001"):
         start("a", 2)
 
@@ -424,7 +424,7 @@ def test_a_run_of_an_earlier_release_goes_on_and_replaces_its_own_file(
     step = job(tmp_path, "a", one, place)
     killed_before_its_commit(step, monkeypatch)
     folder = tmp_path / "a/checkpoints/00000"
-    Intents(folder).path.unlink()
+    PublishIntents(folder).path.unlink()
     place.forget_owner()
     (tmp_path / "a/checkpoints" / HOME).unlink()
     (next(place.folder.iterdir())).write_text("half of what another version would have written")

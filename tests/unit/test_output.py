@@ -16,7 +16,7 @@ from datatrove.pipeline.writers import JsonlWriter
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.checkpoint.placement import Stopping
-from datatrove_ckpt.checkpoint.publish_intents import Intents
+from datatrove_ckpt.checkpoint.publish_intents import PublishIntents
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.redaction import check_options
 from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed, StorageFailed
@@ -373,10 +373,10 @@ def test_a_file_in_a_folder_that_a_group_shares_belongs_to_the_group(tmp_path, m
     changed = []
     monkeypatch.setattr(os, "chown", lambda path, *owner: changed.append((path.name, owner)))
     target = LocalTarget(DataFolder(str(output)), tmp_path, "00000")
-    target.publish(0, staged_files(tmp_path, a=b"content"), Intents(tmp_path))
+    target.publish(0, staged_files(tmp_path, a=b"content"), PublishIntents(tmp_path))
     assert changed == []
     output.chmod(0o2770)
-    target.publish(1, staged_files(tmp_path, b=b"content"), Intents(tmp_path))
+    target.publish(1, staged_files(tmp_path, b=b"content"), PublishIntents(tmp_path))
     assert changed == [("b", (-1, group))]
 
 
@@ -396,7 +396,7 @@ def test_a_file_on_another_file_system_is_copied_in_parts_and_synced_before_it_h
     staged = staged_files(tmp_path, a=os.urandom(3 << 20))
     target = LocalTarget(DataFolder(str(output)), tmp_path, "00000")
     with disk_in_place(disk := TwoFileSystems()):
-        target.publish(0, staged, Intents(tmp_path))
+        target.publish(0, staged, PublishIntents(tmp_path))
     copied = disk.happened.index("link a")
     effects = [label.split(" ")[0] for label in disk.happened[copied - 6 : copied + 2]]
     assert effects == ["create", *["write"] * 4, "sync", "link", "sync"]

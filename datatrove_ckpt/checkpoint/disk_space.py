@@ -11,7 +11,7 @@ from datatrove_ckpt.common.formatting import byte_size, plural
 _LOOK_SECONDS = 1.0
 
 
-class DiskRoom:
+class DiskSpace:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._next_look = 0.0

@@ -30,7 +30,7 @@ from datatrove_ckpt.checkpoint.chunks import (
 )
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, OutputFile
 from datatrove_ckpt.checkpoint.counts import CompletedWork, DocumentTally, unix_seconds
-from datatrove_ckpt.checkpoint.disk_space import DiskRoom
+from datatrove_ckpt.checkpoint.disk_space import DiskSpace
 from datatrove_ckpt.checkpoint.fence import Fence, RunClaim
 from datatrove_ckpt.checkpoint.history import ProgressRecord, Record
 from datatrove_ckpt.checkpoint.identity import RunIdentity
@@ -298,7 +298,7 @@ class OpenCheckpoint:
         self._storage = StorageThread(rank_files)
         self._output = output
         self._publisher = Publisher(output, lease, self._storage, self.fail, settings.shutdown)
-        self._room = DiskRoom(folder)
+        self._room = DiskSpace(folder)
         self._complete = 0
         self._admitted = self._finished = 0
         self._written = point.finished.written

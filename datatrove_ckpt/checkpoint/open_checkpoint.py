@@ -38,7 +38,7 @@ from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.job_file import join_job
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, FinishedDocument
 from datatrove_ckpt.checkpoint.lock import Lock
-from datatrove_ckpt.checkpoint.placement import Placement, Stopping, WaitingChunk
+from datatrove_ckpt.checkpoint.placement import Placement, PublicationStopped, WaitingChunk
 from datatrove_ckpt.checkpoint.rank_files import RankFiles, Snapshot
 from datatrove_ckpt.checkpoint.rank_summary import (
     Include,
@@ -193,7 +193,7 @@ class Publisher:
         try:
             while (step := self._queue.get()) is not None and not self.lease.stopping.is_set():
                 step()
-        except Stopping:
+        except PublicationStopped:
             return
         except BaseException as error:  # every failure here must reach the event loop
             self._fail(error)
@@ -238,7 +238,7 @@ class _WrittenDocuments:
             if len(took) == _COUNTED_AT_ONCE:
                 self._count(took)
             if self.lease.stopping.is_set():
-                raise Stopping
+                raise PublicationStopped
             if finished.outcome == "dead":
                 chunk.dead_letters += finished.document + b"\n"
             elif finished.outcome == "written":

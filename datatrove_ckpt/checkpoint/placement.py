@@ -39,5 +39,5 @@ class Placement:
         """Puts nothing in place any more."""
 
 
-class Stopping(BaseException):
+class PublicationStopped(BaseException):
     """Ends an abandoned publication. The next attempt publishes the chunk again."""

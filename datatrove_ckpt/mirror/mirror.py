@@ -28,7 +28,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint import identity, layout
 from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, Interval
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
-from datatrove_ckpt.checkpoint.placement import Stopping
+from datatrove_ckpt.checkpoint.placement import PublicationStopped
 from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.object_store import ObjectStore
@@ -142,7 +142,7 @@ class RemoteMirror:
             if answer.wait(_POLL_SECONDS):
                 return True
             if stopping.is_set() or not self._thread.is_alive():  # it has failed the rank
-                raise Stopping
+                raise PublicationStopped
         return False
 
     def save(self, stopping: threading.Event) -> None:

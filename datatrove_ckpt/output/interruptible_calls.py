@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from datatrove_ckpt.checkpoint.open_checkpoint import RankLease
-from datatrove_ckpt.checkpoint.placement import Stopping
+from datatrove_ckpt.checkpoint.placement import PublicationStopped
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.threads import in_thread
 from datatrove_ckpt.errors import OutputFailed
@@ -73,12 +73,12 @@ class StoppableCalls:
                 return call()
 
         if self.stopped:
-            raise Stopping
+            raise PublicationStopped
         result = in_thread(run, "datatrove-ckpt upload")
         wait([result, self._stopped], timeout=at_most_seconds, return_when=FIRST_COMPLETED)
         if not result.done():
             if self.stopped:
-                raise Stopping
+                raise PublicationStopped
             raise TimeoutError(f"no answer within {at_most_seconds:.0f} s")
         return result.result()
 

@@ -55,7 +55,7 @@ from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.checksummed_lines import explained
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.open_checkpoint import RankLease
-from datatrove_ckpt.checkpoint.placement import Placement, Stopping, WaitingChunk
+from datatrove_ckpt.checkpoint.placement import Placement, PublicationStopped, WaitingChunk
 from datatrove_ckpt.checkpoint.publish_intents import PublishIntents
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import duration, no_bars_in_logs, plural, ranges
@@ -587,7 +587,7 @@ class HubTarget(_TargetOnHub):
         try:
             while batch := self._next_batch():
                 self._commit(batch, attempts)
-        except Stopping:
+        except PublicationStopped:
             return
         except BaseException as error:  # every failure here must reach the event loop
             waiting, _ = self._chunks[batch[0].chunk_index]

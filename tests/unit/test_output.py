@@ -15,7 +15,7 @@ from datatrove.io import DataFolder
 from datatrove.pipeline.writers import JsonlWriter
 from fsspec.implementations.memory import MemoryFileSystem
 
-from datatrove_ckpt.checkpoint.placement import Stopping
+from datatrove_ckpt.checkpoint.placement import PublicationStopped
 from datatrove_ckpt.checkpoint.publish_intents import PublishIntents
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.redaction import check_options
@@ -175,10 +175,10 @@ def test_a_stop_ends_the_wait_for_an_upload(files, folder, calls, local):
 
     files.before = hang
     threading.Thread(target=lambda: (begun.wait(), calls.stop())).start()
-    with pytest.raises(Stopping):
+    with pytest.raises(PublicationStopped):
         folder.upload(local, "a")
     release.set()
-    with pytest.raises(Stopping):
+    with pytest.raises(PublicationStopped):
         folder.upload(local, "b")
 
 
@@ -196,7 +196,7 @@ def test_a_stop_ends_the_pause_between_attempts(
         raise ConnectionError
 
     files.before = fail
-    with pytest.raises(Stopping):
+    with pytest.raises(PublicationStopped):
         folder.upload(local, "a")
 
 

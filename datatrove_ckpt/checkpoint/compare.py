@@ -27,7 +27,7 @@ from datatrove_ckpt.errors.setting_names import setting_name
 _LAYOUT = frozenset({"records_per_chunk", "tasks", "reshards", OUTPUT_FOLDER})
 
 
-class Change(NamedTuple):
+class SettingChange(NamedTuple):
     """A field in which two runs differ.
 
     Attributes:
@@ -46,7 +46,7 @@ class Change(NamedTuple):
         return self.field in _LAYOUT
 
 
-def compare(kept: Json, identity: RunIdentity, with_output: bool = False) -> list[Change]:
+def compare(kept: Json, identity: RunIdentity, with_output: bool = False) -> list[SettingChange]:
     """Returns the fields in which a run differs from the content of a ``run.json`` or ``job.json``.
 
     Args:
@@ -62,7 +62,7 @@ def compare(kept: Json, identity: RunIdentity, with_output: bool = False) -> lis
         lines = differences(name, old.get(name, _NOT_SET), new.get(name, _NOT_SET))
         if lines and (with_output or name != OUTPUT_FOLDER):
             note = identity.notes.get(name)
-            changes.append(Change(name, old.get(name), new.get(name), lines, note))
+            changes.append(SettingChange(name, old.get(name), new.get(name), lines, note))
     return changes
 
 
@@ -88,7 +88,7 @@ def without_code(fields: Json) -> Json:
     return {name: value for name, value in fields.items() if not re.match(of_code, name)}
 
 
-def changes_text(what: str, changes: Sequence[Change]) -> str:
+def changes_text(what: str, changes: Sequence[SettingChange]) -> str:
     """Returns the beginning of an error: each field that differs, with both values."""
     lines = [line for change in changes for line in change.lines]
     lines += [f"({change.note})" for change in changes if change.note]
@@ -96,7 +96,7 @@ def changes_text(what: str, changes: Sequence[Change]) -> str:
 
 
 def refusal(
-    what: str, changes: Sequence[Change], advice: str = "", may_mix: bool = True
+    what: str, changes: Sequence[SettingChange], advice: str = "", may_mix: bool = True
 ) -> CheckpointMismatch:
     """Returns the error for changes that were not accepted.
 
@@ -122,7 +122,7 @@ def refusal(
     )
 
 
-def records(changes: Iterable[Change]) -> list[Json]:
+def records(changes: Iterable[SettingChange]) -> list[Json]:
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return [
         {"when": when, "field": change.field, "old": change.old, "new": change.new}

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.checksummed_lines import Json, sealed_json
 from datatrove_ckpt.checkpoint.compare import (
-    Change,
+    SettingChange,
     compare,
     describe_alike,
     new_records,
@@ -49,13 +49,13 @@ class JobChanges:
             settings.
     """
 
-    by_rank: dict[int, list[Change]] = field(default_factory=dict)
+    by_rank: dict[int, list[SettingChange]] = field(default_factory=dict)
     empty: list[int] = field(default_factory=list)
 
     @property
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[SettingChange]:
         """Each difference once."""
-        found: list[Change] = []
+        found: list[SettingChange] = []
         for changes in self.by_rank.values():
             found += [change for change in changes if change not in found]
         return found

@@ -93,7 +93,7 @@ def unseal(line: bytes) -> bytes | None:
 
 
 @dataclass(slots=True)
-class Line:
+class ChecksummedLine:
     """A whole line: its offset and length in bytes (with the newline), and its JSON object."""
 
     offset: int
@@ -103,7 +103,7 @@ class Line:
 
 def read_lines(
     path: Path, advice: str = "Restore the file from a copy.", synced: bool = False
-) -> Iterator[Line]:
+) -> Iterator[ChecksummedLine]:
     """Yields the file's whole lines, up to a torn tail. A missing file has none.
 
     Args:
@@ -135,12 +135,12 @@ def may_be_torn(raw: bytes) -> bool:
     return not raw.endswith(b"\n") or b"\0" in raw
 
 
-def scan_lines(path: Path) -> Iterator[tuple[int, bytes, Line | None]]:
+def scan_lines(path: Path) -> Iterator[tuple[int, bytes, ChecksummedLine | None]]:
     with explained("read", path), suppress(FileNotFoundError), path.open("rb") as file:
         offset = 0
         for number, raw in enumerate(file, 1):
             body = unseal(raw)
-            yield number, raw, None if body is None else Line(offset, len(raw), body)
+            yield number, raw, None if body is None else ChecksummedLine(offset, len(raw), body)
             offset += len(raw)
 
 

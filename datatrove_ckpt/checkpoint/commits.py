@@ -222,14 +222,14 @@ def scan_commits(path: Path) -> tuple[dict[int, Commit], int]:
     return commits, size
 
 
-def _whole_lines(path: Path) -> Iterator[tuple[int, checksummed_lines.Line]]:
+def _whole_lines(path: Path) -> Iterator[tuple[int, checksummed_lines.ChecksummedLine]]:
     try:
         yield from enumerate(checksummed_lines.read_lines(path, "", synced=True), 1)
     except CheckpointCorrupt as error:
         raise CommitsDamaged(path, str(error).rstrip()) from error
 
 
-def _parse(path: Path, number: int, line: checksummed_lines.Line) -> Commit:
+def _parse(path: Path, number: int, line: checksummed_lines.ChecksummedLine) -> Commit:
     try:
         return Commit.from_json(line.body)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -19,8 +19,8 @@ import orjson
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.checksummed_lines import (
+    ChecksummedLine,
     Json,
-    Line,
     explained,
     read_lines,
     seal,
@@ -123,7 +123,7 @@ class FinishedDocument:
 
 def read_finished(
     path: Path, known: dict[int, str], first_ordinal: int = 0, end: int | None = None
-) -> Iterator[tuple[Line, FinishedDocument | None]]:
+) -> Iterator[tuple[ChecksummedLine, FinishedDocument | None]]:
     """Yields the journal's whole lines with their documents; None for a repeated document.
 
     A fenced-off process may have finished the document as well: the first line counts.

@@ -170,7 +170,7 @@ class RequestCache:
         has_no_name = not self.path.parent.exists()  # see ``old_answers``
         code = getattr(error.__cause__, "sqlite_errorcode", 0)
         # The lowest byte is the kind of the error; the others are details.
-        is_damage = isinstance(error.__cause__, NotOurs) or code & 0xFF in (
+        is_damage = isinstance(error.__cause__, NotARequestCache) or code & 0xFF in (
             sqlite3.SQLITE_CORRUPT,
             sqlite3.SQLITE_NOTADB,
         )
@@ -356,7 +356,7 @@ _OBJECTS = {
 }
 
 
-class NotOurs(sqlite3.DatabaseError):
+class NotARequestCache(sqlite3.DatabaseError):
     """The file may be a database, but it is no request cache."""
 
 
@@ -369,7 +369,7 @@ def _connect(path: Path) -> sqlite3.Connection:
     # A kill while the first cache is made may leave an empty file and its journal, but never a log
     # without its database.
     if not size_of(path) and any(_needs_database(log) for log in _logs(path)):
-        raise NotOurs("the database is missing or empty, but its log is not")
+        raise NotARequestCache("the database is missing or empty, but its log is not")
     # SQLite would use mode 0644; its -wal and -journal files get the database's mode.
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, files.PRIVATE_FILE))
     # No autocommit: a transaction begins with the first write and ends in ``files.disk.commit``.
@@ -387,12 +387,12 @@ def _connect(path: Path) -> sqlite3.Connection:
         columns = [row[1] for row in connection.execute(f"PRAGMA table_xinfo({_TABLE})")]
         # A kill may have come before the table was made.
         if not found <= _OBJECTS or (columns and sorted(columns) != sorted(_COLUMNS.split(", "))):
-            raise NotOurs("it has another schema than a request cache")
+            raise NotARequestCache("it has another schema than a request cache")
         connection.executescript(resources.files(__package__).joinpath("schema.sql").read_text())
     except BaseException as error:
         _close(connection)
         if isinstance(error, UnicodeDecodeError):  # SQLite's error quotes the damaged schema
-            raise NotOurs("its schema is damaged") from error
+            raise NotARequestCache("its schema is damaged") from error
         raise
     return connection
 

@@ -37,7 +37,7 @@ from datatrove_ckpt.checkpoint.checksummed_lines import read_lines, seal
 from datatrove_ckpt.checkpoint.counts import unix_seconds
 from datatrove_ckpt.checkpoint.fence import Fence, RunClaim
 from datatrove_ckpt.checkpoint.lock import Lock
-from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest
+from datatrove_ckpt.checkpoint.request_cache import AnswerKey, CachedAnswer, CachedRequest
 from datatrove_ckpt.common import CUSTOM_ID, MESSAGES, JsonObject
 
 ANSWER = "batch_answer"
@@ -78,7 +78,7 @@ class RequestId(NamedTuple):
             f"{self.attempt}"
         )
 
-    def row(self, answer: Answer) -> CachedRequest:
+    def row(self, answer: CachedAnswer) -> CachedRequest:
         return CachedRequest(self.chunk_index, self.ordinal, "", self.key, answer)
 
 
@@ -103,7 +103,7 @@ class ParkedRequest(NamedTuple):
         return b"%s%s%s%s}\n" % (CUSTOM_ID, str(self.id).encode(), before, self.body)
 
 
-def fields_of_batch(answer: Answer | None) -> JsonObject:
+def fields_of_batch(answer: CachedAnswer | None) -> JsonObject:
     """Returns what ``Batch.row`` has kept; {} for an answer that is not from a batch."""
     if answer is not None and answer.result is not None:
         fields: JsonObject = orjson.loads(answer.result)
@@ -150,7 +150,7 @@ class Batch:
         """
         fields = {"text": "", "finish_reason": None, "usage": {}, kind: value}
         fields |= {"attempt": request.attempt, "run": self.run}
-        return request.row(Answer(orjson.dumps(fields), None))
+        return request.row(CachedAnswer(orjson.dumps(fields), None))
 
 
 def read_batches(folder: Path) -> tuple[dict[int, Batch], int]:

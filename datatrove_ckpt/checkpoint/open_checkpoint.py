@@ -47,7 +47,12 @@ from datatrove_ckpt.checkpoint.rank_summary import (
     scan_complete_commits,
 )
 from datatrove_ckpt.checkpoint.recovery import recover
-from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
+from datatrove_ckpt.checkpoint.request_cache import (
+    AnswerKey,
+    CachedAnswer,
+    CachedRequest,
+    RequestCache,
+)
 from datatrove_ckpt.checkpoint.run_limits import RunTotals
 from datatrove_ckpt.checkpoint.storage_thread import MAX_BACKLOG_BYTES, StorageThread
 from datatrove_ckpt.common.setting_types import Seconds as SecondsOrAuto
@@ -371,13 +376,15 @@ class OpenCheckpoint:
             slot.cached = slot.cached or slot.ordinal <= self._files.last_old
         return slot
 
-    def lookup(self, slot: ChunkSlot) -> Future[dict[AnswerKey, Answer]]:
+    def lookup(self, slot: ChunkSlot) -> Future[dict[AnswerKey, CachedAnswer]]:
         """Reads a document's cached answers, in the storage thread."""
-        found: Future[dict[AnswerKey, Answer]] = Future()
+        found: Future[dict[AnswerKey, CachedAnswer]] = Future()
         self._storage.call(lambda: found.set_result(self._files.take_answers(slot)))
         return found
 
-    def put_answer(self, slot: ChunkSlot, doc_id: str, key: AnswerKey, answer: Answer) -> None:
+    def put_answer(
+        self, slot: ChunkSlot, doc_id: str, key: AnswerKey, answer: CachedAnswer
+    ) -> None:
         size = len(answer.result or b"") + len(answer.error_message or "")
         row = CachedRequest(slot.chunk.index, slot.ordinal, doc_id, key, answer)
         self._storage.put(row, size)

@@ -19,7 +19,12 @@ from datatrove_ckpt.checkpoint.fence import Fence
 from datatrove_ckpt.checkpoint.interval import Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, FinishedDocument
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, write_last_chunk
-from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
+from datatrove_ckpt.checkpoint.request_cache import (
+    AnswerKey,
+    CachedAnswer,
+    CachedRequest,
+    RequestCache,
+)
 from datatrove_ckpt.checkpoint.run_limits import PaidFile, RunTotals, read_paid
 from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.process.slurm_job import job_id
@@ -167,7 +172,7 @@ class RankFiles:
         """Returns what all attempts have paid until now. Any thread may call it."""
         return RunTotals.of(self._history.earlier.total).plus(RunTotals.of(self.own))
 
-    def take_answers(self, slot: ChunkSlot) -> dict[AnswerKey, Answer]:
+    def take_answers(self, slot: ChunkSlot) -> dict[AnswerKey, CachedAnswer]:
         """Returns a document's cached answers. Answers of an old run become answers of this run."""
         found = self.cache.answers(slot.ordinal)
         if self.old is None:

@@ -52,7 +52,7 @@ class AnswerKey(NamedTuple):
     occurrence: int
 
 
-class Answer(NamedTuple):
+class CachedAnswer(NamedTuple):
     """JSON of a result, or the text of a permanent error. Exactly one is set."""
 
     result: bytes | None
@@ -64,7 +64,7 @@ class CachedRequest(NamedTuple):
     ordinal: int
     doc_id: str
     key: AnswerKey
-    answer: Answer
+    answer: CachedAnswer
 
     def to_json(self) -> JsonObject:
         """Returns the row without its chunk and its error."""
@@ -81,7 +81,7 @@ class CachedRequest(NamedTuple):
         """Raises KeyError, TypeError, ValueError or AttributeError if it can be no row."""
         row = orjson.loads(body)
         result = row["result"]
-        answer = Answer(None if result is None else result.encode(), row.get("error_message"))
+        answer = CachedAnswer(None if result is None else result.encode(), row.get("error_message"))
         chunk_index = row.get("chunk_index", 0)
         found = cls(chunk_index, row["ordinal"], row["doc_id"], AnswerKey(*row["key"]), answer)
         if not _is_intact((*_values(found), None)):
@@ -277,7 +277,7 @@ class RequestCache:
         found = self._read("SELECT DISTINCT chunk_index FROM request_cache")
         return {index for (index,) in found if isinstance(index, int)}
 
-    def answers(self, ordinal: int) -> dict[AnswerKey, Answer]:
+    def answers(self, ordinal: int) -> dict[AnswerKey, CachedAnswer]:
         """Returns every intact answer of a document; warns of damaged rows."""
         rows = self._read(f"SELECT {_COLUMNS} FROM request_cache WHERE ordinal = ?", (ordinal,))
         found = [_request(row) for row in rows if _is_intact(row)]
@@ -337,7 +337,9 @@ def _values(r: CachedRequest) -> Row:
 
 def _request(row: Row) -> CachedRequest:
     chunk_index, ordinal, doc_id = row[:3]
-    return CachedRequest(chunk_index, ordinal, doc_id, AnswerKey(*row[3:6]), Answer(*row[6:8]))
+    return CachedRequest(
+        chunk_index, ordinal, doc_id, AnswerKey(*row[3:6]), CachedAnswer(*row[6:8])
+    )
 
 
 # damage ------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from datatrove_ckpt.checkpoint.batch_log import fields_of_batch
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.counts import DocumentCounts, DocumentWork, Outcome
 from datatrove_ckpt.checkpoint.journal import FinishedDocument
-from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
+from datatrove_ckpt.checkpoint.request_cache import AnswerKey, CachedAnswer
 from datatrove_ckpt.common.finish_reasons import ENDINGS, USUAL
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.errors import CkptError, RequestRejected
@@ -52,7 +52,7 @@ class Answers:
     failed = cut_off = empty = 0
     parked = batch_answers = 0
     is_suspect = False
-    _cached: asyncio.Future[dict[AnswerKey, Answer]] | None = None
+    _cached: asyncio.Future[dict[AnswerKey, CachedAnswer]] | None = None
     _pending = 0
 
     def __init__(self, rank: RankRequests, slot: ChunkSlot, doc_id: str, rollouts: int) -> None:
@@ -70,13 +70,13 @@ class Answers:
         self.results: list[Result] = []
         self._rank = rank
 
-    async def cached(self) -> dict[AnswerKey, Answer]:
+    async def cached(self) -> dict[AnswerKey, CachedAnswer]:
         """Returns what earlier attempts have kept."""
         if self._cached is None:
             self._cached = asyncio.wrap_future(self._rank.checkpoint.lookup(self.slot))
         return await asyncio.shield(self._cached)
 
-    async def kept(self, key: AnswerKey) -> Answer | None:
+    async def kept(self, key: AnswerKey) -> CachedAnswer | None:
         """Returns what earlier attempts have kept of one request or call."""
         if not self.slot.cached:
             return None

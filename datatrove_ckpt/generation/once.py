@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from datatrove_ckpt.checkpoint.rank_summary import OTHERS
-from datatrove_ckpt.checkpoint.request_cache import Answer, payload_hash
+from datatrove_ckpt.checkpoint.request_cache import CachedAnswer, payload_hash
 from datatrove_ckpt.common.formatting import safe_text
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.common.work_counts import WorkCounts
@@ -65,7 +65,7 @@ class Calls:
         self._shutdown = shutdown
         self._threads = asyncio.Semaphore(_THREADS)
 
-    async def make(self, call: Call) -> Answer:
+    async def make(self, call: Call) -> CachedAnswer:
         """Returns what is saved of the call.
 
         Raises:
@@ -91,11 +91,11 @@ class Calls:
             if not isinstance(error, call.keep_errors):
                 raise
             fields = [type(error).__name__, redact(safe_text(error))]
-            return Answer(None, orjson.dumps(fields).decode())
+            return CachedAnswer(None, orjson.dumps(fields).decode())
         finally:
             self.running -= 1
             counts.call_milliseconds[name] += round(1000 * (time.monotonic() - started))
-        return Answer(_saved(call.name, result), None)
+        return CachedAnswer(_saved(call.name, result), None)
 
     async def _result(self, call: Call, is_plain: bool) -> object:
         try:
@@ -155,7 +155,7 @@ def _saved(name: str, result: object) -> bytes:
     return saved
 
 
-def result_of(saved: Answer) -> Any:
+def result_of(saved: CachedAnswer) -> Any:
     """Returns the result of a saved call.
 
     Raises:

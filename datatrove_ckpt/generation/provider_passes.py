@@ -26,7 +26,7 @@ from datatrove_ckpt.checkpoint.batch_log import (
 from datatrove_ckpt.checkpoint.counts import unix_seconds
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
-from datatrove_ckpt.checkpoint.request_cache import Answer, CachedRequest
+from datatrove_ckpt.checkpoint.request_cache import CachedAnswer, CachedRequest
 from datatrove_ckpt.common import MESSAGES, retrying
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.config import InferenceConfig
@@ -413,7 +413,7 @@ def _rows(
         return [batch.row(request, ANSWER, answer.body)]
     text = provider.clean(orjson.dumps(answer.body).decode())
     if status in retrying.REJECTED:
-        return [request.row(Answer(None, f"{status} {text}"))]
+        return [request.row(CachedAnswer(None, f"{status} {text}"))]
     return [batch.row(request, FAILURE, f"HTTP {status}: {text}")]
 
 

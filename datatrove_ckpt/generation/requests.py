@@ -19,7 +19,7 @@ from datatrove_ckpt.checkpoint.batch_log import (
     fields_of_batch,
 )
 from datatrove_ckpt.checkpoint.identity import NOT_ANSWERING
-from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
+from datatrove_ckpt.checkpoint.request_cache import AnswerKey, CachedAnswer
 from datatrove_ckpt.common import BATCH, JsonObject
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.redaction import shown
@@ -143,7 +143,7 @@ class Requests:
         sent: Payload,
         payload: Payload,
         way: Way,
-        cached: Answer | None,
+        cached: CachedAnswer | None,
     ) -> Result:
         rank = self.rank
         model = self.model
@@ -181,7 +181,7 @@ class Requests:
         source = {"response_id": completion.response_id, "model": completion.model}
         if completion.endpoint:
             source["endpoint"] = completion.endpoint
-        await self.keep(key, Answer(trim(orjson.dumps({**fields, **source})), None))
+        await self.keep(key, CachedAnswer(trim(orjson.dumps({**fields, **source})), None))
         answers.tokens += tokens
         return _result(fields, **source)
 
@@ -190,14 +190,14 @@ class Requests:
         model = self.model
         self.rank.observer.own.failed += 1
         if isinstance(error, errors.RequestRejected):
-            await self.keep(key, Answer(None, f"{error.status} {error.body}"))
+            await self.keep(key, CachedAnswer(None, f"{error.status} {error.body}"))
             raise error
         at_fault = isinstance(error, errors.RequestFailed) and error.is_documents
         if at_fault:
             model.client.result().sender.at_fault.add(self.answers.slot.ordinal)
             # So the next attempt needs no other requests to compare with. Status 0: all versions
             # send such a request again.
-            await self.keep(key, Answer(None, f"0 {error}"))
+            await self.keep(key, CachedAnswer(None, f"0 {error}"))
         if at_fault or isinstance(error, errors.RequestPoisoned):
             raise failed(errors.named(error, model.config.name), payload) from error
         model.is_dead = model.is_dead or isinstance(
@@ -209,7 +209,7 @@ class Requests:
         raise stopped from error
 
     async def _batched(
-        self, key: AnswerKey, body: AnyBody, way: Way, cached: Answer | None
+        self, key: AnswerKey, body: AnyBody, way: Way, cached: CachedAnswer | None
     ) -> Completion | None:
         """Returns the answer of a batch; None if the request must be sent now.
 
@@ -333,7 +333,7 @@ class Requests:
         answers.fail(unanswered(answers.doc_id, answers.slot.ordinal, error, others))
         return RolloutServerError(error)
 
-    async def keep(self, key: AnswerKey, answer: Answer) -> None:
+    async def keep(self, key: AnswerKey, answer: CachedAnswer) -> None:
         rank = self.rank
         answers = self.answers
         rank.checkpoint.put_answer(answers.slot, answers.doc_id, key, answer)
@@ -351,7 +351,7 @@ def failed(error: Exception, payload: Payload) -> InferenceError:
     return inference_error
 
 
-def _from_cache(answer: Answer, config: InferenceConfig) -> Result | None:
+def _from_cache(answer: CachedAnswer, config: InferenceConfig) -> Result | None:
     """Returns the cached answer; None if it must be requested again.
 
     Raises:

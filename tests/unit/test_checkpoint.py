@@ -40,8 +40,8 @@ from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, recover
 from datatrove_ckpt.checkpoint.request_cache import (
-    Answer,
     AnswerKey,
+    CachedAnswer,
     CachedRequest,
     RequestCache,
     payload_hash,
@@ -235,7 +235,7 @@ def test_what_a_crash_left_of_a_committed_chunk_is_gone(tmp_path):
 
 def request(ordinal, occurrence=0, chunk_index=0, error=None):
     key = AnswerKey(0, payload_hash(b"{}"), occurrence)
-    answer = Answer(None, error) if error else Answer(b'"%d"' % occurrence, None)
+    answer = CachedAnswer(None, error) if error else CachedAnswer(b'"%d"' % occurrence, None)
     return CachedRequest(chunk_index, ordinal, "same id", key, answer)
 
 

@@ -10,13 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
+from datatrove_ckpt.checkpoint.request_cache import (
+    AnswerKey,
+    CachedAnswer,
+    CachedRequest,
+    RequestCache,
+)
 from datatrove_ckpt.errors import StorageFailed
 
 
 def request(ordinal, text="{}"):
     return CachedRequest(
-        0, ordinal, f"id {ordinal}", AnswerKey(0, "hash", 0), Answer(text.encode(), None)
+        0, ordinal, f"id {ordinal}", AnswerKey(0, "hash", 0), CachedAnswer(text.encode(), None)
     )
 
 
@@ -147,7 +152,7 @@ def test_any_flipped_bit_costs_answers_at_most(path):
         dict(cache.answer_counts()).keys()
         for ordinal in range(40):
             found = cache.answers(ordinal)
-            assert found in ({}, {AnswerKey(0, "hash", 0): Answer(b"x" * 2000, None)}), at
+            assert found in ({}, {AnswerKey(0, "hash", 0): CachedAnswer(b"x" * 2000, None)}), at
         cache.drop_chunk(0)
         cache.close()
 

@@ -25,7 +25,7 @@ from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenChe
 from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.checkpoint.rank_summary import CHECKED, Include
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
-from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
+from datatrove_ckpt.checkpoint.request_cache import AnswerKey, CachedAnswer
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced
 from datatrove_ckpt.testing.crashes import WatchedDisk, disk_in_place
 
@@ -100,7 +100,9 @@ def answer_and_finish(checkpoint, ordinal, outcome="written"):
     slot = checkpoint.admit(f"input {ordinal}")
     if slot is not None:
         checkpoint.lookup(slot)
-        checkpoint.put_answer(slot, f"id {ordinal}", AnswerKey(0, "f" * 32, 0), Answer(b"{}", None))
+        checkpoint.put_answer(
+            slot, f"id {ordinal}", AnswerKey(0, "f" * 32, 0), CachedAnswer(b"{}", None)
+        )
         checkpoint.finish(slot, FinishedDocument(slot.ordinal, outcome, f"input {ordinal}", b"{}"))
 
 

@@ -10,7 +10,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.rank_files import Snapshot
-from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
+from datatrove_ckpt.checkpoint.request_cache import (
+    AnswerKey,
+    CachedAnswer,
+    CachedRequest,
+    RequestCache,
+)
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.errors import Fenced
 from datatrove_ckpt.mirror.manifests import (
@@ -25,9 +30,9 @@ from datatrove_ckpt.mirror.manifests import (
 
 def request(ordinal, number=0, chunk=0):
     answer = (
-        Answer(f'{{"text":"ä {ordinal}"}}'.encode(), None)
+        CachedAnswer(f'{{"text":"ä {ordinal}"}}'.encode(), None)
         if number % 3
-        else Answer(None, "400 too long\n")
+        else CachedAnswer(None, "400 too long\n")
     )
     return CachedRequest(
         chunk, ordinal, f"id\n{ordinal}", AnswerKey(0, f"{number:032x}", 0), answer

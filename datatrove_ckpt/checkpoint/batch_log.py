@@ -170,7 +170,7 @@ def read_batches(folder: Path) -> tuple[dict[int, Batch], int]:
 
 
 @dataclass
-class _Parked:
+class _ParkedFile:
     """A file of parked requests. ``most``: requests that it takes."""
 
     number: int
@@ -193,8 +193,8 @@ class BatchLog:
     def __init__(self, folder: Path, fence: Fence, run: str = "") -> None:
         self._fence = fence
         self._run = run
-        self._parked: list[_Parked] = []
-        self._filling: dict[tuple[str, str], _Parked] = {}
+        self._parked: list[_ParkedFile] = []
+        self._filling: dict[tuple[str, str], _ParkedFile] = {}
         self._folder = folder / layout.BATCHES_FOLDER
         self.batches, size = read_batches(folder)
         self.file = files.AppendFile(folder / layout.BATCHES, size)
@@ -241,7 +241,7 @@ class BatchLog:
             most = MOST_REQUESTS
             if request.path == MESSAGES:
                 most -= secrets.randbelow(min(most, _SIZES))
-            parked = _Parked(number, *kind, files.AppendFile(self.path(number)), most)
+            parked = _ParkedFile(number, *kind, files.AppendFile(self.path(number)), most)
             self._parked.append(parked)
             self._filling[kind] = parked
         parked.file.append(line)

@@ -39,9 +39,9 @@ from datatrove_ckpt.claims.stores import (
     GIVEN_UP,
     LOOKS,
     RUN,
+    Claim,
     DiskClaims,
     Look,
-    Mark,
     ObjectClaims,
     is_process,
     open_here,
@@ -100,7 +100,7 @@ class Claims:
             f"{GIVEN_UP}-{xxhash.xxh32(os.environb.get(LAUNCH.encode(), b'')).hexdigest()}"
         )
         self._prefix = self._given_up if self._is_worker else GIVEN_UP
-        self._held: dict[int, tuple[Mark, Record, float]] = {}
+        self._held: dict[int, tuple[Claim, Record, float]] = {}
         self.locked: dict[int, float] = {}
         """Ranks with foreign locks, with the time of the next try."""
         self._guard = threading.RLock()  # ranks run in threads
@@ -191,7 +191,7 @@ class Claims:
         free: list[int] = []
         left: list[int] = []
         for rank in self._incomplete():
-            owner = current.get(rank, Mark(rank, 0, FREE)).owner
+            owner = current.get(rank, Claim(rank, 0, FREE)).owner
             if rank in self._held or rank in self.done:
                 continue
             if self.locked.get(rank, 0.0) > time.monotonic():
@@ -212,7 +212,7 @@ class Claims:
         return Free(free, False)
 
     def _take(self, rank: int, look: Look, is_left: bool) -> bool:
-        mark = look.current().get(rank, Mark(rank, 0, FREE))
+        mark = look.current().get(rank, Claim(rank, 0, FREE))
         record = Record()
         if mark.number and not mark.owner.startswith(GIVEN_UP):
             record = _record(self._store, mark)
@@ -225,7 +225,7 @@ class Claims:
             if record.why:
                 owner = self._given_up
         record = record._replace(alone=self._alone or is_left)
-        new = Mark(rank, mark.number + 1, owner)
+        new = Claim(rank, mark.number + 1, owner)
         if not self._put(new, record, look.marks) or record.why:
             return False
         self._held[rank] = new, record, time.monotonic()
@@ -238,11 +238,11 @@ class Claims:
             if self._store.look().current().get(rank) != mark:
                 return
             if record.tries:
-                self._put(Mark(rank, mark.number + 1, owner), record, [mark])
+                self._put(Claim(rank, mark.number + 1, owner), record, [mark])
             else:
                 self._store.remove(mark)
 
-    def _put(self, mark: Mark, record: Record, before: list[Mark]) -> bool:
+    def _put(self, mark: Claim, record: Record, before: list[Claim]) -> bool:
         if not self._store.put(mark, record._asdict()):
             return False
         for old in before:
@@ -310,7 +310,7 @@ def given_up(store: DiskClaims | ObjectClaims, prefix: str = GIVEN_UP) -> dict[i
     return {mark.rank: _record(store, mark).why for mark in marks if mark.owner.startswith(prefix)}
 
 
-def _record(store: DiskClaims | ObjectClaims, mark: Mark) -> Record:
+def _record(store: DiskClaims | ObjectClaims, mark: Claim) -> Record:
     try:
         content = store.read(mark)
         return Record(content["tries"], tuple(content["reached"]), content["why"], content["alone"])

@@ -51,7 +51,7 @@ open_here: set[str] = set()
 """The owners of this process that have not closed their claims."""
 
 
-class Mark(NamedTuple):
+class Claim(NamedTuple):
     rank: int
     number: int
     owner: str
@@ -60,13 +60,13 @@ class Mark(NamedTuple):
 class Look(NamedTuple):
     """All marks of a store, and the owners that are alive, or whose last beat is old."""
 
-    marks: list[Mark]
+    marks: list[Claim]
     alive: set[str]
     dead: set[str]
 
-    def current(self) -> dict[int, Mark]:
+    def current(self) -> dict[int, Claim]:
         """Returns the mark of each rank that counts."""
-        found: dict[int, Mark] = {}
+        found: dict[int, Claim] = {}
         for mark in sorted(self.marks, key=lambda mark: (-mark.number, mark.owner)):
             found.setdefault(mark.rank, mark)
         return found
@@ -111,7 +111,7 @@ class DiskClaims:
     def look(self) -> Look:
         names = [_NAME.fullmatch(path.name) for path in self._folder.glob("*-*")]
         marks = [
-            Mark(int(name[1]), int(name[2]), str(_read_mark(self._folder / name[0])[0]))
+            Claim(int(name[1]), int(name[2]), str(_read_mark(self._folder / name[0])[0]))
             for name in names
             if name is not None
         ]
@@ -121,7 +121,7 @@ class DiskClaims:
         alive = {path.name for path in workers if self._is_alive(path)}
         return Look(marks, alive, {path.name for path in workers} - alive)
 
-    def put(self, mark: Mark, content: JsonObject) -> bool:
+    def put(self, mark: Claim, content: JsonObject) -> bool:
         """Writes a mark. Returns False if another process has written a mark of this number
         first.
         """
@@ -136,10 +136,10 @@ class DiskClaims:
         files.disk.remove(new)
         return is_ours
 
-    def read(self, mark: Mark) -> JsonObject:
+    def read(self, mark: Claim) -> JsonObject:
         return _read_mark(self._path(mark))[1]
 
-    def remove(self, mark: Mark) -> None:
+    def remove(self, mark: Claim) -> None:
         files.disk.remove(self._path(mark))
 
     def beat(self) -> None:
@@ -163,7 +163,7 @@ class DiskClaims:
     def close(self) -> None:
         self._own.release(remove=True)
 
-    def _path(self, mark: Mark) -> Path:
+    def _path(self, mark: Claim) -> Path:
         return self._folder / f"{mark.rank:05d}-{mark.number:06d}"
 
     def _is_alive(self, path: Path) -> bool:
@@ -228,7 +228,7 @@ class ObjectClaims:
     def look(self) -> Look:
         return _RETRIES.run(self._look, "The claims of tasks cannot be listed")
 
-    def put(self, mark: Mark, content: JsonObject) -> bool:
+    def put(self, mark: Claim, content: JsonObject) -> bool:
         _RETRIES.run(
             lambda: self._store.put(_object_name(mark), orjson.dumps(content)),
             "The claim of a task cannot be written",
@@ -243,11 +243,11 @@ class ObjectClaims:
         self.remove(mark)
         return False
 
-    def read(self, mark: Mark) -> JsonObject:
+    def read(self, mark: Claim) -> JsonObject:
         found: JsonObject = orjson.loads(self._store.read(_object_name(mark), 1 << 20) or b"{}")
         return found
 
-    def remove(self, mark: Mark) -> None:
+    def remove(self, mark: Claim) -> None:
         self._store.delete(_object_name(mark))
 
     def beat(self) -> None:
@@ -270,7 +270,7 @@ class ObjectClaims:
             if _OWNER.fullmatch(owner)
         }
         names = [_NAME.fullmatch(name) for name in written]
-        marks = [Mark(int(name[1]), int(name[2]), name[3]) for name in names if name is not None]
+        marks = [Claim(int(name[1]), int(name[2]), name[3]) for name in names if name is not None]
         owned = [mark for mark in marks if is_process(mark.owner)]
         signs = [*beats.items(), *((mark.owner, written[_object_name(mark)]) for mark in owned)]
         now = time.time()
@@ -288,7 +288,7 @@ class ObjectClaims:
         return Look(marks, alive, beats.keys() - alive)
 
 
-def _object_name(mark: Mark) -> str:
+def _object_name(mark: Claim) -> str:
     return f"{mark.rank:05d}-{mark.number:06d}-{mark.owner}"
 
 

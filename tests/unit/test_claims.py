@@ -23,8 +23,8 @@ from datatrove_ckpt.claims.claims import Claims, claimants, given_up
 from datatrove_ckpt.claims.stores import (
     LOOKS,
     RUN,
+    Claim,
     DiskClaims,
-    Mark,
     ObjectClaims,
     new_owner,
     open_store,
@@ -421,7 +421,7 @@ def test_a_process_of_this_host_that_has_ended_is_dead_at_once_on_object_stores(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.strip()
     store = job.make_store(owner)
-    assert store.put(Mark(0, 1, owner), {})
+    assert store.put(Claim(0, 1, owner), {})
     assert Process(job).take_rank(0) is True
     assert Process(job).claims.free().ranks == [1, 2, 3]
 
@@ -478,8 +478,8 @@ def test_where_boot_and_namespace_are_unknown_only_beats_show_a_death(tmp_path, 
 
 def test_of_two_marks_of_one_number_the_first_counts(tmp_path):
     first, second = (Process(Job(on_disk(tmp_path))) for _ in range(2))
-    assert first.store.put(Mark(0, 1, first.owner), {}) is True
-    assert second.store.put(Mark(0, 1, second.owner), {}) is False
+    assert first.store.put(Claim(0, 1, first.owner), {}) is True
+    assert second.store.put(Claim(0, 1, second.owner), {}) is False
 
 
 def test_of_two_processes_that_take_a_rank_at_once_the_object_store_gives_it_to_one(
@@ -492,11 +492,11 @@ def test_of_two_processes_that_take_a_rank_at_once_the_object_store_gives_it_to_
 
     def other_writes_meanwhile(seconds):
         if seconds == 5.0:
-            won.append(second.store.put(Mark(0, 1, second.owner), {}))
+            won.append(second.store.put(Claim(0, 1, second.owner), {}))
 
     clock = SimpleNamespace(time=time.time, sleep=other_writes_meanwhile)
     monkeypatch.setattr(stores, "time", clock)
-    won.append(first.store.put(Mark(0, 1, first.owner), {}))
+    won.append(first.store.put(Claim(0, 1, first.owner), {}))
     assert sorted(won) == [False, True]
 
 
@@ -672,4 +672,4 @@ def test_a_mark_that_a_power_loss_cut_off_is_that_of_a_free_rank(tmp_path):
     process = Process(Job(on_disk(tmp_path)))
     (tmp_path / "claims" / "00000-000007").write_bytes(b"\0\0\0")
     assert process.take() == 0
-    assert process.claims._store.look().marks == [Mark(0, 8, process.owner)]
+    assert process.claims._store.look().marks == [Claim(0, 8, process.owner)]

@@ -40,8 +40,8 @@ from datatrove_ckpt.claims.stores import (
     LOOKS,
     RUN,
     Claim,
+    ClaimsSnapshot,
     DiskClaims,
-    Look,
     ObjectClaims,
     is_process,
     open_here,
@@ -183,7 +183,7 @@ class Claims:
                 self.release(rank)
             self._store.close()
 
-    def _free(self, look: Look) -> Free:
+    def _free(self, look: ClaimsSnapshot) -> Free:
         """Ranks of dead processes come last, and only while this process has no rank."""
         if any(owner.endswith(RUN) for owner in look.alive):
             return Free([], False)
@@ -211,7 +211,7 @@ class Claims:
             free = []
         return Free(free, False)
 
-    def _take(self, rank: int, look: Look, is_left: bool) -> bool:
+    def _take(self, rank: int, look: ClaimsSnapshot, is_left: bool) -> bool:
         mark = look.current().get(rank, Claim(rank, 0, FREE))
         record = Record()
         if mark.number and not mark.owner.startswith(GIVEN_UP):

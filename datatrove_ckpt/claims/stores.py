@@ -57,7 +57,7 @@ class Claim(NamedTuple):
     owner: str
 
 
-class Look(NamedTuple):
+class ClaimsSnapshot(NamedTuple):
     """All marks of a store, and the owners that are alive, or whose last beat is old."""
 
     marks: list[Claim]
@@ -108,7 +108,7 @@ class DiskClaims:
             files.disk.make_dirs(folder / _WORKERS)
             self._own = Lock(folder / _WORKERS / owner)
 
-    def look(self) -> Look:
+    def look(self) -> ClaimsSnapshot:
         names = [_NAME.fullmatch(path.name) for path in self._folder.glob("*-*")]
         marks = [
             Claim(int(name[1]), int(name[2]), str(_read_mark(self._folder / name[0])[0]))
@@ -119,7 +119,7 @@ class DiskClaims:
             path for path in (self._folder / _WORKERS).glob("*") if _OWNER.fullmatch(path.name)
         ]
         alive = {path.name for path in workers if self._is_alive(path)}
-        return Look(marks, alive, {path.name for path in workers} - alive)
+        return ClaimsSnapshot(marks, alive, {path.name for path in workers} - alive)
 
     def put(self, mark: Claim, content: JsonObject) -> bool:
         """Writes a mark. Returns False if another process has written a mark of this number
@@ -225,7 +225,7 @@ class ObjectClaims:
         if owner:
             self.beat()
 
-    def look(self) -> Look:
+    def look(self) -> ClaimsSnapshot:
         return _RETRIES.run(self._look, "The claims of tasks cannot be listed")
 
     def put(self, mark: Claim, content: JsonObject) -> bool:
@@ -262,7 +262,7 @@ class ObjectClaims:
     def close(self) -> None:
         self.forget(self._owner)
 
-    def _look(self) -> Look:
+    def _look(self) -> ClaimsSnapshot:
         written = self._store.names()
         beats = {
             owner: at
@@ -285,7 +285,7 @@ class ObjectClaims:
         }
         if self._owner:
             alive.add(self._owner)
-        return Look(marks, alive, beats.keys() - alive)
+        return ClaimsSnapshot(marks, alive, beats.keys() - alive)
 
 
 def _object_name(mark: Claim) -> str:

@@ -57,7 +57,7 @@ class Claimant(NamedTuple):
     runs_all: bool
 
 
-class Free(NamedTuple):
+class FreeRanks(NamedTuple):
     """The ranks that a process may take.
 
     ``are_left``: by dead processes; each is run alone.
@@ -108,7 +108,7 @@ class Claims:
         open_here.add(self._owner)
         threading.Thread(target=self._beat, name="datatrove-ckpt claims", daemon=True).start()
 
-    def free(self) -> Free:
+    def free(self) -> FreeRanks:
         with self._guard:
             return self._free(self._store.look())
 
@@ -183,10 +183,10 @@ class Claims:
                 self.release(rank)
             self._store.close()
 
-    def _free(self, look: ClaimsSnapshot) -> Free:
+    def _free(self, look: ClaimsSnapshot) -> FreeRanks:
         """Ranks of dead processes come last, and only while this process has no rank."""
         if any(owner.endswith(RUN) for owner in look.alive):
-            return Free([], False)
+            return FreeRanks([], False)
         current = look.current()
         free: list[int] = []
         left: list[int] = []
@@ -203,13 +203,13 @@ class Claims:
             elif not owner.startswith(self._prefix):
                 free.append(rank)  # also one that was given up in another launch
         if not self._held:
-            return Free(free or left, not free)
+            return FreeRanks(free or left, not free)
         at_work = {mark.owner for mark in current.values()}
         siblings = sum(not owner.endswith(LOOKS) for owner in look.alive - at_work)
         held = [record for _, record, _ in self._held.values()]
         if not may_overlap(held, len(free) + len(left), siblings):
             free = []
-        return Free(free, False)
+        return FreeRanks(free, False)
 
     def _take(self, rank: int, look: ClaimsSnapshot, is_left: bool) -> bool:
         mark = look.current().get(rank, Claim(rank, 0, FREE))

@@ -47,7 +47,7 @@ from datatrove_ckpt.claims.stores import (
     open_here,
 )
 from datatrove_ckpt.common import LAUNCH
-from datatrove_ckpt.common.attempts import Progress, Record, may_overlap
+from datatrove_ckpt.common.attempts import AttemptRecord, Progress, may_overlap
 
 
 class Claimant(NamedTuple):
@@ -100,7 +100,7 @@ class Claims:
             f"{GIVEN_UP}-{xxhash.xxh32(os.environb.get(LAUNCH.encode(), b'')).hexdigest()}"
         )
         self._prefix = self._given_up if self._is_worker else GIVEN_UP
-        self._held: dict[int, tuple[Claim, Record, float]] = {}
+        self._held: dict[int, tuple[Claim, AttemptRecord, float]] = {}
         self.locked: dict[int, float] = {}
         """Ranks with foreign locks, with the time of the next try."""
         self._guard = threading.RLock()  # ranks run in threads
@@ -137,7 +137,7 @@ class Claims:
         with self._guard:
             self.done.add(rank)
             self._seconds_of_ranks.append(time.monotonic() - self._held[rank][2])
-            self._free_rank(rank, Record())
+            self._free_rank(rank, AttemptRecord())
 
     def release(self, rank: int) -> None:
         with self._guard:
@@ -213,7 +213,7 @@ class Claims:
 
     def _take(self, rank: int, look: ClaimsSnapshot, is_left: bool) -> bool:
         mark = look.current().get(rank, Claim(rank, 0, FREE))
-        record = Record()
+        record = AttemptRecord()
         if mark.number and not mark.owner.startswith(GIVEN_UP):
             record = _record(self._store, mark)
         owner = self._owner
@@ -231,7 +231,7 @@ class Claims:
         self._held[rank] = new, record, time.monotonic()
         return True
 
-    def _free_rank(self, rank: int, record: Record) -> None:
+    def _free_rank(self, rank: int, record: AttemptRecord) -> None:
         mark, *_ = self._held.pop(rank)
         owner = self._given_up if record.why else FREE
         with _log_errors():
@@ -242,7 +242,7 @@ class Claims:
             else:
                 self._store.remove(mark)
 
-    def _put(self, mark: Claim, record: Record, before: list[Claim]) -> bool:
+    def _put(self, mark: Claim, record: AttemptRecord, before: list[Claim]) -> bool:
         if not self._store.put(mark, record._asdict()):
             return False
         for old in before:
@@ -250,7 +250,7 @@ class Claims:
                 self._store.remove(old)
         return True
 
-    def _ended(self, rank: int, record: Record, why: str, most: int) -> Record:
+    def _ended(self, rank: int, record: AttemptRecord, why: str, most: int) -> AttemptRecord:
         try:
             reached = self._progress_of(rank)
         except Exception as error:  # of a store's library, too
@@ -310,9 +310,11 @@ def given_up(store: DiskClaims | ObjectClaims, prefix: str = GIVEN_UP) -> dict[i
     return {mark.rank: _record(store, mark).why for mark in marks if mark.owner.startswith(prefix)}
 
 
-def _record(store: DiskClaims | ObjectClaims, mark: Claim) -> Record:
+def _record(store: DiskClaims | ObjectClaims, mark: Claim) -> AttemptRecord:
     try:
         content = store.read(mark)
-        return Record(content["tries"], tuple(content["reached"]), content["why"], content["alone"])
+        return AttemptRecord(
+            content["tries"], tuple(content["reached"]), content["why"], content["alone"]
+        )
     except (orjson.JSONDecodeError, KeyError, TypeError):  # gone, or cut off by a power loss
-        return Record()
+        return AttemptRecord()

@@ -17,7 +17,7 @@ journals and answers.
 """
 
 
-class Record(NamedTuple):
+class AttemptRecord(NamedTuple):
     """The failed attempts of a rank.
 
     Attributes:
@@ -33,16 +33,16 @@ class Record(NamedTuple):
     why: str = ""
     alone: bool = False
 
-    def ended(self, why: str, max_tries: int, reached: Progress = (0, 0, 0)) -> "Record":
+    def ended(self, why: str, max_tries: int, reached: Progress = (0, 0, 0)) -> "AttemptRecord":
         """Counts an attempt. The rank is given up after ``max_tries`` of them in a row."""
         tries = self.tries + 1
         if reached > self.reached:
             tries = 1
         is_given_up = tries >= max_tries
-        return Record(tries, reached, why if is_given_up else "", self.alone)
+        return AttemptRecord(tries, reached, why if is_given_up else "", self.alone)
 
 
-def may_overlap(ranks: list[Record], free: int, siblings: int) -> bool:
+def may_overlap(ranks: list[AttemptRecord], free: int, siblings: int) -> bool:
     """Whether a process with ``ranks`` may take another one.
 
     Args:

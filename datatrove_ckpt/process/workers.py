@@ -39,7 +39,7 @@ from multiprocess import forkserver, resource_tracker
 from multiprocess.context import BaseContext
 from multiprocess.reduction import ForkingPickler
 
-from datatrove_ckpt.common.attempts import Record, may_overlap
+from datatrove_ckpt.common.attempts import AttemptRecord, may_overlap
 from datatrove_ckpt.common.formatting import plural, safe_text
 from datatrove_ckpt.common.memory import WORKERS_VARIABLE
 from datatrove_ckpt.errors import CkptError, Preempted, UnexpectedExit, WorkerDied
@@ -187,7 +187,7 @@ class Workers:
         self._numbers = sorted(filter(signals.may_handle, set(self.numbers)))
         self._workers: list[_Process] = []
         self._tasks: deque[int] = deque()
-        self._records: defaultdict[int, Record] = defaultdict(Record)
+        self._records: defaultdict[int, AttemptRecord] = defaultdict(AttemptRecord)
         self._failed_starts = 0
         self._error: Exception | None = None
         self._is_failing = False  # the other tasks must stop

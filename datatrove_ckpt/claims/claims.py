@@ -47,7 +47,7 @@ from datatrove_ckpt.claims.stores import (
     open_here,
 )
 from datatrove_ckpt.common import LAUNCH
-from datatrove_ckpt.common.attempts import AttemptRecord, Progress, may_overlap
+from datatrove_ckpt.common.attempts import AttemptProgress, AttemptRecord, may_overlap
 
 
 class Claimant(NamedTuple):
@@ -84,7 +84,7 @@ class Claims:
     _store: DiskClaims | ObjectClaims
     _owner: str
     _incomplete: Callable[[], list[int]]
-    _progress_of: Callable[[int], Progress]
+    _progress_of: Callable[[int], AttemptProgress]
     _max_attempts: int
     _alone: bool
     _has_time: Callable[[float], bool]

@@ -11,7 +11,7 @@ The worker processes of a run and the processes that share claims use this polic
 
 from typing import NamedTuple
 
-Progress = tuple[int, int, int]
+AttemptProgress = tuple[int, int, int]
 """Bytes of a rank's commits, journals and saved answers, compared in this order: a commit removes
 journals and answers.
 """
@@ -29,11 +29,13 @@ class AttemptRecord(NamedTuple):
     """
 
     tries: int = 0
-    reached: Progress = (0, 0, 0)
+    reached: AttemptProgress = (0, 0, 0)
     why: str = ""
     alone: bool = False
 
-    def ended(self, why: str, max_tries: int, reached: Progress = (0, 0, 0)) -> "AttemptRecord":
+    def ended(
+        self, why: str, max_tries: int, reached: AttemptProgress = (0, 0, 0)
+    ) -> "AttemptRecord":
         """Counts an attempt. The rank is given up after ``max_tries`` of them in a row."""
         tries = self.tries + 1
         if reached > self.reached:

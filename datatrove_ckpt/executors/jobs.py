@@ -37,7 +37,7 @@ from loguru import logger
 from datatrove_ckpt.claims.claims import Claims
 from datatrove_ckpt.claims.stores import LOOKS, refuse_for_claims
 from datatrove_ckpt.common import redaction, retrying
-from datatrove_ckpt.common.attempts import Progress
+from datatrove_ckpt.common.attempts import AttemptProgress
 from datatrove_ckpt.common.formatting import plural, plural_is, seconds_of
 from datatrove_ckpt.common.setting_types import Count, CountFromZero, CountOrAll, check
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp, GoalReached
@@ -73,7 +73,7 @@ class _Job:
     url: str
     launch: str = ""
     settings: str = ""
-    reached: dict[int, Progress] = field(default_factory=dict)
+    reached: dict[int, AttemptProgress] = field(default_factory=dict)
     retries: int = 0
 
 
@@ -410,7 +410,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
                 return  # if only the answer was lost, the job is found in the list
             alive[job.id] = job
 
-    def _submit(self, reached: dict[int, Progress], retries: int) -> _Job:
+    def _submit(self, reached: dict[int, AttemptProgress], retries: int) -> _Job:
         launch = uuid.uuid4().hex
         env = {
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -486,11 +486,11 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         found: list[int] = self._asked("The markers of tasks cannot be listed", look)
         return found
 
-    def _progress(self) -> dict[int, Progress]:
+    def _progress(self) -> dict[int, AttemptProgress]:
         ranks = self._left(range(self.tasks))
         reached = self._worker().reached
 
-        def look() -> dict[int, Progress]:
+        def look() -> dict[int, AttemptProgress]:
             with ThreadPoolExecutor(32) as threads:
                 return dict(zip(ranks, threads.map(reached, ranks), strict=True))
 

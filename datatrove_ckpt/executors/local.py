@@ -36,7 +36,7 @@ from multiprocess.reduction import ForkingPickler
 from datatrove_ckpt.claims.claims import Claims
 from datatrove_ckpt.claims.stores import RUN, new_owner, open_store
 from datatrove_ckpt.common import JsonObject, object_store
-from datatrove_ckpt.common.attempts import Progress
+from datatrove_ckpt.common.attempts import AttemptProgress
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.common.setting_types import Count, CountOrAll, check, check_value, one_of
 from datatrove_ckpt.errors import (
@@ -409,7 +409,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
             )
         )
 
-    def reached(self, rank: int) -> Progress:
+    def reached(self, rank: int) -> AttemptProgress:
         """Returns how far a rank is."""
         from datatrove_ckpt.run_folder.attempt_progress import reached
 

@@ -1,15 +1,15 @@
-"""How far a rank is: the ``Progress`` by which claims tell whether an attempt was in vain."""
+"""How far a rank is: the ``AttemptProgress`` by which claims tell whether an attempt was in vain."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import layout
-from datatrove_ckpt.common.attempts import Progress
+from datatrove_ckpt.common.attempts import AttemptProgress
 from datatrove_ckpt.mirror.restore import newest_manifest
 
 
-def reached(mirrors: Sequence[str], roots: Iterable[Path], rank: int) -> Progress:
+def reached(mirrors: Sequence[str], roots: Iterable[Path], rank: int) -> AttemptProgress:
     """Returns how far a rank is on its mirrors; without any, in the folders of its checkpoints."""
     sizes: list[tuple[str, int]] = []
     for url in mirrors:

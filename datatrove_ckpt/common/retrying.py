@@ -378,7 +378,7 @@ class RetryPolicy:
             what: the beginning of the log line, a sentence about the failure.
             explain: returns the text of an error for the log line.
         """
-        attempts = Attempts(self, explain)
+        attempts = FailureCounter(self, explain)
         while True:
             try:
                 return call()
@@ -416,7 +416,7 @@ class HubPolicy(RetryPolicy):
 
 
 @dataclass(eq=False)
-class Attempts:
+class FailureCounter:
     """Counts the failures in a row of one kind of calls.
 
     Args:

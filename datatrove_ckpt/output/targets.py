@@ -583,7 +583,7 @@ class HubTarget(_TargetOnHub):
     # own thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        attempts = retrying.Attempts(retrying.HUB, hub_failure)
+        attempts = retrying.FailureCounter(retrying.HUB, hub_failure)
         try:
             while batch := self._next_batch():
                 self._commit(batch, attempts)
@@ -618,7 +618,7 @@ class HubTarget(_TargetOnHub):
                 batch.append(file)
             return batch
 
-    def _commit(self, batch: list[UploadedFile], attempts: retrying.Attempts) -> None:
+    def _commit(self, batch: list[UploadedFile], attempts: retrying.FailureCounter) -> None:
         self._lease.check()
         try:
             history = self._calls.run(self._look_at_history, _ANSWER_SECONDS)

@@ -310,7 +310,7 @@ async def parts_of(document: Document, settings: MediaSettings) -> AsyncIterator
 
 async def _made_in_thread(media: list[_Medium], settings: MediaSettings) -> list[Payload]:
     # A thread that waits for an outage's end would delay a stop.
-    attempts = retrying.Attempts(retrying.READING)
+    attempts = retrying.FailureCounter(retrying.READING)
     while True:
         try:
             return await asyncio.to_thread(lambda: [_part(one, settings) for one in media])

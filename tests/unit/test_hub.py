@@ -11,7 +11,7 @@ import pytest
 
 from datatrove_ckpt.common.retrying import (
     HUB,
-    Attempts,
+    FailureCounter,
     FileSystemFailed,
     failure_line,
 )
@@ -75,7 +75,7 @@ def test_what_no_retry_can_help_is_known(error, final):
 
 def test_waiting_that_the_hub_asked_for_costs_no_patience():
     now = [1000.0]
-    attempts = Attempts(replace(HUB, clock=lambda: now[0]))
+    attempts = FailureCounter(replace(HUB, clock=lambda: now[0]))
     for _ in range(20):
         seconds = attempts.failed("a commit", answer(429, Retry_After="3600"))
         assert 3600 <= seconds <= 3600 * 1.1 + 1
@@ -95,7 +95,7 @@ def test_waiting_that_the_hub_asked_for_costs_no_patience():
 
 
 def test_a_storage_that_goes_on_refusing_is_final():
-    attempts, refused = Attempts(HUB), answer(403, url="https://storage/bucket/abc")
+    attempts, refused = FailureCounter(HUB), answer(403, url="https://storage/bucket/abc")
     for _ in range(5):
         attempts.failed("an upload", refused)
     with pytest.raises(FileSystemFailed):
@@ -107,7 +107,7 @@ def test_messages_show_no_signatures_and_say_what_comes_next(log):
     error = answer(403, url="https://storage/abc?X-Amz-Signature=secret&X=1")
     assert "secret" not in failure_line(error)
     assert "https://storage/abc?***" in failure_line(error)
-    attempts = Attempts(replace(HUB, jitter=0.0, spread=0.0), hub_failure)
+    attempts = FailureCounter(replace(HUB, jitter=0.0, spread=0.0), hub_failure)
     attempts.failed("a commit", answer(412))
     assert log[0] == (
         "WARNING a commit: another process committed at the same moment (HTTP 412). Next attempt in 1 s, for 1 h at "

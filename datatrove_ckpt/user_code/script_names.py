@@ -62,7 +62,7 @@ def collect(*things: object) -> ScriptNames | None:
     main = sys.modules["__main__"]
     found = ScriptNames(getattr(main, "__file__", None), {}, {})
     with nothing_carried():
-        look = _Look("")
+        look = _PickleScan("")
         with suppress(Exception):  # the pickle itself says why it cannot be made
             look.pickle(things)
         if look.found:
@@ -75,7 +75,7 @@ def collect(*things: object) -> ScriptNames | None:
         waiting = sorted(look.names)
         for name in waiting:
             value = vars(main)[name]
-            look = _Look(name)
+            look = _PickleScan(name)
             if reason := _stays(look, value):
                 found.left[name] = reason
             else:
@@ -124,7 +124,7 @@ def say_left(names: ScriptNames) -> None:
         )
 
 
-class _Look:
+class _PickleScan:
     """Looks at each object that a pickle writes: for secrets, by the place where another object
     holds it, and for the script's names that functions use.
     """

@@ -56,7 +56,7 @@ _BASES = (str, bytes, int, float)
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 
 
-class Root(NamedTuple):
+class CodeRoot(NamedTuple):
     """A function, class or module of the user that the rollout was given.
 
     Attributes:
@@ -81,7 +81,7 @@ class Given(NamedTuple):
     """
 
     fields: dict[str, object]
-    roots: list[Root]
+    roots: list[CodeRoot]
     variables: dict[str, str]
 
 
@@ -126,7 +126,7 @@ def is_of_user(file: str) -> bool:
     )
 
 
-def _root(label: str, thing: Any) -> Root | None:
+def _root(label: str, thing: Any) -> CodeRoot | None:
     name = ""
     if isinstance(thing, types.ModuleType):
         files = [getattr(thing, "__file__", None)]
@@ -151,7 +151,7 @@ def _root(label: str, thing: Any) -> Root | None:
     is_rollout = "." not in label and not hasattr(thing, "__wrapped__")
     is_installed = is_rollout and _PACKAGES.search(file) is not None
     if is_of_user(file) or is_installed or file == "<string>":
-        return Root(label, file, name, thing)
+        return CodeRoot(label, file, name, thing)
     return None
 
 
@@ -329,7 +329,7 @@ class _Walk:
         roots: the functions, classes and modules from which it starts.
     """
 
-    def __init__(self, known: frozenset[str], roots: list[Root]) -> None:
+    def __init__(self, known: frozenset[str], roots: list[CodeRoot]) -> None:
         self._documented = not known.isdisjoint(_HINTS)
         self._subclasses = not known.isdisjoint(_SUBCLASSES)
         self._main = str(getattr(sys.modules["__main__"], "__file__", ""))
@@ -436,7 +436,7 @@ class _Walk:
 
     # the walk --------------------------------------------------------------------------------
 
-    def _start(self, root: Root) -> None:
+    def _start(self, root: CodeRoot) -> None:
         file = home(root.file)
         source = self.sources[file]
         functions = [root.thing]
@@ -651,7 +651,7 @@ def _find(folder: str, level: int, module: str) -> str:
     return ""
 
 
-def is_away(root: Root) -> bool:
+def is_away(root: CodeRoot) -> bool:
     """Returns whether a pickle brought the code by value into a program without its file."""
     space = getattr(root.thing, "__globals__", vars(root.thing))
     module = sys.modules.get(str(space.get("__name__", space.get("__module__"))))

@@ -70,7 +70,7 @@ class CodeRoot(NamedTuple):
     thing: Any
 
 
-class Given(NamedTuple):
+class CodeInputs(NamedTuple):
     """The values and code that a rollout was given.
 
     Attributes:
@@ -85,8 +85,8 @@ class Given(NamedTuple):
     variables: dict[str, str]
 
 
-def look_at(things: Mapping[str, object]) -> Given:
-    given = Given({}, [], {})
+def look_at(things: Mapping[str, object]) -> CodeInputs:
+    given = CodeInputs({}, [], {})
     waiting: list[tuple[str, Any, Any]] = [(label, thing, None) for label, thing in things.items()]
     seen: dict[int, object] = {}
     for label, thing, owner in waiting:
@@ -668,7 +668,7 @@ def _on_path(place: str) -> str:
     return next(filter(os.path.isfile, files), place)
 
 
-_first: dict[tuple[int, ...], tuple[object, Given]] = {}
+_first: dict[tuple[int, ...], tuple[object, CodeInputs]] = {}
 """The first values that this process found in the described things, which a rollout may change."""
 
 
@@ -723,7 +723,7 @@ def _as_first(given: list[Any], first: list[Any], mutated: set[str]) -> list[Any
     return [*filterfalse(is_mutated, given), *filter(is_mutated, first)]
 
 
-def _description(walk: _Walk, given: Given, known: frozenset[str]) -> CodeDescription:
+def _description(walk: _Walk, given: CodeInputs, known: frozenset[str]) -> CodeDescription:
     statements = walk.statements
     unstable = walk.unstable()
     names = walk.words.union(*(one.texts for one in statements))

@@ -308,7 +308,7 @@ class CodeDescription(NamedTuple):
     left: list[str]
 
 
-class Unit(NamedTuple):
+class NameBinding(NamedTuple):
     """The statements that bind or change a name.
 
     Attributes:
@@ -337,7 +337,7 @@ class _Walk:
         self.by_value = {self._main, *(home(root.file) for root in roots if is_away(root))}
         self._place = functools.cache(_find)
         self.words: set[str] = set()
-        self.units: dict[Key, Unit] = {}
+        self.units: dict[Key, NameBinding] = {}
         self.bytecode: dict[str, object] = {}
         self._queue: collections.deque[tuple[Key, str, tuple[str, ...]]] = collections.deque()
         self.sources: dict[str, CodeSource] = {}
@@ -487,7 +487,7 @@ class _Walk:
                     for statement in changing:
                         self._go((path, statement.alias), label, (*way, name))
         kept = [one for one in dict.fromkeys(statements) if one.is_definition or not one.is_pacing]
-        self.units[key] = Unit(label, way, kept)
+        self.units[key] = NameBinding(label, way, kept)
         for statement in kept:
             self.words |= statement.words
             if statement.is_import and name:

@@ -2,7 +2,7 @@
 
 ``Engine`` describes a ``server_type``; see ``engines``.
 
-``WayTo`` describes how engines are asked for embeddings, classes and scores.
+``EngineApi`` describes how engines are asked for embeddings, classes and scores.
 ``inference.client.responses`` reads all forms of answers, whatever the engine: an endpoint may be
 any.
 """
@@ -53,7 +53,7 @@ _BAD_ANSWERS = ("on_loop", "on_refusal", "on_cut_off")
 
 
 @dataclass(frozen=True)
-class WayTo:
+class EngineApi:
     """One way of an engine.
 
     Attributes:
@@ -713,7 +713,7 @@ class Engine:
         "(model_kwargs), raise tp, or stop other programs on the GPU (nvidia-smi)."
     )
     # As OpenAI's own client does. A server that does not know base64 answers with numbers.
-    EMBED = WayTo("/v1/embeddings", ("input",), {"encoding_format": "base64"})
+    EMBED = EngineApi("/v1/embeddings", ("input",), {"encoding_format": "base64"})
 
     name: ClassVar[str]
     package: ClassVar[str] = ""
@@ -724,10 +724,12 @@ class Engine:
     leases_gpus: ClassVar[bool] = False
     metrics: ClassVar[MetricNames | None] = None
     task_flags: ClassVar[Mapping[str, Kwargs]] = {}
-    ways: ClassVar[Mapping[str, WayTo]] = {
+    ways: ClassVar[Mapping[str, EngineApi]] = {
         "embed": EMBED,
-        "classify": WayTo("/classify", ("input",)),
-        "score": WayTo("/score", ("text_1", "text_2")),  # each request to /v1/score logs a warning
+        "classify": EngineApi("/classify", ("input",)),
+        "score": EngineApi(
+            "/score", ("text_1", "text_2")
+        ),  # each request to /v1/score logs a warning
     }
     drain_seconds: ClassVar[float] = 0.0
     causes: ClassVar[tuple[tuple[Cause, str], ...]] = ()

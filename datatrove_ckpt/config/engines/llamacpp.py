@@ -9,12 +9,12 @@ from pathlib import Path
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.config.inference_config import (
     Engine,
+    EngineApi,
     EngineCommand,
     FormValue,
     InferenceConfig,
     Launch,
     MetricNames,
-    WayTo,
     usable_cores,
 )
 from datatrove_ckpt.config.paths import expand_path
@@ -28,7 +28,7 @@ HUB_SCHEME = "hf://"
 _QUANTISED = ("Q4_K_M", "Q4_0", "Q4_1", "Q5_K_M", "Q8_0", "F16", "BF16", "")
 _WAYS = {  # it serves no classes
     "embed": Engine.EMBED,
-    "score": WayTo("/v1/rerank", ("query", "documents")),
+    "score": EngineApi("/v1/rerank", ("query", "documents")),
 }
 # The GGUF file says how vectors are pooled, or ``pooling_type`` in model_kwargs.
 _TASK_FLAGS = {"embed": {"embedding": True}}

@@ -11,20 +11,20 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.config.inference_config import (
     HOST,
     Engine,
+    EngineApi,
     EngineCommand,
     FormValue,
     Launch,
     MetricNames,
     Variables,
-    WayTo,
 )
 
 _LAUNCHER = Path(__file__).parents[2] / "inference" / "servers" / "sglang_launch.py"
 # Its /v1/score gives probabilities of tokens; a reranker's scores come from /v1/rerank.
 _WAYS = {
     "embed": Engine.EMBED,
-    "classify": WayTo("/v1/classify", ("input",)),
-    "score": WayTo("/v1/rerank", ("query", "documents"), {"return_documents": False}),
+    "classify": EngineApi("/v1/classify", ("input",)),
+    "score": EngineApi("/v1/rerank", ("query", "documents"), {"return_documents": False}),
 }
 _TASK_FLAGS = {"embed": {"is-embedding": True}, "classify": {"is-embedding": True}}
 

@@ -15,7 +15,7 @@ from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.errors import CkptError, RequestRejected
 from datatrove_ckpt.generation.quality import INVALID, REPEATING, choices_of
 from datatrove_ckpt.generation.rank_requests import RankRequests
-from datatrove_ckpt.inference.client.responses import Way, token_counts
+from datatrove_ckpt.inference.client.responses import Api, token_counts
 from datatrove_ckpt.output.document_codec import Result
 from datatrove_ckpt.rollouts import Payload
 from datatrove_ckpt.rollouts.answer_form import ends_in_blanks, is_cut_off
@@ -135,7 +135,7 @@ class Answers:
         self._rank.observer.own.cached += 1
         self.tokens += token_counts(result.usage or {})[:2]
 
-    def count(self, rollout_idx: int, result: Result, way: Way, question: str = "") -> None:
+    def count(self, rollout_idx: int, result: Result, way: Api, question: str = "") -> None:
         """Counts an answer, and finds what is wrong with it. ``question``: the last message."""
         choices = choices_of(result)
         self.results.append(result)

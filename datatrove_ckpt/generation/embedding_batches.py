@@ -29,7 +29,7 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.config.generation_params import PAYLOAD_JSON
 from datatrove_ckpt.errors import RequestFailed, RequestRejected
 from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.inference.client.responses import Completion, Way, parse_embeddings
+from datatrove_ckpt.inference.client.responses import Api, Completion, parse_embeddings
 from datatrove_ckpt.inference.client.routing import MustDivide, Request
 from datatrove_ckpt.output.document_codec import trim
 from datatrove_ckpt.rollouts import Payload
@@ -65,7 +65,7 @@ class _Batch:
 
     client: CompletionClient
     rest: JsonObject
-    way: Way
+    way: Api
     texts: list[_Text]
     waiting: int = 0
     task: asyncio.Task[None] | None = None
@@ -83,7 +83,7 @@ class Batches:
         self._filling: dict[bytes, _Batch] = {}
 
     async def complete(
-        self, client: CompletionClient, payload: Payload, way: Way, waiter: Waiter
+        self, client: CompletionClient, payload: Payload, way: Api, waiter: Waiter
     ) -> Completion:
         """Returns the answer to one text, with the errors of ``CompletionClient.complete``."""
         loop = asyncio.get_running_loop()

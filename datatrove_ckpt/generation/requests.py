@@ -32,10 +32,10 @@ from datatrove_ckpt.generation.payloads import body_of, hash_payload, question_o
 from datatrove_ckpt.generation.rank_requests import Model, RankRequests
 from datatrove_ckpt.inference.client.body import AnyBody, Body
 from datatrove_ckpt.inference.client.responses import (
+    Api,
     Completion,
     RetryableError,
     UnknownForm,
-    Way,
     as_asked,
     unfinished,
 )
@@ -67,7 +67,7 @@ class Requests:
             self.answers.count(self.rollout_idx, result, self.model.usual)
 
     async def answered(
-        self, payload: Payload, way: Way, whole: bool = False, retry_of: tuple[object, ...] = ()
+        self, payload: Payload, way: Api, whole: bool = False, retry_of: tuple[object, ...] = ()
     ) -> Result:
         """Returns the cached answer, or sends the payload.
 
@@ -142,7 +142,7 @@ class Requests:
         body: AnyBody,
         sent: Payload,
         payload: Payload,
-        way: Way,
+        way: Api,
         cached: CachedAnswer | None,
     ) -> Result:
         rank = self.rank
@@ -209,7 +209,7 @@ class Requests:
         raise stopped from error
 
     async def _batched(
-        self, key: AnswerKey, body: AnyBody, way: Way, cached: CachedAnswer | None
+        self, key: AnswerKey, body: AnyBody, way: Api, cached: CachedAnswer | None
     ) -> Completion | None:
         """Returns the answer of a batch; None if the request must be sent now.
 
@@ -262,7 +262,7 @@ class Requests:
             await wait_until_cancelled()
         return None
 
-    def digest(self, payload: Payload, way: Way, retry_of: tuple[object, ...] = ()) -> str:
+    def digest(self, payload: Payload, way: Api, retry_of: tuple[object, ...] = ()) -> str:
         """Hashes the payload, with way and model under names that no request has.
 
         The usual way and a single model add nothing.
@@ -297,7 +297,7 @@ class Requests:
         )
         return self._stopped(error)
 
-    def _check_size(self, answered: Completion | Result, payload: Payload, way: Way) -> None:
+    def _check_size(self, answered: Completion | Result, payload: Payload, way: Api) -> None:
         """Stops the rank, before a vector is cached, if its size differs from the first one's."""
         if not way.is_shared:
             return

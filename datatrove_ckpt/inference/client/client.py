@@ -82,11 +82,11 @@ from datatrove_ckpt.inference.client.minute_limits import limits_of
 from datatrove_ckpt.inference.client.responses import (
     CHAT,
     COMPLETIONS,
+    Api,
     Completion,
     NoReason,
     RetryableError,
     UnknownForm,
-    Way,
     token_counts,
     unfinished,
 )
@@ -336,7 +336,7 @@ class RequestClock:
             error.is_documents = True
             raise error
 
-    def next_way(self, way: Way, failure: RetryableError) -> Way:
+    def next_way(self, way: Api, failure: RetryableError) -> Api:
         """Returns the way of the next attempt; the tiers share the patience equally."""
         if not self._tiers or (failure.unreachable and not failure.timed_out):
             return way
@@ -437,7 +437,7 @@ class ModelServers:
             await asyncio.sleep(0)
         await _close(target)
 
-    def transport(self, target: Target, way: Way) -> Transport:
+    def transport(self, target: Target, way: Api) -> Transport:
         """Returns the connections to a server. They hold the key."""
         if (found := target.transports.get(way.path)) is None:
             assert target.url is not None
@@ -467,7 +467,7 @@ class ModelServers:
         return now - min(starts, default=now)
 
 
-def usual_way(config: InferenceConfig) -> Way:
+def usual_way(config: InferenceConfig) -> Api:
     if config.use_chat:
         return CHAT
     return COMPLETIONS
@@ -518,7 +518,7 @@ class CompletionClient:
         return self._router.waiting_of(self.sender) + self.pausing
 
     async def complete(
-        self, body: AnyBody, way: Way | None = None, request: Request | None = None
+        self, body: AnyBody, way: Api | None = None, request: Request | None = None
     ) -> Completion:
         """Returns the answer to one request.
 
@@ -648,7 +648,7 @@ class CompletionClient:
             self.pausing -= 1
 
     async def _attempt(
-        self, target: Target, request: Request, body: AnyBody, way: Way
+        self, target: Target, request: Request, body: AnyBody, way: Api
     ) -> Completion:
         if not target.up:
             raise AttemptLost
@@ -690,7 +690,7 @@ class CompletionClient:
         request: Request,
         body: AnyBody,
         started_at: float,
-        way: Way,
+        way: Api,
     ) -> Completion:
         if way.tiers:
             body = with_field(body, b"service_tier", way.tiers[0])

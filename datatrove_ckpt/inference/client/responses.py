@@ -150,7 +150,7 @@ class NoReason(UnknownForm):
     seconds = 60.0  # Slurm kills after 30
 
 
-class Way(NamedTuple):
+class Api(NamedTuple):
     """A kind of request.
 
     Attributes:
@@ -176,7 +176,7 @@ class Way(NamedTuple):
         return self.path in ("chat/completions", "completions")
 
 
-def way_to(path: str) -> Way:
+def way_to(path: str) -> Api:
     """Returns the way to a path of the server, as ``generate`` takes it."""
     if not path.startswith("/"):
         raise ValueError(
@@ -184,11 +184,11 @@ def way_to(path: str) -> Way:
         )
     below = path.removeprefix("/v1/").rstrip("/")
     return next(
-        (way for way in (CHAT, COMPLETIONS) if way.path == below), Way(below, parse_other, below)
+        (way for way in (CHAT, COMPLETIONS) if way.path == below), Api(below, parse_other, below)
     )
 
 
-def kept_whole(way: Way) -> Way:
+def kept_whole(way: Api) -> Api:
     """Returns the way whose answers are also kept as the server sent them."""
 
     def parse(raw: bytes) -> Completion:
@@ -254,7 +254,7 @@ def _listed(top: object) -> object:
     return top
 
 
-def as_asked(way: Way, payload: JsonObject) -> Way:
+def as_asked(way: Api, payload: JsonObject) -> Api:
     """Returns the way for this payload, which refuses answers that lack something."""
     if _ASKS.isdisjoint(payload):
         return way
@@ -317,8 +317,8 @@ def _completion(raw: bytes, read: _Read) -> Completion:
     return completion
 
 
-CHAT = Way("chat/completions", partial(_completion, read=_read_message), "chat/completions")
-COMPLETIONS = Way("completions", partial(_completion, read=_read_text), "completions")
+CHAT = Api("chat/completions", partial(_completion, read=_read_message), "chat/completions")
+COMPLETIONS = Api("completions", partial(_completion, read=_read_text), "completions")
 
 
 def _as_choice(completion: Completion) -> JsonObject:
@@ -509,9 +509,9 @@ _Number = TypeVar("_Number", np.float32, np.float64)
 _FLOAT32 = np.dtype("<f4")  # as in base64
 
 
-def typed_way(name: str, path: str, count: int) -> Way:
+def typed_way(name: str, path: str, count: int) -> Api:
     """Returns the way to a typed answer ("embed", "classify" or "score") about ``count`` texts."""
-    return Way(
+    return Api(
         way_to(path).path,
         partial(_PARSERS[name], count=count),
         f"{name}()",

@@ -573,7 +573,7 @@ class Nodes:
 SINGLE_NODE = Nodes()
 
 
-class Launch(NamedTuple):
+class EngineLaunch(NamedTuple):
     """``found``: what ``Engine.find`` has returned."""
 
     config: InferenceConfig
@@ -778,7 +778,7 @@ class Engine:
             self.require_package()
         return None
 
-    def command(self, launch: Launch) -> EngineCommand:
+    def command(self, launch: EngineLaunch) -> EngineCommand:
         """A pure function."""
         raise NotImplementedError
 
@@ -796,7 +796,7 @@ class Engine:
                 f"server_python: {python!r} is no program on this node. Give the path of an "
                 "interpreter."
             )
-        return self.command(Launch(config, self.find(config), port, api_key, nodes))
+        return self.command(EngineLaunch(config, self.find(config), port, api_key, nodes))
 
     def gpus_per_server(self, config: InferenceConfig) -> int:
         """Tp * dp * pp, unless model_kwargs says otherwise."""

@@ -13,7 +13,7 @@ from datatrove.pipeline.inference import types as types_of_datatrove
 import datatrove_ckpt
 from datatrove_ckpt import InferenceConfig, InferenceError, InferenceRunner, ServerError
 from datatrove_ckpt.common.redaction import Secret
-from datatrove_ckpt.config.inference_config import SINGLE_NODE, Launch
+from datatrove_ckpt.config.inference_config import SINGLE_NODE, EngineLaunch
 from datatrove_ckpt.inference.client.client import ModelServers
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, chat, config, documents, rejects, run_job, runner, writer
@@ -158,7 +158,7 @@ def test_sglang_cuts_no_prompt_unasked():
     asked = InferenceConfig("sglang", "m", model_kwargs={"allow-auto-truncate": True})
     assert [
         "--allow-auto-truncate"
-        in one.engine.command(Launch(one, None, 1, Secret("k"), SINGLE_NODE)).argv
+        in one.engine.command(EngineLaunch(one, None, 1, Secret("k"), SINGLE_NODE)).argv
         for one in (plain, asked)
     ] == [False, True]
 

@@ -19,7 +19,7 @@ from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.inference_config import SINGLE_NODE, Launch, Nodes
+from datatrove_ckpt.config.inference_config import SINGLE_NODE, EngineLaunch, Nodes
 from datatrove_ckpt.rollouts import ChunkedRollout, InvalidAnswer, PromptRollout, for_config
 from tests.real import environment
 
@@ -69,7 +69,7 @@ def parsed(python, parser, argvs):
 
 
 def command_of(config, found=None, nodes=SINGLE_NODE):
-    return config.engine.command(Launch(config, found, 4321, Secret("hush-hush-hush"), nodes))
+    return config.engine.command(EngineLaunch(config, found, 4321, Secret("hush-hush-hush"), nodes))
 
 
 def configs(server_type, kwargs):

@@ -12,7 +12,7 @@ from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.engines import llamacpp
 from datatrove_ckpt.config.engines.llamacpp import resolve_model_path
-from datatrove_ckpt.config.inference_config import ENGINES, SINGLE_NODE, Launch, Nodes
+from datatrove_ckpt.config.inference_config import ENGINES, SINGLE_NODE, EngineLaunch, Nodes
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.inference.servers import sglang_launch
@@ -36,7 +36,7 @@ def config(server_type="vllm", **settings):
 
 def command_of(config, found=None, nodes=SINGLE_NODE):
     """Without a look at what is installed."""
-    return config.engine.command(Launch(config, found, 4321, KEY, nodes))
+    return config.engine.command(EngineLaunch(config, found, 4321, KEY, nodes))
 
 
 def launch(config, nodes=SINGLE_NODE):

@@ -11,9 +11,9 @@ from datatrove_ckpt.config.inference_config import (
     Engine,
     EngineApi,
     EngineCommand,
+    EngineLaunch,
     FormValue,
     InferenceConfig,
-    Launch,
     MetricNames,
     usable_cores,
 )
@@ -55,7 +55,7 @@ class Llamacpp(Engine):
         self.require_package()
         return str(resolve_model_path(config.model_name_or_path))
 
-    def command(self, launch: Launch) -> EngineCommand:
+    def command(self, launch: EngineLaunch) -> EngineCommand:
         """The servers of a rank divide the cores: more threads than cores slow all of them.
 
         llama.cpp refuses to embed a text that is longer than ``n-ubatch``. With a cache for each

@@ -3,7 +3,12 @@
 import sys
 from pathlib import Path
 
-from datatrove_ckpt.config.inference_config import Engine, EngineCommand, InferenceConfig, Launch
+from datatrove_ckpt.config.inference_config import (
+    Engine,
+    EngineCommand,
+    EngineLaunch,
+    InferenceConfig,
+)
 from datatrove_ckpt.errors import ConfigError
 
 
@@ -36,7 +41,7 @@ class Custom(AnyProgram):
             )
         return script
 
-    def command(self, launch: Launch) -> EngineCommand:
+    def command(self, launch: EngineLaunch) -> EngineCommand:
         given = dict(launch.config.model_kwargs or {})
         del given["server_script"]
         start = (launch.python, str(launch.found))
@@ -58,7 +63,7 @@ class Dummy(Engine):
     def gpus_per_server(self, config: InferenceConfig) -> int:
         return 0
 
-    def command(self, launch: Launch) -> EngineCommand:
+    def command(self, launch: EngineLaunch) -> EngineCommand:
         start = (sys.executable, "-m", "datatrove_ckpt.inference.servers.dummy")
         flags = {name: value for name, value in launch.flags.items() if name == "latency-ms"}
         return launch.command(start, {"port": launch.port}, flags)

@@ -13,8 +13,8 @@ from datatrove_ckpt.config.inference_config import (
     Engine,
     EngineApi,
     EngineCommand,
+    EngineLaunch,
     FormValue,
-    Launch,
     MetricNames,
     Variables,
 )
@@ -48,7 +48,7 @@ class SGLang(Engine):
         (Engine.GPU_FULL, r"not enough memory\. please try to increase --mem-fraction"),
     )
 
-    def command(self, launch: Launch) -> EngineCommand:
+    def command(self, launch: EngineLaunch) -> EngineCommand:
         config = launch.config
         nodes = launch.nodes
         start = (launch.python, str(_LAUNCHER), "--model-path", config.model_name_or_path)

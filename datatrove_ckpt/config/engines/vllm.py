@@ -12,9 +12,9 @@ from datatrove_ckpt.config.inference_config import (
     HOST,
     Engine,
     EngineCommand,
+    EngineLaunch,
     FormValue,
     InferenceConfig,
-    Launch,
     MetricNames,
     Variables,
 )
@@ -89,7 +89,7 @@ class Vllm(Engine):
             self.require_package()
         return on_path
 
-    def command(self, launch: Launch) -> EngineCommand:
+    def command(self, launch: EngineLaunch) -> EngineCommand:
         """``--served-model-name``: requests and answers name the model as the config does."""
         config = launch.config
         nodes = launch.nodes

@@ -669,7 +669,7 @@ class MetricNames(NamedTuple):
         return all(name in page for name in (self.running, self.waiting, self.tokens[0]))
 
 
-class Cause(NamedTuple):
+class KnownFailure(NamedTuple):
     """A known reason for a failed start. ``permanent``: another attempt cannot succeed."""
 
     text: str
@@ -700,15 +700,17 @@ class Engine:
         answering_flags: that change its answers, so they belong to the run's identity.
     """
 
-    PORT_TAKEN = Cause("The port was taken by another process. A new start takes another port.")
-    CONTEXT_TOO_LONG = Cause(
+    PORT_TAKEN = KnownFailure(
+        "The port was taken by another process. A new start takes another port."
+    )
+    CONTEXT_TOO_LONG = KnownFailure(
         "model_max_context is more than the model or the GPU's memory allows. Lower it.", True
     )
-    TOO_FEW_GPUS = Cause(
+    TOO_FEW_GPUS = KnownFailure(
         "There are too few GPUs. tp * dp * pp must not exceed the GPUs of this task (nvidia-smi).",
         True,
     )
-    GPU_FULL = Cause(
+    GPU_FULL = KnownFailure(
         "The GPU's memory is full. Lower model_max_context or gpu-memory-utilization "
         "(model_kwargs), raise tp, or stop other programs on the GPU (nvidia-smi)."
     )
@@ -732,7 +734,7 @@ class Engine:
         ),  # each request to /v1/score logs a warning
     }
     drain_seconds: ClassVar[float] = 0.0
-    causes: ClassVar[tuple[tuple[Cause, str], ...]] = ()
+    causes: ClassVar[tuple[tuple[KnownFailure, str], ...]] = ()
     address_flags: ClassVar[tuple[str, ...]] = ("host", "port", "api-key")
     answering_flags: ClassVar[frozenset[str]] = frozenset(
         {

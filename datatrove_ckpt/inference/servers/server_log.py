@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from datatrove_ckpt.common.formatting import as_line, cut
-from datatrove_ckpt.config.inference_config import ENGINES, Cause, Engine
+from datatrove_ckpt.config.inference_config import ENGINES, Engine, KnownFailure
 
 # At the end of the log: vLLM prints the cause well before its last traceback.
 _SEARCHED_BYTES = 256 * 1024
@@ -18,7 +18,7 @@ _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 _COMMON = (
     (
-        Cause(
+        KnownFailure(
             "The server does not know a flag or its value. Check model_kwargs against its "
             "--help. To leave out a flag of ours that an old version lacks, set model_kwargs "
             "{flag: null}.",
@@ -30,13 +30,13 @@ _COMMON = (
     ),
     (Engine.PORT_TAKEN, r"address already in use|errno 98\b"),
     (
-        Cause(
+        KnownFailure(
             "The model hub refuses access. Accept the model's licence and export HF_TOKEN.", True
         ),
         r"gated ?repo|access to model .* is restricted|401 client error",
     ),
     (
-        Cause(
+        KnownFailure(
             "There is no such model. Check its name: a name on the hub, or a folder on this node.",
             True,
         ),
@@ -44,7 +44,9 @@ _COMMON = (
         r"path_or_model_id|hfvalidationerror",
     ),
     (
-        Cause("The model brings its own code. If you trust it, set trust_remote_code: true.", True),
+        KnownFailure(
+            "The model brings its own code. If you trust it, set trust_remote_code: true.", True
+        ),
         r"contains custom code which must be executed|(?:pass the argument|set the option) "
         r".?trust_remote_code",
     ),
@@ -55,23 +57,23 @@ _COMMON = (
 _CAUSES = (*(cause for engine in ENGINES.values() for cause in engine.causes), *_COMMON)
 
 
-def find_cause(exit_code: int | None, log: str) -> Cause | None:
+def find_cause(exit_code: int | None, log: str) -> KnownFailure | None:
     if exit_code == 127:
-        return Cause("The command was not found, or is not executable.", permanent=True)
+        return KnownFailure("The command was not found, or is not executable.", permanent=True)
     if missing := _MODULE.search(log):
         name = missing[1]
         if name in _EXTRAS:
             package = f"'datatrove-ckpt[{_EXTRAS[name]}]'"
         else:
             package = name.partition(".")[0]
-        return Cause(
+        return KnownFailure(
             f"The Python package {name!r} is missing. Run: pip install {package}", permanent=True
         )
     for cause, pattern in _CAUSES:
         if exit_code is not None and re.search(pattern, log, re.IGNORECASE):
             return cause
     if exit_code == 137:
-        return Cause(
+        return KnownFailure(
             "It was killed (SIGKILL), perhaps out of main memory. See dmesg, or ask Slurm for more "
             "--mem."
         )

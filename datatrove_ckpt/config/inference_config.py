@@ -538,7 +538,7 @@ class EngineCommand(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Nodes:
+class NodeGroup:
     """The nodes that serve one model together.
 
     Attributes:
@@ -570,7 +570,7 @@ class Nodes:
         return len(self.hosts)
 
 
-SINGLE_NODE = Nodes()
+SINGLE_NODE = NodeGroup()
 
 
 class EngineLaunch(NamedTuple):
@@ -580,7 +580,7 @@ class EngineLaunch(NamedTuple):
     found: str | None
     port: int
     api_key: Secret
-    nodes: Nodes
+    nodes: NodeGroup
 
     @property
     def python(self) -> str:
@@ -785,7 +785,7 @@ class Engine:
         raise NotImplementedError
 
     def launch(
-        self, config: InferenceConfig, port: int, api_key: Secret, nodes: Nodes = SINGLE_NODE
+        self, config: InferenceConfig, port: int, api_key: Secret, nodes: NodeGroup = SINGLE_NODE
     ) -> EngineCommand:
         """Returns how to launch a server.
 

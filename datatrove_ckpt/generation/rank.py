@@ -25,7 +25,7 @@ from datatrove_ckpt.checkpoint.old_answers import open_old_answers, with_samples
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
 from datatrove_ckpt.common import BATCH
 from datatrove_ckpt.common.formatting import plural, plural_is
-from datatrove_ckpt.config.inference_config import Nodes
+from datatrove_ckpt.config.inference_config import NodeGroup
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CkptError, ConfigError, LimitReached, WaitsForBatches
 from datatrove_ckpt.errors.setting_names import use
@@ -94,7 +94,7 @@ def run_rank(
         documents = () if step.retry_dead_letters else data or ()
         for before, name, _ in steps_before(documents):
             refuse_own_output(name, before, "output_writer", step.output_writer)
-        nodes = Nodes.from_environment()
+        nodes = NodeGroup.from_environment()
         if nodes.count > 1 and len(step.models) > 1:
             names = ", ".join(step.models)
             raise ConfigError(

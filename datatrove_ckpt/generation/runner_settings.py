@@ -27,7 +27,7 @@ from datatrove_ckpt.common.object_store import check_mirror
 from datatrove_ckpt.common.redaction import Veiled
 from datatrove_ckpt.common.setting_types import Count, NotNegative, Positive, Seconds, check
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
-from datatrove_ckpt.config.inference_config import Nodes
+from datatrove_ckpt.config.inference_config import NodeGroup
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
@@ -311,7 +311,7 @@ class RunnerSettings(PipelineStep):
     @property
     def may_share_servers(self) -> bool:
         """Whether ranks of this process may share servers. Tasks on several nodes have one rank."""
-        return Nodes.from_environment().count == 1 and all(
+        return NodeGroup.from_environment().count == 1 and all(
             one.reuse_servers for one in self.models.values()
         )
 

@@ -19,11 +19,11 @@ from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.inference_config import SINGLE_NODE, EngineLaunch, Nodes
+from datatrove_ckpt.config.inference_config import SINGLE_NODE, EngineLaunch, NodeGroup
 from datatrove_ckpt.rollouts import ChunkedRollout, InvalidAnswer, PromptRollout, for_config
 from tests.real import environment
 
-NODES = [Nodes(rank, ("10.0.0.1", "10.0.0.2")) for rank in (0, 1)]
+NODES = [NodeGroup(rank, ("10.0.0.1", "10.0.0.2")) for rank in (0, 1)]
 
 pytestmark = pytest.mark.timeout(900)  # the first one also sets everything up
 

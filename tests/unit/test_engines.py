@@ -12,7 +12,7 @@ from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.engines import llamacpp
 from datatrove_ckpt.config.engines.llamacpp import resolve_model_path
-from datatrove_ckpt.config.inference_config import ENGINES, SINGLE_NODE, EngineLaunch, Nodes
+from datatrove_ckpt.config.inference_config import ENGINES, SINGLE_NODE, EngineLaunch, NodeGroup
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.inference.servers import sglang_launch
@@ -105,7 +105,7 @@ def test_model_kwargs_may_not_name_the_address_or_the_key(engine, name):
         any_command(engine, **{name: "x"})
 
 
-HEAD, WORKER = (Nodes(rank, ("10.0.0.1", "10.0.0.2")) for rank in (0, 1))
+HEAD, WORKER = (NodeGroup(rank, ("10.0.0.1", "10.0.0.2")) for rank in (0, 1))
 OF_OTHERS = {
     "max_num_seqs": 7,
     "enforce-eager": True,
@@ -182,7 +182,7 @@ def test_a_schema_of_the_rollout_or_the_requests_keeps_blanks_out_of_json():
 @pytest.mark.parametrize(
     "rank, hosts, expected",
     [
-        ("1", "10.0.0.1,10.0.0.2", Nodes(1, ("10.0.0.1", "10.0.0.2"))),
+        ("1", "10.0.0.1,10.0.0.2", NodeGroup(1, ("10.0.0.1", "10.0.0.2"))),
         # A Slurm job of several nodes, each with tasks of its own.
         ("-1", "10.0.0.1,10.0.0.2", SINGLE_NODE),
         ("0", "localhost", SINGLE_NODE),
@@ -191,7 +191,7 @@ def test_a_schema_of_the_rollout_or_the_requests_keeps_blanks_out_of_json():
 def test_the_nodes_of_a_task_are_those_that_datatrove_names(rank, hosts, expected, monkeypatch):
     monkeypatch.setenv("DATATROVE_NODE_RANK", rank)
     monkeypatch.setenv("DATATROVE_NODE_IPS", hosts)
-    assert Nodes.from_environment() == expected
+    assert NodeGroup.from_environment() == expected
 
 
 def test_an_interpreter_of_another_environment_starts_the_engine(tmp_path):

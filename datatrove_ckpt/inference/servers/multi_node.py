@@ -20,7 +20,7 @@ from typing import Self
 from loguru import logger
 
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.inference_config import Nodes
+from datatrove_ckpt.config.inference_config import NodeGroup
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
 from datatrove_ckpt.inference.servers.gpus import lease_gpus
 from datatrove_ckpt.inference.servers.server import InferenceServer
@@ -79,7 +79,9 @@ class HeadNode:
         worker.close()
 
 
-async def follow_head(config: InferenceConfig, rank: int, nodes: Nodes, shutdown: Shutdown) -> None:
+async def follow_head(
+    config: InferenceConfig, rank: int, nodes: NodeGroup, shutdown: Shutdown
+) -> None:
     """Serves until the head node ends, also during its drain."""
     serving = asyncio.create_task(run_worker_node(config, rank, nodes))
     stopping = asyncio.create_task(shutdown.requested())
@@ -91,7 +93,7 @@ async def follow_head(config: InferenceConfig, rank: int, nodes: Nodes, shutdown
     await asyncio.gather(serving, return_exceptions=shutdown.is_requested)
 
 
-async def run_worker_node(config: InferenceConfig, rank: int, nodes: Nodes) -> None:
+async def run_worker_node(config: InferenceConfig, rank: int, nodes: NodeGroup) -> None:
     """Serves this node's part of the model until the head node ends."""
     connection = await _connect(config, nodes)
     if connection is None:
@@ -131,7 +133,7 @@ async def _report_death(server: InferenceServer) -> None:
 
 
 async def _connect(
-    config: InferenceConfig, nodes: Nodes
+    config: InferenceConfig, nodes: NodeGroup
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
     """Connects to the head node. Returns None if the head node failed, or has no document left."""
     window = config.server_ready_max_attempts * config.server_ready_delay_sec

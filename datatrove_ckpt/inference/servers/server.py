@@ -34,7 +34,7 @@ from datatrove_ckpt.config.inference_config import (
     HOST,
     SINGLE_NODE,
     EngineCommand,
-    Nodes,
+    NodeGroup,
 )
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ServerStartFailed, TooManyOpenFiles
@@ -81,7 +81,7 @@ class InferenceServer:
     rank: int
     replica: int = 0
     lease: GpuLease = field(default_factory=GpuLease)
-    nodes: Nodes = SINGLE_NODE
+    nodes: NodeGroup = SINGLE_NODE
     on_launch: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from loguru import logger
 
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.inference_config import Nodes
+from datatrove_ckpt.config.inference_config import NodeGroup
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.client import routing
 from datatrove_ckpt.inference.client.client import ModelServers, hang_after
@@ -263,7 +263,7 @@ async def launched_servers(
     """
     config = model_servers.config
     async with AsyncExitStack() as stack:
-        nodes = Nodes.from_environment()
+        nodes = NodeGroup.from_environment()
         on_launch = None
         if nodes.count > 1:
             head = await stack.enter_async_context(HeadNode(config))

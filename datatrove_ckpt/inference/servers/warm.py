@@ -32,7 +32,7 @@ import xxhash
 
 from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.inference_config import Nodes
+from datatrove_ckpt.config.inference_config import NodeGroup
 from datatrove_ckpt.inference.servers.gpus import GpuLease, lease_gpus
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.process.event_loop import in_own_thread
@@ -200,7 +200,7 @@ class RankModels:
         return await lease_gpus(self._configs, self._warm)
 
     def _settings_of(self, config: InferenceConfig) -> str | None:
-        if Nodes.from_environment().count > 1 or not config.reuse_servers or not self._keeps:
+        if NodeGroup.from_environment().count > 1 or not config.reuse_servers or not self._keeps:
             return None
         # Without locks the models before it decide which GPUs a model gets.
         before = takewhile(lambda one: one is not config, self._configs)

@@ -84,7 +84,7 @@ from datatrove_ckpt.inference.client.responses import (
     COMPLETIONS,
     Api,
     Completion,
-    NoReason,
+    NoFinishReason,
     RetryableError,
     UnknownForm,
     token_counts,
@@ -783,7 +783,7 @@ class CompletionClient:
             return
         if target.gives_reasons or self._config.engine.is_known or not answer.text:
             raise unfinished(answer.finish_reason)
-        raise NoReason(f"the answer has no finish_reason, so it may be cut off. {_HINT}")
+        raise NoFinishReason(f"the answer has no finish_reason, so it may be cut off. {_HINT}")
 
 
 async def _close(target: Target) -> None:

@@ -144,7 +144,7 @@ class UnknownForm(RetryableError):
     seconds = 0.0
 
 
-class NoReason(UnknownForm):
+class NoFinishReason(UnknownForm):
     """The answer lacks a finish_reason. A server that stops, and is gone soon, may send it."""
 
     seconds = 60.0  # Slurm kills after 30

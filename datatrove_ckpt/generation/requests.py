@@ -35,7 +35,7 @@ from datatrove_ckpt.inference.client.responses import (
     Api,
     Completion,
     RetryableError,
-    UnknownForm,
+    UnexpectedResponse,
     as_asked,
     unfinished,
 )
@@ -237,7 +237,7 @@ class Requests:
                 except RetryableError as error:
                     error.quote()
                     cause = str(error)
-                    if isinstance(error, UnknownForm):  # it was paid for
+                    if isinstance(error, UnexpectedResponse):  # it was paid for
                         limit = min(limit, _UNKNOWN_FORMS)
             if config.provider_batches and attempts >= limit:
                 raise errors.RequestFailed(

@@ -86,7 +86,7 @@ from datatrove_ckpt.inference.client.responses import (
     Completion,
     NoFinishReason,
     RetryableError,
-    UnknownForm,
+    UnexpectedResponse,
     token_counts,
     unfinished,
 )
@@ -719,10 +719,10 @@ class CompletionClient:
             raise
         except RetryableError as failure:
             note_sent(way.extras)  # which the answer may quote
-            if isinstance(failure, UnknownForm):
+            if isinstance(failure, UnexpectedResponse):
                 failure.quoted = response.body.decode(errors="replace")
             failure.quote()
-            if isinstance(failure, UnknownForm):
+            if isinstance(failure, UnexpectedResponse):
                 transport.note_unread(self.outage.clock(), failure, failure.seconds)
             elif failure.status:
                 transport.unread = 0

@@ -135,7 +135,7 @@ class RetryableError(Exception):
         return self.status in retrying.SERVER.limited
 
 
-class UnknownForm(RetryableError):
+class UnexpectedResponse(RetryableError):
     """An answer with status 200 has another form than its way.
 
     A server that has sent no other answer for ``seconds`` is refused.
@@ -144,7 +144,7 @@ class UnknownForm(RetryableError):
     seconds = 0.0
 
 
-class NoFinishReason(UnknownForm):
+class NoFinishReason(UnexpectedResponse):
     """The answer lacks a finish_reason. A server that stops, and is gone soon, may send it."""
 
     seconds = 60.0  # Slurm kills after 30
@@ -223,7 +223,7 @@ def other_than_text(answer: JsonObject, kept: JsonObject) -> Completion:
 def _read_message(choice: JsonObject) -> tuple[object, object, object, object]:
     message = choice.get("message")
     if not isinstance(message, dict):
-        raise UnknownForm("the answer's choice has no message")
+        raise UnexpectedResponse("the answer's choice has no message")
     reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
     content = message.get("content") or ""
     if type(content) is list or type(reasoning) is list:
@@ -237,7 +237,7 @@ def _read_message(choice: JsonObject) -> tuple[object, object, object, object]:
 
 def _read_text(choice: JsonObject) -> tuple[object, object, object, object]:
     if "text" not in choice:
-        raise UnknownForm("the answer's choice has no text")
+        raise UnexpectedResponse("the answer's choice has no text")
     logprobs = choice.get("logprobs")
     if type(logprobs) is dict and type(logprobs.get("top_logprobs")) is list:
         # As in a chat's answer: a key for each token would become a column of a table.
@@ -297,7 +297,7 @@ def _completion(raw: bytes, read: _Read) -> Completion:
     choices = answer.get("choices")
     usage = _clean_usage(answer.get("usage"))
     if not isinstance(choices, list) or not choices or type(choices[0]) is not dict:
-        raise UnknownForm("the answer has no choices")
+        raise UnexpectedResponse("the answer has no choices")
     if len(choices) == 1:
         completion = _choice(choices[0], usage, read)
         if completion.refusal:
@@ -465,7 +465,7 @@ def _clean_usage(usage: object) -> JsonObject:
 def _answer(raw: bytes) -> JsonObject:
     answer = read_json(raw)
     if not isinstance(answer, dict):
-        raise UnknownForm("the answer is no JSON object")
+        raise UnexpectedResponse("the answer is no JSON object")
     return answer
 
 
@@ -475,9 +475,11 @@ def read_json(raw: bytes) -> object:
         answer = parse_json(raw)
     except UnicodeDecodeError:
         # Replacement characters would corrupt a text that looks complete.
-        raise UnknownForm("the answer holds bytes that are not UTF-8, as JSON must be") from None
+        raise UnexpectedResponse(
+            "the answer holds bytes that are not UTF-8, as JSON must be"
+        ) from None
     except (ValueError, RecursionError) as error:
-        kind: type[RetryableError] = UnknownForm
+        kind: type[RetryableError] = UnexpectedResponse
         is_lines = str(error).startswith("Extra data")
         if raw.lstrip()[:1] in (b"", b"{", b"[") and not is_lines:  # perhaps cut off
             kind = RetryableError
@@ -610,7 +612,7 @@ def _read(raw: bytes) -> tuple[JsonObject, list[JsonObject]]:
         (answer[name] for name in ("data", "results") if isinstance(answer.get(name), list)), None
     )
     if rows is None or not all(isinstance(row, dict) for row in rows):
-        raise UnknownForm("the answer has no data")
+        raise UnexpectedResponse("the answer has no data")
     return answer, rows
 
 
@@ -636,7 +638,7 @@ def _numbers(value: object, name: str, kind: type[_Number]) -> npt.NDArray[_Numb
     # numpy would convert True and "1" to numbers, and converts None to NaN.
     kinds = {float, int, type(None)}
     if not isinstance(value, list) or not kinds.issuperset(map(type, value)):
-        raise UnknownForm(f"the answer's {name!r} is no list of numbers")
+        raise UnexpectedResponse(f"the answer's {name!r} is no list of numbers")
     with np.errstate(over="ignore"):
         return _checked(np.array(value, kind), name)
 

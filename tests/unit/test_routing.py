@@ -15,12 +15,12 @@ from datatrove_ckpt.inference.client.responses import CHAT
 from datatrove_ckpt.inference.client.routing import (
     _REMEMBERED,
     WINDOW,
-    Death,
     MustDivide,
     Prefixes,
     Request,
     Router,
     Sender,
+    ServerDeath,
 )
 from datatrove_ckpt.process.shutdown import Shutdown
 from tests.clients import turns
@@ -381,7 +381,7 @@ async def test_one_timer_waits_for_the_minute_however_often_its_end_moves(monkey
 def quarantined(age=0.0):
     request = Request()
     for _ in range(2):
-        request.record_death(Death("bang"), age)
+        request.record_death(ServerDeath("bang"), age)
     return request
 
 
@@ -465,7 +465,7 @@ async def test_attributed_deaths_quarantine_no_other_request():
     made = router(1, 100)
     guilty, innocent = Request(), Request()
     for _ in range(2):
-        death = Death("bang")
+        death = ServerDeath("bang")
         guilty.record_death(death, 0)
         innocent.record_death(death, 0)
     await made.acquire(guilty)

@@ -85,7 +85,7 @@ class MustDivide(Exception):
 
 
 @dataclass(eq=False)
-class Death:
+class ServerDeath:
     """The end of one server process.
 
     Attributes:
@@ -179,7 +179,7 @@ class Request:
     texts: Sequence[int] | None = None
     known: int = 0
     is_shared: bool = False
-    deaths: list[Death] = field(default_factory=list)
+    deaths: list[ServerDeath] = field(default_factory=list)
     age: float = 0.0
     counted: Sent = _NOTHING_SENT
 
@@ -204,7 +204,7 @@ class Request:
     def _unattributed_deaths(self) -> int:
         return sum(not death.attributed for death in self.deaths)
 
-    def record_death(self, death: Death, age: float) -> None:
+    def record_death(self, death: ServerDeath, age: float) -> None:
         self.age = self.age if self.deaths else age
         self.deaths.append(death)
 
@@ -675,11 +675,11 @@ class Router:
                 return True
         return False
 
-    def mark_dead(self, target: Target, cause: str) -> Death:
+    def mark_dead(self, target: Target, cause: str) -> ServerDeath:
         """Sends the target's requests in flight to other targets."""
         target.up = target.reserved = False
         self._prefixes.forget(target.bit)
-        death = Death(cause, len(target.attempts))
+        death = ServerDeath(cause, len(target.attempts))
         now = time.monotonic()
         for attempt in target.attempts:
             attempt.request.record_death(death, now - attempt.started_at)

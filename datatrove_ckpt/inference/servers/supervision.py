@@ -62,7 +62,7 @@ class ServerSupervisor:
         self.restarts = 0
         self.config = self.model_servers.config
         self._name = f"{self.config.said}Server {self.server.replica} of task {self.server.rank}"
-        self._death = routing.Death("")
+        self._death = routing.ServerDeath("")
         self._death_cause: asyncio.Future[str]
         self._recent_restarts = self.server.restarted_at
         self._probing: asyncio.Task[None] | None = None
@@ -161,7 +161,7 @@ class ServerSupervisor:
             self._recent_restarts.popleft()
         # The request is a dead letter now, so the next start should work.
         if self._death.attributed:
-            self._death = routing.Death("")
+            self._death = routing.ServerDeath("")
             return retrying.RESTART.first
         if len(self._recent_restarts) >= allowed:
             raise ServerDied(

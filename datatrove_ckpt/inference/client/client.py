@@ -28,7 +28,7 @@ Only the HTTP status decides, not a body, which may quote the document. One exce
 
 Sleeps between attempts grow from 0.5 s to 30 s with full jitter, or last as long as the server asks
 (at most 120 s, and never beyond the patience). A sleeping request holds no place, except at a
-server that limits requests under ``max_concurrent_generations: auto`` (see ``Pace``).
+server that limits requests under ``max_concurrent_generations: auto`` (see ``AdaptiveLimit``).
 
 A null finish_reason may mean a truncated answer, but some gateways send nothing else:
 ``accept_null_finish_reason`` decides.
@@ -91,10 +91,10 @@ from datatrove_ckpt.inference.client.responses import (
     unfinished,
 )
 from datatrove_ckpt.inference.client.routing import (
+    AdaptiveLimit,
     Attempt,
     AttemptLost,
     MustDivide,
-    Pace,
     Request,
     Router,
     Sender,
@@ -422,7 +422,7 @@ class ModelServers:
         if self.config.follows_metrics:
             target.limit = FIRST_LIMIT
         elif self.config.max_concurrent_generations == "auto":
-            target.pace = Pace(target)
+            target.pace = AdaptiveLimit(target)
         else:
             target.limit = self.config.max_concurrent_generations
         target.usage_each = 0.0

@@ -294,7 +294,7 @@ class Target:
     transports: dict[str, Transport] = field(default_factory=dict)
     up: bool = False
     limit: float = math.inf
-    pace: Pace | None = None
+    pace: AdaptiveLimit | None = None
     usage_each: float = 0.0
     others: float = 0.0
     load: float = 0.0
@@ -341,7 +341,7 @@ class Target:
         self.accepted_at = max(self.accepted_at, started_at)
 
 
-class Pace:
+class AdaptiveLimit:
     """Adapts a target's limit to its answers, as TCP does.
 
     - The limit doubles in each round trip until the first refusal. Then it is halved at most once

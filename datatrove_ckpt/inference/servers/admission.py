@@ -17,7 +17,7 @@ from datatrove_ckpt.config.inference_config import (
     MetricNames,
 )
 from datatrove_ckpt.errors import TooManyOpenFiles
-from datatrove_ckpt.inference.client.routing import Pace, Router, Target
+from datatrove_ckpt.inference.client.routing import AdaptiveLimit, Router, Target
 from datatrove_ckpt.inference.client.transport import ExchangeFailed, get
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
 
@@ -192,7 +192,7 @@ async def adapt_admission(
         else:
             target.usage_each = 0.0
         router.admit(resized=True)
-    target.pace = Pace(target)
+    target.pace = AdaptiveLimit(target)
     target.usage_each = 0.0
     target.others = 0.0
     router.admit(resized=True)

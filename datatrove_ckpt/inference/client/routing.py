@@ -445,7 +445,7 @@ Waiting: TypeAlias = tuple[int, int, int, Request, Place]
 """A waiting request: the orders of its sender and its document, its arrival, what it waits for."""
 
 
-class Room:
+class Availability:
     """Which servers have a place for a request now.
 
     Attributes:
@@ -734,10 +734,10 @@ class Router:
         self.in_flight += 1
         return target
 
-    def _room(self) -> Room:
+    def _room(self) -> Availability:
         if self.in_flight < self._limit:
-            return Room(self.targets)
-        return Room(())
+            return Availability(self.targets)
+        return Availability(())
 
     def _admit_quarantined(self) -> None:
         quarantine = self._quarantine

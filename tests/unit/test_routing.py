@@ -16,7 +16,7 @@ from datatrove_ckpt.inference.client.routing import (
     _REMEMBERED,
     WINDOW,
     MustDivide,
-    Prefixes,
+    PrefixIndex,
     Request,
     Router,
     Sender,
@@ -209,9 +209,9 @@ async def test_waiting_requests_are_looked_at_only_if_one_may_go(monkeypatch):
     made, home, other, held = await with_a_full_window()
     made.release(other, Request())
     looked_up = []
-    homes = Prefixes.homes
+    homes = PrefixIndex.homes
     monkeypatch.setattr(
-        Prefixes, "homes", lambda self, text: looked_up.append(text) or homes(self, text)
+        PrefixIndex, "homes", lambda self, text: looked_up.append(text) or homes(self, text)
     )
     other.limit = 9
     made.take(request())
@@ -245,7 +245,7 @@ async def test_requests_that_nobody_wants_any_more_hold_up_no_other(end):
 
 
 def test_only_equal_leading_texts_are_known_and_fields_before_them_do_not_count():
-    prefixes = Prefixes()
+    prefixes = PrefixIndex()
     hashes, known = prefixes.find(body("one"))
     assert known == 0
     prefixes.add(hashes, 0)
@@ -261,7 +261,7 @@ def test_only_equal_leading_texts_are_known_and_fields_before_them_do_not_count(
 
 
 def test_a_text_is_forgotten_after_two_generations_without_it():
-    prefixes = Prefixes()
+    prefixes = PrefixIndex()
     texts = iter(range(1, 1 << 20))
     prefixes.add([0], 4)
     prefixes.add([-1], 2)
@@ -274,7 +274,7 @@ def test_a_text_is_forgotten_after_two_generations_without_it():
 
 
 def test_media_are_part_of_the_leading_text():
-    prefixes = Prefixes()
+    prefixes = PrefixIndex()
     texts = [b'{"messages":[' + b"x" * 300, b"y" * 300]
     prefixes.add(prefixes.find(Body(texts, [b"one picture"]))[0], 1)
     assert prefixes.find(Body(texts, [b"one picture"]))[1] != 0

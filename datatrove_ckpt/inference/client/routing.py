@@ -6,11 +6,11 @@ Requests wait here, not at a server, so an outage uses up no attempts, and a dea
     waiting      the oldest document's first, until a server has a place and room in its KV cache.
                  So new documents do not push the prompts of open documents out of the caches. A
                  request whose leading text some servers have in their caches (its homes, see
-                 ``Prefixes``) waits for one of these, and others go ahead, as long as no server
+                 ``PrefixIndex``) waits for one of these, and others go ahead, as long as no server
                  stands idle
     quarantined  requests that were in flight at two deaths of a server: see ``Quarantine``
 
-``Prefixes`` remembers which servers have had a request with the same leading text.
+``PrefixIndex`` remembers which servers have had a request with the same leading text.
 
 An engine keeps the prompts that it has processed, from their start, in blocks. So a request costs
 less at a server that has had another request with the same leading text: one of its homes. No
@@ -532,7 +532,7 @@ class Router:
         self.in_flight = 0
         self._waiting: list[Waiting] = []  # in order: the first ones are the window
         self._arrivals = 0
-        self._prefixes = Prefixes()
+        self._prefixes = PrefixIndex()
         self._quarantine = Quarantine()
         self._failure = ""
         self._looks_at = math.inf
@@ -786,7 +786,7 @@ _REMEMBERED = 80_000  # texts in each of two generations, which take up to 16 MB
 _STARTS = (b'"messages":', b'"prompt":', b'"input":')
 
 
-class Prefixes:
+class PrefixIndex:
     """The servers of leading texts, by the texts' hashes. Servers are bits of an integer.
 
     A text that no request has had for a whole generation is forgotten.

@@ -429,7 +429,7 @@ class AdaptiveLimit:
             self._target.limit = max(1.0, min(self._target.limit, self._target.in_flight) / 2)
 
 
-Place: TypeAlias = "asyncio.Future[Target]"
+TargetFuture: TypeAlias = "asyncio.Future[Target]"
 """What a request waits for."""
 
 
@@ -441,7 +441,7 @@ _IDLE = 0.75
 # A home may have so many times the requests of an idle server, and a few more.
 _BUSIER = 2
 
-Waiting: TypeAlias = tuple[int, int, int, Request, Place]
+Waiting: TypeAlias = tuple[int, int, int, Request, TargetFuture]
 """A waiting request: the orders of its sender and its document, its arrival, what it waits for."""
 
 
@@ -589,7 +589,7 @@ class Router:
         target = self.take(request)
         if target is not None:
             return target
-        future: Place = asyncio.get_running_loop().create_future()
+        future: TargetFuture = asyncio.get_running_loop().create_future()
         self._prefixes.add(request.texts or (), 0)
         self._enqueue(request, future)
         if len(self._waiting) >= WINDOW:  # requests that are cancelled may fill the window
@@ -706,12 +706,12 @@ class Router:
         for _, place in waiting:
             place.set_exception(ServerDied(cause))
 
-    def _all_waiting(self) -> list[tuple[Request, Place]]:
+    def _all_waiting(self) -> list[tuple[Request, TargetFuture]]:
         waiting = [(request, place) for *_, request, place in self._waiting]
         waiting += self._quarantine.all()
         return [(request, place) for request, place in waiting if not place.done()]
 
-    def _enqueue(self, request: Request, future: Place) -> None:
+    def _enqueue(self, request: Request, future: TargetFuture) -> None:
         if request.is_quarantined:
             self._quarantine.add(request, future)
             self.admit()
@@ -849,7 +849,7 @@ class Quarantine:
     def __init__(self) -> None:
         self.in_flight = 0
         self.arrivals = 0
-        self._waiting: list[tuple[float, int, Request, Place]] = []
+        self._waiting: list[tuple[float, int, Request, TargetFuture]] = []
         self._group_limit = 1
         self._peak = 0
         self._runs_alone = False
@@ -875,12 +875,12 @@ class Quarantine:
         self._group_limit = 1
         self._peak = len(self._waiting)
 
-    def add(self, request: Request, future: Place) -> None:
+    def add(self, request: Request, future: TargetFuture) -> None:
         self.arrivals += 1
         heapq.heappush(self._waiting, (request.age, self.arrivals, request, future))
         self._peak = max(self._peak, self.in_flight + len(self._waiting))
 
-    def start_next(self) -> tuple[Request, Place]:
+    def start_next(self) -> tuple[Request, TargetFuture]:
         """Starts the next request. Call only if ``has_room``."""
         _, _, request, future = heapq.heappop(self._waiting)
         self.in_flight += 1
@@ -891,7 +891,7 @@ class Quarantine:
         self.in_flight -= 1
         self._group_limit += 1
 
-    def all(self) -> list[tuple[Request, Place]]:
+    def all(self) -> list[tuple[Request, TargetFuture]]:
         return [(request, place) for _, _, request, place in self._waiting]
 
     def clear(self) -> None:

@@ -5,7 +5,7 @@ import xxhash
 
 from datatrove_ckpt.checkpoint.request_cache import payload_hash
 from datatrove_ckpt.config.generation_params import PAYLOAD_JSON, refuse_unsendable
-from datatrove_ckpt.inference.client.body import AnyBody, Body
+from datatrove_ckpt.inference.client.body import AnyBody, RequestBody
 from datatrove_ckpt.output.document_codec import has_nan, trim
 from datatrove_ckpt.rollouts import Payload
 from datatrove_ckpt.rollouts.media import media_key, split_media
@@ -39,7 +39,7 @@ def body_of(payload: Payload) -> AnyBody:
     try:
         return trim(orjson.dumps(payload, option=PAYLOAD_JSON))
     except TypeError:  # there are media in it: ``hash_payload`` has refused all else
-        return Body(*split_media(payload, PAYLOAD_JSON))
+        return RequestBody(*split_media(payload, PAYLOAD_JSON))
 
 
 def question_of(payload: Payload) -> str:

@@ -30,7 +30,7 @@ from datatrove_ckpt.generation.document_answers import Answers
 from datatrove_ckpt.generation.failure_advice import unanswered
 from datatrove_ckpt.generation.payloads import body_of, hash_payload, question_of, request_seed
 from datatrove_ckpt.generation.rank_requests import Model, RankRequests
-from datatrove_ckpt.inference.client.body import AnyBody, Body
+from datatrove_ckpt.inference.client.body import AnyBody, RequestBody
 from datatrove_ckpt.inference.client.responses import (
     Api,
     Completion,
@@ -253,7 +253,7 @@ class Requests:
                     "extra_headers and extra_query."
                 )
             await rank.wait_for_storage()
-            content = b"".join(body) if isinstance(body, Body) else body
+            content = b"".join(body) if isinstance(body, RequestBody) else body
             slot = answers.slot
             request_id = RequestId(slot.chunk.index, slot.ordinal, key, attempts + 1)
             request = ParkedRequest(config.name, f"/v1/{way.path}", request_id, content)

@@ -9,7 +9,7 @@ import pytest
 
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerError
-from datatrove_ckpt.inference.client.body import Body, with_field
+from datatrove_ckpt.inference.client.body import RequestBody, with_field
 from datatrove_ckpt.inference.client.responses import token_counts
 from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer
@@ -185,7 +185,7 @@ def test_the_usages_of_all_apis_are_read(usage, tokens):
 
 
 def test_a_body_with_media_has_its_tier_too():
-    body = with_field(Body([b'{"a":"', b'","b":1}'], [b"picture"]), b"service_tier", "flex")
+    body = with_field(RequestBody([b'{"a":"', b'","b":1}'], [b"picture"]), b"service_tier", "flex")
     assert json.loads(b"".join(body)) == {"a": "cGljdHVyZQ==", "b": 1, "service_tier": "flex"}
     assert len(body) == len(b"".join(body))
 

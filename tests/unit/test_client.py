@@ -29,7 +29,7 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.inference.client import body as body_limits
 from datatrove_ckpt.inference.client import http1 as plain_transport
 from datatrove_ckpt.inference.client import transport
-from datatrove_ckpt.inference.client.body import Body, LargeAnswer
+from datatrove_ckpt.inference.client.body import LargeAnswer, RequestBody
 from datatrove_ckpt.inference.client.client import CompletionClient, Outage, RequestClock
 from datatrove_ckpt.inference.client.http1 import Transport
 from datatrove_ckpt.inference.client.responses import CHAT, Completion, RetryableError
@@ -810,7 +810,7 @@ async def texts_of(client, number, body=b"%d".__mod__):
 
 
 def with_picture(number):
-    return Body([b"[", b"]"], [b"%d" % number])
+    return RequestBody([b"[", b"]"], [b"%d" % number])
 
 
 @pytest.mark.parametrize(

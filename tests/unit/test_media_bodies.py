@@ -12,7 +12,7 @@ import pytest
 from datatrove_ckpt.common.memory import ByteBudget, usable_memory
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.generation.document_limit import DocumentLimit
-from datatrove_ckpt.inference.client.body import Body
+from datatrove_ckpt.inference.client.body import RequestBody
 from datatrove_ckpt.inference.client.http1 import Response, Transport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.rollouts import media_part
@@ -30,7 +30,7 @@ def body(data=DATA, text="What is it?"):
     plain = orjson.dumps(
         payload, default=lambda value: value.prefix + base64.b64encode(value.data).decode()
     )
-    return Body(*split_media(payload, 0)), plain
+    return RequestBody(*split_media(payload, 0)), plain
 
 
 @pytest.mark.parametrize("size", [8, 9, 10, 49_151, 49_152, 49_153, 98_304, 100_000])

@@ -14,7 +14,7 @@ from yarl import URL
 
 from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.inference.client import http1
-from datatrove_ckpt.inference.client.body import Body
+from datatrove_ckpt.inference.client.body import RequestBody
 from datatrove_ckpt.inference.client.http1 import ConnectTimeout, Transport
 from datatrove_ckpt.inference.client.urls import HiddenUrl, headers_for
 from tests.unit.test_client import answer, http, never, serving, then_close
@@ -209,7 +209,7 @@ async def through(monkeypatch, status=200, tls=None):
 
 @pytest.mark.parametrize("proxied", ["", "http", "https"])
 def test_one_connection_over_tls_carries_all_requests(over, proxied, self_signed, monkeypatch):
-    bodies = [b"x", b"x" * 300_000, Body([b'"', b'"'], [b"x" * 3_000_000])]
+    bodies = [b"x", b"x" * 300_000, RequestBody([b'"', b'"'], [b"x" * 3_000_000])]
 
     async def main():
         async with (

@@ -9,7 +9,7 @@ import pytest
 
 from datatrove_ckpt.config.endpoints import EndpointConfig
 from datatrove_ckpt.generation.embedding_batches import Batches
-from datatrove_ckpt.inference.client.body import Body
+from datatrove_ckpt.inference.client.body import RequestBody
 from datatrove_ckpt.inference.client.minute_limits import MinuteLimits
 from datatrove_ckpt.inference.client.responses import CHAT
 from datatrove_ckpt.inference.client.routing import (
@@ -276,9 +276,9 @@ def test_a_text_is_forgotten_after_two_generations_without_it():
 def test_media_are_part_of_the_leading_text():
     prefixes = PrefixIndex()
     texts = [b'{"messages":[' + b"x" * 300, b"y" * 300]
-    prefixes.add(prefixes.find(Body(texts, [b"one picture"]))[0], 1)
-    assert prefixes.find(Body(texts, [b"one picture"]))[1] != 0
-    shared, known = prefixes.find(Body(texts, [b"another"]))
+    prefixes.add(prefixes.find(RequestBody(texts, [b"one picture"]))[0], 1)
+    assert prefixes.find(RequestBody(texts, [b"one picture"]))[1] != 0
+    shared, known = prefixes.find(RequestBody(texts, [b"another"]))
     assert known == shared[0] != shared[-1]
 
 

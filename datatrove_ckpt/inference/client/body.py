@@ -20,7 +20,7 @@ from datatrove_ckpt.common.memory import media_bytes
 _PIECE = 3 << 14  # bytes; a multiple of three, so that the pieces join
 
 
-class Body:
+class RequestBody:
     """A body in JSON.
 
     Args:
@@ -54,17 +54,17 @@ class Body:
         pieces = zip_longest(self._texts, hashes, fillvalue=b"")
         return b"".join(piece for pair in pieces for piece in pair)
 
-    def ended(self, end: bytes) -> Body:
-        return Body([*self._texts[:-1], self._texts[-1][:-1] + end], self._media)
+    def ended(self, end: bytes) -> RequestBody:
+        return RequestBody([*self._texts[:-1], self._texts[-1][:-1] + end], self._media)
 
 
-AnyBody = bytes | Body
+AnyBody = bytes | RequestBody
 
 
 def with_field(body: AnyBody, name: bytes, value: str) -> AnyBody:
     """Adds a field to a body that has others."""
     end = b',"%b":%b}' % (name, orjson.dumps(value))
-    if isinstance(body, Body):
+    if isinstance(body, RequestBody):
         return body.ended(end)
     return body[:-1] + end
 

@@ -36,7 +36,7 @@ from xxhash import xxh3_64_intdigest
 from datatrove_ckpt.common.redaction import Secret, remember
 from datatrove_ckpt.common.retrying import WAIT_FIELDS, Quota, asked_wait, quotas
 from datatrove_ckpt.errors import ServerRefused
-from datatrove_ckpt.inference.client.body import AnyBody, Body, LargeAnswer
+from datatrove_ckpt.inference.client.body import AnyBody, LargeAnswer, RequestBody
 from datatrove_ckpt.inference.client.urls import (
     Extras,
     HiddenUrl,
@@ -596,7 +596,7 @@ class Transport:
             self._first_id = _id_of(answer)
         before = connection.last
         # Requests with media are not hashed, and count as different.
-        if isinstance(request, Body):
+        if isinstance(request, RequestBody):
             sent = object()
         else:
             sent = xxh3_64_intdigest(request)

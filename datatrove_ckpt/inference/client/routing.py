@@ -48,7 +48,7 @@ from datatrove_ckpt.common.retrying import SERVER, Quota
 from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.config.inference_config import FIRST_LIMIT, REQUESTS_WITHOUT_METRICS
 from datatrove_ckpt.errors import ServerDied
-from datatrove_ckpt.inference.client.body import AnyBody, Body
+from datatrove_ckpt.inference.client.body import AnyBody, RequestBody
 from datatrove_ckpt.inference.client.http1 import Transport
 from datatrove_ckpt.inference.client.minute_limits import MinuteLimits, Sent
 from datatrove_ckpt.inference.client.urls import HiddenUrl
@@ -829,7 +829,7 @@ class PrefixIndex:
 
 
 def _leading_hashes(body: AnyBody) -> list[int]:
-    if isinstance(body, Body):
+    if isinstance(body, RequestBody):
         body = body.with_media_hashed()
     start = next((at for at in map(body.find, _STARTS) if at >= 0), 0)
     left = len(body) - start

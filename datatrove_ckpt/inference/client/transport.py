@@ -11,7 +11,7 @@ import orjson
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.redaction import Secret, excerpt, note_sent, redact
 from datatrove_ckpt.errors import CkptError, RequestRejected, ServerRefused
-from datatrove_ckpt.inference.client.body import AnyBody, Body
+from datatrove_ckpt.inference.client.body import AnyBody, RequestBody
 from datatrove_ckpt.inference.client.http1 import ConnectTimeout, Response, Transport
 from datatrove_ckpt.inference.client.responses import RetryableError
 from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl
@@ -89,7 +89,7 @@ async def post(transport: Transport, body: AnyBody, model: str, extras: Extras |
         return response
     if 200 <= response.status < 300:
         raise RetryableError(f"HTTP {response.status} from {url}, which is no whole answer")
-    sent = orjson.loads(body.text if isinstance(body, Body) else body)
+    sent = orjson.loads(body.text if isinstance(body, RequestBody) else body)
     note_sent([sent, extras])
     raise _error(response, transport, sent.get("model", model))
 

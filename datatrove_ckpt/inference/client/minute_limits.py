@@ -15,7 +15,7 @@ _WEIGHT = 1 / 8  # of the newest answer in the mean
 
 
 @dataclass(eq=False, slots=True)
-class Sent:
+class QuotaUse:
     """What a request adds to what was sent in a minute. ``requests``: 0 or 1."""
 
     at: float
@@ -36,7 +36,7 @@ class MinuteLimits:
         self.opens_at = 0.0
         self._most_requests = endpoint.requests_per_minute or math.inf
         self._most_tokens = endpoint.tokens_per_minute or math.inf
-        self._sent: deque[Sent] = deque()
+        self._sent: deque[QuotaUse] = deque()
         self._requests = 0
         self._tokens = 0.0
         self._mean = 0.0  # tokens of an answered request
@@ -47,23 +47,23 @@ class MinuteLimits:
         ends = (sent.at + MINUTE_SECONDS * _MARGIN for sent in self._sent if sent.requests)
         return next(ends, math.inf)
 
-    def sent(self, size: int) -> Sent:
+    def sent(self, size: int) -> QuotaUse:
         """Counts a request of so many bytes, with the tokens that it is expected to take."""
-        sent = Sent(time.monotonic())
+        sent = QuotaUse(time.monotonic())
         self._sent.append(sent)
         self._count(sent, 1, self._mean or size / 4)  # bytes of a token
         return sent
 
-    def answered(self, sent: Sent, tokens: int) -> None:
+    def answered(self, sent: QuotaUse, tokens: int) -> None:
         weight = _WEIGHT if self._mean else 1
         self._mean += (tokens - self._mean) * weight
         self._count(sent, 1, tokens)
 
-    def not_counted(self, sent: Sent) -> None:
+    def not_counted(self, sent: QuotaUse) -> None:
         """Takes a request back that was not sent, or refused, which providers do not count."""
         self._count(sent, 0, 0)
 
-    def _count(self, sent: Sent, requests: int, tokens: float) -> None:
+    def _count(self, sent: QuotaUse, requests: int, tokens: float) -> None:
         if self._sent and sent.at >= self._sent[0].at:  # else it is too old to count
             self._requests += requests - sent.requests
             self._tokens += tokens - sent.tokens

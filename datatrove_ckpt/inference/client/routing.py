@@ -50,7 +50,7 @@ from datatrove_ckpt.config.inference_config import FIRST_LIMIT, REQUESTS_WITHOUT
 from datatrove_ckpt.errors import ServerDied
 from datatrove_ckpt.inference.client.body import AnyBody, RequestBody
 from datatrove_ckpt.inference.client.http1 import Transport
-from datatrove_ckpt.inference.client.minute_limits import MinuteLimits, Sent
+from datatrove_ckpt.inference.client.minute_limits import MinuteLimits, QuotaUse
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.shutdown import Shutdown
 
@@ -67,7 +67,7 @@ _MARGIN = 0.25  # seconds by which a provider's window may end later than it say
 _TOGETHER = 0.1  # seconds within which a provider may get requests in another order
 _WEIGHT = 1 / 8  # of the newest answer in the mean number of tokens
 _GROWTH = 1 / 8  # of a limit in a round trip, once it was halved
-_NOTHING_SENT = Sent(-math.inf)
+_NOTHING_SENT = QuotaUse(-math.inf)
 
 HealthProbe = Callable[[float, bool], Awaitable[None]]
 """Returns once the server is known to be alive. If it is dead, the attempt that waits for the probe
@@ -181,7 +181,7 @@ class Request:
     is_shared: bool = False
     deaths: list[ServerDeath] = field(default_factory=list)
     age: float = 0.0
-    counted: Sent = _NOTHING_SENT
+    counted: QuotaUse = _NOTHING_SENT
 
     def copy(self) -> Request:
         return Request(

@@ -41,8 +41,8 @@ from datatrove_ckpt.inference.client.provider_batches import (
     UNSENT,
     BatchAnswer,
     BatchProvider,
-    Gone,
     MessageBatches,
+    ProviderObjectMissing,
     RemoteBatch,
     Undecided,
 )
@@ -82,12 +82,12 @@ async def cancel(batch: Batch) -> str | None:
     )
     provider = await open_provider(config, batch.path)
     try:
-        with suppress(Gone):
+        with suppress(ProviderObjectMissing):
             await provider.cancel(batch.id)
             return ""
         remote = await provider.retrieve(batch.id)
         return f"{batch.id} is not canceled: it cannot be, and is {remote.status}."
-    except Gone as error:
+    except ProviderObjectMissing as error:
         if batch.state == "incomplete":
             return None
         return f"{batch.id} is not canceled: {error}. Run the same command again first."
@@ -197,7 +197,7 @@ class ProviderPasses:
             return await self._find(provider, batch)
         try:
             remote = await provider.retrieve(batch.id)
-        except Gone as error:
+        except ProviderObjectMissing as error:
             gone = f"The provider has no batch {batch.id} ({error}). "
             if await self._is_awaited(batch, gone):
                 return False
@@ -340,7 +340,7 @@ class ProviderPasses:
                             rows = []
                 await self._change(RankFiles.write_batch, rows)
                 rows = []
-            except Gone as error:
+            except ProviderObjectMissing as error:
                 gone = f"It has no file {file} ({error}). "
         await self._change(RankFiles.sync)
         if strange:

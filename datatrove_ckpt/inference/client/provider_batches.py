@@ -69,7 +69,7 @@ class RequestedBatch(Protocol):
     file: str
 
 
-class Gone(Exception):
+class ProviderObjectMissing(Exception):
     """The provider does not have a file, or a batch."""
 
 
@@ -118,7 +118,7 @@ class BatchProvider:
 
     async def delete(self, file: str) -> None:
         """Deletes a file. A batch that is created with it later fails."""
-        with suppress(Gone):
+        with suppress(ProviderObjectMissing):
             await self._ask("DELETE", f"files/{file}")
 
     async def create(self, batch: RequestedBatch, content: IO[bytes] | None) -> RemoteBatch:
@@ -267,7 +267,7 @@ class BatchProvider:
         status = response.status
         text = self.clean(excerpt((await response.read()).decode(errors="replace"), _SHOWN))
         if status in (404, 410) and path not in ("files", self._path):
-            raise Gone(f"HTTP {status}: {text}")
+            raise ProviderObjectMissing(f"HTTP {status}: {text}")
         if status in retrying.SERVER.retried:
             raise RetryableError(
                 f"HTTP {status} from {url}: {text}",
@@ -319,7 +319,7 @@ class MessageBatches(BatchProvider):
         if listed.get("archived_at"):
             return False
         if remote.status in ENDED:
-            with suppress(Gone):  # not there yet
+            with suppress(ProviderObjectMissing):  # not there yet
                 async with aclosing(self.answers(*remote.files)) as answers:
                     async for answer in answers:
                         if str(answer.custom_id).startswith(batch.tag[:TAG_DIGITS]):

@@ -41,10 +41,10 @@ from datatrove_ckpt.inference.client.provider_batches import (
     UNSENT,
     BatchAnswer,
     BatchProvider,
+    CreationUnknown,
     MessageBatches,
     ProviderObjectMissing,
     RemoteBatch,
-    Undecided,
 )
 from datatrove_ckpt.inference.client.responses import RetryableError
 from datatrove_ckpt.inference.servers.endpoint_probe import ready_endpoints
@@ -270,7 +270,7 @@ class ProviderPasses:
         since = self._unknown_since.setdefault(batch.number, now)
         try:
             remote = await provider.find(batch, await self._known())
-        except Undecided as other:
+        except CreationUnknown as other:
             if batch.number not in self._undecided:
                 logger.info(
                     f"Whether batch {batch.number} was created is known once {other} has ended."

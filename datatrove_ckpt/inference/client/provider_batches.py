@@ -73,7 +73,7 @@ class ProviderObjectMissing(Exception):
     """The provider does not have a file, or a batch."""
 
 
-class Undecided(Exception):
+class CreationUnknown(Exception):
     """Whether a batch was created is known when another batch has ended."""
 
 
@@ -308,7 +308,7 @@ class MessageBatches(BatchProvider):
         self._undecided = ""
         found = await super().find(batch, known)
         if found is None and self._undecided:
-            raise Undecided(self._undecided)
+            raise CreationUnknown(self._undecided)
         return found
 
     async def _is(self, listed: JsonObject, batch: RequestedBatch, known: Set[str]) -> bool:

@@ -20,7 +20,7 @@ from datatrove_ckpt.errors.setting_names import setting_name
 from datatrove_ckpt.generation.first_document import check_first, try_media
 from datatrove_ckpt.generation.recorded_requests import NotedRequest, unsent_prompts
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
-from datatrove_ckpt.inference.servers.endpoint_probe import EndpointAnswer, ask_endpoints
+from datatrove_ckpt.inference.servers.endpoint_probe import EndpointProbe, ask_endpoints
 from datatrove_ckpt.inference.servers.host import check_servers
 from datatrove_ckpt.output.arrow_types import NO_TYPES
 from datatrove_ckpt.output.committed import has_commits, some
@@ -310,7 +310,7 @@ def check_endpoints(config: InferenceConfig) -> Iterator[Finding]:
 
 
 def _check_answer(
-    answer: EndpointAnswer, config: InferenceConfig, model: str, silent: State
+    answer: EndpointProbe, config: InferenceConfig, model: str, silent: State
 ) -> Finding:
     if answer.refused:
         return Finding(silent, "endpoint", f"{answer.url} {answer.cause}.")

@@ -25,7 +25,7 @@ _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
 @dataclass(frozen=True)
-class EndpointAnswer:
+class EndpointProbe:
     """The answer of an endpoint to GET /v1/models.
 
     Attributes:
@@ -58,7 +58,7 @@ def endpoints_of(config: InferenceConfig) -> list[EndpointAccess]:
     ]
 
 
-async def ask_endpoints(config: InferenceConfig) -> list[EndpointAnswer]:
+async def ask_endpoints(config: InferenceConfig) -> list[EndpointProbe]:
     return await asyncio.gather(*(_ask(one.url, one.api_key) for one in endpoints_of(config)))
 
 
@@ -80,7 +80,7 @@ async def ready_endpoints(
 
     Raises:
         ConfigError: see ``endpoints_of``.
-        ServerRefused: see ``EndpointAnswer.refused``; of all of them.
+        ServerRefused: see ``EndpointProbe.refused``; of all of them.
         ServerStartFailed: no server answered in time.
     """
     endpoints = endpoints_of(config)
@@ -129,7 +129,7 @@ def ready_window(config: InferenceConfig) -> float:
     )
 
 
-async def _ask(url: HiddenUrl, api_key: Secret | None) -> EndpointAnswer:
+async def _ask(url: HiddenUrl, api_key: Secret | None) -> EndpointProbe:
     """Requests the URL, and then its /v1 if that may be the API."""
     target = url.api("models")
     below = url.api("/v1")
@@ -145,15 +145,15 @@ async def _ask(url: HiddenUrl, api_key: Secret | None) -> EndpointAnswer:
     except ExchangeFailed as error:
         if error.kind.endswith(_OTHER_SCHEME) and (scheme := await _other_scheme(target)):
             cause = f"speaks {scheme}: correct its URL"
-            return EndpointAnswer(str(target), cause, True)
+            return EndpointProbe(str(target), cause, True)
         is_absent = error.kind == ConnectionRefusedError.__name__
-        return EndpointAnswer(str(target), str(error), api=api, is_absent=is_absent)
+        return EndpointProbe(str(target), str(error), api=api, is_absent=is_absent)
     status = response.status
     if status in retrying.SERVER.retried:  # another answer may come later
-        return EndpointAnswer(str(target), f"HTTP {status}", api=api)
+        return EndpointProbe(str(target), f"HTTP {status}", api=api)
     if status in (401, 403):
-        return EndpointAnswer(str(target), f"{key_hint(url, api_key)} (HTTP {status})", True)
-    return EndpointAnswer(
+        return EndpointProbe(str(target), f"{key_hint(url, api_key)} (HTTP {status})", True)
+    return EndpointProbe(
         str(target), api=url, models=_listed(response.body) if status == 200 else None
     )
 

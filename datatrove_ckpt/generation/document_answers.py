@@ -27,7 +27,7 @@ class Parked(Exception):
     """The document ends unrecorded: its requests are parked for a batch."""
 
 
-class Answers:
+class DocumentAnswers:
     """One document's answers: those that are cached, and what its rollouts took.
 
     Attributes:

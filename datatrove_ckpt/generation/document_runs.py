@@ -25,7 +25,7 @@ from datatrove_ckpt.errors import (
     causes,
 )
 from datatrove_ckpt.generation.dead_letters import RetriedDocument
-from datatrove_ckpt.generation.document_answers import Answers, Parked
+from datatrove_ckpt.generation.document_answers import DocumentAnswers, Parked
 from datatrove_ckpt.generation.document_limit import DocumentLimit
 from datatrove_ckpt.generation.failures import Failures, drops
 from datatrove_ckpt.generation.generate import BoundGenerate
@@ -93,7 +93,7 @@ class DocumentRuns:
 
     async def _run_document(self, source: SourceDocument, slot: ChunkSlot) -> FinishedDocument:
         document = source.document
-        answers = Answers(self.requests, slot, source.id, len(self._rollouts))
+        answers = DocumentAnswers(self.requests, slot, source.id, len(self._rollouts))
         if isinstance(document, RetriedDocument):
             answers.is_suspect = document.letter["kind"] == RequestFailed.__name__
         taken = self.failures.taken_letter(source, slot.ordinal)
@@ -123,7 +123,7 @@ class DocumentRuns:
         )
 
     async def _finished(
-        self, source: SourceDocument, slot: ChunkSlot, answers: Answers
+        self, source: SourceDocument, slot: ChunkSlot, answers: DocumentAnswers
     ) -> FinishedDocument:
         """Runs the rollouts of a document, and encodes it with their results."""
         document = source.document
@@ -157,7 +157,7 @@ class DocumentRuns:
             "dropped" if is_dropped else "written", source.fingerprint, data, len(kept)
         )
 
-    def _raise_if_stopping(self, answers: Answers) -> None:
+    def _raise_if_stopping(self, answers: DocumentAnswers) -> None:
         """Raises if the document must end unrecorded: the failure of the checkpoint or of the
         document, CancelledError after a stop of the rank, or Parked.
 

@@ -2,7 +2,7 @@
 
 ``on_document_error="stop"`` (the default) stops the rank, except at a rejected request with
 ``skip_bad_requests``, at a bad answer by its setting (``on_loop: dead_letter``), and at a request
-that kills servers. A server's failure always stops the rank (``Answers.fail``).
+that kills servers. A server's failure always stops the rank (``DocumentAnswers.fail``).
 
 A taken letter stays a letter when its chunk is redone (after ``repair``): otherwise the document
 would be in the output twice.

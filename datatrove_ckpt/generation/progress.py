@@ -57,7 +57,7 @@ class RankReporter:
 
     Attributes:
         own: what this attempt did. The scheduler counts documents, ``Requests`` failures,
-            ``Answers`` those that were cached, and clients what they send.
+            ``DocumentAnswers`` those that were cached, and clients what they send.
         clients: of the models whose servers are ready.
         outages: the outage clocks of the servers, also while they are not ready.
         last: the last progress; empty before the end.

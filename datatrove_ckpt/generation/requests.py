@@ -26,7 +26,7 @@ from datatrove_ckpt.common.redaction import shown
 from datatrove_ckpt.common.retrying import REJECTED
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import PAYLOAD_JSON, merged
-from datatrove_ckpt.generation.document_answers import Answers
+from datatrove_ckpt.generation.document_answers import DocumentAnswers
 from datatrove_ckpt.generation.failure_advice import unanswered
 from datatrove_ckpt.generation.payloads import body_of, hash_payload, question_of, request_seed
 from datatrove_ckpt.generation.rank_requests import Model, RankRequests
@@ -52,7 +52,7 @@ class Requests:
     """The requests of one rollout to one model."""
 
     def __init__(
-        self, rank: RankRequests, answers: Answers, rollout_idx: int, model: Model
+        self, rank: RankRequests, answers: DocumentAnswers, rollout_idx: int, model: Model
     ) -> None:
         self.rank = rank
         self.answers = answers

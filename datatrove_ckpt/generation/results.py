@@ -14,7 +14,7 @@ from datatrove.data import Document, Media
 from loguru import logger
 
 from datatrove_ckpt.common.exact_json import loads
-from datatrove_ckpt.generation.document_answers import Answers
+from datatrove_ckpt.generation.document_answers import DocumentAnswers
 from datatrove_ckpt.generation.first_document import check_answer, check_first
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.output.document_codec import encode_finished, writes_media
@@ -65,7 +65,7 @@ class Results:
         if self._has_column or self._added:
             check_answer(self._step, document)
 
-    def put_added(self, document: Document, answers: Answers) -> None:
+    def put_added(self, document: Document, answers: DocumentAnswers) -> None:
         """Puts the columns of ``quality`` and the endpoints into the metadata. Those of an old
         output stay.
         """

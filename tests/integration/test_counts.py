@@ -18,7 +18,7 @@ from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest
 from datatrove_ckpt.errors import DocumentFailed
-from datatrove_ckpt.generation.document_answers import Answers
+from datatrove_ckpt.generation.document_answers import DocumentAnswers
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.requests import Requests
 from datatrove_ckpt.output.chunk_writing import ChunkOutput
@@ -70,7 +70,7 @@ def test_a_chunk_is_committed_by_these_effects_in_this_order(tmp_path, server):
 OF_A_DOCUMENT = (
     Document,
     SourceDocument,
-    Answers,
+    DocumentAnswers,
     Requests,
     FinishedDocument,
     CachedRequest,

@@ -23,7 +23,7 @@ from datatrove_ckpt.rollouts.answer_form import ends_in_blanks, is_cut_off
 _PARKED_SECONDS = 0.05
 
 
-class Parked(Exception):
+class DocumentParked(Exception):
     """The document ends unrecorded: its requests are parked for a batch."""
 
 

@@ -25,7 +25,7 @@ from datatrove_ckpt.errors import (
     causes,
 )
 from datatrove_ckpt.generation.dead_letters import RetriedDocument
-from datatrove_ckpt.generation.document_answers import DocumentAnswers, Parked
+from datatrove_ckpt.generation.document_answers import DocumentAnswers, DocumentParked
 from datatrove_ckpt.generation.document_limit import DocumentLimit
 from datatrove_ckpt.generation.failures import Failures, drops
 from datatrove_ckpt.generation.generate import BoundGenerate
@@ -77,7 +77,7 @@ class DocumentRuns:
                 logger.warning(
                     f"The rollout dropped all of {_SUSPICIOUS_DROPS} documents. {WHY_DROPPED}"
                 )
-        except Parked:
+        except DocumentParked:
             self.parked += 1
         except (asyncio.CancelledError, KeyboardInterrupt):
             self._shutdown.abort()
@@ -145,7 +145,7 @@ class DocumentRuns:
             results = await self._run_rollouts(document, requests)
         self._raise_if_stopping(answers)
         if answers.parked:
-            raise Parked
+            raise DocumentParked
         kept = [result for result in results if result is not None]
         self.results.put_added(document, answers)
         data = await self.results.encode(document, kept, slot.chunk.index, source.id)
@@ -170,7 +170,7 @@ class DocumentRuns:
         if answers.failure is not None:
             raise answers.failure
         if answers.parked and answers.is_repeatable:
-            raise Parked
+            raise DocumentParked
 
     async def _run_rollouts(self, document: Document, requests: list[Requests]) -> list[object]:
         # The first rollout that raises cancels the others, whose further requests would be wasted.

@@ -30,7 +30,7 @@ class _Asked(NamedTuple):
     task: asyncio.Task[Any]
 
 
-class _Requests:
+class _AgentRequests:
     """The requests of an agent.
 
     A client that loses its patience hangs up and asks again: the new request takes the result of
@@ -93,7 +93,7 @@ async def serve(generate: Any, model_name: str) -> AsyncIterator[str]:
         InferenceError: the agent failed after its last request was refused with this error.
     """
     secret = f"/{secrets.token_urlsafe(24)}"
-    requests = _Requests(generate)
+    requests = _AgentRequests(generate)
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
         path = request.path

@@ -10,7 +10,7 @@ from datatrove.pipeline.inference.types import InferenceError
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS
 from datatrove_ckpt.errors import BadAnswer, ConfigError, RequestRejected, named
 from datatrove_ckpt.generation.document_answers import warn_once
-from datatrove_ckpt.generation.requests import Requests, failed
+from datatrove_ckpt.generation.requests import RolloutRequests, failed
 from datatrove_ckpt.inference.client.responses import Api
 from datatrove_ckpt.output.document_codec import Result
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
@@ -19,11 +19,11 @@ from datatrove_ckpt.rollouts import Payload
 _BAD = {"on_loop": "is looping", "on_refusal": "is a refusal", "on_cut_off": "is cut off"}
 
 
-async def acceptable(requests: Requests, payload: Payload, way: Api, whole: bool) -> Result:
+async def acceptable(requests: RolloutRequests, payload: Payload, way: Api, whole: bool) -> Result:
     """Returns the answer, or the answer of a retry, as the policies for bad answers say.
 
     Raises:
-        InferenceError: ``error`` is a BadAnswer; or see ``Requests.answered``.
+        InferenceError: ``error`` is a BadAnswer; or see ``RolloutRequests.answered``.
     """
     answers = requests.answers
     if answers.have_ended:

@@ -31,7 +31,7 @@ from datatrove_ckpt.generation.failures import Failures, drops
 from datatrove_ckpt.generation.generate import BoundGenerate
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.rank_requests import RankRequests
-from datatrove_ckpt.generation.requests import Requests
+from datatrove_ckpt.generation.requests import RolloutRequests
 from datatrove_ckpt.generation.results import DROPPED, Results
 from datatrove_ckpt.generation.user_rollout import name_of
 from datatrove_ckpt.process.event_loop import end_fork
@@ -130,7 +130,8 @@ class DocumentRuns:
         self.results.check(document)
         rank_requests = self.requests
         requests = [
-            Requests(rank_requests, answers, index, rank_requests.model) for index in self._rollouts
+            RolloutRequests(rank_requests, answers, index, rank_requests.model)
+            for index in self._rollouts
         ]
         results: list[object]
         if source.finished is not None:
@@ -172,7 +173,9 @@ class DocumentRuns:
         if answers.parked and answers.is_repeatable:
             raise DocumentParked
 
-    async def _run_rollouts(self, document: Document, requests: list[Requests]) -> list[object]:
+    async def _run_rollouts(
+        self, document: Document, requests: list[RolloutRequests]
+    ) -> list[object]:
         # The first rollout that raises cancels the others, whose further requests would be wasted.
         tasks = [
             asyncio.ensure_future(self._run_rollout(document, request)) for request in requests
@@ -183,7 +186,7 @@ class DocumentRuns:
             for task in tasks:
                 task.cancel()
 
-    async def _run_rollout(self, document: Document, request: Requests) -> object:
+    async def _run_rollout(self, document: Document, request: RolloutRequests) -> object:
         try:
             result = await self.rollout_fn(document, BoundGenerate(request))
         except BaseException as error:

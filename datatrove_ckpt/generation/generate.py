@@ -18,7 +18,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.bad_answers import acceptable
 from datatrove_ckpt.generation.document_answers import warn_once
 from datatrove_ckpt.generation.once import Call, result_of
-from datatrove_ckpt.generation.requests import Requests
+from datatrove_ckpt.generation.requests import RolloutRequests
 from datatrove_ckpt.generation.user_frames import called_at
 from datatrove_ckpt.inference.client.responses import (
     Floats,
@@ -39,7 +39,7 @@ class BoundGenerate:
 
     __slots__ = ("_requests",)
 
-    def __init__(self, requests: Requests) -> None:
+    def __init__(self, requests: RolloutRequests) -> None:
         self._requests = requests
 
     def __getattr__(self, name: str) -> BoundGenerate:
@@ -53,7 +53,7 @@ class BoundGenerate:
             )
         # Not kept: it would be a reference cycle, freed only by the garbage collector.
         return BoundGenerate(
-            Requests(requests.rank, requests.answers, requests.rollout_idx, models[name])
+            RolloutRequests(requests.rank, requests.answers, requests.rollout_idx, models[name])
         )
 
     @property

@@ -56,7 +56,7 @@ class RankReporter:
         interval: seconds between two log lines.
 
     Attributes:
-        own: what this attempt did. The scheduler counts documents, ``Requests`` failures,
+        own: what this attempt did. The scheduler counts documents, ``RolloutRequests`` failures,
             ``DocumentAnswers`` those that were cached, and clients what they send.
         clients: of the models whose servers are ready.
         outages: the outage clocks of the servers, also while they are not ready.

@@ -48,7 +48,7 @@ _UNKNOWN_FORMS = 2  # so many batches may have an answer in an unknown form to o
 _IN_TIERS = ("chat/completions", "completions", "responses")
 
 
-class Requests:
+class RolloutRequests:
     """The requests of one rollout to one model."""
 
     def __init__(

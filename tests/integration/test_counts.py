@@ -20,7 +20,7 @@ from datatrove_ckpt.checkpoint.request_cache import CachedRequest
 from datatrove_ckpt.errors import DocumentFailed
 from datatrove_ckpt.generation.document_answers import DocumentAnswers
 from datatrove_ckpt.generation.prefetch import SourceDocument
-from datatrove_ckpt.generation.requests import Requests
+from datatrove_ckpt.generation.requests import RolloutRequests
 from datatrove_ckpt.output.chunk_writing import ChunkOutput
 from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.testing.crashes import WatchedDisk, disk_in_place
@@ -71,7 +71,7 @@ OF_A_DOCUMENT = (
     Document,
     SourceDocument,
     DocumentAnswers,
-    Requests,
+    RolloutRequests,
     FinishedDocument,
     CachedRequest,
     ChunkSlot,

@@ -16,7 +16,7 @@ from loguru import logger
 
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
-from datatrove_ckpt.generation.requests import Requests
+from datatrove_ckpt.generation.requests import RolloutRequests
 from datatrove_ckpt.rollouts import PromptRollout
 from tests.jobs import runner
 
@@ -65,7 +65,7 @@ def put(cache, group):
         log_event("kept", f"{request.doc_id} {request.key.payload_hash}")
 
 
-_send, Requests._send = Requests._send, send  # type: ignore[method-assign]
+_send, RolloutRequests._send = RolloutRequests._send, send  # type: ignore[method-assign]
 _put, RequestCache.put = RequestCache.put, put  # type: ignore[method-assign]
 
 

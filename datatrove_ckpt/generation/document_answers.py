@@ -14,7 +14,7 @@ from datatrove_ckpt.common.finish_reasons import ENDINGS, USUAL
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.errors import CkptError, RequestRejected
 from datatrove_ckpt.generation.quality import INVALID, REPEATING, choices_of
-from datatrove_ckpt.generation.rank_requests import RankRequests
+from datatrove_ckpt.generation.rank_requests import RankContext
 from datatrove_ckpt.inference.client.responses import Api, token_counts
 from datatrove_ckpt.output.document_codec import Result
 from datatrove_ckpt.rollouts import Payload
@@ -55,7 +55,7 @@ class DocumentAnswers:
     _cached: asyncio.Future[dict[AnswerKey, CachedAnswer]] | None = None
     _pending = 0
 
-    def __init__(self, rank: RankRequests, slot: ChunkSlot, doc_id: str, rollouts: int) -> None:
+    def __init__(self, rank: RankContext, slot: ChunkSlot, doc_id: str, rollouts: int) -> None:
         self.slot = slot
         self.order = slot.ordinal
         self.doc_id = doc_id

@@ -30,7 +30,7 @@ from datatrove_ckpt.generation.document_limit import DocumentLimit
 from datatrove_ckpt.generation.failures import Failures, drops
 from datatrove_ckpt.generation.generate import BoundGenerate
 from datatrove_ckpt.generation.prefetch import SourceDocument
-from datatrove_ckpt.generation.rank_requests import RankRequests
+from datatrove_ckpt.generation.rank_requests import RankContext
 from datatrove_ckpt.generation.requests import RolloutRequests
 from datatrove_ckpt.generation.results import DROPPED, Results
 from datatrove_ckpt.generation.user_rollout import name_of
@@ -53,7 +53,7 @@ class DocumentRuns:
         parked: documents whose requests wait for a batch.
     """
 
-    requests: RankRequests
+    requests: RankContext
     rollout_fn: Rollout
     failures: Failures
     results: Results

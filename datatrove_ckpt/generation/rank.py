@@ -43,7 +43,7 @@ from datatrove_ckpt.generation.limit_watch import LimitWatch, limit_reached
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.quality import Quality
-from datatrove_ckpt.generation.rank_requests import RankRequests
+from datatrove_ckpt.generation.rank_requests import RankContext
 from datatrove_ckpt.generation.results import Results
 from datatrove_ckpt.generation.run_identity import servers_digest
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
@@ -408,7 +408,7 @@ class _Run:
         ends_well = False
         try:
             with shared_arguments(step.shared_context, preemption) as shared:
-                requests = RankRequests(
+                requests = RankContext(
                     step.models,
                     checkpoint,
                     progress,

@@ -40,7 +40,7 @@ class Model:
 
 
 @dataclass(eq=False)
-class RankRequests:
+class RankContext:
     """What the requests of a rank share. The ``Scheduler`` says what its documents do.
 
     Must be made on the event loop that runs it.

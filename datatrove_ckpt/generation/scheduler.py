@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datatrove_ckpt.errors import CheckpointError, CkptError, named
 from datatrove_ckpt.generation.document_runs import DocumentRuns
 from datatrove_ckpt.generation.prefetch import DocumentSource
-from datatrove_ckpt.generation.rank_requests import Model, RankRequests
+from datatrove_ckpt.generation.rank_requests import Model, RankContext
 from datatrove_ckpt.generation.stopping import (
     LOOK_SECONDS,
     end_documents,
@@ -30,7 +30,7 @@ from datatrove_ckpt.process.shutdown import wait_until_cancelled
 class Scheduler:
     """Admits one rank's documents, and commits them, while servers run."""
 
-    requests: RankRequests
+    requests: RankContext
     rank: int
     servers: ServerHost
     runs: DocumentRuns

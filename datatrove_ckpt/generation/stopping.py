@@ -6,7 +6,7 @@ from contextlib import suppress
 from loguru import logger
 
 from datatrove_ckpt.common.formatting import plural
-from datatrove_ckpt.generation.rank_requests import Model, RankRequests
+from datatrove_ckpt.generation.rank_requests import Model, RankContext
 from datatrove_ckpt.process.event_loop import in_own_thread
 
 # How often the loop polls what other threads do for the rank. A callback for each change would cost
@@ -23,7 +23,7 @@ async def next_look() -> None:
     await asyncio.sleep(LOOK_SECONDS)
 
 
-async def end_documents(requests: RankRequests) -> None:
+async def end_documents(requests: RankContext) -> None:
     """Cancels the remaining documents, and again those that swallow it: for five seconds, in a fast
     stop for one.
 
@@ -50,7 +50,7 @@ async def end_documents(requests: RankRequests) -> None:
 
 
 async def stop_when_requested(
-    requests: RankRequests, serving: list[asyncio.Task[None]], watch: asyncio.Task[None]
+    requests: RankContext, serving: list[asyncio.Task[None]], watch: asyncio.Task[None]
 ) -> None:
     """Waits until the rank is to stop, and stops it.
 
@@ -100,7 +100,7 @@ async def stop_when_requested(
     shutdown.raise_preempted()
 
 
-def _log_drain(requests: RankRequests, in_flight: int) -> None:
+def _log_drain(requests: RankContext, in_flight: int) -> None:
     shutdown = requests.shutdown
     calls = requests.calls.running
     running = f"{in_flight} requests"
@@ -116,7 +116,7 @@ def _log_drain(requests: RankRequests, in_flight: int) -> None:
         )
 
 
-async def _drain(requests: RankRequests, models: list[Model]) -> None:
+async def _drain(requests: RankContext, models: list[Model]) -> None:
     """Waits until no request or call is in flight, and every document waits to begin one."""
     requests.checkpoint.hurry()
     # This must hold in two polls: an answer that has just come is yet to be passed to its rollout.

@@ -14,7 +14,7 @@ from datatrove_ckpt.inference.client.client import CompletionClient, usual_way
 from datatrove_ckpt.process.shutdown import Shutdown
 
 
-class Model:
+class RankModel:
     """One of the rank's models.
 
     Attributes:
@@ -62,7 +62,7 @@ class RankContext:
     code: str
 
     def __post_init__(self) -> None:
-        self.models = {name: Model(config) for name, config in self.configs.items()}
+        self.models = {name: RankModel(config) for name, config in self.configs.items()}
         self.model = next(iter(self.models.values()))
         self.calls = Calls(self.observer.own, self.shutdown)
         self.waiting = 0

@@ -29,7 +29,7 @@ from datatrove_ckpt.config.generation_params import PAYLOAD_JSON, merged
 from datatrove_ckpt.generation.document_answers import DocumentAnswers
 from datatrove_ckpt.generation.failure_advice import unanswered
 from datatrove_ckpt.generation.payloads import body_of, hash_payload, question_of, request_seed
-from datatrove_ckpt.generation.rank_requests import Model, RankContext
+from datatrove_ckpt.generation.rank_requests import RankContext, RankModel
 from datatrove_ckpt.inference.client.body import AnyBody, RequestBody
 from datatrove_ckpt.inference.client.responses import (
     Api,
@@ -52,7 +52,7 @@ class RolloutRequests:
     """The requests of one rollout to one model."""
 
     def __init__(
-        self, rank: RankContext, answers: DocumentAnswers, rollout_idx: int, model: Model
+        self, rank: RankContext, answers: DocumentAnswers, rollout_idx: int, model: RankModel
     ) -> None:
         self.rank = rank
         self.answers = answers

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datatrove_ckpt.errors import CheckpointError, CkptError, named
 from datatrove_ckpt.generation.document_runs import DocumentRuns
 from datatrove_ckpt.generation.prefetch import DocumentSource
-from datatrove_ckpt.generation.rank_requests import Model, RankContext
+from datatrove_ckpt.generation.rank_requests import RankContext, RankModel
 from datatrove_ckpt.generation.stopping import (
     LOOK_SECONDS,
     end_documents,
@@ -137,7 +137,7 @@ class Scheduler:
 
     # background ----------------------------------------------------------------------------------
 
-    async def _serve(self, model: Model) -> None:
+    async def _serve(self, model: RankModel) -> None:
         # A finished rank, or one without documents, loads no model.
         await self._server_needed.wait()
         observer = self.requests.observer

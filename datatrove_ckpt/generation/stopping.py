@@ -6,7 +6,7 @@ from contextlib import suppress
 from loguru import logger
 
 from datatrove_ckpt.common.formatting import plural
-from datatrove_ckpt.generation.rank_requests import Model, RankContext
+from datatrove_ckpt.generation.rank_requests import RankContext, RankModel
 from datatrove_ckpt.process.event_loop import in_own_thread
 
 # How often the loop polls what other threads do for the rank. A callback for each change would cost
@@ -116,7 +116,7 @@ def _log_drain(requests: RankContext, in_flight: int) -> None:
         )
 
 
-async def _drain(requests: RankContext, models: list[Model]) -> None:
+async def _drain(requests: RankContext, models: list[RankModel]) -> None:
     """Waits until no request or call is in flight, and every document waits to begin one."""
     requests.checkpoint.hurry()
     # This must hold in two polls: an answer that has just come is yet to be passed to its rollout.

@@ -27,7 +27,7 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.generation.dead_letters import RetriedDocument
 from datatrove_ckpt.generation.document_answers import DocumentAnswers, DocumentParked
 from datatrove_ckpt.generation.document_limit import DocumentLimit
-from datatrove_ckpt.generation.failures import Failures, drops
+from datatrove_ckpt.generation.failures import FailurePolicy, drops
 from datatrove_ckpt.generation.generate import BoundGenerate
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.rank_requests import RankContext
@@ -55,7 +55,7 @@ class DocumentRuns:
 
     requests: RankContext
     rollout_fn: Rollout
-    failures: Failures
+    failures: FailurePolicy
     results: Results
     limit: DocumentLimit
 

@@ -32,7 +32,7 @@ from datatrove_ckpt.generation.user_rollout import NotAwaitable
 
 
 @dataclass
-class Failures:
+class FailurePolicy:
     """The rule for one rank, and the number of its dead letters.
 
     Attributes:

@@ -35,7 +35,7 @@ from datatrove_ckpt.generation.dead_letters import next_retry, taken_letters
 from datatrove_ckpt.generation.document_limit import DocumentLimit
 from datatrove_ckpt.generation.document_runs import DocumentRuns
 from datatrove_ckpt.generation.failure_advice import offer_skipping
-from datatrove_ckpt.generation.failures import Failures
+from datatrove_ckpt.generation.failures import FailurePolicy
 from datatrove_ckpt.generation.final_stats import fill_stats, sum_rank
 from datatrove_ckpt.generation.finished_from import FinishedDocuments, OldRuns
 from datatrove_ckpt.generation.input_columns import input_types
@@ -397,7 +397,7 @@ class _Run:
     ) -> bool:
         step = self.step
         preemption = self.preemption
-        failures = Failures(
+        failures = FailurePolicy(
             step, checkpoint.resumed.finished.dead, taken_letters(self.root, self.rank)
         )
         host = host_loop()

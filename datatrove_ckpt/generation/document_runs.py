@@ -32,7 +32,7 @@ from datatrove_ckpt.generation.generate import BoundGenerate
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.rank_requests import RankContext
 from datatrove_ckpt.generation.requests import RolloutRequests
-from datatrove_ckpt.generation.results import DROPPED, Results
+from datatrove_ckpt.generation.results import DROPPED, ResultEncoder
 from datatrove_ckpt.generation.user_rollout import name_of
 from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.exits import exit_error
@@ -56,7 +56,7 @@ class DocumentRuns:
     requests: RankContext
     rollout_fn: Rollout
     failures: FailurePolicy
-    results: Results
+    results: ResultEncoder
     limit: DocumentLimit
 
     def __post_init__(self) -> None:

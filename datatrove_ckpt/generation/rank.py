@@ -44,7 +44,7 @@ from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.quality import Quality
 from datatrove_ckpt.generation.rank_requests import RankContext
-from datatrove_ckpt.generation.results import Results
+from datatrove_ckpt.generation.results import ResultEncoder
 from datatrove_ckpt.generation.run_identity import servers_digest
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.generation.scheduler import Scheduler
@@ -317,7 +317,7 @@ class _Run:
             trial = None
             if step.checkpoints_local_dir is not None:
                 trial = WriterTrial(step.output_writer, types, step.rows)
-            results = Results(step, output.names, trial)
+            results = ResultEncoder(step, output.names, trial)
             main = self._generate(documents, checkpoint, progress, results)
             who = f"The rollout {name_of(step.rollout_fn)}, or a task that it started,"
             with preemption.watched(checkpoint.flush), no_exit(who, shutdown):
@@ -359,7 +359,7 @@ class _Run:
         documents: DocumentSource,
         checkpoint: OpenCheckpoint,
         progress: RankReporter,
-        results: Results,
+        results: ResultEncoder,
     ) -> bool:
         """``_process`` in the event loop, with what runs beside it."""
         watchers = [
@@ -392,7 +392,7 @@ class _Run:
         documents: DocumentSource,
         checkpoint: OpenCheckpoint,
         progress: RankReporter,
-        results: Results,
+        results: ResultEncoder,
         limits: LimitWatch,
     ) -> bool:
         step = self.step

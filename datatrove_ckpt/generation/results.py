@@ -27,7 +27,7 @@ from datatrove_ckpt.rollouts.settings import value_of
 DROPPED = b"null"
 
 
-class Results:
+class ResultEncoder:
     """The results of one rank.
 
     Args:

@@ -63,7 +63,7 @@ def _reason_of(choice: JsonObject) -> str:
     return str(choice["finish_reason"] or "").lower()
 
 
-class Quality:
+class AnswerQuality:
     """What is wrong with the answers of a rank.
 
     Args:

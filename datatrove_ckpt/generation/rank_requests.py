@@ -9,7 +9,7 @@ from datatrove_ckpt.generation.embedding_batches import Batches
 from datatrove_ckpt.generation.limit_watch import LimitWatch
 from datatrove_ckpt.generation.once import Calls
 from datatrove_ckpt.generation.progress import RankReporter
-from datatrove_ckpt.generation.quality import Quality
+from datatrove_ckpt.generation.quality import AnswerQuality
 from datatrove_ckpt.inference.client.client import CompletionClient, usual_way
 from datatrove_ckpt.process.shutdown import Shutdown
 
@@ -57,7 +57,7 @@ class RankContext:
     checkpoint: OpenCheckpoint
     observer: RankReporter
     shutdown: Shutdown
-    quality: Quality
+    quality: AnswerQuality
     limits: LimitWatch
     code: str
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from datatrove_ckpt.generation.quality import FAULTS, INVALID, Quality, is_looping
+from datatrove_ckpt.generation.quality import FAULTS, INVALID, AnswerQuality, is_looping
 
 WORDS = [
     "the",
@@ -85,27 +85,27 @@ def test_what_is_no_loop(text):
 
 
 def test_phrases_of_the_user_are_refusals_at_the_beginning():
-    quality = Quality(["Das kann ich NICHT"])
+    quality = AnswerQuality(["Das kann ich NICHT"])
     assert faults(quality, "Leider: das kann ich nicht.") == ["refusing"]
     assert faults(quality, "x " * 100 + "Das kann ich nicht.") == []
 
 
 @pytest.mark.parametrize("text", NO_REFUSALS)
 def test_no_refusals(text):
-    assert faults(Quality(), text) == []
+    assert faults(AnswerQuality(), text) == []
 
 
 @pytest.mark.parametrize("text", ["as an ai, " * 40, "\n" * 400, "-" * 400 + "x"])
 def test_no_text_takes_long(text):
     began_at = time.process_time()
     for _ in range(100):
-        faults(Quality(), text)
+        faults(AnswerQuality(), text)
     assert time.process_time() - began_at < 0.1
 
 
 def test_what_is_planted_in_ten_thousand_answers_is_found_and_nothing_else():
     chance = random.Random(1)
-    quality = Quality()
+    quality = AnswerQuality()
     earlier = [good(chance) * 2 for _ in range(50)]
     for text in earlier:
         assert faults(quality, text) == []

@@ -52,7 +52,7 @@ class Call:
         return payload_hash(_as_json(arguments, PAYLOAD_JSON | orjson.OPT_SORT_KEYS))
 
 
-class Calls:
+class OnceCalls:
     """The calls of a rank. Must be made on its event loop.
 
     Attributes:

@@ -7,7 +7,7 @@ from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.generation.embedding_batches import Batches
 from datatrove_ckpt.generation.limit_watch import LimitWatch
-from datatrove_ckpt.generation.once import Calls
+from datatrove_ckpt.generation.once import OnceCalls
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.quality import AnswerQuality
 from datatrove_ckpt.inference.client.client import CompletionClient, usual_way
@@ -64,7 +64,7 @@ class RankContext:
     def __post_init__(self) -> None:
         self.models = {name: RankModel(config) for name, config in self.configs.items()}
         self.model = next(iter(self.models.values()))
-        self.calls = Calls(self.observer.own, self.shutdown)
+        self.calls = OnceCalls(self.observer.own, self.shutdown)
         self.waiting = 0
         self.documents: dict[int, asyncio.Task[None]] = {}
         self.all_started = False

@@ -17,7 +17,7 @@ from datatrove_ckpt.config.generation_params import refuse_near_misses
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.bad_answers import acceptable
 from datatrove_ckpt.generation.document_answers import warn_once
-from datatrove_ckpt.generation.once import Call, result_of
+from datatrove_ckpt.generation.once import OnceCall, result_of
 from datatrove_ckpt.generation.requests import RolloutRequests
 from datatrove_ckpt.generation.user_frames import called_at
 from datatrove_ckpt.inference.client.responses import (
@@ -120,7 +120,7 @@ class BoundGenerate:
             )
         if not isinstance(keep_errors, type):  # a list is none that ``isinstance`` takes
             keep_errors = tuple(keep_errors)
-        call = Call(name, function, args, kwargs, time_limit, keep_errors)
+        call = OnceCall(name, function, args, kwargs, time_limit, keep_errors)
         try:
             digest = call.digest(rank.code)
         except TypeError as error:

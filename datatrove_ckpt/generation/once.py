@@ -29,7 +29,7 @@ _RESULT = "once"
 
 
 @dataclass(frozen=True)
-class Call:
+class OnceCall:
     """A call of ``generate.once``, which documents the fields."""
 
     name: str
@@ -65,7 +65,7 @@ class OnceCalls:
         self._shutdown = shutdown
         self._threads = asyncio.Semaphore(_THREADS)
 
-    async def make(self, call: Call) -> CachedAnswer:
+    async def make(self, call: OnceCall) -> CachedAnswer:
         """Returns what is saved of the call.
 
         Raises:
@@ -97,7 +97,7 @@ class OnceCalls:
             counts.call_milliseconds[name] += round(1000 * (time.monotonic() - started))
         return CachedAnswer(_saved(call.name, result), None)
 
-    async def _result(self, call: Call, is_plain: bool) -> object:
+    async def _result(self, call: OnceCall, is_plain: bool) -> object:
         try:
             async with asyncio.timeout(call.time_limit) as limit:
                 if is_plain:
@@ -113,7 +113,7 @@ class OnceCalls:
             text = f"generate.once({call.name!r}) took longer than {call.time_limit:g} s"
             raise TimeoutError(text) from error
 
-    async def _in_thread(self, call: Call) -> object:
+    async def _in_thread(self, call: OnceCall) -> object:
         def work() -> tuple[object, BaseException | None]:
             try:
                 return call.function(*call.args, **call.kwargs), None

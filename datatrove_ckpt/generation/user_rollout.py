@@ -68,7 +68,7 @@ def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:
     _check_call(rollout_fn, shared, complete=True)
     if isinstance(rollout_fn, ReadyMade):
         rollout_fn.prepare()
-    call = _Call(rollout_fn, **shared)
+    call = _RolloutCall(rollout_fn, **shared)
     if any(map(inspect.iscoroutinefunction, (rollout_fn, type(rollout_fn).__call__))):
         return call
 
@@ -85,7 +85,7 @@ def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:
     return checked
 
 
-class _Call(partial[Any]):
+class _RolloutCall(partial[Any]):
     """A call of the user's function, whose ``repr`` hides the arguments, which may be secrets."""
 
     def __repr__(self) -> str:

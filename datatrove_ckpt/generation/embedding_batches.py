@@ -71,7 +71,7 @@ class _Batch:
     task: asyncio.Task[None] | None = None
 
 
-class Batches:
+class EmbeddingBatches:
     """The shared requests of one rank to one model.
 
     Args:

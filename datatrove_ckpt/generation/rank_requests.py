@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.generation.embedding_batches import Batches
+from datatrove_ckpt.generation.embedding_batches import EmbeddingBatches
 from datatrove_ckpt.generation.limit_watch import LimitWatch
 from datatrove_ckpt.generation.once import OnceCalls
 from datatrove_ckpt.generation.progress import RankReporter
@@ -26,7 +26,7 @@ class RankModel:
         is_dead: a drain does not wait for its requests in flight.
     """
 
-    batches: Batches | None = None
+    batches: EmbeddingBatches | None = None
     is_dead = False
 
     def __init__(self, config: InferenceConfig) -> None:
@@ -36,7 +36,7 @@ class RankModel:
         self.policies = config.answer_policies
         self.sizes: dict[bytes, int] = {}
         if config.texts_per_request > 1:
-            self.batches = Batches(config.texts_per_request)
+            self.batches = EmbeddingBatches(config.texts_per_request)
 
 
 @dataclass(eq=False)

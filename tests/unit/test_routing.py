@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from datatrove_ckpt.config.endpoints import EndpointConfig
-from datatrove_ckpt.generation.embedding_batches import Batches
+from datatrove_ckpt.generation.embedding_batches import EmbeddingBatches
 from datatrove_ckpt.inference.client.body import RequestBody
 from datatrove_ckpt.inference.client.minute_limits import MinuteLimits
 from datatrove_ckpt.inference.client.responses import CHAT
@@ -294,7 +294,7 @@ async def test_a_shared_request_and_its_parts_have_the_order_and_the_text_of_a_d
 
     client = SimpleNamespace(sender=Sender(), complete=complete)
     waiter = SimpleNamespace(order=7, is_suspect=False)
-    batches = Batches(2)
+    batches = EmbeddingBatches(2)
     texts = [batches.complete(client, {"input": text}, CHAT, waiter) for text in "ab"]
     await asyncio.gather(*texts, return_exceptions=True)
     assert seen == [

@@ -60,7 +60,7 @@ class _Text:
 
 
 @dataclass(eq=False)
-class _Batch:
+class _TextBatch:
     """The texts of one shared request. ``rest``: of the payload."""
 
     client: CompletionClient
@@ -80,7 +80,7 @@ class EmbeddingBatches:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._filling: dict[bytes, _Batch] = {}
+        self._filling: dict[bytes, _TextBatch] = {}
 
     async def complete(
         self, client: CompletionClient, payload: Payload, way: Api, waiter: Waiter
@@ -90,7 +90,7 @@ class EmbeddingBatches:
         key = orjson.dumps([way.path, {**payload, "input": None}, way.extras], option=PAYLOAD_JSON)
         # The rest as it is now: the rollout may change what is in it.
         if (batch := self._filling.get(key)) is None:
-            batch = self._filling[key] = _Batch(client, orjson.loads(key)[1], way, [])
+            batch = self._filling[key] = _TextBatch(client, orjson.loads(key)[1], way, [])
             loop.call_later(_LONGEST, self._send, key, batch)
         text = _Text(payload["input"], waiter, loop.create_future())
         batch.texts.append(text)
@@ -104,7 +104,7 @@ class EmbeddingBatches:
             if not batch.waiting and batch.task is not None:
                 batch.task.cancel()
 
-    def _send(self, key: bytes, batch: _Batch) -> None:
+    def _send(self, key: bytes, batch: _TextBatch) -> None:
         if self._filling.get(key) is not batch:  # it was full before
             return
         del self._filling[key]
@@ -113,7 +113,7 @@ class EmbeddingBatches:
             batch.task = asyncio.get_running_loop().create_task(_run(batch, batch.texts, request))
 
 
-async def _run(batch: _Batch, texts: list[_Text], request: Request) -> None:
+async def _run(batch: _TextBatch, texts: list[_Text], request: Request) -> None:
     texts = [text for text in texts if not text.answer.done()]
     if not texts:
         return

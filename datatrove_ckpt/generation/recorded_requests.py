@@ -21,7 +21,7 @@ from datatrove_ckpt.rollouts.media import media_key
 
 
 @dataclass
-class NotedRequest:
+class RecordedRequest:
     """A request of a rollout.
 
     Attributes:
@@ -47,7 +47,7 @@ class NotedRequest:
         return token_counts(self.usage)
 
 
-NotedRequests = dict[int, list[NotedRequest]]
+NotedRequests = dict[int, list[RecordedRequest]]
 """The requests of each document, by ``id(document)``: ids of the input may repeat."""
 
 
@@ -95,11 +95,11 @@ class _Noting:
     """A ``generate``, or a method or model of it, that notes each question and its answer."""
 
     _generate: Any
-    _noted: list[NotedRequest]
+    _noted: list[RecordedRequest]
     _model: str = ""
 
     async def __call__(self, asked: object, /, *more: object, **settings: object) -> object:
-        request = NotedRequest(_question(asked), _prompt(asked), model=self._model)
+        request = RecordedRequest(_question(asked), _prompt(asked), model=self._model)
         request.started = time.monotonic()
         self._noted.append(request)
         answer: Any

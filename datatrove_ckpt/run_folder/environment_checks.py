@@ -18,7 +18,7 @@ from datatrove_ckpt.config.paths import existing_part, expand_path
 from datatrove_ckpt.errors import ConfigError, DocumentNotSerializable, ServerStartFailed
 from datatrove_ckpt.errors.setting_names import setting_name
 from datatrove_ckpt.generation.first_document import check_first, try_media
-from datatrove_ckpt.generation.recorded_requests import NotedRequest, unsent_prompts
+from datatrove_ckpt.generation.recorded_requests import RecordedRequest, unsent_prompts
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.inference.servers.endpoint_probe import EndpointProbe, ask_endpoints
 from datatrove_ckpt.inference.servers.host import check_servers
@@ -158,7 +158,7 @@ def _costs(step: RunnerSettings, documents: Sequence[Document]) -> Iterator[Find
             "prompt_tokens": len(document.text) // _CHARACTERS_PER_TOKEN,
             "completion_tokens": answer,
         }
-        request = NotedRequest(document.text, usage=usage)
+        request = RecordedRequest(document.text, usage=usage)
         requests.append([request] * step.model.rollouts_per_document)
     counts = [1] * len(requests)
     rows = [" ".join(row) for row in costs(step, requests, counts, ROUND_NUMBER)]

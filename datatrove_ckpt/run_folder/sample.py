@@ -24,7 +24,7 @@ from datatrove_ckpt.common.formatting import duration, figure, short
 from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.errors import ConfigError, StorageFailed
-from datatrove_ckpt.generation.recorded_requests import NotedRequest, NotedRequests, noting
+from datatrove_ckpt.generation.recorded_requests import NotedRequests, RecordedRequest, noting
 from datatrove_ckpt.generation.run_identity import servers_digest
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.readers.positions import position_of
@@ -49,7 +49,7 @@ class SentSample:
 
     checkpoints: Path
     is_kept: bool
-    documents: list[tuple[Document, list[NotedRequest]]]
+    documents: list[tuple[Document, list[RecordedRequest]]]
     sizes: list[float]
     total: float | None
 
@@ -106,7 +106,7 @@ def take_sample(plan: RunPlan, number: int, folder: Path) -> SentSample:
         if documents:
             step.run(documents, number, len(groups))
     sent = [
-        (one, asked.get(id(one)) or [NotedRequest(text)])
+        (one, asked.get(id(one)) or [RecordedRequest(text)])
         for one, text in zip(first, texts, strict=True)
     ]
     measured = _measured([*tasks.values()], with_input)
@@ -190,7 +190,7 @@ def estimate_lines(sample: SentSample, step: RunnerSettings) -> Iterator[str]:
     if not answers:
         return
 
-    def whole(amount: Callable[[NotedRequest], float]) -> tuple[list[float], Estimate]:
+    def whole(amount: Callable[[RecordedRequest], float]) -> tuple[list[float], Estimate]:
         amounts = [sum(map(amount, requests)) for requests in sent]
         return amounts, estimate(amounts, sizes, total)
 
@@ -198,7 +198,7 @@ def estimate_lines(sample: SentSample, step: RunnerSettings) -> Iterator[str]:
     if sample.total is None:
         yield "The size of the input is not known."
     yield f"Median and 95th percentile of a document, and estimate for {documents} documents:"
-    kinds: dict[str, Callable[[NotedRequest], float]] = {
+    kinds: dict[str, Callable[[RecordedRequest], float]] = {
         "requests": lambda one: one.ended > 0,
         "prompt tokens": lambda one: one.tokens.prompt,
         "completion tokens": lambda one: one.tokens.completion,
@@ -226,7 +226,7 @@ def _counted(number: float) -> str:
 
 def costs(
     step: RunnerSettings,
-    sent: Sequence[Sequence[NotedRequest]],
+    sent: Sequence[Sequence[RecordedRequest]],
     sizes: Sequence[float],
     total: float,
 ) -> Iterator[tuple[str, str]]:
@@ -240,7 +240,7 @@ def costs(
     if not any(config.prices_at("") for config in models.values()):
         return
 
-    def cost(one: NotedRequest, tier: str) -> float:
+    def cost(one: RecordedRequest, tier: str) -> float:
         return models.get(one.model, step.model).cost(one.tokens, tier, one.endpoint) / 1e9
 
     for tier in dict.fromkeys(("", BATCH, *step.model.prices_at("").get("tiers", {}))):

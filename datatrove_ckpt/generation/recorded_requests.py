@@ -82,7 +82,7 @@ def noting(rollout_fn: Rollout, asked: NotedRequests) -> Rollout:
 
     async def rollout(document: Document, generate: Generate, **shared: object) -> object:
         return await rollout_fn(
-            document, _Noting(generate, asked.setdefault(id(document), [])), **shared
+            document, _RecordingGenerate(generate, asked.setdefault(id(document), [])), **shared
         )
 
     if isinstance(rollout_fn, PromptRollout):
@@ -91,7 +91,7 @@ def noting(rollout_fn: Rollout, asked: NotedRequests) -> Rollout:
 
 
 @dataclass
-class _Noting:
+class _RecordingGenerate:
     """A ``generate``, or a method or model of it, that notes each question and its answer."""
 
     _generate: Any
@@ -120,7 +120,7 @@ class _Noting:
     def __getattr__(self, name: str) -> Any:
         if name == "once":  # asks no model
             return self._generate.once
-        return _Noting(getattr(self._generate, name), self._noted, self._model or name)
+        return _RecordingGenerate(getattr(self._generate, name), self._noted, self._model or name)
 
 
 def _question(payload: Any) -> str:

@@ -60,7 +60,7 @@ _LENGTH_BYTES = 8
 _OF_SOME = frozenset({"tool_calls", "logprobs", "choices", "answer", "response_id", "model"})
 
 
-class OldRuns:
+class EarlierRuns:
     """The runs whose results another run takes over, compared with it except in the number of
     tasks, the size of chunks and all that is about files.
 

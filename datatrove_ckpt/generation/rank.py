@@ -37,7 +37,7 @@ from datatrove_ckpt.generation.document_runs import DocumentRuns
 from datatrove_ckpt.generation.failure_advice import offer_skipping
 from datatrove_ckpt.generation.failures import FailurePolicy
 from datatrove_ckpt.generation.final_stats import fill_stats, sum_rank
-from datatrove_ckpt.generation.finished_from import FinishedDocuments, OldRuns
+from datatrove_ckpt.generation.finished_from import EarlierRuns, FinishedDocuments
 from datatrove_ckpt.generation.input_columns import input_types
 from datatrove_ckpt.generation.limit_watch import LimitWatch, limit_reached
 from datatrove_ckpt.generation.prefetch import DocumentSource
@@ -148,7 +148,7 @@ class _Run:
         step.monitoring.check_packages()
         if step.finished_from:
             with self.preemption.interruptible():
-                old = OldRuns(step, step.identity(self.world_size))
+                old = EarlierRuns(step, step.identity(self.world_size))
             self.accepted = old.accepted
             if old.unchecked:
                 logger.warning(f"Task {rank}:{old.unchecked}")

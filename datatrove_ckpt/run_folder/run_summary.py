@@ -8,7 +8,7 @@ from datatrove_ckpt.checkpoint.rank_summary import JobTotals, find_ranks
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.errors import CheckpointCorrupt, InputError
 from datatrove_ckpt.generation.final_stats import lines_with_error
-from datatrove_ckpt.generation.finished_from import OldRuns
+from datatrove_ckpt.generation.finished_from import EarlierRuns
 from datatrove_ckpt.run_folder.run_plan import RunnerPlan
 
 
@@ -64,7 +64,7 @@ def closing_line(
     if idle and not runner.plan.incomplete(skip_completed=True):
         work += f" {idle} of {plural(job.ranks, 'task')} had no documents."
     work += f"{counts.odd_answers}{_attempts(job)}"
-    work += OldRuns(runner.step.changed(accept_changes=True), runner.identity).unchecked
+    work += EarlierRuns(runner.step.changed(accept_changes=True), runner.identity).unchecked
     if job.numbers.paid:
         work += f" Paid: {job.numbers.paid}."
     rows = ""

@@ -98,7 +98,7 @@ def taken_letters(root: Path, rank: int) -> dict[Attempt, bytes]:
     }
 
 
-class Retry:
+class DeadLetterRetry:
     """One pass over a rank's dead letters. Iterates over their documents.
 
     Attributes:
@@ -125,7 +125,7 @@ class Retry:
         return done == letters and not (self.folder / layout.CACHE).exists()
 
 
-def next_retry(root: Path, rank: int) -> Retry | None:
+def next_retry(root: Path, rank: int) -> DeadLetterRetry | None:
     """Resumes an interrupted retry, or starts another. None: there is nothing to retry.
 
     Raises:
@@ -144,7 +144,7 @@ def next_retry(root: Path, rank: int) -> Retry | None:
     last = 0
     for path in layout.retry_folders(root):
         number = int(path.name.removeprefix(layout.RETRIES))
-        retry = Retry(root, number, rank)
+        retry = DeadLetterRetry(root, number, rank)
         if not retry.input.exists():
             continue  # of other ranks
         if not retry.is_finished:
@@ -161,7 +161,7 @@ def next_retry(root: Path, rank: int) -> Retry | None:
     if not letters:
         return None
     letters.sort(key=_attempt_of)  # chunks are committed in any order
-    retry = Retry(root, last + 1, rank)
+    retry = DeadLetterRetry(root, last + 1, rank)
     files.disk.make_dirs(retry.folder, files.PRIVATE_FOLDER)
     files.disk.replace(retry.input, b"".join(orjson.dumps(letter) + b"\n" for letter in letters))
     return retry

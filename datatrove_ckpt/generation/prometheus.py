@@ -75,7 +75,7 @@ class Metric(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RankNow:
+class RankSnapshot:
     """Which rank it is, where it works, and how far it is.
 
     Attributes:
@@ -117,12 +117,12 @@ def _histogram(buckets: LogHistogram, ends: int, divisor: float = 1.0) -> Histog
     return found, sum(middles) / divisor
 
 
-def metrics(rank: RankNow) -> tuple[Metric, ...]:
+def metrics(rank: RankSnapshot) -> tuple[Metric, ...]:
     """Returns all metrics of a rank, in the same order for each rank."""
     return *_of_documents(rank.progress.documents, rank), *_of_requests(rank.progress, rank.spread)
 
 
-def _of_documents(done: DocumentCounts, rank: RankNow) -> tuple[Metric, ...]:
+def _of_documents(done: DocumentCounts, rank: RankSnapshot) -> tuple[Metric, ...]:
     progress = rank.progress
     return (
         Metric(
@@ -271,7 +271,7 @@ def _of_requests(progress: ProgressRecord, spread: RequestHistograms) -> tuple[M
     )
 
 
-def families(ranks: list[RankNow]) -> Iterator[Family]:
+def families(ranks: list[RankSnapshot]) -> Iterator[Family]:
     """The metrics of some ranks, each metric once."""
     for same in zip(*map(metrics, ranks), strict=True):
         first = same[0]
@@ -291,7 +291,7 @@ def families(ranks: list[RankNow]) -> Iterator[Family]:
             yield family
 
 
-GetRank = Callable[[], RankNow]
+GetRank = Callable[[], RankSnapshot]
 
 
 # the port ----------------------------------------------------------------------------------------
@@ -371,7 +371,7 @@ def shown_rank(
     if step.retry_dead_letters:
         name = f"{name} (retry)"
 
-    def now() -> RankNow:
+    def now() -> RankSnapshot:
         progress = reporter.progress()
         checkpoint.fill_in(progress)
         state = "starting"
@@ -382,7 +382,7 @@ def shown_rank(
             state = "stopping"
         elif reporter.clients:
             state = "running"
-        return RankNow(
+        return RankSnapshot(
             name,
             rank,
             socket.gethostname(),

@@ -23,7 +23,7 @@ from datatrove_ckpt.generation import prometheus
 from datatrove_ckpt.generation.prometheus import (
     PREFIX,
     RANK_LABELS,
-    RankNow,
+    RankSnapshot,
     families,
     metrics_port,
 )
@@ -53,7 +53,7 @@ def metrics(rank=3, state="running"):
     now.position = now.position._replace(tasks=9)
     reasons = Counter({"stop": 57, "length": 2, "odd": 1, "looping": 4})
     now.documents = replace(now.documents, answers=60, cut_off=2, reasons=reasons)
-    return RankNow("my run", rank, "node7", "4711_5", 1000.0, state, now, spread())
+    return RankSnapshot("my run", rank, "node7", "4711_5", 1000.0, state, now, spread())
 
 
 METRICS = {PREFIX + metric.name: metric for metric in prometheus.metrics(metrics())}

@@ -297,7 +297,7 @@ GetRank = Callable[[], RankSnapshot]
 # the port ----------------------------------------------------------------------------------------
 
 
-class ShownRanks:
+class ExportedRanks:
     """What the port of a process shows: a collector of prometheus-client's registry."""
 
     def __init__(self) -> None:
@@ -329,13 +329,13 @@ class ShownRanks:
 
 
 @cache
-def metrics_port(process: int, host: str, first: int) -> ShownRanks:
+def metrics_port(process: int, host: str, first: int) -> ExportedRanks:
     """Returns the ranks that this process shows. A fork has another one.
 
     Raises:
         OSError: no port is free.
     """
-    shown = ShownRanks()
+    shown = ExportedRanks()
     registry = CollectorRegistry()
     registry.register(shown)
     for port in range(first, min(first + _PORTS, 1 << 16)):

@@ -48,7 +48,7 @@ from datatrove_ckpt.checkpoint.request_cache import CachedRequest
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import Fenced, printable
-from datatrove_ckpt.mirror.signatures import Seal
+from datatrove_ckpt.mirror.signatures import ManifestSigner
 
 T = TypeVar("T")
 
@@ -275,7 +275,7 @@ class Versions:
     def __init__(self, url: str) -> None:
         self.store = ObjectStore(url)
         self.url = self.store.url
-        self._seal = Seal(self.url)
+        self._seal = ManifestSigner(self.url)
 
     def listing(self) -> tuple[list[Ownership], list[Version]]:
         """Lists ownerships and versions.
@@ -318,7 +318,7 @@ class Versions:
 
         Raises:
             Damaged: the manifest is missing or damaged.
-            CheckpointCorrupt, ConfigError: see ``Seal.check``.
+            CheckpointCorrupt, ConfigError: see ``ManifestSigner.check``.
             VersionMismatch: a newer version of this program wrote it. The caller tries no older
                 manifest, which would lack work.
         """

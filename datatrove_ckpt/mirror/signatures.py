@@ -19,7 +19,7 @@ _LEAST_CHARACTERS = 16
 _SEALED = re.compile(rb'(?s)(\{.*),"hmac":"([0-9a-f]{64})"\}')
 
 
-class Seal:
+class ManifestSigner:
     """Adds and checks the seals of one rank's versions. Without a key, it adds no seal.
 
     Args:

@@ -39,7 +39,7 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.mirror import mirror
 from datatrove_ckpt.mirror.manifests import Damaged, Part, Versions
 from datatrove_ckpt.mirror.restore import restore
-from datatrove_ckpt.mirror.signatures import Seal
+from datatrove_ckpt.mirror.signatures import ManifestSigner
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.run_folder.preflight import check_before_run
 from datatrove_ckpt.run_folder.run_plan import RunPlan
@@ -745,11 +745,11 @@ def test_a_seal_holds_for_one_content_one_version_and_one_rank(key, stopped):
 
 def test_a_retry_has_a_place_of_its_own(key):
     body = b'{"a":1}'
-    sealed = Seal("s3://bucket/run/retry-00001/00000").add("name", body)
-    Seal("/mnt/elsewhere/retry-00001/00000").check("name", sealed)
+    sealed = ManifestSigner("s3://bucket/run/retry-00001/00000").add("name", body)
+    ManifestSigner("/mnt/elsewhere/retry-00001/00000").check("name", sealed)
     for url in ("s3://bucket/run/00000", "s3://bucket/run/retry-00002/00000"):
         with pytest.raises(CheckpointCorrupt, match="moved there"):
-            Seal(url).check("name", sealed)
+            ManifestSigner(url).check("name", sealed)
 
 
 def test_the_objects_of_a_sealed_version_have_a_hash_that_nobody_can_forge(key, stopped):

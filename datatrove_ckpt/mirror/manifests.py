@@ -92,7 +92,7 @@ class Ownership(_Numbered):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FilePart:
     """A range of a file's bytes, stored as one object.
 
     ``size`` is in bytes. ``sha256`` is empty unless the version is sealed.
@@ -112,7 +112,7 @@ class Part:
         return {name: value for name, value in asdict(self).items() if value or name != "sha256"}
 
     @classmethod
-    def from_json(cls, data: Json) -> Part:
+    def from_json(cls, data: Json) -> FilePart:
         """Raises TypeError or ValueError if this package cannot have written a value."""
         part = cls(**data)
         if (
@@ -139,8 +139,8 @@ class Manifest:
     """
 
     run: Json
-    files: dict[str, list[Part]]
-    answers: list[Part]
+    files: dict[str, list[FilePart]]
+    answers: list[FilePart]
     finished: bool
     when: str = ""
 
@@ -149,7 +149,7 @@ class Manifest:
         """Returns the bytes of each of ``files``."""
         return {name: sum(part.size for part in parts) for name, parts in self.files.items()}
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[FilePart]:
         for parts in self.files.values():
             yield from parts
         yield from self.answers
@@ -197,10 +197,10 @@ class Manifest:
                 if not layout.is_mirrored(name):
                     raise ValueError(f"it names {name!r}, which is no file of a checkpoint")
             files = {
-                name: [Part.from_json(part) for part in parts]
+                name: [FilePart.from_json(part) for part in parts]
                 for name, parts in data.pop("files").items()
             }
-            answers = [Part.from_json(part) for part in data.pop("answers")]
+            answers = [FilePart.from_json(part) for part in data.pop("answers")]
             manifest = cls(files=files, answers=answers, **data)
             if (
                 not re.fullmatch(r"[0-9a-f]{16}", check_run(manifest.run)["owner"]["nonce"])
@@ -332,15 +332,15 @@ class Versions:
     def write_manifest(self, version: Version, manifest: Manifest) -> None:
         self.store.put(version.file, seal(self._seal.add(version.file, manifest.to_json())))
 
-    def put_object(self, name: str, data: bytes) -> Part:
+    def put_object(self, name: str, data: bytes) -> FilePart:
         self.store.put(f"objects/{name}", data)
         self.store.copy(f"objects/{name}", f"copies/{name}", data)
         strong = ""
         if self._seal.is_on:
             strong = hashlib.sha256(data).hexdigest()
-        return Part(name, len(data), str(xxhash.xxh3_128_hexdigest(data)), strong)
+        return FilePart(name, len(data), str(xxhash.xxh3_128_hexdigest(data)), strong)
 
-    def read_object(self, part: Part) -> bytes:
+    def read_object(self, part: FilePart) -> bytes:
         """Returns the part's bytes from an intact copy.
 
         Raises:
@@ -387,8 +387,8 @@ class Uploads:
         """Whether this process has taken ownership of the mirror."""
         self._versions = versions
         self._run: Json = {}
-        self._files: dict[str, list[Part]] = {}
-        self._answers: list[tuple[Part, frozenset[int]]] = []
+        self._files: dict[str, list[FilePart]] = {}
+        self._answers: list[tuple[FilePart, frozenset[int]]] = []
         self._object_count = 0
         self._published: Manifest | None = None
         self._kept: dict[Version, set[str]] = {}
@@ -458,7 +458,7 @@ class Uploads:
         ]
         self.last_answer = snapshot.last_answer
 
-    def _put_part(self, data: bytes) -> Part:
+    def _put_part(self, data: bytes) -> FilePart:
         name = f"{self._nonce}-{self._object_count:06d}"
         self._object_count += 1
         self._garbage |= {("objects", name), ("copies", name)}

@@ -212,7 +212,7 @@ class Manifest:
             ):
                 raise ValueError("its state or time is damaged")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise Damaged(f"its manifest is damaged ({error})") from error
+            raise MirrorDamaged(f"its manifest is damaged ({error})") from error
         return manifest
 
 
@@ -252,7 +252,7 @@ def decode_answers(data: bytes) -> Iterator[CachedRequest]:
         try:
             request = CachedRequest.from_json(line)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise Damaged(f"an answer is damaged ({error!r})") from error
+            raise MirrorDamaged(f"an answer is damaged ({error!r})") from error
         yield request
 
 
@@ -262,7 +262,7 @@ def in_threads(call: Callable[..., T], *items: Iterable[object]) -> list[T]:
         return list(threads.map(call, *items))
 
 
-class Damaged(Exception):
+class MirrorDamaged(Exception):
     """A manifest is damaged, or both copies of an object are missing or damaged."""
 
 
@@ -306,7 +306,7 @@ class Versions:
         for version in reversed(versions):
             try:
                 return use(version)
-            except Damaged as damage:
+            except MirrorDamaged as damage:
                 problems.append(f"version {version.number} ({version.file}): {damage}")
         return None
 
@@ -324,7 +324,7 @@ class Versions:
         """
         body = unseal(self.store.read(version.file, 64 * 2**20) or b"")
         if body is None:
-            raise Damaged("its manifest is damaged")
+            raise MirrorDamaged("its manifest is damaged")
         if trusted:
             self._seal.check(version.file, body)
         return Manifest.from_json(body, f"{self.url}/{version.file}")
@@ -355,7 +355,7 @@ class Versions:
                     f"{self.url}/objects/{part.name} is missing or damaged. Reading its copy "
                     "instead."
                 )
-        raise Damaged(f"object {part.name} is missing or damaged, and so is its copy")
+        raise MirrorDamaged(f"object {part.name} is missing or damaged, and so is its copy")
 
     def list_objects(self) -> set[tuple[str, str]]:
         """Returns folder and name of both copies of all objects. Omits foreign names."""
@@ -485,7 +485,7 @@ class Uploads:
         if self._published is None:
             # Earlier owners left these. An owner that still runs stops when it finds our ownership.
             for version in versions:
-                with suppress(Damaged):
+                with suppress(MirrorDamaged):
                     self._kept[version] = self._versions.read_manifest(version).object_names()
             self._garbage |= self._versions.list_objects()
         new = self._next_version(versions)

@@ -67,8 +67,8 @@ from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, CkptError, StorageFailed
 from datatrove_ckpt.mirror.manifests import (
     MAX_OBJECT_BYTES,
-    Damaged,
     Manifest,
+    MirrorDamaged,
     Ownership,
     Uploads,
     Version,
@@ -185,7 +185,7 @@ def restore(url: str, folder: Path) -> None:
         if owner is not None and contains_version(owner, versions[-1]):
             # The mirror may be sealed, and there is no key: what this node uploads could not be
             # restored. Another seal is no matter: this version is not needed here.
-            with suppress(Damaged, CheckpointCorrupt):
+            with suppress(MirrorDamaged, CheckpointCorrupt):
                 mirrored.read_manifest(versions[-1], trusted=True)
             # The other node may have published files, and was lost before its first version.
             if _has_another_owner(ownerships, owner):
@@ -239,7 +239,7 @@ def _refuse_unrelated(
     ours = {owner["nonce"], *owner.get("earlier", ())}
     theirs = {version.nonce for version in versions}
     for version in versions:
-        with suppress(Damaged):
+        with suppress(MirrorDamaged):
             theirs |= set(mirrored.read_manifest(version).run["owner"]["earlier"])
     if not ours & theirs and not _began_with_mirror(folder):
         raise CheckpointMismatch(
@@ -323,7 +323,7 @@ def _download(
     try:
         commits = len(read_commits(staging / layout.COMMITS))
     except CheckpointCorrupt as error:
-        raise Damaged(str(error)) from error
+        raise MirrorDamaged(str(error)) from error
     owner = manifest.run["owner"]
     # With those that made any version on the mirror: see the module's docstring.
     earlier = dict(owner["earlier"])

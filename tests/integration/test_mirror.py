@@ -37,7 +37,7 @@ from datatrove_ckpt.errors import (
     StorageFailed,
 )
 from datatrove_ckpt.mirror import mirror
-from datatrove_ckpt.mirror.manifests import Damaged, FilePart, Versions
+from datatrove_ckpt.mirror.manifests import FilePart, MirrorDamaged, Versions
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.mirror.signatures import ManifestSigner
 from datatrove_ckpt.readers import JsonlReader
@@ -759,7 +759,7 @@ def test_the_objects_of_a_sealed_version_have_a_hash_that_nobody_can_forge(key, 
     assert all(len(part.sha256) == 64 for part in parts)
     # As after a collision of xxh128.
     forged = FilePart(parts[0].name, parts[0].size, parts[0].xxh128, "0" * 64)
-    with pytest.raises(Damaged, match="is missing or damaged"):
+    with pytest.raises(MirrorDamaged, match="is missing or damaged"):
         store.read_object(forged)
 
 

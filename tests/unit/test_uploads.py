@@ -19,7 +19,7 @@ from datatrove_ckpt.checkpoint.request_cache import (
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.errors import Fenced
 from datatrove_ckpt.mirror.manifests import (
-    Damaged,
+    MirrorDamaged,
     Uploads,
     Version,
     Versions,
@@ -85,7 +85,7 @@ class Mirrored:
     def is_complete(self, version):
         try:
             return all(map(self.versions.read_object, self.versions.read_manifest(version).parts()))
-        except Damaged:
+        except MirrorDamaged:
             return False
 
     def manifest(self):

@@ -16,7 +16,7 @@ A version is complete if its manifest and at least one copy of each object are i
 share objects, so without second copies one bad byte would spoil all versions. The object store
 makes the second copy without a transfer.
 
-``Uploads`` sends the new bytes of a rank's checkpoint, and makes versions of them. Files only grow,
+``VersionWriter`` sends the new bytes of a rank's checkpoint, and makes versions of them. Files only grow,
 so their new bytes become a new object, and so do new answers of unfinished documents. Then the
 manifest completes the version, and objects that the last three versions do not need are removed. A
 kill leaves the previous version intact, and unneeded objects for the next process to remove.
@@ -372,7 +372,7 @@ _MAX_PARTS = 64
 _SMALL_PART_BYTES = 8 * 2**20
 
 
-class Uploads:
+class VersionWriter:
     """Uploads parts, and makes versions of them.
 
     For each version: ``start_version``, then ``add`` and ``add_answers`` with what is new, then

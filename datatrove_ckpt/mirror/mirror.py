@@ -35,7 +35,7 @@ from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.common.setting_types import Seconds
 from datatrove_ckpt.common.threads import context_thread
 from datatrove_ckpt.errors import ConfigError, StorageFailed, TooManyOpenFiles
-from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Uploads, Versions
+from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Versions, VersionWriter
 from datatrove_ckpt.process import job_launch
 from datatrove_ckpt.process.shutdown import Shutdown, get_within
 
@@ -85,7 +85,7 @@ class RemoteMirror:
         self._given_up = False
         self._reading = threading.Lock()  # from the rank's files, which close after ``stop``
         self._thread = context_thread(self._run, "mirror")
-        self._uploads = Uploads(Versions(self.url))
+        self._uploads = VersionWriter(Versions(self.url))
         self._failures = 0
         self._failure = "no answer"
 
@@ -307,7 +307,7 @@ class RemoteMirror:
             raise _Interrupted
 
     def _take_snapshot(
-        self, uploads: Uploads, stack: ExitStack
+        self, uploads: VersionWriter, stack: ExitStack
     ) -> tuple[Snapshot, dict[str, IO[bytes]]]:
         """Returns a snapshot, and the files that have grown since the last snapshot, each opened at
         its first new byte.

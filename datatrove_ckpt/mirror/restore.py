@@ -70,9 +70,9 @@ from datatrove_ckpt.mirror.manifests import (
     Manifest,
     MirrorDamaged,
     Ownership,
-    Uploads,
     Version,
     Versions,
+    VersionWriter,
     contains_version,
     decode_answers,
     in_threads,
@@ -461,7 +461,7 @@ def upload_rank(url: str, folder: Path) -> None:
     if (folder / layout.CACHE).exists():
         with closing(RequestCache(folder / layout.CACHE)) as cache:
             snapshot = snapshot.with_answers(cache)
-    uploads = Uploads(Versions(url))
+    uploads = VersionWriter(Versions(url))
     try:
         uploads.start_version(identity.parse_run(folder / layout.RUN, snapshot.run), snapshot)
         for name in snapshot.sizes:

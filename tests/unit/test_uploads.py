@@ -20,9 +20,9 @@ from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.errors import Fenced
 from datatrove_ckpt.mirror.manifests import (
     MirrorDamaged,
-    Uploads,
     Version,
     Versions,
+    VersionWriter,
     contains_version,
     decode_answers,
 )
@@ -61,7 +61,7 @@ class Mirrored:
 
     def __init__(self, folder):
         self.versions = Versions(f"{folder}/00000")
-        self.uploads = Uploads(self.versions)
+        self.uploads = VersionWriter(self.versions)
         self.content = b""
         self.rows = []
 

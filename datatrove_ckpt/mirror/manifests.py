@@ -269,7 +269,7 @@ class MirrorDamaged(Exception):
 # versions ---------------------------------------------------------------------------------------
 
 
-class Versions:
+class VersionStore:
     """Reads and writes the objects and manifests of one rank's mirror."""
 
     def __init__(self, url: str) -> None:
@@ -380,7 +380,7 @@ class VersionWriter:
     reused: they may be damaged, and a process starts with little to upload.
     """
 
-    def __init__(self, versions: Versions) -> None:
+    def __init__(self, versions: VersionStore) -> None:
         self.last_answer = 0
         """The number of the last answer that was uploaded."""
         self.owns_mirror = False

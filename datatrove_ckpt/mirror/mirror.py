@@ -35,7 +35,7 @@ from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.common.setting_types import Seconds
 from datatrove_ckpt.common.threads import context_thread
 from datatrove_ckpt.errors import ConfigError, StorageFailed, TooManyOpenFiles
-from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Versions, VersionWriter
+from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, VersionStore, VersionWriter
 from datatrove_ckpt.process import job_launch
 from datatrove_ckpt.process.shutdown import Shutdown, get_within
 
@@ -85,7 +85,7 @@ class RemoteMirror:
         self._given_up = False
         self._reading = threading.Lock()  # from the rank's files, which close after ``stop``
         self._thread = context_thread(self._run, "mirror")
-        self._uploads = VersionWriter(Versions(self.url))
+        self._uploads = VersionWriter(VersionStore(self.url))
         self._failures = 0
         self._failure = "no answer"
 

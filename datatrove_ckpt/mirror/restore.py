@@ -71,7 +71,7 @@ from datatrove_ckpt.mirror.manifests import (
     MirrorDamaged,
     Ownership,
     Version,
-    Versions,
+    VersionStore,
     VersionWriter,
     contains_version,
     decode_answers,
@@ -127,7 +127,7 @@ def find_outdated(url: str, root: Path, needed: Collection[int] | None = None) -
         owner = _owner_of(root / name)
         if owner is None:
             return True
-        ownerships, versions = Versions(f"{url}/{name}").listing()
+        ownerships, versions = VersionStore(f"{url}/{name}").listing()
         if not versions:
             return False
         return not contains_version(owner, versions[-1]) or _has_another_owner(ownerships, owner)
@@ -165,7 +165,7 @@ def restore(url: str, folder: Path) -> None:
         ConfigError: the bucket does not exist; or the mirror is sealed, and there is no key.
     """
     owner = _owner_of(folder)
-    mirrored = Versions(url)
+    mirrored = VersionStore(url)
     try:
         ownerships, versions = mirrored.listing()
         manifests_lost = owner is None and not versions and bool(mirrored.list_objects())
@@ -197,7 +197,7 @@ def restore(url: str, folder: Path) -> None:
 
 
 def _restore_newest(
-    mirrored: Versions, versions: list[Version], folder: Path, owner: Json | None
+    mirrored: VersionStore, versions: list[Version], folder: Path, owner: Json | None
 ) -> None:
     if owner is not None:
         _refuse_unrelated(mirrored, versions, folder, owner)
@@ -234,7 +234,7 @@ def _restore_newest(
 
 
 def _refuse_unrelated(
-    mirrored: Versions, versions: list[Version], folder: Path, owner: Json
+    mirrored: VersionStore, versions: list[Version], folder: Path, owner: Json
 ) -> None:
     ours = {owner["nonce"], *owner.get("earlier", ())}
     theirs = {version.nonce for version in versions}
@@ -261,7 +261,7 @@ def _began_with_mirror(folder: Path) -> bool:
 
 
 def _build_newest(
-    mirrored: Versions, versions: list[Version], staging: Path
+    mirrored: VersionStore, versions: list[Version], staging: Path
 ) -> tuple[Version, Manifest] | None:
     """Builds the newest complete version in the staging folder. None: nothing was ever mirrored.
 
@@ -308,7 +308,7 @@ def _no_complete_version(url: str, problems: str) -> CheckpointCorrupt:
 
 
 def _download(
-    mirrored: Versions, manifest: Manifest, versions: list[Version], staging: Path
+    mirrored: VersionStore, manifest: Manifest, versions: list[Version], staging: Path
 ) -> None:
     files.disk.remove_tree(staging)
     files.disk.make_dir(staging)
@@ -378,7 +378,7 @@ class MirrorReader:
             raise unreadable(self.url, error) from error
 
     def _copy(self, name: str) -> CopiedRank | None:
-        mirrored = Versions(f"{self.url}/{name}")
+        mirrored = VersionStore(f"{self.url}/{name}")
         known = self.ranks.get(name, CopiedRank(Version(0, ""), 0.0))
         newer = [version for version in mirrored.all_versions() if version > known.version]
         problems = list[str]()
@@ -396,7 +396,7 @@ class MirrorReader:
             raise _no_complete_version(mirrored.url, "\n  ".join(problems))
         return copied
 
-    def _write(self, mirrored: Versions, manifest: Manifest, folder: Path) -> None:
+    def _write(self, mirrored: VersionStore, manifest: Manifest, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         names = [name for name, size in manifest.sizes.items() if self._wanted(name, size)]
         contents = {
@@ -461,7 +461,7 @@ def upload_rank(url: str, folder: Path) -> None:
     if (folder / layout.CACHE).exists():
         with closing(RequestCache(folder / layout.CACHE)) as cache:
             snapshot = snapshot.with_answers(cache)
-    uploads = VersionWriter(Versions(url))
+    uploads = VersionWriter(VersionStore(url))
     try:
         uploads.start_version(identity.parse_run(folder / layout.RUN, snapshot.run), snapshot)
         for name in snapshot.sizes:
@@ -508,7 +508,7 @@ def _upload_missing(url: str, folder: Path) -> bool:
 
     A kill in the first upload leaves an empty version 1.
     """
-    is_there = any(version.number > 1 for version in Versions(url).all_versions())
+    is_there = any(version.number > 1 for version in VersionStore(url).all_versions())
     if not is_there:
         upload_rank(url, folder)
     return not is_there
@@ -634,7 +634,7 @@ def newest_manifest(url: str) -> Manifest | None:
 
     A rank that is restored refuses damaged ones.
     """
-    mirrored = Versions(url)
+    mirrored = VersionStore(url)
     return mirrored.newest(mirrored.all_versions(), mirrored.read_manifest, [])
 
 

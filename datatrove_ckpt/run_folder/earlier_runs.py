@@ -444,9 +444,9 @@ def check_output_of_run(
         rank_files = rank_folder(checkpoints, rank)
         has_started = (rank_files / RUN).exists()
         if mirror is not None and not has_started:
-            from datatrove_ckpt.mirror.manifests import Versions
+            from datatrove_ckpt.mirror.manifests import VersionStore
 
-            has_started = bool(Versions(f"{mirror}/{rank_files.name}").all_versions())
+            has_started = bool(VersionStore(f"{mirror}/{rank_files.name}").all_versions())
         if not has_started:
             folder.refuse_foreign(rank, found)
     for rank_commits in commits.values():

@@ -14,7 +14,7 @@ from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.checkpoint import storage_thread
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
 from datatrove_ckpt.mirror import manifests
-from datatrove_ckpt.mirror.manifests import Versions, VersionWriter
+from datatrove_ckpt.mirror.manifests import VersionStore, VersionWriter
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
 from datatrove_ckpt.testing.crashes import EFFECTS, REMOTE_EFFECTS
@@ -201,14 +201,14 @@ def test_a_crash_at_every_effect_of_every_recovery_from_a_lost_node_ends_in_the_
 @pytest.mark.slow
 def test_collecting_garbage_before_the_manifest_is_noticed(folder, monkeypatch):
     waiting = []
-    write, collect_garbage = Versions.write_manifest, VersionWriter._collect_garbage
+    write, collect_garbage = VersionStore.write_manifest, VersionWriter._collect_garbage
 
     def collect_first(self, *args):
         collect_garbage(self, *args)
         write(*waiting.pop())
 
     monkeypatch.setattr(manifests, "KEPT_VERSIONS", 1)
-    monkeypatch.setattr(Versions, "write_manifest", lambda *args: waiting.append(args))
+    monkeypatch.setattr(VersionStore, "write_manifest", lambda *args: waiting.append(args))
     monkeypatch.setattr(VersionWriter, "_collect_garbage", collect_first)
     with (
         FakeServer() as server,

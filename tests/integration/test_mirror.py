@@ -37,7 +37,7 @@ from datatrove_ckpt.errors import (
     StorageFailed,
 )
 from datatrove_ckpt.mirror import mirror
-from datatrove_ckpt.mirror.manifests import FilePart, MirrorDamaged, Versions
+from datatrove_ckpt.mirror.manifests import FilePart, MirrorDamaged, VersionStore
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.mirror.signatures import ManifestSigner
 from datatrove_ckpt.readers import JsonlReader
@@ -753,7 +753,7 @@ def test_a_retry_has_a_place_of_its_own(key):
 
 
 def test_the_objects_of_a_sealed_version_have_a_hash_that_nobody_can_forge(key, stopped):
-    store = Versions(f"{stopped.remote}/00000")
+    store = VersionStore(f"{stopped.remote}/00000")
     parts = list(store.read_manifest(store.all_versions()[-1]).parts())
     assert parts, "the version has objects"
     assert all(len(part.sha256) == 64 for part in parts)
@@ -797,7 +797,7 @@ def test_the_key_is_in_no_file_no_log_no_pickle_and_no_server(key, stopped, log,
     assert not log.said(key)
     made = runner(stopped.folder, server, checkpoints_remote_dir=stopped.remote)
     assert key.encode() not in pickle.dumps(made.config)
-    versions = Versions(f"{stopped.remote}/00000")
+    versions = VersionStore(f"{stopped.remote}/00000")
     assert key not in repr(vars(versions)) + repr(vars(versions._seal))
     config = InferenceConfig("dummy", "m")
     assert key not in config.engine.launch(config, 1, Secret("")).environment(os.environ).values()

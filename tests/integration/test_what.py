@@ -10,7 +10,7 @@ import pytest
 
 from datatrove_ckpt.checkpoint.history import AttemptStart
 from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE
-from datatrove_ckpt.mirror.manifests import Manifest, Version, Versions
+from datatrove_ckpt.mirror.manifests import Manifest, Version, VersionStore
 from datatrove_ckpt.testing import outputs
 from tests.mirrors import Job
 from tests.yaml_jobs import endpoint, job_yaml, write_job
@@ -60,7 +60,7 @@ def test_a_mirror_is_verified_and_repaired_and_the_next_node_makes_the_chunk_aga
 
 def test_a_rank_that_runs_as_its_mirror_shows_is_not_repaired(mirrored, command):
     (mirrored.folder / "output/00000_chunk_00001.jsonl").unlink()
-    versions = Versions(f"{mirrored.remote}/00000")
+    versions = VersionStore(f"{mirrored.remote}/00000")
     newest = versions.all_versions()[-1]
     manifest = versions.read_manifest(newest)
     line = AttemptStart(at=time.time(), attempt=99, host="node7", pid=42).to_line()

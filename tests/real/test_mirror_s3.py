@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import s3fs
 
-from datatrove_ckpt.mirror.manifests import Versions
+from datatrove_ckpt.mirror.manifests import VersionStore
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import documents, runner
 from tests.mirrors import Killed, ask_twice
@@ -52,7 +52,7 @@ def test_a_node_that_is_killed_at_random_moments_and_lost_each_time_ends_in_the_
         )
         killed.run_to_the_end(server, random.Random(0))
     assert outputs(tmp_path / "output") == outputs(tmp_path / "undisturbed" / "output")
-    mirrored = Versions(f"s3://{bucket}/mirror/00000")
+    mirrored = VersionStore(f"s3://{bucket}/mirror/00000")
     versions = mirrored.all_versions()
     assert len(versions) == 3
     needed = set().union(*(mirrored.read_manifest(one).object_names() for one in versions))

@@ -21,7 +21,7 @@ from datatrove_ckpt.errors import Fenced
 from datatrove_ckpt.mirror.manifests import (
     MirrorDamaged,
     Version,
-    Versions,
+    VersionStore,
     VersionWriter,
     contains_version,
     decode_answers,
@@ -60,7 +60,7 @@ class Mirrored:
     """Uploads of an imagined checkpoint of one growing file and some answers."""
 
     def __init__(self, folder):
-        self.versions = Versions(f"{folder}/00000")
+        self.versions = VersionStore(f"{folder}/00000")
         self.uploads = VersionWriter(self.versions)
         self.content = b""
         self.rows = []
@@ -130,7 +130,7 @@ def test_however_often_a_checkpoint_is_mirrored_it_has_few_parts_and_all_that_is
 def test_answers_whose_upload_failed_are_uploaded_again(tmp_path, monkeypatch):
     mirrored = Mirrored(tmp_path)
     mirrored.upload(b"", [request(0)], {0})
-    monkeypatch.setattr(Versions, "put_object", Mock(side_effect=ConnectionError))
+    monkeypatch.setattr(VersionStore, "put_object", Mock(side_effect=ConnectionError))
     with pytest.raises(ConnectionError):
         mirrored.upload(b"", [request(1)], {1})
     assert mirrored.uploads.last_answer == 1
@@ -223,7 +223,7 @@ def paced_store(monkeypatch):
 
 def check_mirror(one, other):
     """What the owner has published is the newest, and complete."""
-    ownerships, versions = Versions("memory://mirror/00000").listing()
+    ownerships, versions = VersionStore("memory://mirror/00000").listing()
     nonce = ownerships[-1].nonce if ownerships else None
     published = [version for version in versions if version.number > 1 and version.nonce == nonce]
     assert versions[-1].nonce == nonce or not published

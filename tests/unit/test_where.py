@@ -10,7 +10,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError, StorageFailed
-from datatrove_ckpt.mirror.manifests import Manifest, Version, Versions
+from datatrove_ckpt.mirror.manifests import Manifest, Version, VersionStore
 from datatrove_ckpt.run_folder.run_location import NotBegun, open_place
 from tests.rank_folders import write_rank
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("empty_memory_file_system")
 
 def mirror(url, number=1, finished=False, **files):
     """Writes one version of a rank."""
-    versions = Versions(url)
+    versions = VersionStore(url)
     names = {name.replace("_jsonl", ".jsonl"): data for name, data in files.items()}
     parts = {
         name: [versions.put_object(f"{NONCE}-{number:03d}{index:03d}", data)]

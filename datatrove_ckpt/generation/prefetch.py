@@ -31,7 +31,7 @@ from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation.finished_from import FinishedDocuments
 from datatrove_ckpt.output.document_codec import fingerprint
-from datatrove_ckpt.output.encoded_input import AsRead, as_read
+from datatrove_ckpt.output.encoded_input import EncodedInput, as_read
 from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.exits import exit_error
 from datatrove_ckpt.readers import SeekingReader
@@ -112,7 +112,7 @@ class SourceDocument:
         self,
         documents: DocumentSource,
         document: Document,
-        read: AsRead,
+        read: EncodedInput,
         keep: bool,
         stats: State | None,
         finished: Json | None,

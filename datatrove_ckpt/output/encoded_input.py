@@ -38,7 +38,7 @@ from datatrove_ckpt.output.document_codec import (
 _DEEPEST = 50
 
 
-class AsRead(NamedTuple):
+class EncodedInput(NamedTuple):
     """A document as it was read.
 
     Attributes:
@@ -50,7 +50,7 @@ class AsRead(NamedTuple):
     size: int
 
 
-def as_read(document: Document) -> AsRead:
+def as_read(document: Document) -> EncodedInput:
     """Encodes any document, and never fails. Equal documents give equal bytes in any process.
 
     A lone surrogate survives. A container that holds itself is cut off where it repeats.
@@ -63,7 +63,7 @@ def as_read(document: Document) -> AsRead:
             name: getattr(document, name, None) for name in ("text", "id", "media", "metadata")
         }
         data = trim(orjson.dumps(describe.wrap(fields, _DEEPEST)))
-    return AsRead(data, len(data) + describe.hashed_bytes)
+    return EncodedInput(data, len(data) + describe.hashed_bytes)
 
 
 class _Description:

@@ -138,7 +138,7 @@ It may raise, and then the document is refused.
 """
 
 
-class NoForm(TypeError):
+class NotEncodable(TypeError):
     """A value that has no form here."""
 
 
@@ -231,8 +231,8 @@ def dump(fields: dict[str, object], other: Other) -> bytes:
             return trim(data)
     except orjson.JSONEncodeError as error:
         # An integer beyond 64 bits or a key that is no string: too rare to check first.
-        if isinstance(error.__cause__, NoForm):
-            raise NoForm(*error.__cause__.args) from error.__cause__.__cause__
+        if isinstance(error.__cause__, NotEncodable):
+            raise NotEncodable(*error.__cause__.args) from error.__cause__.__cause__
     return trim(orjson.dumps(wrap_deep(fields, other)))
 
 
@@ -371,7 +371,7 @@ def fingerprint(data: bytes) -> str:
 
 def _array(value: _Array) -> list[object]:
     if value.dtype.hasobject:
-        raise NoForm
+        raise NotEncodable
     return [
         value.dtype.str,
         list(value.shape),
@@ -381,7 +381,7 @@ def _array(value: _Array) -> list[object]:
 
 def _scalar(value: np.generic) -> list[object]:
     if value.dtype.hasobject or value.dtype.fields:
-        raise NoForm
+        raise NotEncodable
     return [value.dtype.str, base64.b64encode(value.tobytes()).decode()]
 
 
@@ -479,9 +479,9 @@ class _Encoder:
 
 def _refuse(value: object) -> NoReturn:
     if isinstance(value, np.ndarray):
-        raise NoForm(f"a numpy array of type {value.dtype}")
+        raise NotEncodable(f"a numpy array of type {value.dtype}")
     cause = value if isinstance(value, BaseException) else None
-    raise NoForm(f"{safe_repr(value)} of type {type(value).__qualname__}") from cause
+    raise NotEncodable(f"{safe_repr(value)} of type {type(value).__qualname__}") from cause
 
 
 def as_plain(value: object) -> object:
@@ -516,7 +516,7 @@ def _wrapped(value: object) -> dict[str, list[object]] | None:
         if isinstance(value, kind):
             try:
                 return {TAG: [name, write(value)]}
-            except NoForm:
+            except NotEncodable:
                 return None
     return None
 
@@ -524,7 +524,7 @@ def _wrapped(value: object) -> dict[str, list[object]] | None:
 def wrap_deep(value: object, other: Other = _refuse, depth: int = _DEEPEST) -> object:
     """Returns the same structure, from plain JSON values only.
 
-    Raises ``NoForm`` also for a container that holds itself.
+    Raises ``NotEncodable`` also for a container that holds itself.
     """
     value = as_plain(value)
     if value is None or isinstance(value, str | bool):
@@ -540,7 +540,7 @@ def wrap_deep(value: object, other: Other = _refuse, depth: int = _DEEPEST) -> o
             return value
         return {TAG: ["int", str(value)]}
     if not depth:
-        raise NoForm(
+        raise NotEncodable(
             f"a {type(value).__qualname__} that holds itself, or is in more than {_DEEPEST} others"
         )
     wrap = functools.partial(wrap_deep, other=other, depth=depth - 1)

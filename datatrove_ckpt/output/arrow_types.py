@@ -39,7 +39,7 @@ _LEAST_INT64 = -(2**63)
 _UUID = "extension<arrow.uuid>"
 
 
-class NotUnited(Exception):
+class TypeConflict(Exception):
     """Two types of one column, which is a path as in ``metadata.scores[]``."""
 
     def __init__(self, column: str, old: object, new: object) -> None:
@@ -59,7 +59,7 @@ def type_of(values: list[object], column: str, given: Types = NO_TYPES) -> DataT
         given: types of the input, which a column has as long as they hold its values.
 
     Raises:
-        NotUnited: there is none without changing a value.
+        TypeConflict: there is none without changing a value.
         ValueError, TypeError: a value has no type at all. Arrow's errors are of these kinds.
     """
     if column in given and holds(given[column], values):
@@ -272,7 +272,7 @@ def _struct(values: list[dict[object, object]], column: str, given: Types) -> Da
     types = {key: type_of(items, f"{column}.{key}", given) for key, items in columns.items()}
     if types.keys() >= {"tool_calls", "logprobs", "choices"}:
         for key, kind in _of_whole_results().items():
-            with suppress(NotUnited):  # a server with other forms
+            with suppress(TypeConflict):  # a server with other forms
                 types[key] = unite(kind, types[key], key)
     return pa.struct(list(types.items()))
 
@@ -296,7 +296,7 @@ def unite(old: DataType, new: DataType, column: str) -> DataType:
     """Returns the type that holds the values of both. None stands for no type.
 
     Raises:
-        NotUnited: there is none.
+        TypeConflict: there is none.
     """
     if old is None or old.equals(new) or pa.types.is_null(old):
         return new
@@ -316,7 +316,7 @@ def unite(old: DataType, new: DataType, column: str) -> DataType:
         return unite(_decoded(old), _decoded(new), column)
     both = _unite_leaves(old, new)
     if both is None:
-        raise NotUnited(column, old, new)
+        raise TypeConflict(column, old, new)
     return both
 
 

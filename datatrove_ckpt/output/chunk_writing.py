@@ -62,9 +62,9 @@ from datatrove_ckpt.output.arrow_types import (
     NO_TYPES,
     DataType,
     Field,
-    NotUnited,
     Row,
     Schema,
+    TypeConflict,
     Types,
     changed,
     for_arrow,
@@ -162,7 +162,7 @@ class ChunkWriting:
             schema = types.schema()
         try:
             found = self.columns.add(chunk_index, schema)
-        except NotUnited as error:
+        except TypeConflict as error:
             raise _NotWritten from error
         if found:
             columns = "; ".join(
@@ -278,7 +278,7 @@ class ChunkWriting:
                 name = f"document {safe_repr(row.id)} (number {finished.ordinal} of this task)"
                 try:
                     check([writer.adapter(row)])
-                except NotUnited as error:
+                except TypeConflict as error:
                     columns = f"column {error.column!r} is {error.new} there, and {error.old} in"
                     return f"{name}: {columns} {where}"
                 except Exception as error:
@@ -435,7 +435,7 @@ class ColumnTypes:
         self._given = given
 
     def add(self, rows: list[Row]) -> None:
-        """Raises NotUnited, what ``type_of`` raises, or ValueError: values are too deep."""
+        """Raises TypeConflict, what ``type_of`` raises, or ValueError: values are too deep."""
         for name in dict.fromkeys(name for row in rows for name in row):
             kind = type_of([row.get(name) for row in rows], name, self._given)
             self.types[name] = unite(self.types.get(name), kind, name)
@@ -562,7 +562,7 @@ def _takes(old: DataType, new: DataType, column: str) -> bool:
         return True
     try:
         both = unite(old, new, column)
-    except NotUnited:
+    except TypeConflict:
         return False
     # Time zones differ only in display.
     return bool(both.equals(old) or (pa.types.is_timestamp(old) and both.unit == old.unit))
@@ -594,7 +594,7 @@ class RankColumns:
         column.
 
         Raises:
-            NotUnited: it can never be one dataset with the chunks before.
+            TypeConflict: it can never be one dataset with the chunks before.
         """
         # A new dict: ``_name_culprit`` needs the types of the chunks before.
         raw = raw_types(schema).items()
@@ -611,22 +611,22 @@ class RankColumns:
 
 
 def check_rows(rows: list[Row], schema: Schema) -> None:
-    """Raises NotUnited for rows that do not fit.
+    """Raises TypeConflict for rows that do not fit.
 
     Columns that the schema does not name are left out.
     """
     for field in schema:
         values = [row.get(field.name) for row in rows]
         if not field.nullable and any(value is None for value in values):
-            raise NotUnited(field.name, f"{field.type} not null", "without a value")
+            raise TypeConflict(field.name, f"{field.type} not null", "without a value")
         try:
             lost = changed(field.type, values, loosely=True)
         except (ValueError, TypeError, OverflowError) as error:  # as Arrow's own are
             found = f"{_name(values[0], field.name)} ({safe_text(error)})"
-            raise NotUnited(field.name, field.type, found) from error
+            raise TypeConflict(field.name, field.type, found) from error
         if lost:
             found = f"{_name(lost[0], field.name)} (it would change)"
-            raise NotUnited(field.name, field.type, found)
+            raise TypeConflict(field.name, field.type, found)
 
 
 def _name(value: object, column: str) -> str:

@@ -19,9 +19,9 @@ from datatrove_ckpt.common.lazy_pyarrow import pa, pq
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.output.arrow_types import (
     DataType,
-    NotUnited,
     Schema,
     Table,
+    TypeConflict,
     to_arrow,
     type_of,
     unite,
@@ -99,7 +99,7 @@ def _united(columns: Iterable[tuple[str, DataType]]) -> Schema:
     try:
         for name, kind in columns:
             types[name] = unite(types.get(name), kind, name)
-    except (NotUnited, ValueError, TypeError) as error:
+    except (TypeConflict, ValueError, TypeError) as error:
         raise errors.OutputFailed(
             f"Nothing was exported: {error}. A .jsonl or .csv file takes them."
         ) from error

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
-from datatrove_ckpt.output.arrow_types import NotUnited, unite
+from datatrove_ckpt.output.arrow_types import TypeConflict, unite
 from datatrove_ckpt.output.chunk_writing import (
     ColumnTypes,
     Misfit,
@@ -93,7 +93,7 @@ def test_any_two_types_are_united_in_either_order_or_in_none():
             types = [raw_types(schema_of(value))["c"] for value in pair]
             try:
                 both = unite(types[0], types[1], "c")
-            except NotUnited as error:
+            except TypeConflict as error:
                 assert error.column.startswith("c")
                 outcomes.append(None)
             else:
@@ -117,7 +117,7 @@ NAIVE = datetime.datetime(2026, 1, 2, 3)
 )
 def test_values_that_would_change_beside_each_other_are_refused(one, other):
     for pair in ((one, other), (other, one)):
-        with pytest.raises(NotUnited):
+        with pytest.raises(TypeConflict):
             schema_of(*pair)
 
 
@@ -145,5 +145,5 @@ def test_the_rank_is_warned_whichever_chunk_is_written_first():
     columns = RankColumns()
     columns.start(0, whole)
     assert columns.add(1, broken) == [Misfit("c", "int64", "double")]
-    with pytest.raises(NotUnited):
+    with pytest.raises(TypeConflict):
         columns.add(2, schema_of("a"))

@@ -156,7 +156,7 @@ class ChunkWriting:
         if not is_written:
             types = ColumnTypes(self._given)
             writer = self._copy(staged)
-            writer.adapter = ShownRows(writer, types.add)
+            writer.adapter = ArrowRowAdapter(writer, types.add)
             for _ in self._rows(writer, documents):
                 pass
             schema = types.schema()
@@ -199,7 +199,7 @@ class ChunkWriting:
             for finished in documents:
                 for row in self._rows_of(self._decode(finished.document)):
                     yield writer.adapter(row)
-            if isinstance(writer.adapter, ShownRows):
+            if isinstance(writer.adapter, ArrowRowAdapter):
                 writer.adapter.end()
         except CkptError:
             raise
@@ -219,7 +219,7 @@ class ChunkWriting:
             for finished in documents:
                 write(finished.document)
             finished = None
-            if isinstance(writer.adapter, ShownRows):
+            if isinstance(writer.adapter, ArrowRowAdapter):
                 writer.adapter.end()
             writer.close()
             staged.close()
@@ -322,11 +322,11 @@ class ChunkWriting:
         elif fresh.schema is not None:
             show = partial(check_rows, schema=fresh.schema)
         if fresh.schema is not None:
-            fresh.adapter = ShownRows(fresh, show)
+            fresh.adapter = ArrowRowAdapter(fresh, show)
         return fresh
 
 
-class ShownRows:
+class ArrowRowAdapter:
     """The adapter of a ParquetWriter's copy: shows its rows, and returns them for Arrow.
 
     Args:

@@ -505,7 +505,7 @@ def read_schema(folder: DataFolder, path: str) -> Schema | None:
         return None
 
 
-class Misfit(NamedTuple):
+class SchemaMismatch(NamedTuple):
     """A column by which a file does not fit after a first one.
 
     Attributes:
@@ -525,19 +525,19 @@ ONE_TYPE = (
 )
 
 
-def misfits(first: Schema, later: Schema, inside: str = "") -> list[Misfit]:
+def misfits(first: Schema, later: Schema, inside: str = "") -> list[SchemaMismatch]:
     """Returns why a file does not load after another one. ``inside``: a struct's column, a dot."""
     known = {field.name: field for field in first}
-    found: list[Misfit] = []
+    found: list[SchemaMismatch] = []
     for field in later:
         if field.name in known:
             found += _misfits(known[field.name], field, f"{inside}{field.name}")
         else:
-            found.append(Misfit(f"{inside}{field.name}", "missing", str(field.type)))
+            found.append(SchemaMismatch(f"{inside}{field.name}", "missing", str(field.type)))
     return found
 
 
-def _misfits(first: Field, later: Field, column: str) -> Iterator[Misfit]:
+def _misfits(first: Field, later: Field, column: str) -> Iterator[SchemaMismatch]:
     old = first.type
     new = later.type
     if pa.types.is_null(new):
@@ -545,16 +545,16 @@ def _misfits(first: Field, later: Field, column: str) -> Iterator[Misfit]:
     no_value = "without a value"
     if pa.types.is_null(raw_type(later)):
         if not _takes_empty_text(old):
-            yield Misfit(column, str(old), no_value)
+            yield SchemaMismatch(column, str(old), no_value)
     elif pa.types.is_null(raw_type(first)):
         if not (pa.types.is_string(new) or pa.types.is_large_string(new)):
-            yield Misfit(column, no_value, str(new))
+            yield SchemaMismatch(column, no_value, str(new))
     elif pa.types.is_struct(old) and pa.types.is_struct(new):
         yield from misfits(old, new, f"{column}.")
     elif pa.types.is_list(old) and pa.types.is_list(new):
         yield from _misfits(old.value_field, new.value_field, f"{column}[]")
     elif not _takes(old, new, column):
-        yield Misfit(column, str(old), str(new))
+        yield SchemaMismatch(column, str(old), str(new))
 
 
 def _takes(old: DataType, new: DataType, column: str) -> bool:
@@ -589,7 +589,7 @@ class RankColumns:
         self._first = [(chunk_index, schema)]
         self.known = raw_types(schema)
 
-    def add(self, chunk_index: int, schema: Schema) -> list[Misfit]:
+    def add(self, chunk_index: int, schema: Schema) -> list[SchemaMismatch]:
         """Adds a chunk. Returns why it and the first chunk do not load as one, once for each
         column.
 

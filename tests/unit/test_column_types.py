@@ -13,8 +13,8 @@ from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 from datatrove_ckpt.output.arrow_types import TypeConflict, unite
 from datatrove_ckpt.output.chunk_writing import (
     ColumnTypes,
-    Misfit,
     RankColumns,
+    SchemaMismatch,
     infers_schema,
     misfits,
     raw_types,
@@ -140,10 +140,10 @@ def test_the_rank_is_warned_whichever_chunk_is_written_first():
     whole, broken = schema_of(1), schema_of(0.5)
     columns = RankColumns()
     assert columns.add(1, broken) == []
-    assert columns.add(0, whole) == [Misfit("c", "int64", "double")]
+    assert columns.add(0, whole) == [SchemaMismatch("c", "int64", "double")]
     assert columns.add(2, broken) == []  # said once
     columns = RankColumns()
     columns.start(0, whole)
-    assert columns.add(1, broken) == [Misfit("c", "int64", "double")]
+    assert columns.add(1, broken) == [SchemaMismatch("c", "int64", "double")]
     with pytest.raises(TypeConflict):
         columns.add(2, schema_of("a"))

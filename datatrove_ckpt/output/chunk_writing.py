@@ -86,7 +86,7 @@ from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.targets import make_target, remove_output
 
 
-class ChunkWriting:
+class ChunkWriter:
     def __init__(
         self, writer: DiskWriter, rank: int, names: FileNames, rows: RowsOf = one_row
     ) -> None:
@@ -668,7 +668,7 @@ class ChunkOutput:
         self._lease = lease
         self._rank = rank
         self._scratch = scratch
-        self._writing = ChunkWriting(folder.writer, rank, self.names, rows)
+        self._writing = ChunkWriter(folder.writer, rank, self.names, rows)
         self._taken: dict[str, tuple[str, int]] = {}
         self._has_published = False
         self._target = make_target(folder, rank, scratch, lease, pace)

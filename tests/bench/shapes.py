@@ -106,14 +106,14 @@ def mixed(folder):
 def ours(folder):
     """As a run reads rows and writes chunks, without what keeps them until their chunk is full."""
     from datatrove_ckpt.checkpoint.journal import FinishedDocument
-    from datatrove_ckpt.output.chunk_writing import ChunkWriting
+    from datatrove_ckpt.output.chunk_writing import ChunkWriter
     from datatrove_ckpt.output.document_codec import encode
     from datatrove_ckpt.output.file_managers import StagedFiles
     from datatrove_ckpt.output.file_names import FileNames
     from datatrove_ckpt.readers import ParquetReader
 
     writer = writer_to(folder)
-    writing = ChunkWriting(writer, 0, FileNames(writer, 0))
+    writing = ChunkWriter(writer, 0, FileNames(writer, 0))
     documents = ParquetReader(str(folder / "input")).run()
     for index in count():
         chunk = [

@@ -10,7 +10,7 @@ import pytest
 from datatrove.data import Document, Media
 from datatrove.pipeline.writers import ParquetWriter
 
-from datatrove_ckpt.output.chunk_writing import ChunkWriting, ColumnTypes
+from datatrove_ckpt.output.chunk_writing import ChunkWriter, ColumnTypes
 from datatrove_ckpt.output.document_codec import decode_rows, encode
 from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.file_names import FileNames
@@ -75,7 +75,7 @@ def ours(folder, found, own):
     finished = [
         SimpleNamespace(ordinal=number, document=encode(one)) for number, one in enumerate(found)
     ]
-    ChunkWriting(own, 2, FileNames(own, 2)).write(staged, 5, finished)
+    ChunkWriter(own, 2, FileNames(own, 2)).write(staged, 5, finished)
     return {name: (folder / name).read_bytes() for name in staged.finished}
 
 

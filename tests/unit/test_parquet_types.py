@@ -17,7 +17,7 @@ from datatrove.pipeline.writers import ParquetWriter
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import DocumentNotSerializable, OutputFailed
 from datatrove_ckpt.output.arrow_types import type_of
-from datatrove_ckpt.output.chunk_writing import ChunkWriting
+from datatrove_ckpt.output.chunk_writing import ChunkWriter
 from tests.jobs import documents, runner
 
 
@@ -255,16 +255,16 @@ GUESSED = [[[None, 1], [0.5, None], [None, None], [2, 3], [..., 0.25]], [[1], [2
 
 def test_a_right_guess_and_a_wrong_one_write_the_same_bytes(tmp_path, server, monkeypatch):
     passes = []
-    fits = ChunkWriting._fits
+    fits = ChunkWriter._fits
 
     def counted(self, *args):
         passes.append(fits(self, *args))
         return passes[-1]
 
-    monkeypatch.setattr(ChunkWriting, "_fits", counted)
+    monkeypatch.setattr(ChunkWriter, "_fits", counted)
     guessed = [written(tmp_path / str(len(chunks)), server, chunks) for chunks in GUESSED]
     assert passes == [False, False, False, False, True, True]
-    monkeypatch.setattr(ChunkWriting, "_fits", lambda self, *args: False)
+    monkeypatch.setattr(ChunkWriter, "_fits", lambda self, *args: False)
     for chunks, files in zip(GUESSED, guessed, strict=True):
         assert contents(written(tmp_path / f"again {len(chunks)}", server, chunks)) == contents(
             files

@@ -74,7 +74,7 @@ from datatrove_ckpt.output.arrow_types import (
 )
 from datatrove_ckpt.output.committed import (
     CommittedFile,
-    FoundFiles,
+    OutputListing,
     RankCommits,
     other_content,
 )
@@ -687,7 +687,7 @@ class ChunkOutput:
     def _commits(self) -> RankCommits:
         return RankCommits(self._folder.root, self._rank, read=self._lease.read_rank)
 
-    def _look(self, commits: RankCommits, others: bool = True) -> FoundFiles:
+    def _look(self, commits: RankCommits, others: bool = True) -> OutputListing:
         committed = self._folder.by_name([commits])
         found = self._folder.look(committed, self._rank, others)
         self._target.settle(commits, found)
@@ -730,7 +730,7 @@ class ChunkOutput:
         for folder in (self._target.staging.parent, self._target.staging):
             files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
 
-    def _refuse_strangers(self, commits: RankCommits, found: FoundFiles) -> None:
+    def _refuse_strangers(self, commits: RankCommits, found: OutputListing) -> None:
         """Refuses foreign files; without intents, all files of a rank are its own."""
         uncommitted = found.by_rank[self._rank]
         if not uncommitted:

@@ -51,7 +51,7 @@ it was before its newest commits.
 
 
 @dataclass
-class FoundFiles:
+class OutputListing:
     """The files in an output folder.
 
     Attributes:
@@ -97,7 +97,7 @@ def list_output(
     committed: Mapping[str, OutputFile],
     rank: int | None = None,
     others: bool = True,
-) -> FoundFiles:
+) -> OutputListing:
     """Lists the existing files of ``committed``, by their plain paths, and files that the template
     may have named.
 
@@ -124,15 +124,15 @@ def list_output(
         is_made = getattr(writer, "private", None) is not None  # a run makes a missing repository
         if committed or not is_made or not is_missing_repository(error):
             raise
-        return FoundFiles()
+        return OutputListing()
 
 
 def listed(
     calls: StoppableCalls,
-    look: Callable[[], FoundFiles],
+    look: Callable[[], OutputListing],
     files: Iterable[OutputFile],
     policy: RetryPolicy | None = None,
-) -> FoundFiles:
+) -> OutputListing:
     """Lists a remote folder, and on the hub looks up missing ``files`` again.
 
     Raises:
@@ -160,7 +160,7 @@ def list_files(
     everywhere: bool = True,
     others: bool = True,
     without: str = "",
-) -> FoundFiles:
+) -> OutputListing:
     """Lists a folder: the committed files, and at least the others whose names start with ``head``.
     Raises OSError.
 
@@ -168,7 +168,7 @@ def list_files(
         everywhere: also those in the folders below that.
         without: a local folder that is left out.
     """
-    found = FoundFiles()
+    found = OutputListing()
     hub = HubFolder.of(folder)
     if folder.is_local():
         root = Path(folder.resolve_paths(""))

@@ -29,7 +29,7 @@ from datatrove_ckpt.errors import OutputMismatch
 from datatrove_ckpt.output.committed import (
     STRAY_ADVICE,
     CommittedFile,
-    FoundFiles,
+    OutputListing,
     RankCommits,
     content_hash,
     file_problem,
@@ -144,7 +144,7 @@ class OutputFolder:
         others: bool = True,
         contents: bool = True,
         policy: RetryPolicy | None = None,
-    ) -> FoundFiles:
+    ) -> OutputListing:
         """Lists the output folder, see ``list_output``. Refuses a folder of another run.
 
         Args:
@@ -159,7 +159,7 @@ class OutputFolder:
 
     def _look(
         self, committed: Mapping[str, CommittedFile], rank: int | None, others: bool, contents: bool
-    ) -> FoundFiles:
+    ) -> OutputListing:
         self._owner.check(self._is_unused)
         found = list_output(self.writer, committed, rank, others)
         if contents:
@@ -191,7 +191,7 @@ class OutputFolder:
             self._any_writer.fullmatch(name) for name in list_output(self.writer, {}).sizes
         )
 
-    def refuse_lost(self, committed: Mapping[str, CommittedFile], found: FoundFiles) -> None:
+    def refuse_lost(self, committed: Mapping[str, CommittedFile], found: OutputListing) -> None:
         wrong = [one for one in committed.values() if not found.is_right(one)]
         if not wrong:
             return
@@ -224,7 +224,7 @@ class OutputFolder:
     def refuse_foreign(
         self,
         rank: int,
-        found: FoundFiles,
+        found: OutputListing,
         commits: RankCommits | None = None,
         is_complete: bool = False,
         root: str = "",
@@ -258,7 +258,7 @@ class OutputFolder:
             "run of datatrove's own, choose other folders, and set finished_from to the old ones."
         )
 
-    def _own(self, commits: RankCommits, found: FoundFiles, is_complete: bool) -> Container[str]:
+    def _own(self, commits: RankCommits, found: OutputListing, is_complete: bool) -> Container[str]:
         """Returns the uncommitted files that a rank may have published: those of its intents; of a
         complete rank, and without intents, by their names.
         """

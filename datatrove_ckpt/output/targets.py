@@ -62,8 +62,8 @@ from datatrove_ckpt.common.formatting import duration, no_bars_in_logs, plural, 
 from datatrove_ckpt.common.object_store import Creator
 from datatrove_ckpt.errors import OutputFailed, StorageFailed
 from datatrove_ckpt.output.committed import (
-    FoundFiles,
     Info,
+    OutputListing,
     RankCommits,
     content_hash,
     local_stamp,
@@ -154,7 +154,7 @@ class OutputTarget(Placement):
     def finish(self) -> None:
         """Called when everything is published."""
 
-    def settle(self, commits: RankCommits, found: FoundFiles) -> None:
+    def settle(self, commits: RankCommits, found: OutputListing) -> None:
         """Adds this process's published files to a listing that lags."""
 
 
@@ -535,7 +535,7 @@ class HubTarget(_TargetOnHub):
             return ""
         return found[name].hash
 
-    def settle(self, commits: RankCommits, found: FoundFiles) -> None:
+    def settle(self, commits: RankCommits, found: OutputListing) -> None:
         """Trusts files whose commit by this process the hub does not show yet.
 
         Other missing files are gone: deleted, or the repository was made anew.

@@ -41,7 +41,7 @@ from datatrove_ckpt.output.arrow_types import Schema
 from datatrove_ckpt.output.chunk_writing import misfits, read_schema
 from datatrove_ckpt.output.committed import (
     STRAY_ADVICE,
-    FoundFiles,
+    OutputListing,
     content_hash,
     file_problem,
     list_files,
@@ -421,7 +421,7 @@ def _is_ours(report: Report, path: str) -> bool:
     return Path(report.folder.resolve_paths(path)).is_relative_to(report.checkpoints.absolute())
 
 
-def _check_chunk(report: Report, chunk: CommittedChunk, found: FoundFiles) -> Iterator[Problem]:
+def _check_chunk(report: Report, chunk: CommittedChunk, found: OutputListing) -> Iterator[Problem]:
     is_right = True
     for file in chunk.files:
         kind, text = _wrong(report, file, found)
@@ -459,7 +459,7 @@ def _check_chunk(report: Report, chunk: CommittedChunk, found: FoundFiles) -> It
         yield Problem("documents", f"{message} Please report this.", *chunk.rank.key, chunk.index)
 
 
-def _wrong(report: Report, file: OutputFile, found: FoundFiles) -> tuple[str, str]:
+def _wrong(report: Report, file: OutputFile, found: OutputListing) -> tuple[str, str]:
     """Returns kind and description of a file's problem; "" and "" if there is none."""
     if not found.is_right(file):
         return file_problem(file, found.size(file))

@@ -43,7 +43,7 @@ from datatrove_ckpt.output.file_names import output_pattern, plain, rank_and_chu
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access
 from datatrove_ckpt.output.interruptible_calls import StoppableCalls
-from datatrove_ckpt.output.owner import Homes, OutputOwnership
+from datatrove_ckpt.output.owner import OutputOwnership, RunOrigin
 from datatrove_ckpt.output.writer_checks import stands_elsewhere
 
 
@@ -51,7 +51,7 @@ class OutputFolder:
     """The output folder of one step. Each refusal is an OutputMismatch.
 
     Args:
-        run: see ``Homes``; ``root`` and ``mirror``, too.
+        run: see ``RunOrigin``; ``root`` and ``mirror``, too.
         logging_dir: the executor's, for the command that repairs; None: no marker was written.
     """
 
@@ -73,7 +73,7 @@ class OutputFolder:
         """
         self._template = writer.output_filename.template
         self._owner = OutputOwnership(
-            writer.output_folder, self._template, Homes(root, mirror, run)
+            writer.output_folder, self._template, RunOrigin(root, mirror, run)
         )
         self._mirror = mirror
         self._logging_dir = logging_dir

@@ -66,7 +66,7 @@ class OutputOwner(NamedTuple):
     replaces: str = ""
 
 
-class Homes(NamedTuple):
+class RunOrigin(NamedTuple):
     """The places by which a run is known: where it began, and its settings now.
 
     Attributes:
@@ -137,7 +137,7 @@ class OutputOwnership:
             one owner.
     """
 
-    def __init__(self, folder: DataFolder, template: str, homes: Homes) -> None:
+    def __init__(self, folder: DataFolder, template: str, homes: RunOrigin) -> None:
         self._folder = folder
         self._template = template
         self._homes = homes

@@ -56,7 +56,7 @@ from datatrove_ckpt.errors import (
     OutputMismatch,
 )
 from datatrove_ckpt.mirror.restore import restore_advice
-from datatrove_ckpt.output.owner import Homes
+from datatrove_ckpt.output.owner import RunOrigin
 from datatrove_ckpt.output.targets import remove_output
 from datatrove_ckpt.output.writer_checks import stands_elsewhere
 from datatrove_ckpt.run_folder.verify import REDO_KINDS, Problem, Report, is_owned, other_run
@@ -319,7 +319,7 @@ def _advice_of_mirror(report: Report, rank: RankSummary) -> str:
     """Returns how to restore a rank from the run's mirror, which is free; a rebuilt rank pays for
     requests again.
     """
-    begun = Homes(report.checkpoints, None).kept
+    begun = RunOrigin(report.checkpoints, None).kept
     if begun is None or rank.root:
         return ""
     size = size_of(rank.commits_file)

@@ -52,7 +52,7 @@ from datatrove_ckpt.output.file_names import STAGING, output_pattern, plain, ran
 from datatrove_ckpt.output.formats import format_of_file, is_known
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.interruptible_calls import StoppableCalls
-from datatrove_ckpt.output.owner import Homes, OutputOwnership
+from datatrove_ckpt.output.owner import OutputOwnership, RunOrigin
 from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.run_folder.run_location import RunLocation
 
@@ -402,7 +402,7 @@ def is_owned(report: Report) -> bool:
     # An earlier release's run, or a copy of a mirror.
     if not (report.checkpoints / layout.HOME).exists():
         return False
-    homes = Homes(report.checkpoints, None)
+    homes = RunOrigin(report.checkpoints, None)
     try:
         owned = [
             OutputOwnership(report.folder, template, homes).check() for template in report.templates

@@ -482,7 +482,7 @@ def test_nodes_with_disks_of_their_own_may_begin_a_run_at_one_moment(tmp_path, m
         claims = []
         for number, root in enumerate(nodes):
             monkeypatch.setattr(socket, "gethostname", lambda number=number: f"node {number}")
-            homes = owner.Homes(root, mirror, "same")
+            homes = owner.RunOrigin(root, mirror, "same")
             claims.append(homes)
             homes.keep(homes.begun(f"key {number}")._replace(home=mirror or "/same/path"))
         for number, homes in enumerate(claims):
@@ -513,17 +513,17 @@ def claim_in_place_of_a_removed_run(tmp_path):
     """
     folder = Place(tmp_path).writer().output_folder
     root = tmp_path / "checkpoints"
-    OutputOwnership(folder, NAME, owner.Homes(root, None, "run")).claim(lambda: True)
+    OutputOwnership(folder, NAME, owner.RunOrigin(root, None, "run")).claim(lambda: True)
     shutil.rmtree(root)
     return lambda is_unused=True: OutputOwnership(
-        folder, NAME, owner.Homes(root, None, "run")
+        folder, NAME, owner.RunOrigin(root, None, "run")
     ).claim(lambda: is_unused)
 
 
 def test_a_removed_run_whose_files_are_there_keeps_its_folder(tmp_path):
     """Workers publish without the checks that a whole run makes before it starts."""
     claim_in_place_of_a_removed_run(tmp_path)
-    homes = owner.Homes(tmp_path / "checkpoints", None, "another run")
+    homes = owner.RunOrigin(tmp_path / "checkpoints", None, "another run")
     with pytest.raises(OutputMismatch, match="belongs to another run"):
         OutputOwnership(Place(tmp_path).writer().output_folder, NAME, homes).claim(lambda: False)
 

@@ -36,7 +36,7 @@ from datatrove_ckpt.output.file_names import (
     plain,
 )
 from datatrove_ckpt.output.hub import HubFile, HubFolder, is_missing_repository
-from datatrove_ckpt.output.interruptible_calls import StoppableCalls
+from datatrove_ckpt.output.interruptible_calls import InterruptibleCalls
 
 Info = Mapping[str, Any]
 """What a file system of fsspec tells of a file."""
@@ -128,7 +128,7 @@ def list_output(
 
 
 def listed(
-    calls: StoppableCalls,
+    calls: InterruptibleCalls,
     look: Callable[[], OutputListing],
     files: Iterable[OutputFile],
     policy: RetryPolicy | None = None,

@@ -17,7 +17,7 @@ from loguru import logger
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.output.hub import HubFolder, get
-from datatrove_ckpt.output.interruptible_calls import StoppableCalls
+from datatrove_ckpt.output.interruptible_calls import InterruptibleCalls
 
 _ANSWER_SECONDS = 60.0
 
@@ -25,7 +25,7 @@ _ANSWER_SECONDS = 60.0
 def check_access(
     folder: HubFolder,
     private: bool | None = None,
-    calls: StoppableCalls | None = None,
+    calls: InterruptibleCalls | None = None,
     only_look: bool = False,
 ) -> str:
     """Returns what was found, for people, when the folder can be written to. Waits for a hub that
@@ -49,7 +49,7 @@ def check_access(
     policy = retrying.HUB_LOOK
     if only_look:
         policy = retrying.HUB_PROBE
-    calls = calls or StoppableCalls(folder.url, folder)
+    calls = calls or InterruptibleCalls(folder.url, folder)
     return calls.retry("cannot be written to", ask, policy, _ANSWER_SECONDS)
 
 

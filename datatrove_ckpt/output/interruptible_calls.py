@@ -29,7 +29,7 @@ def storage_advice(error: BaseException) -> str:
     return "Check the network and the server."
 
 
-class StoppableCalls:
+class InterruptibleCalls:
     """Calls for one folder, and pauses, that end when ``stop`` is called, from any thread.
 
     Args:

@@ -42,7 +42,7 @@ from datatrove_ckpt.output.committed import (
 from datatrove_ckpt.output.file_names import output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access
-from datatrove_ckpt.output.interruptible_calls import StoppableCalls
+from datatrove_ckpt.output.interruptible_calls import InterruptibleCalls
 from datatrove_ckpt.output.owner import OutputOwnership, RunOrigin
 from datatrove_ckpt.output.writer_checks import stands_elsewhere
 
@@ -67,7 +67,7 @@ class OutputFolder:
         self.root = root
         self.hub = HubFolder.of(writer.output_folder)
         self.where = str(writer.output_folder.resolve_paths(""))
-        self.calls = StoppableCalls(self.where, self.hub)
+        self.calls = InterruptibleCalls(self.where, self.hub)
         """All calls and pauses for the folder, also those of a target. ``ChunkOutput.stop`` ends
         them.
         """
@@ -149,7 +149,7 @@ class OutputFolder:
 
         Args:
             contents: read the files that were touched.
-            policy: see ``StoppableCalls.retry``.
+            policy: see ``InterruptibleCalls.retry``.
         """
         look = partial(self._look, committed, rank, others, contents)
         if self.writer.output_folder.is_local():

@@ -75,7 +75,7 @@ from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.file_names import STAGING, plain
 from datatrove_ckpt.output.hub import HubFolder, hub_failure
 from datatrove_ckpt.output.hub_pace import CommitHistory, CommitPace, commit_title
-from datatrove_ckpt.output.interruptible_calls import StoppableCalls
+from datatrove_ckpt.output.interruptible_calls import InterruptibleCalls
 from datatrove_ckpt.output.output_folder import OutputFolder
 
 PART_BYTES = 8 << 20
@@ -226,7 +226,7 @@ class LocalTarget(OutputTarget):
 
 class RemoteTarget(OutputTarget):
     def __init__(
-        self, folder: DataFolder, scratch: Path, lease: RankLease, calls: StoppableCalls
+        self, folder: DataFolder, scratch: Path, lease: RankLease, calls: InterruptibleCalls
     ) -> None:
         super().__init__(folder, scratch)
         self._lease = lease
@@ -304,7 +304,12 @@ class S3Target(RemoteTarget):
     """
 
     def __init__(
-        self, folder: DataFolder, scratch: Path, lease: RankLease, calls: StoppableCalls, probe: str
+        self,
+        folder: DataFolder,
+        scratch: Path,
+        lease: RankLease,
+        calls: InterruptibleCalls,
+        probe: str,
     ) -> None:
         super().__init__(folder, scratch, lease, calls)
         self._probe = probe
@@ -373,7 +378,7 @@ class _TargetOnHub(RemoteTarget):
         folder: DataFolder,
         scratch: Path,
         lease: RankLease,
-        calls: StoppableCalls,
+        calls: InterruptibleCalls,
         hub: HubFolder,
     ) -> None:
         super().__init__(folder, scratch, lease, calls)
@@ -450,7 +455,7 @@ class HubTarget(_TargetOnHub):
         rank: int,
         scratch: Path,
         lease: RankLease,
-        calls: StoppableCalls,
+        calls: InterruptibleCalls,
         hub: HubFolder,
         pace: CommitPace,
     ) -> None:
@@ -729,7 +734,7 @@ def remove_output(folder: DataFolder, names: Sequence[str]) -> None:
     """Removes those of the files that exist. Raises OutputFailed and StorageFailed."""
     hub = HubFolder.of(folder)
     if hub is not None:
-        calls = StoppableCalls(hub.url, hub)
+        calls = InterruptibleCalls(hub.url, hub)
         for start in range(0, len(names), _MOST_REMOVED):
             part = names[start : start + _MOST_REMOVED]
             # Looked up at each attempt: the hub refuses to remove missing files.

@@ -20,7 +20,7 @@ from datatrove_ckpt.common.formatting import figure, plural
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.output.formats import Format, format_of_file
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.interruptible_calls import StoppableCalls
+from datatrove_ckpt.output.interruptible_calls import InterruptibleCalls
 from datatrove_ckpt.run_folder.run_location import RunLocation
 from datatrove_ckpt.run_folder.run_plan import RunnerPlan
 from datatrove_ckpt.run_folder.run_state import RunState, read_run_state
@@ -63,7 +63,7 @@ def write_card(runner: RunnerPlan, root: Path, command: str) -> None:
 
         section = redact("\n".join(_lines(runner, state, _OF_OUTPUT)))
         repository = replace(hub, path="")
-        calls = StoppableCalls(repository.url, repository)
+        calls = InterruptibleCalls(repository.url, repository)
         # The YAML header of a README that is not there yet.
         header = "---\n"
         kind = _format(runner)

@@ -51,7 +51,7 @@ from datatrove_ckpt.output.committed import (
 from datatrove_ckpt.output.file_names import STAGING, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.formats import format_of_file, is_known
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.interruptible_calls import StoppableCalls
+from datatrove_ckpt.output.interruptible_calls import InterruptibleCalls
 from datatrove_ckpt.output.owner import OutputOwnership, RunOrigin
 from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.run_folder.run_location import RunLocation
@@ -363,7 +363,7 @@ def check_output(report: Report) -> Iterator[Problem]:
     try:
         is_owned(report)
         look = partial(list_files, report.folder, committed)
-        calls = StoppableCalls(report.output, report.hub)
+        calls = InterruptibleCalls(report.output, report.hub)
         policy = None
         if report.hub is None:  # the hub may limit requests, and then asks to wait
             policy = retrying.HUB_PROBE

@@ -24,7 +24,7 @@ from datatrove_ckpt.generation import stopping
 from datatrove_ckpt.output import targets
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_pace import CommitPace
-from datatrove_ckpt.output.interruptible_calls import StoppableCalls
+from datatrove_ckpt.output.interruptible_calls import InterruptibleCalls
 from datatrove_ckpt.output.owner import OutputOwnership
 from datatrove_ckpt.output.targets import HubTarget
 from datatrove_ckpt.testing import FakeServer
@@ -73,7 +73,7 @@ def test_a_rank_that_was_taken_over_while_its_files_wait_commits_nothing(hub, tm
     output = JsonlWriter("hf://datasets/org/data/config", "${rank}.jsonl")
     folder = output.output_folder
     place = HubFolder.of(folder)
-    calls = StoppableCalls(place.url, place)
+    calls = InterruptibleCalls(place.url, place)
     commits = HubTarget(folder, 0, tmp_path, taken, calls, place, CommitPace())
     staged = SimpleNamespace(path=tmp_path / "staged", size=7, rows=0, hexdigest=lambda: "")
     commits.publish(

@@ -17,7 +17,7 @@ from datatrove_ckpt.common.retrying import (
 )
 from datatrove_ckpt.output.hub import HubFolder, hub_failure
 from datatrove_ckpt.output.hub_pace import HOUR, CommitHistory, CommitPace, MadeCommit, commit_title
-from datatrove_ckpt.output.interruptible_calls import StoppableCalls
+from datatrove_ckpt.output.interruptible_calls import InterruptibleCalls
 
 
 @pytest.mark.parametrize(
@@ -43,11 +43,11 @@ def test_a_url_names_a_folder_and_the_folder_its_url(url, folder):
 
 
 FOLDER = HubFolder("dataset", "org/name")
-CALLS = StoppableCalls(FOLDER.url, FOLDER)
+CALLS = InterruptibleCalls(FOLDER.url, FOLDER)
 
 
 def answer(status, text="", url="https://hub/api/x", **headers):
-    """An error of the client, as ``StoppableCalls`` raises it."""
+    """An error of the client, as ``InterruptibleCalls`` raises it."""
     error = FileSystemFailed(text)
     inner = RuntimeError(f"{status} for url: {url}. {text}")
     inner.response = SimpleNamespace(

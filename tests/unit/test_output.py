@@ -21,7 +21,7 @@ from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.redaction import check_options
 from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed, StorageFailed
 from datatrove_ckpt.output.file_managers import StagedFiles
-from datatrove_ckpt.output.interruptible_calls import StoppableCalls
+from datatrove_ckpt.output.interruptible_calls import InterruptibleCalls
 from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.targets import LocalTarget, RemoteTarget, S3Target
 from datatrove_ckpt.output.writer_checks import check_writer
@@ -68,7 +68,7 @@ def remote_folder(scratch, lease, calls):
 
 @pytest.fixture
 def calls():
-    return StoppableCalls("breaking://output")
+    return InterruptibleCalls("breaking://output")
 
 
 @pytest.fixture
@@ -271,7 +271,7 @@ def on_s3(uploads, scratch, *left):
     folder = SimpleNamespace(
         fs=uploads, resolve_paths=lambda name: f"s3://bucket/output/{name}".rstrip("/")
     )
-    target = S3Target(folder, scratch, leased(), StoppableCalls("s3://bucket/output"), "probe")
+    target = S3Target(folder, scratch, leased(), InterruptibleCalls("s3://bucket/output"), "probe")
     for name in left:
         staged = target.staging.with_name("earlier") / "0" / name
         staged.parent.mkdir(parents=True, exist_ok=True)

@@ -320,7 +320,7 @@ class BarTerminal:
         self._lock = threading.RLock()
         self._bar = ""
         self._is_partial = False  # the cursor stands behind a text without a line break
-        self._replaced: dict[str, Above] = {}
+        self._replaced: dict[str, LinesAboveBar] = {}
         self._is_open = False
 
     def __enter__(self) -> Self:
@@ -332,7 +332,7 @@ class BarTerminal:
                 device = os.fstat(stream.fileno()).st_rdev
                 is_same = stream.isatty() and device == os.fstat(self._fd).st_rdev
             if is_same:
-                self._replaced[name] = above = Above(stream, self)
+                self._replaced[name] = above = LinesAboveBar(stream, self)
                 setattr(sys, name, above)
                 _move_logging(stream, above)
         _opened.append(self)
@@ -388,7 +388,7 @@ class BarTerminal:
 
 
 @dataclass(eq=False)
-class Above:
+class LinesAboveBar:
     stream: TextIO
     _terminal: BarTerminal
     _pending: str = ""

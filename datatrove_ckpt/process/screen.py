@@ -65,7 +65,7 @@ class RankProgress(NamedTuple):
         return self.position.unit is not None or self.work[0] > 0
 
 
-class _Work(NamedTuple):
+class _ShownWork(NamedTuple):
     """The work of this command so far."""
 
     at: float
@@ -155,10 +155,10 @@ class RunProgress:
         while self._samples[0].at < now - _TIME_LEFT_SECONDS and len(self._samples) > 2:
             self._samples.popleft()
 
-    def _sample(self) -> _Work:
-        return _Work(self._clock(), *self.work)
+    def _sample(self) -> _ShownWork:
+        return _ShownWork(self._clock(), *self.work)
 
-    def rates(self, seconds: float = 60.0) -> _Work:
+    def rates(self, seconds: float = 60.0) -> _ShownWork:
         """Returns the work per second in the last seconds."""
         now = self._sample()
         first = next(
@@ -166,7 +166,9 @@ class RunProgress:
             self._samples[-1],
         )
         passed = max(now.at - first.at, 1e-9)
-        return _Work(*((after - then) / passed for then, after in zip(first, now, strict=True)))
+        return _ShownWork(
+            *((after - then) / passed for then, after in zip(first, now, strict=True))
+        )
 
     @property
     def share(self) -> float | None:

@@ -88,7 +88,7 @@ _TO_EXIT = 5.0
 
 
 @dataclass(eq=False)
-class _Process:
+class _WorkerProcess:
     """One worker, as its parent sees it.
 
     Attributes:
@@ -185,7 +185,7 @@ class Workers:
         self.lost: dict[int, str] = {}
         self.signal = 0
         self._numbers = sorted(filter(signals.may_handle, set(self.numbers)))
-        self._workers: list[_Process] = []
+        self._workers: list[_WorkerProcess] = []
         self._tasks: deque[int] = deque()
         self._records: defaultdict[int, AttemptRecord] = defaultdict(AttemptRecord)
         self._failed_starts = 0
@@ -262,7 +262,7 @@ class Workers:
                 process = self.context.Process(target=work, args=arguments, daemon=False)
                 with theirs:  # closed here once the worker has it
                     process.start()
-                self._workers.append(_Process(slot, ours, process))
+                self._workers.append(_WorkerProcess(slot, ours, process))
             except (EOFError, ConnectionError):  # the fork server has ended
                 self._error = _cannot_start("the process that starts them has ended")
             finally:
@@ -286,7 +286,7 @@ class Workers:
             worker.is_ending = task is None
             worker.send(task)
 
-    def _take(self, worker: _Process) -> int | None:
+    def _take(self, worker: _WorkerProcess) -> int | None:
         if not self._tasks:
             return None
         if worker.tasks:
@@ -296,7 +296,7 @@ class Workers:
                 return None
         return self._tasks.popleft()
 
-    def _read_replies(self, worker: _Process) -> Iterator[tuple[int, Any]]:
+    def _read_replies(self, worker: _WorkerProcess) -> Iterator[tuple[int, Any]]:
         # First: then all that it sent before its end has come.
         has_ended = connections.wait([worker.sentinel], 0)
         for message in worker.messages():
@@ -322,7 +322,7 @@ class Workers:
             if not self._stops:
                 self._died(worker, how)
 
-    def _died(self, worker: _Process, how: str) -> None:
+    def _died(self, worker: _WorkerProcess, how: str) -> None:
         """Queues the tasks of a worker that ended ``how``."""
         if not worker.was_ready:
             self._failed_starts += 1

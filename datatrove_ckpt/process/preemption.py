@@ -44,7 +44,7 @@ _AGAIN = 0.2
 
 
 @dataclass(eq=False)
-class LoopWatch:
+class LoopWatchdog:
     """Ends a process that has a stop request, and whose event loop does not end before ``close``.
 
     A rollout may compute without end, or sleep in ``time.sleep`` and swallow KeyboardInterrupt.
@@ -256,7 +256,7 @@ class Preemption:
             with self._host.saving(save):
                 yield
             return
-        watch = LoopWatch(self.shutdown, save, self._hand_on)
+        watch = LoopWatchdog(self.shutdown, save, self._hand_on)
         with self.shutdown.calling(watch.start), closing(watch):
             watch.start()
             yield

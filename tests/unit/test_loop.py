@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from datatrove_ckpt.process import event_loop, preemption
-from datatrove_ckpt.process.preemption import LoopWatch
+from datatrove_ckpt.process.preemption import LoopWatchdog
 from datatrove_ckpt.process.shutdown import Shutdown
 from tests.patience import until_async
 
@@ -36,7 +36,7 @@ def test_a_signal_that_is_raised_in_the_loop_leaves_nothing_to_complain_about_la
 # The watch ends a process that was asked to stop and whose event loop does not end, and only then
 
 
-class Watch(LoopWatch):
+class Watch(LoopWatchdog):
     def __init__(self, shutdown):
         super().__init__(shutdown, lambda: None, lambda: 1)
         self.ended = threading.Event()

@@ -90,7 +90,7 @@ def naming_damage(name: str) -> Iterator[None]:
         ) from error
 
 
-class Content(io.BufferedReader):
+class DecompressedFile(io.BufferedReader):
     """The content of a compressed file. ``stored``: the file itself."""
 
     def __init__(self, content: io.RawIOBase, stored: IO[bytes]) -> None:
@@ -109,7 +109,7 @@ def open_content(folder: DataFolder, name: str, compression: str | None) -> Iter
             file.seek(0)
             stack.enter_context(naming_damage(name))
             # Decompressors may return less than requested, and may lack readline().
-            file = stack.enter_context(Content(_decompressed(file, codec, name), file))
+            file = stack.enter_context(DecompressedFile(_decompressed(file, codec, name), file))
         yield file  # a file of 0 bytes is empty, also where its compression would need a header
 
 

@@ -32,7 +32,12 @@ from datatrove_ckpt.common.exact_json import loads
 from datatrove_ckpt.errors import DocumentNotSerializable, InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.block_file import BlockFile, FileIndex, Group, changed_error
-from datatrove_ckpt.readers.compressed import Content, codec_of, naming_damage, open_content
+from datatrove_ckpt.readers.compressed import (
+    DecompressedFile,
+    codec_of,
+    naming_damage,
+    open_content,
+)
 from datatrove_ckpt.readers.declared_types import DeclaredTypes
 from datatrove_ckpt.readers.empty_input import MAX_LINE_BYTES, read_line, refuse_array
 from datatrove_ckpt.readers.input_progress import FileExtent
@@ -238,7 +243,7 @@ class LineBlocks(BlockFile):
                 head.update(late_line_end[: max(0, _HEAD - offset)])
                 offset += len(late_line_end)
             for lines, size in _line_blocks(file, self.name):
-                if isinstance(file, Content):
+                if isinstance(file, DecompressedFile):
                     extent.per = file.stored.tell() / max(1, offset + size)
                 yield RowBlock("line {}", self._read_rows(lines, offset, number, head))
                 offset += size

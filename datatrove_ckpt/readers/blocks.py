@@ -101,7 +101,10 @@ class BlockInput:
         return iter(self._blocks)
 
     def read(
-        self, block: Block, columns: Sequence[str] | None = None, unified: Unified | None = None
+        self,
+        block: Block,
+        columns: Sequence[str] | None = None,
+        unified: UnifiedSchema | None = None,
     ) -> Rows:
         """Reads the rows of a block.
 
@@ -134,7 +137,7 @@ class BlockInput:
             self._keys.update(columns)
         return [row and {column: row.get(column) for column in columns} for row in rows]
 
-    def unified(self, columns: Sequence[str] | None) -> Unified | None:
+    def unified(self, columns: Sequence[str] | None) -> UnifiedSchema | None:
         """Returns the types of these columns in all files; None for rows that are dicts."""
         if self.gives_dicts:
             return None
@@ -142,7 +145,7 @@ class BlockInput:
         for name, file in zip(self.names, self._index, strict=True):
             if file.rows:
                 schemas.setdefault(file.schema, name)
-        return Unified(schemas.items(), columns)
+        return UnifiedSchema(schemas.items(), columns)
 
     def expect(self, file: int, blocks: Iterable[Block]) -> None:
         """Names the blocks that are read next: small ones are read together."""
@@ -322,7 +325,7 @@ class RowCounts:
         )
 
 
-class Unified:
+class UnifiedSchema:
     """One schema for all files of an input, whose columns may have other types in each.
 
     Unified within a shuffled window, a row's type would depend on its neighbours, and on where a

@@ -24,7 +24,7 @@ from xxhash import xxh3_64_hexdigest
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.lazy_pyarrow import pa
 from datatrove_ckpt.readers.block_file import Rows
-from datatrove_ckpt.readers.blocks import Block, BlockInput, Unified
+from datatrove_ckpt.readers.blocks import Block, BlockInput, UnifiedSchema
 from datatrove_ckpt.readers.choose_reader import FilesReader
 from datatrove_ckpt.readers.inputs import misfit
 from datatrove_ckpt.readers.positions import Row, State
@@ -268,7 +268,7 @@ class RowSource:
     index: Index
     _order: EpochOrder
     columns: Sequence[str] | None = None
-    _unified: Unified | None = None
+    _unified: UnifiedSchema | None = None
     _open: dict[int, _Loaded] = field(default_factory=dict)
 
     def name(self, shares: Numbers, rows: Numbers) -> str:

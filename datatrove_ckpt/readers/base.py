@@ -33,7 +33,7 @@ from datatrove_ckpt.readers.empty_input import refuse_file_without_documents
 from datatrove_ckpt.readers.input_progress import FileExtent, InputExtent
 from datatrove_ckpt.readers.inputs import (
     Digest,
-    Inputs,
+    InputFiles,
     list_input,
     metadata_hash,
     misfit,
@@ -355,7 +355,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             return ()
         return [("types", self.types.schema())]
 
-    def list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
+    def list_inputs(self, rank: int, world_size: int, state: State | None) -> InputFiles:
         names = list_input(self, afresh=state is not None, of_rank=True).names
         if not names and not self.paths_file:
             raise InputError(
@@ -368,12 +368,12 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if self.shuffle_seed is not None:
             names = shuffled_names(names, self.shuffle_seed)
         # The listing is kept, because a file may change before it is read.
-        inputs = Inputs(self.data_folder, names)
+        inputs = InputFiles(self.data_folder, names)
         inputs.tasks = tasks
         return inputs
 
     def _documents(
-        self, inputs: Inputs, start: ReaderStart, shard: list[int]
+        self, inputs: InputFiles, start: ReaderStart, shard: list[int]
     ) -> Iterator[Document]:
         state = self._checked_state(start.state, shard)
         digest = Digest()
@@ -453,7 +453,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def _is_limit(self, documents: int) -> bool:
         return bool(self.limit != -1 and documents >= self.limit)
 
-    def _end_file(self, inputs: Inputs, index: int, digest: Digest, documents: int) -> None:
+    def _end_file(self, inputs: InputFiles, index: int, digest: Digest, documents: int) -> None:
         self.stat_update("documents", value=documents, unit="input_file")
         if self._may_grow(inputs.names[index]):
             inputs.note_size(index, self._file_extent.end)
@@ -508,7 +508,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
 
     def _state_in_file(
         self,
-        inputs: Inputs,
+        inputs: InputFiles,
         index: int,
         first: int,
         start: ReaderStart,
@@ -557,7 +557,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         }
 
     def _check_current_file(
-        self, inputs: Inputs, index: int, then: State, file_position: FilePosition
+        self, inputs: InputFiles, index: int, then: State, file_position: FilePosition
     ) -> None:
         name = inputs.names[index]
         size = inputs.known_size(index)
@@ -576,7 +576,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         refuse_file_without_documents(self, name, damaged)
 
     def _read_input(
-        self, inputs: Inputs, index: int, file_position: FilePosition, number: tuple[int, int]
+        self, inputs: InputFiles, index: int, file_position: FilePosition, number: tuple[int, int]
     ) -> FileRead:
         """Reads file ``index``. ``number``: the rank, and how many documents it has read."""
         name = inputs.names[index]

@@ -33,7 +33,7 @@ from datatrove_ckpt.common.lazy_pyarrow import pa
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.block_file import BlockFile, FileIndex, Group, Rows, check_columns
 from datatrove_ckpt.readers.choose_reader import FilesReader
-from datatrove_ckpt.readers.inputs import Inputs
+from datatrove_ckpt.readers.inputs import InputFiles
 from datatrove_ckpt.readers.parquet_blocks import ParquetBlocks
 from datatrove_ckpt.readers.positions import Row
 from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
@@ -78,7 +78,7 @@ class BlockInput:
 
     def __init__(self, reader: FilesReader) -> None:
         self._reader = reader
-        self.inputs: Inputs = reader.list_inputs(0, 1, None)
+        self.inputs: InputFiles = reader.list_inputs(0, 1, None)
         self.names = self.inputs.names
         self._opened: OrderedDict[int, BlockFile] = OrderedDict()
         self._process = os.getpid()
@@ -252,13 +252,13 @@ class RowCounts:
     Counting JSONL reads all of it. The counts of each file are a small file in the folder
     ``$DATATROVE_CKPT_CACHE`` (empty: none are kept), or else ``datatrove-ckpt/rows`` in the user's
     cache folder. If nodes share the folder, the first node counts. Its name changes with size, time
-    of change and sample of the counted file (``Inputs.sample``). Reading notices a wrong count. The
+    of change and sample of the counted file (``InputFiles.sample``). Reading notices a wrong count. The
     files may be deleted at any time.
 
     ``kind``: what the counts depend on beside the files, such as the format.
     """
 
-    def __init__(self, inputs: Inputs, kind: str) -> None:
+    def __init__(self, inputs: InputFiles, kind: str) -> None:
         self._inputs = inputs
         self._source = f"{_VERSION}/{kind}/{inputs.folder.resolve_paths('')}"
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

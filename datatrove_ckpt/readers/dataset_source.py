@@ -24,7 +24,7 @@ from xxhash import xxh3_64_hexdigest
 from datatrove_ckpt.common import JsonObject, retrying
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.input_errors import explain_hub_error
-from datatrove_ckpt.readers.inputs import Inputs, fingerprint
+from datatrove_ckpt.readers.inputs import InputFiles, fingerprint
 
 _HUB_FILE = re.compile(r"hf://datasets/(?P<repository>[^@]+)@(?P<commit>[^/]+)/(?P<path>.+)")
 _SAMPLED_ROWS = 32
@@ -49,7 +49,7 @@ class DatasetFiles:
         return path or f"the dataset {self.path}"
 
 
-class DatasetInputs(Inputs):
+class DatasetInputs(InputFiles):
     """The shards of an opened dataset, or those of one rank. A ``Dataset`` is one shard."""
 
     def __init__(
@@ -79,7 +79,7 @@ class DatasetInputs(Inputs):
             super().__init__(folder, _short_names(self.urls))
         self.shards = range(len(self.urls))
 
-    def shard(self, rank: int, world_size: int) -> Inputs:
+    def shard(self, rank: int, world_size: int) -> InputFiles:
         chosen = copy.copy(self)
         if len(self.names) <= 1:
             chosen.row_shard = (rank, world_size)

@@ -32,7 +32,7 @@ from datatrove_ckpt.readers.dataset_source import (
 )
 from datatrove_ckpt.readers.empty_input import NoDocument
 from datatrove_ckpt.readers.input_errors import explain_hub_error, one_line
-from datatrove_ckpt.readers.inputs import Inputs, shorten
+from datatrove_ckpt.readers.inputs import InputFiles, shorten
 from datatrove_ckpt.readers.positions import (
     FilePosition,
     FileRead,
@@ -157,11 +157,11 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
     def _options(self) -> State:
         return super()._options() | {"dataset_options": shorten(self.chosen)}
 
-    def list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
+    def list_inputs(self, rank: int, world_size: int, state: State | None) -> InputFiles:
         return self.list_dataset((state or {}).get("commit")).shard(rank, world_size)
 
     def _read_input(
-        self, inputs: Inputs, index: int, file_position: FilePosition, number: tuple[int, int]
+        self, inputs: InputFiles, index: int, file_position: FilePosition, number: tuple[int, int]
     ) -> FileRead:
         assert isinstance(inputs, DatasetInputs)
         rank, documents = number

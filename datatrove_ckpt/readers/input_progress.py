@@ -20,7 +20,7 @@ _MEASURED = 1000
 
 
 class MeasuredInputs(Protocol):
-    """See ``inputs.Inputs``."""
+    """See ``inputs.InputFiles``."""
 
     names: Sequence[str]
     tasks: int | None

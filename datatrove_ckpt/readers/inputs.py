@@ -56,7 +56,7 @@ def misfit(problem: str, advice: str = "Restore it") -> CheckpointMismatch:
     )
 
 
-class Inputs:
+class InputFiles:
     """The files that a reader reads, in order.
 
     Information on a file (``infos``) is looked up once, when needed.
@@ -136,10 +136,10 @@ class Inputs:
             return self.fingerprint(index)
         return ""
 
-    def shard(self, rank: int, world_size: int) -> Inputs:
+    def shard(self, rank: int, world_size: int) -> InputFiles:
         names = self.names[rank::world_size]
         infos = {name: self._infos[name] for name in names if name in self._infos}
-        return Inputs(self.folder, names, infos)
+        return InputFiles(self.folder, names, infos)
 
     def digest(self, count: int) -> Digest:
         digest = Digest()
@@ -269,18 +269,18 @@ def path_columns(name: str) -> dict[str, str | None]:
 
 
 def record_reader(
-    reader: BaseDiskReader, inputs: Inputs, count: int, limited: bool = False
+    reader: BaseDiskReader, inputs: InputFiles, count: int, limited: bool = False
 ) -> ReaderRecord:
     return ReaderRecord(options_of(reader), sample_files(inputs, range(count)), limited)
 
 
-def sample_files(inputs: Inputs, indices: Sequence[int]) -> list[FileRecord]:
+def sample_files(inputs: InputFiles, indices: Sequence[int]) -> list[FileRecord]:
     """Records the files with the sizes that ``inputs`` knows, and with new samples."""
     with ThreadPoolExecutor(16, thread_name_prefix="datatrove-ckpt sample") as threads:
         return list(threads.map(partial(_record, inputs), indices))
 
 
-def _record(inputs: Inputs, index: int) -> FileRecord:
+def _record(inputs: InputFiles, index: int) -> FileRecord:
     name = inputs.names[index]
     try:
         modified = inputs.info(index).get("mtime")
@@ -338,14 +338,14 @@ def refuse_pointer(begin: bytes, name: str) -> None:
         )
 
 
-def refuse_pointers(inputs: Inputs) -> None:
+def refuse_pointers(inputs: InputFiles) -> None:
     """Raises InputError if one of the first files of a local folder is a pointer of Git LFS."""
     for index, name in enumerate(inputs.names[:10_000]):
         if 0 < inputs.size(index) <= 1024:  # Git LFS takes no longer file for a pointer
             refuse_pointer(inputs.folder.cat_file(name), name)
 
 
-def list_input(reader: BaseDiskReader, afresh: bool = True, of_rank: bool = False) -> Inputs:
+def list_input(reader: BaseDiskReader, afresh: bool = True, of_rank: bool = False) -> InputFiles:
     """Lists all files of a reader's input, in datatrove's order.
 
     Args:
@@ -359,10 +359,10 @@ def list_input(reader: BaseDiskReader, afresh: bool = True, of_rank: bool = Fals
     folder = reader.data_folder
     pattern = reader.glob_pattern
     if hasattr(reader, "list_dataset"):  # HuggingFaceDatasetReader
-        found: Inputs = reader.list_dataset()
+        found: InputFiles = reader.list_dataset()
         return found
     if reader.paths_file:
-        return Inputs(folder, list(get_shard_from_paths_file(reader.paths_file, 0, 1)))
+        return InputFiles(folder, list(get_shard_from_paths_file(reader.paths_file, 0, 1)))
     if afresh:
         folder.invalidate_cache()
     options: JsonObject = {"maxdepth": None if reader.recursive else 1, "detail": True}
@@ -381,7 +381,7 @@ def list_input(reader: BaseDiskReader, afresh: bool = True, of_rank: bool = Fals
     names = sorted(name for name in files if is_input(name, pattern))
     # A listing does not follow symbolic links, and calls them "other".
     known = {name: listed[name] for name in names if listed[name]["type"] != "other"}
-    inputs = Inputs(folder, names, known)
+    inputs = InputFiles(folder, names, known)
     for index, name in enumerate(names):
         if name not in known and not of_rank:
             with suppress(FileNotFoundError):

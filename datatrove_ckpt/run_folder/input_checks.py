@@ -21,8 +21,8 @@ from datatrove_ckpt.output.file_managers import missing_codec
 from datatrove_ckpt.readers import BatchReader, HuggingFaceDatasetReader
 from datatrove_ckpt.readers.empty_input import NoDocument, explain
 from datatrove_ckpt.readers.inputs import (
+    InputFiles,
     InputFolder,
-    Inputs,
     check_reachable,
     list_input,
     refuse_pointers,
@@ -132,7 +132,7 @@ def refuse_input(plan: RunPlan, index: int, step: object) -> None:
         raise ConfigError(f'{place}: "{folder.path}" is not a folder.')
 
 
-def list_files(place: str, reader: BaseDiskReader) -> Inputs:
+def list_files(place: str, reader: BaseDiskReader) -> InputFiles:
     """Lists the input of a reader. ``place`` names the reader's setting in errors.
 
     Raises:

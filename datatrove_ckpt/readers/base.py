@@ -32,7 +32,7 @@ from datatrove_ckpt.readers.declared_types import DeclaredTypes
 from datatrove_ckpt.readers.empty_input import refuse_file_without_documents
 from datatrove_ckpt.readers.input_progress import FileExtent, InputExtent
 from datatrove_ckpt.readers.inputs import (
-    Digest,
+    InputDigest,
     InputFiles,
     list_input,
     metadata_hash,
@@ -376,7 +376,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         self, inputs: InputFiles, start: ReaderStart, shard: list[int]
     ) -> Iterator[Document]:
         state = self._checked_state(start.state, shard)
-        digest = Digest()
+        digest = InputDigest()
         documents = documents_before = 0  # all so far, and those of the files before
         omitted = 0  # documents that ``skip`` leaves out
         file_position: FilePosition = ()
@@ -453,7 +453,9 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def _is_limit(self, documents: int) -> bool:
         return bool(self.limit != -1 and documents >= self.limit)
 
-    def _end_file(self, inputs: InputFiles, index: int, digest: Digest, documents: int) -> None:
+    def _end_file(
+        self, inputs: InputFiles, index: int, digest: InputDigest, documents: int
+    ) -> None:
         self.stat_update("documents", value=documents, unit="input_file")
         if self._may_grow(inputs.names[index]):
             inputs.note_size(index, self._file_extent.end)
@@ -513,7 +515,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         first: int,
         start: ReaderStart,
         shard: list[int],
-        digest: Digest,
+        digest: InputDigest,
     ) -> State:
         """Makes the part of a state that all documents of one file share.
 

@@ -1,6 +1,6 @@
 """Checks that an input is still the one that a position was made for.
 
-A state is too small for ten thousand names and sizes. It keeps a ``Digest`` of finished files, and
+A state is too small for ten thousand names and sizes. It keeps a ``InputDigest`` of finished files, and
 name, size and a hash of the first (and last) 64 kB of the current file. Finished files are not read
 again, which would cost what seeking saves.
 """
@@ -141,8 +141,8 @@ class InputFiles:
         infos = {name: self._infos[name] for name in names if name in self._infos}
         return InputFiles(self.folder, names, infos)
 
-    def digest(self, count: int) -> Digest:
-        digest = Digest()
+    def digest(self, count: int) -> InputDigest:
+        digest = InputDigest()
         for index in range(count):
             digest.add(self.names[index], self.known_size(index))
         return digest
@@ -163,7 +163,7 @@ class InputFiles:
         except FileNotFoundError as error:
             raise misfit(f"The input file {self.names[index]!r} is gone.") from error
 
-    def check_before(self, state: State) -> Digest:
+    def check_before(self, state: State) -> InputDigest:
         """Returns the digest of the files before the state's current one.
 
         Raises:
@@ -187,7 +187,7 @@ class InputFiles:
         )
 
 
-class Digest:
+class InputDigest:
     """Number, total size and XOR of the hashes of the files that were read to their end."""
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ _ARRAY_ADVICE = "Write one object per line (jq -c '.[]' FILE), or move the file 
 _RUN_AGAIN = "Correct that, and run the same command again."
 
 
-class NoDocument(InputError):
+class NoDocuments(InputError):
     """No row of a file is a document, and its content tells why."""
 
 
@@ -42,12 +42,12 @@ def refuse_file_without_documents(reader: BaseDiskReader, name: str, damaged: bo
         damaged: one of its lines was no JSON object.
 
     Raises:
-        NoDocument: always, but for a file without rows, or whose rows have an empty text.
+        NoDocuments: always, but for a file without rows, or whose rows have an empty text.
     """
     folder = reader.data_folder.path
     text = explain(reader, name, damaged)
     if text:
-        raise NoDocument(
+        raise NoDocuments(
             f"This task's input holds no document, although {name!r} in {folder} is not empty. "
             f"{text}"
         )

@@ -30,7 +30,7 @@ from datatrove_ckpt.readers.dataset_source import (
     commit_of,
     without_commit,
 )
-from datatrove_ckpt.readers.empty_input import NoDocument
+from datatrove_ckpt.readers.empty_input import NoDocuments
 from datatrove_ckpt.readers.input_errors import explain_hub_error, one_line
 from datatrove_ckpt.readers.inputs import InputFiles, shorten
 from datatrove_ckpt.readers.positions import (
@@ -190,7 +190,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
 
     def _refuse_without_documents(self, name: str, damaged: bool) -> None:
         if not self.has_default_adapter():
-            raise NoDocument(
+            raise NoDocuments(
                 "This task's input holds no document: the adapter found no text in any row of "
                 f"{name!r}. Correct that, and run the same command again."
             )
@@ -315,7 +315,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         if columns is None or not self.has_default_adapter() or self.text_key in (None, *columns):
             return
         shown = ", ".join(map(repr, columns[:20]))
-        raise NoDocument(
+        raise NoDocuments(
             f"The dataset {self.dataset!r} has no column {self.text_key!r}. Its columns are "
             f"{shown}. Set text_key to one of them, or to null if the rollout needs no text."
         )

@@ -19,7 +19,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.setting_names import setting_name, step_place
 from datatrove_ckpt.output.file_managers import missing_codec
 from datatrove_ckpt.readers import BatchReader, HuggingFaceDatasetReader
-from datatrove_ckpt.readers.empty_input import NoDocument, explain
+from datatrove_ckpt.readers.empty_input import NoDocuments, explain
 from datatrove_ckpt.readers.inputs import (
     InputFiles,
     InputFolder,
@@ -59,7 +59,7 @@ def check_input(reader: BaseReader, plan: RunPlan, sample: list[Document]) -> It
     if isinstance(reader, BatchReader) and reader.data_folder.is_local():
         reader.check()
     documents: list[Document] = []
-    refused: dict[int, NoDocument] = {}
+    refused: dict[int, NoDocuments] = {}
     within(partial(_read_some, tried, len(names), documents, refused), where)
     if not is_dataset:
         for first in range(min(len(names), tasks)):
@@ -165,7 +165,7 @@ def list_files(place: str, reader: BaseDiskReader) -> InputFiles:
 
 
 def _read_some(
-    reader: BaseDiskReader, files: int, found: list[Document], refused: dict[int, NoDocument]
+    reader: BaseDiskReader, files: int, found: list[Document], refused: dict[int, NoDocuments]
 ) -> None:
     """Adds the first documents, file after file, and the files that are ``refused``.
 
@@ -186,7 +186,7 @@ def _read_some(
                     if found and (len(found) == _SAMPLE_DOCUMENTS or time.monotonic() > deadline):
                         return
                     found.append(document)
-        except NoDocument as error:
+        except NoDocuments as error:
             refused[rank] = error
         if found and one.limit >= 0:  # it counts for a task, which has more files than one
             return

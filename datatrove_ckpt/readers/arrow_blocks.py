@@ -16,7 +16,7 @@ from datatrove_ckpt.common.lazy_pyarrow import pa
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.block_file import FileIndex, Group, TableFile, changed_error, open_input
 from datatrove_ckpt.readers.compressed import naming_damage
-from datatrove_ckpt.readers.input_progress import FileExtent
+from datatrove_ckpt.readers.input_progress import FileProgress
 
 _FILE_MARK = b"ARROW1"
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
@@ -59,14 +59,14 @@ class ArrowBlocks(TableFile):
         self.drop_buffers()
         self._source.close()
 
-    def _parts(self, first: int, extent: FileExtent) -> Iterator[tuple[int, int, int]]:
+    def _parts(self, first: int, extent: FileProgress) -> Iterator[tuple[int, int, int]]:
         for number, batch in self._batches(first, extent):
             extent.lengths[number] = batch.num_rows
             if number >= first:
                 self._last = ((number, ()), batch)
                 yield number, batch.num_rows, batch.nbytes
 
-    def _batches(self, first: int, extent: FileExtent) -> Iterator[tuple[int, pa.RecordBatch]]:
+    def _batches(self, first: int, extent: FileProgress) -> Iterator[tuple[int, pa.RecordBatch]]:
         """Yields the record batches with their numbers, of a file from the ``first`` on."""
         if not self._is_stream:
             count = self._reader.num_record_batches

@@ -30,7 +30,7 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.readers.compressed import codec_of
 from datatrove_ckpt.readers.declared_types import DeclaredTypes
 from datatrove_ckpt.readers.empty_input import refuse_file_without_documents
-from datatrove_ckpt.readers.input_progress import FileExtent, InputExtent
+from datatrove_ckpt.readers.input_progress import FileProgress, InputExtent
 from datatrove_ckpt.readers.inputs import (
     InputDigest,
     InputFiles,
@@ -116,7 +116,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     _next_state: State | None = None
     _start_state: State | None = None
     _position: Position | None = None
-    _file_extent: FileExtent = FileExtent()
+    _file_extent: FileProgress = FileProgress()
     _resolved: dict[str, str] | None = None
     types: DeclaredTypes | None = None  # of formats that have none
     _damaged_rows = 0  # rows of the task so far
@@ -192,7 +192,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if data:
             yield from data
         self._position = None
-        self._file_extent = FileExtent()
+        self._file_extent = FileProgress()
         start = start_reader(self._next_state)
         self._start_state = start.state
         self._next_state = None
@@ -412,7 +412,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 name = inputs.names[index]
                 logger.info(f"Reading input file {name}, {index + 1}/{len(inputs.names)}")
                 shared = self._state_in_file(inputs, index, documents_before, start, shard, digest)
-                self._file_extent = FileExtent(before=digest.bytes, size=inputs.size(index))
+                self._file_extent = FileProgress(before=digest.bytes, size=inputs.size(index))
                 file = FileState(shared, extent, self._file_extent)
                 skipped_before = start.skipped
                 read_before = documents + omitted

@@ -20,7 +20,7 @@ from datatrove_ckpt.common.lazy_pyarrow import pa
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.input_errors import naming_hub_input, refuse_equal_names
-from datatrove_ckpt.readers.input_progress import FileExtent
+from datatrove_ckpt.readers.input_progress import FileProgress
 from datatrove_ckpt.readers.inputs import misfit
 from datatrove_ckpt.readers.positions import FilePosition, Row, RowBlock
 
@@ -69,7 +69,7 @@ class BlockFile(ABC):
     """The parts that are read next, in their order."""
 
     @abstractmethod
-    def blocks(self, file_position: FilePosition, extent: FileExtent) -> Iterator[RowBlock]:
+    def blocks(self, file_position: FilePosition, extent: FileProgress) -> Iterator[RowBlock]:
         """Yields the rows after a place, and notes the share of the file that was read."""
 
     @abstractmethod
@@ -122,7 +122,7 @@ class TableFile(BlockFile):
     def blocks(
         self,
         file_position: FilePosition,
-        extent: FileExtent,
+        extent: FileProgress,
         most: int = 1000,
         columns: Sequence[str] | None = None,
     ) -> Iterator[RowBlock]:
@@ -140,7 +140,7 @@ class TableFile(BlockFile):
                 row = 0
 
     @abstractmethod
-    def _parts(self, first: int, extent: FileExtent) -> Iterator[tuple[int, int, int]]:
+    def _parts(self, first: int, extent: FileProgress) -> Iterator[tuple[int, int, int]]:
         """Yields number, rows and size of each part from ``first`` on, before the part is read."""
 
     @abstractmethod

@@ -17,7 +17,7 @@ from datatrove_ckpt.errors import DocumentNotSerializable, InputError
 from datatrove_ckpt.readers.arrow_blocks import ArrowBlocks
 from datatrove_ckpt.readers.block_file import TableFile
 from datatrove_ckpt.readers.compressed import open_content
-from datatrove_ckpt.readers.input_progress import FileExtent
+from datatrove_ckpt.readers.input_progress import FileProgress
 from datatrove_ckpt.readers.parquet_blocks import ParquetBlocks
 
 MAX_LINE_BYTES = 2**28
@@ -78,7 +78,7 @@ def explain(reader: BaseDiskReader, name: str, damaged: bool = False) -> str:
         else:
             file = ArrowBlocks(reader.data_folder, name)
         with closing(file):
-            for block in file.blocks((), FileExtent(), most=1):
+            for block in file.blocks((), FileProgress(), most=1):
                 for row, _, _, _ in block.rows:
                     return _explain_row(reader, name, cast("JsonObject", row), damaged)
         return ""

@@ -29,7 +29,7 @@ class MeasuredInputs(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class FileExtent:
+class FileProgress:
     """One file of an input, and which part of it a place is. A format fills it in when it opens the
     file.
 
@@ -104,7 +104,7 @@ class InputExtent:
             if not count or any(sizes):
                 self.total = sum(sizes) * count / max(1, len(sizes))
 
-    def reached(self, file: FileExtent, place: tuple[int, ...], documents: int) -> InputPosition:
+    def reached(self, file: FileProgress, place: tuple[int, ...], documents: int) -> InputPosition:
         self.measure()
         done = file.reached(place)
         coarse = file.per is None and not file.starts

@@ -40,7 +40,7 @@ from datatrove_ckpt.readers.compressed import (
 )
 from datatrove_ckpt.readers.declared_types import DeclaredTypes
 from datatrove_ckpt.readers.empty_input import MAX_LINE_BYTES, read_line, refuse_array
-from datatrove_ckpt.readers.input_progress import FileExtent
+from datatrove_ckpt.readers.input_progress import FileProgress
 from datatrove_ckpt.readers.inputs import misfit, refuse_pointer
 from datatrove_ckpt.readers.positions import (
     PLAIN_INTEGER,
@@ -232,7 +232,7 @@ class LineBlocks(BlockFile):
         self._loaded: tuple[int, list[bytes]] = (-1, [])  # number and lines of a part
         self._loaded_bytes = b""
 
-    def blocks(self, file_position: FilePosition, extent: FileExtent) -> Iterator[RowBlock]:
+    def blocks(self, file_position: FilePosition, extent: FileProgress) -> Iterator[RowBlock]:
         offset, number = file_position[:2] or (0, 0)
         if self._is_plain:
             extent.per = 1.0

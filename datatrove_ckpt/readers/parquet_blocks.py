@@ -16,7 +16,7 @@ from datatrove.io import DataFolder
 from datatrove_ckpt.common.lazy_pyarrow import pa, pq
 from datatrove_ckpt.readers.block_file import FileIndex, Group, TableFile, changed_error, open_input
 from datatrove_ckpt.readers.compressed import naming_damage
-from datatrove_ckpt.readers.input_progress import FileExtent
+from datatrove_ckpt.readers.input_progress import FileProgress
 
 _BUFFER_BYTES = 2**20
 
@@ -80,7 +80,7 @@ class ParquetBlocks(TableFile):
             raise changed_error(self.name)
         super().use(index)
 
-    def _parts(self, first: int, extent: FileExtent) -> Iterator[tuple[int, int, int]]:
+    def _parts(self, first: int, extent: FileProgress) -> Iterator[tuple[int, int, int]]:
         self.use(FileIndex(self._groups))
         if not self._is_local:  # a row group's column in one request
             self._file = pq.ParquetFile(

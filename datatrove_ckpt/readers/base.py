@@ -30,7 +30,7 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.readers.compressed import codec_of
 from datatrove_ckpt.readers.declared_types import DeclaredTypes
 from datatrove_ckpt.readers.empty_input import refuse_file_without_documents
-from datatrove_ckpt.readers.input_progress import FileProgress, InputExtent
+from datatrove_ckpt.readers.input_progress import FileProgress, InputProgress
 from datatrove_ckpt.readers.inputs import (
     InputDigest,
     InputFiles,
@@ -387,7 +387,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             documents = state["documents"]
             documents_before = int(state["file"].get("first", documents))
             omitted = self.skip
-        extent = InputExtent(inputs, self.limit, self.data_folder.is_local())
+        extent = InputProgress(inputs, self.limit, self.data_folder.is_local())
         documents_bar = tqdm(
             total=None if self.limit == -1 else self.limit,
             desc="Document progress",

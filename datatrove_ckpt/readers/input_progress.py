@@ -64,7 +64,7 @@ class FileProgress:
 
 
 @dataclass(eq=False)
-class InputExtent:
+class InputProgress:
     """The input of one reader in one rank.
 
     Args:

@@ -22,7 +22,7 @@ from datatrove_ckpt.checkpoint.skipped_lines import SkippedLines
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.errors import CheckpointMismatch
-from datatrove_ckpt.readers.input_progress import FileProgress, InputExtent
+from datatrove_ckpt.readers.input_progress import FileProgress, InputProgress
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard_record import ReaderRecord
 
@@ -46,7 +46,7 @@ class FileState:
     """
 
     shared: State
-    input: InputExtent | None = None
+    input: InputProgress | None = None
     file: FileProgress | None = None
 
     def state(self, position: Position) -> State:

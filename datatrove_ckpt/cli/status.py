@@ -18,7 +18,7 @@ from datatrove_ckpt.common.formatting import (
     ranges,
 )
 from datatrove_ckpt.run_folder import status_text
-from datatrove_ckpt.run_folder.run_location import NotBegun, cancel_batch
+from datatrove_ckpt.run_folder.run_location import RunNotStarted, cancel_batch
 from datatrove_ckpt.run_folder.run_state import (
     RankStatus,
     RunState,
@@ -33,7 +33,7 @@ def status(arguments: argparse.Namespace) -> int:
         with place_of(arguments, wanted_files) as place:
             state = read_run_state(place)
             shown = list(describe(state))
-    except NotBegun as waiting:
+    except RunNotStarted as waiting:
         state = RunState(arguments.what, False, time.time())
         shown = [str(waiting)]
     if arguments.json:

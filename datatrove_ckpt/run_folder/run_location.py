@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from datatrove_ckpt.mirror.restore import MirrorReader
 
 
-class NotBegun(ConfigError):
+class RunNotStarted(ConfigError):
     """No task has a checkpoint yet."""
 
 
@@ -300,7 +300,9 @@ def _not_begun(place: RunLocation, where: object) -> ConfigError:
     hint = "A submitted job may wait in its queue."
     if _runs_as_jobs(place.config):
         hint += " The log of one that has ended says why: hf jobs ps -a, hf jobs logs ID."
-    return NotBegun(f"{what}: nothing has started yet: no task has a checkpoint in {where}. {hint}")
+    return RunNotStarted(
+        f"{what}: nothing has started yet: no task has a checkpoint in {where}. {hint}"
+    )
 
 
 def _kept_step(path: str, executor: JsonObject) -> tuple[int, JsonObject]:

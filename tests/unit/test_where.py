@@ -11,7 +11,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError, StorageFailed
 from datatrove_ckpt.mirror.manifests import Manifest, Version, VersionStore
-from datatrove_ckpt.run_folder.run_location import NotBegun, open_place
+from datatrove_ckpt.run_folder.run_location import RunNotStarted, open_place
 from tests.rank_folders import write_rank
 
 NONCE = f"{0:016x}"
@@ -209,7 +209,7 @@ def test_output_without_its_checkpoint_is_no_run_that_waits(tmp_path):
     (tmp_path / "logs").mkdir()
     wanted = [("job.yaml", found), (str(tmp_path), None), (f"{tmp_path}/checkpoints", None)]
     for what, content in wanted:
-        refused("nothing has started yet", what, content, NotBegun)
+        refused("nothing has started yet", what, content, RunNotStarted)
     (tmp_path / "logs/logs").mkdir()
     (tmp_path / "logs/executor.json").touch()
     with open_place(f"{tmp_path}/logs") as place:

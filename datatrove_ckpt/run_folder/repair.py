@@ -63,7 +63,7 @@ from datatrove_ckpt.run_folder.verify import REDO_KINDS, Problem, Report, is_own
 
 
 @dataclass
-class Redo:
+class RankRepair:
     """What one rank must do again.
 
     Attributes:
@@ -91,7 +91,7 @@ class Redo:
 # What a rank can do again -------------------------------------------------------------------------
 
 
-def plan_rebuild(rank: RankSummary) -> Redo:
+def plan_rebuild(rank: RankSummary) -> RankRepair:
     """Returns what to do with a rank whose log is damaged.
 
     Raises:
@@ -108,12 +108,12 @@ def plan_rebuild(rank: RankSummary) -> Redo:
         if not fits:
             break
         kept.add(commit.chunk_index)
-    redo = Redo(rank, None, [commit for index, commit in commits.items() if index in kept])
+    redo = RankRepair(rank, None, [commit for index, commit in commits.items() if index in kept])
     redo.letters = [*_foreign_letters(rank, redo.kept)]
     return redo
 
 
-def plan_redo(rank: RankSummary, to_redo: set[int]) -> Redo:
+def plan_redo(rank: RankSummary, to_redo: set[int]) -> RankRepair:
     """Returns what to do with a rank whose log is whole.
 
     Args:
@@ -123,7 +123,7 @@ def plan_redo(rank: RankSummary, to_redo: set[int]) -> Redo:
         CheckpointError: nothing can be done.
     """
     log = read_commits(rank.commits_file)
-    redo = Redo(rank, log)
+    redo = RankRepair(rank, log)
     rest = {index: commit for index, commit in log.items() if index not in to_redo}
     for chunks, _, fits in _gaps(rank, rest):
         if not fits:
@@ -185,7 +185,7 @@ class RepairPlan:
     """
 
     logging_dir: str | None = None
-    redo: list[Redo] = field(default_factory=list)
+    redo: list[RankRepair] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     markers: list[int] = field(default_factory=list)
     foreign: list[Problem] = field(default_factory=list)
@@ -287,7 +287,7 @@ def _can_redo(problem: Problem) -> bool:
 
 def _plan_rank(
     report: Report, rank: RankSummary, problems: list[Problem], shared: set[str | None]
-) -> Redo | None:
+) -> RankRepair | None:
     """Returns None if there is nothing to do.
 
     Raises:

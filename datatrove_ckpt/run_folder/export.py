@@ -31,7 +31,7 @@ from datatrove_ckpt.output.document_codec import for_orjson
 from datatrove_ckpt.output.formats import JSONL, PARQUET, format_of_file
 from datatrove_ckpt.run_folder.documents import Committed, committed_files, read_rows
 from datatrove_ckpt.run_folder.run_location import RunLocation
-from datatrove_ckpt.run_folder.verify import REDO_KINDS, Report, verify
+from datatrove_ckpt.run_folder.verify import REDO_KINDS, VerifyReport, verify
 
 if TYPE_CHECKING:
     import datasets
@@ -106,7 +106,7 @@ def _united(columns: Iterable[tuple[str, DataType]]) -> Schema:
     return pa.schema(types.items())
 
 
-def export(place: RunLocation, target: str) -> tuple[int, Report]:
+def export(place: RunLocation, target: str) -> tuple[int, VerifyReport]:
     """Writes all committed documents, task by task in the order of the input.
 
     A column of a CSV file is one that any document has; lists and dictionaries are JSON there.
@@ -147,7 +147,7 @@ def export(place: RunLocation, target: str) -> tuple[int, Report]:
     return count, report
 
 
-def _refuse_changes(place: RunLocation) -> Report:
+def _refuse_changes(place: RunLocation) -> VerifyReport:
     report = verify(place)
     wrong = [one for one in report.problems if one.kind in _OTHER_DOCUMENTS]
     if wrong:

@@ -59,7 +59,7 @@ from datatrove_ckpt.mirror.restore import restore_advice
 from datatrove_ckpt.output.owner import RunOrigin
 from datatrove_ckpt.output.targets import remove_output
 from datatrove_ckpt.output.writer_checks import stands_elsewhere
-from datatrove_ckpt.run_folder.verify import REDO_KINDS, Problem, Report, is_owned, other_run
+from datatrove_ckpt.run_folder.verify import REDO_KINDS, Problem, VerifyReport, is_owned, other_run
 
 
 @dataclass
@@ -228,7 +228,7 @@ class RepairPlan:
             )
 
 
-def make_plan(report: Report, logging_dir: str | None) -> RepairPlan:
+def make_plan(report: VerifyReport, logging_dir: str | None) -> RepairPlan:
     """Returns the plan that follows from a report.
 
     Args:
@@ -286,7 +286,7 @@ def _can_redo(problem: Problem) -> bool:
 
 
 def _plan_rank(
-    report: Report, rank: RankSummary, problems: list[Problem], shared: set[str | None]
+    report: VerifyReport, rank: RankSummary, problems: list[Problem], shared: set[str | None]
 ) -> RankRepair | None:
     """Returns None if there is nothing to do.
 
@@ -315,7 +315,7 @@ def _plan_rank(
     return redo
 
 
-def _advice_of_mirror(report: Report, rank: RankSummary) -> str:
+def _advice_of_mirror(report: VerifyReport, rank: RankSummary) -> str:
     """Returns how to restore a rank from the run's mirror, which is free; a rebuilt rank pays for
     requests again.
     """
@@ -326,7 +326,7 @@ def _advice_of_mirror(report: Report, rank: RankSummary) -> str:
     return restore_advice(f"{begun.home}/{rank.folder.name}", rank.folder, size)
 
 
-def check_output_folder(report: Report) -> None:
+def check_output_folder(report: VerifyReport) -> None:
     """Refuses to repair with another folder's files while the right folder exists.
 
     Raises:
@@ -358,7 +358,7 @@ def check_output_folder(report: Report) -> None:
 # Its effects --------------------------------------------------------------------------------------
 
 
-def carry_out(plan: RepairPlan, report: Report) -> None:
+def carry_out(plan: RepairPlan, report: VerifyReport) -> None:
     """Carries out the plan.
 
     Raises:

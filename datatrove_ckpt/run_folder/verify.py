@@ -92,7 +92,7 @@ class CommittedChunk:
 
 
 @dataclass
-class Report:
+class VerifyReport:
     """What ``verify`` found.
 
     Attributes:
@@ -174,8 +174,8 @@ class Report:
 
 
 @gc_paused()  # commits of many ranks, and no garbage
-def verify(place: RunLocation, full: bool = False) -> Report:
-    report = Report(place, full)
+def verify(place: RunLocation, full: bool = False) -> VerifyReport:
+    report = VerifyReport(place, full)
     for rank in read_ranks(place.folder, CHECKED):
         report.ranks.append(rank)
         report.sums.add_rank(rank)
@@ -248,7 +248,7 @@ def _is_in_run_folder(checkpoints: Path, recorded: str) -> bool:
     ) and "://" not in recorded
 
 
-def _check_rank(report: Report, rank: RankSummary) -> Iterator[Problem]:
+def _check_rank(report: VerifyReport, rank: RankSummary) -> Iterator[Problem]:
     if rank.damage is not None:
         kind = "commits" if isinstance(rank.damage, CommitsDamaged) else "corrupt"
         yield Problem(kind, str(rank.damage), *rank.key)
@@ -303,7 +303,7 @@ def _check_rank(report: Report, rank: RankSummary) -> Iterator[Problem]:
         yield Problem("unfinished", text, *rank.key)
 
 
-def _check_settings(report: Report) -> Iterator[Problem]:
+def _check_settings(report: VerifyReport) -> Iterator[Problem]:
     """Compares ranks with the job, or with the first one. A retry has settings of its own."""
     ranks = {rank.number: rank for rank in report.ranks if not rank.root and rank.settings}
     usual = next((rank.settings for rank in ranks.values()), {})
@@ -324,7 +324,7 @@ def _is_done(rank: int) -> RankBinding:
     return RankBinding(holds_work=True, is_finished=True, is_live=False)
 
 
-def _check_ranks(report: Report) -> Iterator[Problem]:
+def _check_ranks(report: VerifyReport) -> Iterator[Problem]:
     # A retry has only ranks with dead letters, so its ranks do not count.
     ranks = {rank.number for rank in report.ranks if not rank.root}
     missing = [rank for rank in range(report.tasks) if rank not in ranks]
@@ -352,7 +352,7 @@ def _check_ranks(report: Report) -> Iterator[Problem]:
 # Output files -------------------------------------------------------------------------------------
 
 
-def check_output(report: Report) -> Iterator[Problem]:
+def check_output(report: VerifyReport) -> Iterator[Problem]:
     """Compares the output files with the commits."""
     claims: dict[str, list[CommittedChunk]] = defaultdict(list)
     committed: dict[str, OutputFile] = {}
@@ -394,7 +394,7 @@ def check_output(report: Report) -> Iterator[Problem]:
     yield from _check_uncommitted(report, sorted(names - committed.keys()))
 
 
-def is_owned(report: Report) -> bool:
+def is_owned(report: VerifyReport) -> bool:
     """Whether the output folder is known to belong to the run.
 
     Raises OutputMismatch if it belongs to another one.
@@ -412,7 +412,7 @@ def is_owned(report: Report) -> bool:
     return all(owned)
 
 
-def _is_ours(report: Report, path: str) -> bool:
+def _is_ours(report: VerifyReport, path: str) -> bool:
     # Of a bucket's root, which has no place beside it, or of a folder below.
     if layout.OWNER in path:
         return True
@@ -421,7 +421,9 @@ def _is_ours(report: Report, path: str) -> bool:
     return Path(report.folder.resolve_paths(path)).is_relative_to(report.checkpoints.absolute())
 
 
-def _check_chunk(report: Report, chunk: CommittedChunk, found: OutputListing) -> Iterator[Problem]:
+def _check_chunk(
+    report: VerifyReport, chunk: CommittedChunk, found: OutputListing
+) -> Iterator[Problem]:
     is_right = True
     for file in chunk.files:
         kind, text = _wrong(report, file, found)
@@ -459,7 +461,7 @@ def _check_chunk(report: Report, chunk: CommittedChunk, found: OutputListing) ->
         yield Problem("documents", f"{message} Please report this.", *chunk.rank.key, chunk.index)
 
 
-def _wrong(report: Report, file: OutputFile, found: OutputListing) -> tuple[str, str]:
+def _wrong(report: VerifyReport, file: OutputFile, found: OutputListing) -> tuple[str, str]:
     """Returns kind and description of a file's problem; "" and "" if there is none."""
     if not found.is_right(file):
         return file_problem(file, found.size(file))
@@ -482,7 +484,7 @@ def _wrong(report: Report, file: OutputFile, found: OutputListing) -> tuple[str,
     )
 
 
-def _check_uncommitted(report: Report, paths: Iterable[str]) -> Iterator[Problem]:
+def _check_uncommitted(report: VerifyReport, paths: Iterable[str]) -> Iterator[Problem]:
     """Separates files that a run will still commit from foreign files."""
     patterns = [output_pattern(template) for template in report.templates if template]
     if not patterns:
@@ -552,7 +554,7 @@ def _look_again(checkpoints: Path, key: layout.RankAddress) -> tuple[RankSummary
 # Columns ------------------------------------------------------------------------------------------
 
 
-def check_columns(report: Report) -> Iterator[Problem]:
+def check_columns(report: VerifyReport) -> Iterator[Problem]:
     broken = {problem.path for problem in report.problems}
     files = {
         file.path: chunk

@@ -151,7 +151,7 @@ class OpenWindow:
         return self.pieces.block[piece], self.pieces.start[piece] + places - starts[piece]
 
 
-class Share:
+class EpochShare:
     def __init__(
         self,
         pieces: Pieces,
@@ -198,7 +198,7 @@ class Share:
 class EpochOrder:
     """All canonical shares of an epoch, which take turns, one row each, until they end."""
 
-    def __init__(self, shares: Sequence[Share]) -> None:
+    def __init__(self, shares: Sequence[EpochShare]) -> None:
         self.shares = shares
         lengths = np.array([share.rows for share in shares], dtype=np.int64)
         self.rows = int(lengths.sum())
@@ -239,7 +239,10 @@ def order_by_rows(table: BlockTable, seed: int | None, epoch: int, window: Windo
     parts = [_rows_between(pieces, ends, low, high) for low, high in pairwise(cuts)]
     limit = window.limit / count
     return EpochOrder(
-        [Share(part, weights[part.block], limit, hashed(salt, n)) for n, part in enumerate(parts)]
+        [
+            EpochShare(part, weights[part.block], limit, hashed(salt, n))
+            for n, part in enumerate(parts)
+        ]
     )
 
 
@@ -262,7 +265,7 @@ def order_by_files(
         salt = hashed(seed, epoch)
         blocks = shuffled_blocks(table, blocks, hashed(salt, number))
         own = hashed(salt, count, number)
-        shares.append(Share(_whole(table, blocks), weights[blocks], limit, own, files))
+        shares.append(EpochShare(_whole(table, blocks), weights[blocks], limit, own, files))
     return EpochOrder(shares)
 
 
@@ -361,8 +364,8 @@ def _rows_between(pieces: Pieces, ends: Numbers, low: int, high: int) -> Pieces:
     return Pieces(part.block, part.start + skipped, np.minimum(part.rows, high - starts) - skipped)
 
 
-def _in_order(table: BlockTable, blocks: Numbers) -> Share:
-    return Share(_whole(table, blocks), table.bytes[blocks], _TOGETHER_BYTES, None, table.file)
+def _in_order(table: BlockTable, blocks: Numbers) -> EpochShare:
+    return EpochShare(_whole(table, blocks), table.bytes[blocks], _TOGETHER_BYTES, None, table.file)
 
 
 def _cut_windows(weights: Numbers, limit: float) -> Numbers:

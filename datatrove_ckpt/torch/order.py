@@ -19,7 +19,7 @@ Permutations sort by a hash of the number (splitmix64): numpy's generators may c
 
 Ranks take turns by the row, and the workers of a rank by the batch, or without ``batch_size`` by
 the row. So for any number of ranks and workers, the global batch of step s has the positions from
-``s * world_size * batch_size`` on. After a ``Round`` the remaining positions are dealt out anew. A
+``s * world_size * batch_size`` on. After a ``ConsumedRound`` the remaining positions are dealt out anew. A
 state holds the rounds so far.
 """
 
@@ -433,7 +433,7 @@ class Topology:
 
 
 @dataclass(frozen=True)
-class Round:
+class ConsumedRound:
     topology: Topology
     counts: tuple[int, ...]
 
@@ -442,7 +442,7 @@ class Round:
         return [self.topology.ranks, self.topology.workers, self.topology.batch, runs]
 
     @classmethod
-    def from_json(cls, content: Sequence[Any]) -> "Round":
+    def from_json(cls, content: Sequence[Any]) -> "ConsumedRound":
         ranks, workers, batch, runs = content
         counts = tuple(count for length, count in runs for _ in range(length))
         return cls(Topology(ranks, workers, batch), counts)
@@ -464,7 +464,7 @@ class Round:
 class Remaining:
     """The positions of an epoch that are left after some rounds, in their order."""
 
-    def __init__(self, rows: int, rounds: Sequence[Round] = ()) -> None:
+    def __init__(self, rows: int, rounds: Sequence[ConsumedRound] = ()) -> None:
         self.rows = rows
         self._steps: list[tuple[Numbers, int]] = []
         for one in rounds:

@@ -25,7 +25,7 @@ from xxhash import xxh3_64_hexdigest
 
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers.positions import State
-from datatrove_ckpt.torch.order import Even, Remaining, Round, Topology
+from datatrove_ckpt.torch.order import ConsumedRound, Even, Remaining, Topology
 
 _KEY = "checksum"
 _CHECKSUM = "xxh3:"
@@ -142,7 +142,7 @@ class DatasetState:
     epoch: int
     order: State
     input: State
-    done: tuple[Round, ...] = ()
+    done: tuple[ConsumedRound, ...] = ()
     slot: Slot | None = None
     samples: int = 0
     skipped: int = 0
@@ -184,7 +184,7 @@ class DatasetState:
             raise CheckpointCorrupt(
                 f"The state is damaged: its keys are not those of version {VERSION}. {REMEDY}"
             )
-        found["done"] = tuple(Round.from_json(each) for each in content["done"])
+        found["done"] = tuple(ConsumedRound.from_json(each) for each in content["done"])
         found["slot"] = content["slot"] and Slot(*content["slot"])
         return cls(**found)
 
@@ -266,7 +266,7 @@ def merge_states(states: Sequence[DatasetState], alone: bool) -> DatasetState:
     if alone:
         given = [state.samples - state.skipped for state in states]
         check_steps([state.slot.rank for state in states if state.slot], given, ended, first.batch)
-    done = (*first.done, Round(first.topology, tuple(state.samples for state in states)))
+    done = (*first.done, ConsumedRound(first.topology, tuple(state.samples for state in states)))
     return replace(
         first, done=done, slot=None, samples=0, skipped=0, batch=1, even=None, ended=all(ended)
     )

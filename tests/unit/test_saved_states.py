@@ -17,7 +17,7 @@ import pytest
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.torch import Mix, Pack
-from datatrove_ckpt.torch.order import Round, Topology
+from datatrove_ckpt.torch.order import ConsumedRound, Topology
 from datatrove_ckpt.torch.states import DatasetState, Slot, sealed
 from tests.stateful_rows import Rows
 from tests.training_rows import merge, rows_of
@@ -116,7 +116,10 @@ def test_states_of_documents_go_on_as_rows(tmp_path):
 def test_states_of_all_ranks_become_the_same_one():
     def make():
         order = {"shuffle_seed": 1, "window": [1000, None]}
-        files, done = {"rows": 100, "files": 2}, (Round(Topology(3, 2, 4), (4, 4, 4, 4, 0, 0)),)
+        files, done = (
+            {"rows": 100, "files": 2},
+            (ConsumedRound(Topology(3, 2, 4), (4, 4, 4, 4, 0, 0)),),
+        )
         slots = [Slot(rank, 2, worker, 1) for rank in range(2) for worker in range(1)]
         states = [
             DatasetState(2, order, files, done, slot, 8, 1, 4, "drop").to_json() for slot in slots

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from datatrove_ckpt.readers.blocks import Block
 from datatrove_ckpt.torch.order import (
     BlockTable,
+    ConsumedRound,
     Remaining,
-    Round,
     Topology,
     Window,
     deal_files,
@@ -261,7 +261,9 @@ def take(rows, rounds, topology, counts, even=None):
         slot = worker * topology.ranks + rank
         had[slot] = min(counts[slot], topology.of_worker(remaining.rows, rank, worker, even))
         read += remaining.positions(topology.places(rank, worker, np.arange(had[slot]))).tolist()
-    return read, Round.from_json(json.loads(json.dumps(Round(topology, tuple(had)).to_json())))
+    return read, ConsumedRound.from_json(
+        json.loads(json.dumps(ConsumedRound(topology, tuple(had)).to_json()))
+    )
 
 
 @settings(max_examples=30)
@@ -274,7 +276,7 @@ def take(rows, rounds, topology, counts, even=None):
 def test_topologies_follow_each_other_and_nothing_is_read_twice_or_left_out(
     rows, before, last, data
 ):
-    rounds, read = list[Round](), list[int]()
+    rounds, read = list[ConsumedRound](), list[int]()
     for topology in before:
         counts = data.draw(
             st.lists(st.integers(0, 20), min_size=topology.slots, max_size=topology.slots)

@@ -40,7 +40,7 @@ from datatrove_ckpt.torch.index import Index, RowSource
 from datatrove_ckpt.torch.order import (
     Even,
     Numbers,
-    Remaining,
+    RemainingPositions,
     Topology,
     Window,
     order_by_files,
@@ -144,7 +144,7 @@ class Epoch(Iterator[object]):
             self._order = order_by_files(table, seed, number, dataset._window, shares)
         else:
             self._order = order_by_rows(table, seed, number, dataset._window)
-        self._remaining = Remaining(self._order.rows, start.done)
+        self._remaining = RemainingPositions(self._order.rows, start.done)
         columns = dataset.columns or getattr(dataset._reader, "_columns", None)
         unified = None
         if seed is not None:  # rows of several files are mixed

@@ -461,7 +461,7 @@ class ConsumedRound:
         return places[samples >= np.array(self.counts)[slots]]
 
 
-class Remaining:
+class RemainingPositions:
     """The positions of an epoch that are left after some rounds, in their order."""
 
     def __init__(self, rows: int, rounds: Sequence[ConsumedRound] = ()) -> None:

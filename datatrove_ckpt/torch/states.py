@@ -25,7 +25,7 @@ from xxhash import xxh3_64_hexdigest
 
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers.positions import State
-from datatrove_ckpt.torch.order import ConsumedRound, Even, Remaining, Topology
+from datatrove_ckpt.torch.order import ConsumedRound, Even, RemainingPositions, Topology
 
 _KEY = "checksum"
 _CHECKSUM = "xxh3:"
@@ -196,7 +196,7 @@ class DatasetState:
     def rows_of(self, slot: Slot) -> int:
         """Returns how many rows of the share of a slot earlier rounds have left."""
         topology = Topology(slot.world_size, slot.workers, self.batch)
-        left = Remaining(self.input["rows"], self.done).rows
+        left = RemainingPositions(self.input["rows"], self.done).rows
         return topology.of_worker(left, slot.rank, slot.worker, self.even)
 
 

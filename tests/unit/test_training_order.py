@@ -15,7 +15,7 @@ from datatrove_ckpt.readers.blocks import Block
 from datatrove_ckpt.torch.order import (
     BlockTable,
     ConsumedRound,
-    Remaining,
+    RemainingPositions,
     Topology,
     Window,
     deal_files,
@@ -255,7 +255,7 @@ def take(rows, rounds, topology, counts, even=None):
 
     Counts that are too high mean all.
     """
-    remaining = Remaining(rows, rounds)
+    remaining = RemainingPositions(rows, rounds)
     read, had = [], [0] * topology.slots
     for rank, worker in product(range(topology.ranks), range(topology.workers)):
         slot = worker * topology.ranks + rank
@@ -309,7 +309,7 @@ def test_the_rest_does_not_depend_on_who_read_what_came_before():
         topology = Topology(ranks, workers, 8 // ranks)
         counts = [topology.batch * 6 // workers] * topology.slots
         rests.append(
-            Remaining(1000, [take(1000, [], topology, counts)[1]])
+            RemainingPositions(1000, [take(1000, [], topology, counts)[1]])
             .positions(np.arange(900))
             .tolist()
         )

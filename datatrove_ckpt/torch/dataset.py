@@ -36,7 +36,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import SeekingReader
 from datatrove_ckpt.readers.choose_reader import FilesReader, folder_reader, hub_reader
 from datatrove_ckpt.readers.positions import State
-from datatrove_ckpt.torch.index import Index, RowSource
+from datatrove_ckpt.torch.index import InputIndex, RowSource
 from datatrove_ckpt.torch.order import (
     Even,
     Numbers,
@@ -358,7 +358,7 @@ class ReaderDataset(StatefulIterable):
         self._window = parse_window("128MB")
         self._reader = copy.copy(reader)
         self._reader.shuffle_seed = None  # the order is that of the epoch
-        self._index = Index(self._reader)
+        self._index = InputIndex(self._reader)
 
     @classmethod
     def from_folder(cls, folder: str | PathLike[str], glob_pattern: str | None = None) -> Self:

@@ -205,7 +205,7 @@ _OF_DICTS = 3
 """Size of the dicts of JSONL, for each byte of their lines."""
 
 
-class Index:
+class InputIndex:
     def __init__(self, reader: FilesReader) -> None:
         self.blocks = BlockInput(reader)
         self._inputs = self.blocks.inputs
@@ -265,7 +265,7 @@ class _Loaded:
 class RowSource:
     """Rows of an order. Holds only the open window of each share that it reads."""
 
-    index: Index
+    index: InputIndex
     _order: EpochOrder
     columns: Sequence[str] | None = None
     _unified: UnifiedSchema | None = None

@@ -132,7 +132,7 @@ class DatasetState:
 
     Attributes:
         order: seed, window and shares.
-        input: see ``Index.state``.
+        input: see ``InputIndex.state``.
         slot: the worker that made it; None: a merged state.
         samples: how many rows of its share the slot had.
         skipped: how many of these rows were no samples.

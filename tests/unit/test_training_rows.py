@@ -17,7 +17,7 @@ from datatrove.io import DataFolder
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import JsonlReader, ParquetReader
 from datatrove_ckpt.torch.dataset import Batched, Epoch, ReaderDataset, parse_window
-from datatrove_ckpt.torch.index import Index, RowSource
+from datatrove_ckpt.torch.index import InputIndex, RowSource
 from datatrove_ckpt.torch.mixing import Mix
 from datatrove_ckpt.torch.order import order_by_rows
 from datatrove_ckpt.torch.states import DatasetState, Slot
@@ -204,13 +204,13 @@ def test_what_cannot_be_merged_is_named(parquet):
 def test_other_content_of_the_same_size_is_noticed(tmp_path, kind):
     reader = write(tmp_path / "input", kind)
     (state,) = states_of(reader, (1, 1))
-    Index(reader).check(state["input"])
+    InputIndex(reader).check(state["input"])
     file = sorted((tmp_path / "input").iterdir())[0]
     content = file.read_bytes()
     file.write_bytes(content.replace(b"text 3", b"text 4"))
     assert file.read_bytes() != content
     with pytest.raises(CheckpointMismatch, match="content"):
-        Index(reader).check(state["input"])
+        InputIndex(reader).check(state["input"])
 
 
 def test_another_skip_or_limit_is_named(parquet):
@@ -219,7 +219,7 @@ def test_another_skip_or_limit_is_named(parquet):
         other = copy.copy(parquet)
         setattr(other, name, 5)
         with pytest.raises(CheckpointMismatch, match=rf"with {name}=(0|-1), now 5"):
-            Index(other).check(state["input"])
+            InputIndex(other).check(state["input"])
 
 
 def test_a_merged_state_says_whether_the_epoch_has_ended(parquet):
@@ -267,7 +267,7 @@ def test_files_that_changed_are_refused_read_or_not(parquet, change, named):
     (state,) = states_of(parquet, (1, 1))
     change(Path(parquet.data_folder.path))
     with pytest.raises(CheckpointMismatch, match=named) as caught:
-        Index(parquet).check(state["input"])
+        InputIndex(parquet).check(state["input"])
     assert "checkpoints_local_dir" not in str(caught.value)
 
 
@@ -358,7 +358,7 @@ def test_a_window_of_short_rows_is_bounded_by_their_number(tmp_path):
     pq.write_table(
         pa.table({"n": np.zeros(200_000, np.int8)}), tmp_path / "a.parquet", row_group_size=1000
     )
-    table = Index(ParquetReader(tmp_path.as_posix())).table
+    table = InputIndex(ParquetReader(tmp_path.as_posix())).table
     [share] = order_by_rows(table, 1, 0, parse_window("1MB")).shares
     assert share.rows / len(share._ends) <= 2**20 / 64
 
@@ -368,7 +368,7 @@ def test_the_type_of_arrays_does_not_depend_on_where_a_run_was_resumed(tmp_path,
     for number, (kind, count) in enumerate(((pa.int64(), 10), (pa.int32(), 200))):
         column = pa.array([[row, row] for row in range(count)], pa.list_(kind))
         pq.write_table(pa.table({"x": column}), tmp_path / f"{number}.parquet", row_group_size=20)
-    index = Index(ParquetReader(tmp_path.as_posix()))
+    index = InputIndex(ParquetReader(tmp_path.as_posix()))
     unified = index.blocks.unified(["x"])
     order = order_by_rows(index.table, seed, 0, parse_window(40))
     for first in range(0, 200, 10):
@@ -391,7 +391,7 @@ def test_what_is_read_beside_a_window_is_bounded(tmp_path, request, case):
         if options:
             column = pa.array([[number] * 1000] * 4000, pa.list_(pa.int32()))
         write_table(tmp_path / f"{number}.{kind}", pa.table({"x": column}), **options)
-    index = Index(reader_of(tmp_path, kind))
+    index = InputIndex(reader_of(tmp_path, kind))
     pool = request.getfixturevalue("pool")  # several files at once are counted before
     order = order_by_rows(index.table, 1, 0, parse_window("16MB"))
     source = RowSource(index, order, ["x"])

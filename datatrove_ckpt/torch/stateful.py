@@ -47,19 +47,19 @@ _PASSED = 3
 
 
 class _Number:
-    """One of the numbers of ``Shared``."""
+    """One of the numbers of ``SharedCounters``."""
 
     def __init__(self, place: int) -> None:
         self._place = place
 
-    def __get__(self, shared: "Shared", kind: type) -> int:
+    def __get__(self, shared: "SharedCounters", kind: type) -> int:
         return int(shared._numbers[self._place])
 
-    def __set__(self, shared: "Shared", number: int) -> None:
+    def __set__(self, shared: "SharedCounters", number: int) -> None:
         shared._numbers[self._place] = number
 
 
-class Shared:
+class SharedCounters:
     """Numbers that a dataset and its copies in workers share, in shared memory with torch.
 
     A worker's copy of the dataset would not see later calls. ``worker``: its number; None: the
@@ -132,7 +132,7 @@ class _Samples(Iterator[object]):
     No generator: an error of a transform would end it, and the rest of the epoch would be missing.
     """
 
-    def __init__(self, running: Iteration, shared: Shared, worker: int | None) -> None:
+    def __init__(self, running: Iteration, shared: SharedCounters, worker: int | None) -> None:
         self.running = running
         self._shared = shared
         self._worker = worker
@@ -162,7 +162,7 @@ class StatefulIterable(_Iterable):
         self._forget()
 
     def _forget(self) -> None:
-        self._shared = Shared()
+        self._shared = SharedCounters()
         self._loaded: State | None = None
         """The next iteration resumes from it, once in each worker, as workers have copies."""
         self._load = 0

@@ -98,9 +98,11 @@ class Mix(stateful.StatefulWrapper):
             state = {"drawn": 0, "sources": [None] * len(self._sources)}
         started = []
         for number, then in enumerate(state["sources"]):
-            source = _Source(number)
+            source = _MixedSource(number)
             if then is not None:
-                source = _Source(number, **{key: then[key] for key in _KEPT}, last=then["state"])
+                source = _MixedSource(
+                    number, **{key: then[key] for key in _KEPT}, last=then["state"]
+                )
             if source.is_live:
                 self.begin_pass(source, epoch, source.last)
             started.append(source)
@@ -111,7 +113,7 @@ class Mix(stateful.StatefulWrapper):
     def _source_states(self, state: State) -> list[State | None]:
         return [one["state"] for one in state.get("sources", [])]
 
-    def begin_pass(self, source: "_Source", epoch: int, state: State | None) -> None:
+    def begin_pass(self, source: "_MixedSource", epoch: int, state: State | None) -> None:
         source.iterable = self._sources[source.number]
         if self.at_end == "repeat":
             source.iterable = stateful.at_epoch(source.iterable, epoch + (source.passes << _PASS))
@@ -126,7 +128,7 @@ _KEPT = ("passes", "has_given", "has_ended", "is_live")
 
 
 @dataclass(slots=True)
-class _Source:
+class _MixedSource:
     """The progress of a source.
 
     Attributes:
@@ -161,7 +163,7 @@ class Mixing(Iterator[object]):
     _mix: Mix
     _epoch: int
     _draw_key: str
-    _sources: list[_Source]
+    _sources: list[_MixedSource]
     _drawn: int
     finished: bool = False
 
@@ -190,7 +192,7 @@ class Mixing(Iterator[object]):
         self._live = [source for source in self._sources if source.is_live]
         self._sums = list(accumulate(self._mix.weights[source.number] for source in self._live))
 
-    def _end(self, source: _Source) -> None:
+    def _end(self, source: _MixedSource) -> None:
         source.has_ended = source.is_at_end = True
         source.last = stateful.end_state(source.iterable)
         if not source.has_given:
@@ -212,7 +214,7 @@ class Mixing(Iterator[object]):
                 source.has_given = False
                 self._mix.begin_pass(source, self._epoch, None)
 
-    def _drop(self, source: _Source) -> None:
+    def _drop(self, source: _MixedSource) -> None:
         source.is_live = False
         source.iterable = None
         source.iterator = iter(())

@@ -150,7 +150,7 @@ class DocumentWork(NamedTuple):
 
 
 DocumentTally = tuple[Outcome, tuple[int, ...], DocumentWork | None, dict[str, int]]
-"""The counted fields of ``FinishedDocument``: ``outcome``, ``numbers``, ``work`` and ``reasons``."""
+"""Counted fields of ``FinishedDocument``: ``outcome``, ``numbers``, ``work`` and ``reasons``."""
 
 
 def _tokens_of(documents: Iterable[DocumentTally]) -> list[int]:

@@ -188,7 +188,8 @@ class DocumentAnswers:
         return True
 
     def added(self) -> dict[str, str | int]:
-        """Returns the values of ``RunnerSettings.added_columns``, without answers that a retry has replaced.
+        """Returns the values of ``RunnerSettings.added_columns``, without answers that a retry has
+        replaced.
 
         They depend on the document's own answers alone, in any order: so not on whether another
         document has the same answer.

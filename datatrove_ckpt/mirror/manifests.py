@@ -16,10 +16,11 @@ A version is complete if its manifest and at least one copy of each object are i
 share objects, so without second copies one bad byte would spoil all versions. The object store
 makes the second copy without a transfer.
 
-``VersionWriter`` sends the new bytes of a rank's checkpoint, and makes versions of them. Files only grow,
-so their new bytes become a new object, and so do new answers of unfinished documents. Then the
-manifest completes the version, and objects that the last three versions do not need are removed. A
-kill leaves the previous version intact, and unneeded objects for the next process to remove.
+``VersionWriter`` sends the new bytes of a rank's checkpoint, and makes versions of them. Files only
+grow, so their new bytes become a new object, and so do new answers of unfinished documents. Then
+the manifest completes the version, and objects that the last three versions do not need are
+removed. A kill leaves the previous version intact, and unneeded objects for the next process to
+remove.
 
 Versions may be sealed, see ``signatures.py``. A sealed manifest names the SHA-256 of each object,
 because xxh128 is not cryptographic.

@@ -252,8 +252,8 @@ class RowCounts:
     Counting JSONL reads all of it. The counts of each file are a small file in the folder
     ``$DATATROVE_CKPT_CACHE`` (empty: none are kept), or else ``datatrove-ckpt/rows`` in the user's
     cache folder. If nodes share the folder, the first node counts. Its name changes with size, time
-    of change and sample of the counted file (``InputFiles.sample``). Reading notices a wrong count. The
-    files may be deleted at any time.
+    of change and sample of the counted file (``InputFiles.sample``). Reading notices a wrong count.
+    The files may be deleted at any time.
 
     ``kind``: what the counts depend on beside the files, such as the format.
     """

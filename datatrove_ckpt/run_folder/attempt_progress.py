@@ -1,4 +1,6 @@
-"""How far a rank is: the ``AttemptProgress`` by which claims tell whether an attempt was in vain."""
+"""Measures how far a rank is. By this ``AttemptProgress``, claims see whether an attempt was in
+vain.
+"""
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress

@@ -19,8 +19,8 @@ Permutations sort by a hash of the number (splitmix64): numpy's generators may c
 
 Ranks take turns by the row, and the workers of a rank by the batch, or without ``batch_size`` by
 the row. So for any number of ranks and workers, the global batch of step s has the positions from
-``s * world_size * batch_size`` on. After a ``ConsumedRound`` the remaining positions are dealt out anew. A
-state holds the rounds so far.
+``s * world_size * batch_size`` on. After a ``ConsumedRound`` the remaining positions are dealt out
+anew. A state holds the rounds so far.
 """
 
 from collections.abc import Iterable, Sequence

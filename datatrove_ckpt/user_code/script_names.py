@@ -86,7 +86,7 @@ def collect(*things: object) -> ScriptNames | None:
     return None
 
 
-def _stays(look: _Look, value: object) -> str:
+def _stays(look: _PickleScan, value: object) -> str:
     if isinstance(value, types.ModuleType):
         return ""
     try:

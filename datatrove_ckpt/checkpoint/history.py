@@ -499,7 +499,7 @@ class AttemptSummary:
         return self.ended == self.counted_at
 
     @property
-    def how_it_ended(self) -> str:
+    def outcome(self) -> str:
         if self.ended is None:
             return "killed"
         what = self.what.partition("\n")[0]

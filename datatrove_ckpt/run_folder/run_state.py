@@ -556,7 +556,7 @@ def _judge_ended(rank: RankStatus, attempt: AttemptSummary, now: float) -> None:
     elif attempt.why == "stopped":
         rank.state = "interrupted"
         if attempt.what not in (WAITS_FOR_BATCHES, "until", "max_cost", "max_total_tokens"):
-            reason = f"{attempt.how_it_ended} {ago}; what it did is saved"
+            reason = f"{attempt.outcome} {ago}; what it did is saved"
             rank.need_attention("interrupted", reason)
     else:
         rank.state = "unfinished"  # repaired since, or its input has grown

@@ -220,7 +220,7 @@ def _attempts(ranks: Iterable[RankStatus]) -> Markup:
         in_flight = "not known"
         if one.in_flight is not None:
             in_flight = figure(one.in_flight)
-        rows.append([rank, *times, one.how_it_ended, one.place, in_flight])
+        rows.append([rank, *times, one.outcome, one.place, in_flight])
     return table("Attempts that ended early", columns, rows, note)
 
 

@@ -166,7 +166,7 @@ class _Run:
                 restore_rank(
                     step.checkpoints_remote_dir, root, rank, retries=step.retry_dead_letters
                 )
-            step.go_on_as_begun()
+            step.adopt_recorded_settings()
         if not step.retry_dead_letters:
             self._take_in_passes(self.data, root)
             return

@@ -145,7 +145,7 @@ class RunnerSettings(PipelineStep):
             self._check_without_checkpoints()
         else:
             self._check_folders(local)
-            self.go_on_as_begun()
+            self.adopt_recorded_settings()
 
     def _check_names(self) -> None:
         key = self.metadata_key
@@ -195,7 +195,7 @@ class RunnerSettings(PipelineStep):
             if Path(other).absolute() == folder:
                 raise ConfigError("is this run's own checkpoints_local_dir.", setting=name)
 
-    def go_on_as_begun(self) -> None:
+    def adopt_recorded_settings(self) -> None:
         """Sends the JSON of chats as a run that began before them did, and adds its columns: files
         with others would not load together.
         """

@@ -343,7 +343,7 @@ class RunnerSettings(PipelineStep):
             setattr(copied, name, value)
         return copied
 
-    def note_steps_before(self, steps: Sequence[object]) -> None:
+    def record_steps_before(self, steps: Sequence[object]) -> None:
         """Describes the steps before this one, for the records of the ranks that will finish."""
         self.steps_before = described(steps)
 

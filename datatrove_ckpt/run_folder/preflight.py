@@ -144,7 +144,7 @@ def note_steps(plan: RunPlan) -> None:
     if plan.depends is not None:
         note_steps(plan.depends)
     for runner in plan.runners:
-        runner.step.note_steps_before(runner.before)
+        runner.step.record_steps_before(runner.before)
 
 
 def _refuse(findings: Iterable[Finding]) -> list[WrongMarker]:

@@ -108,7 +108,7 @@ class DocumentRuns:
                 error = self._not_repeatable()
             sent = [getattr(cause, "payload", None) for cause in causes(error)]
             note_sent(answers.payloads + sent)
-            letter = self.failures.letter_or_raise(
+            letter = self.failures.dead_letter_or_raise(
                 source, slot.ordinal, error, answers.hashes, answers.rejections
             )
             return answers.finished("dead", source.fingerprint, letter)

@@ -62,7 +62,7 @@ class FailurePolicy:
             )
         return line
 
-    def letter_or_raise(
+    def dead_letter_or_raise(
         self,
         source: SourceDocument,
         ordinal: int,

@@ -163,7 +163,7 @@ class LimitWatch:
             if reached is not None and not self.checkpoint.all_committed:
                 self.shutdown.finish(reached)
 
-    async def keep_looking(self) -> None:
+    async def poll_until_reached(self) -> None:
         reader = _reader_of(self.step)
         name = str(self.checkpoint.folder.relative_to(reader.root))
         while True:

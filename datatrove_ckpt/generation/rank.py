@@ -369,7 +369,7 @@ class _Run:
         ]
         limits = LimitWatch(self.step, checkpoint, self.preemption.shutdown)
         if limits.is_on:
-            watchers.append(asyncio.create_task(limits.keep_looking()))
+            watchers.append(asyncio.create_task(limits.poll_until_reached()))
         try:
             if not self.has_batches:
                 return await self._run_rollouts(documents, checkpoint, progress, results, limits)

@@ -357,7 +357,7 @@ class _Connection(asyncio.Protocol):
         except RemoteProtocolError as error:
             is_answer = data.strip(_BLANK) and not data.startswith(_REQUEST_TIMEOUT)
             if isinstance(error, UnaskedBytes) and is_answer:
-                self._owner.note_unasked("an answer without a request")
+                self._owner.report_unexpected_bytes("an answer without a request")
             self.abort(error)
 
     def _finish(self, response: Response, reusable: bool) -> None:
@@ -571,7 +571,7 @@ class Transport:
             )
         self.check()
 
-    def note_unasked(self, what: str) -> None:
+    def report_unexpected_bytes(self, what: str) -> None:
         if not self.unasked:
             logger.warning(
                 f"{self.url} has sent {what}. The last answer on that "
@@ -614,7 +614,7 @@ class Transport:
             self._was_first_repeated = True
             raise UnaskedBytes
         if not self.unasked:  # equal answers and ids by chance are never refused
-            self.note_unasked("one answer, with its id, to two requests")
+            self.report_unexpected_bytes("one answer, with its id, to two requests")
         raise UnaskedBytes
 
     # connections ---------------------------------------------------------------------------------

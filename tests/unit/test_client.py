@@ -514,7 +514,7 @@ def test_an_endpoint_that_hangs_is_told_once(log):
         if answers > outage.answers:
             outage.answered()
         if now == 3300:
-            outage.begun(False, 3201)
+            outage.begin(False, 3201)
         outage.look(busy, 3600)
         assert round(outage.hangs) == hangs, now
     assert [line.split(" ")[0] for line in log] == ["WARNING", "INFO", "WARNING"]
@@ -524,10 +524,10 @@ def test_an_endpoint_that_hangs_is_told_once(log):
 
 def test_an_address_where_nothing_has_answered_yet_may_be_wrong(log):
     outage = Outage(600, lambda: 9.0)
-    outage.begun(True, 0.0)
+    outage.begin(True, 0.0)
     outage.show("refused")
     outage.answered()
-    outage.begun(True, 0.0)
+    outage.begin(True, 0.0)
     outage.show("refused")
     first, _, second = log
     assert "Nothing has answered there yet: is the address right" in first

@@ -199,7 +199,7 @@ class Outage:
                     "and run the same command again, perhaps with a shorter request_timeout.",
                 )
 
-    def begun(self, unreachable: bool, since: float) -> None:
+    def begin(self, unreachable: bool, since: float) -> None:
         """``since``: when the outage began, unless it has begun already."""
         self.unreachable = unreachable
         if self._since == math.inf:
@@ -213,7 +213,7 @@ class Outage:
         Args:
             oldest: returns the seconds for which the oldest request has been in flight.
         """
-        self.begun(failure.unreachable, self.clock())
+        self.begin(failure.unreachable, self.clock())
         waited = self.seconds
         if failure.server_is_limited and waited >= _WORKS and oldest() >= _WORKS:
             return

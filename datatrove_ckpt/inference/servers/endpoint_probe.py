@@ -109,7 +109,7 @@ async def ready_endpoints(
         if may_be_wrong and all(answer.is_absent for answer in answers):
             outage.patience = min(outage.patience, NEW_RUN_SECONDS)
             advice = " To wait for a server that starts later: server_patience_seconds: 1800."
-        outage.begun(": HTTP " not in causes[0], started)
+        outage.begin(": HTTP " not in causes[0], started)
         delay = retrying.ENDPOINT.wait(failures)
         if delay > outage.left():
             each = "".join(f"  {cause}\n" for cause in causes)

@@ -94,12 +94,12 @@ class RunOrigin(NamedTuple):
             return self.mirror.rstrip("/")
         return str(Path(self.mirror).absolute())
 
-    def begun(self, key: str = "", replaces: str = "") -> OutputOwner:
+    def new_record(self, key: str = "", replaces: str = "") -> OutputOwner:
         return OutputOwner(self.place, self.run or "", key, socket.gethostname(), replaces)
 
     def owns(self, owner: OutputOwner) -> bool:
         kept = self.kept
-        own = kept or self.begun()
+        own = kept or self.new_record()
         if own.key and own.key == owner.key:
             return True
         if own.home != owner.home:
@@ -189,7 +189,7 @@ class OutputOwnership:
                 if homes.mirror is None and homes.kept is None and self._record.read() == owner:
                     raise self._refusal(owner)
             replaces = "" if owner is None else owner.key
-            kept = self._homes.keep(self._homes.begun(secrets.token_hex(8), replaces))
+            kept = self._homes.keep(self._homes.new_record(secrets.token_hex(8), replaces))
             if owner is not None:
                 self._record.remove()
             self._record.create(orjson.dumps(kept._asdict()))

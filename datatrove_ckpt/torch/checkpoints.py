@@ -302,7 +302,7 @@ class TrainingCheckpoints:
         stops = 0.0
         self._look_after -= 1
         if self._look_after <= 0:
-            self._ranks.meet(f"maybe_save({step})")
+            self._ranks.barrier(f"maybe_save({step})")
         if self._by_epoch or self._look_after <= 0:
             stops, due = self._look(now, step, what)
         else:
@@ -417,7 +417,7 @@ class TrainingCheckpoints:
                 "restore returned; a training from the start takes a new folder."
             )
         numbers = _numbers(metrics or {})
-        self._ranks.meet(f"save({step})")
+        self._ranks.barrier(f"save({step})")
         self._writing.join()
         self._report()
         name = self._last = StepName(self._last.rollbacks, step)
@@ -719,7 +719,7 @@ class TrainingCheckpoints:
                 fit its object.
         """
         began = time.monotonic()
-        self._ranks.meet(f"restore({step})")
+        self._ranks.barrier(f"restore({step})")
         try:
             if not weights_only:
                 self._has_looked = True
@@ -957,7 +957,7 @@ class TrainingCheckpoints:
         """
         if (to is None) == (before is None):
             raise ConfigError("rollback: give one of to= and before=.")
-        self._ranks.meet("rollback()")
+        self._ranks.barrier("rollback()")
         self._has_looked = True
         self._claim()
 

@@ -42,7 +42,7 @@ class Ranks:
 
     They use a group of their own on the CPU, so that nothing waits for the GPUs.
 
-    A call begins with ``meet``: each rank notes its call in the store of torch.distributed, and the
+    A call begins with ``barrier``: each rank notes its call in the store of torch.distributed, and the
     first one waits for the others. After 20 seconds it reads their notes. It is an error if another
     rank makes another call, if an ``if rank == 0:`` of the user's code leads to this call, so that
     the others never come, or if a rank has ended and closed its connections. Without such evidence
@@ -65,11 +65,11 @@ class Ranks:
             self.size = dist.get_world_size()
             store = dist.group.WORLD.get_group_store()
             self._store = dist.PrefixStore(f"datatrove_ckpt {next(_numbers)}", store)
-            self.meet("TrainingCheckpoints()")
+            self.barrier("TrainingCheckpoints()")
             self.group = _new_group()
             self.writing = _new_group()
 
-    def meet(self, call: str) -> None:
+    def barrier(self, call: str) -> None:
         """Notes the call. The first rank waits for a while until all ranks make it.
 
         Raises:

@@ -168,7 +168,7 @@ def test_of_many_ranks_one_reads_the_notes_of_all(monkeypatch, warned):
     is_main = True  # in each rank: the name means something else
 
     def save(rank):
-        rank.meet("save(1)")
+        rank.barrier("save(1)")
 
     def maybe_save(rank):
         if is_main:

@@ -181,7 +181,7 @@ class Publisher:
     def submit(self, chunk: Chunk, journal: ChunkJournal) -> None:
         self._queue.put(partial(self._publish, chunk, journal))
 
-    def no_more(self) -> None:
+    def finish(self) -> None:
         self._queue.put(self.output.placement.hurry)
 
     def stop(self) -> None:
@@ -413,7 +413,7 @@ class OpenCheckpoint:
         content = {**(shard or {}), "documents": self._chunks.documents}
         # This is done before ``close`` returns.
         self._storage.call(self._files.write_shard, content)
-        self._storage.call(self._publisher.no_more)
+        self._storage.call(self._publisher.finish)
 
     def hurry(self) -> None:
         """Puts published files in place without waiting for more, because the rank ends early."""

@@ -182,7 +182,7 @@ class Publisher:
         self._queue.put(partial(self._publish, chunk, journal))
 
     def finish(self) -> None:
-        self._queue.put(self.output.placement.hurry)
+        self._queue.put(self.output.placement.flush)
 
     def stop(self) -> None:
         """Ends the thread. The next attempt publishes what is not published yet."""
@@ -415,9 +415,9 @@ class OpenCheckpoint:
         self._storage.call(self._files.write_shard, content)
         self._storage.call(self._publisher.finish)
 
-    def hurry(self) -> None:
+    def flush(self) -> None:
         """Puts published files in place without waiting for more, because the rank ends early."""
-        self._output.placement.hurry()
+        self._output.placement.flush()
 
     def _publish(self, chunk: Chunk) -> None:
         self._complete += 1

@@ -32,7 +32,7 @@ class Placement:
         """Takes a chunk that was written. Called in the publisher's thread."""
         waiting.done()
 
-    def hurry(self) -> None:
+    def flush(self) -> None:
         """Stops waiting for more chunks: none come. Returns at once."""
 
     def stop(self) -> None:

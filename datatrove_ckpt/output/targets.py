@@ -575,7 +575,7 @@ class HubTarget(_TargetOnHub):
 
     # any thread ----------------------------------------------------------------------------------
 
-    def hurry(self) -> None:
+    def flush(self) -> None:
         with self._change:
             self._hurried = True
             self._change.notify_all()

@@ -81,7 +81,7 @@ def test_a_rank_that_was_taken_over_while_its_files_wait_commits_nothing(hub, tm
     )
     done, failures = Mock(), queue.SimpleQueue()
     commits.wait(0, WaitingChunk(done, failures.put))
-    commits.hurry()
+    commits.flush()
     with pytest.raises(Fenced):
         raise failures.get(timeout=300)
     assert hub.commits("org/data") == []

@@ -21,7 +21,7 @@ class Held(Placement):
         self.waiting[chunk_index] = waiting
         self.arrived.release()
 
-    def hurry(self):
+    def flush(self):
         self.hurried.set()
 
 

@@ -230,7 +230,7 @@ class DocumentSource:
     def is_at_end(self) -> bool:
         return self._ended and self.error is None and not self._buffer
 
-    def reached(self) -> InputPosition:
+    def progress(self) -> InputPosition:
         """Returns how much of the input lies before the end of the last document that was handed
         over.
         """
@@ -240,7 +240,7 @@ class DocumentSource:
             return InputPosition(self._first + self.handed_over, self._length, "rows")
         if self._newest is None or self._readers.count != 1:
             return InputPosition()
-        return self._newest[2].reached(self._newest)
+        return self._newest[2].progress(self._newest)
 
     def shard(self) -> State:
         """Returns the content of ``shard.json``: what was read, and the stats of the steps before

@@ -159,7 +159,7 @@ class RankReporter:
     def position(self) -> InputPosition:
         """Returns how much of the input is done."""
         source = self.source
-        reached = source.reached()
+        reached = source.progress()
         # A reader is ahead of the rank, so documents are taken to be equal:
         #
         #     done = what lies before the last document handed over * documents finished / documents

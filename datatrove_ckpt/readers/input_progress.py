@@ -49,7 +49,7 @@ class FileProgress:
     lengths: dict[int, int] = field(default_factory=dict)
     end: int | None = None
 
-    def reached(self, place: tuple[int, ...]) -> float:
+    def progress(self, place: tuple[int, ...]) -> float:
         if not place:
             return self.before
         number = place[0]
@@ -104,9 +104,9 @@ class InputProgress:
             if not count or any(sizes):
                 self.total = sum(sizes) * count / max(1, len(sizes))
 
-    def reached(self, file: FileProgress, place: tuple[int, ...], documents: int) -> InputPosition:
+    def progress(self, file: FileProgress, place: tuple[int, ...], documents: int) -> InputPosition:
         self.measure()
-        done = file.reached(place)
+        done = file.progress(place)
         coarse = file.per is None and not file.starts
         total = self.total
         if coarse and len(self.inputs.names) < 20:

@@ -54,10 +54,10 @@ class FileState:
         at = [number & PLAIN_INTEGER for number in file_position]
         return self.shared | {"documents": documents, "at": at, "skipped": skipped.numbers()}
 
-    def reached(self, position: Position) -> InputPosition:
+    def progress(self, position: Position) -> InputPosition:
         if self.input is None or self.file is None:
             return InputPosition()
-        reached = self.input.reached(self.file, position[3], position[1])
+        reached = self.input.progress(self.file, position[3], position[1])
         return reached._replace(tasks=self.input.inputs.tasks)
 
     def __deepcopy__(self, memo: dict[int, object]) -> FileState:

@@ -134,7 +134,7 @@ def _first_documents(runner: RunnerPlan, number: int) -> tuple[int, dict[int, li
     found = {0: list(islice(first, 1))}
     position = found[0] and position_of(found[0][0])
     if position:
-        tasks = min(tasks, position[2].reached(position).tasks or tasks)
+        tasks = min(tasks, position[2].progress(position).tasks or tasks)
     several = min(tasks, number, _TASKS)
     found[0] += islice(first, -(-number // several) - 1)
     missing = number - len(found[0])
@@ -163,7 +163,7 @@ def _measured(tasks: list[list[Document]], number: int) -> tuple[list[float], fl
     units: set[str | None] = set()
     for documents in filter(None, tasks):
         reached = [
-            position[2].reached(position) for position in map(position_of, documents) if position
+            position[2].progress(position) for position in map(position_of, documents) if position
         ]
         if len(reached) < len(documents) or reached[-1].total is None:
             return [1.0] * sum(map(len, tasks)), None

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from datatrove_ckpt.run_folder import run_location
 
 
-def place_of(
+def open_run(
     arguments: argparse.Namespace,
     wanted: Callable[[str, int], bool] = lambda name, size: True,
     output: str | None = None,

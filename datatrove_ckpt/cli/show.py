@@ -8,7 +8,7 @@ from pathlib import Path
 
 from datatrove.executor.base import PipelineExecutor
 
-from datatrove_ckpt.cli.open_run import place_of
+from datatrove_ckpt.cli.open_run import open_run
 from datatrove_ckpt.cli.printing import say, wrapped, write_page
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.errors import printable
@@ -27,7 +27,7 @@ def show(arguments: argparse.Namespace) -> int:
     shown = 0
     is_all = not (arguments.dead or arguments.grep) and arguments.id is None
     most = _MOST if arguments.id is None else None
-    with place_of(arguments, output=arguments.output) as place:
+    with open_run(arguments, output=arguments.output) as place:
         if arguments.dead:
             found = read_dead_letters(place)
         else:
@@ -66,7 +66,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def export(arguments: argparse.Namespace) -> int:
-    with place_of(arguments, output=arguments.output) as place:
+    with open_run(arguments, output=arguments.output) as place:
         count, report = write_export(place, arguments.target)
     left = ""
     if report.unfinished or {"corrupt", "rank"} & {problem.kind for problem in report.problems}:
@@ -152,7 +152,7 @@ def _described(
 
 
 def report(arguments: argparse.Namespace) -> int:
-    with place_of(arguments, wanted_files) as place:
+    with open_run(arguments, wanted_files) as place:
         state = read_run_state(place)
         page = report_page(state)
         return write_page(arguments.output, place.folder, page, plural(len(state.ranks), "task"))

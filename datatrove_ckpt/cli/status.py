@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from datatrove_ckpt.checkpoint.rank_summary import name_place
-from datatrove_ckpt.cli.open_run import place_of
+from datatrove_ckpt.cli.open_run import open_run
 from datatrove_ckpt.cli.printing import say, wrapped
 from datatrove_ckpt.common.formatting import (
     duration,
@@ -30,7 +30,7 @@ from datatrove_ckpt.run_folder.run_state import (
 
 def status(arguments: argparse.Namespace) -> int:
     try:
-        with place_of(arguments, wanted_files) as place:
+        with open_run(arguments, wanted_files) as place:
             state = read_run_state(place)
             shown = list(describe(state))
     except RunNotStarted as waiting:
@@ -48,7 +48,7 @@ def status(arguments: argparse.Namespace) -> int:
 
 
 def batches(arguments: argparse.Namespace) -> int:
-    with place_of(arguments, wanted_files) as place:
+    with open_run(arguments, wanted_files) as place:
         state = read_run_state(place)
         found = list(status_text.open_batches(state))
         for rank, batch in found:

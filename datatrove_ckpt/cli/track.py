@@ -9,7 +9,7 @@ from pathlib import Path
 
 import xxhash
 
-from datatrove_ckpt.cli.open_run import place_of
+from datatrove_ckpt.cli.open_run import open_run
 from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.common.formatting import missing_package
 from datatrove_ckpt.common.redaction import holds_credentials
@@ -40,7 +40,7 @@ def track(arguments: argparse.Namespace) -> int:
         _send(TrainingTracker(service, arguments.name_of_run, folder=folder))
         say("All is sent, and no training saves there.")
         return 0
-    with place_of(arguments, wanted_files) as place:
+    with open_run(arguments, wanted_files) as place:
         _send(tracking.RunTracker(service, arguments.name_of_run, place=place))
     say("All is sent, and no task is at work.")
     return 0

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict
 
 from datatrove_ckpt.checkpoint.compare import mixed_settings
-from datatrove_ckpt.cli.open_run import place_of
+from datatrove_ckpt.cli.open_run import open_run
 from datatrove_ckpt.cli.printing import say, say_result
 from datatrove_ckpt.common.formatting import plural, plural_or_no
 from datatrove_ckpt.process.task_errors import log_disabled
@@ -16,7 +16,7 @@ from datatrove_ckpt.run_folder.run_state import check_idle
 
 def verify(arguments: argparse.Namespace) -> int:
     """Prints each problem and a verdict. Returns the exit code."""
-    with place_of(arguments, output=arguments.output) as place:
+    with open_run(arguments, output=arguments.output) as place:
         report = checks.verify(place, arguments.full)
     code = 0
     if report.problems:
@@ -65,7 +65,7 @@ def verify(arguments: argparse.Namespace) -> int:
 def repair(arguments: argparse.Namespace) -> int:
     """Prints each step and carries it out. Returns the exit code."""
     with (
-        place_of(arguments, output=arguments.output) as named,
+        open_run(arguments, output=arguments.output) as named,
         log_disabled("datatrove_ckpt.mirror"),
         restored(named) as place,
     ):

@@ -219,7 +219,7 @@ class StatefulIterable(_Iterable):
         number, workers = this_worker()
         if number is None:
             self._shared.workers_read = 0
-        rank, ranks = place_of(self) or (0, 1)
+        rank, ranks = describe_source(self) or (0, 1)
         try:
             state = self._take_loaded(number)
             epoch = self._epoch_of(state, number, workers)
@@ -430,7 +430,7 @@ class StatefulWrapper(StatefulIterable):
     def made(self, state: State, workers: int) -> bool:
         if state["slot"] is None:
             return True  # of all workers
-        rank, ranks = place_of(self) or (0, 1)
+        rank, ranks = describe_source(self) or (0, 1)
         is_own = state["slot"] == [rank, ranks, state["slot"][2], workers]
         return is_own and all(
             isinstance(source, StatefulIterable) and source.made(its, workers)
@@ -501,10 +501,10 @@ def refuse_begun(loader: object) -> None:
         )
 
 
-def place_of(source: object) -> tuple[int, int] | None:
+def describe_source(source: object) -> tuple[int, int] | None:
     source = getattr(source, "dataset", source)  # of a loader
     if isinstance(source, StatefulWrapper):
-        places = map(place_of, source._sources)
+        places = map(describe_source, source._sources)
         return next((place for place in places if place is not None), None)
     rank = getattr(source, "rank", None)
     ranks = getattr(source, "world_size", None)

@@ -14,11 +14,11 @@ def open_run(
 ) -> AbstractContextManager[run_location.RunLocation]:
     """Opens the place that ``arguments.what`` names, with its overrides.
 
-    See ``open_place``.
+    See ``open_location``.
     """
     config = None
     if run_location.is_config(arguments.what):
         from datatrove_ckpt.cli.short_form import read_config  # slow to import
 
         config = read_config(arguments.what, arguments.overrides, only_look=True)
-    return run_location.open_place(arguments.what, config, wanted, arguments.overrides, output)
+    return run_location.open_location(arguments.what, config, wanted, arguments.overrides, output)

@@ -80,7 +80,7 @@ def is_config(what: str) -> bool:
 
 
 @contextmanager
-def open_place(
+def open_location(
     what: str,
     config: JsonObject | None = None,
     wanted: Callable[[str, int], bool] = lambda name, size: True,

@@ -13,7 +13,7 @@ from datatrove_ckpt.checkpoint.counts import DocumentCounts
 from datatrove_ckpt.output.document_codec import document_of
 from datatrove_ckpt.run_folder.documents import committed_files, read_rows
 from datatrove_ckpt.run_folder.export import dataset
-from datatrove_ckpt.run_folder.run_location import open_place
+from datatrove_ckpt.run_folder.run_location import open_location
 from datatrove_ckpt.run_folder.run_state import read_run_state
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class RunOutput:
 
     def to_dataset(self) -> datasets.Dataset:
         """Returns a dataset of the files, which may be larger than the memory."""
-        with open_place(self._run_folder) as place:
+        with open_location(self._run_folder) as place:
             return dataset(place)
 
     def push_to_hub(self, repository: str, **options: Any) -> None:
@@ -50,7 +50,7 @@ class RunOutput:
     @property
     def counts(self) -> DocumentCounts:
         """Documents, requests and tokens over all attempts."""
-        with open_place(self._run_folder) as place:
+        with open_location(self._run_folder) as place:
             return read_run_state(place).together.counts
 
     @property
@@ -58,7 +58,7 @@ class RunOutput:
         return str(self).rpartition("/")[0] or "."
 
     def _rows(self) -> Iterator[Json]:
-        with open_place(self._run_folder) as place:
+        with open_location(self._run_folder) as place:
             for folder, file, _ in committed_files(place):
                 yield from read_rows(folder, file.path)
 

@@ -17,7 +17,7 @@ import pytest
 
 from datatrove_ckpt.run_folder import documents, export
 from datatrove_ckpt.run_folder.export import dataset
-from datatrove_ckpt.run_folder.run_location import RunLocation, open_place
+from datatrove_ckpt.run_folder.run_location import RunLocation, open_location
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import rejects
 from tests.yaml_jobs import read_rows, write_rows
@@ -121,7 +121,7 @@ def test_parquet_of_json_lines_keeps_values_and_unites_columns_of_files(run, exp
     assert table["n"].to_pylist() == [None, 1, 0.5, None]
     late = [None, None, {"a": 1, "b": None}, {"a": None, "b": "2026-01-02T00:00:00Z"}]
     assert table["late"].to_pylist() == late
-    with open_place("x") as place:
+    with open_location("x") as place:
         assert [*dataset(place)][3]["late"] == late[3]
         assert dataset(place)["text"][:] == ["2026-01-02"] * 4
 

@@ -18,7 +18,7 @@ from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import VersionMismatch
 from datatrove_ckpt.generation.payloads import hash_payload
 from datatrove_ckpt.mirror.restore import restore
-from datatrove_ckpt.run_folder.run_location import open_place
+from datatrove_ckpt.run_folder.run_location import open_location
 from datatrove_ckpt.run_folder.run_state import read_run_state
 from datatrove_ckpt.run_folder.verify import verify
 from datatrove_ckpt.testing import FakeServer, outputs
@@ -79,7 +79,7 @@ def test_each_version_of_the_changelog_has_a_fixture():
 def test_a_checkpoint_of_each_release_is_shown_and_continued(name, tmp_path, uninterrupted, server):
     folder = restored(name, tmp_path / "job")
     before = outputs(folder / "output")
-    with open_place(str(folder / "checkpoints")) as place:
+    with open_location(str(folder / "checkpoints")) as place:
         ranks = {rank.rank: rank for rank in read_run_state(place).ranks}
     assert [ranks[number].counts.read for number in (0, 1)] == [5, PER_CHUNK]
     assert not [rank.reason for rank in ranks.values() if rank.trouble == "damaged"]

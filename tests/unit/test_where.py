@@ -11,7 +11,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError, StorageFailed
 from datatrove_ckpt.mirror.manifests import Manifest, Version, VersionStore
-from datatrove_ckpt.run_folder.run_location import RunNotStarted, open_place
+from datatrove_ckpt.run_folder.run_location import RunNotStarted, open_location
 from tests.rank_folders import write_rank
 
 NONCE = f"{0:016x}"
@@ -44,7 +44,7 @@ def refused(
     error=ConfigError,
 ):
     with pytest.raises(error, match=message):
-        open_place(what, found).__enter__()
+        open_location(what, found).__enter__()
 
 
 def config(folder, remote=None, **executor):
@@ -65,19 +65,19 @@ def config(folder, remote=None, **executor):
 def test_a_run_folder_stands_for_its_checkpoints_output_and_logs(tmp_path):
     write_rank(tmp_path / "checkpoints")
     (tmp_path / "output").mkdir()
-    with open_place(str(tmp_path)) as place:
+    with open_location(str(tmp_path)) as place:
         assert (place.folder, place.given) == (tmp_path / "checkpoints", [str(tmp_path)])
         assert (place.output, place.logging_dir) == (f"{tmp_path}/output", None), (
             "there are no logs"
         )
     write_rank(tmp_path)
-    with open_place(str(tmp_path)) as place:
+    with open_location(str(tmp_path)) as place:
         assert (place.folder, place.output) == (tmp_path, None)
 
 
 def test_a_mirror_in_a_run_folder_is_read(tmp_path):
     mirror(f"{tmp_path}/checkpoints/00000", commits_jsonl=b"a\n")
-    with open_place(str(tmp_path)) as place:
+    with open_location(str(tmp_path)) as place:
         assert (place.is_copy, place.what) == (True, f"{tmp_path}/checkpoints")
 
 
@@ -91,7 +91,7 @@ def test_a_mirror_is_copied_and_the_copy_removed(tmp_path, where):
     mirror(f"{url}/00000", commits_jsonl=b"old\n")
     mirror(f"{url}/00000", 2, commits_jsonl=b"new\n", dead_letters_jsonl=b"dead\n")
     mirror(f"{url}/retry-00001/00002", finished=True, commits_jsonl=b"retried\n")
-    with open_place(url, wanted=lambda name, size: name == "commits.jsonl") as place:
+    with open_location(url, wanted=lambda name, size: name == "commits.jsonl") as place:
         assert place.is_copy
         found = {
             str(path.relative_to(place.folder))
@@ -115,7 +115,7 @@ def test_a_mirror_is_copied_and_the_copy_removed(tmp_path, where):
 
 def test_a_copy_is_brought_up_to_date(tmp_path):
     mirror(f"{tmp_path}/00000", chunk_00000_jsonl=b"a\n")
-    with open_place(str(tmp_path)) as place:
+    with open_location(str(tmp_path)) as place:
         mirror(f"{tmp_path}/00000", 2, finished=True, commits_jsonl=b"b\n")
         mirror(f"{tmp_path}/00001")
         place.refresh()
@@ -137,13 +137,13 @@ def test_a_url_that_cannot_work_is_refused():
 def test_the_mirror_is_read_if_it_has_ranks_that_this_node_has_not(tmp_path):
     local, remote = tmp_path / "local", str(tmp_path / "remote")
     mirror(f"{remote}/00000")
-    with open_place("job.yaml", config(str(local), remote)) as place:
+    with open_location("job.yaml", config(str(local), remote)) as place:
         assert place.is_copy
     write_rank(local, 0)
-    with open_place("job.yaml", config(str(local), remote)) as place:
+    with open_location("job.yaml", config(str(local), remote)) as place:
         assert not place.is_copy
     mirror(f"{remote}/00001")
-    with open_place("job.yaml", config(str(local), remote)) as place:
+    with open_location("job.yaml", config(str(local), remote)) as place:
         assert place.is_copy
         assert place.what == remote
 
@@ -151,7 +151,7 @@ def test_the_mirror_is_read_if_it_has_ranks_that_this_node_has_not(tmp_path):
 def test_the_mirror_is_read_where_the_folders_variable_is_not_set(tmp_path):
     assert "NO_SUCH_VARIABLE" not in os.environ
     mirror(f"{tmp_path}/remote/00000")
-    with open_place("job.yaml", config("$NO_SUCH_VARIABLE/c", f"{tmp_path}/remote")) as place:
+    with open_location("job.yaml", config("$NO_SUCH_VARIABLE/c", f"{tmp_path}/remote")) as place:
         assert place.is_copy
     refused("NO_SUCH_VARIABLE is not set here", "job.yaml", config("$NO_SUCH_VARIABLE/c"))
 
@@ -166,7 +166,7 @@ def test_without_the_network_the_folder_is_read(tmp_path, monkeypatch):
         said = r"Could not read the mirror memory://where/m: .*no route to host"
         refused(said, what, settings, StorageFailed)
     write_rank(tmp_path)
-    with open_place("job.yaml", found) as place:
+    with open_location("job.yaml", found) as place:
         assert not place.is_copy
 
 
@@ -185,13 +185,13 @@ def test_of_hugging_face_jobs_the_mirror_is_read_and_never_a_folder_of_this_mach
     said = r"job.yaml: nothing has started yet: no task .* in memory://r/logs/checkpoints, its mirror.*hf jobs"
     refused(said, "job.yaml", of_jobs("memory://r/logs"))
     mirror("memory://r/logs/checkpoints/00000")
-    with open_place("job.yaml", of_jobs("memory://r/logs/")) as place:
+    with open_location("job.yaml", of_jobs("memory://r/logs/")) as place:
         assert (place.what, place.is_copy) == ("memory://r/logs/checkpoints", True)
 
 
 def test_a_run_folder_at_a_url_is_its_mirror_below_the_logs():
     mirror("memory://bucket/x/logs/checkpoints/00000")
-    with open_place("memory://bucket/x/") as place:
+    with open_location("memory://bucket/x/") as place:
         assert (place.what, place.given) == (
             "memory://bucket/x/logs/checkpoints",
             ["memory://bucket/x/"],
@@ -212,18 +212,18 @@ def test_output_without_its_checkpoint_is_no_run_that_waits(tmp_path):
         refused("nothing has started yet", what, content, RunNotStarted)
     (tmp_path / "logs/logs").mkdir()
     (tmp_path / "logs/executor.json").touch()
-    with open_place(f"{tmp_path}/logs") as place:
+    with open_location(f"{tmp_path}/logs") as place:
         assert place.folder == tmp_path / "logs"
     (tmp_path / "output").mkdir()
     (tmp_path / "output/00000_chunk_00000.jsonl").touch()
     for what, content in wanted:
         with pytest.raises(ConfigError, match="but no task has a checkpoint") as error:
-            open_place(what, content).__enter__()
+            open_location(what, content).__enter__()
         assert type(error.value) is ConfigError
 
 
 def test_logs_in_a_checkpoint_folder_are_no_run_that_waits(tmp_path):
     write_rank(tmp_path)
     (tmp_path / "logs").mkdir()
-    with open_place(str(tmp_path)) as place:
+    with open_location(str(tmp_path)) as place:
         assert place.folder == tmp_path

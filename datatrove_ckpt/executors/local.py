@@ -411,12 +411,12 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
 
     def reached(self, rank: int) -> AttemptProgress:
         """Returns how far a rank is."""
-        from datatrove_ckpt.run_folder.attempt_progress import reached
+        from datatrove_ckpt.run_folder.attempt_progress import rank_progress
 
         urls = [runner.checkpoints_remote_dir for runner in self._runners]
         # Read only without a mirror: a variable in it may not be set here.
         roots = (runner.checkpoints_root for runner in self._runners)
-        return reached(list(filter(None, urls)), roots, rank)
+        return rank_progress(list(filter(None, urls)), roots, rank)
 
     def _run_ranks(self, ranks: Sequence[int], screen: Screen | None, done: _Done) -> None:
         """Runs the ranks; beside workers the ranks that they do not run, and waits for the others.

@@ -11,7 +11,7 @@ from datatrove_ckpt.common.attempts import AttemptProgress
 from datatrove_ckpt.mirror.restore import newest_manifest
 
 
-def reached(mirrors: Sequence[str], roots: Iterable[Path], rank: int) -> AttemptProgress:
+def rank_progress(mirrors: Sequence[str], roots: Iterable[Path], rank: int) -> AttemptProgress:
     """Returns how far a rank is on its mirrors; without any, in the folders of its checkpoints."""
     sizes: list[tuple[str, int]] = []
     for url in mirrors:

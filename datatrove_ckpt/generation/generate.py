@@ -22,10 +22,10 @@ from datatrove_ckpt.generation.requests import RolloutRequests
 from datatrove_ckpt.generation.user_frames import called_at
 from datatrove_ckpt.inference.client.responses import (
     Floats,
+    api_for_path,
     from_base64,
     kept_whole,
     typed_way,
-    way_to,
 )
 from datatrove_ckpt.output.document_codec import Result
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
@@ -77,7 +77,7 @@ class BoundGenerate:
             )
         try:
             if path is not None:
-                way = way_to(path)
+                way = api_for_path(path)
             if way.generates and not whole:
                 refuse_near_misses(payload, "payload")
         except ValueError as problem:

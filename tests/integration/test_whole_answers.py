@@ -7,8 +7,8 @@ from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.inference.client.responses import (
     CHAT,
     RetryableError,
+    api_for_path,
     as_asked,
-    way_to,
 )
 from datatrove_ckpt.run_folder.run_state import read_run_state
 from tests.integration.test_ready_made_ways import in_pieces
@@ -181,7 +181,7 @@ def test_an_answer_has_the_choices_calls_and_logprobs_that_were_asked_for(choice
 @pytest.mark.parametrize("status", ["failed", "in_progress", "completed", "incomplete"])
 def test_a_response_that_failed_is_no_answer(status):
     body = orjson.dumps({"object": "response", "status": status, "error": None, "output": []})
-    parse = way_to("/v1/responses").parse
+    parse = api_for_path("/v1/responses").parse
     if status in ("completed", "incomplete"):
         assert parse(body).answer["status"] == status
     else:

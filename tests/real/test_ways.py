@@ -30,7 +30,7 @@ import pytest
 
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.errors import RequestRejected
-from datatrove_ckpt.inference.client.responses import way_to
+from datatrove_ckpt.inference.client.responses import api_for_path
 from tests.clients import lent_client
 from tests.real import environment
 from tests.real.faults import Attempts
@@ -130,7 +130,7 @@ async def test_a_text_that_is_too_long_for_llamacpp_is_refused_once():
         for text, problem in (("word " * 300, "301 tokens"), ("", "cannot be empty")):
             with pytest.raises(RequestRejected, match=problem):
                 await client.complete(
-                    json.dumps({"input": text}).encode(), way_to("/v1/embeddings")
+                    json.dumps({"input": text}).encode(), api_for_path("/v1/embeddings")
                 )
         assert client.sender.work.retries == 0
 

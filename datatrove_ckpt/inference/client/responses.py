@@ -176,7 +176,7 @@ class Api(NamedTuple):
         return self.path in ("chat/completions", "completions")
 
 
-def way_to(path: str) -> Api:
+def api_for_path(path: str) -> Api:
     """Returns the way to a path of the server, as ``generate`` takes it."""
     if not path.startswith("/"):
         raise ValueError(
@@ -514,7 +514,7 @@ _FLOAT32 = np.dtype("<f4")  # as in base64
 def typed_way(name: str, path: str, count: int) -> Api:
     """Returns the way to a typed answer ("embed", "classify" or "score") about ``count`` texts."""
     return Api(
-        way_to(path).path,
+        api_for_path(path).path,
         partial(_PARSERS[name], count=count),
         f"{name}()",
         is_shared=name == "embed",

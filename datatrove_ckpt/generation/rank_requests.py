@@ -10,7 +10,7 @@ from datatrove_ckpt.generation.limit_watch import LimitWatch
 from datatrove_ckpt.generation.once import OnceCalls
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.quality import AnswerQuality
-from datatrove_ckpt.inference.client.client import CompletionClient, usual_way
+from datatrove_ckpt.inference.client.client import CompletionClient, default_api
 from datatrove_ckpt.process.shutdown import Shutdown
 
 
@@ -32,7 +32,7 @@ class RankModel:
     def __init__(self, config: InferenceConfig) -> None:
         self.config = config
         self.client: asyncio.Future[CompletionClient] = asyncio.get_running_loop().create_future()
-        self.usual = usual_way(config)
+        self.usual = default_api(config)
         self.policies = config.answer_policies
         self.sizes: dict[bytes, int] = {}
         if config.texts_per_request > 1:

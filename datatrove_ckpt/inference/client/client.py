@@ -417,7 +417,7 @@ class ModelServers:
         """
         target.url = url
         target.api_key = api_key
-        self.transport(target, usual_way(self.config))  # raises for a wrong URL now
+        self.transport(target, default_api(self.config))  # raises for a wrong URL now
         target.pace = None
         if self.config.follows_metrics:
             target.limit = FIRST_LIMIT
@@ -467,7 +467,7 @@ class ModelServers:
         return now - min(starts, default=now)
 
 
-def usual_way(config: InferenceConfig) -> Api:
+def default_api(config: InferenceConfig) -> Api:
     if config.use_chat:
         return CHAT
     return COMPLETIONS
@@ -496,7 +496,7 @@ class CompletionClient:
         self.sender = sender
         self.answers = self.without_reason = self.in_flight = self.pausing = self.cancelled = 0
         self.outage = servers.outage
-        self.way = usual_way(servers.config)
+        self.way = default_api(servers.config)
         self._config = servers.config
         self._router = servers.router
         self._router.senders.append(self.sender)

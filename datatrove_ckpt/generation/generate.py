@@ -25,7 +25,7 @@ from datatrove_ckpt.inference.client.responses import (
     api_for_path,
     from_base64,
     kept_whole,
-    typed_way,
+    typed_api,
 )
 from datatrove_ckpt.output.document_codec import Result
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
@@ -216,10 +216,10 @@ class BoundGenerate:
     async def _ask(
         self, name: str, values: tuple[object, ...], params: Mapping[str, object], count: int = 1
     ) -> JsonObject:
-        """Returns what ``answers`` keeps of the answer. ``count``: see ``typed_way``."""
+        """Returns what ``answers`` keeps of the answer. ``count``: see ``typed_api``."""
         to = self._requests.config.engine.ways[name]
         result = await self._requests.answered(
-            to.payload(values, params), typed_way(name, to.path, count)
+            to.payload(values, params), typed_api(name, to.path, count)
         )
         assert result.answer is not None
         return result.answer

@@ -12,7 +12,7 @@ from datatrove_ckpt.inference.client.responses import (
     from_base64,
     read_json,
     to_base64,
-    typed_way,
+    typed_api,
 )
 
 VECTOR = [0.1, -2.5, 3e-8]
@@ -22,7 +22,7 @@ USAGE = {"prompt_tokens": 7, "total_tokens": 7}
 
 def kept(name, answer, count=1):
     raw = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-    completion = typed_way(name, "/v1/x", count).parse(raw)
+    completion = typed_api(name, "/v1/x", count).parse(raw)
     assert (completion.text, completion.finish_reason) == ("", "stop")
     return completion.answer
 
@@ -92,7 +92,7 @@ def test_classes(answer, expected):
 )
 def test_scores(answer):
     assert from_base64(kept("score", answer, 2)["scores"]).tolist() == [0.25, 0.75]
-    parsed = typed_way("score", "/v1/x", 2).parse(json.dumps(answer).encode())
+    parsed = typed_api("score", "/v1/x", 2).parse(json.dumps(answer).encode())
     assert parsed.usage["prompt_tokens"] == 7
 
 

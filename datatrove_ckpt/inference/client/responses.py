@@ -511,7 +511,7 @@ _Number = TypeVar("_Number", np.float32, np.float64)
 _FLOAT32 = np.dtype("<f4")  # as in base64
 
 
-def typed_way(name: str, path: str, count: int) -> Api:
+def typed_api(name: str, path: str, count: int) -> Api:
     """Returns the way to a typed answer ("embed", "classify" or "score") about ``count`` texts."""
     return Api(
         api_for_path(path).path,

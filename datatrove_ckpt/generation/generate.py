@@ -24,8 +24,8 @@ from datatrove_ckpt.inference.client.responses import (
     Floats,
     api_for_path,
     from_base64,
-    kept_whole,
     typed_api,
+    with_raw_response,
 )
 from datatrove_ckpt.output.document_codec import Result
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
@@ -83,7 +83,7 @@ class BoundGenerate:
         except ValueError as problem:
             return self._refused(str(problem).rstrip("."))
         if whole:
-            way = kept_whole(way)
+            way = with_raw_response(way)
         if requests.model.policies and way.generates:
             return acceptable(requests, payload, way, whole)
         return requests.answered(payload, way, whole)

@@ -188,7 +188,7 @@ def api_for_path(path: str) -> Api:
     )
 
 
-def kept_whole(way: Api) -> Api:
+def with_raw_response(way: Api) -> Api:
     """Returns the way whose answers are also kept as the server sent them."""
 
     def parse(raw: bytes) -> Completion:

@@ -36,7 +36,7 @@ from datatrove_ckpt.inference.client.responses import (
     Completion,
     RetryableError,
     UnexpectedResponse,
-    as_asked,
+    api_for_payload,
     unfinished,
 )
 from datatrove_ckpt.inference.client.routing import Request
@@ -119,7 +119,7 @@ class RolloutRequests:
             result = None if answer is None else _from_cache(answer, config)
             if result is None:
                 if generates:
-                    way = as_asked(way, sent)
+                    way = api_for_payload(way, sent)
                 result = await self._send(key, body, sent, payload, way, answer)
             else:
                 answers.count_cached(result)

@@ -8,7 +8,7 @@ from datatrove_ckpt.inference.client.responses import (
     CHAT,
     RetryableError,
     api_for_path,
-    as_asked,
+    api_for_payload,
 )
 from datatrove_ckpt.run_folder.run_state import read_run_state
 from tests.integration.test_ready_made_ways import in_pieces
@@ -170,7 +170,7 @@ CALLED = {"id": "c", "type": "custom", "custom": {"name": "look", "input": ""}}
     ],
 )
 def test_an_answer_has_the_choices_calls_and_logprobs_that_were_asked_for(choices, payload, wrong):
-    parse = as_asked(CHAT, payload).parse
+    parse = api_for_payload(CHAT, payload).parse
     if wrong:
         with pytest.raises(RetryableError, match=wrong):
             parse(_with_choices(*choices))

@@ -254,7 +254,7 @@ def _listed(top: object) -> object:
     return top
 
 
-def as_asked(way: Api, payload: JsonObject) -> Api:
+def api_for_payload(way: Api, payload: JsonObject) -> Api:
     """Returns the way for this payload, which refuses answers that lack something."""
     if _ASKS.isdisjoint(payload):
         return way

@@ -45,7 +45,9 @@ def shown(doc_id: str, ordinal: int) -> str:
     return f"document {safe_repr(doc_id)} (number {ordinal} of this task)"
 
 
-def way_out(error: BaseException, step: RunnerSettings) -> tuple[str, list[Mapping[str, object]]]:
+def advice_for(
+    error: BaseException, step: RunnerSettings
+) -> tuple[str, list[Mapping[str, object]]]:
     """Returns what to do about a document that failed."""
     way, changes = _way_out(error)
     if step.checkpoints_local_dir is None:

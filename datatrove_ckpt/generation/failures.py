@@ -24,7 +24,7 @@ from datatrove_ckpt.generation.dead_letters import (
     dead_letter,
     failure_of,
 )
-from datatrove_ckpt.generation.failure_advice import shown, way_out
+from datatrove_ckpt.generation.failure_advice import advice_for, shown
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.generation.user_frames import raised_at
@@ -106,7 +106,7 @@ class FailurePolicy:
                 error, errors.UnexpectedExit | errors.RequestError
             ):
                 raise error
-            way, changes = way_out(error, self.step)
+            way, changes = advice_for(error, self.step)
             raise DocumentFailed(
                 f"D{name[1:]} failed: {cause}. The answers of other documents are saved. {way}",
                 source.document,

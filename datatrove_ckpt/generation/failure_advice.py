@@ -41,7 +41,7 @@ _PROMPT_TOKENS = re.compile(
 )
 
 
-def shown(doc_id: str, ordinal: int) -> str:
+def describe_document(doc_id: str, ordinal: int) -> str:
     return f"document {safe_repr(doc_id)} (number {ordinal} of this task)"
 
 
@@ -128,7 +128,7 @@ def unanswered(doc_id: str, ordinal: int, error: CkptError, others: int) -> Ckpt
     Args:
         others: requests that were answered, if no further one could be.
     """
-    document = shown(doc_id, ordinal)
+    document = describe_document(doc_id, ordinal)
     is_away = isinstance(error, ServerUnavailable)
     facts = str(error)
     if others and (is_away or (isinstance(error, ServerRefused) and error.status in OF_ONE_TEXT)):

@@ -24,7 +24,7 @@ from datatrove_ckpt.generation.dead_letters import (
     dead_letter,
     failure_of,
 )
-from datatrove_ckpt.generation.failure_advice import advice_for, shown
+from datatrove_ckpt.generation.failure_advice import advice_for, describe_document
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.generation.user_frames import raised_at
@@ -86,7 +86,7 @@ class FailurePolicy:
                 (cause for cause in errors.causes(error) if isinstance(cause, InferenceError)),
                 error,
             )
-        name = shown(source.id, ordinal)
+        name = describe_document(source.id, ordinal)
         cause = f"{cause_of(error).rstrip('.: ')}{raised_at(error)}"
         is_kept = self.step.checkpoints_local_dir is not None
         is_letter = (

@@ -11,7 +11,7 @@ Variables of modules are never compared by value: the statements that bind them 
 Installed packages are ignored. A file is parsed only if its text holds a name that is reached. The
 names of fields have no modules, so that a helper may move.
 
-``look_at`` finds the values of partials, closures and attributes, and the user's functions and
+``inspect_objects`` finds the values of partials, closures and attributes, and the user's functions and
 classes in them. ``_Walk`` follows the names in those.
 """
 
@@ -85,7 +85,7 @@ class CodeInputs(NamedTuple):
     variables: dict[str, str]
 
 
-def look_at(things: Mapping[str, object]) -> CodeInputs:
+def inspect_objects(things: Mapping[str, object]) -> CodeInputs:
     given = CodeInputs({}, [], {})
     waiting: list[tuple[str, Any, Any]] = [(label, thing, None) for label, thing in things.items()]
     seen: dict[int, object] = {}
@@ -683,7 +683,7 @@ def describe(
     """
     things = {label: thing for label, thing in things.items() if thing is not None}
     with _one_at_a_time, _deep():
-        given = look_at(things)
+        given = inspect_objects(things)
         first = _first.setdefault(tuple(map(id, things.values())), (things, given))[1]
         roots = given.roots
         known: frozenset[str] = frozenset()

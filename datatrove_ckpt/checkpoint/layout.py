@@ -94,7 +94,7 @@ _HIDDEN = re.compile(r"(?:^|/)(?:\.|_temporary(?=/|$))")
 _NUMBER = re.compile(r"[0-9]{5,18}")
 
 
-def is_ours(name: str) -> bool:
+def is_internal_file(name: str) -> bool:
     """Whether a file in or beside an output folder is staged, or an owner's record."""
     return OUTPUT_STAGING in name or OWNER in name
 
@@ -106,7 +106,7 @@ def is_input(name: str, pattern: str | None) -> bool:
     named = 0
     if pattern and has_magic(pattern):  # else it is how a name ends
         named = len(_HIDDEN.findall(pattern))
-    return not is_ours(name) and len(_HIDDEN.findall(name)) <= named
+    return not is_internal_file(name) and len(_HIDDEN.findall(name)) <= named
 
 
 def rank_folder(root: Path, rank: int) -> Path:

@@ -303,7 +303,7 @@ def refuse_missing_run_json(folder: Path) -> None:
     if is_datatroves(last_chunk_of(folder)):
         raise CheckpointMismatch(
             f"{folder.parent} is the checkpoint of a run of datatrove's own InferenceRunner: it "
-            f"wrote {last_chunk_of(folder)}. {continue_datatroves(folder.parent)}"
+            f"wrote {last_chunk_of(folder)}. {advice_to_continue_datatrove(folder.parent)}"
         )
     found = RankListing(folder)
     journals = [journal_name(index) for index in found.journals[:3]]
@@ -311,12 +311,12 @@ def refuse_missing_run_json(folder: Path) -> None:
     if foreign:
         raise CheckpointMismatch(
             f"{folder} holds {', '.join(foreign)} but no {RUN}. If datatrove's own InferenceRunner "
-            f"made it: {continue_datatroves(folder.parent)} If {RUN} is lost: "
+            f"made it: {advice_to_continue_datatrove(folder.parent)} If {RUN} is lost: "
             f"{checksummed_lines.RESTORE}start this task over: move the folder away."
         )
 
 
-def continue_datatroves(checkpoints: Path | str) -> str:
+def advice_to_continue_datatrove(checkpoints: Path | str) -> str:
     return (
         f"To continue that run, stop it, choose other folders, and set finished_from: "
         f"[{checkpoints}, OUTPUT], with its output folder: finished documents keep their results. "

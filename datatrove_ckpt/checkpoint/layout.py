@@ -162,7 +162,7 @@ def last_chunk_of(folder: Path) -> Path:
     return folder.parent / "last_chunk" / f"{folder.name}.txt"
 
 
-def is_datatroves(last_chunk: Path) -> bool:
+def is_written_by_datatrove(last_chunk: Path) -> bool:
     """Whether datatrove's own runner wrote the file: unlike ours, it ends without a line break.
 
     A kill can leave datatrove's file empty, but not ours.
@@ -300,7 +300,7 @@ def refuse_missing_run_json(folder: Path) -> None:
     """
     if (folder / RUN).exists():
         return
-    if is_datatroves(last_chunk_of(folder)):
+    if is_written_by_datatrove(last_chunk_of(folder)):
         raise CheckpointMismatch(
             f"{folder.parent} is the checkpoint of a run of datatrove's own InferenceRunner: it "
             f"wrote {last_chunk_of(folder)}. {advice_to_continue_datatrove(folder.parent)}"

@@ -414,10 +414,10 @@ def _causes(path: str, size: int, most: int) -> Counter[str]:
                 # As much as is kept of a server's answer.
                 numberless = re.sub(r"(?<!HTTP )(?<!\d)\d+", "#", as_line(error))
                 causes[cut(numberless, 2000)] += 1
-    return few(causes)
+    return most_common_causes(causes)
 
 
-def few(causes: Mapping[str, int], most: int = 20) -> Counter[str]:
+def most_common_causes(causes: Mapping[str, int], most: int = 20) -> Counter[str]:
     known = Counter(causes)
     others = known.pop(OTHERS, 0)
     kept = Counter(dict(known.most_common(most)))

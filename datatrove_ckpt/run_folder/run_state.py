@@ -39,8 +39,8 @@ from datatrove_ckpt.checkpoint.rank_summary import (
     Include,
     JobTotals,
     RankSummary,
-    few,
     find_ranks,
+    most_common_causes,
     read_rank,
 )
 from datatrove_ckpt.checkpoint.run_limits import Limits, RunTotals, noted_limits
@@ -320,7 +320,7 @@ def add_up(ranks: list[RankStatus], now: float, tasks: int = 0) -> Totals:
     totals.as_of = min(
         (rank.as_of for rank in running or ranks if rank.as_of is not None), default=None
     )
-    totals.dead_letters = few(totals.dead_letters)
+    totals.dead_letters = most_common_causes(totals.dead_letters)
     totals.not_started = max(0, tasks - sum(rank.rank < tasks for rank in ranks))
     spans = []
     for rank in ranks:

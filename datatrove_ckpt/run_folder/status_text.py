@@ -7,7 +7,7 @@ from typing import get_args
 from datatrove_ckpt.checkpoint.batch_log import Batch, read_batches
 from datatrove_ckpt.checkpoint.counts import DocumentCounts
 from datatrove_ckpt.checkpoint.layout import BATCHES
-from datatrove_ckpt.checkpoint.rank_summary import few, name_place
+from datatrove_ckpt.checkpoint.rank_summary import most_common_causes, name_place
 from datatrove_ckpt.common import BATCH
 from datatrove_ckpt.common.formatting import duration, figure, percent, plural, ranges, short
 from datatrove_ckpt.run_folder.estimate import estimate
@@ -272,7 +272,9 @@ def _troubles_of_requests(totals: Totals, ago: str) -> Iterator[tuple[str, str]]
 
 
 def _named_counts(numbers: Mapping[str, int]) -> str:
-    return ", ".join(f"{count:,} {name}" for name, count in few(numbers, _SHOWN_CAUSES).items())
+    return ", ".join(
+        f"{count:,} {name}" for name, count in most_common_causes(numbers, _SHOWN_CAUSES).items()
+    )
 
 
 def _whole_cost(state: RunState) -> str:

@@ -122,7 +122,7 @@ class RankSummary:
     @property
     def place(self) -> str:
         """For people: "retry-00001, rank 3"."""
-        return name_place(*self.key)
+        return describe_chunk(*self.key)
 
     @property
     def commits_file(self) -> Path:
@@ -231,7 +231,7 @@ class RankSummary:
         return sum(block.count(b"\n") for block in self.dead_letters(start, end))
 
 
-def name_place(root: str, rank: int | None, chunk_index: int | None = None) -> str:
+def describe_chunk(root: str, rank: int | None, chunk_index: int | None = None) -> str:
     parts = [root] if root else []
     parts += [f"task {rank}"] if rank is not None else []
     parts += [f"chunk {chunk_index}"] if chunk_index is not None else []

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from datatrove_ckpt.checkpoint.rank_summary import name_place
+from datatrove_ckpt.checkpoint.rank_summary import describe_chunk
 from datatrove_ckpt.cli.open_run import open_run
 from datatrove_ckpt.cli.printing import say, wrapped
 from datatrove_ckpt.common.formatting import (
@@ -143,7 +143,7 @@ def _describe_trouble(state: RunState) -> Iterator[str]:
         groups = list(alike.values())
         for group in groups[:MAX_TROUBLED]:
             first = group[0]
-            places = name_place(first.root, first.rank)
+            places = describe_chunk(first.root, first.rank)
             if len(group) > 1:
                 places = f"{first.root}, tasks {ranges([rank.rank for rank in group])}"
             reason = first.reason.replace("\n", "\n    ")

@@ -27,7 +27,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.commits import OutputFile, stamp_of
 from datatrove_ckpt.checkpoint.publish_intents import PublishIntents
-from datatrove_ckpt.checkpoint.rank_summary import Include, RankSummary, name_place, read_rank
+from datatrove_ckpt.checkpoint.rank_summary import Include, RankSummary, describe_chunk, read_rank
 from datatrove_ckpt.common.retrying import RetryPolicy, file_system_call
 from datatrove_ckpt.errors import OutputMismatch
 from datatrove_ckpt.output.file_names import (
@@ -327,7 +327,7 @@ class CommittedFile(OutputFile):
 
     @property
     def place(self) -> str:
-        return name_place(self.root, self.rank, self.chunk_index)
+        return describe_chunk(self.root, self.rank, self.chunk_index)
 
 
 class RankCommits:

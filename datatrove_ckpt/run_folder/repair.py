@@ -46,7 +46,7 @@ from datatrove_ckpt.checkpoint.fence import RunClaim
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.layout import LOCK, PUBLISHING
 from datatrove_ckpt.checkpoint.lock import Lock
-from datatrove_ckpt.checkpoint.rank_summary import RankSummary, name_place
+from datatrove_ckpt.checkpoint.rank_summary import RankSummary, describe_chunk
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
@@ -214,7 +214,7 @@ class RepairPlan:
                     what += f", {plural(commit.counts.dead, 'dead letter')} among them"
                 if commit.files:
                     what += f"; remove {', '.join(file.path for file in commit.files)}"
-                yield f"{name_place(*rank.key, commit.chunk_index)}: {what}"
+                yield f"{describe_chunk(*rank.key, commit.chunk_index)}: {what}"
         for problem in self.foreign:
             if problem.kind != "missing":
                 yield (
@@ -252,7 +252,7 @@ def make_plan(report: VerifyReport, logging_dir: str | None) -> RepairPlan:
         if redo is None:
             continue
         plan.left += [
-            f"{name_place(*rank.key, index)}: cannot be redone: it was made before the input grew "
+            f"{describe_chunk(*rank.key, index)}: cannot be redone: it was made before the input grew "
             "or records_per_chunk changed, and would not end where the next chunk starts. Start "
             f"this task over: remove {rank.folder} and its output."
             for index in redo.stuck

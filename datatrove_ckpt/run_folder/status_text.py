@@ -7,7 +7,7 @@ from typing import get_args
 from datatrove_ckpt.checkpoint.batch_log import Batch, read_batches
 from datatrove_ckpt.checkpoint.counts import DocumentCounts
 from datatrove_ckpt.checkpoint.layout import BATCHES
-from datatrove_ckpt.checkpoint.rank_summary import most_common_causes, name_place
+from datatrove_ckpt.checkpoint.rank_summary import describe_chunk, most_common_causes
 from datatrove_ckpt.common import BATCH
 from datatrove_ckpt.common.formatting import duration, figure, percent, plural, ranges, short
 from datatrove_ckpt.run_folder.estimate import estimate
@@ -237,7 +237,7 @@ def _in_flight(state: RunState, totals: Totals) -> Iterator[tuple[str, str]]:
     if longest.wait.oldest:
         text += (
             f"; the oldest for {duration(longest.wait.oldest)}: "
-            f"{name_place(longest.root, longest.rank)}"
+            f"{describe_chunk(longest.root, longest.rank)}"
         )
     if longest.wait.document:
         text += f" (document {longest.wait.document})"

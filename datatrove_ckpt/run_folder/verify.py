@@ -30,8 +30,8 @@ from datatrove_ckpt.checkpoint.rank_summary import (
     Include,
     JobTotals,
     RankSummary,
+    describe_chunk,
     misplaced,
-    name_place,
     read_rank,
     read_ranks,
 )
@@ -72,7 +72,7 @@ class Problem:
     path: str | None = None
 
     def __str__(self) -> str:
-        place = name_place(self.root, self.rank, self.chunk_index)
+        place = describe_chunk(self.root, self.rank, self.chunk_index)
         if place:
             return f"{place}: {self.message}"
         return self.message
@@ -88,7 +88,7 @@ class CommittedChunk:
     rows: int | None
 
     def __str__(self) -> str:
-        return name_place(*self.rank.key, self.index)
+        return describe_chunk(*self.rank.key, self.index)
 
 
 @dataclass
@@ -523,7 +523,7 @@ def _check_uncommitted(report: VerifyReport, paths: Iterable[str]) -> Iterator[P
                 if not key.retry and 0 < report.tasks <= key.rank:
                     continue  # it ran with more tasks before
                 advice = (
-                    f"It is named like a file of {name_place(*key)}, which has no checkpoint here: "
+                    f"It is named like a file of {describe_chunk(*key)}, which has no checkpoint here: "
                     "keep it until that is found."
                 )
             elif rank.state != "finished":

@@ -298,7 +298,7 @@ def other_content(where: str, names: Sequence[str]) -> OutputMismatch:
     """Returns the refusal to replace files that this rank has not published."""
     return OutputMismatch(
         f"{where} has other content, which this task has not published, under these names: "
-        f"{some(names)}. Nothing was overwritten. Probably another job writes to the same folder "
+        f"{first_names(names)}. Nothing was overwritten. Probably another job writes to the same folder "
         "with the same output_filename. Stop one of the jobs, and start it anew with "
         "folders of its own. The other one goes on with the same command, once files that are "
         "not its own are deleted from the folder. If there is no other job (a file was copied "
@@ -397,7 +397,7 @@ def has_commits(root: Path) -> bool:
     return any(log.stat().st_size for log in logs)
 
 
-def some(names: Sequence[str], most: int = 3) -> str:
+def first_names(names: Sequence[str], most: int = 3) -> str:
     shown = list(names[:most])
     if len(names) > most:
         shown.append(f"and {len(names) - most} more")

@@ -33,11 +33,11 @@ from datatrove_ckpt.output.committed import (
     RankCommits,
     content_hash,
     file_problem,
+    first_names,
     has_commits,
     list_output,
     listed,
     published_names,
-    some,
 )
 from datatrove_ckpt.output.file_names import output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.hub import HubFolder
@@ -216,7 +216,7 @@ class OutputFolder:
             retry = ", and with retry_dead_letters when it is done"
         raise OutputMismatch(
             f"{self.where}: output files differ from what was committed ({len(wrong)} of "
-            f"{len(committed)}): {some(shown)}. {moved}Put them back, or have them made again: "
+            f"{len(committed)}): {first_names(shown)}. {moved}Put them back, or have them made again: "
             f"{repair}, then run the same command again{retry}. Files that nobody touched were not "
             f"read: datatrove-ckpt verify {shlex.quote(str(self.root))} --full does that."
         )
@@ -251,7 +251,7 @@ class OutputFolder:
         raise OutputMismatch(
             f"{self.where} holds {plural(len(names), 'file')} that output_filename "
             f"{self._template!r} may have named, and that no commit of task {rank} names: "
-            f"{some(names, 20)}. Another run wrote them (datatrove's own InferenceRunner, "
+            f"{first_names(names, 20)}. Another run wrote them (datatrove's own InferenceRunner, "
             "or one whose checkpoint was deleted), or they were copied there. "
             f"{STRAY_ADVICE} ({verify} names all of them); or choose another output folder, or "
             f"bring the checkpoint back; and run the same command again.{mirror} To continue a "

@@ -66,10 +66,10 @@ from datatrove_ckpt.output.committed import (
     OutputListing,
     RankCommits,
     content_hash,
+    first_names,
     local_stamp,
     other_content,
     remote_stamp,
-    some,
 )
 from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.file_names import STAGING, plain
@@ -491,7 +491,7 @@ class HubTarget(_TargetOnHub):
         uploaded: list[UploadedFile] = []
         if paths:
             uploaded = self._retry(
-                f"{some(list(paths))} could not be uploaded",
+                f"{first_names(list(paths))} could not be uploaded",
                 partial(self._preupload, chunk_index, paths),
                 seconds_to_send(paths.values()),
             )
@@ -499,7 +499,7 @@ class HubTarget(_TargetOnHub):
         ignored = [file.name for file in uploaded if getattr(file.operation, "_should_ignore", 0)]
         if ignored:
             raise OutputFailed(
-                f"{self._hub.url}: the repository's .gitignore leaves {some(ignored)} out of every "
+                f"{self._hub.url}: the repository's .gitignore leaves {first_names(ignored)} out of every "
                 "commit. Change it, or choose another output_filename, and run the same command "
                 "again. Nothing that was saved is lost."
             )

@@ -23,7 +23,7 @@ from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.inference.servers.endpoint_probe import EndpointProbe, ask_endpoints
 from datatrove_ckpt.inference.servers.host import check_servers
 from datatrove_ckpt.output.arrow_types import NO_TYPES
-from datatrove_ckpt.output.committed import has_commits, some
+from datatrove_ckpt.output.committed import first_names, has_commits
 from datatrove_ckpt.output.document_codec import decode, encode
 from datatrove_ckpt.output.encoded_input import as_read
 from datatrove_ckpt.output.file_names import writer_name
@@ -330,7 +330,7 @@ def _check_answer(
             text = f"max_tokens is {asked}, and max_model_len of {answer.url} {context}: lower it."
             return Finding("problem", "endpoint", text)
         return Finding("ok", "endpoint", f"{answer.url} answers, and serves {model}.")
-    listed = some([*answer.models], 5) or "none"
+    listed = first_names([*answer.models], 5) or "none"
     text = (
         f"{answer.url} does not list the model {model!r}; it lists {listed}. Correct the model's "
         "name."

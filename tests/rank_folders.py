@@ -7,7 +7,7 @@ import socket
 import orjson
 
 from datatrove_ckpt.checkpoint import layout
-from datatrove_ckpt.checkpoint.checksummed_lines import seal, sealed_json
+from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, sealed_json
 from datatrove_ckpt.checkpoint.commits import Commit, OutputFile
 from datatrove_ckpt.checkpoint.counts import DocumentCounts, Seconds
 from datatrove_ckpt.checkpoint.fence import new_owner
@@ -124,7 +124,7 @@ def write_rank(
     size = len(b"".join(dead))
     lines = [commit(index, per_chunk) for index in range(chunks - 1)]
     lines += [commit(chunks - 1, per_chunk, len(dead), size)] if chunks else []
-    (folder / layout.COMMITS).write_bytes(b"".join(seal(line.to_json()) for line in lines))
+    (folder / layout.COMMITS).write_bytes(b"".join(add_checksum(line.to_json()) for line in lines))
     if dead:
         (folder / layout.DEAD_LETTERS).write_bytes(b"".join(dead))
     if journal:

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import orjson
 
 from datatrove_ckpt.checkpoint import files, identity, layout
-from datatrove_ckpt.checkpoint.checksummed_lines import read_lines, seal
+from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, read_lines
 from datatrove_ckpt.checkpoint.counts import unix_seconds
 from datatrove_ckpt.checkpoint.fence import Fence, RunClaim
 from datatrove_ckpt.checkpoint.lock import Lock
@@ -274,7 +274,7 @@ class BatchLog:
         if state == "filled":  # again: a new name, which no earlier request to the provider has
             fields = {**fields, "tag": secrets.token_hex(16), "file": "", "id": ""}
         content: JsonObject = {"number": number, "state": state, **fields, "at": unix_seconds()}
-        self.file.append(seal(orjson.dumps(content)))
+        self.file.append(add_checksum(orjson.dumps(content)))
         self.file.sync()
         batch = self.batches.setdefault(number, Batch(number))
         vars(batch).update(content)

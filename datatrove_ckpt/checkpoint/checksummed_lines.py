@@ -77,7 +77,7 @@ PREFIX = b'{"xxh":"'
 BODY_AT = len(PREFIX) + 16 + len(b'",')
 
 
-def seal(body: bytes) -> bytes:
+def add_checksum(body: bytes) -> bytes:
     rest = body[1:]
     return b'%s%s",%s\n' % (PREFIX, xxhash.xxh3_64_hexdigest(rest).encode(), rest)
 
@@ -202,7 +202,7 @@ WITHOUT_SHARD = (
 
 def sealed_json(content: Json, indent: bool = True) -> bytes:
     """Returns a file's bytes. ``indent``: people read it, too."""
-    return seal(orjson.dumps(content, option=orjson.OPT_INDENT_2 if indent else None))
+    return add_checksum(orjson.dumps(content, option=orjson.OPT_INDENT_2 if indent else None))
 
 
 def read_sealed(data: bytes, sealed: Collection[int]) -> Json:

@@ -292,7 +292,7 @@ class CommitLog:
 
         Once this returns, the chunk is done and survives power loss.
         """
-        self.file.append(checksummed_lines.seal(commit.to_json()))
+        self.file.append(checksummed_lines.add_checksum(commit.to_json()))
         self.file.sync()
         self.commits[commit.chunk_index] = commit
 

@@ -37,7 +37,13 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import orjson
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.checksummed_lines import BODY_AT, Json, last_lines, seal, unseal
+from datatrove_ckpt.checkpoint.checksummed_lines import (
+    BODY_AT,
+    Json,
+    add_checksum,
+    last_lines,
+    unseal,
+)
 from datatrove_ckpt.checkpoint.counts import (
     NO_SECONDS,
     DocumentCounts,
@@ -128,7 +134,7 @@ class _HistoryRecord:
 
     def to_line(self) -> bytes:
         head = {"k": self.KIND, "at": round(self.at, 3), "n": self.attempt}
-        return seal(orjson.dumps(head | self.to_json(), list))  # of tuples
+        return add_checksum(orjson.dumps(head | self.to_json(), list))  # of tuples
 
     @classmethod
     def read(cls, data: Json) -> Self:

@@ -21,9 +21,9 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.checksummed_lines import (
     ChecksummedLine,
     Json,
+    add_checksum,
     explained,
     read_lines,
-    seal,
     unseal,
 )
 from datatrove_ckpt.checkpoint.counts import (
@@ -99,7 +99,7 @@ class FinishedDocument:
             head["work"] = list(self.work)
         if self.seconds is not None:
             head["seconds"] = list(self.seconds)
-        return seal(b"%s%s%s}" % (orjson.dumps(head)[:-1], _DOCUMENT, self.document))
+        return add_checksum(b"%s%s%s}" % (orjson.dumps(head)[:-1], _DOCUMENT, self.document))
 
     @classmethod
     def from_body(cls, body: bytes) -> FinishedDocument:

@@ -53,7 +53,7 @@ class PublishIntents:
 
     def add(self, hashes: Mapping[str, str]) -> None:
         """Records the hashes by file name, and syncs them."""
-        self._file.append(checksummed_lines.seal(orjson.dumps(hashes)))
+        self._file.append(checksummed_lines.add_checksum(orjson.dumps(hashes)))
         self._file.sync()
         self._note(hashes)
         self.is_kept = True

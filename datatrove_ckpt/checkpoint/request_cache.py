@@ -30,7 +30,7 @@ import xxhash
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.checksummed_lines import explained, scan_lines, seal, size_of
+from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, explained, scan_lines, size_of
 from datatrove_ckpt.checkpoint.layout import CACHE_LOGS
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
@@ -303,7 +303,9 @@ class RequestCache:
             for start in range(0, len(ordinals), _DOCUMENTS_AT_ONCE):
                 rows = self.answers_since(0, ordinals[start : start + _DOCUMENTS_AT_ONCE])
                 answers = [row.to_json() for row in rows if row.answer.result is not None]
-                files.disk.append(self.kept, b"".join(seal(orjson.dumps(one)) for one in answers))
+                files.disk.append(
+                    self.kept, b"".join(add_checksum(orjson.dumps(one)) for one in answers)
+                )
         self._delete("chunk_index = ?", (chunk_index,))
 
     def forget_errors(self) -> None:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import orjson
 
 from datatrove_ckpt.checkpoint import files, layout
-from datatrove_ckpt.checkpoint.checksummed_lines import explained, seal, unseal
+from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, explained, unseal
 from datatrove_ckpt.checkpoint.commits import scan_commits
 from datatrove_ckpt.checkpoint.history import read_latest
 from datatrove_ckpt.common import JsonObject
@@ -162,7 +162,7 @@ class PaidFile:
 
     def write(self, paid: RunTotals) -> None:
         with explained("write", self._path):
-            os.pwrite(self._fd, seal(orjson.dumps(paid._asdict())).ljust(200), 0)
+            os.pwrite(self._fd, add_checksum(orjson.dumps(paid._asdict())).ljust(200), 0)
 
     def close(self) -> None:
         os.close(self._fd)

@@ -42,7 +42,7 @@ import xxhash
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import layout
-from datatrove_ckpt.checkpoint.checksummed_lines import Json, is_count, seal, unseal
+from datatrove_ckpt.checkpoint.checksummed_lines import Json, add_checksum, is_count, unseal
 from datatrove_ckpt.checkpoint.identity import WRITTEN_BY, check_format, check_run
 from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest
@@ -331,7 +331,7 @@ class VersionStore:
         return Manifest.from_json(body, f"{self.url}/{version.file}")
 
     def write_manifest(self, version: Version, manifest: Manifest) -> None:
-        self.store.put(version.file, seal(self._seal.add(version.file, manifest.to_json())))
+        self.store.put(version.file, add_checksum(self._seal.add(version.file, manifest.to_json())))
 
     def put_object(self, name: str, data: bytes) -> FilePart:
         self.store.put(f"objects/{name}", data)

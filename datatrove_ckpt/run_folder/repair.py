@@ -40,7 +40,7 @@ from dataclasses import dataclass, field, replace
 from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.checksummed_lines import explained, seal, size_of
+from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, explained, size_of
 from datatrove_ckpt.checkpoint.commits import Commit, read_commits, read_whole_commits
 from datatrove_ckpt.checkpoint.fence import RunClaim
 from datatrove_ckpt.checkpoint.identity import RunIdentity
@@ -413,7 +413,7 @@ def carry_out(plan: RepairPlan, report: VerifyReport) -> None:
                 for commit in redo.kept
             ]
             files.disk.replace(
-                rank.commits_file, b"".join(seal(commit.to_json()) for commit in kept)
+                rank.commits_file, b"".join(add_checksum(commit.to_json()) for commit in kept)
             )
             if size_of(rank.dead_letters_file) > letters_end:
                 files.disk.truncate(rank.dead_letters_file, letters_end)

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from datatrove_ckpt.checkpoint.checksummed_lines import seal, unseal
+from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, unseal
 from datatrove_ckpt.output.committed import local_stamp
 from datatrove_ckpt.testing import FakeServer
 from tests.bench import tables
@@ -116,7 +116,7 @@ def _copy(folder, rank):
             commit = json.loads(names.sub(lambda found: own[found[0]], unseal(line) or b""))
             for file in commit["files"]:
                 file["stamp"] = _make_sparse(folder / "output" / file["path"], file["size"])
-            lines.append(seal(json.dumps(commit, separators=(",", ":")).encode()))
+            lines.append(add_checksum(json.dumps(commit, separators=(",", ":")).encode()))
         (target / path.name).write_bytes(b"".join(lines))
 
 

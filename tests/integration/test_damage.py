@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.checkpoint.checksummed_lines import read_shard, seal
+from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, read_shard
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import PUBLISHING, STAGING
@@ -193,7 +193,7 @@ def whole_mutations():
     for content in RUNS:
         yield f"run.json is {content!r}", foreign("run.json", content)
     for name, body in itertools.product(FILES[1:3], LINES):
-        yield f"a whole line {body!r} at the end: {name}", edit(name, more, seal(body))
+        yield f"a whole line {body!r} at the end: {name}", edit(name, more, add_checksum(body))
     for suffix in ("-wal", "-journal", "-shm"):
         yield f"foreign {suffix}", foreign(f"replay.sqlite3{suffix}", b"foreign" * 1000)
         yield f"a folder {suffix}", replace_by_folder(f"00000/replay.sqlite3{suffix}")
@@ -386,7 +386,7 @@ def test_a_commit_names_only_files_in_the_output_folder(half, server):
         path = half.restore() / RANK / "commits.jsonl"
         (commit, *_) = read_commits(path).values()
         commit.files[0].path = name
-        path.write_bytes(seal(commit.to_json()))
+        path.write_bytes(add_checksum(commit.to_json()))
         with pytest.raises(CheckpointCorrupt, match="is no name of an output file"):
             run(half.job, server)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.checkpoint.checksummed_lines import seal
+from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.layout import OWNER
 
@@ -79,7 +79,7 @@ def test_commits_of_an_earlier_release_name_no_hash(cli, hub, run):
         for file in (file for commit in commits for file in commit.files):
             assert len(file.hub_hash) == 40
             file.hub_hash = ""
-        path.write_bytes(b"".join(seal(commit.to_json()) for commit in commits))
+        path.write_bytes(b"".join(add_checksum(commit.to_json()) for commit in commits))
         assert b"hub_hash" not in path.read_bytes()
     content = hub.files("org/data")[FILES[0]]
     hub.put("org/data", {FILES[0]: bytes([*content[:-1], content[-1] ^ 1])})

@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint.checksummed_lines import seal, unseal
+from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, unseal
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import VersionMismatch
@@ -223,7 +223,7 @@ def test_a_mirror_that_a_newer_version_wrote_to_is_not_restored_from_an_older_ve
     content["run"]["written_by"] = "7.1.0"
     changed = content if what == "manifest" else content["run"]
     changed["format"] = FORMAT + 1
-    newest.write_bytes(seal(orjson.dumps(content)))
+    newest.write_bytes(add_checksum(orjson.dumps(content)))
     with pytest.raises(
         VersionMismatch, match=rf"7\.1\.0 \(format {FORMAT + 1}\).* format {known}\."
     ):

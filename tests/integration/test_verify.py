@@ -11,7 +11,7 @@ import orjson
 import pytest
 from datatrove.pipeline.writers import JsonlWriter
 
-from datatrove_ckpt.checkpoint.checksummed_lines import read_lines, seal
+from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, read_lines
 from datatrove_ckpt.checkpoint.commits import CommitLog
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
@@ -82,7 +82,7 @@ def edit_commits(folder, change, rank=0):
     path = folder / "checkpoints" / f"{rank:05d}" / "commits.jsonl"
     changed = [change(orjson.loads(line.body)) for line in read_lines(path)]
     path.write_bytes(
-        b"".join(seal(orjson.dumps(content)) for content in changed if content is not None)
+        b"".join(add_checksum(orjson.dumps(content)) for content in changed if content is not None)
     )
 
 

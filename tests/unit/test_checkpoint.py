@@ -18,7 +18,7 @@ from unittest.mock import Mock
 import pytest
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.checksummed_lines import read_lines, seal
+from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, read_lines
 from datatrove_ckpt.checkpoint.chunks import Chunk
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, CommitsDamaged, OutputFile
 from datatrove_ckpt.checkpoint.counts import DocumentCounts, LogHistogram, Seconds
@@ -59,7 +59,7 @@ from datatrove_ckpt.process import open_files
     "tail", [b"\0" * 100, b"\0\n\0\n", b'{"xxh":"0000000000000000","n":9}\n', b"\xff\n\n"]
 )
 def test_garbage_at_the_end_is_a_torn_tail_and_elsewhere_is_corrupt(tmp_path, tail):
-    good = seal(b'{"n":0}')
+    good = add_checksum(b'{"n":0}')
     (tmp_path / "file").write_bytes(good + tail)
     assert [line.body for line in read_lines(tmp_path / "file")] == [b'{"n":0}']
     (tmp_path / "file").write_bytes(good + tail.rstrip(b"\n") + b"\n" + good)

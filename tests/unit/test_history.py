@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from datatrove_ckpt.checkpoint import history
-from datatrove_ckpt.checkpoint.checksummed_lines import seal
+from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum
 from datatrove_ckpt.checkpoint.counts import DocumentCounts, LogHistogram
 from datatrove_ckpt.checkpoint.history import (
     AttemptEnd,
@@ -34,8 +34,8 @@ def test_what_a_later_release_writes_is_left_out_and_is_no_damage(tmp_path):
         b'{"k":"weather","at":1.0,"n":1}',
         b'{"at":1.0}',
     )
-    known = seal(b'{"k":"end","at":130.0,"n":2,"why":"done","mood":[1]}')
-    (tmp_path / "history.jsonl").write_bytes(b"".join(map(seal, later)) + known)
+    known = add_checksum(b'{"k":"end","at":130.0,"n":2,"why":"done","mood":[1]}')
+    (tmp_path / "history.jsonl").write_bytes(b"".join(map(add_checksum, later)) + known)
     assert read_history(tmp_path / "history.jsonl") == History(
         [AttemptEnd(at=130.0, attempt=2, why="done")]
     )

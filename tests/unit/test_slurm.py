@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.checkpoint.checksummed_lines import seal, sealed_json
+from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, sealed_json
 from datatrove_ckpt.checkpoint.commits import Commit
 from datatrove_ckpt.checkpoint.counts import DocumentCounts
 from datatrove_ckpt.checkpoint.identity import as_kept
@@ -58,7 +58,7 @@ def run(*arguments):
 
 def mark_as_finished(tasks):
     """As the first tasks of a job leave their markers and their checkpoints."""
-    commit = seal(Commit(0, 0, DocumentCounts()).to_json()).decode()
+    commit = add_checksum(Commit(0, 0, DocumentCounts()).to_json()).decode()
     executor = build(read_config(CONFIG, [f"--executor.tasks={tasks}"]))
     runs = as_kept(executor.pipeline[1].identity(tasks).fields)
     for rank in range(3):

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import orjson
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.checksummed_lines import unseal
+from datatrove_ckpt.checkpoint.checksummed_lines import verified_body
 from datatrove_ckpt.common.object_store import ObjectStore
 
 _OUTPUT = re.compile(r"staging|_chunk_")
@@ -78,10 +78,10 @@ class Shapes:
 def _contents(data):
     """Of a file, or of its lines; sealed or not."""
     try:
-        return [orjson.loads(unseal(data) or data)]
+        return [orjson.loads(verified_body(data) or data)]
     except orjson.JSONDecodeError:
         lines = data.splitlines(keepends=True)
-        return [orjson.loads(unseal(line) or line) for line in lines]
+        return [orjson.loads(verified_body(line) or line) for line in lines]
 
 
 def _plain(name):

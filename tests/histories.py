@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from datatrove_ckpt.checkpoint.checksummed_lines import unseal, whole_lines
+from datatrove_ckpt.checkpoint.checksummed_lines import verified_body, whole_lines
 from datatrove_ckpt.checkpoint.counts import DocumentCounts, Seconds
 from datatrove_ckpt.checkpoint.history import (
     AttemptEnd,
@@ -101,6 +101,7 @@ def read_history(path):
     lines = whole_lines(path.read_bytes()) if path.exists() else []
     found = [parse_line(line) for line in lines]
     damaged = sum(
-        record is None and unseal(line) is None for line, record in zip(lines, found, strict=True)
+        record is None and verified_body(line) is None
+        for line, record in zip(lines, found, strict=True)
     )
     return History([record for record in found if record is not None], damaged)

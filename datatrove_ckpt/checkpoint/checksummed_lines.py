@@ -82,7 +82,7 @@ def add_checksum(body: bytes) -> bytes:
     return b'%s%s",%s\n' % (PREFIX, xxhash.xxh3_64_hexdigest(rest).encode(), rest)
 
 
-def unseal(line: bytes) -> bytes | None:
+def verified_body(line: bytes) -> bytes | None:
     """Returns the JSON object's bytes without the checksum; None if the line is not whole."""
     if not line.endswith(b"\n") or not line.startswith(PREFIX):
         return None
@@ -139,7 +139,7 @@ def scan_lines(path: Path) -> Iterator[tuple[int, bytes, ChecksummedLine | None]
     with explained("read", path), suppress(FileNotFoundError), path.open("rb") as file:
         offset = 0
         for number, raw in enumerate(file, 1):
-            body = unseal(raw)
+            body = verified_body(raw)
             yield number, raw, None if body is None else ChecksummedLine(offset, len(raw), body)
             offset += len(raw)
 
@@ -214,7 +214,7 @@ def read_sealed(data: bytes, sealed: Collection[int]) -> Json:
     Raises:
         ValueError: it is damaged, or holds something else.
     """
-    body = unseal(data)
+    body = verified_body(data)
     if body is None and data.startswith(PREFIX):
         raise ValueError("its checksum is wrong: it is damaged, or was edited")
     content = orjson.loads(data if body is None else body)

@@ -42,7 +42,7 @@ from datatrove_ckpt.checkpoint.checksummed_lines import (
     Json,
     add_checksum,
     last_lines,
-    unseal,
+    verified_body,
 )
 from datatrove_ckpt.checkpoint.counts import (
     NO_SECONDS,
@@ -344,7 +344,7 @@ _KINDS: dict[str, type[Record]] = {
 
 def parse_line(line: bytes) -> Record | None:
     """Returns the record in a line; None if it is damaged, or of an unknown kind."""
-    body = unseal(line)
+    body = verified_body(line)
     if body is None:
         return None
     try:

@@ -24,7 +24,7 @@ from datatrove_ckpt.checkpoint.checksummed_lines import (
     add_checksum,
     explained,
     read_lines,
-    unseal,
+    verified_body,
 )
 from datatrove_ckpt.checkpoint.counts import (
     NO_SECONDS,
@@ -220,7 +220,7 @@ class ChunkJournal:
             for indices in self._megabytes():
                 lines = self._read(file.fileno(), indices)
                 for index in indices:
-                    body = unseal(lines.pop(index, b""))
+                    body = verified_body(lines.pop(index, b""))
                     if body is None:
                         number = self.first_ordinal + index
                         raise CheckpointCorrupt(

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import orjson
 
 from datatrove_ckpt.checkpoint import files, layout
-from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, explained, unseal
+from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, explained, verified_body
 from datatrove_ckpt.checkpoint.commits import scan_commits
 from datatrove_ckpt.checkpoint.history import read_latest
 from datatrove_ckpt.common import JsonObject
@@ -171,7 +171,7 @@ class PaidFile:
 def read_paid(path: Path) -> RunTotals:
     """Returns zeros if there is no file, or it is damaged: then only the history knows."""
     with suppress(OSError, ValueError, TypeError):
-        body = unseal(path.read_bytes().rstrip(b" "))
+        body = verified_body(path.read_bytes().rstrip(b" "))
         if body is not None:
             return RunTotals(**orjson.loads(body))
     return NO_TOTALS

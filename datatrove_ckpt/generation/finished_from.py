@@ -30,7 +30,7 @@ from datatrove.io import DataFolder, get_datafolder
 from datatrove.pipeline.inference.types import InferenceResult
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.checksummed_lines import PREFIX, Json, explained, unseal
+from datatrove_ckpt.checkpoint.checksummed_lines import PREFIX, Json, explained, verified_body
 from datatrove_ckpt.checkpoint.compare import changes_text, compare, describe_alike, records
 from datatrove_ckpt.checkpoint.identity import OUTPUT_FOLDER, RunIdentity
 from datatrove_ckpt.checkpoint.journal import FinishedDocument
@@ -382,7 +382,7 @@ class FinishedDocuments:
         if row is None:
             return None, _TORN
         if line.startswith(PREFIX):  # of our journal
-            body = unseal(line)
+            body = verified_body(line)
             if body is None:
                 return None, _TORN
             finished = FinishedDocument.from_body(body)

@@ -42,7 +42,7 @@ import xxhash
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import layout
-from datatrove_ckpt.checkpoint.checksummed_lines import Json, add_checksum, is_count, unseal
+from datatrove_ckpt.checkpoint.checksummed_lines import Json, add_checksum, is_count, verified_body
 from datatrove_ckpt.checkpoint.identity import WRITTEN_BY, check_format, check_run
 from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest
@@ -323,7 +323,7 @@ class VersionStore:
             VersionMismatch: a newer version of this program wrote it. The caller tries no older
                 manifest, which would lack work.
         """
-        body = unseal(self.store.read(version.file, 64 * 2**20) or b"")
+        body = verified_body(self.store.read(version.file, 64 * 2**20) or b"")
         if body is None:
             raise MirrorDamaged("its manifest is damaged")
         if trusted:

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, unseal
+from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, verified_body
 from datatrove_ckpt.output.committed import local_stamp
 from datatrove_ckpt.testing import FakeServer
 from tests.bench import tables
@@ -113,7 +113,7 @@ def _copy(folder, rank):
             continue
         lines = []
         for line in path.read_bytes().splitlines(keepends=True):
-            commit = json.loads(names.sub(lambda found: own[found[0]], unseal(line) or b""))
+            commit = json.loads(names.sub(lambda found: own[found[0]], verified_body(line) or b""))
             for file in commit["files"]:
                 file["stamp"] = _make_sparse(folder / "output" / file["path"], file["size"])
             lines.append(add_checksum(json.dumps(commit, separators=(",", ":")).encode()))

@@ -18,7 +18,7 @@ import orjson
 import pytest
 
 from datatrove_ckpt import LocalPipelineExecutor
-from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, unseal
+from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, verified_body
 from datatrove_ckpt.checkpoint.layout import OWNER
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
@@ -633,7 +633,7 @@ def key(monkeypatch):
 
 def rewrite(path, change):
     """Changes a manifest as somebody does who knows the format: its checksum is right."""
-    content = orjson.loads(unseal(path.read_bytes()) or b"")
+    content = orjson.loads(verified_body(path.read_bytes()) or b"")
     change(content)
     path.write_bytes(add_checksum(orjson.dumps(content)))
 

@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, unseal
+from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, verified_body
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import VersionMismatch
@@ -219,7 +219,7 @@ def test_a_mirror_that_a_newer_version_wrote_to_is_not_restored_from_an_older_ve
     mirror = tmp_path / "mirror/00001"
     shutil.copytree(RELEASES / NEWEST / "mirror/00001", mirror)
     newest = max(mirror.glob("generation-*.json"))
-    content = orjson.loads(unseal(newest.read_bytes()) or b"")
+    content = orjson.loads(verified_body(newest.read_bytes()) or b"")
     content["run"]["written_by"] = "7.1.0"
     changed = content if what == "manifest" else content["run"]
     changed["format"] = FORMAT + 1

@@ -12,7 +12,7 @@ import time
 from contextlib import closing, suppress
 from pathlib import Path
 
-from datatrove_ckpt.checkpoint.checksummed_lines import read_lines, read_sealed, sealed_json
+from datatrove_ckpt.checkpoint.checksummed_lines import checksummed_json, read_lines, read_sealed
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.journal import FinishedDocument
 
@@ -24,7 +24,7 @@ def content_of(path):
 
 def edit(path, **changes):
     """Changes such a file as a program does: its checksum is right."""
-    path.write_bytes(sealed_json(content_of(path) | changes))
+    path.write_bytes(checksummed_json(content_of(path) | changes))
 
 
 def until_kept(checkpoints, number):

@@ -7,7 +7,7 @@ import socket
 import orjson
 
 from datatrove_ckpt.checkpoint import layout
-from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, sealed_json
+from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, checksummed_json
 from datatrove_ckpt.checkpoint.commits import Commit, OutputFile
 from datatrove_ckpt.checkpoint.counts import DocumentCounts, Seconds
 from datatrove_ckpt.checkpoint.fence import new_owner
@@ -116,7 +116,7 @@ def write_rank(
     folder.mkdir(parents=True)
     owner = new_owner(attempts, {}, 0) | {"host": ELSEWHERE, "pid": 42, "nonce": f"{number:016x}"}
     run = {"format": FORMAT, "records_per_chunk": per_chunk, **settings, "owner": owner}
-    (folder / layout.RUN).write_bytes(sealed_json(run))
+    (folder / layout.RUN).write_bytes(checksummed_json(run))
     dead = [
         orjson.dumps({"kind": kind, "error": error, "document": {}}) + b"\n"
         for kind, error in letters

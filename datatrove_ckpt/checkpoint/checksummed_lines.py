@@ -200,7 +200,7 @@ WITHOUT_SHARD = (
 )
 
 
-def sealed_json(content: Json, indent: bool = True) -> bytes:
+def checksummed_json(content: Json, indent: bool = True) -> bytes:
     """Returns a file's bytes. ``indent``: people read it, too."""
     return add_checksum(orjson.dumps(content, option=orjson.OPT_INDENT_2 if indent else None))
 

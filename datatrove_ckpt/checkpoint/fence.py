@@ -21,7 +21,7 @@ from pathlib import Path
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files, layout
-from datatrove_ckpt.checkpoint.checksummed_lines import Json, explained, sealed_json
+from datatrove_ckpt.checkpoint.checksummed_lines import Json, checksummed_json, explained
 from datatrove_ckpt.checkpoint.compare import compare, describe_alike, new_records, records, refusal
 from datatrove_ckpt.checkpoint.identity import RunIdentity, read_run, run_with_secrets
 from datatrove_ckpt.checkpoint.request_cache import has_answers
@@ -146,7 +146,7 @@ class RunClaim:
         kept = {**self._fields, "owner": owner}
         if self._accepted:
             kept["accepted_changes"] = self._accepted
-        files.disk.replace(self._path, sealed_json(kept))
+        files.disk.replace(self._path, checksummed_json(kept))
         return Fence(self._path, owner)
 
 

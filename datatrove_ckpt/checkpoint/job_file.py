@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from datatrove_ckpt.checkpoint import files, layout
-from datatrove_ckpt.checkpoint.checksummed_lines import Json, sealed_json
+from datatrove_ckpt.checkpoint.checksummed_lines import Json, checksummed_json
 from datatrove_ckpt.checkpoint.compare import (
     SettingChange,
     compare,
@@ -152,7 +152,7 @@ def note_output(root: Path, folder: str) -> None:
         guard = Lock(root / layout.JOB_LOCK)
         try:
             job = _read_job(root)  # a rank may have written it since
-            content = sealed_json(stamped({**job, OUTPUT_FOLDER: folder}))
+            content = checksummed_json(stamped({**job, OUTPUT_FOLDER: folder}))
             files.disk.replace(root / layout.JOB, content)
         finally:
             guard.release(remove=True)
@@ -240,7 +240,7 @@ def job_content(identity: RunIdentity, before: Json, others: JobChanges) -> byte
     accepted = [*before.get("accepted_changes", []), *records(others.changes)]
     accepted += new_records(accepted, identity)
     job = {**identity.kept, **({"accepted_changes": accepted} if accepted else {})}
-    return sealed_json(job)
+    return checksummed_json(job)
 
 
 def refuse_changes(

@@ -11,7 +11,7 @@ from typing import Self
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint import files, history, layout
 from datatrove_ckpt.checkpoint.batch_log import BatchLog
-from datatrove_ckpt.checkpoint.checksummed_lines import SHARD_VERSION, Json, sealed_json
+from datatrove_ckpt.checkpoint.checksummed_lines import SHARD_VERSION, Json, checksummed_json
 from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkSlot
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog
 from datatrove_ckpt.checkpoint.counts import DocumentCounts, RankClock, unix_seconds
@@ -261,7 +261,7 @@ class RankFiles:
     def write_shard(self, shard: Json) -> None:
         """Keeps what the rank has read."""
         self.fence.check(thorough=True)
-        content = sealed_json({"version": SHARD_VERSION, **shard}, indent=False)
+        content = checksummed_json({"version": SHARD_VERSION, **shard}, indent=False)
         files.disk.replace(self.folder / layout.SHARD, content)
         self._shard_written = True
 

@@ -47,7 +47,7 @@ import orjson
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files, identity, layout
-from datatrove_ckpt.checkpoint.checksummed_lines import Json, sealed_json
+from datatrove_ckpt.checkpoint.checksummed_lines import Json, checksummed_json
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.compare import compare
 from datatrove_ckpt.checkpoint.fence import new_owner
@@ -331,7 +331,7 @@ def _download(
         if earlier.get(version.nonce, 0) is not None:
             earlier[version.nonce] = version.number
     owner = {**owner, **new_owner(owner.get("fence", 0), earlier, commits)}
-    files.disk.write_new(staging / layout.RUN, [sealed_json({**manifest.run, "owner": owner})])
+    files.disk.write_new(staging / layout.RUN, [checksummed_json({**manifest.run, "owner": owner})])
     files.disk.sync_dir(staging)
 
 
@@ -408,7 +408,7 @@ class MirrorReader:
                 path.unlink()
         for name, blocks in contents.items():
             (folder / name).write_bytes(b"".join(blocks))
-        (folder / layout.RUN).write_bytes(sealed_json(manifest.run))
+        (folder / layout.RUN).write_bytes(checksummed_json(manifest.run))
         if not manifest.finished:
             (folder / layout.LOCK).touch()
 
@@ -573,7 +573,7 @@ def restore_job(url: str, folder: Path) -> None:
     """
     job = read_job(url)
     if job:
-        (folder / layout.JOB).write_bytes(sealed_json(identity.stamped(job)))
+        (folder / layout.JOB).write_bytes(checksummed_json(identity.stamped(job)))
 
 
 def read_job(url: str) -> Json:

@@ -15,7 +15,7 @@ from datatrove.executor.base import ExecutorJSONEncoder
 from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.checkpoint import identity
-from datatrove_ckpt.checkpoint.checksummed_lines import sealed_json
+from datatrove_ckpt.checkpoint.checksummed_lines import checksummed_json
 from datatrove_ckpt.checkpoint.compare import compare
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
@@ -360,7 +360,7 @@ def test_a_secret_that_an_earlier_version_kept_is_the_same_run_and_is_removed(tm
     }
     secrets["rollout_fn.headers"] = {"Authorization": "s3cret"}
     secrets["default_generation_params"] = step.config.default_generation_params
-    old = sealed_json({"format": FORMAT, **step.identity(1).fields, **secrets})
+    old = checksummed_json({"format": FORMAT, **step.identity(1).fields, **secrets})
     run_json(tmp_path).write_bytes(old)
     job.write_bytes(old)
     with pytest.raises(CheckpointMismatch) as refused:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from datatrove.data import Document
 
-from datatrove_ckpt.checkpoint.checksummed_lines import sealed_json
+from datatrove_ckpt.checkpoint.checksummed_lines import checksummed_json
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.errors import ConfigError, ServerRefused
 from datatrove_ckpt.rollouts import (
@@ -140,7 +140,7 @@ def test_a_run_that_sent_json_of_chats_as_one_message_goes_on_so(tmp_path, serve
     assert old.pop("rollout_fn.chat_texts")
     for path in (tmp_path / "checkpoints").rglob("*.json"):
         if path.name in ("run.json", "job.json"):
-            path.write_bytes(sealed_json({"format": FORMAT, **old}))
+            path.write_bytes(checksummed_json({"format": FORMAT, **old}))
     assert run(stops=True)[1] == [chats[2]]
     assert run()[1] == chats[2:]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, sealed_json
+from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, checksummed_json
 from datatrove_ckpt.checkpoint.commits import Commit
 from datatrove_ckpt.checkpoint.counts import DocumentCounts
 from datatrove_ckpt.checkpoint.identity import as_kept
@@ -64,7 +64,7 @@ def mark_as_finished(tasks):
     for rank in range(3):
         for file, text in (
             (f"logs/completions/{rank:05d}", ""),
-            (f"checkpoints/{rank:05d}/run.json", sealed_json(runs).decode()),
+            (f"checkpoints/{rank:05d}/run.json", checksummed_json(runs).decode()),
             (f"checkpoints/{rank:05d}/commits.jsonl", commit),
             (f"checkpoints/{rank:05d}/shard.json", "{}"),
         ):

@@ -12,14 +12,18 @@ import time
 from contextlib import closing, suppress
 from pathlib import Path
 
-from datatrove_ckpt.checkpoint.checksummed_lines import checksummed_json, read_lines, read_sealed
+from datatrove_ckpt.checkpoint.checksummed_lines import (
+    checksummed_json,
+    read_checksummed_json,
+    read_lines,
+)
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.journal import FinishedDocument
 
 
 def content_of(path):
     """Of ``run.json``, ``job.json`` or ``shard.json``, without its checksum."""
-    return read_sealed(path.read_bytes(), ())
+    return read_checksummed_json(path.read_bytes(), ())
 
 
 def edit(path, **changes):

@@ -205,7 +205,7 @@ def checksummed_json(content: Json, indent: bool = True) -> bytes:
     return add_checksum(orjson.dumps(content, option=orjson.OPT_INDENT_2 if indent else None))
 
 
-def read_sealed(data: bytes, sealed: Collection[int]) -> Json:
+def read_checksummed_json(data: bytes, sealed: Collection[int]) -> Json:
     """Returns the JSON object in a file's bytes.
 
     Args:
@@ -236,7 +236,7 @@ def read_shard(path: Path) -> Json:
     if data is None:
         return {}
     try:
-        return read_sealed(data, (SHARD_VERSION,))
+        return read_checksummed_json(data, (SHARD_VERSION,))
     except ValueError as error:
         raise CheckpointCorrupt(
             path,

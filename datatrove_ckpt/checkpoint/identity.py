@@ -24,7 +24,7 @@ from datatrove_ckpt.checkpoint.checksummed_lines import (
     Json,
     explained,
     is_count,
-    read_sealed,
+    read_checksummed_json,
 )
 from datatrove_ckpt.common import redaction
 from datatrove_ckpt.common.formatting import number_range
@@ -220,7 +220,7 @@ def parse_run(path: Path | str, data: bytes) -> Json:
     try:
         if len(data) > _MAX_BYTES:
             raise ValueError(f"it has more than {_MAX_BYTES} bytes")
-        content = read_sealed(data, FORMATS)
+        content = read_checksummed_json(data, FORMATS)
         check_format(path, content)  # first, because a newer format may differ in the rest
         return check_run(content)
     except ValueError as error:

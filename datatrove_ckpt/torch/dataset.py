@@ -51,7 +51,7 @@ from datatrove_ckpt.torch.stateful import StatefulIterable, refuse_begun
 from datatrove_ckpt.torch.states import (
     DatasetState,
     Slot,
-    check_seals,
+    check_checksums,
     check_settings,
     check_snapshots,
     find_states,
@@ -525,7 +525,7 @@ class ReaderDataset(StatefulIterable):
         return self._state_at(self._shared.epoch, None, None).to_json()
 
     def check_state(self, state: State) -> None:
-        check_seals(state)
+        check_checksums(state)
         then = DatasetState.from_json(state)
         check_settings(then.order, self._order())
         self._index.check(then.input)

@@ -18,7 +18,7 @@ from loguru import logger
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.readers.base import Stateful
 from datatrove_ckpt.readers.positions import State
-from datatrove_ckpt.torch.states import Slot, check_seals, check_settings, sealed
+from datatrove_ckpt.torch.states import Slot, check_checksums, check_settings, sealed
 
 if TYPE_CHECKING:
 
@@ -414,7 +414,7 @@ class StatefulWrapper(StatefulIterable):
         return {"finished": False} | running.state() | head
 
     def check_state(self, state: State) -> None:
-        check_seals(state)
+        check_checksums(state)
         name = type(self).__name__
         if state.get("kind") != name or state.get("version") != _VERSION:
             raise CheckpointMismatch(

@@ -51,7 +51,7 @@ def _plain(value: object) -> object:
     return type(value).__name__
 
 
-def check_seals(content: object, name: str = "") -> None:
+def check_checksums(content: object, name: str = "") -> None:
     """Raises CheckpointCorrupt if a state in ``content`` has changed. ``name``: of its file."""
     for state in find_states(content, lambda one: str(one.get(_KEY)).startswith(_CHECKSUM)):
         if sealed(state)[_KEY] != state[_KEY]:
@@ -69,7 +69,7 @@ def load_file(state: State | str | PathLike[str]) -> object:
         OSError: the file cannot be opened.
     """
     if not isinstance(state, str | PathLike):
-        check_seals(state)
+        check_checksums(state)
         return state
     import torch
 
@@ -89,7 +89,7 @@ def load_file(state: State | str | PathLike[str]) -> object:
                 f"write it, or it holds more than torch.load(weights_only=True) takes ({reason}). "
                 f"{REMEDY}"
             ) from error
-    check_seals(content, str(state))
+    check_checksums(content, str(state))
     return content
 
 

@@ -65,7 +65,7 @@ from datatrove_ckpt.torch.step_folder import (
     size_of,
 )
 from datatrove_ckpt.torch.steps import Contents, Steps
-from datatrove_ckpt.torch.training_history import TrainingHistory, config_file, give_sign
+from datatrove_ckpt.torch.training_history import TrainingHistory, config_file, write_heartbeat
 from datatrove_ckpt.torch.training_input import TrainingInput
 
 Writer = Callable[[Path], object]
@@ -298,7 +298,7 @@ class TrainingCheckpoints:
         if self._has_claimed and now >= self._sign_at and not self._signing.is_running:
             self._sign_at = now + _SIGN_SECONDS
             ranks = self._ranks
-            self._signing.start(give_sign, self._steps.folder, ranks.rank, ranks.size, step)
+            self._signing.start(write_heartbeat, self._steps.folder, ranks.rank, ranks.size, step)
         stops = 0.0
         self._look_after -= 1
         if self._look_after <= 0:

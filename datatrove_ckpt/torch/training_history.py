@@ -64,7 +64,7 @@ def _plain(value: object, place: str) -> object:
     raise ConfigError(f"{place} is {text:.60}, which JSON cannot hold. Give plain values.")
 
 
-def give_sign(folder: Path, rank: int, ranks: int, step: int) -> None:
+def write_heartbeat(folder: Path, rank: int, ranks: int, step: int) -> None:
     """Writes a sign that a rank takes steps. On a full disk, the training continues without it."""
     variables = {
         name: value

@@ -430,7 +430,9 @@ def test_no_step_waits_for_the_sign_in_a_folder_that_is_busy(tmp_path, monkeypat
     is_free = threading.Event()
     signs = []
     monkeypatch.setattr(module, "_SIGN_SECONDS", 0.0)
-    monkeypatch.setattr(module, "give_sign", lambda *sign: signs.append(sign) or is_free.wait(300))
+    monkeypatch.setattr(
+        module, "write_heartbeat", lambda *sign: signs.append(sign) or is_free.wait(300)
+    )
     with opened(tmp_path, asynchronous=True, save=EverySteps(100)) as saved:
         saved.save(1)
         for step in (2, 3):

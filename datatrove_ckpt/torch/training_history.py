@@ -83,7 +83,7 @@ def write_heartbeat(folder: Path, rank: int, ranks: int, step: int) -> None:
         (folder / f".rank-{rank:05}").write_bytes(orjson.dumps(sign))
 
 
-def read_signs(folder: Path) -> list[JsonObject]:
+def read_heartbeats(folder: Path) -> list[JsonObject]:
     """Returns the last sign of each rank. A sign that is being written may be missing."""
     signs: list[JsonObject] = []
     for path in sorted(folder.glob(".rank-*")):

@@ -8,7 +8,7 @@ import datatrove_ckpt.torch.step_folder as step_folder
 from datatrove_ckpt.checkpoint.lock import lock_holder, name_holder
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import CheckpointCorrupt, StorageFailed, VersionMismatch
-from datatrove_ckpt.torch.training_history import Row, curve, read_events, read_signs
+from datatrove_ckpt.torch.training_history import Row, curve, read_events, read_heartbeats
 
 
 @dataclass(frozen=True)
@@ -98,5 +98,5 @@ def read_training(folder: Path, full: bool) -> TrainingState:
         saved,
         writer,
         shutil.disk_usage(folder).free,
-        read_signs(folder),
+        read_heartbeats(folder),
     )

@@ -61,7 +61,7 @@ from datatrove_ckpt.torch.step_folder import (
     StepName,
     blocks,
     is_left_behind,
-    left_behind,
+    rolled_back_steps,
     size_of,
 )
 from datatrove_ckpt.torch.steps import Contents, Steps
@@ -661,7 +661,9 @@ class TrainingCheckpoints:
             self._note("not copied", name, error=str(error))
 
     def _remove_copies(self, there: Mapping[StepName, Manifest], incomplete: set[StepName]) -> None:
-        staying = {name: there[name] for name in there.keys() - incomplete - left_behind(there)}
+        staying = {
+            name: there[name] for name in there.keys() - incomplete - rolled_back_steps(there)
+        }
         kept = self._keep.kept(_metrics(staying)) | {max(staying)}
         try:
             self._steps.own_remote()
@@ -764,7 +766,7 @@ class TrainingCheckpoints:
         manifests = self._steps.manifests()
         if self._copies:
             manifests = self._steps.remote_manifests()[0] | manifests
-        for name in left_behind(manifests):
+        for name in rolled_back_steps(manifests):
             del manifests[name]
         return self._best.ordered(_metrics(manifests))[::-1]
 

@@ -138,7 +138,7 @@ def check_files(
                 raise CheckpointCorrupt(f"{step / file} has not the bytes it was saved with.")
 
 
-def left_behind(manifests: Mapping[StepName, Manifest]) -> set[StepName]:
+def rolled_back_steps(manifests: Mapping[StepName, Manifest]) -> set[StepName]:
     """Returns the steps that a later rollback has undone."""
     rollbacks = {
         StepName(name.rollbacks, manifest["back_to"])

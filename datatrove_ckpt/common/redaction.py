@@ -380,7 +380,7 @@ def excerpt(text: str, most: int) -> str:
 
 def hide(text: str, revealed: Iterable[str] = _revealed) -> str:
     """Returns foreign text without secrets: those that were revealed, those of the environment
-    (HF_TOKEN) and of ``note_sent``, and signatures in URLs.
+    (HF_TOKEN) and of ``remember_sent``, and signatures in URLs.
     """
     for secret in sorted(_to_hide(revealed), key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
@@ -435,7 +435,7 @@ def log_text(text: str) -> str:
 _sent: dict[str, None] = {}  # in the order in which they were noted
 
 
-def note_sent(payload: object) -> None:
+def remember_sent(payload: object) -> None:
     """Notes the latest 200 secrets of payloads: errors may quote them."""
     for secret in secrets_among("payload", payload):
         # After "Bearer ".

@@ -16,7 +16,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.counts import WHY_DROPPED
 from datatrove_ckpt.checkpoint.journal import FinishedDocument
-from datatrove_ckpt.common.redaction import note_sent
+from datatrove_ckpt.common.redaction import remember_sent
 from datatrove_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -107,7 +107,7 @@ class DocumentRuns:
             if answers.parked:
                 error = self._not_repeatable()
             sent = [getattr(cause, "payload", None) for cause in causes(error)]
-            note_sent(answers.payloads + sent)
+            remember_sent(answers.payloads + sent)
             letter = self.failures.dead_letter_or_raise(
                 source, slot.ordinal, error, answers.hashes, answers.rejections
             )

@@ -16,9 +16,9 @@ from datatrove_ckpt.common.redaction import (
     is_surely_secret,
     log_text,
     may_hold_secret,
-    note_sent,
     redact,
     remember,
+    remember_sent,
     without_secrets,
 )
 from datatrove_ckpt.errors import ConfigError
@@ -138,7 +138,7 @@ def test_a_text_loses_the_secrets_of_the_environment_and_of_payloads(
 ):
     monkeypatch.setenv("SOME_SERVICE_PASSPHRASE", "quite-ordinary")
     monkeypatch.setenv("SORT_KEY", "/quite/ordinary")
-    note_sent(
+    remember_sent(
         {
             "extra_headers": {"Authorization": "Bearer s3cret-s3cret"},
             "tools": [{"api_key": "t00l-t00l"}],
@@ -152,7 +152,7 @@ def test_of_the_secrets_that_were_sent_the_latest_are_hidden():
     """One of all requests is noted again with each, beside a header of one request."""
     for number in range(500):
         headers = {"Authorization": "of-all-requests", "X-Request-Id": f"{number:010}"}
-        note_sent({"extra_headers": headers})
+        remember_sent({"extra_headers": headers})
     assert redact("of-all-requests 0000000007 0000000499") == "*** 0000000007 ***"
 
 

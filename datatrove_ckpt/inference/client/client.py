@@ -62,7 +62,7 @@ from loguru import logger
 
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import cut
-from datatrove_ckpt.common.redaction import Secret, note_sent
+from datatrove_ckpt.common.redaction import Secret, remember_sent
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.endpoints import EndpointConfig
 from datatrove_ckpt.config.inference_config import FIRST_LIMIT
@@ -718,7 +718,7 @@ class CompletionClient:
             self.outage.answered()
             raise
         except RetryableError as failure:
-            note_sent(way.extras)  # which the answer may quote
+            remember_sent(way.extras)  # which the answer may quote
             if isinstance(failure, UnexpectedResponse):
                 failure.quoted = response.body.decode(errors="replace")
             failure.quote()

@@ -9,7 +9,7 @@ import re
 import orjson
 
 from datatrove_ckpt.common import retrying
-from datatrove_ckpt.common.redaction import Secret, excerpt, note_sent, redact
+from datatrove_ckpt.common.redaction import Secret, excerpt, redact, remember_sent
 from datatrove_ckpt.errors import CkptError, RequestRejected, ServerRefused
 from datatrove_ckpt.inference.client.body import AnyBody, RequestBody
 from datatrove_ckpt.inference.client.http1 import ConnectTimeout, Response, Transport
@@ -78,7 +78,7 @@ async def post(transport: Transport, body: AnyBody, model: str, extras: Extras |
             f"no {kind} in time from {url}", unreachable=True, unsent=unsent, timed_out=True
         ) from None
     except OSError as error:
-        note_sent(extras)
+        remember_sent(extras)
         failure = _failure(transport, error)
         cause = f"{failure.kind} from {url}"
         if failure.details:
@@ -90,7 +90,7 @@ async def post(transport: Transport, body: AnyBody, model: str, extras: Extras |
     if 200 <= response.status < 300:
         raise RetryableError(f"HTTP {response.status} from {url}, which is no whole answer")
     sent = orjson.loads(body.text if isinstance(body, RequestBody) else body)
-    note_sent([sent, extras])
+    remember_sent([sent, extras])
     raise _error(response, transport, sent.get("model", model))
 
 

@@ -248,7 +248,7 @@ class Veil:
         self.value = value
 
     def __repr__(self) -> str:
-        value = shown(self.name, self.value)
+        value = masked(self.name, self.value)
         if isinstance(value, str):
             return value
         return json.dumps(value)
@@ -278,7 +278,7 @@ class Veiled:
         vars(instance)[self._name] = Veil(self._name, value)
 
 
-def shown(name: str, value: object) -> Any:
+def masked(name: str, value: object) -> Any:
     """Returns what JSON shows of a value: no secrets, and only the types of objects."""
     plain = json.loads(json.dumps(value, skipkeys=True, default=_shown_object))
     return without_secrets(name, plain, is_hashed=False)

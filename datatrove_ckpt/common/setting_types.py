@@ -18,7 +18,7 @@ from numbers import Integral, Real
 from typing import Annotated, Any, Literal
 
 from datatrove_ckpt.common.formatting import did_you_mean
-from datatrove_ckpt.common.redaction import HIDDEN, may_name_secret, shown
+from datatrove_ckpt.common.redaction import HIDDEN, masked, may_name_secret
 from datatrove_ckpt.errors import ConfigError
 
 
@@ -148,7 +148,7 @@ def check_value(name: str, hint: object, value: object) -> None:
     if may_name_secret(name):
         text = HIDDEN
     elif isinstance(value, str | list | tuple | dict):
-        text = show(shown(name, value))
+        text = show(masked(name, value))
     advice = did_you_mean(value, _choices(kinds)) or "."
     if isinstance(value, str) and any(origin(kind) is list for kind in kinds):
         advice = f"; write [{value}]."

@@ -22,7 +22,7 @@ from datatrove_ckpt.checkpoint.identity import NOT_ANSWERING
 from datatrove_ckpt.checkpoint.request_cache import AnswerKey, CachedAnswer
 from datatrove_ckpt.common import BATCH, JsonObject
 from datatrove_ckpt.common.formatting import plural
-from datatrove_ckpt.common.redaction import shown
+from datatrove_ckpt.common.redaction import masked
 from datatrove_ckpt.common.retrying import REJECTED
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import PAYLOAD_JSON, merged
@@ -346,7 +346,7 @@ def failed(error: Exception, payload: Payload) -> InferenceError:
 
     Its text goes to logs and dead letters, without the payload's secrets.
     """
-    inference_error = InferenceError(None, error, payload=shown("payload", payload))
+    inference_error = InferenceError(None, error, payload=masked("payload", payload))
     inference_error.payload = payload
     return inference_error
 

@@ -131,7 +131,7 @@ class Limits:
         Raises:
             StorageFailed: the disk refuses it.
         """
-        if self == noted_limits(root):
+        if self == recorded_limits(root):
             return
         path = root / _FILE
         files.disk.make_dirs(root)
@@ -142,7 +142,7 @@ class Limits:
                 path.unlink(missing_ok=True)
 
 
-def noted_limits(root: Path) -> Limits:
+def recorded_limits(root: Path) -> Limits:
     """Returns the limits of the last start. They are hints: a damaged file has none."""
     with suppress(OSError, ValueError, TypeError):
         content: JsonObject = orjson.loads((root / _FILE).read_bytes())

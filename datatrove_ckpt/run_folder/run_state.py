@@ -43,7 +43,7 @@ from datatrove_ckpt.checkpoint.rank_summary import (
     most_common_causes,
     read_rank,
 )
-from datatrove_ckpt.checkpoint.run_limits import Limits, RunTotals, noted_limits
+from datatrove_ckpt.checkpoint.run_limits import Limits, RunTotals, recorded_limits
 from datatrove_ckpt.claims.claims import Claimant, claimants, given_up
 from datatrove_ckpt.claims.stores import open_store
 from datatrove_ckpt.common import JsonObject
@@ -621,7 +621,7 @@ def read_run_state(place: RunLocation, now: float | None = None) -> RunState:
         now = time.time()
     state = RunState(place.what, place.is_copy, now)
     state.logs = place.logging_dir
-    state.limits = noted_limits(place.folder)
+    state.limits = recorded_limits(place.folder)
     if place.config:
         state.command = shlex.join(["datatrove-ckpt", "run", *place.given])
         state.tasks = place.tasks

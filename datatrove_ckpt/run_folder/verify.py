@@ -132,7 +132,7 @@ class VerifyReport:
     @property
     def goal(self) -> errors.LimitReached | None:
         """Why the run is as finished as it shall be: ``until``."""
-        until = run_limits.noted_limits(self.checkpoints).until
+        until = run_limits.recorded_limits(self.checkpoints).until
         return run_limits.Limits(until).reached(run_limits.RunTotals(self.sums.counts.written))
 
     @property

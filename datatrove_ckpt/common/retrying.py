@@ -239,7 +239,7 @@ def quotas(fields: Mapping[str, str]) -> tuple[Quota, ...]:
     return tuple(shown)
 
 
-def asked_wait(fields: Mapping[str, str]) -> float | None:
+def retry_after(fields: Mapping[str, str]) -> float | None:
     """Returns the seconds to wait by the ``WAIT_FIELDS`` of a response; None without advice.
 
     Args:
@@ -274,7 +274,7 @@ def _number(text: str) -> float | None:
 def advised_seconds(error: BaseException) -> float | None:
     """Returns the wait that a server advises in a header or in its text; None without advice."""
     for cause in causes(error):
-        advice = asked_wait(_headers(cause))
+        advice = retry_after(_headers(cause))
         if advice is not None:
             return advice
     if match := _IN_TEXT.search(library_line(error)):

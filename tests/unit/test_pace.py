@@ -10,7 +10,7 @@ from itertools import count
 
 import pytest
 
-from datatrove_ckpt.common.retrying import Quota, asked_wait, quotas
+from datatrove_ckpt.common.retrying import Quota, quotas, retry_after
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.inference.client import client as client_module
 from datatrove_ckpt.inference.client import routing
@@ -176,7 +176,7 @@ def test_a_server_that_fails_at_everything_takes_little_of_another_ones_time(
 def test_quotas_of_providers_are_read(fields, shown):
     assert list(quotas(fields)) == [pytest.approx(quota) for quota in shown]
     waits = [quota.seconds for quota in shown if not quota.left]
-    assert asked_wait(fields) == max(waits, default=None)
+    assert retry_after(fields) == max(waits, default=None)
 
 
 # Servers that show metrics -----------------------------------------------------------------------

@@ -34,7 +34,7 @@ from loguru import logger
 from xxhash import xxh3_64_intdigest
 
 from datatrove_ckpt.common.redaction import Secret, remember
-from datatrove_ckpt.common.retrying import WAIT_FIELDS, Quota, asked_wait, quotas
+from datatrove_ckpt.common.retrying import WAIT_FIELDS, Quota, quotas, retry_after
 from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.inference.client.body import AnyBody, LargeAnswer, RequestBody
 from datatrove_ckpt.inference.client.urls import (
@@ -220,7 +220,7 @@ class ResponseParser:
             texts = {name.decode(): value.decode("latin-1") for name, value in fields.items()}
             self._quotas = quotas(texts)
             if status >= 300:
-                self._wait = asked_wait(texts)
+                self._wait = retry_after(texts)
         self.status = status
 
     def on_body(self, data: bytes) -> None:

@@ -15,7 +15,7 @@ import orjson
 
 from datatrove_ckpt.checkpoint.checksummed_lines import Json, explained
 from datatrove_ckpt.checkpoint.files import PRIVATE_FILE
-from datatrove_ckpt.common.pid_namespace import process_place
+from datatrove_ckpt.common.pid_namespace import pid_namespace_id
 from datatrove_ckpt.errors import CheckpointLocked
 
 
@@ -79,7 +79,7 @@ def name_holder(holder: dict[str, object]) -> str:
 
 
 def this_process() -> dict[str, object]:
-    """Returns host and pid, and where the pid is valid (``process_place``); for a worker also the
+    """Returns host and pid, and where the pid is valid (``pid_namespace_id``); for a worker also the
     pid of the ``command`` that started it.
     """
     module = sys.modules.get("multiprocess")  # it takes long to import
@@ -87,7 +87,7 @@ def this_process() -> dict[str, object]:
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "place": process_place(),
+        "place": pid_namespace_id(),
         **({"command": parent.pid} if parent else {}),
     }
 

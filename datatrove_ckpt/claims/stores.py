@@ -30,7 +30,7 @@ from fsspec.utils import get_protocol
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.lock import Lock, lock_holder, name_holder, this_process
 from datatrove_ckpt.common import JsonObject, object_store
-from datatrove_ckpt.common.pid_namespace import process_place
+from datatrove_ckpt.common.pid_namespace import pid_namespace_id
 from datatrove_ckpt.common.retrying import STORAGE
 
 _RETRIES = replace(STORAGE, patience=20.0)  # claims are hints: nothing waits long for them
@@ -308,13 +308,13 @@ def new_owner(end: str = "") -> str:
     """
     pid = os.getpid()
     # A random place is unlike every other one.
-    place = process_place() or os.urandom(8).hex()
+    place = pid_namespace_id() or os.urandom(8).hex()
     return f"{place}{pid:08x}{_started(pid)}{os.urandom(4).hex()}{end}"
 
 
 def has_ended(owner: str) -> bool:
     """Whether the owner has ended for sure. Other boots and PID namespaces show nothing."""
-    if owner[:16] != process_place():
+    if owner[:16] != pid_namespace_id():
         return False
     pid = int(owner[16:24], 16)
     is_gone = owner[24:32] != _started(pid)

@@ -10,7 +10,7 @@ import xxhash
 _PROC = Path("/proc")
 
 
-def process_place() -> str:
+def pid_namespace_id() -> str:
     """Returns eight hexadecimal digits for this boot of a kernel, whose processes see each other's
     locks, and eight for the PID namespace. Empty if the system does not show both.
     """

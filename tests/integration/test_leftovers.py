@@ -135,7 +135,7 @@ def test_a_record_from_another_boot_or_pid_namespace_is_left_alone(run, monkeypa
     run.kill()
     (path,) = records()
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(leftovers, "process_place", lambda: "another")
+        elsewhere.setattr(leftovers, "pid_namespace_id", lambda: "another")
         lease()
     assert run.alive() == {*OURS, "stranger"}
     assert records() == [path]

@@ -432,7 +432,7 @@ def test_a_lock_of_another_pid_namespace_with_this_pid_and_host_name_is_no_lock_
     lock = Lock(tmp_path / "lock")
     with pytest.raises(CheckpointLocked, match="This very process"):
         Lock(lock.path)
-    monkeypatch.setattr("datatrove_ckpt.checkpoint.lock.process_place", lambda: "another")
+    monkeypatch.setattr("datatrove_ckpt.checkpoint.lock.pid_namespace_id", lambda: "another")
     with pytest.raises(CheckpointLocked, match=f"pid {os.getpid()} on {socket.gethostname()}"):
         Lock(lock.path)
     lock.release()
@@ -472,7 +472,7 @@ def is_alive_here(owner, folder):
 
 
 def test_where_boot_and_namespace_are_unknown_only_beats_show_a_death(tmp_path, monkeypatch):
-    monkeypatch.setattr(stores, "process_place", lambda: "")
+    monkeypatch.setattr(stores, "pid_namespace_id", lambda: "")
     assert list(is_alive_here(new_owner(), tmp_path)) == [True, False]
 
 
@@ -658,7 +658,7 @@ def test_flocks_that_no_other_machine_sees_are_not_taken_for_a_death(tmp_path, m
     here = Process(job)
     assert here.take() == 0
     monkeypatch.setattr(stores, "lock_holder", lambda path: None)
-    monkeypatch.setattr(stores, "process_place", lambda: "another".rjust(16))
+    monkeypatch.setattr(stores, "pid_namespace_id", lambda: "another".rjust(16))
     there = Process(job)
     assert there.claims.free().ranks == [1, 2, 3]
     for _ in range(3):

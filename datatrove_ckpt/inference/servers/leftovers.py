@@ -22,7 +22,7 @@ from typing import Self
 from loguru import logger
 
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.pid_namespace import process_place
+from datatrove_ckpt.common.pid_namespace import pid_namespace_id
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.inference.servers.guardian import Process, process_table
 
@@ -154,7 +154,7 @@ def remove_record(guardian: int) -> None:
 
 def _folder() -> Path:
     # Containers and machines may share this folder, and a host name.
-    folder = runtime_folder() / "servers" / (process_place() or "unknown")
+    folder = runtime_folder() / "servers" / (pid_namespace_id() or "unknown")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 

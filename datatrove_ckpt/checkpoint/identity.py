@@ -80,7 +80,7 @@ class RunIdentity:
 
     @cached_property
     def kept(self) -> Json:
-        return as_kept(self.fields)
+        return as_stored(self.fields)
 
     @property
     def digest(self) -> str:
@@ -109,7 +109,7 @@ def run_without_secrets(content: Json) -> Json:
     return clean
 
 
-def as_kept(fields: Json) -> Json:
+def as_stored(fields: Json) -> Json:
     """Returns fields as they are after a round trip through JSON, without secrets."""
     kept: Json = orjson.loads(orjson.dumps(stamped(fields)))
     return fields_without_secrets(kept)

@@ -18,7 +18,7 @@ import pytest
 from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 
-from datatrove_ckpt.checkpoint.identity import as_kept
+from datatrove_ckpt.checkpoint.identity import as_stored
 from datatrove_ckpt.user_code.code_identity import code_identity
 
 DATA = Path(__file__).parent.parent / "data"
@@ -104,7 +104,7 @@ class Project:
     def identity(self):
         """As a file keeps it."""
         fields = code_identity(self.rollout, self.context, output_writer=self.writer).fields
-        return json.dumps(as_kept(fields), indent=1, sort_keys=True)
+        return json.dumps(as_stored(fields), indent=1, sort_keys=True)
 
     def behaviour(self):
         """What it asks and writes for a document."""
@@ -204,6 +204,6 @@ def test_functions_that_one_statement_makes_are_told_apart(tmp_path, monkeypatch
     module = importlib.import_module("several")
     rollouts = [module.make(True), module.make(False), module.FIRST, module.SECOND]
     rollouts += module.BY_NAME.values()
-    described = [json.dumps(as_kept(code_identity(one, None).made.fields)) for one in rollouts]
+    described = [json.dumps(as_stored(code_identity(one, None).made.fields)) for one in rollouts]
     assert len({*described}) == len(rollouts)
-    assert described[0] == json.dumps(as_kept(code_identity(module.make(True), None).made.fields))
+    assert described[0] == json.dumps(as_stored(code_identity(module.make(True), None).made.fields))

@@ -13,7 +13,7 @@ import pytest
 from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, checksummed_json
 from datatrove_ckpt.checkpoint.commits import Commit
 from datatrove_ckpt.checkpoint.counts import DocumentCounts
-from datatrove_ckpt.checkpoint.identity import as_kept
+from datatrove_ckpt.checkpoint.identity import as_stored
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.yaml_config import build
@@ -60,7 +60,7 @@ def mark_as_finished(tasks):
     """As the first tasks of a job leave their markers and their checkpoints."""
     commit = add_checksum(Commit(0, 0, DocumentCounts()).to_json()).decode()
     executor = build(read_config(CONFIG, [f"--executor.tasks={tasks}"]))
-    runs = as_kept(executor.pipeline[1].identity(tasks).fields)
+    runs = as_stored(executor.pipeline[1].identity(tasks).fields)
     for rank in range(3):
         for file, text in (
             (f"logs/completions/{rank:05d}", ""),

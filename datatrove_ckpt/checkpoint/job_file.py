@@ -140,7 +140,7 @@ def recorded_output(root: Path) -> str | None:
     return next((str(folder) for folder in folders if folder), None)
 
 
-def note_output(root: Path, folder: str) -> None:
+def record_output_folder(root: Path, folder: str) -> None:
     """Writes the output folder into ``job.json``. No running rank may write elsewhere.
 
     Raises:

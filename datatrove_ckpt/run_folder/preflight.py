@@ -13,7 +13,7 @@ from datatrove.executor.base import PipelineExecutor
 from datatrove.utils.stats import PipelineStats
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.job_file import note_output
+from datatrove_ckpt.checkpoint.job_file import record_output_folder
 from datatrove_ckpt.checkpoint.rank_summary import Include, JobTotals
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import CkptError, TooManyDeadLetters
@@ -112,7 +112,7 @@ def check_before_run(plan: RunPlan) -> None:
     wrong = _refuse(comparisons(plan))
     note_steps(plan)
     for runner, root in plan.kept:
-        note_output(root, runner.step.output_writer.output_folder.resolve_paths(""))
+        record_output_folder(root, runner.step.output_writer.output_folder.resolve_paths(""))
         runner.step.limits.note(root)
         mirror = runner.step.checkpoints_remote_dir
         if mirror is not None and root.is_dir():

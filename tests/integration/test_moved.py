@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from datatrove_ckpt.checkpoint import job_file
-from datatrove_ckpt.checkpoint.job_file import note_output
+from datatrove_ckpt.checkpoint.job_file import record_output_folder
 from datatrove_ckpt.checkpoint.layout import LOCK, RUN
 from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch
@@ -148,7 +148,7 @@ def test_what_a_rank_writes_into_the_job_while_its_new_place_is_noted_is_kept(
         return taken(path)
 
     monkeypatch.setattr(job_file, "Lock", lock)
-    note_output(root, "elsewhere")
+    record_output_folder(root, "elsewhere")
     job = content_of(root / "job.json")
     assert (job["output_folder"], job["model"]) == ("elsewhere", "another task was first")
 

@@ -95,7 +95,7 @@ def changes_text(what: str, changes: Sequence[SettingChange]) -> str:
     return "\n  ".join([f"{what} made by another run:", *dict.fromkeys(lines)]) + "\n"
 
 
-def refusal(
+def mismatch_error(
     what: str, changes: Sequence[SettingChange], advice: str = "", may_mix: bool = True
 ) -> CheckpointMismatch:
     """Returns the error for changes that were not accepted.

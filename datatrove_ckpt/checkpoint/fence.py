@@ -22,7 +22,13 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.checksummed_lines import Json, checksummed_json, explained
-from datatrove_ckpt.checkpoint.compare import compare, describe_alike, new_records, records, refusal
+from datatrove_ckpt.checkpoint.compare import (
+    compare,
+    describe_alike,
+    mismatch_error,
+    new_records,
+    records,
+)
 from datatrove_ckpt.checkpoint.identity import RunIdentity, read_run, run_with_secrets
 from datatrove_ckpt.checkpoint.request_cache import has_answers
 from datatrove_ckpt.errors import Fenced, StorageFailed
@@ -124,7 +130,7 @@ class RunClaim:
             self._accepted += old.get("accepted_changes", [])
             if changes and holds_work(folder):
                 if not accept_changes or any(change.is_layout for change in changes):
-                    raise refusal(f"The checkpoint {folder} was", changes)
+                    raise mismatch_error(f"The checkpoint {folder} was", changes)
                 self._accepted += records(changes)
         else:
             layout.refuse_missing_run_json(folder)

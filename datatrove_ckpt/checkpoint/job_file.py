@@ -22,9 +22,9 @@ from datatrove_ckpt.checkpoint.compare import (
     SettingChange,
     compare,
     describe_alike,
+    mismatch_error,
     new_records,
     records,
-    refusal,
 )
 from datatrove_ckpt.checkpoint.fence import holds_work
 from datatrove_ckpt.checkpoint.identity import (
@@ -246,9 +246,9 @@ def job_content(identity: RunIdentity, before: Json, others: JobChanges) -> byte
 def refuse_changes(
     root: Path | str, found: JobChanges, advice: str = "", may_mix: bool = True
 ) -> CheckpointMismatch:
-    """Returns ``refusal`` for the checkpoints of tasks in a folder or mirror."""
+    """Returns ``mismatch_error`` for the checkpoints of tasks in a folder or mirror."""
     what = f"The checkpoints in {root} ({name_tasks(found.ranks)}) were"
-    return refusal(what, found.changes, advice, may_mix)
+    return mismatch_error(what, found.changes, advice, may_mix)
 
 
 def _compare_ranks(

@@ -23,7 +23,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.checksummed_lines import Json, explained
-from datatrove_ckpt.checkpoint.compare import compare, refusal
+from datatrove_ckpt.checkpoint.compare import compare, mismatch_error
 from datatrove_ckpt.checkpoint.identity import RunIdentity, affects_answers, read_run
 from datatrove_ckpt.checkpoint.lock import Lock, lock_holder
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest, RequestCache, read_answers
@@ -87,7 +87,7 @@ def _refuse_other_settings(root: Path, kept: Json, identity: RunIdentity) -> Non
         if change.field in binding or affects_answers(change.field)
     ]
     if changes:
-        raise refusal(
+        raise mismatch_error(
             f"answers_from: the answers in {root} were",
             changes,
             "Go back to the old values, or leave answers_from out: then every request is sent.",

@@ -394,7 +394,7 @@ class HistoryLog:
         lines = last_lines(path, None)
         self.earlier = next(_latest_progress(lines), ProgressRecord())
         if sum(map(len, lines)) > MAX_BYTES:
-            lines = thinned(lines, MAX_BYTES // 2)
+            lines = downsampled(lines, MAX_BYTES // 2)
             files.disk.replace(path, b"".join(lines))
         self.file = files.AppendFile(path, sum(map(len, lines)))
         self._is_torn = False
@@ -410,7 +410,7 @@ class HistoryLog:
         self._is_torn = False
 
 
-def thinned(lines: Sequence[bytes], most: int) -> list[bytes]:
+def downsampled(lines: Sequence[bytes], most: int) -> list[bytes]:
     """Returns lines in order, at most ``most`` bytes."""
     kept = list(lines)
     while sum(map(len, kept)) > most:

@@ -17,7 +17,7 @@ from datatrove_ckpt.checkpoint.history import (
     ProgressRecord,
     RequestHistograms,
     WaitStatus,
-    thinned,
+    downsampled,
 )
 from datatrove_ckpt.common.work_counts import WorkCounts
 from tests.histories import History, read_history
@@ -145,7 +145,7 @@ def test_thinning_keeps_events_and_the_ends_of_attempts():
         ]
         for record in content[-302:]:
             record.attempt = attempt
-    kept = thinned([record.to_line() for record in content], 30_000)
+    kept = downsampled([record.to_line() for record in content], 30_000)
     assert sum(map(len, kept)) <= 30_000
     for index, record in enumerate(content):
         if not isinstance(record, ProgressRecord) or index % 302 in (1, 300):

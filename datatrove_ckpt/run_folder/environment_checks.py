@@ -77,7 +77,7 @@ _CHARACTERS_PER_TOKEN = 4
 _LOOPBACK = re.compile(r"//(localhost|127\.|0\.0\.0\.0|\[::1?\])")
 
 
-def surroundings(plan: RunPlan) -> Iterator[Finding]:
+def check_environment(plan: RunPlan) -> Iterator[Finding]:
     """Checks settings, folders and input of a job, and what its servers need.
 
     For doctor, it also tries the folders, reads the first documents and asks the endpoints.

@@ -21,7 +21,7 @@ from datatrove_ckpt.generation.final_stats import lines_with_error
 from datatrove_ckpt.mirror import restore
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder import earlier_runs
-from datatrove_ckpt.run_folder.environment_checks import check_hub, surroundings
+from datatrove_ckpt.run_folder.environment_checks import check_environment, check_hub
 from datatrove_ckpt.run_folder.finding import Finding, about, within
 from datatrove_ckpt.run_folder.run_plan import (
     RunPlan,
@@ -38,7 +38,7 @@ def doctor(executor: PipelineExecutor) -> list[Finding]:
     """
     plan = RunPlan(executor, for_doctor=True)
     with log_disabled("datatrove", "datatrove_ckpt"):
-        found = list(surroundings(plan))
+        found = list(check_environment(plan))
         is_reached = not any(
             (finding.state, finding.what) == ("problem", "reachable")
             and finding.subject.endswith("output")
@@ -108,7 +108,7 @@ def check_before_run(plan: RunPlan) -> None:
         OSError: the input cannot be listed.
     """
     note_workers(plan.workers, plan.tasks)
-    _refuse(surroundings(plan))
+    _refuse(check_environment(plan))
     wrong = _refuse(comparisons(plan))
     note_steps(plan)
     for runner, root in plan.kept:
@@ -133,7 +133,7 @@ def check_before_worker(plan: RunPlan) -> None:
         ConfigError, OutputFailed: as ``check_before_run``; or see ``refuse_without_claims``.
     """
     refuse_without_claims(plan)
-    _refuse(surroundings(plan))
+    _refuse(check_environment(plan))
     check_hub(plan)
     if not plan.incomplete():
         earlier_runs.check_job(plan, dry_run=True)

@@ -90,7 +90,7 @@ def describe(state: RunState) -> Iterator[str]:
     if share is not None:
         bar = f"{filled_cells(share, _BAR, _REST)} "
     yield f"  {bar}{status_text.progress_of(state)}"
-    for topic, text in status_text.topics(state):
+    for topic, text in status_text.status_lines(state):
         yield f"  {topic:<{_LABEL}} {text}"
     yield ""
     yield from _describe_trouble(state)

@@ -24,7 +24,7 @@ from datatrove_ckpt.output.interruptible_calls import InterruptibleCalls
 from datatrove_ckpt.run_folder.run_location import RunLocation
 from datatrove_ckpt.run_folder.run_plan import RunnerPlan
 from datatrove_ckpt.run_folder.run_state import RunState, read_run_state
-from datatrove_ckpt.run_folder.status_text import topics
+from datatrove_ckpt.run_folder.status_text import status_lines
 
 CARD = "card.md"
 _README = "README.md"
@@ -122,7 +122,7 @@ def _lines(
         if setting not in _OF_FILES and not is_default:
             yield _row(setting, text)
     yield "\n## What is in it\n"
-    for topic, text in topics(state):
+    for topic, text in status_lines(state):
         if shown_topics is None or topic in shown_topics:
             yield f"- {topic or 'also'}: {text}"
     done = state.together.done

@@ -17,7 +17,7 @@ _SHOWN_CAUSES = 5
 _SHOWN_WORKERS = 20
 
 
-def topics(state: RunState) -> Iterator[tuple[str, str]]:
+def status_lines(state: RunState) -> Iterator[tuple[str, str]]:
     totals = state.together
     if state.is_finished and not totals.documents:
         yield "documents", "none in the input"

@@ -17,7 +17,7 @@ from datatrove_ckpt.run_folder.report.page import escaped, report_page
 from datatrove_ckpt.run_folder.run_location import RunLocation
 from datatrove_ckpt.run_folder.run_state import read_run_state
 from datatrove_ckpt.run_folder.run_summary import _attempts
-from datatrove_ckpt.run_folder.status_text import topics
+from datatrove_ckpt.run_folder.status_text import status_lines
 from tests.rank_folders import (
     HERE,
     done,
@@ -172,7 +172,7 @@ def test_attempts_are_counted_with_the_time_of_those_that_saved_nothing(tmp_path
     history += [start(T + 20, 4), minute(T + 20, 0, attempt=4), stopped(T + 25, 4)]
     write_rank(tmp_path, history=history, attempts=4)
     state = read(tmp_path, T + 100)
-    assert dict(topics(state))["attempts"].startswith("2; 15 s together")
+    assert dict(status_lines(state))["attempts"].startswith("2; 15 s together")
     assert state.totals.working_seconds == 15.0
 
 
@@ -182,7 +182,7 @@ def test_a_cost_without_a_counted_request_estimates_the_whole(tmp_path):
     write_rank(
         tmp_path, history=[start(T), replace(minute(T + 1, 10, 100), total=paid), stopped(T + 2)]
     )
-    assert "; about 50 for the whole input" in dict(topics(read(tmp_path, T + 100)))["paid"]
+    assert "; about 50 for the whole input" in dict(status_lines(read(tmp_path, T + 100)))["paid"]
 
 
 @pytest.mark.parametrize("uncertain, said", [(0, ""), (1, "at least ")])
@@ -225,7 +225,7 @@ def test_the_sums_of_a_run(tmp_path, running):
     assert (totals.in_flight, totals.number_of_attempts) == (8, 3)
     page = report_page(state)
     printed = list(describe(state))
-    for topic, text in topics(state):
+    for topic, text in status_lines(state):
         assert f"  {topic:<10} {text}" in printed
         assert escaped(text) in page, "the report shows what status prints"
 

@@ -71,7 +71,7 @@ def report_page(run: RunState) -> str:
         [
             ("tasks", status_text.ranks_of(run)),
             ("input", status_text.progress_of(run)),
-            *status_text.topics(run),
+            *status_text.status_lines(run),
         ],
         [
             # Retries read documents that were read before: they are not summed.

@@ -35,7 +35,7 @@ from datatrove_ckpt.process import task_errors
 from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
 from datatrove_ckpt.run_folder import card, preflight
 from datatrove_ckpt.run_folder.run_plan import RunPlan, check_steps, note_workers
-from datatrove_ckpt.run_folder.run_summary import closing_line
+from datatrove_ckpt.run_folder.run_summary import summary_line
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -227,7 +227,7 @@ def _execute(
     with plan.with_mirrors() as seen:
         jobs = preflight.check_after_run(seen)
         for runner, root in seen.kept:
-            say(closing_line(runner, root, jobs[root], started, command))
+            say(summary_line(runner, root, jobs[root], started, command))
             if runner.step.card and runner.copy is None:
                 try:
                     card.write_card(runner, root, shown)

@@ -12,7 +12,7 @@ from datatrove_ckpt.generation.finished_from import EarlierRuns
 from datatrove_ckpt.run_folder.run_plan import RunnerPlan
 
 
-def closing_line(
+def summary_line(
     runner: RunnerPlan, root: Path, job: JobTotals, started: float, command: str
 ) -> str:
     """Returns the closing line.

@@ -9,7 +9,7 @@ from datatrove_ckpt.cli.printing import say, say_result
 from datatrove_ckpt.common.formatting import plural, plural_or_no
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder import verify as checks
-from datatrove_ckpt.run_folder.repair import carry_out, check_output_folder, make_plan
+from datatrove_ckpt.run_folder.repair import apply_repair, check_output_folder, make_plan
 from datatrove_ckpt.run_folder.run_location import restored, upload
 from datatrove_ckpt.run_folder.run_state import check_idle
 
@@ -85,7 +85,7 @@ def repair(arguments: argparse.Namespace) -> int:
         elif is_needed:
             if place.is_copy:
                 check_idle(named, plan.ranks)
-            carry_out(plan, report)
+            apply_repair(plan, report)
             upload(place, plan.ranks)
             again = "Run the pipeline again to process these chunks"
             if plan.ranks and all(rank.root for rank in plan.ranks):

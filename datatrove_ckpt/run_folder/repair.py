@@ -358,7 +358,7 @@ def check_output_folder(report: VerifyReport) -> None:
 # Its effects --------------------------------------------------------------------------------------
 
 
-def carry_out(plan: RepairPlan, report: VerifyReport) -> None:
+def apply_repair(plan: RepairPlan, report: VerifyReport) -> None:
     """Carries out the plan.
 
     Raises:

@@ -32,7 +32,7 @@ from datatrove_ckpt.output.hub_access import check_access
 from datatrove_ckpt.output.hub_pace import HOUR
 from datatrove_ckpt.output.writer_trial import WriterTrial
 from datatrove_ckpt.process import event_loop, open_files
-from datatrove_ckpt.run_folder.finding import Finding, State, about, within
+from datatrove_ckpt.run_folder.finding import Finding, State, run_check, within
 from datatrove_ckpt.run_folder.folder_checks import (
     check_checkpoints,
     check_local_output,
@@ -82,37 +82,37 @@ def check_environment(plan: RunPlan) -> Iterator[Finding]:
 
     For doctor, it also tries the folders, reads the first documents and asks the endpoints.
     """
-    yield from about("pipeline", check_steps, plan)
-    yield from about("pipeline", plan.check_executor)
-    yield from about(setting_name("logging_dir"), _check_logging_dir, plan)
+    yield from run_check("pipeline", check_steps, plan)
+    yield from run_check("pipeline", plan.check_executor)
+    yield from run_check(setting_name("logging_dir"), _check_logging_dir, plan)
     sample: list[Document] = []
     runners = {runner.index: runner for runner in plan.runners}
     for index, step in enumerate(plan.pipeline):
         place = plan.place(index)
         if not plan.for_doctor:
-            yield from about(f"{place}input", refuse_input, plan, index, step)
+            yield from run_check(f"{place}input", refuse_input, plan, index, step)
         elif isinstance(step, BaseReader):
-            yield from about(f"{place}input", check_input, step, plan, sample, what="readable")
+            yield from run_check(f"{place}input", check_input, step, plan, sample, what="readable")
         if index not in runners:
             continue
         runner = runners[index]
-        yield from about(f"{place}input", _check_prompt, runner, sample)
+        yield from run_check(f"{place}input", _check_prompt, runner, sample)
         # Cluster jobs may have what is missing here.
         if plan.for_doctor or (plan.is_local and plan.incomplete()):
             for config in runner.step.models.values():
                 subject = f"{place}{config.server_name('server')}"
-                yield from about(subject, _check_server, runner, config)
+                yield from run_check(subject, _check_server, runner, config)
             if sample:
                 yield from _costs(runner.step, sample)
-            yield from about(f"{place}monitoring", runner.step.monitoring.check_packages)
+            yield from run_check(f"{place}monitoring", runner.step.monitoring.check_packages)
         for subject, check in (("checkpoints", _check_checkpoints), ("output", _check_output)):
-            yield from about(f"{place}{subject}", check, runner, what="reachable")
+            yield from run_check(f"{place}{subject}", check, runner, what="reachable")
         if plan.for_doctor:
-            yield from about(f"{place}output", _check_writer, runner, sample)
+            yield from run_check(f"{place}output", _check_writer, runner, sample)
             remote = runner.step.checkpoints_remote_dir
             if remote is not None:
-                yield from about(f"{place}mirror", check_remote, remote)
-        yield from about(f"{place}output", check_rules_of_hub, plan, runner.step)
+                yield from run_check(f"{place}mirror", check_remote, remote)
+        yield from run_check(f"{place}output", check_rules_of_hub, plan, runner.step)
 
 
 def _check_logging_dir(plan: RunPlan) -> Iterator[Finding]:

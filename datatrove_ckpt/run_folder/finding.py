@@ -33,7 +33,7 @@ class Finding:
     Attributes:
         what: which property was checked, such as "locks".
         message: what was found, and what to do about it.
-        subject: what was checked, such as "checkpoints". ``about`` adds it.
+        subject: what was checked, such as "checkpoints". ``run_check`` adds it.
         error: a run raises it; None: a run starts.
         markers: a run removes them.
     """
@@ -53,7 +53,7 @@ class Finding:
         return f"{self.state:<8} {self.subject}, {self.what}: {' '.join(self.message.split())}"
 
 
-def about(
+def run_check(
     subject: str,
     check: Callable[..., Iterable[Finding] | None],
     *arguments: object,

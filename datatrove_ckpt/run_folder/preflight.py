@@ -22,7 +22,7 @@ from datatrove_ckpt.mirror import restore
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder import earlier_runs
 from datatrove_ckpt.run_folder.environment_checks import check_environment, check_hub
-from datatrove_ckpt.run_folder.finding import Finding, about, within
+from datatrove_ckpt.run_folder.finding import Finding, run_check, within
 from datatrove_ckpt.run_folder.run_plan import (
     RunPlan,
     WrongMarker,
@@ -44,7 +44,7 @@ def doctor(executor: PipelineExecutor) -> list[Finding]:
             and finding.subject.endswith("output")
             for finding in found
         )
-        return [*found, *about("job", _doctor_earlier_runs, plan, is_reached)]
+        return [*found, *run_check("job", _doctor_earlier_runs, plan, is_reached)]
 
 
 def _doctor_earlier_runs(plan: RunPlan, with_output: bool) -> Iterator[Finding]:
@@ -80,7 +80,7 @@ def comparisons(plan: RunPlan, with_output: bool = True) -> Iterator[Finding]:
     if with_output:
         checks.append(("output", "of earlier runs", earlier_runs.compare_outputs))
     for subject, what, check in checks:
-        found = [*about(subject, check, plan, what=what)]
+        found = [*run_check(subject, check, plan, what=what)]
         yield from found or [Finding("ok", what, "nothing differs.", subject)]
 
 

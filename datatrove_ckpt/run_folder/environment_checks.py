@@ -32,7 +32,7 @@ from datatrove_ckpt.output.hub_access import check_access
 from datatrove_ckpt.output.hub_pace import HOUR
 from datatrove_ckpt.output.writer_trial import WriterTrial
 from datatrove_ckpt.process import event_loop, open_files
-from datatrove_ckpt.run_folder.finding import Finding, State, run_check, within
+from datatrove_ckpt.run_folder.finding import Finding, State, run_check, with_timeout
 from datatrove_ckpt.run_folder.folder_checks import (
     check_checkpoints,
     check_local_output,
@@ -228,7 +228,7 @@ def _check_checkpoints(runner: RunnerPlan) -> Iterator[Finding]:
     folder = step.checkpoints_root
     mirrored = step.checkpoints_remote_dir is not None
     check = check_checkpoints(folder, mirrored, not plan.is_local)
-    yield from within(lambda: [*check], str(folder))
+    yield from with_timeout(lambda: [*check], str(folder))
 
 
 def _check_output(runner: RunnerPlan) -> Iterator[Finding]:
@@ -240,13 +240,13 @@ def _check_output(runner: RunnerPlan) -> Iterator[Finding]:
     hub = HubFolder.of(output)
     if hub is not None:
         look = partial(check_access_of, runner, hub)
-        yield Finding("ok", "reachable", within(look, hub.url))
+        yield Finding("ok", "reachable", with_timeout(look, hub.url))
     elif not output.is_local():
         yield from check_remote(output)
     else:
         folder = Path(output.resolve_paths("")).absolute()
         check = check_local_output(folder, not runner.plan.is_local)
-        yield from within(lambda: [*check], str(folder))
+        yield from with_timeout(lambda: [*check], str(folder))
 
 
 def _check_writer(runner: RunnerPlan, sample: list[Document]) -> Iterator[Finding]:
@@ -301,7 +301,9 @@ def check_rules_of_hub(plan: RunPlan, step: InferenceRunner) -> Iterator[Finding
 
 
 def check_endpoints(config: InferenceConfig) -> Iterator[Finding]:
-    answers = within(lambda: event_loop.run(ask_endpoints(config)), setting_name("endpoint_url"))
+    answers = with_timeout(
+        lambda: event_loop.run(ask_endpoints(config)), setting_name("endpoint_url")
+    )
     silent: State = "warning"
     if all(answer.cause for answer in answers):
         silent = "problem"

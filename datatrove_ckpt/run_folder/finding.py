@@ -70,7 +70,7 @@ def run_check(
         yield Finding("problem", what, text, subject, error)
 
 
-def within(function: Callable[[], T], place: str) -> T:
+def with_timeout(function: Callable[[], T], place: str) -> T:
     """Calls a function, for ``REMOTE_SECONDS`` at most.
 
     Raises:

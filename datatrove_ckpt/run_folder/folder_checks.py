@@ -25,7 +25,7 @@ from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import CheckpointError
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.run_folder.filesystems import FilesystemTraits, file_system
-from datatrove_ckpt.run_folder.finding import Finding, RemoteFailed, within
+from datatrove_ckpt.run_folder.finding import Finding, RemoteFailed, with_timeout
 
 PROBE = ".datatrove-ckpt-probe-"
 
@@ -202,7 +202,7 @@ def check_remote(place: str | DataFolder) -> Iterator[Finding]:
         )
         return
     try:
-        yield within(partial(probe_object, folder), url)
+        yield with_timeout(partial(probe_object, folder), url)
     except RemoteFailed as error:
         advice = "" if hub_refusal(error) else " Correct the address, the key or its permissions."
         yield Finding("problem", "reachable", f"{error}{advice}")

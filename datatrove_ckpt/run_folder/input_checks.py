@@ -27,7 +27,7 @@ from datatrove_ckpt.readers.inputs import (
     list_input,
     refuse_pointers,
 )
-from datatrove_ckpt.run_folder.finding import Finding, State, within
+from datatrove_ckpt.run_folder.finding import Finding, State, with_timeout
 from datatrove_ckpt.run_folder.run_plan import RunPlan
 
 _SAMPLE_DOCUMENTS = 1000
@@ -54,13 +54,13 @@ def check_input(reader: BaseReader, plan: RunPlan, sample: list[Document]) -> It
     tried = reader
     if is_dataset:
         tried = reader.preview()
-    inputs = within(partial(list_files, setting_name("data_folder"), tried), where)
+    inputs = with_timeout(partial(list_files, setting_name("data_folder"), tried), where)
     names = list(inputs.names)
     if isinstance(reader, BatchReader) and reader.data_folder.is_local():
         reader.check()
     documents: list[Document] = []
     refused: dict[int, NoDocuments] = {}
-    within(partial(_read_some, tried, len(names), documents, refused), where)
+    with_timeout(partial(_read_some, tried, len(names), documents, refused), where)
     if not is_dataset:
         for first in range(min(len(names), tasks)):
             if refused.keys() >= set(range(first, len(names), tasks)):

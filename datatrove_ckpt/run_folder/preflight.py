@@ -22,7 +22,7 @@ from datatrove_ckpt.mirror import restore
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder import earlier_runs
 from datatrove_ckpt.run_folder.environment_checks import check_environment, check_hub
-from datatrove_ckpt.run_folder.finding import Finding, run_check, within
+from datatrove_ckpt.run_folder.finding import Finding, run_check, with_timeout
 from datatrove_ckpt.run_folder.run_plan import (
     RunPlan,
     WrongMarker,
@@ -53,7 +53,7 @@ def _doctor_earlier_runs(plan: RunPlan, with_output: bool) -> Iterator[Finding]:
         mirror = runner.step.checkpoints_remote_dir
         if mirror is None:
             continue
-        names = within(partial(restore.find_outdated, mirror, root, needed=()), mirror)
+        names = with_timeout(partial(restore.find_outdated, mirror, root, needed=()), mirror)
         if names:
             text = (
                 f"another node has continued {plural(len(names), 'task')} of this node. A run "
@@ -64,7 +64,7 @@ def _doctor_earlier_runs(plan: RunPlan, with_output: bool) -> Iterator[Finding]:
             return
     with plan.with_mirrors() as seen:
         check = comparisons(seen, with_output)
-        yield from within(lambda: [*check], "what earlier runs left")
+        yield from with_timeout(lambda: [*check], "what earlier runs left")
 
 
 def comparisons(plan: RunPlan, with_output: bool = True) -> Iterator[Finding]:

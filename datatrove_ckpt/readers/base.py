@@ -36,8 +36,8 @@ from datatrove_ckpt.readers.inputs import (
     InputFiles,
     list_input,
     metadata_hash,
-    misfit,
     path_columns,
+    position_mismatch,
     record_reader,
     shorten,
     shuffled_names,
@@ -206,7 +206,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if start.finished_digest is not None:
             count = int(start.finished_digest.partition(":")[0] or 0)
             if count > len(inputs.names) or str(inputs.digest(count)) != start.finished_digest:
-                raise misfit(
+                raise position_mismatch(
                     f"One of the first {count} input files of {self.data_folder.path}, which were "
                     "read before, is gone, new, renamed or resized."
                 )
@@ -482,7 +482,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         made_by = f"{state.get('reader')!r} (version {state.get('version')})"
         ours = f"{self.format!r} (version {READER_VERSION})"
         if made_by != ours:
-            raise misfit(f"{where} was made by reader {made_by}, and this is {ours}.")
+            raise position_mismatch(f"{where} was made by reader {made_by}, and this is {ours}.")
         then = dict(state["options"])
         now = self._options()
         if "shard" in state:
@@ -498,11 +498,11 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             if old == new:
                 continue
             if key in hashed:
-                raise misfit(f"{where} was made with other {key}, now {hashed[key]}.")
-            raise misfit(f"{where} was made with {key}={old!r}, now {new!r}.")
+                raise position_mismatch(f"{where} was made with other {key}, now {hashed[key]}.")
+            raise position_mismatch(f"{where} was made with {key}={old!r}, now {new!r}.")
         documents = state.get("documents", 0)
         if 0 <= self.limit < documents:
-            raise misfit(
+            raise position_mismatch(
                 f"{where} comes after {documents} documents, and limit is now {self.limit}.",
                 f"Set limit to at least {documents}",
             )
@@ -571,8 +571,10 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             self._check_read_part(name, file_position)
             return
         if has_same_size:
-            raise misfit(f"The input file {name!r} has changed.")
-        raise misfit(f"The input file {name!r} had {then['size']} bytes, and has {size}.")
+            raise position_mismatch(f"The input file {name!r} has changed.")
+        raise position_mismatch(
+            f"The input file {name!r} had {then['size']} bytes, and has {size}."
+        )
 
     def _refuse_without_documents(self, name: str, damaged: bool) -> None:
         refuse_file_without_documents(self, name, damaged)

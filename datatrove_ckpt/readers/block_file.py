@@ -21,7 +21,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.input_errors import naming_hub_input, refuse_equal_names
 from datatrove_ckpt.readers.input_progress import FileProgress
-from datatrove_ckpt.readers.inputs import misfit
+from datatrove_ckpt.readers.inputs import position_mismatch
 from datatrove_ckpt.readers.positions import FilePosition, Row, RowBlock
 
 _PART_BYTES = 2**25  # a thousand rows with pictures may be 10 GB
@@ -188,7 +188,7 @@ def check_columns(found: Sequence[str], wanted: Sequence[str] | None, name: str)
 
 
 def changed_error(name: str) -> CheckpointMismatch:
-    return misfit(f"The input file {name!r} has changed since its rows were counted.")
+    return position_mismatch(f"The input file {name!r} has changed since its rows were counted.")
 
 
 def _python_rows(batch: pa.Table, name: str) -> list[Row]:

@@ -20,7 +20,7 @@ from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import open_content
 from datatrove_ckpt.readers.declared_types import DeclaredTypes
 from datatrove_ckpt.readers.input_errors import refuse_equal_names
-from datatrove_ckpt.readers.inputs import misfit, refuse_pointer
+from datatrove_ckpt.readers.inputs import position_mismatch, refuse_pointer
 from datatrove_ckpt.readers.positions import (
     PLAIN_INTEGER,
     BadRow,
@@ -100,7 +100,9 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
                     continue
                 if number == done:
                     if digest.intdigest() & PLAIN_INTEGER != kept_hash:
-                        raise misfit(f"The input file {name!r} has changed before line {line}.")
+                        raise position_mismatch(
+                            f"The input file {name!r} has changed before line {line}."
+                        )
                     continue
                 extent.per = stored.tell() / number
                 row: Row | BadRow
@@ -114,7 +116,9 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
                     )
                 yield row, number - 1, (number, digest.intdigest()), line
             if number < done:
-                raise misfit(f"The input file {name!r} had {done} rows or more, and has {number}.")
+                raise position_mismatch(
+                    f"The input file {name!r} had {done} rows or more, and has {number}."
+                )
             extent.end = stored.tell()
 
 

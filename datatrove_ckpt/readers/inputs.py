@@ -45,7 +45,7 @@ _TAGS = (
 )
 
 
-def misfit(problem: str, advice: str = "Restore it") -> CheckpointMismatch:
+def position_mismatch(problem: str, advice: str = "Restore it") -> CheckpointMismatch:
     """Returns the error for a position that does not fit its input: the way out is other folders in
     a pipeline, no state in a training.
     """
@@ -151,7 +151,7 @@ class InputFiles:
         """Raises CheckpointMismatch unless a digest's state is of exactly these files."""
         now = self.digest(len(self.names))
         if not now.is_of(before):
-            raise misfit(
+            raise position_mismatch(
                 f"The input has changed: there were {before['files']} files of {before['bytes']} "
                 f"bytes, and there are {now.files} of {now.bytes} bytes."
             )
@@ -161,7 +161,7 @@ class InputFiles:
         try:
             return self.size(index)
         except FileNotFoundError as error:
-            raise misfit(f"The input file {self.names[index]!r} is gone.") from error
+            raise position_mismatch(f"The input file {self.names[index]!r} is gone.") from error
 
     def check_before(self, state: State) -> InputDigest:
         """Returns the digest of the files before the state's current one.
@@ -177,11 +177,11 @@ class InputFiles:
             if digest.is_of(before):
                 return digest
         if current not in map(shorten, self.names):
-            raise misfit(
+            raise position_mismatch(
                 f"The input has changed: the file {current!r}, which the position is in, is gone "
                 "or has another name."
             )
-        raise misfit(
+        raise position_mismatch(
             f"The input has changed: {before['files']} files of {before['bytes']} bytes were read "
             f"before {current!r}, and the files before it now are not the same."
         )

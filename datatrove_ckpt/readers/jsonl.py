@@ -41,7 +41,7 @@ from datatrove_ckpt.readers.compressed import (
 from datatrove_ckpt.readers.declared_types import DeclaredTypes
 from datatrove_ckpt.readers.empty_input import MAX_LINE_BYTES, read_line, refuse_array
 from datatrove_ckpt.readers.input_progress import FileProgress
-from datatrove_ckpt.readers.inputs import misfit, refuse_pointer
+from datatrove_ckpt.readers.inputs import position_mismatch, refuse_pointer
 from datatrove_ckpt.readers.positions import (
     PLAIN_INTEGER,
     BadRow,
@@ -162,7 +162,7 @@ def _opens_array(line: bytes) -> bool:
 def _read_exactly(file: IO[bytes], count: int, name: str) -> bytes:
     data = file.read(count)
     if len(data) < count:
-        raise misfit(f"The input file {name!r} ends before the saved position.")
+        raise position_mismatch(f"The input file {name!r} ends before the saved position.")
     return data
 
 
@@ -280,12 +280,12 @@ class LineBlocks(BlockFile):
             if not line.endswith((b"\n", b"\r")):
                 following = file.read(1)
         if xxh3_64_intdigest(line, xxh3_64_intdigest(head)) & PLAIN_INTEGER != line_hash:
-            raise misfit(
+            raise position_mismatch(
                 f"The input file {self.name!r} has changed before byte {offset} of its content, "
                 "the saved position."
             )
         if following and not (self._is_plain and following in b"\n\r"):
-            raise misfit(
+            raise position_mismatch(
                 f"The line of the input file {self.name!r} that starts at byte {start} was the "
                 "last one when it was read, and has grown."
             )

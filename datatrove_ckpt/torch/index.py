@@ -26,7 +26,7 @@ from datatrove_ckpt.common.lazy_pyarrow import pa
 from datatrove_ckpt.readers.block_file import Rows
 from datatrove_ckpt.readers.blocks import Block, BlockInput, UnifiedSchema
 from datatrove_ckpt.readers.choose_reader import FilesReader
-from datatrove_ckpt.readers.inputs import misfit
+from datatrove_ckpt.readers.inputs import position_mismatch
 from datatrove_ckpt.readers.positions import Row, State
 from datatrove_ckpt.torch.order import BlockTable, EpochOrder, Numbers, OpenWindow
 from datatrove_ckpt.torch.states import check_settings
@@ -239,7 +239,7 @@ class InputIndex:
         kept = then["content"]
         other_rows = [then["rows"], then["blocks"]] != [now["rows"], now["blocks"]]
         if other_rows or (kept != now["content"] and kept[0] == now["content"][0]):
-            raise misfit(
+            raise position_mismatch(
                 "The input has changed: the files have the same names and sizes as when the state "
                 f"was made, but another content: they had {then['rows']} rows, and have "
                 f"{now['rows']}."

@@ -525,7 +525,7 @@ ONE_TYPE = (
 )
 
 
-def misfits(first: Schema, later: Schema, inside: str = "") -> list[SchemaMismatch]:
+def schema_mismatches(first: Schema, later: Schema, inside: str = "") -> list[SchemaMismatch]:
     """Returns why a file does not load after another one. ``inside``: a struct's column, a dot."""
     known = {field.name: field for field in first}
     found: list[SchemaMismatch] = []
@@ -550,7 +550,7 @@ def _misfits(first: Field, later: Field, column: str) -> Iterator[SchemaMismatch
         if not (pa.types.is_string(new) or pa.types.is_large_string(new)):
             yield SchemaMismatch(column, no_value, str(new))
     elif pa.types.is_struct(old) and pa.types.is_struct(new):
-        yield from misfits(old, new, f"{column}.")
+        yield from schema_mismatches(old, new, f"{column}.")
     elif pa.types.is_list(old) and pa.types.is_list(new):
         yield from _misfits(old.value_field, new.value_field, f"{column}[]")
     elif not _takes(old, new, column):
@@ -604,7 +604,7 @@ class RankColumns:
         self.guess = schema
         both = sorted([*self._first, (chunk_index, schema)], key=itemgetter(0))
         self._first = both[:1]
-        found = misfits(both[0][1], both[-1][1])
+        found = schema_mismatches(both[0][1], both[-1][1])
         new = [misfit for misfit in found if misfit.column not in self._warned]
         self._warned.update(misfit.column for misfit in new)
         return new

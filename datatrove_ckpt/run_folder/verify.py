@@ -38,7 +38,7 @@ from datatrove_ckpt.checkpoint.rank_summary import (
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import plural, repair_command
 from datatrove_ckpt.output.arrow_types import Schema
-from datatrove_ckpt.output.chunk_writing import misfits, read_schema
+from datatrove_ckpt.output.chunk_writing import read_schema, schema_mismatches
 from datatrove_ckpt.output.committed import (
     STRAY_ADVICE,
     OutputListing,
@@ -568,7 +568,7 @@ def check_columns(report: VerifyReport) -> Iterator[Problem]:
         if schema is None:
             continue
         first, expected = firsts.setdefault(dirname(path), (path, schema))
-        for why in misfits(expected, schema):
+        for why in schema_mismatches(expected, schema):
             message = (
                 f"{path} does not load after {first}, or as text: column {why.column!r} is "
                 f"{why.later} there, and {why.first} in the first file, whose types loaders take. "

@@ -16,8 +16,8 @@ from datatrove_ckpt.output.chunk_writing import (
     RankColumns,
     SchemaMismatch,
     infers_schema,
-    misfits,
     raw_types,
+    schema_mismatches,
 )
 
 VALUES = {
@@ -72,7 +72,7 @@ def without_none(value):
 def test_files_that_fit_load_as_one_with_the_values_that_they_have(files):
     fitting = 0
     for first, later in itertools.permutations(files, 2):
-        if not misfits(pq.read_schema(files[first]), pq.read_schema(files[later])):
+        if not schema_mismatches(pq.read_schema(files[first]), pq.read_schema(files[later])):
             read = rows(files[first], files[later])
             assert read is not None, (first, later)
             assert without_none(read) == without_none([VALUES[later]] * 2), (first, later)
@@ -83,7 +83,12 @@ def test_files_that_fit_load_as_one_with_the_values_that_they_have(files):
 def test_all_misfits_are_found_also_inside_dicts_and_lists():
     first = schema_of({"a": None, "b": [{"c": 1, "d": None}]})
     later = schema_of({"a": 1, "b": [{"c": 0.5, "d": b"x"}], "e": 2})
-    assert [one.column for one in misfits(first, later)] == ["c.a", "c.b[].c", "c.b[].d", "c.e"]
+    assert [one.column for one in schema_mismatches(first, later)] == [
+        "c.a",
+        "c.b[].c",
+        "c.b[].d",
+        "c.e",
+    ]
 
 
 def test_any_two_types_are_united_in_either_order_or_in_none():

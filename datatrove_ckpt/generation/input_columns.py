@@ -18,7 +18,14 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.common.lazy_pyarrow import pa, pq
 from datatrove_ckpt.errors import CheckpointCorrupt, InputError
-from datatrove_ckpt.output.arrow_types import NO_TYPES, DataType, Schema, TypeConflict, Types, unite
+from datatrove_ckpt.output.arrow_types import (
+    NO_TYPES,
+    DataType,
+    Schema,
+    TypeConflict,
+    Types,
+    unify_types,
+)
 from datatrove_ckpt.output.chunk_writing import infers_schema
 from datatrove_ckpt.output.document_codec import is_usual
 from datatrove_ckpt.output.formats import CSV
@@ -97,7 +104,7 @@ def _found_types(documents: Iterable[Document]) -> dict[str, DataType]:
         for file, schema in reader.schemas():
             for path, kind in _columns(reader, schema):
                 try:
-                    types[path] = unite(types.get(path), kind, path)
+                    types[path] = unify_types(types.get(path), kind, path)
                 except TypeConflict as clash:
                     if len(readers) == len(steps):
                         name = path.removeprefix(_METADATA)

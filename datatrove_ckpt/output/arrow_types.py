@@ -74,7 +74,7 @@ def type_of(values: list[object], column: str, given: Types = NO_TYPES) -> DataT
         of_kind = values
         if len(kinds) > 1 and plain not in by_type_alone:
             of_kind = [value for value in values if type(value) is kind]
-        found = unite(
+        found = unify_types(
             found, by_type_alone.get(plain) or _type_of_one(plain, of_kind, column, given), column
         )
     return found
@@ -106,7 +106,7 @@ def _type_of_one(kind: type, values: list[Any], column: str, given: Types) -> Da
         found = pa.infer_type(values)
     else:
         for value in zones.values():
-            found = unite(found, pa.infer_type([value]), column)
+            found = unify_types(found, pa.infer_type([value]), column)
     # Arrow infers microseconds also for pandas' nanoseconds.
     if any(getattr(value, "nanosecond", 0) for value in values):
         return pa.timestamp("ns", found.tz)
@@ -273,7 +273,7 @@ def _struct(values: list[dict[object, object]], column: str, given: Types) -> Da
     if types.keys() >= {"tool_calls", "logprobs", "choices"}:
         for key, kind in _of_whole_results().items():
             with suppress(TypeConflict):  # a server with other forms
-                types[key] = unite(kind, types[key], key)
+                types[key] = unify_types(kind, types[key], key)
     return pa.struct(list(types.items()))
 
 
@@ -292,7 +292,7 @@ def _of_whole_results() -> dict[str, DataType]:
     return {name: type_of([value], name) for name, value in whole.items()}
 
 
-def unite(old: DataType, new: DataType, column: str) -> DataType:
+def unify_types(old: DataType, new: DataType, column: str) -> DataType:
     """Returns the type that holds the values of both. None stands for no type.
 
     Raises:
@@ -305,15 +305,17 @@ def unite(old: DataType, new: DataType, column: str) -> DataType:
     if pa.types.is_struct(old) and pa.types.is_struct(new):
         fields = {field.name: field.type for field in old}
         for field in new:
-            fields[field.name] = unite(fields.get(field.name), field.type, f"{column}.{field.name}")
+            fields[field.name] = unify_types(
+                fields.get(field.name), field.type, f"{column}.{field.name}"
+            )
         return pa.struct(list(fields.items()))
     if is_any_list(old) and is_any_list(new):
-        return pa.list_(unite(old.value_type, new.value_type, f"{column}[]"))
+        return pa.list_(unify_types(old.value_type, new.value_type, f"{column}[]"))
     if pa.types.is_map(old) and pa.types.is_map(new):
-        keys = unite(old.key_type, new.key_type, f"{column}[]")
-        return pa.map_(keys, unite(old.item_type, new.item_type, f"{column}[]"))
+        keys = unify_types(old.key_type, new.key_type, f"{column}[]")
+        return pa.map_(keys, unify_types(old.item_type, new.item_type, f"{column}[]"))
     if pa.types.is_dictionary(old) or pa.types.is_dictionary(new):
-        return unite(_decoded(old), _decoded(new), column)
+        return unify_types(_decoded(old), _decoded(new), column)
     both = _unite_leaves(old, new)
     if both is None:
         raise TypeConflict(column, old, new)

@@ -70,7 +70,7 @@ from datatrove_ckpt.output.arrow_types import (
     for_arrow,
     has_other_form,
     type_of,
-    unite,
+    unify_types,
 )
 from datatrove_ckpt.output.committed import (
     CommittedFile,
@@ -438,7 +438,7 @@ class ColumnTypes:
         """Raises TypeConflict, what ``type_of`` raises, or ValueError: values are too deep."""
         for name in dict.fromkeys(name for row in rows for name in row):
             kind = type_of([row.get(name) for row in rows], name, self._given)
-            self.types[name] = unite(self.types.get(name), kind, name)
+            self.types[name] = unify_types(self.types.get(name), kind, name)
             levels = _levels(self.types[name])
             if levels > _MOST_LEVELS:
                 raise ValueError(
@@ -561,7 +561,7 @@ def _takes(old: DataType, new: DataType, column: str) -> bool:
     if old.equals(new):
         return True
     try:
-        both = unite(old, new, column)
+        both = unify_types(old, new, column)
     except TypeConflict:
         return False
     # Time zones differ only in display.
@@ -599,7 +599,7 @@ class RankColumns:
         # A new dict: ``_name_culprit`` needs the types of the chunks before.
         raw = raw_types(schema).items()
         self.known = self.known | {
-            name: unite(self.known.get(name), kind, name) for name, kind in raw
+            name: unify_types(self.known.get(name), kind, name) for name, kind in raw
         }
         self.guess = schema
         both = sorted([*self._first, (chunk_index, schema)], key=itemgetter(0))

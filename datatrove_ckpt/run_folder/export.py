@@ -24,7 +24,7 @@ from datatrove_ckpt.output.arrow_types import (
     TypeConflict,
     to_arrow,
     type_of,
-    unite,
+    unify_types,
 )
 from datatrove_ckpt.output.csv_writer import line
 from datatrove_ckpt.output.document_codec import for_orjson
@@ -98,7 +98,7 @@ def _united(columns: Iterable[tuple[str, DataType]]) -> Schema:
     types = dict[str, DataType]()
     try:
         for name, kind in columns:
-            types[name] = unite(types.get(name), kind, name)
+            types[name] = unify_types(types.get(name), kind, name)
     except (TypeConflict, ValueError, TypeError) as error:
         raise errors.OutputFailed(
             f"Nothing was exported: {error}. A .jsonl or .csv file takes them."

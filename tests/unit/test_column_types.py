@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
-from datatrove_ckpt.output.arrow_types import TypeConflict, unite
+from datatrove_ckpt.output.arrow_types import TypeConflict, unify_types
 from datatrove_ckpt.output.chunk_writing import (
     ColumnTypes,
     RankColumns,
@@ -97,13 +97,13 @@ def test_any_two_types_are_united_in_either_order_or_in_none():
         for pair in ((one, other), (other, one)):
             types = [raw_types(schema_of(value))["c"] for value in pair]
             try:
-                both = unite(types[0], types[1], "c")
+                both = unify_types(types[0], types[1], "c")
             except TypeConflict as error:
                 assert error.column.startswith("c")
                 outcomes.append(None)
             else:
-                assert unite(both, types[0], "c").equals(both)
-                assert unite(both, types[1], "c").equals(both)
+                assert unify_types(both, types[0], "c").equals(both)
+                assert unify_types(both, types[1], "c").equals(both)
                 outcomes.append(both if not pa.types.is_nested(both) else "nested")
         assert outcomes[0] == outcomes[1], (one, other)
 

@@ -118,12 +118,12 @@ def holds(kind: DataType, values: Collection[Any]) -> bool:
     if _UUID in str(kind) and str(kind) != _UUID:
         return False  # Arrow makes no lists and structs of them from values
     try:
-        return not changed(kind, values)
+        return not altered_values(kind, values)
     except (pa.ArrowException, ValueError, TypeError, OverflowError):
         return False
 
 
-def changed(kind: DataType, values: Collection[Any], loosely: bool = False) -> list[Any]:
+def altered_values(kind: DataType, values: Collection[Any], loosely: bool = False) -> list[Any]:
     """Returns values that a column of the type does not give back.
 
     Args:
@@ -138,7 +138,7 @@ def changed(kind: DataType, values: Collection[Any], loosely: bool = False) -> l
     if python_types == {list} and is_any_list(kind):
         size = getattr(kind, "list_size", None)
         if size is None or all(len(value) == size for value in values):
-            return changed(kind.value_type, [*chain.from_iterable(values)], loosely)
+            return altered_values(kind.value_type, [*chain.from_iterable(values)], loosely)
     column = to_arrow(kind, values)
     if python_types == {str} and is_text(kind):
         return []

@@ -66,7 +66,7 @@ from datatrove_ckpt.output.arrow_types import (
     Schema,
     TypeConflict,
     Types,
-    changed,
+    altered_values,
     for_arrow,
     has_other_form,
     type_of,
@@ -620,7 +620,7 @@ def check_rows(rows: list[Row], schema: Schema) -> None:
         if not field.nullable and any(value is None for value in values):
             raise TypeConflict(field.name, f"{field.type} not null", "without a value")
         try:
-            lost = changed(field.type, values, loosely=True)
+            lost = altered_values(field.type, values, loosely=True)
         except (ValueError, TypeError, OverflowError) as error:  # as Arrow's own are
             found = f"{_name(values[0], field.name)} ({safe_text(error)})"
             raise TypeConflict(field.name, field.type, found) from error

@@ -278,7 +278,7 @@ def main():
                     given.rows / median(results, "seconds"),
                     median(results, "cpu") / given.rows * 1e6,
                 )
-                other = ", ".join(results[0]["changed"])
+                other = ", ".join(results[0]["altered_values"])
                 lines.append([shape, way, rate, micros, median(results, "mib"), other])
     print(markdown(["shape", "way", "rows/s", "us CPU/row", "MiB", "changed"], lines))
 

@@ -28,7 +28,7 @@ from datatrove_ckpt.common.formatting import did_you_mean, missing_package
 from datatrove_ckpt.common.setting_types import (
     alternatives,
     check_value,
-    in_words,
+    describe_types,
     is_callable,
     is_class,
     origin,
@@ -171,7 +171,7 @@ def _build(node: object, place: str, kinds: Sequence[object]) -> object:
     origins = [Callable if is_callable(kind) else origin(kind) for kind in kinds]
     is_wanted = any(inspect.isclass(one) and issubclass(found, one) for one in origins)
     if not (is_wanted or Any in kinds):
-        raise ConfigError(f"{shown} is not {in_words(kinds)}.")
+        raise ConfigError(f"{shown} is not {describe_types(kinds)}.")
     label = place
     if place == "executor" or place.endswith("]"):
         label = form() or f"{place} {found.__name__}"

@@ -154,7 +154,7 @@ def check_value(name: str, hint: object, value: object) -> None:
         advice = f"; write [{value}]."
     elif isinstance(value, dict) and list(value.values()) == [None] and str in kinds:
         advice = f"; write '{{{next(iter(value))}}}', in quotes."  # YAML's {text}
-    raise ConfigError(f"{text} is not {in_words(kinds)}{advice}", setting=name)
+    raise ConfigError(f"{text} is not {describe_types(kinds)}{advice}", setting=name)
 
 
 _LIST = ((list, tuple), "a list such as [a, b]")
@@ -210,7 +210,7 @@ def show(value: object) -> str:
     return f"{text[:57]}..."
 
 
-def in_words(kinds: Sequence[object]) -> str:
+def describe_types(kinds: Sequence[object]) -> str:
     """Returns the allowed alternatives: "auto or a whole number", "one of gzip, zstd, null"."""
     if str in kinds:  # a user who can give a string does not give an object, such as a DataFolder
         kinds = [kind for kind in kinds if not any(map(is_class, (kind, *typing.get_args(kind))))]

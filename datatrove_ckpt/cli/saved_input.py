@@ -17,7 +17,7 @@ from datatrove_ckpt.errors import ConfigError
 _FOLDER = "input"
 
 
-def keep_lines(lines: Iterable[bytes], run_folder: Path, name: str) -> Path:
+def save_lines(lines: Iterable[bytes], run_folder: Path, name: str) -> Path:
     """Writes JSON lines, unless a run has begun with them.
 
     Raises:
@@ -52,7 +52,7 @@ def keep_rows(rows: object, run_folder: Path) -> Path:
             "input: takes a path, a list or an iterator of texts or dictionaries, a "
             f"DataFrame, or a dataset (one split); it is {type(rows).__name__}."
         )
-    return keep_lines(_lines(rows), run_folder, "rows")
+    return save_lines(_lines(rows), run_folder, "rows")
 
 
 def _lines(rows: Iterable[object]) -> Iterator[bytes]:

@@ -437,7 +437,7 @@ def _input(job: ShortJob, only_look: bool, rows: object) -> str:
             raise ConfigError(
                 "input: standard input holds no JSON lines. Save it, and name the file."
             )
-        return str(saved_input.keep_lines([content], job.root, "stdin"))
+        return str(saved_input.save_lines([content], job.root, "stdin"))
     path = job.root / "input" / "stdin.jsonl"
     if not (only_look or path.exists()):
         raise ConfigError("input: standard input is empty.")

@@ -28,7 +28,7 @@ def run(
     others, by name.
 
     Args:
-        input: as in ``ShortJob``; or rows, which are written to the run folder: see ``keep_rows``.
+        input: as in ``ShortJob``; or rows, which are written to the run folder: see ``save_rows``.
 
     Returns:
         The folder of the output, as a path; of a ``run_folder`` that is a URL, a URL. Both read

@@ -33,7 +33,7 @@ def save_lines(lines: Iterable[bytes], run_folder: Path, name: str) -> Path:
     return _compared(path, is_equal)
 
 
-def keep_rows(rows: object, run_folder: Path) -> Path:
+def save_rows(rows: object, run_folder: Path) -> Path:
     """Writes a table as Parquet, with its types, or else texts or dictionaries as JSON lines,
     unless a run has begun with them.
 

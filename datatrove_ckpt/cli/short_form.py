@@ -428,7 +428,7 @@ def _input(job: ShortJob, only_look: bool, rows: object) -> str:
             f"folder of this machine; it is {job.run_folder}. Give the path of a file."
         )
     if rows is not None:
-        return str(saved_input.keep_rows(rows, job.root))
+        return str(saved_input.save_rows(rows, job.root))
     content = b""
     if not (only_look or sys.stdin.isatty()):
         content = sys.stdin.buffer.read()

@@ -89,7 +89,7 @@ def _attempt_of(letter: Letter) -> Attempt:
     return letter["ordinal"], letter["attempts"]
 
 
-def taken_letters(root: Path, rank: int) -> dict[Attempt, bytes]:
+def retried_dead_letters(root: Path, rank: int) -> dict[Attempt, bytes]:
     """Returns the letters of a rank that its retries have taken, as lines."""
     return {
         _attempt_of(letter): orjson.dumps(letter)
@@ -151,7 +151,7 @@ def next_retry(root: Path, rank: int) -> DeadLetterRetry | None:
             return retry
         folders.append(retry.folder)
         last = number
-    taken = taken_letters(root, rank)
+    taken = retried_dead_letters(root, rank)
     letters = [
         letter
         for each in folders

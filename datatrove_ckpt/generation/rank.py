@@ -31,7 +31,7 @@ from datatrove_ckpt.errors import CkptError, ConfigError, LimitReached, WaitsFor
 from datatrove_ckpt.errors.setting_names import use
 from datatrove_ckpt.generation.blocked_loop import warn_when_blocked
 from datatrove_ckpt.generation.datatrove_errors import raised_for_scripts
-from datatrove_ckpt.generation.dead_letters import next_retry, taken_letters
+from datatrove_ckpt.generation.dead_letters import next_retry, retried_dead_letters
 from datatrove_ckpt.generation.document_limit import DocumentLimit
 from datatrove_ckpt.generation.document_runs import DocumentRuns
 from datatrove_ckpt.generation.failure_advice import offer_skipping
@@ -398,7 +398,7 @@ class _Run:
         step = self.step
         preemption = self.preemption
         failures = FailurePolicy(
-            step, checkpoint.resumed.finished.dead, taken_letters(self.root, self.rank)
+            step, checkpoint.resumed.finished.dead, retried_dead_letters(self.root, self.rank)
         )
         host = host_loop()
         shared_host = None

@@ -48,7 +48,7 @@ from datatrove_ckpt.generation.results import ResultEncoder
 from datatrove_ckpt.generation.run_identity import servers_digest
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.generation.scheduler import Scheduler
-from datatrove_ckpt.generation.user_frames import first_of
+from datatrove_ckpt.generation.user_frames import first_failure
 from datatrove_ckpt.generation.user_rollout import bind_shared, name_of, shared_arguments
 from datatrove_ckpt.inference.servers.host import ServerHost, check_servers
 from datatrove_ckpt.inference.servers.warm import one_rank
@@ -328,7 +328,7 @@ class _Run:
                     output.check_complete()
             completed = not again
         except BaseExceptionGroup as group:
-            error = first_of(group)
+            error = first_failure(group)
             # With answers that came while it stopped.
             if progress.has_answers() or step.retry_dead_letters:
                 offer_skipping(error)

@@ -11,7 +11,7 @@ from types import CodeType
 import datatrove_ckpt
 
 
-def first_of(error: BaseException) -> BaseException:
+def first_failure(error: BaseException) -> BaseException:
     """Returns the first failure of a group, from which the others followed."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -30,7 +30,7 @@ def raised_at(error: BaseException) -> str:
 
     For an error of a library, this is the user's call.
     """
-    places = [(frame.f_code, line) for frame, line in walk_tb(first_of(error).__traceback__)]
+    places = [(frame.f_code, line) for frame, line in walk_tb(first_failure(error).__traceback__)]
     if not places or is_package_code(places[-1][0]):
         return ""
     others = [place for place in places if not is_package_code(place[0])]

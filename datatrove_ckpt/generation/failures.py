@@ -27,7 +27,7 @@ from datatrove_ckpt.generation.dead_letters import (
 from datatrove_ckpt.generation.failure_advice import advice_for, describe_document
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
-from datatrove_ckpt.generation.user_frames import raised_at
+from datatrove_ckpt.generation.user_frames import user_frame_of
 from datatrove_ckpt.generation.user_rollout import NotAwaitable
 
 
@@ -87,7 +87,7 @@ class FailurePolicy:
                 error,
             )
         name = describe_document(source.id, ordinal)
-        cause = f"{cause_of(error).rstrip('.: ')}{raised_at(error)}"
+        cause = f"{cause_of(error).rstrip('.: ')}{user_frame_of(error)}"
         is_kept = self.step.checkpoints_local_dir is not None
         is_letter = (
             self.step.on_document_error == "dead_letter"

@@ -24,7 +24,7 @@ _INSTALLED = tuple(
 )
 
 
-def raised_at(error: BaseException) -> str:
+def user_frame_of(error: BaseException) -> str:
     """Returns the place in the user's code as ", in job.py, line 9 (rollout)"; "" if our own code
     raised the error.
 
@@ -39,7 +39,7 @@ def raised_at(error: BaseException) -> str:
 
 
 def called_at() -> str:
-    """Returns the user's call of our code, formatted as ``raised_at``; "" for a library's call."""
+    """Returns the user's call of our code, formatted as ``user_frame_of``; "" for a library's call."""
     for frame, line in walk_stack(sys._getframe()):
         # Not by its file: a dataclass has an __init__ without one.
         if str(frame.f_globals.get("__name__")).partition(".")[0] != datatrove_ckpt.__name__:
@@ -50,7 +50,7 @@ def called_at() -> str:
 
 
 def runs_at(thread: int) -> str:
-    """Returns what a thread runs in the user's code, formatted as ``raised_at``; "" if a callback
+    """Returns what a thread runs in the user's code, formatted as ``user_frame_of``; "" if a callback
     of ours runs, or none.
     """
     for frame, line in walk_stack(sys._current_frames().get(thread)):

@@ -19,7 +19,7 @@ from datatrove_ckpt.generation.bad_answers import acceptable
 from datatrove_ckpt.generation.document_answers import warn_once
 from datatrove_ckpt.generation.once import OnceCall, result_of
 from datatrove_ckpt.generation.requests import RolloutRequests
-from datatrove_ckpt.generation.user_frames import called_at
+from datatrove_ckpt.generation.user_frames import user_call_site
 from datatrove_ckpt.inference.client.responses import (
     Floats,
     api_for_path,
@@ -92,7 +92,7 @@ class BoundGenerate:
         answers = self._requests.answers
         if answers.have_ended:
             return wait_until_cancelled()
-        error = ConfigError(f"{wrong}{called_at()}.", setting="rollout_fn")
+        error = ConfigError(f"{wrong}{user_call_site()}.", setting="rollout_fn")
         answers.fail(error)
         raise error
 

@@ -38,7 +38,7 @@ def user_frame_of(error: BaseException) -> str:
     return _place(*(own or others)[-1])
 
 
-def called_at() -> str:
+def user_call_site() -> str:
     """Returns the user's call of our code, formatted as ``user_frame_of``; "" for a library's call."""
     for frame, line in walk_stack(sys._getframe()):
         # Not by its file: a dataclass has an __init__ without one.

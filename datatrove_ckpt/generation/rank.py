@@ -189,7 +189,7 @@ class _Run:
             "provider_batches: a rollout that sends k requests in a row takes k passes over the "
             "input, and each pass waits for its batches, a day at most."
         )
-        for number, documents in enumerate(passes_over(data)):
+        for number, documents in enumerate(input_passes(data)):
             if not self._take(documents, root, prefix, number == 0):
                 return
 
@@ -506,7 +506,7 @@ class _Run:
         )
 
 
-def passes_over(data: Iterable[Document]) -> Iterator[Iterable[Document]]:
+def input_passes(data: Iterable[Document]) -> Iterator[Iterable[Document]]:
     """Yields what runs the steps before the runner, for one pass after the other.
 
     Raises:

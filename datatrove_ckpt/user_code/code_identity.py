@@ -20,7 +20,7 @@ from datatrove_ckpt.user_code.description import (
     CodeDescription,
     describe,
     inspect_objects,
-    is_away,
+    is_detached,
 )
 from datatrove_ckpt.user_code.statements import digest
 
@@ -103,7 +103,7 @@ def code_identity(
         **_of_writer(output_writer),
     }
     before = None
-    if when_made is not None and any(map(is_away, inspect_objects(described).roots)):
+    if when_made is not None and any(map(is_detached, inspect_objects(described).roots)):
         before = when_made.made
     try:
         made = _shown(describe(described, before), output_writer)

@@ -334,7 +334,7 @@ class _Walk:
         self._subclasses = not known.isdisjoint(_SUBCLASSES)
         self._main = str(getattr(sys.modules["__main__"], "__file__", ""))
         self._roots = {home(root.file) for root in roots}
-        self.by_value = {self._main, *(home(root.file) for root in roots if is_away(root))}
+        self.by_value = {self._main, *(home(root.file) for root in roots if is_detached(root))}
         self._place = functools.cache(_find)
         self.words: set[str] = set()
         self.units: dict[Key, NameBinding] = {}
@@ -651,7 +651,7 @@ def _find(folder: str, level: int, module: str) -> str:
     return ""
 
 
-def is_away(root: CodeRoot) -> bool:
+def is_detached(root: CodeRoot) -> bool:
     """Returns whether a pickle brought the code by value into a program without its file."""
     space = getattr(root.thing, "__globals__", vars(root.thing))
     module = sys.modules.get(str(space.get("__name__", space.get("__module__"))))

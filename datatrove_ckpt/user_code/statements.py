@@ -347,7 +347,7 @@ class Statement:
         for call in self._calls:
             opens = name_of(call) == "open" and not _MODES.isdisjoint(map(_pattern, call.args))
             if opens or name_of(call) in _WRITING:
-                found |= words_of(call)
+                found |= identifiers_of(call)
         return found
 
     @property
@@ -367,9 +367,9 @@ class Statement:
         found: list[tuple[set[str], set[str], set[str]]] = []
         for node in self._of(_ASSIGNMENT | ast.keyword | _DEFINITION):
             targets = [*getattr(node, "targets", ()), getattr(node, "target", None)]
-            names = {name_of(node)}.union(*map(words_of, filter(None, targets)))
+            names = {name_of(node)}.union(*map(identifiers_of, filter(None, targets)))
             calls = {name_of(part) for part in ast.walk(node) if isinstance(part, ast.Call)}
-            found.append((names - {""}, calls, words_of(node)))
+            found.append((names - {""}, calls, identifiers_of(node)))
         return found
 
     def takes_all(self, function: str, variable: str) -> bool:
@@ -406,7 +406,7 @@ def _pattern(node: Any) -> str:
     return value if isinstance(node, ast.Constant) and isinstance(value, str) else ""
 
 
-def words_of(node: ast.AST) -> set[str]:
+def identifiers_of(node: ast.AST) -> set[str]:
     return {name_of(one) for one in ast.walk(node)} - {""}
 
 
@@ -529,7 +529,7 @@ def _apart(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
             for alias in node.names:
                 if getattr(node, "module", "") != "__future__":
                     yield ast.copy_location(type(node)(**{**vars(node), "names": [alias]}), node)
-        elif isinstance(node, ast.If) and "__name__" in words_of(node.test):
+        elif isinstance(node, ast.If) and "__name__" in identifiers_of(node.test):
             yield from _apart(node.body)
         elif "overload" not in map(name_of, getattr(node, "decorator_list", ())):
             yield node

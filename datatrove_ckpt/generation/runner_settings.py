@@ -392,7 +392,7 @@ class RunnerSettings(PipelineStep):
             # Refuses a submission before datatrove copies it and opens ``executor.pik``.
             names: script_names.ScriptNames | None = self.__getstate__().get("_script_names")
             if names is not None:
-                script_names.say_left(names)
+                script_names.warn_left_out(names)
             if launcher(outer).has_own_disks and not hasattr(outer, "sends_own_modules"):
                 logger.warning(
                     "datatrove's JobsPipelineExecutor: its jobs have this package only if "

@@ -115,7 +115,7 @@ def nothing_carried() -> Iterator[None]:
         _collecting.on = before
 
 
-def say_left(names: ScriptNames) -> None:
+def warn_left_out(names: ScriptNames) -> None:
     for name, reason in names.left.items():
         logger.warning(
             f"The script's {name} is not pickled with the job, because {reason}. If the rollout "

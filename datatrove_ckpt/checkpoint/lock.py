@@ -79,8 +79,8 @@ def name_holder(holder: dict[str, object]) -> str:
 
 
 def this_process() -> dict[str, object]:
-    """Returns host and pid, and where the pid is valid (``pid_namespace_id``); for a worker also the
-    pid of the ``command`` that started it.
+    """Returns host and pid, and where the pid is valid (``pid_namespace_id``); for a worker also
+    the pid of the ``command`` that started it.
     """
     module = sys.modules.get("multiprocess")  # it takes long to import
     parent = module.parent_process() if module is not None else None

@@ -415,7 +415,7 @@ class OpenCheckpoint:
         self._storage.call(self._files.write_shard, content)
         self._storage.call(self._publisher.finish)
 
-    def flush(self) -> None:
+    def flush_placement(self) -> None:
         """Puts published files in place without waiting for more, because the rank ends early."""
         self._output.placement.flush()
 

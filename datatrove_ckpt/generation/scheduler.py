@@ -90,7 +90,7 @@ class Scheduler:
 
     async def _save(self, documents: DocumentSource) -> None:
         if self.runs.parked:
-            self.checkpoint.flush()
+            self.checkpoint.flush_placement()
             while self.checkpoint.publishing:
                 await next_look()
             # A batch must not be sent before its requests are on the disk.
@@ -129,7 +129,7 @@ class Scheduler:
         # chunks that lack others.
         requests = self.requests
         while requests.limits.may_suffice() and (requests.documents or self.checkpoint.publishing):
-            self.checkpoint.flush()
+            self.checkpoint.flush_placement()
             await next_look()
             requests.limits.look()
             if self.shutdown.is_stopping:

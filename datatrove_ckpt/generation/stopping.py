@@ -118,7 +118,7 @@ def _log_drain(requests: RankContext, in_flight: int) -> None:
 
 async def _drain(requests: RankContext, models: list[RankModel]) -> None:
     """Waits until no request or call is in flight, and every document waits to begin one."""
-    requests.checkpoint.flush()
+    requests.checkpoint.flush_placement()
     # This must hold in two polls: an answer that has just come is yet to be passed to its rollout.
     quiet = 0.0
     while quiet < _GRACE_SECONDS:

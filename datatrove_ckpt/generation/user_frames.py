@@ -39,7 +39,9 @@ def user_frame_of(error: BaseException) -> str:
 
 
 def user_call_site() -> str:
-    """Returns the user's call of our code, formatted as ``user_frame_of``; "" for a library's call."""
+    """Returns the user's call of our code, formatted as ``user_frame_of``; "" for a library's
+    call.
+    """
     for frame, line in walk_stack(sys._getframe()):
         # Not by its file: a dataclass has an __init__ without one.
         if str(frame.f_globals.get("__name__")).partition(".")[0] != datatrove_ckpt.__name__:
@@ -50,8 +52,8 @@ def user_call_site() -> str:
 
 
 def runs_at(thread: int) -> str:
-    """Returns what a thread runs in the user's code, formatted as ``user_frame_of``; "" if a callback
-    of ours runs, or none.
+    """Returns what a thread runs in the user's code, formatted as ``user_frame_of``; "" if a
+    callback of ours runs, or none.
     """
     for frame, line in walk_stack(sys._current_frames().get(thread)):
         if is_package_code(frame.f_code):

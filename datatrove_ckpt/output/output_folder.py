@@ -216,8 +216,8 @@ class OutputFolder:
             retry = ", and with retry_dead_letters when it is done"
         raise OutputMismatch(
             f"{self.where}: output files differ from what was committed ({len(wrong)} of "
-            f"{len(committed)}): {first_names(shown)}. {moved}Put them back, or have them made again: "
-            f"{repair}, then run the same command again{retry}. Files that nobody touched were not "
+            f"{len(committed)}): {first_names(shown)}. {moved}Put them back, or have them made "
+            f"again: {repair}, then run the same command again{retry}. Files that nobody touched were not "
             f"read: datatrove-ckpt verify {shlex.quote(str(self.root))} --full does that."
         )
 

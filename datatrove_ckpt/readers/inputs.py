@@ -1,8 +1,8 @@
 """Checks that an input is still the one that a position was made for.
 
-A state is too small for ten thousand names and sizes. It keeps an ``InputDigest`` of finished files,
-and name, size and a hash of the first (and last) 64 kB of the current file. Finished files are not
-read again, which would cost what seeking saves.
+A state is too small for ten thousand names and sizes. It keeps an ``InputDigest`` of finished
+files, and name, size and a hash of the first (and last) 64 kB of the current file. Finished files
+are not read again, which would cost what seeking saves.
 """
 
 from __future__ import annotations

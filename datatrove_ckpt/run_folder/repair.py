@@ -252,8 +252,8 @@ def make_plan(report: VerifyReport, logging_dir: str | None) -> RepairPlan:
         if redo is None:
             continue
         plan.left += [
-            f"{describe_chunk(*rank.key, index)}: cannot be redone: it was made before the input grew "
-            "or records_per_chunk changed, and would not end where the next chunk starts. Start "
+            f"{describe_chunk(*rank.key, index)}: cannot be redone: it was made before the input "
+            "grew or records_per_chunk changed, and would not end where the next chunk starts. Start "
             f"this task over: remove {rank.folder} and its output."
             for index in redo.stuck
         ]

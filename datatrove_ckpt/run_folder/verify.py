@@ -523,8 +523,8 @@ def _check_uncommitted(report: VerifyReport, paths: Iterable[str]) -> Iterator[P
                 if not key.retry and 0 < report.tasks <= key.rank:
                     continue  # it ran with more tasks before
                 advice = (
-                    f"It is named like a file of {describe_chunk(*key)}, which has no checkpoint here: "
-                    "keep it until that is found."
+                    f"It is named like a file of {describe_chunk(*key)}, which has no checkpoint "
+                    "here: keep it until that is found."
                 )
             elif rank.state != "finished":
                 published = published_by(key.rank)

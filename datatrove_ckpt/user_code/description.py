@@ -11,8 +11,8 @@ Variables of modules are never compared by value: the statements that bind them 
 Installed packages are ignored. A file is parsed only if its text holds a name that is reached. The
 names of fields have no modules, so that a helper may move.
 
-``inspect_objects`` finds the values of partials, closures and attributes, and the user's functions and
-classes in them. ``_Walk`` follows the names in those.
+``inspect_objects`` finds the values of partials, closures and attributes, and the user's functions
+and classes in them. ``_Walk`` follows the names in those.
 """
 
 import argparse

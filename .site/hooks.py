@@ -1,5 +1,6 @@
 """Makes pages of what is not in docs/: README, the API, and the files that pages link to."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -27,6 +28,25 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     markdown = markdown.replace("](../README.md", "](index.md")
     return re.sub(r"\]\(\.\./(configs/)", r"](\1", markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    return re.sub(r"<table>\n<thead>.*?</table>", _name_cells, html, flags=re.DOTALL)
+
+
+def _name_cells(match: re.Match[str]) -> str:
+    """Gives each cell of a wide table its column's name, which extra.css shows on a phone."""
+    table = match[0]
+    heads = re.findall(r"<th.*?>(.*?)</th>", table)
+    if len(heads) < 3:
+        return table
+    names = itertools.cycle(re.sub(r"<.*?>", "", head).replace('"', "&quot;") for head in heads)
+    table = table.replace("<table>", "<table data-wide>")
+    return re.sub(r"<td\b", lambda _: _cell(next(names)), table)
+
+
+def _cell(name: str) -> str:
+    return f'<td data-column="{name}"' if name else "<td"
 
 
 def _api() -> str:

@@ -153,22 +153,39 @@ def fitting(payload, times):
     return "9"
 
 
-def test_each_task_runs_as_typed(here, command):
-    write_files(TASKS)
+@pytest.fixture
+def type_tasks(here, command):
+    """Types the lines of the page of tasks, each with further flags, in a folder with their input."""
     write_documents(here)
     for name in ("pictures/a.png", "scans/a.pdf"):
         Path(name).parent.mkdir()
         Image.new("RGB", (20, 10)).save(name)
+
+    def type_each(*flags):
+        for block in blocks("bash", TASKS):
+            for line in block.lines:
+                words = shlex.split(line)
+                if words[0] == "datatrove-ckpt":
+                    assert "1 dead" not in command(*words[1:], *flags).out, line
+                else:
+                    type_in(line)
+
+    return type_each
+
+
+@pytest.mark.slow
+def test_each_task_runs_without_a_server_as_the_page_says(type_tasks):
+    write_files(RECIPES)
+    flag = "--server-type dummy"
+    assert f"add `{flag}`" in (ROOT / TASKS).read_text().replace("\n", " ")
+    type_tasks(*flag.split())
+
+
+def test_each_task_runs_as_typed(type_tasks):
     with FakeServer(fitting) as server:
         server.paths = PATHS
         write_files(RECIPES, server)
-        for block in blocks("bash", TASKS):
-            for line in block.lines:
-                words = shlex.split(here_instead(line, server))
-                if words[0] == "datatrove-ckpt":
-                    assert "1 dead" not in command(*words[1:]).out, line
-                else:
-                    type_in(line)
+        type_tasks()
     pairs = [row.metadata for row in OutputPath("runs/pairs/output")]
     assert [(row["n"], row["question"], row["answer"]) for row in pairs[:3]] == [
         (0, "x", "x"),

@@ -94,6 +94,12 @@ def test_no_command_is_indented_where_no_test_would_run_it():
         ), name
 
 
+def test_no_empty_line_cuts_a_table():
+    for name, text in pages().items():
+        tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+        assert [table for table in tables if not re.match(r".*\n\|[-:| ]+\|\n", table)] == [], name
+
+
 def test_commands_that_run_elsewhere_are_in_a_page_and_are_covered_there():
     lines = {line for block in blocks("bash") for line in block.lines}
     assert set(RUN_ELSEWHERE) <= lines

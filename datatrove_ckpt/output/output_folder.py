@@ -217,8 +217,8 @@ class OutputFolder:
         raise OutputMismatch(
             f"{self.where}: output files differ from what was committed ({len(wrong)} of "
             f"{len(committed)}): {first_names(shown)}. {moved}Put them back, or have them made "
-            f"again: {repair}, then run the same command again{retry}. Files that nobody touched were not "
-            f"read: datatrove-ckpt verify {shlex.quote(str(self.root))} --full does that."
+            f"again: {repair}, then run the same command again{retry}. Files that nobody touched "
+            f"were not read: datatrove-ckpt verify {shlex.quote(str(self.root))} --full does that."
         )
 
     def refuse_foreign(

@@ -499,9 +499,9 @@ class HubTarget(_TargetOnHub):
         ignored = [file.name for file in uploaded if getattr(file.operation, "_should_ignore", 0)]
         if ignored:
             raise OutputFailed(
-                f"{self._hub.url}: the repository's .gitignore leaves {first_names(ignored)} out of "
-                "every commit. Change it, or choose another output_filename, and run the same command "
-                "again. Nothing that was saved is lost."
+                f"{self._hub.url}: the repository's .gitignore leaves {first_names(ignored)} out "
+                "of every commit. Change it, or choose another output_filename, and run the same "
+                "command again. Nothing that was saved is lost."
             )
         hashes = {file.name: file.content_hash for file in uploaded}
         intents.add(hashes)

@@ -253,8 +253,8 @@ def make_plan(report: VerifyReport, logging_dir: str | None) -> RepairPlan:
             continue
         plan.left += [
             f"{describe_chunk(*rank.key, index)}: cannot be redone: it was made before the input "
-            "grew or records_per_chunk changed, and would not end where the next chunk starts. Start "
-            f"this task over: remove {rank.folder} and its output."
+            "grew or records_per_chunk changed, and would not end where the next chunk starts. "
+            f"Start this task over: remove {rank.folder} and its output."
             for index in redo.stuck
         ]
         if redo.before is None or redo.commits:

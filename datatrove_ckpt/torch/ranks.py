@@ -43,10 +43,10 @@ class Ranks:
     They use a group of their own on the CPU, so that nothing waits for the GPUs.
 
     A call begins with ``barrier``: each rank notes its call in the store of torch.distributed, and
-    the first one waits for the others. After 20 seconds it reads their notes. It is an error if another
-    rank makes another call, if an ``if rank == 0:`` of the user's code leads to this call, so that
-    the others never come, or if a rank has ended and closed its connections. Without such evidence
-    they may be slow: a warning names them, and the rank goes on waiting.
+    the first one waits for the others. After 20 seconds it reads their notes. It is an error if
+    another rank makes another call, if an ``if rank == 0:`` of the user's code leads to this call,
+    so that the others never come, or if a rank has ended and closed its connections. Without such
+    evidence they may be slow: a warning names them, and the rank goes on waiting.
     """
 
     def __init__(self) -> None:

@@ -73,7 +73,7 @@ def test_a_forked_worker_that_outlives_its_runner_does_not_keep_the_rank_locked(
     code = f"""
 import multiprocessing, os, signal
 from pathlib import Path
-from datatrove_ckpt.checkpoint.files import Lock
+from datatrove_ckpt.checkpoint.lock import Lock
 lock = Lock(Path({str(tmp_path / "lock")!r}))
 if os.fork() == 0:
     print(os.getpid(), flush=True)

@@ -142,9 +142,9 @@ import datatrove_ckpt
 from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.process import notices
+from datatrove_ckpt.process import preemption_notices
 
-notices.POLL_SECONDS = 0.05
+preemption_notices.POLL_SECONDS = 0.05
 
 def documents(data, rank, world_size):
     yield from (Document(text=f"text {rank} {n}", id=f"{rank} {n}") for n in range(9))

@@ -3,6 +3,7 @@ they seem.
 """
 
 import ast
+import re
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -75,7 +76,7 @@ def modules():
         found[name] = Module(
             imports(nodes),
             ast.get_docstring(tree),
-            [node.name for node in nodes if isinstance(node, ast.ClassDef)],
+            [*class_names(tree, nodes)],
             {
                 node.attr
                 for node in nodes
@@ -86,6 +87,20 @@ def modules():
             packed(nodes),
         )
     return found
+
+
+def class_names(tree, nodes):
+    """Yields the names of classes and of a module's aliases for types, private ones without their
+    underscore.
+    """
+    for node in nodes:
+        if isinstance(node, ast.ClassDef):
+            yield node.name.lstrip("_")
+    for node in tree.body:
+        for target in getattr(node, "targets", [getattr(node, "target", None)]):
+            name = getattr(target, "id", "").lstrip("_")
+            if re.match("[A-Z][a-z]", name):
+                yield name
 
 
 def imports(nodes):

@@ -86,7 +86,7 @@ class RetryableError(Exception):
     """An attempt failed, and another one may succeed.
 
     Attributes:
-        retry_after: see ``retrying.asked_wait``.
+        retry_after: see ``retrying.retry_after``.
         unreachable: there was no complete HTTP answer.
         unsent: there was no connection, so the request was not sent.
         status: the HTTP status; 0 if there was none, or if it was 2xx.

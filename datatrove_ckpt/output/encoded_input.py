@@ -55,7 +55,7 @@ def as_read(document: Document) -> EncodedInput:
 
     A lone surrogate survives. A container that holds itself is cut off where it repeats.
     """
-    describe = _Description()
+    describe = _ValueDescription()
     try:
         data = dump(document_fields(document), describe)
     except Exception:
@@ -66,7 +66,7 @@ def as_read(document: Document) -> EncodedInput:
     return EncodedInput(data, len(data) + describe.hashed_bytes)
 
 
-class _Description:
+class _ValueDescription:
     """Describes values of a document that cannot be kept. Never raises.
 
     ``wrap`` makes plain JSON from anything: surrogates, keys of any type, containers that hold

@@ -81,15 +81,15 @@ def read_letters(path: Path) -> Iterator[Letter]:
                 yield orjson.loads(line)
 
 
-Attempt = tuple[int, int]
+LetterAttempt = tuple[int, int]
 """A document's ordinal, and the attempt that failed, counted from 1."""
 
 
-def _attempt_of(letter: Letter) -> Attempt:
+def _attempt_of(letter: Letter) -> LetterAttempt:
     return letter["ordinal"], letter["attempts"]
 
 
-def retried_dead_letters(root: Path, rank: int) -> dict[Attempt, bytes]:
+def retried_dead_letters(root: Path, rank: int) -> dict[LetterAttempt, bytes]:
     """Returns the letters of a rank that its retries have taken, as lines."""
     return {
         _attempt_of(letter): orjson.dumps(letter)

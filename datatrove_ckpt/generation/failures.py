@@ -18,8 +18,8 @@ from datatrove_ckpt import errors
 from datatrove_ckpt.common.formatting import plural, safe_repr, safe_text
 from datatrove_ckpt.generation.datatrove_errors import DocumentFailed
 from datatrove_ckpt.generation.dead_letters import (
-    Attempt,
     Letter,
+    LetterAttempt,
     cause_of,
     dead_letter,
     failure_of,
@@ -42,7 +42,7 @@ class FailurePolicy:
 
     step: RunnerSettings
     dead: int
-    taken: dict[Attempt, bytes]
+    taken: dict[LetterAttempt, bytes]
 
     def taken_letter(self, source: SourceDocument, ordinal: int) -> bytes | None:
         """Returns the letter that replaces processing the document; None: no retry has taken it.

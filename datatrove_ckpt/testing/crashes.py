@@ -248,7 +248,7 @@ def crash_at(number: int, folder: Path, torn: bool = False) -> Iterator[Crashing
         next(disk.survivors())
 
 
-Attempt = Callable[[Path], None]
+AttemptFunction = Callable[[Path], None]
 """One attempt of a job. It keeps everything below the folder that it is given."""
 
 
@@ -294,7 +294,7 @@ def outputs(folder: Path) -> dict[str, bytes]:
 
 
 def assert_same_output_after_crash(
-    run: Attempt,
+    run: AttemptFunction,
     folder: Path,
     *,
     output: str = "output",
@@ -302,7 +302,7 @@ def assert_same_output_after_crash(
     step: int = 1,
     torn: bool = False,
     disk_type: type[CopyingDisk] = CopyingDisk,
-    after_crash: Attempt = lambda folder: None,
+    after_crash: AttemptFunction = lambda folder: None,
     counted: tuple[str, ...] = (*EFFECTS, *REMOTE_EFFECTS),
 ) -> CrashReport:
     """Runs a job undisturbed, then from each folder that a crash at any effect leaves, and from

@@ -20,8 +20,8 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.states import Slot
 
-Tokens = npt.NDArray[Any]
-Columns = dict[str, Tokens]
+TokenArray = npt.NDArray[Any]
+Columns = dict[str, TokenArray]
 """By the name of the column."""
 Fill = int | Mapping[str, int]
 
@@ -116,7 +116,7 @@ class Packing(Iterator[Columns]):
         self._names = list(pack.columns)
         if pack.positions:
             self._names.append(_FIRST)
-        self._held: dict[str, list[Tokens]] = {name: [] for name in self._names}
+        self._held: dict[str, list[TokenArray]] = {name: [] for name in self._names}
         self._start = 0  # how much of the first array is in samples already
         self._count = 0
         for rest in rests:
@@ -180,7 +180,7 @@ class Packing(Iterator[Columns]):
             self._held[_FIRST].append(first)
         self._count += size
 
-    def _joined(self, name: str) -> Tokens:
+    def _joined(self, name: str) -> TokenArray:
         held = self._held[name]
         if len(held) > 1:
             held[:] = [np.concatenate(held)]
@@ -218,7 +218,7 @@ class Packing(Iterator[Columns]):
         return columns
 
 
-def _tokens(row: object, name: str, columns: int) -> Tokens:
+def _tokens(row: object, name: str, columns: int) -> TokenArray:
     """Makes an array of a column: integers as int64, for embeddings and losses of torch."""
     if isinstance(row, Mapping):
         if name not in row:
@@ -242,7 +242,7 @@ def _tokens(row: object, name: str, columns: int) -> Tokens:
     return tokens
 
 
-def _encoded(tokens: Tokens) -> list[str]:
+def _encoded(tokens: TokenArray) -> list[str]:
     """Encodes an array as its type and its bytes in base64.
 
     Integers get the smallest type that holds them.
@@ -255,6 +255,6 @@ def _encoded(tokens: Tokens) -> list[str]:
     return [tokens.dtype.str, base64.b64encode(tokens.tobytes()).decode()]
 
 
-def _decoded(encoded: list[str]) -> Tokens:
+def _decoded(encoded: list[str]) -> TokenArray:
     tokens = np.frombuffer(base64.b64decode(encoded[1]), encoded[0])
     return tokens.astype(np.int64 if tokens.dtype.kind in "iu" else tokens.dtype)

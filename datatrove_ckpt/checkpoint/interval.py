@@ -12,7 +12,7 @@ raise the interval to the maximum.
 from collections import deque
 from dataclasses import dataclass
 
-from datatrove_ckpt.common.setting_types import Seconds
+from datatrove_ckpt.common.setting_types import IntervalSeconds
 
 RECENT = 5
 
@@ -48,7 +48,7 @@ class Interval:
             saves.
     """
 
-    def __init__(self, setting: Seconds, tuning: Tuning) -> None:
+    def __init__(self, setting: IntervalSeconds, tuning: Tuning) -> None:
         self.seconds = tuning.first if setting == "auto" else setting
         self._is_fixed = setting != "auto"
         self._tuning = tuning

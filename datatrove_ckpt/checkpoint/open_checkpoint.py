@@ -55,7 +55,7 @@ from datatrove_ckpt.checkpoint.request_cache import (
 )
 from datatrove_ckpt.checkpoint.run_limits import RunTotals
 from datatrove_ckpt.checkpoint.storage_thread import MAX_BACKLOG_BYTES, StorageThread
-from datatrove_ckpt.common.setting_types import Seconds as SecondsOrAuto
+from datatrove_ckpt.common.setting_types import IntervalSeconds as SecondsOrAuto
 from datatrove_ckpt.common.threads import context_thread
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
 from datatrove_ckpt.process.shutdown import Shutdown

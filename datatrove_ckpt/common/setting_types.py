@@ -42,7 +42,7 @@ CountFromZero = Annotated[int, Range(">= 0", 0)]
 Port = Annotated[int, Range("from 1 to 65535", 1, 65535)]
 CountOrAll = Count | Literal[-1]
 Price = Annotated[float, Range(">= 0", 0, math.nextafter(math.inf, 0))]
-Seconds = Price | Literal["auto"]
+IntervalSeconds = Price | Literal["auto"]
 
 
 @functools.cache

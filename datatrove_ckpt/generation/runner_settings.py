@@ -25,7 +25,7 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.launchers import launcher
 from datatrove_ckpt.common.object_store import check_mirror
 from datatrove_ckpt.common.redaction import Veiled
-from datatrove_ckpt.common.setting_types import Count, NotNegative, Positive, Seconds, check
+from datatrove_ckpt.common.setting_types import Count, IntervalSeconds, NotNegative, Positive, check
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.config.inference_config import NodeGroup
 from datatrove_ckpt.config.models import models_of
@@ -71,14 +71,14 @@ class RunnerSettings(PipelineStep):
     max_dead_letters: int | None = None
     retry_dead_letters: bool = False
     seek: bool | None = None
-    sync_seconds: Seconds = 1.0
+    sync_seconds: IntervalSeconds = 1.0
     # Slurm kills 30 s (KillWait) after SIGTERM: 10 s are left to stop the server and requeue.
     drain_seconds: NotNegative = 20.0
     drain_signals: Sequence[str] = SIGNALS
     retry_errors: bool = False
     accept_changes: bool = False
     checkpoints_remote_dir: str | None = None
-    mirror_seconds: Seconds = 60.0
+    mirror_seconds: IntervalSeconds = 60.0
     hub_commit_seconds: NotNegative = 300.0
     hub_commits_per_hour: Count = 112
     monitoring: MonitoringConfig = None  # type: ignore[assignment]  # None until it is checked

@@ -32,7 +32,7 @@ from datatrove_ckpt.checkpoint.placement import PublicationStopped
 from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.object_store import ObjectStore
-from datatrove_ckpt.common.setting_types import Seconds
+from datatrove_ckpt.common.setting_types import IntervalSeconds
 from datatrove_ckpt.common.threads import context_thread
 from datatrove_ckpt.errors import ConfigError, StorageFailed, TooManyOpenFiles
 from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, VersionStore, VersionWriter
@@ -64,7 +64,7 @@ class RemoteMirror:
 
     url: str
     folder: Path
-    seconds: Seconds
+    seconds: IntervalSeconds
     shutdown: Shutdown = field(default_factory=Shutdown)
     job: bytes | None = None
 

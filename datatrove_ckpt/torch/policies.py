@@ -21,7 +21,13 @@ from typing import Any
 
 from loguru import logger
 
-from datatrove_ckpt.common.setting_types import Count, CountFromZero, Positive, Seconds, check
+from datatrove_ckpt.common.setting_types import (
+    Count,
+    CountFromZero,
+    IntervalSeconds,
+    Positive,
+    check,
+)
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.torch.step_folder import StepName
 
@@ -166,7 +172,7 @@ class EverySeconds(SavePolicy):
     ``mtbf_seconds``, the mean time between failures of the whole job (None: six hours).
     """
 
-    seconds: Seconds = "auto"
+    seconds: IntervalSeconds = "auto"
     mtbf_seconds: Positive | None = None
 
     def __post_init__(self) -> None:

@@ -36,7 +36,13 @@ from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.exits import exit_error
 from datatrove_ckpt.readers import SeekingReader
 from datatrove_ckpt.readers.pipeline import PipelineReaders, steps_before
-from datatrove_ckpt.readers.positions import Position, Reading, State, position_of, position_state
+from datatrove_ckpt.readers.positions import (
+    Position,
+    ReaderState,
+    Reading,
+    position_of,
+    position_state,
+)
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.step_records import StepRecord
 from datatrove_ckpt.readers.step_stats import STATS, StepStats
@@ -114,7 +120,7 @@ class SourceDocument:
         document: Document,
         read: EncodedInput,
         keep: bool,
-        stats: State | None,
+        stats: ReaderState | None,
         finished: Json | None,
     ) -> None:
         self.document = document
@@ -137,7 +143,7 @@ class SourceDocument:
             return as_read(self._as_read).data
         return self._as_read
 
-    def position(self) -> State | None:
+    def position(self) -> ReaderState | None:
         """Returns the reader's state right after this document; None if a resume cannot start
         there.
         """
@@ -188,7 +194,7 @@ class DocumentSource:
         self._closed = False
         self._ended = False
         self.error: BaseException | None = None
-        self._shard: State = {}
+        self._shard: ReaderState = {}
         self.handed_over = 0
         """Number of documents."""
         self._newest: Position | None = None
@@ -242,7 +248,7 @@ class DocumentSource:
             return InputPosition()
         return self._newest[2].progress(self._newest)
 
-    def shard(self) -> State:
+    def shard(self) -> ReaderState:
         """Returns the content of ``shard.json``: what was read, and the stats of the steps before
         the runner.
         """
@@ -345,7 +351,7 @@ class DocumentSource:
                 starts_over="anew",
             )
 
-    def save(self, document: Document, stats: State | None = None) -> State | None:
+    def save(self, document: Document, stats: ReaderState | None = None) -> ReaderState | None:
         """Returns the state after a resumable document. Called on the storage thread."""
         position = position_of(document)
         with self._lock:

@@ -51,9 +51,9 @@ from datatrove_ckpt.readers.positions import (
     Position,
     PositionedDocument,
     ReaderStart,
+    ReaderState,
     Row,
     RowBlock,
-    State,
     start_reader,
 )
 
@@ -71,9 +71,9 @@ A state keeps those that differ.
 class Stateful(Protocol):
     """A reader whose position can be saved and restored, as in torchdata."""
 
-    def state_dict(self) -> State: ...
+    def state_dict(self) -> ReaderState: ...
 
-    def load_state_dict(self, state_dict: State) -> None: ...
+    def load_state_dict(self, state_dict: ReaderState) -> None: ...
 
 
 class DamagedLine(DocumentError):
@@ -113,8 +113,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     """The options that decide which documents come before a position. A state keeps them."""
 
     _empty_warning: bool
-    _next_state: State | None = None
-    _start_state: State | None = None
+    _next_state: ReaderState | None = None
+    _start_state: ReaderState | None = None
     _position: Position | None = None
     _file_extent: FileProgress = FileProgress()
     _resolved: dict[str, str] | None = None
@@ -146,7 +146,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         self.path_columns = path_columns
         self.max_skipped = max_skipped
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> ReaderState:
         """Returns the position right after the last document that the reader yielded.
 
         Plain JSON, below 1 kB.
@@ -157,7 +157,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             return self._position[2].state(self._position)
         return self._start_state or self._reader_state(0)
 
-    def load_state_dict(self, state_dict: State) -> None:
+    def load_state_dict(self, state_dict: ReaderState) -> None:
         """Lets the next run resume there. That run checks the input."""
         self._next_state = state_dict
 
@@ -355,7 +355,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             return ()
         return [("types", self.types.schema())]
 
-    def list_inputs(self, rank: int, world_size: int, state: State | None) -> InputFiles:
+    def list_inputs(self, rank: int, world_size: int, state: ReaderState | None) -> InputFiles:
         names = list_input(self, afresh=state is not None, of_rank=True).names
         if not names and not self.paths_file:
             raise InputError(
@@ -461,7 +461,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             inputs.note_size(index, self._file_extent.end)
         digest.add(inputs.names[index], inputs.size(index))
 
-    def _reader_state(self, number: int) -> State:
+    def _reader_state(self, number: int) -> ReaderState:
         return {
             "version": READER_VERSION,
             "reader": self.format,
@@ -469,7 +469,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             "options": self._options(),
         }
 
-    def _checked_state(self, state: State | None, shard: list[int]) -> State | None:
+    def _checked_state(self, state: ReaderState | None, shard: list[int]) -> ReaderState | None:
         """Returns the state, or None if it is the state before the first document.
 
         Raises:
@@ -516,7 +516,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         start: ReaderStart,
         shard: list[int],
         digest: InputDigest,
-    ) -> State:
+    ) -> ReaderState:
         """Makes the part of a state that all documents of one file share.
 
         ``first``: the number of documents before the file.
@@ -537,7 +537,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             state["commit"] = inputs.commit
         return state
 
-    def _options(self) -> State:
+    def _options(self) -> ReaderState:
         options = {key: getattr(self, key) for key in self._order_options}
         options |= {
             key: getattr(self, key)
@@ -559,7 +559,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         }
 
     def _check_current_file(
-        self, inputs: InputFiles, index: int, then: State, file_position: FilePosition
+        self, inputs: InputFiles, index: int, then: ReaderState, file_position: FilePosition
     ) -> None:
         name = inputs.names[index]
         size = inputs.known_size(index)

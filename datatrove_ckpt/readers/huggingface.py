@@ -36,9 +36,9 @@ from datatrove_ckpt.readers.inputs import InputFiles, shorten
 from datatrove_ckpt.readers.positions import (
     FilePosition,
     FileRead,
+    ReaderState,
     Row,
     RowBlock,
-    State,
     job_revisions,
 )
 from datatrove_ckpt.readers.revisions import is_commit
@@ -154,10 +154,10 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         streamed.shuffle_files = False
         return streamed
 
-    def _options(self) -> State:
+    def _options(self) -> ReaderState:
         return super()._options() | {"dataset_options": shorten(self.chosen)}
 
-    def list_inputs(self, rank: int, world_size: int, state: State | None) -> InputFiles:
+    def list_inputs(self, rank: int, world_size: int, state: ReaderState | None) -> InputFiles:
         return self.list_dataset((state or {}).get("commit")).shard(rank, world_size)
 
     def _read_input(

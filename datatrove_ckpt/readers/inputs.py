@@ -26,7 +26,7 @@ from datatrove_ckpt.checkpoint.layout import is_input
 from datatrove_ckpt.common import JsonObject, retrying
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.readers.input_errors import is_on_hub, naming_hub_input
-from datatrove_ckpt.readers.positions import ALL_ROWS, State, in_pipeline
+from datatrove_ckpt.readers.positions import ALL_ROWS, ReaderState, in_pipeline
 from datatrove_ckpt.readers.shard_record import FileRecord, ReaderRecord
 from datatrove_ckpt.readers.step_records import plain_settings
 
@@ -147,7 +147,7 @@ class InputFiles:
             digest.add(self.names[index], self.known_size(index))
         return digest
 
-    def check_all(self, before: State) -> None:
+    def check_all(self, before: ReaderState) -> None:
         """Raises CheckpointMismatch unless a digest's state is of exactly these files."""
         now = self.digest(len(self.names))
         if not now.is_of(before):
@@ -163,7 +163,7 @@ class InputFiles:
         except FileNotFoundError as error:
             raise position_mismatch(f"The input file {self.names[index]!r} is gone.") from error
 
-    def check_before(self, state: State) -> InputDigest:
+    def check_before(self, state: ReaderState) -> InputDigest:
         """Returns the digest of the files before the state's current one.
 
         Raises:
@@ -201,10 +201,10 @@ class InputDigest:
         self.bytes += size
         self.files += 1
 
-    def state(self) -> State:
+    def state(self) -> ReaderState:
         return {"files": self.files, "bytes": self.bytes, "all": f"{self.all:016x}"}
 
-    def is_of(self, state: State) -> bool:
+    def is_of(self, state: ReaderState) -> bool:
         """States of earlier releases hold more keys."""
         return self.state().items() <= state.items()
 

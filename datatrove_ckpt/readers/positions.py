@@ -26,7 +26,7 @@ from datatrove_ckpt.readers.input_progress import FileProgress, InputProgress
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard_record import ReaderRecord
 
-State = JsonObject
+ReaderState = JsonObject
 """The state of a reader."""
 
 PLAIN_INTEGER = 2**53 - 1  # every JSON reader keeps integers up to this one exactly
@@ -45,11 +45,11 @@ class FileState:
     ``input`` and ``file``: their sizes, if known.
     """
 
-    shared: State
+    shared: ReaderState
     input: InputProgress | None = None
     file: FileProgress | None = None
 
-    def state(self, position: Position) -> State:
+    def state(self, position: Position) -> ReaderState:
         _, documents, _, file_position, skipped = position
         at = [number & PLAIN_INTEGER for number in file_position]
         return self.shared | {"documents": documents, "at": at, "skipped": skipped.numbers()}
@@ -63,7 +63,7 @@ class FileState:
     def __deepcopy__(self, memo: dict[int, object]) -> FileState:
         return self
 
-    def __reduce__(self) -> tuple[type[FileState], tuple[State]]:
+    def __reduce__(self) -> tuple[type[FileState], tuple[ReaderState]]:
         return FileState, (self.shared,)
 
 
@@ -97,7 +97,7 @@ def position_of(document: Document) -> Position | None:
     return getattr(document, "position", None)
 
 
-def position_state(document: Document) -> State | None:
+def position_state(document: Document) -> ReaderState | None:
     position = position_of(document)
     return position and position[2].state(position)
 
@@ -112,7 +112,7 @@ class Reading:
         revisions: the commits of datasets that the job reads; None outside of a job.
     """
 
-    state: State | None = None
+    state: ReaderState | None = None
     revisions: Revisions | None = None
     starts: list[ReaderStart] = field(default_factory=list)
     _skipped_a_reader: bool = False
@@ -186,7 +186,7 @@ class ReaderStart:
     """
 
     number: int = 0
-    state: State | None = None
+    state: ReaderState | None = None
     earlier: list[str] = field(default_factory=list)
     finished_digest: str | None = None
     skipped: SkippedLines = field(default_factory=SkippedLines)
@@ -207,7 +207,7 @@ class ReaderStart:
             )
 
 
-def start_reader(loaded: State | None) -> ReaderStart:
+def start_reader(loaded: ReaderState | None) -> ReaderStart:
     """Decides how a reader starts. ``loaded``: the state from its ``load_state_dict``."""
     if not _thread.readings:
         return ReaderStart(state=loaded, skipped=saved_skipped(loaded))
@@ -228,7 +228,7 @@ def in_pipeline() -> bool:
     return bool(_thread.readings)
 
 
-def saved_skipped(state: State | None) -> SkippedLines:
+def saved_skipped(state: ReaderState | None) -> SkippedLines:
     if state is None or "file" not in state:  # the state before the first document
         return SkippedLines()
     return SkippedLines.of_numbers(state.get("skipped", ()))

@@ -20,7 +20,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.checksummed_lines import read_shard
 from datatrove_ckpt.readers.pipeline import steps_before
-from datatrove_ckpt.readers.positions import State
+from datatrove_ckpt.readers.positions import ReaderState
 
 STATS = "stats"
 
@@ -47,7 +47,7 @@ class StepStats:
         self.resume(read_shard(shard))
         self.finish(0)
 
-    def resume(self, state: State) -> None:
+    def resume(self, state: ReaderState) -> None:
         saved = state.get(STATS)
         self._known = saved is not None and [name for name, _ in saved["steps"]] == self._names()
         if saved is not None and self._known:
@@ -59,13 +59,13 @@ class StepStats:
                 "release, or another pipeline, has saved them."
             )
 
-    def at_end(self, read: int) -> State:
+    def at_end(self, read: int) -> ReaderState:
         """Returns the final stats for ``shard.json``; empty if they are not known."""
         if not self._known:
             return {}
         return {STATS: self._state(True, self._totals(read))}
 
-    def saved(self, ended: bool = False) -> State | None:
+    def saved(self, ended: bool = False) -> ReaderState | None:
         """Returns the stats of all attempts so far; None if they are not known.
 
         ``ended``: the input has ended.
@@ -74,7 +74,7 @@ class StepStats:
             return None
         return self._state(ended, self._sums())
 
-    def _state(self, ended: bool, totals: Iterable[MetricStatsDict]) -> State:
+    def _state(self, ended: bool, totals: Iterable[MetricStatsDict]) -> ReaderState:
         steps = zip(self._names(), map(_to_json, totals), strict=True)
         return {"ended": ended, "steps": list(map(list, steps))}
 
@@ -101,7 +101,7 @@ class StepStats:
         return [step.stats.name for step in self._steps]
 
 
-def _to_json(metrics: MetricStatsDict) -> State:
+def _to_json(metrics: MetricStatsDict) -> ReaderState:
     """Leaves out metrics with a number that is not finite, which JSON cannot hold."""
     found = {}
     for name, metric in list(metrics.items()):
@@ -124,7 +124,7 @@ def _plain(number: SupportsFloat) -> float:
     return float(number)
 
 
-def _from_json(content: State) -> MetricStatsDict:
+def _from_json(content: ReaderState) -> MetricStatsDict:
     found = {}
     for name, (total, n, mean, variance, low, high, unit) in content.items():
         found[name] = MetricStats(total, n, mean, low, high, variance, unit)

@@ -35,7 +35,7 @@ from datatrove_ckpt.common.setting_types import Count, check_value, refuse
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import SeekingReader
 from datatrove_ckpt.readers.choose_reader import FilesReader, folder_reader, hub_reader
-from datatrove_ckpt.readers.positions import State
+from datatrove_ckpt.readers.positions import ReaderState
 from datatrove_ckpt.torch.index import InputIndex, RowSource
 from datatrove_ckpt.torch.order import (
     Even,
@@ -164,7 +164,7 @@ class Epoch(Iterator[object]):
     def __next__(self) -> object:
         return next(self.rest)
 
-    def state(self) -> State:
+    def state(self) -> ReaderState:
         return self._start | {"samples": self._samples, "skipped": self._missing}
 
     def check_used(self, next_epoch: int) -> None:
@@ -496,7 +496,7 @@ class ReaderDataset(StatefulIterable):
         if isinstance(self._running, Epoch):
             self._running.check_used(epoch)
 
-    def _iteration(self, epoch: int, slot: Slot, state: State | None) -> Epoch:
+    def _iteration(self, epoch: int, slot: Slot, state: ReaderState | None) -> Epoch:
         self._check_used(epoch)
         then = None
         is_next = state is not None and state["epoch"] != epoch
@@ -506,7 +506,7 @@ class ReaderDataset(StatefulIterable):
 
     # states --------------------------------------------------------------------------------------
 
-    def _order(self) -> State:
+    def _order(self) -> ReaderState:
         window = [self._window.rows, self._window.bytes]
         return {"shuffle_seed": self.shuffle_seed, "window": window}
 
@@ -521,27 +521,27 @@ class ReaderDataset(StatefulIterable):
             even=self._even,
         )
 
-    def _start_state(self) -> State:
+    def _start_state(self) -> ReaderState:
         return self._state_at(self._shared.epoch, None, None).to_json()
 
-    def check_state(self, state: State) -> None:
+    def check_state(self, state: ReaderState) -> None:
         check_checksums(state)
         then = DatasetState.from_json(state)
         check_settings(then.order, self._order())
         self._index.check(then.input)
 
-    def made(self, state: State, workers: int) -> bool:
+    def made(self, state: ReaderState, workers: int) -> bool:
         then = DatasetState.from_json(state)
         if then.slot is None:
             return True  # of all workers
         slot = Slot(self.rank, self.world_size, then.slot.worker, workers)
         return then.made_by == self._state_at(then.epoch, slot, None).made_by
 
-    def _has_ended(self, state: State) -> bool:
+    def _has_ended(self, state: ReaderState) -> bool:
         return DatasetState.from_json(state).has_ended()
 
 
-def restore(loader: "DataLoader", states: Iterable[State | str | PathLike[str]]) -> int:
+def restore(loader: "DataLoader", states: Iterable[ReaderState | str | PathLike[str]]) -> int:
     """Lets a loader resume in the epoch in which states of all ranks were saved. Call it in each
     rank.
 

@@ -27,7 +27,7 @@ from datatrove_ckpt.readers.block_file import Rows
 from datatrove_ckpt.readers.blocks import Block, BlockInput, UnifiedSchema
 from datatrove_ckpt.readers.choose_reader import FilesReader
 from datatrove_ckpt.readers.inputs import position_mismatch
-from datatrove_ckpt.readers.positions import Row, State
+from datatrove_ckpt.readers.positions import ReaderState, Row
 from datatrove_ckpt.torch.order import BlockTable, EpochOrder, Numbers, OpenWindow
 from datatrove_ckpt.torch.states import check_settings
 
@@ -220,7 +220,7 @@ class InputIndex:
         kind = "tags"  # the ETags of remote files, which cost nothing
         if self._inputs.folder.is_local():
             kind = "bytes"
-        self.state: State = {
+        self.state: ReaderState = {
             "files": self._inputs.digest(number).state(),
             "rows": self.table.total,
             "blocks": self.table.hash,
@@ -230,7 +230,7 @@ class InputIndex:
         }
         """Names, sizes and samples of all files, and the number of rows of each block."""
 
-    def check(self, then: State) -> None:
+    def check(self, then: ReaderState) -> None:
         now = self.state
         if then == now:
             return

@@ -20,7 +20,7 @@ from xxhash import xxh3_64_intdigest
 import datatrove_ckpt.torch.stateful as stateful
 from datatrove_ckpt.common.setting_types import check
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.readers.positions import State
+from datatrove_ckpt.readers.positions import ReaderState
 from datatrove_ckpt.torch.states import Slot
 
 AtEnd = Literal["stop", "drop", "repeat"]
@@ -90,10 +90,10 @@ class Mix(stateful.StatefulWrapper):
         sources: list[Any] = self._sources
         return sum(map(len, sources))
 
-    def _options(self) -> State:
+    def _options(self) -> ReaderState:
         return {"weights": self.weights, "seed": self.seed, "at_end": self.at_end}
 
-    def _new_pass(self, epoch: int, slot: Slot, state: State | None) -> "Mixing":
+    def _new_pass(self, epoch: int, slot: Slot, state: ReaderState | None) -> "Mixing":
         if state is None:
             state = {"drawn": 0, "sources": [None] * len(self._sources)}
         started = []
@@ -110,10 +110,10 @@ class Mix(stateful.StatefulWrapper):
         draw_key = f"{self.seed}/{epoch}/{slot.rank}/{slot.worker}/{slot.workers}"
         return Mixing(self, epoch, draw_key, started, int(state["drawn"]))
 
-    def _source_states(self, state: State) -> list[State | None]:
+    def _source_states(self, state: ReaderState) -> list[ReaderState | None]:
         return [one["state"] for one in state.get("sources", [])]
 
-    def begin_pass(self, source: "_MixedSource", epoch: int, state: State | None) -> None:
+    def begin_pass(self, source: "_MixedSource", epoch: int, state: ReaderState | None) -> None:
         source.iterable = self._sources[source.number]
         if self.at_end == "repeat":
             source.iterable = stateful.at_epoch(source.iterable, epoch + (source.passes << _PASS))
@@ -144,12 +144,12 @@ class _MixedSource:
     has_given: bool = False
     has_ended: bool = False
     is_live: bool = True
-    last: State | None = None
+    last: ReaderState | None = None
     is_at_end: bool = True
     iterable: Any = None
     iterator: Iterator[object] = field(default_factory=lambda: iter(()))
 
-    def state(self) -> State:
+    def state(self) -> ReaderState:
         kept = {key: getattr(self, key) for key in _KEPT}
         if self.is_at_end:
             return kept | {"state": self.last}
@@ -184,7 +184,7 @@ class Mixing(Iterator[object]):
             self._end(source)
         raise StopIteration
 
-    def state(self) -> State:
+    def state(self) -> ReaderState:
         sources = [source.state() for source in self._sources]
         return {"finished": self.finished, "drawn": self._drawn, "sources": sources}
 

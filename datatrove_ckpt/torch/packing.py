@@ -17,7 +17,7 @@ import numpy.typing as npt
 import datatrove_ckpt.torch.stateful as stateful
 from datatrove_ckpt.common.setting_types import Count, check
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.readers.positions import State
+from datatrove_ckpt.readers.positions import ReaderState
 from datatrove_ckpt.torch.states import Slot
 
 TokenArray = npt.NDArray[Any]
@@ -81,11 +81,11 @@ class Pack(stateful.StatefulWrapper):
             )
         return dict(fill)
 
-    def _options(self) -> State:
+    def _options(self) -> ReaderState:
         names = ("length", "columns", "separator", "pad", "positions")
         return {name: getattr(self, name) for name in names}
 
-    def _new_pass(self, epoch: int, slot: Slot, state: State | None) -> "Packing":
+    def _new_pass(self, epoch: int, slot: Slot, state: ReaderState | None) -> "Packing":
         (source,) = self._sources
         if state is None:
             return Packing(self, source, [], 0)
@@ -98,7 +98,7 @@ class Pack(stateful.StatefulWrapper):
         held = [{name: _decoded(tokens) for name, tokens in rest.items()} for rest in rests]
         return Packing(self, source, held, state.get("given", 0))
 
-    def _source_states(self, state: State) -> list[State | None]:
+    def _source_states(self, state: ReaderState) -> list[ReaderState | None]:
         return [state.get("source")]
 
 
@@ -137,7 +137,7 @@ class Packing(Iterator[Columns]):
             raise StopIteration
         return self._sample(self._padded(self._take(self._count)))
 
-    def state(self) -> State:
+    def state(self) -> ReaderState:
         rest = {name: _encoded(self._joined(name)[self._start :]) for name in self._names}
         state = {"finished": self.finished, "given": self._given, "rest": rest}
         if self.finished:

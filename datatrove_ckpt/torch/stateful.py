@@ -17,7 +17,7 @@ from loguru import logger
 
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.readers.base import Stateful
-from datatrove_ckpt.readers.positions import State
+from datatrove_ckpt.readers.positions import ReaderState
 from datatrove_ckpt.torch.states import Slot, check_checksums, check_settings, sealed
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class SharedCounters:
 
             self._numbers = torch.tensor(self._numbers, dtype=torch.int64).share_memory_()
 
-    def __setstate__(self, state: State) -> None:
+    def __setstate__(self, state: ReaderState) -> None:
         self.__dict__ = state
         if not isinstance(self._numbers, list):
             self._numbers.share_memory_()  # a copy is not
@@ -123,7 +123,7 @@ def _cell(what: int, worker: int | None) -> int:
 
 
 class Iteration(Iterator[object], Protocol):
-    def state(self) -> State: ...
+    def state(self) -> ReaderState: ...
 
 
 class _Samples(Iterator[object]):
@@ -163,7 +163,7 @@ class StatefulIterable(_Iterable):
 
     def _forget(self) -> None:
         self._shared = SharedCounters()
-        self._loaded: State | None = None
+        self._loaded: ReaderState | None = None
         """The next iteration resumes from it, once in each worker, as workers have copies."""
         self._load = 0
         self._seen_loads = 0
@@ -171,24 +171,24 @@ class StatefulIterable(_Iterable):
         self._begun = WeakSet[_Samples]()
 
     @abstractmethod
-    def _iteration(self, epoch: int, slot: Slot, state: State | None) -> Iteration:
+    def _iteration(self, epoch: int, slot: Slot, state: ReaderState | None) -> Iteration:
         """Starts an iteration, or resumes it. The state may be of the end of the epoch before."""
 
-    def _state(self, running: Iteration) -> State:
+    def _state(self, running: Iteration) -> ReaderState:
         return running.state()
 
     @abstractmethod
-    def _start_state(self) -> State: ...
+    def _start_state(self) -> ReaderState: ...
 
     @abstractmethod
-    def _has_ended(self, state: State) -> bool: ...
+    def _has_ended(self, state: ReaderState) -> bool: ...
 
     @abstractmethod
-    def made(self, state: State, workers: int) -> bool:
+    def made(self, state: ReaderState, workers: int) -> bool:
         """Returns whether a worker of this rank made the state in the current topology."""
 
     @abstractmethod
-    def check_state(self, state: State) -> None:
+    def check_state(self, state: ReaderState) -> None:
         """Raises what ``load_state_dict`` does, and loads nothing."""
 
     @abstractmethod
@@ -207,11 +207,11 @@ class StatefulIterable(_Iterable):
         vars(other).update(changes)
         return other
 
-    def __getstate__(self) -> State:
+    def __getstate__(self) -> ReaderState:
         # For workers that are not forked. They iterate themselves.
         return self.__dict__ | {"_running": None, "_begun": None}  # weak references
 
-    def __setstate__(self, state: State) -> None:
+    def __setstate__(self, state: ReaderState) -> None:
         self.__dict__ = state | {"_begun": WeakSet()}
 
     def __iter__(self) -> Iterator[Any]:
@@ -234,7 +234,7 @@ class StatefulIterable(_Iterable):
         self._begun.add(samples)
         return samples
 
-    def _take_loaded(self, worker: int | None) -> State | None:
+    def _take_loaded(self, worker: int | None) -> ReaderState | None:
         """Raises ConfigError if the workers were started before the state was loaded."""
         if worker is not None and self._shared.loads > self._seen_loads:
             raise ConfigError(
@@ -249,7 +249,7 @@ class StatefulIterable(_Iterable):
             return state
         return None
 
-    def _epoch_of(self, state: State | None, number: int | None, workers: int) -> int:
+    def _epoch_of(self, state: ReaderState | None, number: int | None, workers: int) -> int:
         """Raises CheckpointMismatch if the state is of another epoch, or all workers have resumed
         at the end of an epoch, which would come once more.
 
@@ -288,7 +288,7 @@ class StatefulIterable(_Iterable):
             shared.mark(_ENDED, number)
         return then
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> ReaderState:
         """Returns the position of the latest iteration. Plain JSON.
 
         Raises:
@@ -315,7 +315,7 @@ class StatefulIterable(_Iterable):
             return self._loaded
         return sealed(self._start_state())
 
-    def load_state_dict(self, state_dict: State) -> None:
+    def load_state_dict(self, state_dict: ReaderState) -> None:
         """Lets the next iteration resume at a state of this rank.
 
         Raises:
@@ -361,15 +361,15 @@ class StatefulWrapper(StatefulIterable):
         """``_epoch`` and ``_slot`` are of the latest iteration."""
 
     @abstractmethod
-    def _options(self) -> State:
+    def _options(self) -> ReaderState:
         """Returns the settings that a state belongs to. Plain JSON."""
 
     @abstractmethod
-    def _source_states(self, state: State) -> list[State | None]:
+    def _source_states(self, state: ReaderState) -> list[ReaderState | None]:
         """Returns the states of the sources, in their order. None: the source had ended."""
 
     @abstractmethod
-    def _new_pass(self, epoch: int, slot: Slot, state: State | None) -> Iteration: ...
+    def _new_pass(self, epoch: int, slot: Slot, state: ReaderState | None) -> Iteration: ...
 
     def set_epoch(self, epoch: int) -> None:
         self._shared.set_epoch(epoch)
@@ -382,10 +382,10 @@ class StatefulWrapper(StatefulIterable):
         other._sources = [at_epoch(source, epoch) for source in self._sources]
         return other
 
-    def _has_ended(self, state: State) -> bool:
+    def _has_ended(self, state: ReaderState) -> bool:
         return bool(state["finished"])
 
-    def _iteration(self, epoch: int, slot: Slot, state: State | None) -> Iteration:
+    def _iteration(self, epoch: int, slot: Slot, state: ReaderState | None) -> Iteration:
         self._epoch = epoch
         self._slot = slot
         if state is None or state["epoch"] != epoch:
@@ -401,19 +401,19 @@ class StatefulWrapper(StatefulIterable):
             return NoSamples(state=state)
         return self._new_pass(epoch, slot, state)
 
-    def _start_state(self) -> State:
+    def _start_state(self) -> ReaderState:
         raise ConfigError(
             f"This {type(self).__name__} was not iterated in this process, so it has no position. "
             "If workers of a loader read it, use torchdata's StatefulDataLoader, and its "
             "state_dict()."
         )
 
-    def _state(self, running: Iteration) -> State:
+    def _state(self, running: Iteration) -> ReaderState:
         head = {"kind": type(self).__name__, "version": _VERSION, "options": self._options()}
         head |= {"epoch": self._epoch, "slot": list(self._slot)}
         return {"finished": False} | running.state() | head
 
-    def check_state(self, state: State) -> None:
+    def check_state(self, state: ReaderState) -> None:
         check_checksums(state)
         name = type(self).__name__
         if state.get("kind") != name or state.get("version") != _VERSION:
@@ -427,7 +427,7 @@ class StatefulWrapper(StatefulIterable):
             if hasattr(source, "check_state"):
                 source.check_state(its)
 
-    def made(self, state: State, workers: int) -> bool:
+    def made(self, state: ReaderState, workers: int) -> bool:
         if state["slot"] is None:
             return True  # of all workers
         rank, ranks = describe_source(self) or (0, 1)
@@ -437,7 +437,7 @@ class StatefulWrapper(StatefulIterable):
             for source, its in self._sources_with(state)
         )
 
-    def _sources_with(self, state: State) -> list[tuple[Source, State]]:
+    def _sources_with(self, state: ReaderState) -> list[tuple[Source, ReaderState]]:
         found = zip(self._sources, self._source_states(state), strict=False)
         return [(source, its) for source, its in found if its is not None]
 
@@ -445,18 +445,18 @@ class StatefulWrapper(StatefulIterable):
 class NoSamples(Iterator[object]):
     """An iteration that is at its end, or that raises an error at its first sample."""
 
-    def __init__(self, error: CkptError | None = None, state: State | None = None) -> None:
+    def __init__(self, error: CkptError | None = None, state: ReaderState | None = None) -> None:
         self._error = error or StopIteration()
         self._state = state or {}
 
     def __next__(self) -> object:
         raise self._error
 
-    def state(self) -> State:
+    def state(self) -> ReaderState:
         return self._state
 
 
-def end_state(source: Source) -> State | None:
+def end_state(source: Source) -> ReaderState | None:
     """Returns the state of a source at its end.
 
     None for foreign sources: their state may be of their next epoch.

@@ -24,7 +24,7 @@ from loguru import logger
 from xxhash import xxh3_64_hexdigest
 
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, ConfigError
-from datatrove_ckpt.readers.positions import State
+from datatrove_ckpt.readers.positions import ReaderState
 from datatrove_ckpt.torch.order import ConsumedRound, Even, RemainingPositions, Topology
 
 _KEY = "checksum"
@@ -32,7 +32,7 @@ _CHECKSUM = "xxh3:"
 REMEDY = "Give the state of the step before, of all ranks."
 
 
-def sealed(state: State) -> State:
+def sealed(state: ReaderState) -> ReaderState:
     """Adds the checksum, which survives JSON and ``torch.save``."""
     content = {key: value for key, value in state.items() if key != _KEY}
     return content | {_KEY: _CHECKSUM + xxh3_64_hexdigest(json.dumps(_plain(content)).encode())}
@@ -61,7 +61,7 @@ def check_checksums(content: object, name: str = "") -> None:
             )
 
 
-def load_file(state: State | str | PathLike[str]) -> object:
+def load_file(state: ReaderState | str | PathLike[str]) -> object:
     """Returns a state, or loads what ``torch.save`` has written.
 
     Raises:
@@ -93,7 +93,7 @@ def load_file(state: State | str | PathLike[str]) -> object:
     return content
 
 
-def find_states(content: object, is_wanted: Callable[[State], bool]) -> Iterator[State]:
+def find_states(content: object, is_wanted: Callable[[ReaderState], bool]) -> Iterator[ReaderState]:
     """Yields the wanted dicts in the state of a loader or of a wrapper around it."""
     if isinstance(content, dict) and is_wanted(content):
         yield content
@@ -140,8 +140,8 @@ class DatasetState:
     """
 
     epoch: int
-    order: State
-    input: State
+    order: ReaderState
+    input: ReaderState
     done: tuple[ConsumedRound, ...] = ()
     slot: Slot | None = None
     samples: int = 0
@@ -158,13 +158,13 @@ class DatasetState:
     def made_by(self) -> str:
         return f"{self.slot}, batch_size={self.batch}, even={self.even!r}"
 
-    def to_json(self) -> State:
+    def to_json(self) -> ReaderState:
         done = [each.to_json() for each in self.done]
         slot = self.slot and list(self.slot)
         return {"kind": _KIND, "version": VERSION, **vars(self), "done": done, "slot": slot}
 
     @classmethod
-    def from_json(cls, content: State) -> "DatasetState":
+    def from_json(cls, content: ReaderState) -> "DatasetState":
         """Raises CheckpointMismatch for a state of another version, CheckpointCorrupt for a damaged
         one.
         """
@@ -200,7 +200,7 @@ class DatasetState:
         return topology.of_worker(left, slot.rank, slot.worker, self.even)
 
 
-def check_settings(then: State, now: State) -> None:
+def check_settings(then: ReaderState, now: ReaderState) -> None:
     """Raises CheckpointMismatch if a state was made with other settings."""
     for key in now:
         if then.get(key) != now[key]:
@@ -327,7 +327,7 @@ def is_ours(content: object) -> bool:
     )
 
 
-def merge_all(states: Sequence[State | None], alone: bool = True) -> State:
+def merge_all(states: Sequence[ReaderState | None], alone: bool = True) -> ReaderState:
     """Merges the states of all workers. ``alone``: see ``merge_states``."""
     if not states:
         raise ConfigError(
@@ -341,16 +341,16 @@ def merge_all(states: Sequence[State | None], alone: bool = True) -> State:
             "belongs to its worker: use loader.load_state_dict() with the state of this rank, and "
             "as many ranks and workers as before."
         )
-    check_same(found, ("kind", "options", "epoch"), State.get)
+    check_same(found, ("kind", "options", "epoch"), ReaderState.get)
     if is_state(found[0]):
         return merge_states([DatasetState.from_json(state) for state in found], alone).to_json()
     return _merge_wrappers(found, alone)
 
 
-def _merge_wrappers(states: Sequence[State], alone: bool) -> State:
+def _merge_wrappers(states: Sequence[ReaderState], alone: bool) -> ReaderState:
     first = states[0]
     if first["slot"] is None:
-        check_same(states, first, State.get)
+        check_same(states, first, ReaderState.get)
         return first  # merged before
     states = in_order([Slot(*(state["slot"] or (0, 1, 0, 0))) for state in states], states)
     ended = [bool(state["finished"]) for state in states]
@@ -374,7 +374,7 @@ def _merge_wrappers(states: Sequence[State], alone: bool) -> State:
     return merged | {"drawn": sum(state["drawn"] for state in states), "sources": sources}
 
 
-def _of_source(workers: Sequence[State]) -> State:
+def _of_source(workers: Sequence[ReaderState]) -> ReaderState:
     """Merges one source of all workers, in the first pass that is not over: later workers had all
     of it.
     """
@@ -395,7 +395,7 @@ def _of_source(workers: Sequence[State]) -> State:
     }
 
 
-def _end(state: State | None, other: State | None) -> State | None:
+def _end(state: ReaderState | None, other: ReaderState | None) -> ReaderState | None:
     if state is None or other is None:
         return None
     if is_state(state):

@@ -54,7 +54,7 @@ from datatrove_ckpt.config.paths import COMMAND_FILE
 from datatrove_ckpt.errors import CheckpointLocked, CkptError
 from datatrove_ckpt.run_folder.run_location import RunLocation
 
-State = Literal["damaged", "failed", "lost", "interrupted", "unfinished", "running", "finished"]
+RankState = Literal["damaged", "failed", "lost", "interrupted", "unfinished", "running", "finished"]
 """What a rank does now, in the order in which people want to know it.
 
     running       a process works on it
@@ -116,7 +116,7 @@ class RankStatus(RunSums):
     root: str
     rank: int
     folder: Path
-    state: State
+    state: RankState
     trouble: Trouble | None = None
     reason: str = ""
     has_rate: bool = False
@@ -379,7 +379,9 @@ def _rates_now(ranks: list[RankStatus], now: float) -> Rates:
     return rates
 
 
-def _with_attempt(ranks: list[RankStatus], state: State) -> list[tuple[RankStatus, AttemptSummary]]:
+def _with_attempt(
+    ranks: list[RankStatus], state: RankState
+) -> list[tuple[RankStatus, AttemptSummary]]:
     return [(rank, rank.attempts[-1]) for rank in ranks if rank.state == state and rank.attempts]
 
 

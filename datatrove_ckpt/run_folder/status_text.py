@@ -11,7 +11,7 @@ from datatrove_ckpt.checkpoint.rank_summary import describe_chunk, most_common_c
 from datatrove_ckpt.common import BATCH
 from datatrove_ckpt.common.formatting import duration, figure, percent, plural, ranges, short
 from datatrove_ckpt.run_folder.estimate import estimate
-from datatrove_ckpt.run_folder.run_state import RankStatus, RunState, State, Totals
+from datatrove_ckpt.run_folder.run_state import RankState, RankStatus, RunState, Totals
 
 _SHOWN_CAUSES = 5
 _SHOWN_WORKERS = 20
@@ -112,7 +112,7 @@ def ranks_of(state: RunState) -> str:
     not_started = state.totals.not_started
     states = [
         f"{state.totals.states[name]} {name}"
-        for name in get_args(State)
+        for name in get_args(RankState)
         if state.totals.states[name]
     ]
     if not_started:

@@ -32,7 +32,7 @@ from datatrove_ckpt.output.hub_access import check_access
 from datatrove_ckpt.output.hub_pace import HOUR
 from datatrove_ckpt.output.writer_trial import WriterTrial
 from datatrove_ckpt.process import event_loop, open_files
-from datatrove_ckpt.run_folder.finding import Finding, State, run_check, with_timeout
+from datatrove_ckpt.run_folder.finding import Finding, FindingState, run_check, with_timeout
 from datatrove_ckpt.run_folder.folder_checks import (
     check_checkpoints,
     check_local_output,
@@ -286,7 +286,7 @@ def check_rules_of_hub(plan: RunPlan, step: InferenceRunner) -> Iterator[Finding
             f" The hub allows {_COMMITS_PER_HOUR} to a free account, and refuses more for up to "
             "an hour."
         )
-    state: State = "ok"
+    state: FindingState = "ok"
     if plan.tasks > 24 * pace.per_hour:  # more than a day
         state = "warning"
         text += (
@@ -304,7 +304,7 @@ def check_endpoints(config: InferenceConfig) -> Iterator[Finding]:
     answers = with_timeout(
         lambda: event_loop.run(ask_endpoints(config)), setting_name("endpoint_url")
     )
-    silent: State = "warning"
+    silent: FindingState = "warning"
     if all(answer.cause for answer in answers):
         silent = "problem"
     for answer, endpoint in zip(answers, config.endpoints_by_name.values(), strict=True):
@@ -312,7 +312,7 @@ def check_endpoints(config: InferenceConfig) -> Iterator[Finding]:
 
 
 def _check_answer(
-    answer: EndpointProbe, config: InferenceConfig, model: str, silent: State
+    answer: EndpointProbe, config: InferenceConfig, model: str, silent: FindingState
 ) -> Finding:
     if answer.refused:
         return Finding(silent, "endpoint", f"{answer.url} {answer.cause}.")

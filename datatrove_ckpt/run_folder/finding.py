@@ -20,7 +20,7 @@ class RemoteFailed(CkptError):
     """A remote folder did not do what a run needs."""
 
 
-State = Literal["ok", "note", "warning", "problem"]
+FindingState = Literal["ok", "note", "warning", "problem"]
 
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class Finding:
         markers: a run removes them.
     """
 
-    state: State
+    state: FindingState
     what: str
     message: str
     subject: str = ""

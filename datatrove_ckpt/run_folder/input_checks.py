@@ -27,7 +27,7 @@ from datatrove_ckpt.readers.inputs import (
     list_input,
     refuse_pointers,
 )
-from datatrove_ckpt.run_folder.finding import Finding, State, with_timeout
+from datatrove_ckpt.run_folder.finding import Finding, FindingState, with_timeout
 from datatrove_ckpt.run_folder.run_plan import RunPlan
 
 _SAMPLE_DOCUMENTS = 1000
@@ -90,7 +90,7 @@ def check_input(reader: BaseReader, plan: RunPlan, sample: list[Document]) -> It
             "is no input."
         )
         yield Finding("warning", "files", text)
-    state: State = "ok"
+    state: FindingState = "ok"
     text = f"{plural(len(names), 'file')} for {plural(tasks, 'task')}."
     if is_dataset and reader.shares_rows(len(names)):
         text = f"each of {plural(tasks, 'task')} gets an equal part of the rows."

@@ -89,7 +89,7 @@ class CachedRequest(NamedTuple):
         return found
 
 
-Row = tuple[Any, ...]
+CacheRow = tuple[Any, ...]
 """Values of a row. ``Any``, because a damaged one may hold any type in any column."""
 
 _COLUMNS = (
@@ -201,8 +201,8 @@ class RequestCache:
             self._set_aside(error, self._connection)
             return again()
 
-    def _read(self, query: str, values: Row = ()) -> list[Row]:
-        def action() -> list[Row]:
+    def _read(self, query: str, values: CacheRow = ()) -> list[CacheRow]:
+        def action() -> list[CacheRow]:
             with explained("read", self.path):
                 return self._connection.execute(query, values).fetchall()
 
@@ -221,7 +221,7 @@ class RequestCache:
         self._attempt(action, action if anew else lambda: None)
         self.log.is_unsynced = True
 
-    def _delete(self, which: str, values: Row = ()) -> None:
+    def _delete(self, which: str, values: CacheRow = ()) -> None:
         self._write(
             lambda: self._connection.execute(f"DELETE FROM request_cache WHERE {which}", values)
         )
@@ -230,14 +230,14 @@ class RequestCache:
 
     def put(self, group: Iterable[CachedRequest]) -> None:
         # We number the rows: SQLite would reuse the numbers of deleted rows.
-        rows: list[Row] = []
+        rows: list[CacheRow] = []
         for n, r in enumerate(group, self.last_answer + 1):
             values = _values(r)
             rows.append((n, *values, _checksum(values)))
         self.last_answer += len(rows)
         self._write(lambda: self._insert(rows), anew=True)
 
-    def _insert(self, rows: list[Row]) -> None:
+    def _insert(self, rows: list[CacheRow]) -> None:
         # The sqlite3 module releases the GIL at each statement, and ``executemany`` executes one
         # per row. Groups are powers of two, so there are few statements to prepare.
         start = 0
@@ -333,11 +333,11 @@ class RequestCache:
             files.disk.remove(path)
 
 
-def _values(r: CachedRequest) -> Row:
+def _values(r: CachedRequest) -> CacheRow:
     return r.chunk_index, r.ordinal, r.doc_id, *r.key, *r.answer
 
 
-def _request(row: Row) -> CachedRequest:
+def _request(row: CacheRow) -> CachedRequest:
     chunk_index, ordinal, doc_id = row[:3]
     return CachedRequest(
         chunk_index, ordinal, doc_id, AnswerKey(*row[3:6]), CachedAnswer(*row[6:8])
@@ -401,7 +401,7 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _checksum(values: Row) -> int:
+def _checksum(values: CacheRow) -> int:
     chunk, ordinal, doc_id, rollout, payload, occurrence, result, error = values
     kind = "" if result is None else "r"
     head = f"{chunk}\0{ordinal}\0{doc_id}\0{rollout}\0{payload}\0{occurrence}\0{kind}\0"
@@ -411,7 +411,7 @@ def _checksum(values: Row) -> int:
     return int(xxhash.xxh3_64_intdigest(data, seed)) - 2**63
 
 
-def _is_intact(row: Row) -> bool:
+def _is_intact(row: CacheRow) -> bool:
     """Whether a row fits its last column, the checksum.
 
     Rows of 0.1 have none; only their types are checked.

@@ -17,7 +17,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.run_folder import tracking
 from datatrove_ckpt.run_folder.run_state import wanted_files
 from datatrove_ckpt.torch.step_folder import is_training
-from datatrove_ckpt.torch.training_history import Row
+from datatrove_ckpt.torch.training_history import MetricsRow
 from datatrove_ckpt.torch.training_state import read_training
 
 _SENDING_SECONDS = 60.0  # between two sendings
@@ -70,7 +70,7 @@ class TrainingTracker(tracking.Tracker):
     """
 
     folder: Path = field(kw_only=True)
-    _sent: list[Row] = field(default_factory=list)
+    _sent: list[MetricsRow] = field(default_factory=list)
 
     def look(self) -> tuple[tracking.TrackedJob, Iterable[tracking.Point], str]:
         state = read_training(self.folder, full=False)
@@ -93,7 +93,7 @@ class TrainingTracker(tracking.Tracker):
                 status = "FINISHED"
         return job, self._new_points(state.curve), status
 
-    def _new_points(self, curve: Sequence[Row]) -> Iterator[tracking.Point]:
+    def _new_points(self, curve: Sequence[MetricsRow]) -> Iterator[tracking.Point]:
         """A step counts as sent once the next one is wanted."""
         for number, (step, metrics) in enumerate(curve):
             if self._sent[number : number + 1] != [(step, metrics)]:

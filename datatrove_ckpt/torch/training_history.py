@@ -96,7 +96,7 @@ def read_heartbeats(folder: Path) -> list[JsonObject]:
 
 HISTORY = "history.jsonl"
 
-Row = tuple[int, dict[str, float]]
+MetricsRow = tuple[int, dict[str, float]]
 """A step and its metrics."""
 
 
@@ -113,9 +113,9 @@ def read_events(folder: Path) -> Iterator[JsonObject]:
                     yield event
 
 
-def curve(events: Iterable[JsonObject]) -> list[Row]:
+def curve(events: Iterable[JsonObject]) -> list[MetricsRow]:
     """Returns the metrics of the steps that the training has kept, in their order."""
-    rows: list[Row] = []
+    rows: list[MetricsRow] = []
     for event in events:
         if event["event"] != "metrics":
             continue

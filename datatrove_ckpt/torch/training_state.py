@@ -8,7 +8,7 @@ import datatrove_ckpt.torch.step_folder as step_folder
 from datatrove_ckpt.checkpoint.lock import lock_holder, name_holder
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import CheckpointCorrupt, StorageFailed, VersionMismatch
-from datatrove_ckpt.torch.training_history import Row, curve, read_events, read_heartbeats
+from datatrove_ckpt.torch.training_history import MetricsRow, curve, read_events, read_heartbeats
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class TrainingState:
 
     folder: str
     steps: list[SavedStep]
-    curve: list[Row]
+    curve: list[MetricsRow]
     saved: JsonObject
     writer: str
     free_bytes: int

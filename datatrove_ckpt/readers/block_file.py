@@ -26,7 +26,7 @@ from datatrove_ckpt.readers.positions import FilePosition, Row, RowBlock
 
 _PART_BYTES = 2**25  # a thousand rows with pictures may be 10 GB
 
-Rows: TypeAlias = "pa.Table | list[Row | None]"
+BlockRows: TypeAlias = "pa.Table | list[Row | None]"
 """Rows of a file: a table, or for JSONL dicts, and None for a damaged line."""
 
 
@@ -90,7 +90,7 @@ class BlockFile(ABC):
         return number, row - self._firsts[number]
 
     @abstractmethod
-    def read(self, first: int, rows: int, columns: Sequence[str] | None = None) -> Rows:
+    def read(self, first: int, rows: int, columns: Sequence[str] | None = None) -> BlockRows:
         """Reads rows of one part, from the ``first`` row of the file on.
 
         Raises:

@@ -31,7 +31,7 @@ import datatrove_ckpt.readers.jsonl as jsonl
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.lazy_pyarrow import pa
 from datatrove_ckpt.errors import ConfigError, InputError
-from datatrove_ckpt.readers.block_file import BlockFile, FileIndex, Group, Rows, check_columns
+from datatrove_ckpt.readers.block_file import BlockFile, BlockRows, FileIndex, Group, check_columns
 from datatrove_ckpt.readers.choose_reader import FilesReader
 from datatrove_ckpt.readers.inputs import InputFiles
 from datatrove_ckpt.readers.parquet_blocks import ParquetBlocks
@@ -105,7 +105,7 @@ class BlockInput:
         block: Block,
         columns: Sequence[str] | None = None,
         unified: UnifiedSchema | None = None,
-    ) -> Rows:
+    ) -> BlockRows:
         """Reads the rows of a block.
 
         Args:

@@ -23,7 +23,7 @@ from xxhash import xxh3_64_hexdigest
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.lazy_pyarrow import pa
-from datatrove_ckpt.readers.block_file import Rows
+from datatrove_ckpt.readers.block_file import BlockRows
 from datatrove_ckpt.readers.blocks import Block, BlockInput, UnifiedSchema
 from datatrove_ckpt.readers.choose_reader import FilesReader
 from datatrove_ckpt.readers.inputs import position_mismatch
@@ -328,7 +328,7 @@ class RowSource:
         offsets = start_in_loaded - start_in_window
         self._open[share] = _Loaded(number, window, loaded, offsets)
 
-    def _read(self, window: OpenWindow, read: Numbers) -> Iterator[Rows]:
+    def _read(self, window: OpenWindow, read: Numbers) -> Iterator[BlockRows]:
         blocks = self.index.blocks
         in_order = [(blocks[int(window.pieces.block[place])], place) for place in read.tolist()]
         for file, group in groupby(in_order, lambda found: found[0].file):
@@ -339,7 +339,7 @@ class RowSource:
             if window.shuffled:
                 blocks.drop_buffers(file)
 
-    def _piece(self, window: OpenWindow, block: Block, place: int) -> Rows:
+    def _piece(self, window: OpenWindow, block: Block, place: int) -> BlockRows:
         blocks = self.index.blocks
         pieces = window.pieces
         start = int(pieces.start[place])

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from datatrove.io import DataFolder
     from datatrove.pipeline.writers.disk_base import DiskWriter
 
-Rows = Iterator[tuple[JsonObject | None, bytes]]
+ParsedRows = Iterator[tuple[JsonObject | None, bytes]]
 
 RESULTS = "rollout_results"
 """The usual ``metadata_key``."""
@@ -81,7 +81,7 @@ class Format:
 
         return datasets.load_dataset(self.loader, data_files=files, split="train")
 
-    def rows(self, file: IO[bytes], with_media: bool = False) -> Rows:
+    def rows(self, file: IO[bytes], with_media: bool = False) -> ParsedRows:
         """Yields each row with its line; None for a torn line. The line is empty if the format has
         no lines. ``with_media``: also the column of media of a table.
         """
@@ -96,7 +96,7 @@ class Jsonl(Format):
     def count(self, file: IO[bytes]) -> int:
         return sum(block.count(b"\n") for block in iter(lambda: file.read(_BLOCK), b""))
 
-    def rows(self, file: IO[bytes], with_media: bool = False) -> Rows:
+    def rows(self, file: IO[bytes], with_media: bool = False) -> ParsedRows:
         # zstandard's stream gives only blocks; other streams give all lines before damage.
         lines: Iterable[bytes] = file if isinstance(file, io.IOBase) else io.BufferedReader(file)  # type: ignore[type-var]
         for line in lines:
@@ -124,7 +124,7 @@ class Parquet(Format):
     def count(self, file: IO[bytes]) -> int:
         return int(pq.ParquetFile(file).metadata.num_rows)
 
-    def rows(self, file: IO[bytes], with_media: bool = False) -> Rows:
+    def rows(self, file: IO[bytes], with_media: bool = False) -> ParsedRows:
         from datatrove_ckpt.output.arrow_types import with_float32
 
         with pq.ParquetFile(file) as parquet:
@@ -152,7 +152,7 @@ class Csv(Format):
     def settings(self, has_columns: bool) -> JsonObject:
         return {"expand_metadata": True}
 
-    def rows(self, file: IO[bytes], with_media: bool = False) -> Rows:
+    def rows(self, file: IO[bytes], with_media: bool = False) -> ParsedRows:
         csv.field_size_limit(2**31 - 1)  # of the process: 128 kB, unless a reader was imported
         with io.TextIOWrapper(file, "utf-8", newline="") as lines:
             for cells in csv.DictReader(lines):

@@ -619,7 +619,7 @@ class TrainingCheckpoints:
                 self._remove_old({name: {}})
         self._steps.begin(name)
 
-    def _remove_old(self, coming: policies.Metrics | None = None) -> None:
+    def _remove_old(self, coming: policies.StepMetrics | None = None) -> None:
         there = _metrics(self._steps.manifests())
         kept = self._keep.kept({**there, **(coming or {})}) | {max(there), self._copied}
         for name in there.keys() - kept:
@@ -1011,7 +1011,7 @@ class TrainingCheckpoints:
 _not_left: weakref.WeakSet[TrainingCheckpoints] = weakref.WeakSet()
 
 
-def _metrics(manifests: Mapping[StepName, Manifest]) -> policies.Metrics:
+def _metrics(manifests: Mapping[StepName, Manifest]) -> policies.StepMetrics:
     return {name: manifest["metrics"] for name, manifest in manifests.items()}
 
 

@@ -31,7 +31,7 @@ from datatrove_ckpt.common.setting_types import (
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.torch.step_folder import StepName
 
-Metrics = Mapping[StepName, Mapping[str, float | None]]
+StepMetrics = Mapping[StepName, Mapping[str, float | None]]
 """The metrics of the steps."""
 
 _MTBF_SECONDS = 6 * 3600.0
@@ -120,7 +120,7 @@ class KeepPolicy(Policy):
     stays.
     """
 
-    def kept(self, metrics: Metrics) -> set[StepName]:
+    def kept(self, metrics: StepMetrics) -> set[StepName]:
         raise NotImplementedError
 
 
@@ -135,7 +135,7 @@ class AnyOf(SavePolicy, KeepPolicy):
     def is_due(self, moment: Moment) -> bool:
         return any(part.is_due(moment) for part in self._parts)
 
-    def kept(self, metrics: Metrics) -> set[StepName]:
+    def kept(self, metrics: StepMetrics) -> set[StepName]:
         return set[StepName]().union(*(part.kept(metrics) for part in self._parts))
 
 
@@ -234,7 +234,7 @@ class Last(KeepPolicy):
 
     count: Count = 3
 
-    def kept(self, metrics: Metrics) -> set[StepName]:
+    def kept(self, metrics: StepMetrics) -> set[StepName]:
         return set(sorted(metrics)[-self.count :])
 
 
@@ -249,10 +249,10 @@ class Best(KeepPolicy):
     def name(self) -> str:
         return self.metric.removeprefix("-")
 
-    def kept(self, metrics: Metrics) -> set[StepName]:
+    def kept(self, metrics: StepMetrics) -> set[StepName]:
         return set(self.ordered(metrics)[: self.count])
 
-    def ordered(self, metrics: Metrics) -> list[StepName]:
+    def ordered(self, metrics: StepMetrics) -> list[StepName]:
         """Returns the steps that have the metric, the best first."""
         sign = -1 if self.metric.startswith("-") else 1
         found: list[tuple[float, StepName]] = []
@@ -269,5 +269,5 @@ class Every(KeepPolicy):
 
     steps: Count
 
-    def kept(self, metrics: Metrics) -> set[StepName]:
+    def kept(self, metrics: StepMetrics) -> set[StepName]:
         return {name for name in metrics if name.step % self.steps == 0}

@@ -57,7 +57,7 @@ from datatrove_ckpt.process.shutdown import SIGNALS, check_signals
 from datatrove_ckpt.torch.ranks import Ranks
 from datatrove_ckpt.torch.step_folder import (
     FORMAT,
-    Manifest,
+    StepManifest,
     StepName,
     blocks,
     is_left_behind,
@@ -519,7 +519,7 @@ class TrainingCheckpoints:
         if not self._is_owner:
             return
         self._steps.lock()
-        there = dict[StepName, Manifest]()
+        there = dict[StepName, StepManifest]()
         if self._copies:
             with suppress(Exception):  # the copy of the step names a remote that is away
                 there, _ = self._steps.remote_manifests()
@@ -660,7 +660,9 @@ class TrainingCheckpoints:
             logger.error(f"{why}. The next save tries again.")
             self._note("not copied", name, error=str(error))
 
-    def _remove_copies(self, there: Mapping[StepName, Manifest], incomplete: set[StepName]) -> None:
+    def _remove_copies(
+        self, there: Mapping[StepName, StepManifest], incomplete: set[StepName]
+    ) -> None:
         staying = {
             name: there[name] for name in there.keys() - incomplete - rolled_back_steps(there)
         }
@@ -998,7 +1000,7 @@ class TrainingCheckpoints:
         self._begin_counting()
         return old.step
 
-    def _copy(self, old: StepName, new: StepName, changed: Contents, back: Manifest) -> None:
+    def _copy(self, old: StepName, new: StepName, changed: Contents, back: StepManifest) -> None:
         if not self._is_owner:
             return
         self._steps.begin(new)
@@ -1011,7 +1013,7 @@ class TrainingCheckpoints:
 _not_left: weakref.WeakSet[TrainingCheckpoints] = weakref.WeakSet()
 
 
-def _metrics(manifests: Mapping[StepName, Manifest]) -> policies.StepMetrics:
+def _metrics(manifests: Mapping[StepName, StepManifest]) -> policies.StepMetrics:
     return {name: manifest["metrics"] for name, manifest in manifests.items()}
 
 

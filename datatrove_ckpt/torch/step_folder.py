@@ -38,7 +38,7 @@ from datatrove_ckpt.checkpoint.checksummed_lines import explained
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import CheckpointCorrupt, VersionMismatch
 
-Manifest = JsonObject
+StepManifest = JsonObject
 Entry = list[int | str]
 """Size and xxh128 of a file."""
 
@@ -72,7 +72,7 @@ def steps_in(folder: Path) -> list[StepName]:
     return step_names(path.name for path in folder.iterdir())
 
 
-def read_manifest(folder: Path, name: StepName) -> Manifest:
+def read_manifest(folder: Path, name: StepName) -> StepManifest:
     """Reads the manifest of a step.
 
     Raises:
@@ -87,10 +87,10 @@ def read_manifest(folder: Path, name: StepName) -> Manifest:
 
 
 def whole_manifests(
-    names: Iterable[StepName], read: Callable[[StepName], Manifest]
-) -> dict[StepName, Manifest]:
+    names: Iterable[StepName], read: Callable[[StepName], StepManifest]
+) -> dict[StepName, StepManifest]:
     """Returns the manifests that ``read`` does not find damaged, by step."""
-    found = dict[StepName, Manifest]()
+    found = dict[StepName, StepManifest]()
     for name in names:
         with suppress(CheckpointCorrupt):
             found[name] = read(name)
@@ -138,7 +138,7 @@ def check_files(
                 raise CheckpointCorrupt(f"{step / file} has not the bytes it was saved with.")
 
 
-def rolled_back_steps(manifests: Mapping[StepName, Manifest]) -> set[StepName]:
+def rolled_back_steps(manifests: Mapping[StepName, StepManifest]) -> set[StepName]:
     """Returns the steps that a later rollback has undone."""
     rollbacks = {
         StepName(name.rollbacks, manifest["back_to"])
@@ -152,11 +152,11 @@ def is_left_behind(name: StepName, back: StepName) -> bool:
     return name.rollbacks < back.rollbacks and name.step > back.step
 
 
-def size_of(manifest: Manifest) -> int:
+def size_of(manifest: StepManifest) -> int:
     return sum(size for size, _ in manifest["files"].values())
 
 
-def places_of(name: StepName, manifest: Manifest) -> dict[str, tuple[str, Entry]]:
+def places_of(name: StepName, manifest: StepManifest) -> dict[str, tuple[str, Entry]]:
     """Returns where each file of a step is in a remote, and its size and hash."""
     places = {file: (f"{name}/{file}", entry) for file, entry in manifest["files"].items()}
     if manifest["format"] == SHARED:
@@ -219,11 +219,11 @@ def size_and_hash(content: Iterable[bytes]) -> Entry:
     return [size, digest.hexdigest()]
 
 
-def sealed(manifest: Manifest) -> bytes:
+def sealed(manifest: StepManifest) -> bytes:
     return orjson.dumps(manifest | {"checksum": xxhash.xxh3_128_hexdigest(orjson.dumps(manifest))})
 
 
-def parse_manifest(data: bytes | None, where: str, name: StepName) -> Manifest:
+def parse_manifest(data: bytes | None, where: str, name: StepName) -> StepManifest:
     """Parses a manifest, and raises what ``read_manifest`` raises.
 
     Args:

@@ -31,7 +31,14 @@ from datatrove_ckpt.errors import (
     Fenced,
     StorageFailed,
 )
-from datatrove_ckpt.torch.step_folder import MANIFEST, Entry, Manifest, StepName, blocks, is_large
+from datatrove_ckpt.torch.step_folder import (
+    MANIFEST,
+    Entry,
+    StepManifest,
+    StepName,
+    blocks,
+    is_large,
+)
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -123,7 +130,7 @@ class Steps:
         name: StepName,
         contents: Contents,
         metrics: dict[str, float],
-        of: Manifest,
+        of: StepManifest,
     ) -> None:
         """Completes the staged step: hashes and syncs its files, writes the contents, and writes
         the manifest last.
@@ -190,7 +197,7 @@ class Steps:
                 return True
         return False
 
-    def _complete(self, staging: Path, manifest: Manifest) -> None:
+    def _complete(self, staging: Path, manifest: StepManifest) -> None:
         files.disk.write_new(staging / MANIFEST, [step_folder.sealed(manifest)], files.PUBLIC_FILE)
         for folder in (*(path for path in staging.rglob("*") if path.is_dir()), staging):
             files.disk.sync_dir(folder)
@@ -227,11 +234,11 @@ class Steps:
     def names(self) -> list[StepName]:
         return step_folder.steps_in(self.folder)
 
-    def manifest(self, name: StepName) -> Manifest:
+    def manifest(self, name: StepName) -> StepManifest:
         """Raises what ``read_manifest`` raises."""
         return step_folder.read_manifest(self.folder, name)
 
-    def manifests(self) -> dict[StepName, Manifest]:
+    def manifests(self) -> dict[StepName, StepManifest]:
         """Returns the manifests of the steps that were not found damaged."""
         return step_folder.whole_manifests(set(self.names()) - self.damaged, self.manifest)
 
@@ -258,7 +265,7 @@ class Steps:
         self._note_whole(name)
         return ""
 
-    def check_training(self, manifest: Manifest, where: str) -> None:
+    def check_training(self, manifest: StepManifest, where: str) -> None:
         """Raises CheckpointCorrupt if a step is of another training."""
         if self.training and manifest["training"] != self.training:
             raise CheckpointCorrupt(f"{where} is of another training.")
@@ -287,7 +294,7 @@ class Steps:
 
     # remote --------------------------------------------------------------------------------------
 
-    def upload(self, name: StepName, there: dict[StepName, Manifest]) -> None:
+    def upload(self, name: StepName, there: dict[StepName, StepManifest]) -> None:
         """Copies a step, and compares the copy. Until it returns, no older copy may be removed.
         Large files that a step ``there`` has are not sent again.
 
@@ -340,18 +347,18 @@ class Steps:
             return []
         return step_folder.step_names(self.store.names())
 
-    def remote_manifests(self) -> tuple[dict[StepName, Manifest], set[StepName]]:
+    def remote_manifests(self) -> tuple[dict[StepName, StepManifest], set[StepName]]:
         """Returns the manifests of complete steps, and the names of incomplete ones."""
         names = self.remote_names()
         found = step_folder.whole_manifests(names, self.remote_manifest)
         return found, set(names) - found.keys()
 
-    def remote_manifest(self, name: StepName) -> Manifest:
+    def remote_manifest(self, name: StepName) -> StepManifest:
         """Raises CheckpointCorrupt if the manifest is missing or damaged."""
         data = self._remote.read(f"{name}/{MANIFEST}", 64 << 20)
         return step_folder.parse_manifest(data, f"{self.url}/{name}/{MANIFEST}", name)
 
-    def refuse_others(self, there: dict[StepName, Manifest]) -> None:
+    def refuse_others(self, there: dict[StepName, StepManifest]) -> None:
         """Raises ConfigError if a step in the remote is of another training."""
         others = [name for name, manifest in there.items() if manifest["training"] != self.training]
         if self.training and others:
@@ -394,7 +401,7 @@ class Steps:
         self._remote.delete(f"{name}/{MANIFEST}")
         self._remote.delete_tree(str(name))
 
-    def remove_shared(self, staying: Iterable[Manifest]) -> None:
+    def remove_shared(self, staying: Iterable[StepManifest]) -> None:
         """Removes large files in the remote that none of these steps has, nor one in the folder:
         a listing of the remote may lag.
         """

@@ -53,7 +53,8 @@ NOT_ROOMS = ("", "__main__", "inference", "old_paths", "run_inference", "types")
 class Module(NamedTuple):
     imports: set[str]
     docstring: str | None
-    classes: list[str]
+    classes: list[tuple[str, str]]
+    """Their names, and the definitions of aliases."""
     writes: set[str]
     """Attributes of other objects than ``self`` that it assigns."""
     packed: list[str]
@@ -90,17 +91,16 @@ def modules():
 
 
 def class_names(tree, nodes):
-    """Yields the names of classes and of a module's aliases for types, private ones without their
-    underscore.
+    """Yields the names of classes, private ones without their underscore, and a module's public
+    aliases of types with their definitions.
     """
     for node in nodes:
         if isinstance(node, ast.ClassDef):
-            yield node.name.lstrip("_")
+            yield node.name.lstrip("_"), ""
     for node in tree.body:
         for target in getattr(node, "targets", [getattr(node, "target", None)]):
-            name = getattr(target, "id", "").lstrip("_")
-            if re.match("[A-Z][a-z]", name):
-                yield name
+            if re.match("[A-Z][a-z]", getattr(target, "id", "")):
+                yield target.id, ast.unparse(node.value)
 
 
 def imports(nodes):
@@ -128,10 +128,17 @@ def own_imports(name):
 def test_the_name_of_a_class_has_one_meaning():
     # A rank raises errors under their own names, as datatrove's.
     of_rank = "generation.datatrove_errors"
-    names = [one for name, module in modules().items() if name != of_rank for one in module.classes]
-    assert [name for name, number in Counter(names).items() if number > 1] == []
-    shown = set(modules()[of_rank].classes) & set(names)
-    assert shown <= set(modules()["errors"].classes)
+    # Two aliases with one definition have one meaning.
+    meanings = {
+        (name, definition or module)
+        for module in modules()
+        if module not in (of_rank, "old_paths")
+        for name, definition in modules()[module].classes
+    }
+    times = Counter(name for name, _ in meanings)
+    assert [name for name, number in times.items() if number > 1] == []
+    shown = {name for name, _ in modules()[of_rank].classes} & set(times)
+    assert shown <= {name for name, _ in modules()["errors"].classes}
 
 
 def test_nothing_but_the_step_itself_writes_to_the_settings_of_a_user():

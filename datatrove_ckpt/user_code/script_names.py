@@ -6,6 +6,7 @@ constants. So a step also carries what its functions name.
     the program that unpickles           what happens
     imports the script (multiprocess)    nothing: the names are there, or are not
                                          (``nothing_carried``)
+    cannot import it (a notebook)        ``__main__`` gets the names
     is another program                   ``__main__`` gets the names; it has begun and no longer
                                          needs its own
 
@@ -61,7 +62,7 @@ def collect(*things: object) -> ScriptNames | None:
         return None
     main = sys.modules["__main__"]
     found = ScriptNames(getattr(main, "__file__", None), {}, {})
-    with nothing_carried():
+    with _not_collecting():
         look = _PickleScan("")
         with suppress(Exception):  # the pickle itself says why it cannot be made
             look.pickle(things)
@@ -100,15 +101,24 @@ def _stays(look: _PickleScan, value: object) -> str:
 
 def restore(names: ScriptNames) -> None:
     main = sys.modules["__main__"]
-    if getattr(main, "__file__", None) != names.file:
+    if names.file is None or getattr(main, "__file__", None) != names.file:
         vars(main).update(names.values)
 
 
 @contextmanager
 def nothing_carried() -> Iterator[None]:
-    """Wraps a pickle for processes that import the script, which may name large tables."""
+    """Wraps a pickle for processes that import the script, which may name large tables.
+
+    The cells of a notebook have no file that a process could import, so their names are carried.
+    """
+    with _not_collecting(hasattr(sys.modules["__main__"], "__file__")):
+        yield
+
+
+@contextmanager
+def _not_collecting(stops: bool = True) -> Iterator[None]:
     before = getattr(_collecting, "on", False)
-    _collecting.on = True
+    _collecting.on = before or stops
     try:
         yield
     finally:

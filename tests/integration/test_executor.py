@@ -198,3 +198,38 @@ def test_workers_with_other_values_than_the_script_are_noticed_before_anything_i
     done = run_script(tmp_path, server.url, "of the command line", "fork")
     assert done.returncode == 0, done.stderr
     assert all(question.startswith("of the command line") for question in server.asked)
+
+
+CELLS = """
+import sys
+import types
+
+notebook = types.ModuleType("__main__")  # that of a kernel has no file
+notebook.__dict__["__builtins__"] = __builtins__
+sys.modules["__main__"] = notebook
+exec('''
+import sys
+import datatrove_ckpt
+
+LENGTH = 3
+
+def begin_of(text):
+    return text[:LENGTH]
+
+async def rollout(document, generate):
+    payload = {"messages": [{"role": "user", "content": begin_of(document.text)}]}
+    return (await generate(payload)).text
+
+datatrove_ckpt.run(
+    run_folder="job", input=["abcd", "efgh"], rollout=rollout, model="m", tasks=2, workers=2,
+    endpoint=sys.argv[1],
+)
+''', vars(notebook))
+"""
+
+
+def test_workers_of_a_notebook_have_the_names_of_its_cells(tmp_path, server):
+    (tmp_path / "script.py").write_text(CELLS)
+    done = run_script(tmp_path, server.url)
+    assert done.returncode == 0, done.stderr
+    assert sorted(server.asked) == ["abc", "efg"]

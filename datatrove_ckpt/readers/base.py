@@ -10,6 +10,7 @@ each run forgets where the previous run ended.
 
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -213,7 +214,11 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             start.earlier.append(start.finished_digest)
             start.record = partial(record_reader, self, inputs, count)
         else:
-            yield from self._documents(inputs, start, [rank, world_size])
+            input_pass = _InputPass(self, inputs, start, [rank, world_size])
+            with input_pass.documents_bar, input_pass.files_bar:
+                for index in input_pass.unread_files():
+                    yield from input_pass.documents_in(index)
+            input_pass.record_files()
 
     def get_document_from_dict(
         self, data: Row, source_file: str, id_in_file: int | str
@@ -372,95 +377,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         inputs.tasks = tasks
         return inputs
 
-    def _documents(
-        self, inputs: InputFiles, start: ReaderStart, shard: list[int]
-    ) -> Iterator[Document]:
-        state = self._checked_state(start.state, shard)
-        digest = InputDigest()
-        documents = documents_before = 0  # all so far, and those of the files before
-        omitted = 0  # documents that ``skip`` leaves out
-        file_position: FilePosition = ()
-        if state is not None:
-            digest = inputs.check_before(state)
-            file_position = tuple(state["at"])
-            self._check_current_file(inputs, digest.files, state["file"], file_position)
-            documents = state["documents"]
-            documents_before = int(state["file"].get("first", documents))
-            omitted = self.skip
-        extent = InputProgress(inputs, self.limit, self.data_folder.is_local())
-        documents_bar = tqdm(
-            total=None if self.limit == -1 else self.limit,
-            desc="Document progress",
-            unit="doc",
-            disable=not self.doc_progress,
-        )
-        files_bar = tqdm(
-            total=len(inputs.names),
-            desc="File progress",
-            unit="file",
-            disable=not self.file_progress,
-        )
-        with documents_bar, files_bar:
-            for index in range(digest.files, len(inputs.names)):
-                if self._is_limit(documents):
-                    if file_position:  # the limit was reached in this file
-                        self._end_file(inputs, index, digest, documents - documents_before)
-                    break
-                if not file_position:  # else an earlier attempt has counted it
-                    documents_before = documents
-                    self.stat_update("input_files")
-                name = inputs.names[index]
-                logger.info(f"Reading input file {name}, {index + 1}/{len(inputs.names)}")
-                shared = self._state_in_file(inputs, index, documents_before, start, shard, digest)
-                self._file_extent = FileProgress(before=digest.bytes, size=inputs.size(index))
-                file = FileState(shared, extent, self._file_extent)
-                skipped_before = start.skipped
-                read_before = documents + omitted
-                number = (int(shard[0]), read_before)
-                for document, after in self._read_input(inputs, index, file_position, number):
-                    if isinstance(document, SkippedLines):
-                        start.skipped = start.skipped + document
-                        continue
-                    if omitted < self.skip:
-                        omitted += 1
-                        continue
-                    documents += 1
-                    document.position = self._position = (
-                        start.number,
-                        documents,
-                        file,
-                        after,
-                        start.skipped,
-                    )
-                    self.update_doc_stats(document)
-                    yield document
-                    if self.doc_progress:
-                        documents_bar.update()
-                    if documents == self.limit:
-                        break
-                has_documents = file_position or documents + omitted > read_before
-                shared_rows = inputs.row_shard != ALL_ROWS
-                start.note_skipped(name, skipped_before, bool(has_documents or shared_rows))
-                files_bar.update()
-                self._end_file(inputs, index, digest, documents - documents_before)
-                file_position = ()
-        start.earlier.append(str(digest))
-        start.record = partial(record_reader, self, inputs, digest.files, self._is_limit(documents))
-        if not documents + omitted and inputs.row_shard == ALL_ROWS:
-            for name, damaged in start.skipped_in.items():
-                self._refuse_without_documents(name, damaged)
-
-    def _is_limit(self, documents: int) -> bool:
-        return bool(self.limit != -1 and documents >= self.limit)
-
-    def _end_file(
-        self, inputs: InputFiles, index: int, digest: InputDigest, documents: int
-    ) -> None:
-        self.stat_update("documents", value=documents, unit="input_file")
-        if self._may_grow(inputs.names[index]):
-            inputs.note_size(index, self._file_extent.end)
-        digest.add(inputs.names[index], inputs.size(index))
-
     def _reader_state(self, number: int) -> ReaderState:
         return {
             "version": READER_VERSION,
@@ -508,35 +424,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             )
         return state if "file" in state else None
 
-    def _state_in_file(
-        self,
-        inputs: InputFiles,
-        index: int,
-        first: int,
-        start: ReaderStart,
-        shard: list[int],
-        digest: InputDigest,
-    ) -> ReaderState:
-        """Makes the part of a state that all documents of one file share.
-
-        ``first``: the number of documents before the file.
-        """
-        name = inputs.names[index]
-        file = {"name": shorten(name), "size": inputs.size(index), "first": first}
-        # Otherwise the position has hashes of the content, see ``_check_read_part``.
-        if not self._may_grow(name):
-            file["hash"] = inputs.fingerprint(index)
-        state = self._reader_state(start.number)
-        state |= {
-            "shard": list(shard),
-            "earlier": list(start.earlier),
-            "before": digest.state(),
-            "file": file,
-        }
-        if inputs.commit:
-            state["commit"] = inputs.commit
-        return state
-
     def _options(self) -> ReaderState:
         options = {key: getattr(self, key) for key in self._order_options}
         options |= {
@@ -557,24 +444,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         return {
             key: value for key, value in options.items() if value is not None or key == "text_key"
         }
-
-    def _check_current_file(
-        self, inputs: InputFiles, index: int, then: ReaderState, file_position: FilePosition
-    ) -> None:
-        name = inputs.names[index]
-        size = inputs.known_size(index)
-        has_same_size = size == then["size"]
-        has_hash = has_same_size and not self._may_grow(name)
-        if has_hash and inputs.fingerprint(index) == then["hash"]:
-            return
-        if self.grows:
-            self._check_read_part(name, file_position)
-            return
-        if has_same_size:
-            raise position_mismatch(f"The input file {name!r} has changed.")
-        raise position_mismatch(
-            f"The input file {name!r} had {then['size']} bytes, and has {size}."
-        )
 
     def _refuse_without_documents(self, name: str, damaged: bool) -> None:
         refuse_file_without_documents(self, name, damaged)
@@ -601,3 +470,167 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
 
         Called for files that may grow; others must be the same as a whole.
         """
+
+
+@dataclass(eq=False)
+class _InputPass:
+    """Reads the input files of one rank in order, and gives their documents positions.
+
+    Attributes:
+        digest: the files that were read to their end.
+        yielded: number of documents so far, in all attempts.
+        yielded_before: their number before the current file.
+        omitted: number of documents that ``skip`` has left out.
+        file_position: the place in the current file where an earlier attempt ended; () if none
+            has begun this file.
+    """
+
+    reader: SeekingReader
+    inputs: InputFiles
+    start: ReaderStart
+    shard: list[int]
+
+    def __post_init__(self) -> None:
+        # Defaults of the class would make each access slower.
+        self.digest = InputDigest()
+        self.yielded = 0
+        self.yielded_before = 0
+        self.omitted = 0
+        self.file_position: FilePosition = ()
+        reader = self.reader
+        state = reader._checked_state(self.start.state, self.shard)
+        if state is not None:
+            self._resume(state)
+        self.extent = InputProgress(self.inputs, reader.limit, reader.data_folder.is_local())
+        self.documents_bar = tqdm(
+            total=None if reader.limit == -1 else reader.limit,
+            desc="Document progress",
+            unit="doc",
+            disable=not reader.doc_progress,
+        )
+        self.files_bar = tqdm(
+            total=len(self.inputs.names),
+            desc="File progress",
+            unit="file",
+            disable=not reader.file_progress,
+        )
+
+    def _resume(self, state: ReaderState) -> None:
+        self.digest = self.inputs.check_before(state)
+        self.file_position = tuple(state["at"])
+        self._check_current_file(state["file"])
+        self.yielded = state["documents"]
+        self.yielded_before = int(state["file"].get("first", self.yielded))
+        self.omitted = self.reader.skip
+
+    def _check_current_file(self, recorded: ReaderState) -> None:
+        index = self.digest.files
+        name = self.inputs.names[index]
+        size = self.inputs.known_size(index)
+        has_same_size = size == recorded["size"]
+        has_hash = has_same_size and not self.reader._may_grow(name)
+        if has_hash and self.inputs.fingerprint(index) == recorded["hash"]:
+            return
+        if self.reader.grows:
+            self.reader._check_read_part(name, self.file_position)
+            return
+        if has_same_size:
+            raise position_mismatch(f"The input file {name!r} has changed.")
+        raise position_mismatch(
+            f"The input file {name!r} had {recorded['size']} bytes, and has {size}."
+        )
+
+    def unread_files(self) -> Iterator[int]:
+        """Yields the indices of the files to read, up to the reader's limit."""
+        for index in range(self.digest.files, len(self.inputs.names)):
+            if self._is_at_limit():
+                if self.file_position:  # the limit was reached in this file
+                    self._end_file(index)
+                return
+            yield index
+
+    def documents_in(self, index: int) -> Iterator[Document]:
+        """Yields the documents of a file after the saved position, without those skipped."""
+        reader = self.reader
+        start = self.start
+        file = self._begin_file(index)
+        skipped_before = start.skipped
+        read_before = self.yielded + self.omitted
+        number = (self.shard[0], read_before)
+        for document, after in reader._read_input(self.inputs, index, self.file_position, number):
+            if isinstance(document, SkippedLines):
+                start.skipped = start.skipped + document
+            elif self.omitted < reader.skip:
+                self.omitted += 1
+            else:
+                self.yielded += 1
+                position = (start.number, self.yielded, file, after, start.skipped)
+                document.position = reader._position = position
+                reader.update_doc_stats(document)
+                yield document
+                if reader.doc_progress:
+                    self.documents_bar.update()
+                if self.yielded == reader.limit:
+                    break
+        has_documents = (
+            bool(self.file_position)
+            or self.yielded + self.omitted > read_before
+            or self.inputs.row_shard != ALL_ROWS  # other ranks read its other rows
+        )
+        start.note_skipped(self.inputs.names[index], skipped_before, has_documents)
+        self.files_bar.update()
+        self._end_file(index)
+        self.file_position = ()
+
+    def _begin_file(self, index: int) -> FileState:
+        if not self.file_position:  # else an earlier attempt has counted it
+            self.yielded_before = self.yielded
+            self.reader.stat_update("input_files")
+        name = self.inputs.names[index]
+        logger.info(f"Reading input file {name}, {index + 1}/{len(self.inputs.names)}")
+        size = self.inputs.size(index)
+        recorded = {"name": shorten(name), "size": size, "first": self.yielded_before}
+        # Otherwise the position has hashes of the content, see ``_check_read_part``.
+        if not self.reader._may_grow(name):
+            recorded["hash"] = self.inputs.fingerprint(index)
+        state = self.reader._reader_state(self.start.number)
+        state |= {
+            "shard": list(self.shard),
+            "earlier": list(self.start.earlier),
+            "before": self.digest.state(),
+            "file": recorded,
+        }
+        if self.inputs.commit:
+            state["commit"] = self.inputs.commit
+        extent = FileProgress(before=self.digest.bytes, size=size)
+        self.reader._file_extent = extent
+        return FileState(state, self.extent, extent)
+
+    def _end_file(self, index: int) -> None:
+        documents = self.yielded - self.yielded_before
+        self.reader.stat_update("documents", value=documents, unit="input_file")
+        name = self.inputs.names[index]
+        if self.reader._may_grow(name):
+            self.inputs.note_size(index, self.reader._file_extent.end)
+        self.digest.add(name, self.inputs.size(index))
+
+    def record_files(self) -> None:
+        """Records the files that were read in the start of the reader.
+
+        Raises:
+            NoDocuments: no row of any file is a document.
+        """
+        self.start.earlier.append(str(self.digest))
+        self.start.record = partial(
+            record_reader,
+            self.reader,
+            self.inputs,
+            self.digest.files,
+            self._is_at_limit(),
+        )
+        if not self.yielded + self.omitted and self.inputs.row_shard == ALL_ROWS:
+            for name, damaged in self.start.skipped_in.items():
+                self.reader._refuse_without_documents(name, damaged)
+
+    def _is_at_limit(self) -> bool:
+        return bool(self.reader.limit != -1 and self.yielded >= self.reader.limit)

@@ -11,12 +11,11 @@ alternatives.
 """
 
 import contextlib
-import dataclasses
 import importlib
 import inspect
 import re
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,20 @@ from datatrove_ckpt.common import JsonObject, redaction
 from datatrove_ckpt.common.formatting import did_you_mean, missing_package
 from datatrove_ckpt.common.setting_types import (
     alternatives,
+    argument_hint,
     check_value,
+    collection_of,
+    dataclass_of,
     describe_types,
     is_callable,
     is_class,
+    item_hint,
     origin,
     parameters_of,
     show,
     takes,
+    takes_class,
+    value_hint,
 )
 from datatrove_ckpt.config.generation_params import REQUEST_PARAMETERS
 from datatrove_ckpt.errors import ConfigError
@@ -144,7 +149,7 @@ def build(content: JsonObject) -> Any:
                 f"{place}: its value was hidden by --dry-run, because it may be a secret. Write "
                 "the value in its place, into a file that only you can read."
             )
-    return _build(content["executor"], "executor", [PipelineExecutor])
+    return _build(content["executor"], "executor", PipelineExecutor)
 
 
 def leaves(value: object, place: str) -> Iterator[tuple[str, object]]:
@@ -160,30 +165,33 @@ def leaves(value: object, place: str) -> Iterator[tuple[str, object]]:
         yield place, value
 
 
-def _build(node: object, place: str, kinds: Sequence[object]) -> object:
+def _build(node: object, yaml_path: str, hint: object) -> object:
     if not isinstance(node, dict) or "class_path" not in node:
-        raise ConfigError(f"{place}: needs class_path (and init_args); it is {show(node)}.")
-    refuse_unknown(node, ["class_path", "init_args"], place)
-    found = import_name(node["class_path"], place)
-    shown = f"{place}: class_path: {show(node['class_path'])}"
-    if not isinstance(found, type):
-        raise ConfigError(f"{shown} is not a class.")
-    origins = [Callable if is_callable(kind) else origin(kind) for kind in kinds]
-    is_wanted = any(inspect.isclass(one) and issubclass(found, one) for one in origins)
-    if not (is_wanted or Any in kinds):
-        raise ConfigError(f"{shown} is not {describe_types(kinds)}.")
-    label = place
-    if place == "executor" or place.endswith("]"):
-        label = form() or f"{place} {found.__name__}"
-    return construct(found, node.get("init_args"), label)
+        raise ConfigError(f"{yaml_path}: needs class_path (and init_args); it is {show(node)}.")
+    refuse_unknown(node, ["class_path", "init_args"], yaml_path)
+    cls = import_name(node["class_path"], yaml_path)
+    text = f"{yaml_path}: class_path: {show(node['class_path'])}"
+    if not isinstance(cls, type):
+        raise ConfigError(f"{text} is not a class.")
+    if not takes_class(hint, cls):
+        raise ConfigError(f"{text} is not {describe_types(hint)}.")
+    label = yaml_path
+    if yaml_path == "executor" or yaml_path.endswith("]"):
+        label = form() or f"{yaml_path} {cls.__name__}"
+    return construct(cls, node.get("init_args"), label)
 
 
-def construct(cls: type[_Built], given: object, label: str) -> _Built:
-    if not isinstance(given, dict | None):
-        raise ConfigError(f"{label}: init_args: {show(given)} is not a mapping.")
-    arguments: JsonObject = given or {}
-    parameters, open_ended = parameters_of(typing.cast(Any, cls))
-    if not open_ended:
+def construct(cls: type[_Built], arguments: object, label: str) -> _Built:
+    """Builds an object of a class from the mapping of its arguments.
+
+    Raises:
+        ConfigError: the first mistake in the arguments, after ``label``.
+    """
+    if not isinstance(arguments, dict | None):
+        raise ConfigError(f"{label}: init_args: {show(arguments)} is not a mapping.")
+    arguments = arguments or {}
+    parameters, is_open_ended = parameters_of(typing.cast(Any, cls))
+    if not is_open_ended:
         refuse_unknown(arguments, list(parameters), label)
     if "api_key_env" in parameters and arguments.get("api_key"):
         raise ConfigError(
@@ -192,66 +200,65 @@ def construct(cls: type[_Built], given: object, label: str) -> _Built:
             "of api_key."
         )
     values = {
-        key: _value(parameters.get(key, ANYTHING).annotation, value, label, key)
-        for key, value in arguments.items()
+        key: _value(argument_hint(cls, key), value, label, key) for key, value in arguments.items()
     }
-    absent = [
+    missing = [
         f'"{key}"'
-        for key, one in parameters.items()
-        if one.default is inspect.Parameter.empty and key not in values
+        for key, parameter in parameters.items()
+        if parameter.default is inspect.Parameter.empty and key not in values
     ]
-    if absent:
-        raise ConfigError(f"{label}: missing key {', '.join(absent)}.")
+    if missing:
+        raise ConfigError(f"{label}: missing key {', '.join(missing)}.")
     try:
         built = cls(**values)
     except ImportError as error:
-        missing = missing_package(str(error)) or f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{label}: {missing}") from error
+        advice = missing_package(str(error)) or f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{label}: {advice}") from error
     except Exception as error:
         name = ""
         if not isinstance(error, ValueError):
             name = f"{type(error).__name__}: "
         raise ConfigError(f"{label}: {name}{error}") from error
     if cls.__module__.startswith("datatrove"):
-        for key, value in getattr(built, "__dict__", {}).items():
-            path = getattr(value, "path", value)
-            # datatrove opens these, and would make a folder of a variable's name.
-            is_opened = key.endswith(("_folder", "_dir", "_file")) and key not in _EXPANDED
-            if is_opened and isinstance(path, str):
-                redaction.refuse_variables(f"{label}: {setting_name(key)}", path)
+        _refuse_variables(built, label)
     return built
+
+
+def _refuse_variables(built: object, label: str) -> None:
+    """Refuses variables in paths that datatrove opens: it would make a folder of their names."""
+    for key, value in getattr(built, "__dict__", {}).items():
+        path = getattr(value, "path", value)
+        is_opened = key.endswith(("_folder", "_dir", "_file")) and key not in _EXPANDED
+        if is_opened and isinstance(path, str):
+            redaction.refuse_variables(f"{label}: {setting_name(key)}", path)
 
 
 def _value(hint: object, value: object, label: str, key: str) -> object:
     """Returns a value as its annotation requires it: built, imported or converted, and checked."""
-    place = _inside(label, key)
+    yaml_path = _inside(label, key)
     kinds = alternatives(hint)
-    if isinstance(value, dict) and "class_path" in value:
-        return _build(value, place, kinds)
     if isinstance(value, dict):
-        inner = _value_hint(kinds, value)
+        if "class_path" in value:
+            return _build(value, yaml_path, hint)
+        inner = value_hint(hint, value)
         if inner is not None:
-            return {name: _value(inner, one, place, name) for name, one in value.items()}
-        for cls in _dataclasses(kinds):
-            return construct(cls, value, place)
+            return {name: _value(inner, part, yaml_path, name) for name, part in value.items()}
+        cls = dataclass_of(hint)
+        if cls is not None:
+            return construct(cls, value, yaml_path)
         if all(map(is_class, kinds)):
-            return _build(value, place, kinds)
+            return _build(value, yaml_path, hint)
     elif isinstance(value, list):
         # [URL, storage options].
         if len(value) == 2 and isinstance(value[0], str):
-            redaction.check_options(value[1], value[0], place)
-        value = _items(kinds, value, label, key)
-    elif isinstance(value, str) and not {str, Any} & {*kinds}:
+            redaction.check_options(value[1], value[0], yaml_path)
+        value = _items(hint, value, label, key)
+    elif isinstance(value, str) and {str, Any}.isdisjoint(kinds):
         if any(map(is_callable, kinds)):
-            found = import_name(value, place, "function")
-            if isinstance(found, type):
-                raise ConfigError(f'{place}: "{value}" is a class; write class_path: {value}.')
-            if not callable(found):
-                raise ConfigError(f'{place}: "{value}" is not a function.')
-            return found
-        # A quoted number.
-        if takes(hint, yaml_text.read_value(value)):
-            value = yaml_text.read_value(value)
+            return _import_function(value, yaml_path)
+        unquoted = yaml_text.read_value(value)  # a quoted number
+        if takes(hint, unquoted):
+            value = unquoted
     try:
         check_value(key, hint, value)
     except ConfigError as error:
@@ -262,48 +269,27 @@ def _value(hint: object, value: object, label: str, key: str) -> object:
     return value
 
 
-def _items(kinds: Sequence[object], value: list[object], label: str, key: str) -> object:
-    """Converts a list to the collection that the kinds name. datatrove writes ``tuple[str]`` for a
-    tuple of any length.
-    """
-    kind = _list_kind(kinds)
-    if kind is None:
-        return value
-    hints = typing.get_args(kind) or (Any,)
-    if origin(kind) is not tuple or ... in hints or len(hints) != len(value):
-        hints = hints[:1] * len(value)
+def _items(hint: object, values: list[object], label: str, key: str) -> object:
+    """Converts a list to the collection of its annotation."""
+    collection = collection_of(hint)
+    if collection is None:
+        return values
     items = [
-        _value(hint, item, label, f"{key}[{index}]")
-        for index, (hint, item) in enumerate(zip(hints, value, strict=True))
+        _value(item_hint(collection, index), value, label, f"{key}[{index}]")
+        for index, value in enumerate(values)
     ]
-    if origin(kind) is Sequence:
+    if origin(collection) is Sequence:
         return items
-    return origin(kind)(items)
+    return origin(collection)(items)
 
 
-def _list_kind(kinds: Sequence[object]) -> object:
-    """Returns the kind that a list becomes, at best a list; None: none of them."""
-    for outer in (list, Sequence, tuple, set, frozenset):
-        for kind in kinds:
-            if origin(kind) is outer:
-                return kind
-    return None
-
-
-def _value_hint(kinds: Sequence[object], value: JsonObject) -> object:
-    """Returns the annotation of a mapping's values, such as models by their names.
-
-    None: there is none, or the mapping has fields of a dataclass.
-    """
-    plain = _dataclasses(kinds)
-    for kind in kinds:
-        inner = typing.get_args(kind)
-        if origin(kind) in (dict, Mapping) and inner and inner[1] not in (Any, object):
-            is_one = not value or not all(isinstance(one, dict) for one in value.values())
-            is_one = is_one or any(value.keys() & parameters_of(cls)[0].keys() for cls in plain)
-            if not (plain and is_one):
-                return inner[1]
-    return None
+def _import_function(name: str, yaml_path: str) -> object:
+    function = import_name(name, yaml_path, "function")
+    if isinstance(function, type):
+        raise ConfigError(f'{yaml_path}: "{name}" is a class; write class_path: {name}.')
+    if not callable(function):
+        raise ConfigError(f'{yaml_path}: "{name}" is not a function.')
+    return function
 
 
 def import_name(path: object, place: str, what: str = "class") -> Any:
@@ -352,69 +338,48 @@ def import_name(path: object, place: str, what: str = "class") -> Any:
 def _inside(label: str, key: str) -> str:
     if key.startswith("pipeline["):
         return key
-    if label == form() and key in ("config", "rollout_fn", "output_writer"):
+    if label != form():
+        return f"{label}.{key}"
+    if key in ("config", "rollout_fn", "output_writer"):
         return label
-    if label == form():
-        return f"{label}: {key}"
-    return f"{label}.{key}"
+    return f"{label}: {key}"
 
 
-def refuse_unknown(mapping: JsonObject, known: list[str], place: str) -> None:
+def refuse_unknown(mapping: JsonObject, allowed: list[str], yaml_path: str) -> None:
     for key in mapping:
-        if key not in known:
-            near = (did_you_mean(name, known, 0.7) for name in (OTHER_NAMES.get(key, key), key))
-            hint = next(filter(None, near), "")
-            if key in REQUEST_PARAMETERS and key not in OTHER_NAMES and _OF_REQUESTS in known:
+        if key not in allowed:
+            name = OTHER_NAMES.get(key, key)
+            hint = did_you_mean(name, allowed, 0.7) or did_you_mean(key, allowed, 0.7)
+            if key in REQUEST_PARAMETERS and key not in OTHER_NAMES and _OF_REQUESTS in allowed:
                 hint = f"; as a parameter of requests it belongs into {_OF_REQUESTS}."
-            if not hint and len(known) > _MOST_LISTED:
+            if not hint and len(allowed) > _MOST_LISTED:
                 hint = "; see docs/settings.md."
-            hint = hint or f"; allowed are {', '.join(known) or 'none'}."
-            raise ConfigError(f'{place}: unknown key "{key}"{hint}')
-
-
-def read_argument(text: str, kinds: Sequence[object]) -> object:
-    """Reads a value of the command line as in the file. In text arguments, ``Summarise: {text}`` is
-    no mapping, and ``# {text}`` no comment.
-    """
-    value = yaml_text.read_value(text)
-    outers = {origin(kind) for kind in kinds}
-    if isinstance(value, dict | list):
-        is_meant = outers - _SCALARS and text.lstrip().startswith(("{", "["))
-        is_text = not is_meant and bool({str, Any} & outers)
-    elif isinstance(value, str):
-        is_text = str in kinds and not text.startswith(("'", '"'))
-    elif value is None:
-        is_text = text.strip().lower() not in ("", "null", "~")
-    else:
-        is_text = str in kinds and type(value) not in outers
-    if is_text:
-        return text
-    return value
+            hint = hint or f"; allowed are {', '.join(allowed) or 'none'}."
+            raise ConfigError(f'{yaml_path}: unknown key "{key}"{hint}')
 
 
 def set_at_path(content: JsonObject, override: str, short: type | None = None) -> None:
     """Applies ``path=value``. ``short``: of the short form, whose settings this class has."""
     path, _, text = override.removeprefix("--").partition("=")
     keys = [key for key in path.split(".") if key != "init_args"]
+    hint: object = Any
     if short is not None:
+        hint = short
         keys = [key.replace("-", "_") for key in keys]
+        if not text:
+            raise ConfigError(
+                f"--{path}: its value is empty. Leave it out, or write null for no value."
+            )
     elif keys[0] not in ("executor", "kubernetes"):
         keys = ["executor", *keys]
-    if short is not None and not text:
-        raise ConfigError(
-            f"--{path}: its value is empty. Leave it out, or write null for no value."
-        )
     if "api_key" in keys:
         raise ConfigError(
             f"--{path}: other users can see command lines; export the key and name its variable in "
             "api_key_env."
         )
     node: Any = content
-    kinds: Sequence[object] = []
-    if short is not None:
-        kinds = [short]
-    for place, key in enumerate(keys):
-        kinds = _kinds_inside(node, kinds, key)
+    for depth, key in enumerate(keys, 1):
+        hint = _hint_inside(node, hint, key)
         if isinstance(node, dict) and "class_path" in node:
             node["init_args"] = node.get("init_args") or {}
             node = node["init_args"]
@@ -423,32 +388,46 @@ def set_at_path(content: JsonObject, override: str, short: type | None = None) -
             index = int(key)
         elif not isinstance(node, dict):
             raise ConfigError(f'--{path}: there is no "{key}" inside {show(node)}.')
-        if place == len(keys) - 1:
-            node[index] = read_argument(text, kinds)
+        if depth == len(keys):
+            node[index] = read_argument(text, hint)
         elif isinstance(node, dict) and node.get(key) is None:
             node[key] = {}
         node = node[index]
 
 
-def _kinds_inside(node: object, kinds: Sequence[object], key: str) -> list[object]:
-    hint: object = None
-    classes: list[Any] = [*_dataclasses(kinds)]
+def _hint_inside(node: object, hint: object, key: str) -> object:
+    """Returns the annotation of a part of a node that has the annotation ``hint``."""
     if isinstance(node, list):
-        hint = (*typing.get_args(_list_kind(kinds)), None)[0]
-    elif isinstance(node, dict) and "class_path" in node:
-        with contextlib.suppress(ConfigError):  # reported with its place when the executor is built
-            classes = [import_name(node["class_path"], "class_path")]
+        return item_hint(collection_of(hint), 0)
+    cls = dataclass_of(hint)
+    inner = None
+    if isinstance(node, dict) and "class_path" in node:
+        with contextlib.suppress(ConfigError):  # reported with its path when the executor is built
+            cls = import_name(node["class_path"], "class_path")
     else:
-        hint = _value_hint(kinds, {key: {}})
-    if hint is None and not isinstance(node, list):
-        for cls in classes:
-            hint = parameters_of(cls)[0].get(key, ANYTHING).annotation
-    return alternatives(hint or Any)
+        inner = value_hint(hint, {key: {}})
+    if inner is not None:
+        return inner
+    if cls is None:
+        return Any
+    return argument_hint(cls, key)
 
 
-ANYTHING = inspect.Parameter("any", inspect.Parameter.KEYWORD_ONLY, annotation=Any)
-"""An argument that goes into ``**kwargs``."""
-
-
-def _dataclasses(kinds: Iterable[object]) -> list[type]:
-    return [kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
+def read_argument(text: str, hint: object) -> object:
+    """Reads a value of the command line as in the file. In text arguments, ``Summarise: {text}`` is
+    no mapping, and ``# {text}`` no comment.
+    """
+    value = yaml_text.read_value(text)
+    outers = {origin(kind) for kind in alternatives(hint)}
+    if isinstance(value, dict | list):
+        is_meant = outers - _SCALARS and text.lstrip().startswith(("{", "["))
+        is_text = not is_meant and bool({str, Any} & outers)
+    elif isinstance(value, str):
+        is_text = str in outers and not text.startswith(("'", '"'))
+    elif value is None:
+        is_text = text.strip().lower() not in ("", "null", "~")
+    else:
+        is_text = str in outers and type(value) not in outers
+    if is_text:
+        return text
+    return value

@@ -73,6 +73,14 @@ def parameters_of(cls: Any) -> tuple[dict[str, inspect.Parameter], bool]:
     return parameters, True
 
 
+def argument_hint(cls: type, name: str) -> object:
+    """Returns the annotation of a constructor's argument, which may be one of ``**kwargs``."""
+    parameters, _ = parameters_of(cls)
+    if name in parameters:
+        return parameters[name].annotation
+    return Any
+
+
 def _hint(name: str, hint: Any, default: object) -> object:
     """Corrects datatrove's annotations, as ``adapter: Callable = None``."""
     if hint is Any:
@@ -154,7 +162,7 @@ def check_value(name: str, hint: object, value: object) -> None:
         advice = f"; write [{value}]."
     elif isinstance(value, dict) and list(value.values()) == [None] and str in kinds:
         advice = f"; write '{{{next(iter(value))}}}', in quotes."  # YAML's {text}
-    raise ConfigError(f"{text} is not {describe_types(kinds)}{advice}", setting=name)
+    raise ConfigError(f"{text} is not {describe_types(hint)}{advice}", setting=name)
 
 
 _LIST = ((list, tuple), "a list such as [a, b]")
@@ -195,6 +203,58 @@ def _takes(kind: Any, value: object) -> bool:
     return not getattr(outer, "_is_protocol", False) and isinstance(value, outer)
 
 
+def takes_class(hint: object, cls: type) -> bool:
+    """Returns whether a setting takes the objects of a class."""
+    kinds = alternatives(hint)
+    classes = [Callable if is_callable(kind) else origin(kind) for kind in kinds]
+    return Any in kinds or any(inspect.isclass(base) and issubclass(cls, base) for base in classes)
+
+
+def dataclass_of(hint: object) -> type | None:
+    """Returns the dataclass whose fields a mapping may have."""
+    for kind in alternatives(hint):
+        if isinstance(kind, type) and is_dataclass(kind):
+            return kind
+    return None
+
+
+def value_hint(hint: object, mapping: Mapping[str, object]) -> object:
+    """Returns the annotation of a mapping's values, such as models by their names.
+
+    None: there is none, or the mapping has fields of a dataclass.
+    """
+    cls = dataclass_of(hint)
+    if cls is not None:
+        has_mappings = mapping and all(isinstance(value, dict) for value in mapping.values())
+        if not has_mappings or mapping.keys() & parameters_of(cls)[0].keys():
+            return None
+    for kind in alternatives(hint):
+        if origin(kind) in (dict, Mapping):
+            _, inner = typing.get_args(kind) or (Any, Any)
+            if inner not in (Any, object):
+                return inner
+    return None
+
+
+def collection_of(hint: object) -> object:
+    """Returns the type of the collection that a list becomes, at best a list; None: none."""
+    for outer in (list, Sequence, tuple, set, frozenset):
+        for kind in alternatives(hint):
+            if origin(kind) is outer:
+                return kind
+    return None
+
+
+def item_hint(collection: object, index: int) -> object:
+    """Returns the annotation of an item. datatrove writes ``tuple[str]`` for a tuple of any length,
+    as others write ``tuple[str, ...]``.
+    """
+    hints = [hint for hint in typing.get_args(collection) if hint is not ...]
+    if not hints:
+        return Any
+    return hints[min(index, len(hints) - 1)]
+
+
 def origin(kind: Any) -> Any:
     """Returns the class of ``list[str]`` and of ``Count``."""
     outer = typing.get_origin(kind)
@@ -210,20 +270,19 @@ def show(value: object) -> str:
     return f"{text[:57]}..."
 
 
-def describe_types(kinds: Sequence[object]) -> str:
+def describe_types(hint: object) -> str:
     """Returns the allowed alternatives: "auto or a whole number", "one of gzip, zstd, null"."""
+    kinds = alternatives(hint)
     if str in kinds:  # a user who can give a string does not give an object, such as a DataFolder
         kinds = [kind for kind in kinds if not any(map(is_class, (kind, *typing.get_args(kind))))]
     words = _choices(kinds)
     if len(words) > 1:
         words = [f"one of {', '.join(words)}"]
-    # Of lists of several kinds, the first one.
-    others = {origin(kind): kind for kind in reversed(kinds)}
-    words = words + [
-        _word(kind)
-        for outer, kind in reversed(others.items())
-        if outer is not type(None) and outer is not Literal
-    ]
+    described: dict[object, str] = {}
+    for kind in kinds:
+        if origin(kind) not in (type(None), Literal):
+            described.setdefault(origin(kind), _word(kind))
+    words += described.values()
     return ", ".join(words[:-1]) + (" or " if len(words) > 1 else "") + words[-1]
 
 

@@ -59,12 +59,12 @@ from datatrove_ckpt.readers.positions import (
 )
 
 READER_VERSION = 1
-_LOGGED = 5  # so many damaged rows are logged
+_MAX_LOGGED = 5  # damaged rows
 
 USUAL_KEYS = {"text_key": "text", "id_key": "id"}
-"""The options that decide what a row becomes, and their defaults.
+"""The options that decide how a row becomes a document, and their defaults.
 
-A state keeps those that differ.
+A state has the options that differ from these defaults.
 """
 
 
@@ -92,13 +92,13 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     max_skipped: int | None = None  # pickles of earlier releases
     stop_on_bad_line: bool | None = None
     format: ClassVar[str]
-    """The name of the format, in states.
+    """The format's name in states.
 
     A class that sets it promises that each document depends on its row alone, so that a resume may
     seek. A subclass that does not set it may keep state.
     """
     suffixes: ClassVar[str] = ""
-    """The suffixes of its files' names, for the short form."""
+    """The suffixes of the format's files, for the short form."""
     has_rows: ClassVar[bool] = True
     """Whether a file has rows or lines. Otherwise it is a document, or pages."""
     grows: ClassVar[bool] = False
@@ -159,7 +159,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         return self._start_state or self._reader_state(0)
 
     def load_state_dict(self, state_dict: ReaderState) -> None:
-        """Lets the next run resume there. That run checks the input."""
+        """Sets the position after which the next run resumes. That run checks the input."""
         self._next_state = state_dict
 
     def may_keep_state(self) -> list[str]:
@@ -183,11 +183,10 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def run(
         self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1
     ) -> Iterator[Document]:
-        """Yields the documents of the steps before this one, and then those of this rank.
+        """Yields the documents of the steps before this reader, then the documents of this rank.
 
         Raises:
-            CheckpointMismatch: the input is not a continuation of the one that the state was made
-                for.
+            CheckpointMismatch: the input does not continue the input of the saved state.
             InputError: a file is damaged or cut off, or no row of any file is a document.
         """
         if data:
@@ -274,23 +273,23 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def documents_of(
         self, name: str, blocks: Iterable[RowBlock], number: int = 0, task: str = ""
     ) -> FileRead:
-        """Makes documents of rows. Yields each with the place after its row.
+        """Makes a document of each row, and yields it with the position after the row.
 
         Args:
-            number: the documents of the file so far: the next default id, if rows have no ids of
-                their own. It then ends each place.
+            number: documents of the file so far: the next default id, if rows have no ids of their
+                own. It is then the last number of each position.
             task: begins the default ids of a dataset, which number the documents of all its shards.
-                Places then lack the number.
+                Positions then lack the number.
         """
         make = self.get_document_from_dict
         seconds = 0.0
         began = time.perf_counter()
-        for where, rows in blocks:
+        for template, rows in blocks:
             try:
-                for row, given_id, after, shown in rows:
+                for row, default_id, file_position, row_number in rows:
                     id_in_file: int | str = number
-                    if given_id is not None:
-                        id_in_file = given_id
+                    if default_id is not None:
+                        id_in_file = default_id
                     elif task:
                         id_in_file = f"{task}{number}"
                     document: Document | SkippedLines = WITHOUT_TEXT
@@ -298,28 +297,30 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                         if isinstance(row, dict):
                             document = make(row, name, id_in_file) or WITHOUT_TEXT
                         elif row is not None:
-                            document = self.skip_damaged(name, where.format(shown), row)
+                            document = self.skip_damaged(name, template.format(row_number), row)
                     except DocumentNotSerializable as error:
-                        document = self.skip_damaged(name, where.format(shown), BadRow(error))
-                    if given_id is None:
+                        document = self.skip_damaged(
+                            name, template.format(row_number), BadRow(error)
+                        )
+                    if default_id is None:
                         number += not isinstance(document, SkippedLines)
                         if not task:
-                            after = (*after, number)
+                            file_position = (*file_position, number)
                     # Timing each row by stats would cost too much.
                     seconds += time.perf_counter() - began
-                    yield document, after
+                    yield document, file_position
                     began = time.perf_counter()
             finally:
                 self.stats.time_stats.update(seconds, "batch")
                 seconds = 0.0
 
     def skip_damaged(
-        self, file: str, where: str, bad: BadRow, in_training: bool = False
+        self, file: str, location: str, bad_row: BadRow, in_training: bool = False
     ) -> Document | SkippedLines:
         """Counts a line or row that cannot be read, and returns its substitute.
 
         Raises:
-            DamagedLine: there are more of them than ``max_skipped`` allows.
+            DamagedLine: ``max_skipped`` allows no more damaged rows.
         """
         self._damaged_rows += 1
         allowed = self.max_skipped
@@ -327,24 +328,24 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             allowed = None
         if self.stop_on_bad_line:  # also in pickles of earlier releases
             allowed = 0
-        error, begin = bad
+        error, begin = bad_row
         if allowed is not None and self._damaged_rows > allowed:
             if begin:
                 begin = f", in {begin!r}"
             problem = str(error).removesuffix(".")
             raise DamagedLine(
-                f"`{file}`, {where}: {problem}{begin}. Correct or remove it, choose the reader of "
-                "its format, or give max_skipped: so many may be left out (null: any number)."
+                f"`{file}`, {location}: {problem}{begin}. Correct or remove it, choose the reader "
+                "of its format, or give max_skipped: so many may be left out (null: any number)."
             )
         self.stat_update("damaged_lines")
         count = self.stats["damaged_lines"].total
         advice = ""
         if "UTF-8" in str(error):
             advice = ". Save it as UTF-8"
-        if count == _LOGGED:
+        if count == _MAX_LOGGED:
             advice += "; others are only counted"
-        if count <= _LOGGED:
-            logger.warning(f"Error when reading `{file}`, {where}: {error}{advice}")
+        if count <= _MAX_LOGGED:
+            logger.warning(f"Error when reading `{file}`, {location}: {error}{advice}")
         return DAMAGED
 
     def read_file(self, filepath: str) -> Iterator[Document]:
@@ -394,32 +395,34 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         """
         if state is None:
             return None
-        where = f"The saved position in {self.data_folder.path}"
+        position = f"The saved position in {self.data_folder.path}"
         made_by = f"{state.get('reader')!r} (version {state.get('version')})"
-        ours = f"{self.format!r} (version {READER_VERSION})"
-        if made_by != ours:
-            raise position_mismatch(f"{where} was made by reader {made_by}, and this is {ours}.")
-        then = dict(state["options"])
-        now = self._options()
+        this_reader = f"{self.format!r} (version {READER_VERSION})"
+        if made_by != this_reader:
+            raise position_mismatch(
+                f"{position} was made by reader {made_by}, and this is {this_reader}."
+            )
+        recorded = dict(state["options"])
+        current = self._options()
         if "shard" in state:
-            then["shard"] = state["shard"]
-            now["shard"] = shard
+            recorded["shard"] = state["shard"]
+            current["shard"] = shard
         hashed = {
             "default_metadata": self.default_metadata,
             "types": getattr(self.types, "names", None),
         }
-        for key in then | now:
-            old = then.get(key, USUAL_KEYS.get(key))
-            new = now.get(key, USUAL_KEYS.get(key))
+        for key in recorded | current:
+            old = recorded.get(key, USUAL_KEYS.get(key))
+            new = current.get(key, USUAL_KEYS.get(key))
             if old == new:
                 continue
             if key in hashed:
-                raise position_mismatch(f"{where} was made with other {key}, now {hashed[key]}.")
-            raise position_mismatch(f"{where} was made with {key}={old!r}, now {new!r}.")
+                raise position_mismatch(f"{position} was made with other {key}, now {hashed[key]}.")
+            raise position_mismatch(f"{position} was made with {key}={old!r}, now {new!r}.")
         documents = state.get("documents", 0)
         if 0 <= self.limit < documents:
             raise position_mismatch(
-                f"{where} comes after {documents} documents, and limit is now {self.limit}.",
+                f"{position} comes after {documents} documents, and limit is now {self.limit}.",
                 f"Set limit to at least {documents}",
             )
         return state if "file" in state else None
@@ -428,8 +431,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         options = {key: getattr(self, key) for key in self._order_options}
         options |= {
             key: getattr(self, key)
-            for key, usual in USUAL_KEYS.items()
-            if getattr(self, key) != usual
+            for key, default in USUAL_KEYS.items()
+            if getattr(self, key) != default
         }
         options["default_metadata"] = metadata_hash(self.default_metadata)
         if self.types is not None:
@@ -451,7 +454,10 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def _read_input(
         self, inputs: InputFiles, index: int, file_position: FilePosition, number: tuple[int, int]
     ) -> FileRead:
-        """Reads file ``index``. ``number``: the rank, and how many documents it has read."""
+        """Yields the documents of file ``index`` after ``file_position``.
+
+        ``number``: the rank, and how many documents it has read.
+        """
         name = inputs.names[index]
         documents = file_position[-1] if file_position else 0
         return self.documents_of(name, self.blocks(name, file_position), documents)
@@ -557,14 +563,16 @@ class _InputPass:
         skipped_before = start.skipped
         read_before = self.yielded + self.omitted
         number = (self.shard[0], read_before)
-        for document, after in reader._read_input(self.inputs, index, self.file_position, number):
+        for document, file_position in reader._read_input(
+            self.inputs, index, self.file_position, number
+        ):
             if isinstance(document, SkippedLines):
                 start.skipped = start.skipped + document
             elif self.omitted < reader.skip:
                 self.omitted += 1
             else:
                 self.yielded += 1
-                position = (start.number, self.yielded, file, after, start.skipped)
+                position = (start.number, self.yielded, file, file_position, start.skipped)
                 document.position = reader._position = position
                 reader.update_doc_stats(document)
                 yield document

@@ -64,15 +64,15 @@ _NAMES_BY_MODULE = {
     "datatrove.pipeline.formatters": "FTFYFormatter PIIFormatter SymbolLinesFormatter",
 }
 MASK = "*** hidden ***"
-"""What ``run --dry-run`` writes in the place of a secret. No file with it is built."""
+"""``run --dry-run`` writes it in place of a secret. A file that has it is refused."""
 _EXPANDED = {"checkpoints_local_dir", "server_log_folder"}  # where the task runs
 SHORT_NAMES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
-SHORT_NAMES |= {one.writer: one.module for one in FORMATS}
+SHORT_NAMES |= {file_format.writer: file_format.module for file_format in FORMATS}
 
-# What other tools call our settings.
+# The settings by the names that other tools have for them.
 OTHER_NAMES = {
-    other: name
-    for name, others in {
+    other_name: name
+    for name, other_names in {
         "api_key_env": "key",
         "dp": "data_parallel_size",
         "endpoint": "api_base base_url url",
@@ -93,15 +93,15 @@ OTHER_NAMES = {
         "tp": "tensor_parallel_size",
         "workers": "num_workers processes",
     }.items()
-    for other in others.split()
+    for other_name in other_names.split()
 }
 _OF_REQUESTS = "default_generation_params"
-_MOST_LISTED = 21
+_MAX_LISTED = 21
 _SCALARS = {str, int, float, bool, type(None)}
 
 
 def load(path: str | Path) -> JsonObject:
-    """Reads the file.
+    """Reads the YAML file of a job.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or does not have the key "executor".
@@ -116,15 +116,15 @@ def load(path: str | Path) -> JsonObject:
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or error
-        where = ""
+        location = ""
         if mark:
-            where = f":{mark.line + 1}:{mark.column + 1}"
+            location = f":{mark.line + 1}:{mark.column + 1}"
         hint = ""
         if re.search("character '[@`%]|mapping values", str(problem)):
             hint = " Does a text need quotes?"
         if Path(path).suffix not in (".yaml", ".yml"):
             hint = " Is it the input? Then write --input before it."
-        raise ConfigError(f"{path}{where}: not valid YAML: {problem}.{hint}") from None
+        raise ConfigError(f"{path}{location}: not valid YAML: {problem}.{hint}") from None
     if not isinstance(content, dict) or not content.keys() & {"executor", "run_folder", "input"}:
         raise ConfigError(
             f'{path}: must have the key "executor" at the top, with class_path and init_args; or '
@@ -143,26 +143,26 @@ def build(content: JsonObject) -> Any:
     """
     from datatrove.executor.base import PipelineExecutor
 
-    for place, value in leaves(content["executor"], "executor"):
+    for yaml_path, value in leaves(content["executor"], "executor"):
         if value == MASK:
             raise ConfigError(
-                f"{place}: its value was hidden by --dry-run, because it may be a secret. Write "
-                "the value in its place, into a file that only you can read."
+                f"{yaml_path}: its value was hidden by --dry-run, because it may be a secret. "
+                "Write the value in its place, into a file that only you can read."
             )
     return _build(content["executor"], "executor", PipelineExecutor)
 
 
-def leaves(value: object, place: str) -> Iterator[tuple[str, object]]:
-    """Yields the plain values in mappings and lists, each after its place as an override names
-    it.
+def leaves(value: object, yaml_path: str) -> Iterator[tuple[str, object]]:
+    """Yields the plain values in mappings and lists, each after its path, as an override writes
+    the path.
     """
     if isinstance(value, dict | list):
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from leaves(part, place if key == "init_args" else f"{place}.{key}")
+            yield from leaves(part, yaml_path if key == "init_args" else f"{yaml_path}.{key}")
     else:
-        if place.startswith("executor.pipeline."):
-            place = place.removeprefix("executor.")
-        yield place, value
+        if yaml_path.startswith("executor.pipeline."):
+            yaml_path = yaml_path.removeprefix("executor.")
+        yield yaml_path, value
 
 
 def _build(node: object, yaml_path: str, hint: object) -> object:
@@ -292,8 +292,8 @@ def _import_function(name: str, yaml_path: str) -> object:
     return function
 
 
-def import_name(path: object, place: str, what: str = "class") -> Any:
-    """Imports what a class_path, or another import path of the file, names.
+def import_name(path: object, yaml_path: str, kind: str = "class") -> Any:
+    """Imports the class of a class_path, or the function of another import path in the file.
 
     Raises:
         ConfigError: there is no such name, or its module cannot be imported.
@@ -302,7 +302,7 @@ def import_name(path: object, place: str, what: str = "class") -> Any:
         file, _, name = str(path).partition(":")
         module_name = Path(file).stem
         raise ConfigError(
-            f'{place}: "{path}" names a file. Write {module_name}.{name or "my_name"}; '
+            f'{yaml_path}: "{path}" names a file. Write {module_name}.{name or "my_name"}; '
             f"{module_name}.py is found in the folder where the command runs."
         )
     module_name, _, name = str(path).rpartition(".")
@@ -310,7 +310,7 @@ def import_name(path: object, place: str, what: str = "class") -> Any:
         hint = (
             did_you_mean(name, SHORT_NAMES) or "; give its import path, such as my_module.my_name."
         )
-        raise ConfigError(f'{place}: no {what} "{name}"{hint}')
+        raise ConfigError(f'{yaml_path}: no {kind} "{name}"{hint}')
     module_name = module_name or SHORT_NAMES[name]
     try:
         module = importlib.import_module(module_name)
@@ -321,21 +321,21 @@ def import_name(path: object, place: str, what: str = "class") -> Any:
                 " (datatrove's own filters and extractors: pip install 'datatrove[processing]')"
             )
         raise ConfigError(
-            f'{place}: {what} "{path}" needs module "{error.name}", which is neither in the '
+            f'{yaml_path}: {kind} "{path}" needs module "{error.name}", which is neither in the '
             f"working folder nor installed; {advice}."
         ) from None
     except Exception as error:
         raise ConfigError(
-            f'{place}: importing "{module_name}" failed: {type(error).__name__}: {error}'
+            f'{yaml_path}: importing "{module_name}" failed: {type(error).__name__}: {error}'
         ) from error
     if not hasattr(module, name):
-        raise ConfigError(
-            f'{place}: no {what} "{name}" in {module_name}{did_you_mean(name, dir(module)) or "."}'
-        )
+        hint = did_you_mean(name, dir(module)) or "."
+        raise ConfigError(f'{yaml_path}: no {kind} "{name}" in {module_name}{hint}')
     return getattr(module, name)
 
 
 def _inside(label: str, key: str) -> str:
+    """Returns the path of a key inside a node, as messages write the path."""
     if key.startswith("pipeline["):
         return key
     if label != form():
@@ -346,20 +346,25 @@ def _inside(label: str, key: str) -> str:
 
 
 def refuse_unknown(mapping: JsonObject, allowed: list[str], yaml_path: str) -> None:
+    """Refuses the first key that is not allowed, and names the key that was probably meant."""
     for key in mapping:
         if key not in allowed:
             name = OTHER_NAMES.get(key, key)
             hint = did_you_mean(name, allowed, 0.7) or did_you_mean(key, allowed, 0.7)
             if key in REQUEST_PARAMETERS and key not in OTHER_NAMES and _OF_REQUESTS in allowed:
                 hint = f"; as a parameter of requests it belongs into {_OF_REQUESTS}."
-            if not hint and len(allowed) > _MOST_LISTED:
+            if not hint and len(allowed) > _MAX_LISTED:
                 hint = "; see docs/settings.md."
             hint = hint or f"; allowed are {', '.join(allowed) or 'none'}."
             raise ConfigError(f'{yaml_path}: unknown key "{key}"{hint}')
 
 
 def set_at_path(content: JsonObject, override: str, short: type | None = None) -> None:
-    """Applies ``path=value``. ``short``: of the short form, whose settings this class has."""
+    """Sets the value at a path of the job, as the override ``path=value`` gives them.
+
+    ``short``: the class that declares the settings of the short form; None: the job is in the long
+    form.
+    """
     path, _, text = override.removeprefix("--").partition("=")
     keys = [key for key in path.split(".") if key != "init_args"]
     hint: object = Any

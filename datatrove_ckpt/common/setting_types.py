@@ -24,14 +24,14 @@ from datatrove_ckpt.errors import ConfigError
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that a setting takes. ``rule`` says them in a message."""
+    """The numbers that a setting takes. Messages write ``rule``."""
 
     rule: str
-    least: float
-    most: float = math.inf
+    minimum: float
+    maximum: float = math.inf
 
     def __contains__(self, value: Any) -> bool:
-        return self.least <= float(value) <= self.most
+        return self.minimum <= float(value) <= self.maximum
 
 
 Positive = Annotated[float, Range("> 0", math.ulp(0))]
@@ -61,12 +61,15 @@ def parameters_of(cls: Any) -> tuple[dict[str, inspect.Parameter], bool]:
         except NameError:  # an annotation only for type checkers: the constructor checks it
             hints = {}
         arguments = list(inspect.signature(base.__init__).parameters.values())[1:]
-        for one in arguments:
-            is_omitted = one.name in getattr(cls, "omitted", ())
-            if not is_omitted and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
-                hint = _hint(one.name, hints.get(one.name, Any), one.default)
-                parameters.setdefault(one.name, one.replace(annotation=hint))
-        if all(one.kind is not one.VAR_KEYWORD for one in arguments):
+        for argument in arguments:
+            is_omitted = argument.name in getattr(cls, "omitted", ())
+            if not is_omitted and argument.kind not in (
+                argument.VAR_POSITIONAL,
+                argument.VAR_KEYWORD,
+            ):
+                hint = _hint(argument.name, hints.get(argument.name, Any), argument.default)
+                parameters.setdefault(argument.name, argument.replace(annotation=hint))
+        if all(argument.kind is not argument.VAR_KEYWORD for argument in arguments):
             return parameters, False
         if not base.__module__.startswith("datatrove_ckpt."):
             break
@@ -124,7 +127,7 @@ def check(cls: type, values: Mapping[str, object]) -> None:
             check_value(name, parameter.annotation, values[name])
 
 
-def refuse(given: Iterable[str], instead: Mapping[str, str]) -> None:
+def refuse(names: Iterable[str], instead: Mapping[str, str]) -> None:
     """Refuses arguments that an earlier release or another library has.
 
     Args:
@@ -133,7 +136,7 @@ def refuse(given: Iterable[str], instead: Mapping[str, str]) -> None:
     Raises:
         ConfigError: the first argument. TypeError, if ``instead`` does not have it.
     """
-    for name in given:
+    for name in names:
         if name not in instead:
             raise TypeError(f"unexpected argument {name!r}")
         raise ConfigError(f"not an argument here. Write {instead[name]}.", setting=name)

@@ -622,6 +622,14 @@ class Router:
                 target.add_in_flight(0)
         if self._quarantine.arrivals:
             self._admit_quarantined()
+        if self._waiting:
+            self._admit_waiting()
+        for sender in self.senders:
+            is_due = resized or (sender.may_grow and not self._waiting)
+            if is_due and sender.on_change is not None:
+                sender.on_change(sender)
+
+    def _admit_waiting(self) -> None:
         waiting = self._waiting
         room = self._room()
         number = 0
@@ -639,10 +647,6 @@ class Router:
                 room = self._room()
         if waiting and room.opens_at < self._looks_at:
             self._look_later(room.opens_at)
-        for sender in self.senders:
-            is_due = resized or (sender.may_grow and not waiting)
-            if is_due and sender.on_change is not None:
-                sender.on_change(sender)
 
     def _look_later(self, when: float) -> None:
         """No answer tells that a limit leaves room again."""

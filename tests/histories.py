@@ -4,7 +4,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from datatrove_ckpt.checkpoint.checksummed_lines import verified_body, whole_lines
-from datatrove_ckpt.checkpoint.counts import DocumentCounts, Seconds
 from datatrove_ckpt.checkpoint.history import (
     AttemptEnd,
     AttemptStart,
@@ -14,7 +13,7 @@ from datatrove_ckpt.checkpoint.history import (
     ServerEvent,
     parse_line,
 )
-from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
+from datatrove_ckpt.common.counts import DocumentCounts, InputPosition, Seconds, WorkCounts
 
 
 def progress():

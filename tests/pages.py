@@ -24,6 +24,7 @@ RUN_ELSEWHERE = {
     "datatrove-ckpt run configs/hf_jobs.yaml": "tests/integration/test_jobs.py, against a fake of the API",
     "torchrun --nproc-per-node 2 train.py": "tests/real/test_torch.py",
     "python -m tests.settings_page": "tests/unit/test_pages.py compares what it writes with the page",
+    "python -m tests.status_page": "likewise",
     'pip install -q mutmut && mutmut run "datatrove_ckpt.checkpoint.commits*"': "minutes, by hand",
     "python -m tests.people --seconds 600 --seed 0": "ten minutes; tests/integration/test_people.py runs its parts",
     "python -m tests.bench.report": "twelve minutes; its text is checked in tests/unit/test_pages.py",

@@ -9,12 +9,11 @@ import orjson
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, checksummed_json
 from datatrove_ckpt.checkpoint.commits import Commit, OutputFile
-from datatrove_ckpt.checkpoint.counts import DocumentCounts, Seconds
 from datatrove_ckpt.checkpoint.fence import new_owner
 from datatrove_ckpt.checkpoint.history import AttemptEnd, AttemptStart, ProgressRecord
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.journal import FinishedDocument
-from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
+from datatrove_ckpt.common.counts import DocumentCounts, InputPosition, Seconds, WorkCounts
 from datatrove_ckpt.run_folder.run_location import RunLocation
 
 ELSEWHERE = "node7"

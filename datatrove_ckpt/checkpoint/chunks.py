@@ -12,8 +12,8 @@ from pathlib import Path
 
 from datatrove_ckpt.checkpoint.checksummed_lines import Json
 from datatrove_ckpt.checkpoint.commits import OutputFile
-from datatrove_ckpt.checkpoint.counts import CompletedWork
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
+from datatrove_ckpt.common.counts import CompletedWork
 from datatrove_ckpt.errors import CheckpointMismatch
 
 PositionGetter = Callable[[], Json | None]
@@ -47,7 +47,7 @@ class Chunk:
     full: bool = False
     last_input: str = ""
     position: PositionGetter = no_position
-    done: CompletedWork = field(default_factory=CompletedWork)
+    done: CompletedWork = CompletedWork()
     dead_letters: bytearray = field(default_factory=bytearray)
     files: list[OutputFile] = field(default_factory=list)
 

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import orjson
 import xxhash
 
 from datatrove_ckpt.checkpoint import checksummed_lines, files
-from datatrove_ckpt.checkpoint.counts import (
+from datatrove_ckpt.checkpoint.layout import checkpoints_of
+from datatrove_ckpt.common.counts import (
     NO_SECONDS,
     CompletedWork,
     DocumentCounts,
@@ -26,7 +27,6 @@ from datatrove_ckpt.checkpoint.counts import (
     Seconds,
     WorkStats,
 )
-from datatrove_ckpt.checkpoint.layout import checkpoints_of
 from datatrove_ckpt.common.formatting import repair_command
 from datatrove_ckpt.errors import CheckpointCorrupt
 
@@ -139,12 +139,13 @@ class Commit:
     def from_json(cls, body: bytes) -> Commit:
         """Raises KeyError, TypeError or ValueError if the line holds no commit of this format."""
         data = orjson.loads(body)
-        counts = DocumentCounts(**data.pop("tally"))
         work = data["work"]
-        answers = dict(zip(_ENDS, work.pop(ENDS), strict=True))
-        reasons = Counter(work.pop(REASONS, {}))
-        lengths = LogHistogram(dict(work.pop(LENGTHS, ())))
-        counts = replace(counts, **answers, reasons=reasons, lengths=lengths)
+        counts = DocumentCounts(
+            **data.pop("tally"),
+            **dict(zip(_ENDS, work.pop(ENDS), strict=True)),
+            reasons=Counter(work.pop(REASONS, {})),
+            lengths=LogHistogram(dict(work.pop(LENGTHS, ()))),
+        )
         data["files"] = [OutputFile(**file) for file in data["files"]]
         data["seconds"] = Seconds(*data["seconds"])
         for file in data["files"]:
@@ -167,21 +168,9 @@ class Commit:
         lengths = tally.pop(LENGTHS)
         if lengths:
             work[LENGTHS] = sorted(lengths.items())
-        return orjson.dumps(
-            {
-                "chunk_index": self.chunk_index,
-                "first_ordinal": self.first_ordinal,
-                "tally": tally,
-                "files": [file.to_json() for file in self.files],
-                "position": self.position,
-                "last_input": self.last_input,
-                "dead_letters_size": self.dead_letters_size,
-                "work": work,
-                "seconds": self.seconds,
-                "at": self.at,
-            },
-            list,  # of tuples
-        )
+        fields = {name: getattr(self, name) for name in self.__slots__ if name != "counts"}
+        fields |= {"tally": tally, "files": [file.to_json() for file in self.files], "work": work}
+        return orjson.dumps(fields, list)  # of tuples
 
 
 def read_commits(path: Path) -> dict[int, Commit]:

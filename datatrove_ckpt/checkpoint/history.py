@@ -44,16 +44,17 @@ from datatrove_ckpt.checkpoint.checksummed_lines import (
     last_lines,
     verified_body,
 )
-from datatrove_ckpt.checkpoint.counts import (
+from datatrove_ckpt.common.counts import (
     NO_SECONDS,
     DocumentCounts,
+    InputPosition,
     LogHistogram,
-    Rates,
+    Processed,
     Seconds,
+    SkippedLines,
+    WorkCounts,
 )
-from datatrove_ckpt.checkpoint.skipped_lines import SkippedLines
 from datatrove_ckpt.common.formatting import as_line
-from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
 
 ServerWhat = Literal["start", "ready", "reused", "death", "restart"]
 """A server: is started; answers; was started for an earlier rank of this process, and answers; died
@@ -201,7 +202,7 @@ class ProgressRecord(_HistoryRecord):
 
     KIND = "progress"
     seconds: Seconds = NO_SECONDS
-    documents: DocumentCounts = field(default_factory=DocumentCounts)
+    documents: DocumentCounts = DocumentCounts()
     chunks: int = 0
     total: WorkCounts = field(default_factory=WorkCounts)
     own: WorkCounts = field(default_factory=WorkCounts)
@@ -209,37 +210,32 @@ class ProgressRecord(_HistoryRecord):
     in_flight: int = 0
     waiting: int = 0
     in_work: int = 0
-    wait: WaitStatus = field(default_factory=WaitStatus)
-    silence: OutageStatus = field(default_factory=OutageStatus)
-    position: InputPosition = field(default_factory=InputPosition)
-    skipped: SkippedLines = field(default_factory=SkippedLines)
+    wait: WaitStatus = WaitStatus()
+    silence: OutageStatus = OutageStatus()
+    position: InputPosition = InputPosition()
+    skipped: SkippedLines = SkippedLines()
 
     def to_json(self) -> Json:
-        found = {
+        optional = {
+            "r": dict(self.documents.reasons.most_common(_MAX_KINDS)),
+            "len": sorted(self.documents.lengths.items()),
+            "cap": self.places,
+            "skip": self.skipped and self.skipped.numbers(),
+        }
+        return {
             "s": self.seconds,
             "d": self.documents.numbers(),
             "c": self.chunks,
             "all": self.total.numbers(),
             "own": self.own.numbers(),
-            "err": self.total.errors,
-            "own_err": self.own.errors,
+            **_labelled(self.total, ""),
+            **_labelled(self.own, "own_"),
             "q": (self.in_flight, self.waiting, self.in_work),
             "w": self.wait,
             "out": self.silence if self.silence.model else self.silence[:3],
             "pos": self.position,
+            **{key: value for key, value in optional.items() if value},
         }
-        for key, name in _COUNTERS.items():
-            if counter := getattr(self.total, name):
-                found |= {key: counter, f"own_{key}": getattr(self.own, name)}
-        if self.documents.reasons:
-            found["r"] = dict(self.documents.reasons.most_common(_MAX_KINDS))
-        if self.documents.lengths:
-            found["len"] = sorted(self.documents.lengths.items())
-        if self.places:
-            found["cap"] = self.places
-        if self.skipped:
-            found["skip"] = self.skipped.numbers()
-        return found
 
     @classmethod
     def read(cls, data: Json) -> ProgressRecord:
@@ -265,26 +261,22 @@ class ProgressRecord(_HistoryRecord):
         )
 
 
-_COUNTERS = {
-    "tier": "tiers",
-    "by": "endpoints",
-    "paid": "endpoint_costs",
-    "err_by": "endpoint_errors",
-    "call": "calls",
-    "failed": "failed_calls",
-    "ms": "call_milliseconds",
-}
-"""Of ``WorkCounts``, by their keys; a key is left out while nothing is counted."""
+_KEYS = {display.key: name for name, display in WorkCounts.displays().items() if display.key}
 _NONE = Counter[str]()  # shared: ten thousand ranks have few calls
 
 
+def _labelled(work: WorkCounts, prefix: str) -> Json:
+    counters = {key: getattr(work, name) for key, name in _KEYS.items()}
+    # 0.2.0 does not read a line without errors.
+    return {prefix + key: value for key, value in counters.items() if value or key == "err"}
+
+
 def _work(data: Json, numbers: str, prefix: str) -> WorkCounts:
-    errors = _named_counts(data[f"{prefix}err"])
-    others = {}
-    for key, name in _COUNTERS.items():
-        found = data.get(f"{prefix}{key}")
-        others[name] = _named_counts(found) if found else _NONE
-    return WorkCounts.of_numbers(data[numbers], errors=errors, **others)
+    counters = {}
+    for key, name in _KEYS.items():
+        counts = data.get(prefix + key)
+        counters[name] = _named_counts(counts) if counts else _NONE
+    return WorkCounts.of_numbers(data[numbers], **counters)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -306,20 +298,23 @@ class RequestHistograms(_HistoryRecord):
     examples: dict[str, list[list[str]]] = field(default_factory=dict)
 
     def to_json(self) -> Json:
-        found = {"ms": self.milliseconds, "pt": self.prompt_tokens, "ct": self.completion_tokens}
-        histograms: Json = {name: sorted(buckets.items()) for name, buckets in found.items()}
+        histograms: Json = {
+            key: sorted(getattr(self, name).items()) for key, name in HISTOGRAMS.items()
+        }
         if self.examples:
             histograms["bad"] = self.examples
         return histograms
 
     @classmethod
     def read(cls, data: Json) -> RequestHistograms:
-        return cls(
-            milliseconds=LogHistogram(dict(data["ms"])),
-            prompt_tokens=LogHistogram(dict(data["pt"])),
-            completion_tokens=LogHistogram(dict(data["ct"])),
-            examples=data.get("bad", {}),
-        )
+        spread = cls(examples=data.get("bad", {}))
+        for key, name in HISTOGRAMS.items():
+            setattr(spread, name, LogHistogram(dict(data[key])))
+        return spread
+
+
+HISTOGRAMS = {"ms": "milliseconds", "pt": "prompt_tokens", "ct": "completion_tokens"}
+"""The histograms of ``RequestHistograms`` by their keys."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -553,14 +548,11 @@ class History:
             return 0.0
         return self.last.at - self.then.at
 
-    def rates(self) -> Rates:
-        seconds = self.seconds
-        if self.then is None or self.last is None or seconds <= 0:
-            return Rates()
-        names = ("documents", "requests", "prompt_tokens", "completion_tokens")
-        grown = [getattr(self.last.own, name) - getattr(self.then.own, name) for name in names]
-        grown.append(self.last.position.done - self.then.position.done)
-        return Rates(*(max(0, number) for number in grown)) * (1 / seconds)
+    def rates(self) -> Processed:
+        if self.then is None or self.last is None or self.seconds <= 0:
+            return Processed()
+        done = max(0, self.last.position.done - self.then.position.done)
+        return (self.last.own - self.then.own).processed(done) * (1 / self.seconds)
 
 
 def read_latest(path: Path) -> ProgressRecord:

@@ -26,7 +26,7 @@ from datatrove_ckpt.checkpoint.checksummed_lines import (
     read_lines,
     verified_body,
 )
-from datatrove_ckpt.checkpoint.counts import (
+from datatrove_ckpt.common.counts import (
     NO_SECONDS,
     DocumentCounts,
     DocumentTally,

@@ -28,8 +28,8 @@ from datatrove_ckpt.checkpoint.chunks import (
     PositionGetter,
     no_position,
 )
+from datatrove_ckpt.checkpoint.clock import unix_seconds
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, OutputFile
-from datatrove_ckpt.checkpoint.counts import CompletedWork, DocumentTally, unix_seconds
 from datatrove_ckpt.checkpoint.disk_space import DiskSpace
 from datatrove_ckpt.checkpoint.fence import Fence, RunClaim
 from datatrove_ckpt.checkpoint.history import ProgressRecord, Record
@@ -55,6 +55,7 @@ from datatrove_ckpt.checkpoint.request_cache import (
 )
 from datatrove_ckpt.checkpoint.run_limits import RunTotals
 from datatrove_ckpt.checkpoint.storage_thread import MAX_BACKLOG_BYTES, StorageThread
+from datatrove_ckpt.common.counts import CompletedWork, DocumentTally
 from datatrove_ckpt.common.setting_types import IntervalSeconds as SecondsOrAuto
 from datatrove_ckpt.common.threads import context_thread
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
@@ -436,7 +437,7 @@ class OpenCheckpoint:
     @property
     def totals(self) -> RunTotals:
         """What all attempts of the rank committed and paid, now."""
-        return self._files.paid._replace(written=self.done.counts.written)
+        return self._files.paid(self.done.counts.written)
 
     @property
     def most_written(self) -> int:

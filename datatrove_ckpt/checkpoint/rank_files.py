@@ -13,8 +13,8 @@ from datatrove_ckpt.checkpoint import files, history, layout
 from datatrove_ckpt.checkpoint.batch_log import BatchLog
 from datatrove_ckpt.checkpoint.checksummed_lines import SHARD_VERSION, Json, checksummed_json
 from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkSlot
+from datatrove_ckpt.checkpoint.clock import RankClock, unix_seconds
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog
-from datatrove_ckpt.checkpoint.counts import DocumentCounts, RankClock, unix_seconds
 from datatrove_ckpt.checkpoint.fence import Fence
 from datatrove_ckpt.checkpoint.interval import Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, FinishedDocument
@@ -26,7 +26,7 @@ from datatrove_ckpt.checkpoint.request_cache import (
     RequestCache,
 )
 from datatrove_ckpt.checkpoint.run_limits import PaidFile, RunTotals, read_paid
-from datatrove_ckpt.common.work_counts import WorkCounts
+from datatrove_ckpt.common.counts import DocumentCounts, WorkCounts
 from datatrove_ckpt.process.slurm_job import job_id
 
 # A snapshot copies nothing but new rows of the request cache. A file of a checkpoint only grows
@@ -152,7 +152,7 @@ class RankFiles:
         self._plan_sync()
         if answers:
             for file in self._paid:
-                file.write(self.paid)
+                file.write(self.paid())
             self.cache.put(answers)
         for chunk, group in documents.items():
             journal = self._journal(chunk)
@@ -167,10 +167,9 @@ class RankFiles:
         for row in answers:
             self.point.last_cached = max(self.point.last_cached, row.ordinal)
 
-    @property
-    def paid(self) -> RunTotals:
+    def paid(self, written: int = 0) -> RunTotals:
         """Returns what all attempts have paid until now. Any thread may call it."""
-        return RunTotals.of(self._history.earlier.total).plus(RunTotals.of(self.own))
+        return RunTotals.of(self._history.earlier.total, written) + RunTotals.of(self.own)
 
     def take_answers(self, slot: ChunkSlot) -> dict[AnswerKey, CachedAnswer]:
         """Returns a document's cached answers. Answers of an old run become answers of this run."""

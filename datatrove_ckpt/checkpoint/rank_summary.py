@@ -38,12 +38,12 @@ from datatrove_ckpt.checkpoint.commits import (
     read_last_chunk,
     scan_commits,
 )
-from datatrove_ckpt.checkpoint.counts import DocumentCounts, LogHistogram, RunNumbers
 from datatrove_ckpt.checkpoint.history import History, read_history
 from datatrove_ckpt.checkpoint.identity import run_with_secrets
 from datatrove_ckpt.checkpoint.journal import read_finished
 from datatrove_ckpt.checkpoint.lock import lock_holder
 from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
+from datatrove_ckpt.common.counts import DocumentCounts, RunNumbers
 from datatrove_ckpt.common.formatting import as_line, cut, number_range
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
@@ -186,8 +186,8 @@ class RankSummary:
             if not all(attempt.has_sums for attempt in attempts):
                 # The last minute before a kill, or of a running rank, is missing from the history.
                 # But each request of a finished document was sent, unless it was cached.
-                at_least = found.done.requests - last.total.cached
-                found.work = replace(found.work, sent=max(last.total.sent, at_least))
+                sent = found.done.requests - last.total.cached
+                found.work.sent = max(found.work.sent, sent)
         return found
 
     @property
@@ -199,14 +199,7 @@ class RankSummary:
     def unfinished(self) -> DocumentCounts:
         if self.journals is None:
             assert self.history.last is not None
-            done = self.history.last.documents
-            committed = self.committed.counts
-            pairs = zip(done.numbers(), committed.numbers(), strict=True)
-            return DocumentCounts(
-                *(max(0, number - before) for number, before in pairs),
-                reasons=done.reasons - committed.reasons,
-                lengths=LogHistogram(done.lengths - committed.lengths),
-            )
+            return self.history.last.documents - self.committed.counts
         return sum(self.open_journals.values(), DocumentCounts())
 
     @property

@@ -32,9 +32,9 @@ from datatrove_ckpt.checkpoint.commits import (
     read_last_chunk,
     sum_commits,
 )
-from datatrove_ckpt.checkpoint.counts import CompletedWork, DocumentCounts
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
+from datatrove_ckpt.common.counts import CompletedWork, DocumentCounts
 from datatrove_ckpt.errors import CheckpointCorrupt
 
 
@@ -64,8 +64,8 @@ class ResumePoint:
     journals: dict[int, ChunkJournal] = field(default_factory=dict)
     last_cached: int = -1
     answers: int = 0
-    committed: CompletedWork = field(default_factory=CompletedWork)
-    finished: DocumentCounts = field(default_factory=DocumentCounts)
+    committed: CompletedWork = CompletedWork()
+    finished: DocumentCounts = DocumentCounts()
     interrupted: bool = False
 
     def chunk_ends(self, records_per_chunk: int) -> Iterator[int]:

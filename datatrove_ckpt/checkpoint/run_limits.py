@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import orjson
 
@@ -26,14 +25,15 @@ from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, explained,
 from datatrove_ckpt.checkpoint.commits import scan_commits
 from datatrove_ckpt.checkpoint.history import read_latest
 from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.counts import Counts, WorkCounts
 from datatrove_ckpt.common.formatting import plural, plural_is
-from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.errors import CkptError, GoalReached, LimitReached
 
 _FILE = "limits.json"
 
 
-class RunTotals(NamedTuple):
+@dataclass(slots=True, frozen=True)
+class RunTotals(Counts):
     """Documents in the output files, tokens of all answers, and their ``cost`` in billionths."""
 
     written: int = 0
@@ -45,18 +45,11 @@ class RunTotals(NamedTuple):
     def of(cls, work: WorkCounts, written: int = 0) -> RunTotals:
         return cls(written, work.prompt_tokens, work.completion_tokens, work.cost)
 
-    def plus(self, other: RunTotals) -> RunTotals:
-        return RunTotals(*map(sum, zip(self, other, strict=True)))
-
-    def or_more(self, other: RunTotals) -> RunTotals:
-        return RunTotals(*map(max, zip(self, other, strict=True)))
-
     def at_least_in(self, work: WorkCounts) -> WorkCounts:
         """Returns ``work`` with at least these tokens, and this cost."""
-        _, prompt_tokens, completion_tokens, cost = self.or_more(RunTotals.of(work))
-        return replace(
-            work, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, cost=cost
-        )
+        totals = (self | RunTotals.of(work)).fields()
+        del totals["written"]
+        return replace(work, **totals)
 
     @property
     def tokens(self) -> int:
@@ -162,7 +155,7 @@ class PaidFile:
 
     def write(self, paid: RunTotals) -> None:
         with explained("write", self._path):
-            os.pwrite(self._fd, add_checksum(orjson.dumps(paid._asdict())).ljust(200), 0)
+            os.pwrite(self._fd, add_checksum(orjson.dumps(paid.fields())).ljust(200), 0)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -186,7 +179,7 @@ def _totals_of(folder: Path) -> RunTotals:
     commits, _ = scan_commits(folder / layout.COMMITS)
     written = sum(commit.counts.written for commit in commits.values())
     paid = read_paid(folder / layout.PAID)  # first: what removes it writes the history before
-    return paid.or_more(RunTotals.of(read_latest(folder / layout.HISTORY).total, written))
+    return paid | RunTotals.of(read_latest(folder / layout.HISTORY).total, written)
 
 
 def _stamp(path: Path) -> tuple[int, ...]:

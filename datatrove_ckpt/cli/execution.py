@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datatrove.executor.base import PipelineExecutor
 
 from datatrove_ckpt.checkpoint.checksummed_lines import explained
-from datatrove_ckpt.checkpoint.counts import unix_seconds
+from datatrove_ckpt.checkpoint.clock import unix_seconds
 from datatrove_ckpt.checkpoint.job_file import refuse_other_tasks
 from datatrove_ckpt.checkpoint.layout import rank_numbers
 from datatrove_ckpt.cli.advice_commands import advise

@@ -47,7 +47,7 @@ def show(arguments: argparse.Namespace) -> int:
             state = read_run_state(place)
             counts = state.together.done
             rows = state.together.rows
-            number = rows or state.together.counts.written
+            number = rows or state.delivered.written
             noun = "row" if rows else "document"
             if not shown:
                 say(

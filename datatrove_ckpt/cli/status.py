@@ -42,7 +42,7 @@ def status(arguments: argparse.Namespace) -> int:
         if sys.stdout.isatty():
             shown = list(wrapped(shown, shutil.get_terminal_size().columns))
         if arguments.all and state.ranks:
-            shown += ["", *table([*state.ranks, *state.retries], state.read_at)]
+            shown += ["", *table(state.all_ranks, state.read_at)]
         say("\n".join(shown))
     return int(state.is_damaged)
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from datatrove_ckpt.common import BATCH, JsonObject
+from datatrove_ckpt.common.counts import Tokens
 from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Secret, names_secret
 from datatrove_ckpt.common.setting_types import (
     Count,
@@ -31,7 +32,6 @@ from datatrove_ckpt.common.setting_types import (
     check_value,
     one_of,
 )
-from datatrove_ckpt.common.work_counts import Tokens
 from datatrove_ckpt.config.endpoints import (
     EndpointConfig,
     check_url,

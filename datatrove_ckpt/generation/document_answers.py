@@ -7,9 +7,9 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.batch_log import fields_of_batch
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
-from datatrove_ckpt.checkpoint.counts import DocumentCounts, DocumentWork, Outcome
 from datatrove_ckpt.checkpoint.journal import FinishedDocument
 from datatrove_ckpt.checkpoint.request_cache import AnswerKey, CachedAnswer
+from datatrove_ckpt.common.counts import DocumentCounts, DocumentWork, Outcome
 from datatrove_ckpt.common.finish_reasons import ENDINGS, USUAL
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.errors import CkptError, RequestRejected

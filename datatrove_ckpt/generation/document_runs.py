@@ -14,8 +14,8 @@ from datatrove.data import Document
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
-from datatrove_ckpt.checkpoint.counts import WHY_DROPPED
 from datatrove_ckpt.checkpoint.journal import FinishedDocument
+from datatrove_ckpt.common.counts import WHY_DROPPED
 from datatrove_ckpt.common.redaction import remember_sent
 from datatrove_ckpt.errors import (
     CheckpointError,

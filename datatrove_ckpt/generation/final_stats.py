@@ -11,7 +11,7 @@ from datatrove.utils.stats import MetricStats, MetricStatsDict, Stats, TimingSta
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.commits import read_commits, sum_commits
-from datatrove_ckpt.checkpoint.counts import CompletedWork, DocumentCounts, RunningStats
+from datatrove_ckpt.common.counts import CompletedWork, DocumentCounts, RunningStats
 from datatrove_ckpt.readers.shard_record import ShardRecord
 from datatrove_ckpt.rollouts.batch_rollout import BatchRollout
 

@@ -61,17 +61,13 @@ class RunReader:
                 found: dict[str, RunTotals] = {}
                 for reader in self._readers:
                     for name, totals in reader.read().items():
-                        found[name] = totals.or_more(found.get(name, NO_TOTALS))
+                        found[name] = totals | found.get(name, NO_TOTALS)
                 self._found = found
                 ended = time.monotonic()
                 self._interval.took(ended - self._began_at)
                 self._next_look = ended + self._interval.seconds
             found = self._found
-        sums = NO_TOTALS
-        for name, totals in found.items():
-            if name != without:
-                sums = sums.plus(totals)
-        return sums
+        return sum((found[name] for name in found if name != without), NO_TOTALS)
 
 
 class MirrorTotals(TotalsReader):
@@ -159,7 +155,7 @@ class LimitWatch:
             if self._limits.of_usage and self.checkpoint.own.requests and not own.tokens:
                 text = "cannot end this run: the server's answers have no usage. Set until."
                 self.shutdown.finish(ConfigError(text, setting=self._limits.of_usage))
-            reached = self._limits.reached(self.others.plus(own))
+            reached = self._limits.reached(self.others + own)
             if reached is not None and not self.checkpoint.all_committed:
                 self.shutdown.finish(reached)
 

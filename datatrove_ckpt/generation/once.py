@@ -13,9 +13,9 @@ import orjson
 
 from datatrove_ckpt.checkpoint.rank_summary import OTHERS
 from datatrove_ckpt.checkpoint.request_cache import CachedAnswer, payload_hash
+from datatrove_ckpt.common.counts import WorkCounts
 from datatrove_ckpt.common.formatting import safe_text
 from datatrove_ckpt.common.redaction import redact
-from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.config.generation_params import PAYLOAD_JSON
 from datatrove_ckpt.errors import DocumentNotSerializable
 from datatrove_ckpt.output.document_codec import has_nan

@@ -24,10 +24,9 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.checksummed_lines import Json
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
-from datatrove_ckpt.checkpoint.skipped_lines import SkippedLines
+from datatrove_ckpt.common.counts import InputPosition, SkippedLines
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
 from datatrove_ckpt.common.threads import context_thread
-from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation.finished_from import FinishedDocuments
 from datatrove_ckpt.output.document_codec import fingerprint

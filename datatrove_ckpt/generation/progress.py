@@ -22,8 +22,8 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import history
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
+from datatrove_ckpt.common.counts import InputPosition, Processed
 from datatrove_ckpt.common.redaction import redact
-from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError, LimitReached, WaitsForBatches
 from datatrove_ckpt.generation.prefetch import DocumentSource
@@ -219,7 +219,7 @@ class RankReporter:
         return RankProgress(
             self._attempt,
             self._before + self.own.documents,
-            (self.own.documents, self.own.requests + self.own.failed, self.own.completion_tokens),
+            self.own.processed() + Processed(requests=self.own.failed),
             self.position(),
             *self._state(),
             sum(client.in_flight for client in self.clients),
@@ -293,14 +293,13 @@ class RankReporter:
 
     def spread(self) -> history.RequestHistograms:
         """Returns a copy, because other threads read it later."""
-        found = self._spread.examples.copy().items()
-        examples = {fault: each.copy() for fault, each in found}
-        return history.RequestHistograms(
-            milliseconds=self._spread.milliseconds.copy(),
-            prompt_tokens=self._spread.prompt_tokens.copy(),
-            completion_tokens=self._spread.completion_tokens.copy(),
-            examples=examples,
+        examples = self._spread.examples.copy().items()
+        copied = history.RequestHistograms(
+            examples={fault: each.copy() for fault, each in examples}
         )
+        for name in history.HISTOGRAMS.values():
+            setattr(copied, name, getattr(self._spread, name).copy())
+        return copied
 
     def last_records(self, completed: bool) -> list[history.Record]:
         """Returns the end of the attempt. Called before the attempt's error is handled."""

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 from loguru import logger
 from prometheus_client import CollectorRegistry, start_http_server
@@ -26,11 +26,10 @@ from prometheus_client import Metric as Family
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint.counts import DocumentCounts, LogHistogram
 from datatrove_ckpt.checkpoint.history import ProgressRecord, RequestHistograms
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
+from datatrove_ckpt.common.counts import METRICS, LogHistogram
 from datatrove_ckpt.common.formatting import error_text
-from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
@@ -49,29 +48,8 @@ STATES = ("starting", "running", "stopping", "done", "stopped", "failed")
 
 Histogram = tuple[list[tuple[str, float]], float]
 """Upper bounds, each with its number of values, and the values' sum."""
-
-
-class Metric(NamedTuple):
-    """A metric of one rank.
-
-    Attributes:
-        values: by the value of its own label, or the values, or the only one. None: not known.
-        labels: its own, besides ``RANK_LABELS``.
-    """
-
-    name: str
-    help: str
-    values: Mapping[Any, float] | Histogram | float | None
-    labels: tuple[str, ...] = ()
-
-    @property
-    def kind(self) -> Any:
-        """Its class of prometheus-client."""
-        if self.name.endswith("_total"):
-            return CounterMetricFamily
-        if isinstance(self.values, tuple):
-            return HistogramMetricFamily
-        return GaugeMetricFamily
+Value = Mapping[Any, float] | Histogram | float | None
+"""The values by the labels of a metric, or the only one. None: not known."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +73,6 @@ class RankSnapshot:
     spread: RequestHistograms
 
 
-def _tokens(counts: DocumentCounts | WorkCounts) -> dict[str, float]:
-    return {"prompt": counts.prompt_tokens, "completion": counts.completion_tokens}
-
-
 def _histogram(buckets: LogHistogram, ends: int, divisor: float = 1.0) -> Histogram:
     """``ends``: upper ends of the buckets, as powers of two from 1 on.
 
@@ -117,176 +91,55 @@ def _histogram(buckets: LogHistogram, ends: int, divisor: float = 1.0) -> Histog
     return found, sum(middles) / divisor
 
 
-def metrics(rank: RankSnapshot) -> tuple[Metric, ...]:
-    """Returns all metrics of a rank, in the same order for each rank."""
-    return *_of_documents(rank.progress.documents, rank), *_of_requests(rank.progress, rank.spread)
-
-
-def _of_documents(done: DocumentCounts, rank: RankSnapshot) -> tuple[Metric, ...]:
+def _values(rank: RankSnapshot) -> dict[str, Value]:
     progress = rank.progress
-    return (
-        Metric(
-            "rank_info",
-            "Always 1; its labels tell where the task works.",
-            {(__version__, rank.host, rank.job): 1.0},
-            ("version", "host", "job"),
-        ),
-        Metric(
-            "rank_state",
-            f"1 for the state that the task is in, one of {', '.join(STATES)}.",
-            {state: int(state == rank.state) for state in STATES},
-            ("state",),
-        ),
-        Metric(
-            "attempt_start_timestamp_seconds",
-            "When this attempt of the task started, in Unix seconds.",
-            rank.started_at,
-        ),
-        Metric(
-            "rank_documents",
-            "Documents that all attempts of the task have finished.",
-            {outcome: getattr(done, outcome) for outcome in ("written", "dropped", "dead")},
-            ("outcome",),
-        ),
-        Metric(
-            "rank_tokens",
-            "Tokens of the documents that all attempts of the task have finished.",
-            _tokens(done),
-            ("type",),
-        ),
-        Metric(
-            "rank_answers",
-            "Answers of these documents: all, and the bad ones by what is wrong with them.",
-            {"all": done.answers, **done.bad},
-            ("kind",),
-        ),
-        Metric(
-            "rank_finish_reasons",
-            "Answers of these documents by finish_reason.",
-            # A server may say anything.
-            dict([*done.endings.items()][:20]),
-            ("reason",),
-        ),
-        Metric(
-            "input_done_ratio",
-            "Part of the rank's input that is done, from 0 to 1; missing if not known.",
-            progress.position.share,
-        ),
-        Metric(
-            "tasks_with_input",
-            "Tasks of the run that have an input; missing if not known.",
-            progress.position.tasks,
-        ),
-        Metric(
-            "rank_cost",
-            "Cost of all attempts' answers, at the prices of the settings; missing without them.",
-            progress.total.cost / 1e9 or None,
-        ),
-        Metric(
-            "documents_total",
-            "Documents that this attempt has finished.",
-            progress.own.documents,
-        ),
-        Metric(
-            "documents_in_progress",
-            "Documents that rollouts work on now.",
-            progress.in_work,
-        ),
-    )
-
-
-def _of_requests(progress: ProgressRecord, spread: RequestHistograms) -> tuple[Metric, ...]:
-    own = progress.own
-    return (
-        Metric(
-            "requests_total",
-            "Requests of this attempt that ended at a server.",
-            {"answered": own.requests, "failed": own.failed},
-            ("outcome",),
-        ),
-        Metric(
-            "requests_in_flight",
-            "Requests that servers work on now.",
-            progress.in_flight,
-        ),
-        Metric(
-            "server_places",
-            "Requests that the servers have room for now.",
-            progress.places,
-        ),
-        Metric(
-            "requests_waiting",
-            "Requests that wait for a server, a free slot or their next attempt now.",
-            progress.waiting,
-        ),
-        Metric(
-            "unanswered_seconds",
-            "For so long servers have answered no request, although some failed.",
-            progress.silence.seconds,
-        ),
-        Metric(
-            "request_retries_total",
-            "Requests sent again in this attempt: after an error, or because their server was "
-            "lost.",
-            {"error": own.retries, "server_lost": own.resent},
-            ("cause",),
-        ),
-        Metric(
-            "request_errors_total",
-            "Requests of this attempt that failed once, by kind of error.",
-            own.errors,
-            ("kind",),
-        ),
-        Metric(
-            "cache_hits_total",
-            "Requests of this attempt that the request cache answered.",
-            own.cached,
-        ),
-        Metric(
-            "tokens_total",
-            "Tokens of this attempt's answers, as servers count them.",
-            _tokens(own),
-            ("type",),
-        ),
-        Metric(
-            "server_restarts_total",
-            "Restarts of model servers in this attempt.",
-            own.restarts,
-        ),
-        Metric(
-            "request_duration_seconds",
-            "Time from sending a request to its answer.",
-            _histogram(spread.milliseconds, 22, 1000.0),  # 1 ms to 35 min
-        ),
-        Metric(
-            "request_prompt_tokens",
-            "Prompt tokens of each answer.",
-            _histogram(spread.prompt_tokens, 18),
-        ),
-        Metric(
-            "request_completion_tokens",
-            "Completion tokens of each answer.",
-            _histogram(spread.completion_tokens, 18),
-        ),
-    )
+    done = progress.documents
+    spread = rank.spread
+    return {
+        **done.samples(),
+        **progress.own.samples(),
+        "rank_info": {(__version__, rank.host, rank.job): 1.0},
+        "rank_state": {state: int(state == rank.state) for state in STATES},
+        "attempt_start_timestamp_seconds": rank.started_at,
+        "rank_answers": {"all": done.answers, **done.bad},
+        # A server may say anything.
+        "rank_finish_reasons": dict([*done.endings.items()][:20]),
+        "input_done_ratio": progress.position.share,
+        "tasks_with_input": progress.position.tasks,
+        "rank_cost": progress.total.cost / 1e9 or None,
+        "documents_in_progress": progress.in_work,
+        "requests_in_flight": progress.in_flight,
+        "server_places": progress.places,
+        "requests_waiting": progress.waiting,
+        "unanswered_seconds": progress.silence.seconds,
+        "request_duration_seconds": _histogram(spread.milliseconds, 22, 1000.0),  # to 35 min
+        "request_prompt_tokens": _histogram(spread.prompt_tokens, 18),
+        "request_completion_tokens": _histogram(spread.completion_tokens, 18),
+    }
 
 
 def families(ranks: list[RankSnapshot]) -> Iterator[Family]:
-    """The metrics of some ranks, each metric once."""
-    for same in zip(*map(metrics, ranks), strict=True):
-        first = same[0]
-        family = first.kind(PREFIX + first.name, first.help, labels=(*RANK_LABELS, *first.labels))
-        for rank, metric in zip(ranks, same, strict=True):
-            values = metric.values
-            of_rank = (rank.run, str(rank.rank))
-            if isinstance(values, tuple):
-                family.add_metric(of_rank, *values)
-            elif isinstance(values, Mapping):
-                for own, value in values.items():
-                    several = own if isinstance(own, tuple) else (own,)
-                    family.add_metric((*of_rank, *several), value)
-            elif values is not None:
-                family.add_metric(of_rank, values)
+    """Yields the metrics of some ranks, each metric once."""
+    values = [_values(rank) for rank in ranks]
+    for heading, text in METRICS.items():
+        name, *labels = heading.split()
+        kind: Any = GaugeMetricFamily
+        if name.endswith("_total"):
+            kind = CounterMetricFamily
+        elif any(isinstance(of_rank[name], tuple) for of_rank in values):
+            kind = HistogramMetricFamily
+        family = kind(PREFIX + name, text, labels=(*RANK_LABELS, *labels))
+        for rank, of_rank in zip(ranks, values, strict=True):
+            value = of_rank[name]
+            key = rank.run, str(rank.rank)
+            if isinstance(value, tuple):
+                family.add_metric(key, *value)
+            elif isinstance(value, Mapping):
+                for label, number in value.items():
+                    several = label if isinstance(label, tuple) else (label,)
+                    family.add_metric((*key, *several), number)
+            elif value is not None:
+                family.add_metric(key, value)
         if family.samples:
             yield family
 

@@ -23,7 +23,7 @@ from datatrove_ckpt.checkpoint.batch_log import (
     RequestId,
     fields_of_batch,
 )
-from datatrove_ckpt.checkpoint.counts import unix_seconds
+from datatrove_ckpt.checkpoint.clock import unix_seconds
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.request_cache import CachedAnswer, CachedRequest

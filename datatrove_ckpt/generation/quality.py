@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.counts import FAULTS
 from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.counts import FAULTS
 from datatrove_ckpt.output.document_codec import Result
 from datatrove_ckpt.rollouts.answer_form import is_cut_off
 

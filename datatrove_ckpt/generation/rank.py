@@ -19,11 +19,11 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.checksummed_lines import Json
-from datatrove_ckpt.checkpoint.counts import CompletedWork
 from datatrove_ckpt.checkpoint.layout import BATCHES, SHARD, rank_folder
 from datatrove_ckpt.checkpoint.old_answers import open_old_answers, with_samples
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
 from datatrove_ckpt.common import BATCH
+from datatrove_ckpt.common.counts import CompletedWork
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.config.inference_config import NodeGroup
 from datatrove_ckpt.config.paths import expand_path

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple, NoReturn, Self, TextIO
 import multiprocess
 from loguru import logger
 
+from datatrove_ckpt.common.counts import InputPosition, Processed
 from datatrove_ckpt.common.formatting import duration, filled_cells, percent, plural
 from datatrove_ckpt.common.time_left import time_left
-from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.process.parent_watch import end_managers
 
 WAITING = "waiting for the server"
@@ -33,6 +33,7 @@ READING = "reading the input"
 _TIME_LEFT_SECONDS = 600.0
 _SAMPLE_SECONDS = 1.0
 _LEAST_CELLS = 8
+NO_WORK = Processed()
 
 
 class RankProgress(NamedTuple):
@@ -41,7 +42,7 @@ class RankProgress(NamedTuple):
     Attributes:
         attempt: another number for each start.
         documents: finished, in all attempts.
-        work: documents, requests that ended, and completion tokens of this attempt.
+        work: what this attempt has processed, with requests that failed.
         position: how much of the input is done.
         state: instead of usual work, such as "waiting for the server", for ``seconds``.
         is_outage: requests fail, and none is answered.
@@ -50,7 +51,7 @@ class RankProgress(NamedTuple):
 
     attempt: int
     documents: int
-    work: tuple[int, int, int] = (0, 0, 0)
+    work: Processed = NO_WORK
     position: InputPosition = InputPosition()
     state: str = ""
     seconds: float = 0.0
@@ -62,16 +63,7 @@ class RankProgress(NamedTuple):
         """Whether the rank has read something, or finished documents of an input without
         positions.
         """
-        return self.position.unit is not None or self.work[0] > 0
-
-
-class _ShownWork(NamedTuple):
-    """The work of this command so far."""
-
-    at: float
-    documents: float
-    requests: float
-    tokens: float
+        return self.position.unit is not None or self.work.documents > 0
 
 
 class RunProgress:
@@ -94,7 +86,8 @@ class RunProgress:
     ) -> None:
         self.ranks = ranks
         self.documents = documents
-        self.work = [0, 0, 0]  # documents, requests, tokens
+        self.work = NO_WORK
+        """What this command has processed."""
         self._clock = clock
         self._complete = complete
         self._at_work: dict[int, RankProgress] = {}
@@ -103,26 +96,23 @@ class RunProgress:
         self._elsewhere = complete  # complete ranks that never reported, and have an input
         self._ended = 0  # the other complete ranks
         self._ended_size = 0
-        self._samples = deque([self._sample()])
+        self._samples = deque([(clock(), NO_WORK)])
         self._newest_at = clock()  # when something was finished or answered
 
     def update(self, rank: int, progress: RankProgress) -> None:
         if rank in self._done:
             return
-        last = self._at_work.get(rank)
+        last = self._at_work.get(rank, RankProgress(progress.attempt, 0))
         self._at_work[rank] = progress
-        self.documents += progress.documents
-        before = (0, 0, 0)
-        if last is not None:
-            self.documents -= last.documents
-            if last.attempt == progress.attempt:
-                before = last.work
+        self.documents += progress.documents - last.documents
         tasks = progress.position.tasks
         if tasks is not None:
             self._with_input = min(self._with_input, tasks)
-        grown = [max(0, now - then) for now, then in zip(progress.work, before, strict=True)]
-        self.work = [known + more for known, more in zip(self.work, grown, strict=True)]
-        if any(grown):
+        grown = progress.work
+        if last.attempt == progress.attempt:
+            grown -= last.work
+        self.work += grown
+        if grown != NO_WORK:
             self._newest_at = self._clock()
 
     def complete(self, rank: int, documents: int = 0) -> None:
@@ -147,28 +137,21 @@ class RunProgress:
     def sample(self) -> None:
         now = self._clock()
         # Time in which servers start, or none answers, is no time at work.
-        if not any(self.work) or len(self._outages) == len(self._at_work) > 0:
-            self._samples = deque([self._sample()])
-        if now - self._samples[-1].at < _SAMPLE_SECONDS:
+        if self.work == NO_WORK or len(self._outages) == len(self._at_work) > 0:
+            self._samples.clear()
+        elif now - self._samples[-1][0] < _SAMPLE_SECONDS:
             return
-        self._samples.append(self._sample())
-        while self._samples[0].at < now - _TIME_LEFT_SECONDS and len(self._samples) > 2:
+        self._samples.append((now, self.work))
+        while self._samples[0][0] < now - _TIME_LEFT_SECONDS and len(self._samples) > 2:
             self._samples.popleft()
 
-    def _sample(self) -> _ShownWork:
-        return _ShownWork(self._clock(), *self.work)
-
-    def rates(self, seconds: float = 60.0) -> _ShownWork:
+    def rates(self, seconds: float = 60.0) -> Processed:
         """Returns the work per second in the last seconds."""
-        now = self._sample()
-        first = next(
-            (sample for sample in self._samples if sample.at >= now.at - seconds),
-            self._samples[-1],
+        now = self._clock()
+        at, work = next(
+            (sample for sample in self._samples if sample[0] >= now - seconds), self._samples[-1]
         )
-        passed = max(now.at - first.at, 1e-9)
-        return _ShownWork(
-            *((after - then) / passed for then, after in zip(first, now, strict=True))
-        )
+        return (self.work - work) * (1 / max(now - at, 1e-9))
 
     @property
     def share(self) -> float | None:
@@ -247,7 +230,7 @@ class RunProgress:
         left = self.seconds_left
         parts = [plural(self.documents, "doc")]
         in_flight = sum(progress.in_flight for progress in self._at_work.values())
-        if in_flight and not self.work[0]:
+        if in_flight and not self.work.documents:
             parts.append(f"{plural(in_flight, 'request')} in flight")
         if self.state:
             parts.append(self.state)
@@ -256,7 +239,7 @@ class RunProgress:
             parts.append(f"{duration(left)} left")
         if self.ranks > 1:
             parts.append(f"{self._complete + len(self._done)}/{self.ranks} tasks")
-        return [*parts, f"{rates.tokens:.0f} tok/s", f"{rates.requests:.1f} req/s"]
+        return [*parts, f"{rates.completion_tokens:.0f} tok/s", f"{rates.requests:.1f} req/s"]
 
     def line(self) -> str:
         parts = self.parts()

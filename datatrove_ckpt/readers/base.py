@@ -20,7 +20,7 @@ from datatrove.pipeline.readers.base import BaseDiskReader
 from loguru import logger
 from tqdm import tqdm
 
-from datatrove_ckpt.checkpoint.skipped_lines import DAMAGED, WITHOUT_TEXT, SkippedLines
+from datatrove_ckpt.common.counts import DAMAGED, WITHOUT_TEXT, SkippedLines
 from datatrove_ckpt.common.redaction import check_no_secrets, check_options, refuse_variables
 from datatrove_ckpt.errors import (
     ConfigError,

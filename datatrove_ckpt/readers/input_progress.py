@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from datatrove_ckpt.common.work_counts import InputPosition
+from datatrove_ckpt.common.counts import InputPosition
 
 # More files are measured in a thread, because a stat may take 1 ms and a request 50. Beyond
 # _MEASURED, a sample is measured, because the hub limits requests.

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 from datatrove.data import Document
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.skipped_lines import SkippedLines
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.work_counts import InputPosition
+from datatrove_ckpt.common.counts import InputPosition, SkippedLines
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers.input_progress import FileProgress, InputProgress
 from datatrove_ckpt.readers.revisions import Revisions
@@ -189,7 +188,7 @@ class ReaderStart:
     state: ReaderState | None = None
     earlier: list[str] = field(default_factory=list)
     finished_digest: str | None = None
-    skipped: SkippedLines = field(default_factory=SkippedLines)
+    skipped: SkippedLines = SkippedLines()
     skipped_in: dict[str, bool] = field(default_factory=dict)
     record: Callable[[], ReaderRecord] | None = None
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from datatrove_ckpt.checkpoint import checksummed_lines
-from datatrove_ckpt.checkpoint.skipped_lines import SkippedLines
 from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.counts import SkippedLines
 from datatrove_ckpt.errors import CheckpointCorrupt
 from datatrove_ckpt.readers.step_records import StepRecord
 
@@ -46,7 +46,7 @@ class ShardRecord:
     """
 
     readers: list[ReaderRecord] = field(default_factory=list)
-    skipped: SkippedLines = field(default_factory=SkippedLines)
+    skipped: SkippedLines = SkippedLines()
     pipeline: list[StepRecord] | None = None
 
     def to_json(self) -> JsonObject:

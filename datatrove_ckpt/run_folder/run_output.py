@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from datatrove.data import Document
 
 from datatrove_ckpt.checkpoint.checksummed_lines import Json
-from datatrove_ckpt.checkpoint.counts import DocumentCounts
+from datatrove_ckpt.common.counts import DocumentCounts
 from datatrove_ckpt.output.document_codec import document_of
 from datatrove_ckpt.run_folder.documents import committed_files, read_rows
 from datatrove_ckpt.run_folder.export import dataset
@@ -51,7 +51,7 @@ class RunOutput:
     def counts(self) -> DocumentCounts:
         """Documents, requests and tokens over all attempts."""
         with open_location(self._run_folder) as place:
-            return read_run_state(place).together.counts
+            return read_run_state(place).delivered
 
     @property
     def _run_folder(self) -> str:

@@ -24,7 +24,6 @@ import orjson
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.checksummed_lines import Json
-from datatrove_ckpt.checkpoint.counts import LogHistogram, Rates, RunNumbers
 from datatrove_ckpt.checkpoint.history import (
     RATE_SECONDS,
     WAITS_FOR_BATCHES,
@@ -47,9 +46,16 @@ from datatrove_ckpt.checkpoint.run_limits import Limits, RunTotals, recorded_lim
 from datatrove_ckpt.claims.claims import Claimant, claimants, given_up
 from datatrove_ckpt.claims.stores import open_store
 from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.counts import (
+    DocumentCounts,
+    InputPosition,
+    LogHistogram,
+    Processed,
+    RunNumbers,
+    WorkCounts,
+)
 from datatrove_ckpt.common.formatting import duration, plural, without_flag
 from datatrove_ckpt.common.time_left import time_left
-from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
 from datatrove_ckpt.config.paths import COMMAND_FILE
 from datatrove_ckpt.errors import CheckpointLocked, CkptError
 from datatrove_ckpt.run_folder.run_location import RunLocation
@@ -91,8 +97,8 @@ class RunSums(RunNumbers):
             or if nothing has been answered for longer than that.
     """
 
-    position: InputPosition = field(default_factory=InputPosition)
-    rates: Rates = field(default_factory=Rates)
+    position: InputPosition = InputPosition()
+    rates: Processed = Processed()
     as_of: float | None = None
     time_left: float | None = None
 
@@ -121,7 +127,7 @@ class RankStatus(RunSums):
     reason: str = ""
     has_rate: bool = False
     attempts: list[AttemptSummary] = field(default_factory=list)
-    wait: WaitStatus = field(default_factory=WaitStatus)
+    wait: WaitStatus = WaitStatus()
     last_word: float | None = None
     last_change: float = 0.0
     last_commit: float | None = None
@@ -167,7 +173,7 @@ class Totals(RunSums):
     states: Counter[str] = field(default_factory=Counter)
     not_started: int = 0
     total_is_estimated: bool = False
-    average: Rates = field(default_factory=Rates)
+    average: Processed = Processed()
     working_seconds: float = 0.0
     halted: int = 0
     started: float | None = None
@@ -191,7 +197,7 @@ class RunState:
         workers: the processes that have claimed ranks, or may do so.
         given_up: ranks that workers no longer try, with the causes.
         retries: of dead letters: they read documents that ``ranks`` have read before.
-        sampled: what ``run --sample`` took, all samples together.
+        samples: what ``run --sample`` took, all samples together.
     """
 
     what: str
@@ -209,36 +215,49 @@ class RunState:
     given_up: dict[int, str] = field(default_factory=dict)
     ranks: list[RankStatus] = field(default_factory=list)
     retries: list[RankStatus] = field(default_factory=list)
-    limits: Limits = field(default_factory=Limits)
+    limits: Limits = Limits()
     totals: Totals = field(default_factory=Totals)
     retried: Totals = field(default_factory=Totals)
-    sampled: RunNumbers = field(default_factory=RunNumbers)
+    samples: RunNumbers = field(default_factory=RunNumbers)
+
+    @property
+    def all_ranks(self) -> list[RankStatus]:
+        return self.ranks + self.retries
+
+    @property
+    def sampled(self) -> WorkCounts:
+        return self.samples.work
+
+    @property
+    def delivered(self) -> DocumentCounts:
+        """The documents that are committed, each once."""
+        return self.together.counts
 
     @cached_property
     def together(self) -> Totals:
         """Returns sums with retries."""
         job = JobTotals()
-        for rank in self.ranks + self.retries:
+        for rank in self.all_ranks:
             job.add(rank.root, rank.rank, rank)
-        again = self.retried
-        found = replace(self.totals, **job.numbers.fields())
-        found.states = found.states + again.states
-        found.rates += again.rates
-        found.as_of = found.as_of or again.as_of
-        return found
+        return replace(
+            self.totals,
+            **job.numbers.fields(),
+            states=self.totals.states + self.retried.states,
+            rates=self.totals.rates + self.retried.rates,
+            as_of=self.totals.as_of or self.retried.as_of,
+        )
 
     @property
     def run_totals(self) -> RunTotals:
         """Returns what ``limits`` compares."""
-        together = self.together
-        return RunTotals.of(together.work, together.counts.written)
+        return RunTotals.of(self.together.work, self.delivered.written)
 
     @property
     def causes(self) -> Counter[str]:
         """Returns the known causes of remaining dead letters."""
         found = (self.totals.dead_letters, self.retried.dead_letters)
         return next(
-            (causes for causes in found if 0 < causes.total() <= self.together.counts.dead),
+            (causes for causes in found if 0 < causes.total() <= self.delivered.dead),
             Counter(),
         )
 
@@ -248,7 +267,7 @@ class RunState:
         return [
             rank
             for trouble in get_args(Trouble)
-            for rank in (*self.ranks, *self.retries)
+            for rank in self.all_ranks
             if rank.trouble == trouble
         ]
 
@@ -265,27 +284,32 @@ class RunState:
         )
 
 
+_KEYS = [
+    "what",
+    "is_copy",
+    "read_at",
+    "newest",
+    "is_finished",
+    "delivered",
+    "tasks",
+    "missing",
+    "gone",
+    "foreign",
+    "workers",
+    "given_up",
+    "limits",
+    "totals",
+    "retried",
+    "sampled",
+]
+
+
 def to_json(state: RunState) -> bytes:
     """Returns the JSON of ``status --json``. docs/status.md explains it."""
     content = {
         "version": 2,  # new keys do not change it
-        "what": state.what,
-        "is_copy": state.is_copy,
-        "read_at": state.read_at,
-        "newest": state.newest,
-        "is_finished": state.is_finished,
-        "delivered": state.together.counts,
-        "tasks": state.tasks,
-        "missing": state.missing,
-        "gone": state.gone,
-        "foreign": state.foreign,
-        "workers": state.workers,
-        "given_up": state.given_up,
-        "limits": state.limits,
-        "totals": state.totals,
-        "retried": state.retried,
-        "sampled": state.sampled.work,
-        "ranks": [*state.ranks, *state.retries],
+        **{key: getattr(state, key) for key in _KEYS},
+        "ranks": state.all_ranks,
     }
     option = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS | orjson.OPT_PASSTHROUGH_SUBCLASS
     return orjson.dumps(content, _plain, option)
@@ -324,14 +348,13 @@ def add_up(ranks: list[RankStatus], now: float, tasks: int = 0) -> Totals:
     totals.not_started = max(0, tasks - sum(rank.rank < tasks for rank in ranks))
     spans = []
     for rank in ranks:
-        ended = rank.attempts[:-1]
-        spans += [(attempt.started, attempt.ended or attempt.last_seen) for attempt in ended]
-        if rank.attempts:
-            last = rank.attempts[-1]
-            end = last.ended or max(last.last_seen, rank.last_change)
-            if rank.state == "running" and not rank.is_copy:
-                end = now  # its last line is older
-            spans.append((last.started, end))
+        for attempt in rank.attempts:
+            end = attempt.ended or attempt.last_seen
+            if attempt is rank.attempt:
+                end = attempt.ended or max(end, rank.last_change)
+                if rank.state == "running" and not rank.is_copy:
+                    end = now  # its last line is older
+            spans.append((attempt.started, end))
     spans.sort()
     if spans:
         totals.started = spans[0][0]
@@ -344,18 +367,18 @@ def add_up(ranks: list[RankStatus], now: float, tasks: int = 0) -> Totals:
     totals.working_seconds = max([covered, *(rank.seconds for rank in ranks)])
     _add_input(totals, ranks)
     if totals.working_seconds:
-        done = totals.done.rates(totals.position.done)
+        done = totals.done.processed(totals.position.done)
         totals.average = done * (1 / totals.working_seconds)
     return totals
 
 
-def _rates_now(ranks: list[RankStatus], now: float) -> Rates:
+def _rates_now(ranks: list[RankStatus], now: float) -> Processed:
     """Returns the rates of running ranks and, if a rank began in these minutes, of ranks that
     finished meanwhile.
 
     Otherwise many short tasks would have the rate of the few that have just begun.
     """
-    rates = Rates()
+    rates = Processed()
     since = now - RATE_SECONDS
     running = _with_attempt(ranks, "running")
     finished = [
@@ -375,7 +398,7 @@ def _rates_now(ranks: list[RankStatus], now: float) -> Rates:
         length = max(attempt.last_seen - attempt.started, 1e-3)
         within = min(1.0, (attempt.last_seen - since) / length)
         share = within * attempt.own / rank.documents
-        rates += rank.counts.rates(rank.position.done) * (share / seconds)
+        rates += rank.counts.processed(rank.position.done) * (share / seconds)
     return rates
 
 
@@ -596,7 +619,7 @@ def find_slow(ranks: Sequence[RankStatus]) -> None:
             rank.need_attention("slow", f"{own[0]:.3g} documents/s; {median}")
 
 
-def _speed(done: Rates | WorkCounts, seconds: float = 1.0) -> tuple[float, float]:
+def _speed(done: Processed | WorkCounts, seconds: float = 1.0) -> tuple[float, float]:
     return done.documents / seconds, (
         done.prompt_tokens + done.completion_tokens or done.requests
     ) / seconds
@@ -663,7 +686,7 @@ def read_run_state(place: RunLocation, now: float | None = None) -> RunState:
     state.foreign = [rank.rank for rank in state.ranks if 0 < state.tasks <= rank.rank]
     state.ranks = [rank for rank in state.ranks if rank.rank not in state.foreign]
     find_slow(state.ranks)
-    left = [rank for rank in state.ranks + state.retries if rank.state != "finished"]
+    left = [rank for rank in state.all_ranks if rank.state != "finished"]
     if all(rank.state != "running" for rank in left):
         for rank in left:
             if rank.state == "unfinished" and rank.trouble is None:
@@ -672,11 +695,11 @@ def read_run_state(place: RunLocation, now: float | None = None) -> RunState:
                 )
     state.totals = add_up(state.ranks, state.read_at, state.tasks)
     state.retried = add_up(state.retries, state.read_at)
-    words = [rank.last_word for rank in state.ranks + state.retries if rank.last_word is not None]
+    words = [rank.last_word for rank in state.all_ranks if rank.last_word is not None]
     state.newest = max(words, default=None)
     for sample in layout.sample_folders(place.folder):
         for folder in layout.rank_folders(sample):
-            state.sampled += read_rank(folder, Include.HISTORY).numbers()
+            state.samples += read_rank(folder, Include.HISTORY).numbers()
     with suppress(OSError, CkptError):  # claims are hints
         _read_claims(state, place)
     return state
@@ -701,9 +724,7 @@ def check_idle(place: RunLocation, ranks: list[RankSummary]) -> None:
     """Raises CheckpointLocked if a process works on the ranks, as far as the mirror shows."""
     state = read_run_state(place)
     running = {
-        (rank.root, rank.rank): rank.process
-        for rank in state.ranks + state.retries
-        if rank.state == "running"
+        (rank.root, rank.rank): rank.process for rank in state.all_ranks if rank.state == "running"
     }
     for rank in ranks:
         if rank.key in running:

@@ -3,8 +3,8 @@
 import shlex
 from pathlib import Path
 
-from datatrove_ckpt.checkpoint.counts import DocumentCounts
 from datatrove_ckpt.checkpoint.rank_summary import JobTotals, find_ranks
+from datatrove_ckpt.common.counts import DocumentCounts
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.errors import CheckpointCorrupt, InputError
 from datatrove_ckpt.generation.final_stats import lines_with_error

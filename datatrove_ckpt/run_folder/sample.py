@@ -20,8 +20,8 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.checksummed_lines import explained
 from datatrove_ckpt.checkpoint.layout import SAMPLED, SAMPLES
 from datatrove_ckpt.common import BATCH
+from datatrove_ckpt.common.counts import InputPosition
 from datatrove_ckpt.common.formatting import duration, figure, short
-from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.generation.recorded_requests import NotedRequests, RecordedRequest, noting

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from typing import get_args
 
 from datatrove_ckpt.checkpoint.batch_log import Batch, read_batches
-from datatrove_ckpt.checkpoint.counts import DocumentCounts
 from datatrove_ckpt.checkpoint.layout import BATCHES
 from datatrove_ckpt.checkpoint.rank_summary import describe_chunk, most_common_causes
 from datatrove_ckpt.common import BATCH
+from datatrove_ckpt.common.counts import DocumentCounts
 from datatrove_ckpt.common.formatting import duration, figure, percent, plural, ranges, short
 from datatrove_ckpt.run_folder.estimate import estimate
 from datatrove_ckpt.run_folder.run_state import RankState, RankStatus, RunState, Totals
@@ -18,32 +18,24 @@ _SHOWN_WORKERS = 20
 
 
 def status_lines(state: RunState) -> Iterator[tuple[str, str]]:
+    return ((topic, text) for topic, text in _all_lines(state) if text)
+
+
+def _all_lines(state: RunState) -> Iterator[tuple[str, str]]:
+    """Yields the topics in their order; a text is empty if nothing is to be shown."""
     totals = state.together
-    if state.is_finished and not totals.documents:
-        yield "documents", "none in the input"
-    else:
-        yield "documents", _documents(totals)
+    done = totals.done
+    yield "documents", _documents(state, totals)
     if totals.started is not None:
-        yield "rate", _rate(totals)
-        yield "tokens", _tokens(totals)
-        yield "requests", _requests(totals)
-        yield from _in_flight(state, totals)
-        yield from _troubles_of_requests(totals, _ago(state))
-        if totals.paid:
-            yield "paid", totals.paid + _whole_cost(state) + _ago(state)
-        yield "attempts", _attempts(totals)
-    if state.limits:
-        yield "limits", "; ".join(state.limits.described(state.run_totals))
-    sampled = state.sampled
+        yield from _of_attempts(state, totals)
+    yield "limits", "; ".join(state.limits.described(state.run_totals))
+    sampled = state.samples
     if sampled.work.requests:
         text = f"{sampled.at_least}{counted(sampled.work.requests, 'request')}"
         yield "samples", ", ".join(filter(None, [text, sampled.paid]))
-    answers = f"{_answers(totals.done)}{totals.done.bad_answers}".strip()
-    if answers:
-        yield "answers", answers
-    if totals.skipped:
-        yield "skipped", totals.skipped.text
-    if totals.done.dead > 0:
+    yield "answers", f"{_answers(done)}{done.bad_answers}".strip()
+    yield "skipped", totals.skipped.text
+    if done.dead > 0:
         yield "dead", _dead(state, totals)
     for rank, batch in open_batches(state):
         yield "batches", describe_batch(rank, batch, state.read_at)
@@ -67,9 +59,38 @@ def status_lines(state: RunState) -> Iterator[tuple[str, str]]:
         yield "retries", text
 
 
+def _of_attempts(state: RunState, totals: Totals) -> Iterator[tuple[str, str]]:
+    """Yields what attempts did. Numbers with a line of their own come behind the others."""
+    work = totals.work
+    lines = {topic: ", ".join(texts) for topic, texts in totals.lines().items()}
+    yield "rate", _rate(totals)
+    yield "tokens", _tokens(totals)
+    yield "requests", _requests(totals)
+    yield "in flight", _in_flight(state, totals)
+    yield "wasted", lines.pop("wasted", "")
+    if work.restarts:
+        yield "servers", counted(work.restarts, "restart")
+    if work.errors:
+        errors = [_named_counts(work.errors)]
+        errors += [f"{count:,} at {name}" for name, count in work.endpoint_errors.most_common()]
+        yield "errors", "; ".join(errors) + _ago(state)
+    calls = []
+    for name, number in work.calls.most_common():
+        text = f"{number:,} {name} ({duration(work.call_milliseconds[name] / 1000)}"
+        if failed := work.failed_calls[name]:
+            text += f", {failed:,} failed"
+        calls.append(f"{text})")
+    if calls:
+        yield "calls", totals.at_least + ", ".join(calls)
+    if lines.pop("paid", "") or totals.paid:
+        yield "paid", totals.paid + _whole_cost(state) + _ago(state)
+    yield from lines.items()
+    yield "attempts", _attempts(totals)
+
+
 def open_batches(state: RunState) -> Iterator[tuple[RankStatus, Batch]]:
     """Yields the batches at a provider, with their tasks."""
-    for rank in state.ranks + state.retries:
+    for rank in state.all_ranks:
         if (rank.folder / BATCHES).exists():
             for batch in read_batches(rank.folder)[0].values():
                 if batch.is_open:
@@ -157,8 +178,10 @@ def progress_of(state: RunState) -> str:
     return f"{done}, {left}"
 
 
-def _documents(totals: Totals) -> str:
+def _documents(state: RunState, totals: Totals) -> str:
     done = totals.done
+    if state.is_finished and not done.read:
+        return "none in the input"
     written = f"{totals.counts.written:,} written in {counted(totals.chunks, 'chunk')}"
     if totals.rows:
         written += f" as {counted(totals.rows, 'row')}"
@@ -175,15 +198,15 @@ def _documents(totals: Totals) -> str:
 
 
 def _answers(done: DocumentCounts) -> str:
-    said = ""
+    texts = []
     if done.endings:
-        said = f"{_named_counts(done.endings)}; "
+        texts.append(_named_counts(done.endings))
     half, most = done.lengths.percentiles.values()
     if most:
-        said += f"completion tokens p50 {short(half)}, p95 {short(most)}; "
-    if not said:
+        texts.append(f"completion tokens p50 {short(half)}, p95 {short(most)}")
+    if not texts:
         return ""
-    return f"{said.removesuffix('; ')}."
+    return f"{'; '.join(texts)}."
 
 
 def counted(number: int, noun: str) -> str:
@@ -223,15 +246,13 @@ def _requests(totals: Totals) -> str:
     return f"{totals.done.requests:,} of documents that are done; {sent}"
 
 
-def _in_flight(state: RunState, totals: Totals) -> Iterator[tuple[str, str]]:
-    """Yields requests in flight, without ranks in their first second, which are unknown."""
+def _in_flight(state: RunState, totals: Totals) -> str:
+    """Describes requests in flight, without ranks in their first second, which are unknown."""
     running = [
-        rank
-        for rank in (*state.ranks, *state.retries)
-        if rank.state == "running" and rank.as_of is not None
+        rank for rank in state.all_ranks if rank.state == "running" and rank.as_of is not None
     ]
     if not running:
-        return
+        return ""
     text = f"{totals.in_flight:,}, {totals.waiting:,} waiting{_ago(state)}"
     longest = max(running, key=lambda rank: rank.wait.oldest)
     if longest.wait.oldest:
@@ -241,34 +262,7 @@ def _in_flight(state: RunState, totals: Totals) -> Iterator[tuple[str, str]]:
         )
     if longest.wait.document:
         text += f" (document {longest.wait.document})"
-    yield "in flight", text
-
-
-def _troubles_of_requests(totals: Totals, ago: str) -> Iterator[tuple[str, str]]:
-    work = totals.work
-    wasted = {
-        "sent again after an error": work.retries,
-        "lost when their server died or the run stopped": work.resent,
-    }
-    said = [f"{totals.at_least}{count:,} {what}" for what, count in wasted.items() if count]
-    if totals.lost_in_flight:
-        said.append(f"{totals.lost_in_flight:,} in flight shortly before attempts were killed")
-    if said:
-        yield "wasted", ", ".join(said)
-    if work.restarts:
-        yield "servers", counted(work.restarts, "restart")
-    if work.errors:
-        said = [_named_counts(work.errors)]
-        said += [f"{count:,} at {name}" for name, count in work.endpoint_errors.most_common()]
-        yield "errors", "; ".join(said) + ago
-    if work.calls:
-        said = []
-        for name, number in work.calls.most_common():
-            text = f"{number:,} {name} ({duration(work.call_milliseconds[name] / 1000)}"
-            if failed := work.failed_calls[name]:
-                text += f", {failed:,} failed"
-            said.append(f"{text})")
-        yield "calls", totals.at_least + ", ".join(said)
+    return text
 
 
 def _named_counts(numbers: Mapping[str, int]) -> str:
@@ -288,7 +282,7 @@ def _whole_cost(state: RunState) -> str:
     done = [rank.position.done for rank in ranks]
     whole = estimate(paid, done, position.total)
     not_paid = max(0, totals.done.requests - totals.work.requests)
-    of_samples = min(state.sampled.work.requests, not_paid)
+    of_samples = min(state.sampled.requests, not_paid)
     factor = 1 + of_samples / max(1, totals.work.requests)
     return f"; {whole.text(figure, factor)} for the whole input"
 

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import xxhash
 
-from datatrove_ckpt.checkpoint import counts, files, layout
+from datatrove_ckpt.checkpoint import clock, files, layout
 from datatrove_ckpt.checkpoint.checksummed_lines import whole_lines
 from datatrove_ckpt.checkpoint.history import parse_line
 from datatrove_ckpt.common.object_store import ObjectStore
@@ -351,7 +351,7 @@ def assert_same_output_after_crash(
                 resume([*crashes, crash], further)
 
     # Otherwise no two folders would be equal.
-    with patch.multiple(counts, _monotonic=lambda: 0.0, _wall=lambda: 0.0):
+    with patch.multiple(clock, _monotonic=lambda: 0.0, _wall=lambda: 0.0):
         resume([], 2 if recoveries else 1)
     return report
 

@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-from datatrove_ckpt.checkpoint import counts
+from datatrove_ckpt.checkpoint import clock
 from datatrove_ckpt.testing import FakeServer
 from tests.golden import hold
 from tests.jobs import Budget
@@ -48,8 +48,8 @@ def answer(payload, times):
 
 
 def test_a_run_that_was_stopped_once(here, command, monkeypatch, sleeps):
-    monkeypatch.setattr(counts, "_wall", lambda: 1_800_000_000.0)
-    monkeypatch.setattr(counts, "_monotonic", lambda: 0.0)
+    monkeypatch.setattr(clock, "_wall", lambda: 1_800_000_000.0)
+    monkeypatch.setattr(clock, "_monotonic", lambda: 0.0)
     monkeypatch.setattr("time.time", lambda: 1_800_000_000.0)
     status = Status()
     with FakeServer(answer, status) as server:

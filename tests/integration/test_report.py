@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from datatrove_ckpt.checkpoint.counts import LogHistogram
 from datatrove_ckpt.checkpoint.history import RequestHistograms
 from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.common.counts import LogHistogram
 from datatrove_ckpt.testing import outputs
 from tests.rank_folders import minutes, start, write_rank
 

@@ -21,7 +21,6 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, read_lines
 from datatrove_ckpt.checkpoint.chunks import Chunk
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, CommitsDamaged, OutputFile
-from datatrove_ckpt.checkpoint.counts import DocumentCounts, LogHistogram, Seconds
 from datatrove_ckpt.checkpoint.fence import RunClaim
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
@@ -47,8 +46,9 @@ from datatrove_ckpt.checkpoint.request_cache import (
     payload_hash,
     read_answers,
 )
-from datatrove_ckpt.checkpoint.run_limits import read_paid
+from datatrove_ckpt.checkpoint.run_limits import RunTotals, read_paid
 from datatrove_ckpt.checkpoint.storage_thread import StorageThread
+from datatrove_ckpt.common.counts import DocumentCounts, LogHistogram, Seconds
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, StorageFailed
 from datatrove_ckpt.process import open_files
 
@@ -318,9 +318,9 @@ def test_a_kill_before_the_history_has_a_line_loses_none_of_what_is_paid(tmp_pat
     rank_files.cache.close()
     _, again = make_storage(tmp_path)
     again.own.cost = 1
-    assert again.paid == (0, 5, 0, 8)
+    assert again.paid() == RunTotals(0, 5, 0, 8)
     (tmp_path / "paid").write_bytes(b"damaged")
-    assert read_paid(tmp_path / "paid") == (0, 0, 0, 0)
+    assert read_paid(tmp_path / "paid") == RunTotals()
 
 
 def test_a_snapshot_has_a_shard_once_this_attempt_has_written_it(tmp_path):

@@ -15,8 +15,8 @@ from email.utils import formatdate
 import orjson
 import pytest
 
+from datatrove_ckpt.common.counts import WorkCounts
 from datatrove_ckpt.common.redaction import redact
-from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import (
     CkptError,

@@ -9,7 +9,6 @@ import pytest
 
 from datatrove_ckpt.checkpoint import history
 from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum
-from datatrove_ckpt.checkpoint.counts import DocumentCounts, LogHistogram
 from datatrove_ckpt.checkpoint.history import (
     AttemptEnd,
     AttemptStart,
@@ -19,7 +18,7 @@ from datatrove_ckpt.checkpoint.history import (
     WaitStatus,
     downsampled,
 )
-from datatrove_ckpt.common.work_counts import WorkCounts
+from datatrove_ckpt.common.counts import DocumentCounts, LogHistogram, WorkCounts
 from tests.histories import History, read_history
 from tests.rank_folders import minute
 

@@ -17,7 +17,6 @@ import pytest
 from datatrove_ckpt.checkpoint import fence, layout, rank_files, rank_summary
 from datatrove_ckpt.checkpoint.chunks import ChunkTracker, no_position
 from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits
-from datatrove_ckpt.checkpoint.counts import DocumentCounts
 from datatrove_ckpt.checkpoint.identity import RunIdentity, run_with_secrets
 from datatrove_ckpt.checkpoint.journal import FinishedDocument
 from datatrove_ckpt.checkpoint.layout import CACHE_FILES, journal_name
@@ -26,6 +25,7 @@ from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.checkpoint.rank_summary import CHECKED, Include
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.request_cache import AnswerKey, CachedAnswer
+from datatrove_ckpt.common.counts import DocumentCounts
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced
 from datatrove_ckpt.testing.crashes import WatchedDisk, disk_in_place
 

@@ -18,13 +18,14 @@ from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.rank_summary import misplaced
 from datatrove_ckpt.cli import short_form
 from datatrove_ckpt.cli.main import make_parser
+from datatrove_ckpt.common.counts import METRICS, DocumentCounts, WorkCounts
 from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.mirror import manifests
 from datatrove_ckpt.output.committed import file_problem
 from datatrove_ckpt.readers import base
 from datatrove_ckpt.run_folder import verify
 from datatrove_ckpt.run_folder.run_state import RankStatus, RunState, to_json
-from tests import settings_page
+from tests import settings_page, status_page
 from tests.bench import report
 from tests.pages import (
     LANGUAGES,
@@ -116,10 +117,11 @@ def anchors(text):
 
 
 def test_pages_that_are_read_stay_short_together():
-    """The page of settings is generated, and the changelog grows with each release: nobody reads
-    them as a whole.
+    """The page of settings and the table of numbers are generated, and the changelog grows with
+    each release: nobody reads them as a whole.
     """
-    words = {name: len(text.split()) for name, text in pages().items()}
+    written = {name: text.partition(status_page.MARK)[0] for name, text in pages().items()}
+    words = {name: len(text.split()) for name, text in written.items()}
     words = {
         name: number
         for name, number in words.items()
@@ -212,6 +214,13 @@ def test_the_settings_page_is_the_one_that_the_docstrings_give():
     assert settings_page.PAGE.read_text() == settings_page.page(), (
         "run: python -m tests.settings_page"
     )
+
+
+def test_the_table_of_numbers_is_the_one_that_their_declarations_give():
+    assert status_page.PAGE.read_text() == status_page.page(), "run: python -m tests.status_page"
+    declared = [*WorkCounts.displays().values(), *DocumentCounts.displays().values()]
+    shown = {number.prometheus.partition(".")[0] for number in declared} - {""}
+    assert shown <= {heading.split()[0] for heading in METRICS}
 
 
 def test_the_status_page_names_keys_that_the_json_has():

@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 
 from datatrove_ckpt.checkpoint import layout
-from datatrove_ckpt.checkpoint.counts import RunNumbers
 from datatrove_ckpt.checkpoint.history import OutageStatus, WaitStatus
 from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.checkpoint.rank_summary import JobTotals
 from datatrove_ckpt.cli.status import describe
-from datatrove_ckpt.common.work_counts import WorkCounts
+from datatrove_ckpt.common.counts import RunNumbers, WorkCounts
 from datatrove_ckpt.run_folder.report.page import escaped, report_page
 from datatrove_ckpt.run_folder.run_location import RunLocation
 from datatrove_ckpt.run_folder.run_state import read_run_state

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from prometheus_client import generate_latest
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.history import ProgressRecord, RequestHistograms, parse_line
 from datatrove_ckpt.cli.status import describe, table
+from datatrove_ckpt.common.counts import RunNumbers, SkippedLines, WorkCounts
 from datatrove_ckpt.generation.prometheus import RankSnapshot, families
 from datatrove_ckpt.run_folder.report.page import report_page
 from datatrove_ckpt.run_folder.run_state import read_run_state, to_json
@@ -81,3 +83,21 @@ def ranks():
 def test_the_page_of_prometheus():
     registry = SimpleNamespace(collect=lambda: families(list(ranks())))
     hold("numbers", "Prometheus", generate_latest(registry).decode())
+
+
+def test_numbers_add_subtract_down_to_zero_and_refuse_unknown_names():
+    some = WorkCounts(requests=5, errors=Counter({"timeout": 2}))
+    more = WorkCounts(requests=3, sent=1, errors=Counter({"timeout": 1, "HTTP 503": 1}))
+    assert (some + more).fields() == {
+        **WorkCounts(requests=8, sent=1).fields(),
+        "errors": {"timeout": 3, "HTTP 503": 1},
+    }
+    assert some - more == WorkCounts(requests=2, errors=Counter({"timeout": 1}))
+    assert SkippedLines(2, 1) | SkippedLines(1, 5) == SkippedLines(2, 5)
+    assert not (RunNumbers(exact=True) + RunNumbers(exact=False)).exact
+    with pytest.raises(TypeError, match="requets"):
+        WorkCounts(requets=1)
+    with pytest.raises(AttributeError, match="requets"):
+        some.requets = 1
+    with pytest.raises(AttributeError, match="damaged"):
+        SkippedLines(1, 1) + some

@@ -12,12 +12,12 @@ import pytest
 
 from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, checksummed_json
 from datatrove_ckpt.checkpoint.commits import Commit
-from datatrove_ckpt.checkpoint.counts import DocumentCounts
 from datatrove_ckpt.checkpoint.identity import as_stored
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.common import LAUNCH
+from datatrove_ckpt.common.counts import DocumentCounts
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.executors.slurm import SlurmPipelineExecutor
 from tests import golden

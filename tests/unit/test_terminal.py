@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 from loguru import logger
 
-from datatrove_ckpt.common.work_counts import InputPosition
+from datatrove_ckpt.common.counts import InputPosition, Processed
 from datatrove_ckpt.process.screen import (
     BarTerminal,
     RankProgress,
@@ -39,7 +39,7 @@ def clock():
 
 
 def rank(documents, done, tasks=None):
-    work = (documents, 2 * documents, 10 * documents)
+    work = Processed(documents, 2 * documents, 0, 10 * documents)
     return RankProgress(1, documents, work, InputPosition(done, 100, "bytes", tasks))
 
 
@@ -48,8 +48,8 @@ def test_a_rank_that_starts_again_begins_at_0_and_loses_nothing(clock):
     progress.update(0, rank(10, 10))
     progress.update(0, RankProgress(2, 9, position=InputPosition(9, 100, "bytes")))
     clock.now += 10
-    progress.update(0, RankProgress(2, 14, (5, 5, 5), InputPosition(14, 100, "bytes")))
-    assert (progress.documents, progress.work[:2]) == (14, [15, 25])
+    progress.update(0, RankProgress(2, 14, Processed(5, 5, 0, 5), InputPosition(14, 100, "bytes")))
+    assert (progress.documents, progress.work) == (14, Processed(15, 25, 0, 105))
 
 
 def test_tasks_without_input_are_no_part_of_the_percentage(clock):
@@ -171,7 +171,9 @@ def test_without_a_terminal_there_is_no_bar(terminal, monkeypatch, tmp_path, str
 
 
 def at(done, finished=0):
-    return RankProgress(1, done, (finished, finished, finished), InputPosition(done, 100, "rows"))
+    return RankProgress(
+        1, done, Processed(finished, finished, 0, finished), InputPosition(done, 100, "rows")
+    )
 
 
 def test_a_screen_shows_the_bar_of_all_ranks_and_then_nothing(terminal):

@@ -12,6 +12,7 @@ from functools import partial
 import multiprocess
 import pytest
 
+from datatrove_ckpt.common.counts import Processed
 from datatrove_ckpt.errors import CkptError, UnexpectedExit, WorkerDied
 from datatrove_ckpt.process import workers as module
 from datatrove_ckpt.process.screen import RankProgress, RunProgress, Screen, reporter
@@ -42,7 +43,7 @@ def test_where_ranks_stand_is_shown_and_a_parent_that_does_not_listen_holds_up_n
     def run(slot, task):
         report = reporter()
         for number in range(350 if stop else 10):  # more than a pipe holds
-            report(task, RankProgress(slot, number + 1, (number + 1, 0, 0)))
+            report(task, RankProgress(slot, number + 1, Processed(number + 1)))
         return task
 
     screen = Screen(RunProgress(3), 3600)
@@ -54,7 +55,7 @@ def test_where_ranks_stand_is_shown_and_a_parent_that_does_not_listen_holds_up_n
         assert len(list(done)) == 3 - stop
     assert reporter() is None
     if not stop:
-        assert (screen.progress.documents, screen.progress.work[0]) == (30, 30)
+        assert (screen.progress.documents, screen.progress.work.documents) == (30, 30)
 
 
 def square(slot, task):

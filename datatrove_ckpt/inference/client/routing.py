@@ -43,9 +43,9 @@ from typing import TypeAlias
 
 import xxhash
 
+from datatrove_ckpt.common.counts import WorkCounts
 from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.common.retrying import SERVER, Quota
-from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.config.inference_config import FIRST_LIMIT, REQUESTS_WITHOUT_METRICS
 from datatrove_ckpt.errors import ServerDied
 from datatrove_ckpt.inference.client.body import AnyBody, RequestBody

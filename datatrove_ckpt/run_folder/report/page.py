@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint.counts import DocumentCounts, LogHistogram
 from datatrove_ckpt.checkpoint.history import (
     History,
     ProgressRecord,
@@ -33,6 +32,7 @@ from datatrove_ckpt.checkpoint.history import (
 )
 from datatrove_ckpt.checkpoint.identity import without_model
 from datatrove_ckpt.checkpoint.layout import HISTORY
+from datatrove_ckpt.common.counts import DocumentCounts, LogHistogram
 from datatrove_ckpt.common.formatting import figure, percent, short
 from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.errors import StorageFailed
@@ -52,7 +52,7 @@ _ORDER = ("damaged", "running", "failed", "lost", "interrupted", "unfinished")
 
 
 def report_page(run: RunState) -> str:
-    ranks = [*run.ranks, *run.retries]
+    ranks = run.all_ranks
     lines = min(_MOST_LINES, max(_LEAST_LINES, _PROGRESS_LINES // max(1, len(ranks))))
     histories = [_history(rank.folder / HISTORY, lines) for rank in ranks]
     state = "finished"

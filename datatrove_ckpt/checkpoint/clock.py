@@ -1,0 +1,36 @@
+"""The clocks of a rank, which tests stop."""
+
+import math
+import time
+
+from datatrove_ckpt.common.counts import NO_SECONDS, Seconds
+
+# The ``testing`` package replaces these two, so that no time passes.
+_monotonic = time.monotonic
+_wall = time.time
+
+
+def unix_seconds() -> float:
+    """Returns the time of the wall clock, which may jump."""
+    return round(_wall(), 3)
+
+
+class RankClock:
+    """Measures the seconds of a rank, added to those of earlier attempts."""
+
+    def __init__(self, earlier: Seconds = NO_SECONDS) -> None:
+        self._earlier = earlier
+        self._started = _monotonic()
+        self._serving = math.inf
+
+    def serving(self) -> None:
+        """Starts the inference time: the servers are ready."""
+        self._serving = min(self._serving, _monotonic())
+
+    def now(self) -> Seconds:
+        now = _monotonic()
+        inference, total = self._earlier
+        return Seconds(
+            round(inference + max(0.0, now - self._serving), 3),
+            round(total + now - self._started, 3),
+        )

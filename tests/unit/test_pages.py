@@ -308,9 +308,13 @@ def test_the_extras_are_those_of_the_package():
 # architecture, changelog, benchmarks -------------------------------------------------------------
 
 
-def test_the_architecture_names_every_room_in_the_order_of_the_layers():
+def test_the_architecture_names_every_room_in_the_order_of_the_layers_and_its_tests():
     house = section("docs/architecture.md", "## The house")
     assert [codes(row[0])[0] for row in table_rows(house)] == list(ROOMS)
+    for room, _, tests in table_rows(house):
+        assert codes(tests), room
+        for name in codes(tests):
+            assert [*(ROOT / "tests").glob(f"*/{name}.py")], f"{room}: {name}"
     inside = {
         path.stem
         for path in (ROOT / "datatrove_ckpt").iterdir()
@@ -331,13 +335,39 @@ def names_in(path):
     return names
 
 
+def assert_is_in_the_code(folder, place):
+    """``place``: path::name."""
+    path, _, name = place.partition("::")
+    assert name in names_in(ROOT / folder / path), place
+
+
 def test_each_rule_names_code_and_a_test_that_exist():
     rules = table_rows(section("docs/internals/invariants.md", "## Rules"))
     assert len(rules) >= 10
     for _, *places in rules:
         for folder, place in zip(("datatrove_ckpt", "tests"), places, strict=True):
-            path, _, name = place.strip("`").partition("::")
-            assert name in names_in(ROOT / folder / path), place
+            assert_is_in_the_code(folder, place.strip("`"))
+
+
+def test_the_map_names_functions_that_exist():
+    places = [code for code in codes(pages()["docs/architecture.md"]) if "::" in code]
+    assert len(places) >= 20
+    for place in set(places) - {"path::name"}:
+        assert_is_in_the_code("datatrove_ckpt", place)
+
+
+def test_the_glossary_has_sixty_words_at_most_each_a_line_and_in_order():
+    glossary = section("docs/architecture.md", "## Glossary")
+    lines = [line for line in glossary.splitlines() if line.startswith("- ")]
+    words = [re.fullmatch(r"- \*\*(.*?)\*\*: .*", line)[1].lower() for line in lines]
+    assert words == sorted(set(words))
+    assert len(words) <= 60
+    assert glossary.rstrip().endswith("\n".join(lines))
+
+
+def test_the_readme_of_the_tests_names_each_folder():
+    folders = {path.parent.name for path in (ROOT / "tests").glob("*/__init__.py")} | {"data"}
+    assert folders <= set(codes((ROOT / "tests/README.md").read_text()))
 
 
 def test_the_settings_of_the_short_form_are_listed():
@@ -345,11 +375,14 @@ def test_the_settings_of_the_short_form_are_listed():
     assert sorted(listed) == sorted(short_form.NAMES)
 
 
-def test_what_the_architecture_tells_to_change_is_in_the_code():
+def test_what_the_how_tos_tell_to_change_is_in_the_code():
     source = "".join(path.read_text() for path in (ROOT / "datatrove_ckpt").rglob("*.py"))
     words = set(re.findall(r"\w+", source))
-    for heading in re.findall(r"^## How to .*$", pages()["docs/architecture.md"], re.MULTILINE):
-        for code in codes(section("docs/architecture.md", heading)):
+    page = "docs/internals/how-to-add.md"
+    headings = re.findall(r"^## How to .*$", pages()[page], re.MULTILINE)
+    assert len(headings) >= 9
+    for heading in headings:
+        for code in codes(section(page, heading)):
             name = code.partition("(")[0]
             assert name.endswith(".py") or words.issuperset(re.findall(r"\w+", name)), (
                 f"{heading}: {code}"

@@ -1,4 +1,4 @@
-"""WHAT a command looks at: a checkpoint folder, its mirror at a path or URL, or the YAML file of
+"""Where a run is found: in a checkpoint folder, its mirror at a path or URL, or by the YAML file of
 the run.
 """
 

@@ -1,4 +1,4 @@
-"""BatchLog: the batches of requests that a rank has at a provider: none is paid for twice.
+"""BatchLog records the batches of requests that a rank has at a provider: none is paid for twice.
 
 Requests that the request cache does not have are *parked*: each is a line of a file in
 ``batches/``, and its document is dropped from memory unrecorded, as a kill drops it. The
@@ -41,9 +41,9 @@ from datatrove_ckpt.checkpoint.request_cache import AnswerKey, CachedAnswer, Cac
 from datatrove_ckpt.common import CUSTOM_ID, MESSAGES, JsonObject
 
 ANSWER = "batch_answer"
-"""In the JSON of a row: the body of an answer that no rollout has used yet."""
+"""Key in the JSON of a row: the body of an answer that no rollout has used yet."""
 FAILURE = "batch_failure"
-"""Likewise: why there is no answer, for a request that is to be sent again."""
+"""Key in the JSON of a row: the cause of a missing answer, for a request that is sent again."""
 OF_BATCH = frozenset({ANSWER, FAILURE})
 MOST_REQUESTS = 50_000  # of a batch
 _SIZES = 1000  # of batches in Anthropic's form, which are found by their size
@@ -65,11 +65,11 @@ class RequestId(NamedTuple):
 
     @classmethod
     def parse(cls, text: object) -> RequestId | None:
-        found = _ID.fullmatch(text) if isinstance(text, str) else None
-        if found is None:
+        match = _ID.fullmatch(text) if isinstance(text, str) else None
+        if match is None:
             return None
-        chunk, ordinal, rollout, occurrence, attempt = map(int, found.group(1, 2, 3, 5, 6))
-        return cls(chunk, ordinal, AnswerKey(rollout, found[4], occurrence), attempt)
+        chunk, ordinal, rollout, occurrence, attempt = map(int, match.group(1, 2, 3, 5, 6))
+        return cls(chunk, ordinal, AnswerKey(rollout, match[4], occurrence), attempt)
 
     def __str__(self) -> str:
         rollout, payload_hash, occurrence = self.key
@@ -104,7 +104,7 @@ class ParkedRequest(NamedTuple):
 
 
 def fields_of_batch(answer: CachedAnswer | None) -> JsonObject:
-    """Returns what ``Batch.row`` has kept; {} for an answer that is not from a batch."""
+    """Returns the fields that ``Batch.row`` stored; {} for an answer that is not from a batch."""
     if answer is not None and answer.result is not None:
         fields: JsonObject = orjson.loads(answer.result)
         if not OF_BATCH.isdisjoint(fields):
@@ -122,8 +122,8 @@ class Batch:
         run: digest of the identity of the run that parked the requests.
         tag: finds the batch in the provider's list.
         file, id: the provider's names of the requests' file, and of the batch.
-        at: when it came to this state, in Unix seconds.
-        url, key_env: of the endpoint that has it, as the config names them.
+        at: Unix time of the change to this state, in seconds.
+        url, key_env: the endpoint that has the batch, as the config names them.
     """
 
     number: int
@@ -144,7 +144,7 @@ class Batch:
         return self.state not in ("read", "dropped")
 
     def row(self, request: RequestId, kind: str, value: object) -> CachedRequest:
-        """Returns what the request cache keeps until the rollout has come to this request again.
+        """Returns the row that the request cache keeps until the rollout repeats this request.
 
         Earlier versions see an answer without a finish_reason, and send the request again.
         """
@@ -162,29 +162,29 @@ def read_batches(folder: Path) -> tuple[dict[int, Batch], int]:
     batches: dict[int, Batch] = {}
     size = 0
     for line in read_lines(folder / layout.BATCHES):
-        content = orjson.loads(line.body)
-        batch = batches.setdefault(content["number"], Batch(content["number"]))
-        vars(batch).update(content)
+        fields = orjson.loads(line.body)
+        batch = batches.setdefault(fields["number"], Batch(fields["number"]))
+        vars(batch).update(fields)
         size = line.offset + line.length
     return batches, size
 
 
 @dataclass
 class _ParkedFile:
-    """A file of parked requests. ``most``: requests that it takes."""
+    """A file of parked requests, with room for ``capacity`` requests."""
 
     number: int
     model: str
     path: str
     file: files.AppendFile
-    most: int
+    capacity: int
     requests: int = 0
 
 
 class BatchLog:
-    """``batches.jsonl`` of one rank, and its files of requests. Belongs to the storage thread.
+    """``batches.jsonl`` of one rank, and its files of requests. Used in the storage thread only.
 
-    Making it removes files that no line names, and a torn line.
+    Opening the log removes files that no line names, and a torn line.
 
     Args:
         run: digest of the run's identity.
@@ -199,14 +199,15 @@ class BatchLog:
         self.batches, size = read_batches(folder)
         self.file = files.AppendFile(folder / layout.BATCHES, size)
         if self._folder.is_dir():
-            for found in sorted(self._folder.iterdir()):
-                batch = self.batches.get(int(found.stem)) if found.stem.isdigit() else None
+            for path in sorted(self._folder.iterdir()):
+                batch = self.batches.get(int(path.stem)) if path.stem.isdigit() else None
                 if batch is None or not batch.is_open:
-                    files.disk.remove(found)
+                    files.disk.remove(path)
 
     def open(self) -> list[Batch]:
-        """Returns the open batches. Drops those that are not created, and that a run with other
-        settings or code has parked.
+        """Returns the open batches.
+
+        Drops batches that are not created and that a run with other settings or code parked.
         """
         for batch in self.batches.values():
             if batch.state in ("filled", "uploaded") and batch.run != self._run:
@@ -233,15 +234,15 @@ class BatchLog:
         parked = self._filling.get(kind)
         if (
             parked is None
-            or parked.requests >= parked.most
+            or parked.requests >= parked.capacity
             or parked.file.size + len(line) > MOST_BYTES
         ):
             files.disk.make_dirs(self._folder, files.PRIVATE_FOLDER)
             number = max(self.batches, default=0) + len(self._parked) + 1
-            most = MOST_REQUESTS
+            capacity = MOST_REQUESTS
             if request.path == MESSAGES:
-                most -= secrets.randbelow(min(most, _SIZES))
-            parked = _ParkedFile(number, *kind, files.AppendFile(self.path(number)), most)
+                capacity -= secrets.randbelow(min(capacity, _SIZES))
+            parked = _ParkedFile(number, *kind, files.AppendFile(self.path(number)), capacity)
             self._parked.append(parked)
             self._filling[kind] = parked
         parked.file.append(line)
@@ -264,7 +265,7 @@ class BatchLog:
         self._filling.clear()
 
     def note(self, number: int, state: str, **fields: object) -> None:
-        """Appends a line, and syncs it: before the effect that it announces, after the one that it
+        """Appends a line, and syncs it: before an effect that it announces, after an effect that it
         reports.
 
         Raises:
@@ -273,11 +274,11 @@ class BatchLog:
         self._fence.check(thorough=True)
         if state == "filled":  # again: a new name, which no earlier request to the provider has
             fields = {**fields, "tag": secrets.token_hex(16), "file": "", "id": ""}
-        content: JsonObject = {"number": number, "state": state, **fields, "at": unix_seconds()}
-        self.file.append(add_checksum(orjson.dumps(content)))
+        line: JsonObject = {"number": number, "state": state, **fields, "at": unix_seconds()}
+        self.file.append(add_checksum(orjson.dumps(line)))
         self.file.sync()
         batch = self.batches.setdefault(number, Batch(number))
-        vars(batch).update(content)
+        vars(batch).update(line)
         if not batch.is_open:
             files.disk.remove(self.path(number))
             files.disk.remove_dir(self._folder)

@@ -1,4 +1,4 @@
-"""Lines that show whether they are whole: JSON objects whose first key is a checksum of the rest.
+"""Writes and reads lines with a checksum: JSON objects whose first key is a checksum of the rest.
 
 A crash tears the last write: the next attempt cuts off bad bytes at the end of a file. A bad line
 before a good line is damage that no crash explains.
@@ -71,25 +71,25 @@ RESTORE = (
     "Restore it from a copy. With a mirror, move the task's folder away while no task runs, and "
     "run the same command again: the mirror's comes back. With neither, "
 )
-"""What to do about a damaged file; the sentence goes on."""
+"""Advice for a damaged file, as the beginning of a sentence."""
 
 PREFIX = b'{"xxh":"'
 BODY_AT = len(PREFIX) + 16 + len(b'",')
 
 
 def add_checksum(body: bytes) -> bytes:
-    rest = body[1:]
-    return b'%s%s",%s\n' % (PREFIX, xxhash.xxh3_64_hexdigest(rest).encode(), rest)
+    fields = body[1:]
+    return b'%s%s",%s\n' % (PREFIX, xxhash.xxh3_64_hexdigest(fields).encode(), fields)
 
 
 def verified_body(line: bytes) -> bytes | None:
     """Returns the JSON object's bytes without the checksum; None if the line is not whole."""
     if not line.endswith(b"\n") or not line.startswith(PREFIX):
         return None
-    rest = line[BODY_AT:-1]
-    if line[len(PREFIX) : BODY_AT] != b'%s",' % xxhash.xxh3_64_hexdigest(rest).encode():
+    fields = line[BODY_AT:-1]
+    if line[len(PREFIX) : BODY_AT] != b'%s",' % xxhash.xxh3_64_hexdigest(fields).encode():
         return None
-    return b"{" + rest
+    return b"{" + fields
 
 
 @dataclass(slots=True)
@@ -107,7 +107,7 @@ def read_lines(
     """Yields the file's whole lines, up to a torn tail. A missing file has none.
 
     Args:
-        advice: what the user can do about damage.
+        advice: remedy for damage, for the message.
         synced: each line was synced before the next one was written, so a crash tears one at most.
 
     Raises:
@@ -121,13 +121,13 @@ def read_lines(
             yield line
             continue
         if torn_at and (synced or line is not None):
-            what = f"line {torn_at}: the line is damaged, and lines follow it"
+            damage = f"line {torn_at}: the line is damaged, and lines follow it"
         elif (synced or number == 1) and not may_be_torn(raw):
-            what = f"line {number}: the line is damaged, or of another program"
+            damage = f"line {number}: the line is damaged, or of another program"
         else:
             torn_at = torn_at or number
             continue
-        raise CheckpointCorrupt(path, f", {what}, so no crash did this. {advice}")
+        raise CheckpointCorrupt(path, f", {damage}, so no crash did this. {advice}")
 
 
 def may_be_torn(raw: bytes) -> bool:
@@ -144,21 +144,21 @@ def scan_lines(path: Path) -> Iterator[tuple[int, bytes, ChecksummedLine | None]
             offset += len(raw)
 
 
-def last_lines(path: Path | str, most: int | None, first: int = 0) -> list[bytes]:
+def last_lines(path: Path | str, max_bytes: int | None, first: int = 0) -> list[bytes]:
     """Returns the unparsed lines of a file, without a torn last line. A missing file has none.
 
     Args:
-        most: read only this many bytes at the end.
-        first: and this many at the beginning.
+        max_bytes: number of bytes to read at the end; None: all.
+        first: number of bytes to read at the beginning if ``max_bytes`` does not reach there.
 
     Raises:
-        StorageFailed: it cannot be read.
+        StorageFailed: the file cannot be read.
     """
     data = b""
     with explained("read", path), suppress(FileNotFoundError), open(path, "rb") as file:  # noqa: PTH123 (speed)
-        if most is not None and (size := os.fstat(file.fileno()).st_size) > first + most:
+        if max_bytes is not None and (size := os.fstat(file.fileno()).st_size) > first + max_bytes:
             data = b"".join(file.readlines(first)) if first else b""
-            file.seek(size - most)
+            file.seek(size - max_bytes)
             file.readline()
         data += file.read()
     return whole_lines(data)
@@ -190,7 +190,7 @@ def is_count(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
-# ``run.json``, ``job.json`` and ``shard.json`` are one sealed JSON object, replaced as a whole.
+# ``run.json``, ``job.json`` and ``shard.json`` are one line with a checksum, replaced as a whole.
 
 SHARD_VERSION = 2
 """``version`` in ``shard.json``. 1 has no checksum."""
@@ -200,37 +200,37 @@ WITHOUT_SHARD = (
 )
 
 
-def checksummed_json(content: Json, indent: bool = True) -> bytes:
-    """Returns a file's bytes. ``indent``: people read it, too."""
-    return add_checksum(orjson.dumps(content, option=orjson.OPT_INDENT_2 if indent else None))
+def checksummed_json(fields: Json, indent: bool = True) -> bytes:
+    """Returns a file's bytes; with ``indent`` for files that people also read."""
+    return add_checksum(orjson.dumps(fields, option=orjson.OPT_INDENT_2 if indent else None))
 
 
-def read_checksummed_json(data: bytes, sealed: Collection[int]) -> Json:
+def read_checksummed_json(data: bytes, checksummed: Collection[int]) -> Json:
     """Returns the JSON object in a file's bytes.
 
     Args:
-        sealed: the values of ``format`` or ``version`` with which files have a checksum.
+        checksummed: the values of ``format`` or ``version`` with which files have a checksum.
 
     Raises:
-        ValueError: it is damaged, or holds something else.
+        ValueError: the file is damaged, or holds something else.
     """
     body = verified_body(data)
     if body is None and data.startswith(PREFIX):
         raise ValueError("its checksum is wrong: it is damaged, or was edited")
-    content = orjson.loads(data if body is None else body)
-    if not isinstance(content, dict):
+    fields = orjson.loads(data if body is None else body)
+    if not isinstance(fields, dict):
         raise ValueError("it is no JSON object")
-    if body is None and content.get("format", content.get("version")) in sealed:
+    if body is None and fields.get("format", fields.get("version")) in checksummed:
         raise ValueError("its checksum is missing: it is damaged, or was edited")
-    return content
+    return fields
 
 
 def read_shard(path: Path) -> Json:
-    """Returns the content of ``shard.json``; empty if there is none.
+    """Returns the content of ``shard.json``; empty if the file is missing.
 
     Raises:
-        CheckpointCorrupt: it is damaged, or holds something else.
-        StorageFailed: it cannot be read.
+        CheckpointCorrupt: the file is damaged, or holds something else.
+        StorageFailed: the file cannot be read.
     """
     data = content_of(path)
     if data is None:

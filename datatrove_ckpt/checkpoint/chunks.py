@@ -32,10 +32,10 @@ class Chunk:
         recovered: fingerprints of the documents found in its journal, by ordinal, until they are
             read again.
         read, finished: numbers of documents.
-        full: no document of it follows.
+        full: whether the chunk takes no more documents.
         last_input: fingerprint of the last document.
         position: called when the chunk is committed, in the storage thread.
-        done, dead_letters, files: of the written chunk. ``dead_letters`` are lines.
+        done, dead_letters, files: work, dead letters (lines) and output files of the written chunk.
     """
 
     index: int
@@ -58,7 +58,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class ChunkSlot:
-    """The slot of a document to be processed. ``cached``: there may be answers to it."""
+    """The slot of a document to be processed. ``cached`` is False if it surely has no answers."""
 
     ordinal: int
     chunk: Chunk
@@ -124,8 +124,8 @@ class ChunkTracker:
             return None
         if chunk.read == chunk.capacity:
             self._fill(chunk)
-        if (known := chunk.recovered.pop(ordinal, None)) is not None:
-            self._expect(known, fingerprint, ordinal)
+        if (recovered_fingerprint := chunk.recovered.pop(ordinal, None)) is not None:
+            self._expect(recovered_fingerprint, fingerprint, ordinal)
             self.document_finished(chunk)
             return None
         return ChunkSlot(ordinal, chunk, ordinal <= self._point.last_cached)
@@ -167,8 +167,8 @@ class ChunkTracker:
             or self._point.last_cached >= self.documents
         )
 
-    def _expect(self, known: str, fingerprint: str, ordinal: int) -> None:
-        if known != fingerprint:
+    def _expect(self, expected: str, fingerprint: str, ordinal: int) -> None:
+        if expected != fingerprint:
             raise CheckpointMismatch(
                 f"Document {ordinal} of this task is not the one that was finished there before "
                 f"(see {self._folder}): the input, or a step before this one, has changed. "

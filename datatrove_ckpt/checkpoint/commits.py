@@ -35,42 +35,40 @@ REASONS = "reasons"
 LENGTHS = "lengths"
 _ENDS = ("answers", "cut_off", "empty")
 MAX_GAP = 1_000_000
-"""No run has more chunks than this in progress at once.
-
-A larger gap between two chunks is not of our making.
-"""
+"""Limit of the chunks that a run has in progress. A larger gap between two chunks is damage."""
 
 
 class CommitsDamaged(CheckpointCorrupt):
-    """Commits are lost or damaged. ``repair`` can rebuild the log from those that are left.
+    """Commits are lost or damaged. ``repair`` can rebuild the log from the undamaged commits.
 
     Args:
         path: the rank's ``commits.jsonl``.
-        what: what is wrong with it.
-        logging_dir: the executor's, to be named in the command that repairs; None: not known here.
+        damage: sentence that describes the damage.
+        logging_dir: the executor's ``logging_dir``, for the repair command; None: unknown.
     """
 
-    def __init__(self, path: Path, what: str, logging_dir: str | None = None) -> None:
+    def __init__(self, path: Path, damage: str, logging_dir: str | None = None) -> None:
         command = repair_command(str(checkpoints_of(path.parent)), logging_dir=logging_dir)
         super().__init__(
-            f"{what} Keep the task's output files: they may belong to lost commits. "
+            f"{damage} Keep the task's output files: they may belong to lost commits. "
             f"{checksummed_lines.RESTORE}{command}, then run the same command again. "
             "Commits that can be proved are kept; the other chunks are processed "
             "again."
         )
         self.path = path
         self.log = path
-        self.what = what
+        self.damage = damage
         self.logging_dir = logging_dir
 
     def __reduce__(self) -> tuple[type[CommitsDamaged], tuple[Path, str, str | None]]:
         # Pool workers pickle the error.
-        return type(self), (self.log, self.what, self.logging_dir)
+        return type(self), (self.log, self.damage, self.logging_dir)
 
 
 def stamp_of(text: str) -> int:
-    """Returns the stamp of a file, see ``OutputFile``, from a text that changes with the file; 0 if
-    there is none.
+    """Returns the stamp of a file (see ``OutputFile``) from a text that changes with the file.
+
+    An empty text gives 0, an unknown stamp.
     """
     # 53 bits: every reader of JSON keeps them.
     return xxhash.xxh3_64_intdigest(text.encode()) >> 11 if text else 0
@@ -82,13 +80,13 @@ class OutputFile:
 
     Attributes:
         path: below the output folder.
-        size: in bytes.
+        size: number of bytes.
         xxh128: hash of the content.
         hub_hash: the hash in the hub's listing: SHA-256, or git's hash of a file outside LFS. "" in
             a bucket, outside the hub, and in commits of an earlier release.
         stamp: hash of change time and inode, or of the ETag. As in git's index, a file is read only
-            if its stamp has changed. 0: not known.
-        rows: where a document has several (``explode``).
+            if its stamp has changed. 0: unknown.
+        rows: number of rows if a document has several (``explode``); else 0.
     """
 
     path: str
@@ -112,11 +110,12 @@ class Commit:
     """A finished chunk.
 
     Attributes:
-        position: the reader's state right after the chunk's last document; None: it has no state.
-        last_input: fingerprint of that document; a resumed rank compares it with the input.
+        position: the reader's state right after the chunk's last document; None: the reader has no
+            state.
+        last_input: fingerprint of the last document; a resumed rank compares it with the input.
         dead_letters_size: size of dead_letters.jsonl in bytes, including this chunk.
         work: the fields of ``WorkStats``.
-        seconds: what the rank took so far.
+        seconds: time that the rank took so far.
         at: Unix time in seconds.
     """
 
@@ -157,8 +156,8 @@ class Commit:
     def to_json(self) -> bytes:
         """Returns the body of the commit's line.
 
-        On disk ``counts`` is called "tally", as in version 0.1. "work" also says how answers ended;
-        earlier releases ignore that.
+        On disk ``counts`` is called "tally", as in version 0.1. "work" also holds the ends of
+        answers, which earlier releases ignore.
         """
         tally = self.counts.fields()
         work = {**self.work, ENDS: [tally.pop(name) for name in _ENDS]}
@@ -195,18 +194,18 @@ def read_whole_commits(path: Path) -> list[Commit]:
 def scan_commits(path: Path) -> tuple[dict[int, Commit], int]:
     """Returns the commits as ``read_commits`` does, and the offset of a torn tail."""
     commits: dict[int, Commit] = {}
-    size = letters = 0
+    size = dead_letters_size = 0
     for number, line in _whole_lines(path):
         commit = _parse(path, number, line)
         if commit.chunk_index in commits:
             raise CommitsDamaged(
                 path, f"{path}, line {number}: chunk {commit.chunk_index} is committed twice."
             )
-        if commit.dead_letters_size < letters:
-            what = "the lines are not in the order in which they were written."
-            raise CommitsDamaged(path, f"{path}, line {number}: {what}")
+        if commit.dead_letters_size < dead_letters_size:
+            damage = "the lines are not in the order in which they were written."
+            raise CommitsDamaged(path, f"{path}, line {number}: {damage}")
         commits[commit.chunk_index] = commit
-        letters = commit.dead_letters_size
+        dead_letters_size = commit.dead_letters_size
         size = line.offset + line.length
     return commits, size
 
@@ -241,15 +240,15 @@ def sum_commits(commits: Collection[Commit]) -> CompletedWork:
 
 
 def count_unbroken(commits: Iterable[int]) -> int:
-    found = set(commits)
-    return next(index for index in range(len(found) + 1) if index not in found)
+    indices = set(commits)
+    return next(index for index in range(len(indices) + 1) if index not in indices)
 
 
 def read_last_chunk(path: Path) -> int | None:
     """Returns the chunk in last_chunk; None if the file is missing or holds no number.
 
-    That chunk and all before it were committed: the file is written after the commit is synced, and
-    ``repair``, a restored mirror and a new start correct or remove it first.
+    This chunk and all chunks before it were committed: the file is written after the commit is
+    synced, and ``repair``, a restored mirror and a new start correct or remove it first.
 
     Raises:
         StorageFailed: the file cannot be read.
@@ -261,11 +260,12 @@ def read_last_chunk(path: Path) -> int | None:
 
 
 class CommitLog:
-    """``commits.jsonl`` of one rank, in the order in which chunks were committed. Opening it cuts
-    off a torn tail.
+    """``commits.jsonl`` of one rank, in the order in which chunks were committed.
+
+    Opening the log cuts off a torn tail.
 
     Args:
-        scanned: what ``scan_commits`` returned, if no process has written to the file since.
+        scanned: result of ``scan_commits``, if no process has written to the file since.
 
     Raises:
         CheckpointCorrupt: see ``read_commits``.

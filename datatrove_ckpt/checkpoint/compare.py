@@ -31,7 +31,8 @@ class SettingChange(NamedTuple):
     """A field in which two runs differ.
 
     Attributes:
-        lines: the parts of the field that differ, each with both values.
+        lines: the differing parts of the field, each with both values.
+        note: sentence for the error, if the identity has a note on the field.
     """
 
     field: str
@@ -46,14 +47,16 @@ class SettingChange(NamedTuple):
         return self.field in _LAYOUT
 
 
-def compare(kept: Json, identity: RunIdentity, with_output: bool = False) -> list[SettingChange]:
+def compare(
+    recorded: Json, identity: RunIdentity, with_output: bool = False
+) -> list[SettingChange]:
     """Returns the fields in which a run differs from the content of a ``run.json`` or ``job.json``.
 
     Args:
-        with_output: compare ``output_folder``, too.
+        with_output: also compare ``output_folder``.
     """
-    old = settings_in(kept)
-    new = settings_in(identity.kept)
+    old = settings_in(recorded)
+    new = settings_in(identity.stored)
     if not describe_alike(old, new):
         old = without_code(old)
         new = without_code(new)
@@ -88,23 +91,23 @@ def without_code(fields: Json) -> Json:
     return {name: value for name, value in fields.items() if not re.match(of_code, name)}
 
 
-def changes_text(what: str, changes: Sequence[SettingChange]) -> str:
+def changes_text(subject: str, changes: Sequence[SettingChange]) -> str:
     """Returns the beginning of an error: each field that differs, with both values."""
     lines = [line for change in changes for line in change.lines]
     lines += [f"({change.note})" for change in changes if change.note]
-    return "\n  ".join([f"{what} made by another run:", *dict.fromkeys(lines)]) + "\n"
+    return "\n  ".join([f"{subject} made by another run:", *dict.fromkeys(lines)]) + "\n"
 
 
 def mismatch_error(
-    what: str, changes: Sequence[SettingChange], advice: str = "", may_mix: bool = True
+    subject: str, changes: Sequence[SettingChange], advice: str = "", may_mix: bool = True
 ) -> CheckpointMismatch:
     """Returns the error for changes that were not accepted.
 
     Args:
         advice: a sentence before the advice to return to the old settings.
-        may_mix: whether to advise accept_changes.
+        may_mix: whether the advice may name accept_changes.
     """
-    text = f"{changes_text(what, changes)}{advice}"
+    text = f"{changes_text(subject, changes)}{advice}"
     old = changes[0].old
     if [change.field for change in changes] == ["tasks"] and isinstance(old, int):
         return CheckpointMismatch(
@@ -132,15 +135,15 @@ def records(changes: Iterable[SettingChange]) -> list[Json]:
 
 def new_records(accepted: Sequence[Json], identity: RunIdentity) -> list[Json]:
     """Returns the changes that a run accepts at its start and that are not recorded yet."""
-    known = [change | {"when": ""} for change in accepted]
-    return [change for change in identity.accepted if change | {"when": ""} not in known]
+    recorded = [change | {"when": ""} for change in accepted]
+    return [change for change in identity.accepted if change | {"when": ""} not in recorded]
 
 
 def mixed_settings(changes: Iterable[Json]) -> list[tuple[str, str, str]]:
     """Returns each accepted change once, as field, old and new value (JSON, cut off). Omits changes
     of the output folder.
     """
-    found = [
+    settings = [
         (
             str(change.get("field")),
             _display(change.get("old", _NOT_SET)),
@@ -149,7 +152,7 @@ def mixed_settings(changes: Iterable[Json]) -> list[tuple[str, str, str]]:
         for change in changes
         if change.get("field") != OUTPUT_FOLDER
     ]
-    return [*dict.fromkeys(found)]
+    return [*dict.fromkeys(settings)]
 
 
 def _display(value: object) -> str:
@@ -169,7 +172,7 @@ def same_value(name: str, old: object, new: object) -> bool:
     """Whether two values of this setting are the same."""
     old = comparable(name, old)
     new = comparable(name, new)
-    before, after = ({found[1] for found in _HASH.finditer(value)} for value in (old, new))
+    before, after = ({match[1] for match in _HASH.finditer(value)} for value in (old, new))
     if before and after and before != after:
         old, new = (_HASH.sub(b"", value) for value in (old, new))
     return bool(old == new)

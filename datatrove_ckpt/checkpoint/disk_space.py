@@ -8,28 +8,28 @@ from loguru import logger
 
 from datatrove_ckpt.common.formatting import byte_size, plural
 
-_LOOK_SECONDS = 1.0
+_CHECK_SECONDS = 1.0
 
 
 class DiskSpace:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._next_look = 0.0
+        self._next_check = 0.0
         self._is_low = False
 
-    def holds_up(self, waiting: int, few: int) -> bool:
+    def holds_up(self, waiting: int, max_ignored: int) -> bool:
         """Whether no document should be started. Logs each change.
 
         Args:
-            waiting: chunks that wait to be put in place.
-            few: up to this many chunks, waiting would not free enough room.
+            waiting: number of chunks that wait to be put in place.
+            max_ignored: number of waiting chunks that are too few to free enough space.
         """
         was_low = self._is_low
         now = time.monotonic()
-        if waiting <= few:
+        if waiting <= max_ignored:
             self._is_low = False
-        elif now >= self._next_look:
-            self._next_look = now + _LOOK_SECONDS
+        elif now >= self._next_check:
+            self._next_check = now + _CHECK_SECONDS
             free = free_bytes(self._folder)
             reserve = reserve_bytes(self._folder)
             if was_low:
@@ -55,10 +55,10 @@ def free_bytes(folder: Path) -> int:
 
 
 def reserve_bytes(folder: Path) -> int:
-    """A disk is nearly full when less is free: a twentieth of it, and at most 10 GiB.
+    """Returns the reserve: a disk with less free space is nearly full.
 
-    At least 64 MiB, for which a twentieth of a small disk has no room, such as SQLite's log; and
-    never more than half of the disk.
+    The reserve is a twentieth of the disk, and at most 10 GiB. It is at least 64 MiB, because
+    SQLite's log and other files need space on a small disk too; and at most half of the disk.
     """
     status = os.statvfs(folder)
     disk = status.f_blocks * status.f_frsize

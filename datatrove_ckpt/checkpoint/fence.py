@@ -1,4 +1,4 @@
-"""Owns a rank: the fence by which a process finds out that a newer process owns its rank.
+"""The fence, by which a process finds out that a newer process owns its rank.
 
 The owner is the process that started last. Each start takes the next fencing number, and a process
 that finds another owner in ``run.json`` stops before its next write. The fence serves where locks
@@ -6,9 +6,9 @@ that finds another owner in ``run.json`` stops before its next write. The fence 
 while the old process still runs. Between a check and the write that follows, both processes may
 write for microseconds; both write whole, valid lines.
 
-An owner lists the nonces of earlier owners whose work this folder holds: all of it (null), or up to
-a version of the mirror (see ``mirror/restore.py``). It also keeps the number of commits that it
-found, so that the next owner notices lost commits.
+An owner's record lists the nonces of earlier owners whose work this folder holds: all of it (null),
+or up to a version of the mirror (see ``mirror/restore.py``). It also holds the number of commits at
+its start, so that the next owner notices lost commits.
 """
 
 from __future__ import annotations
@@ -35,10 +35,7 @@ from datatrove_ckpt.errors import Fenced, StorageFailed
 
 
 def new_owner(fence: int, earlier: dict[str, int | None], commits: int) -> Json:
-    """Returns the record of this process as the owner in ``run.json``, with a new nonce.
-
-    ``fence``: 0 if no process has worked on the rank.
-    """
+    """Returns the record of this process as the owner in ``run.json``, with a new nonce."""
     return {
         "fence": fence,
         "host": socket.gethostname(),
@@ -56,7 +53,7 @@ class Fence:
         self._path = path
         self.owner = owner
         self.number: int = owner["fence"]
-        """The number of the attempt: how many processes have owned the rank, including this one."""
+        """The number of the attempt, counted from 1 over all processes that owned the rank."""
         self.lost = False
         """Whether a check found another owner."""
         self._seen = (0, 0)
@@ -85,7 +82,7 @@ class Fence:
                 f"{owner.get('pid')}, start number {owner.get('fence')}; this one, number "
                 f"{self.owner['fence']}, writes nothing more. What it saved before is kept."
             )
-        # Not the attributes of now: a new owner may have come after the file was read.
+        # The attributes from before the read: a new owner may have come after it.
         self._seen = stamp
 
     def explain(self, error: BaseException) -> BaseException:
@@ -115,7 +112,7 @@ class RunClaim:
 
     def __init__(self, folder: Path, identity: RunIdentity, accept_changes: bool = False) -> None:
         self._path = folder / layout.RUN
-        self._fields = identity.kept
+        self._fields = identity.stored
         self._accepted: list[Json] = []
         self.before: Json = {}
         """The content of ``run.json``; empty if no process has owned the rank."""
@@ -149,16 +146,16 @@ class RunClaim:
         if "nonce" in before:
             earlier = {**earlier, before["nonce"]: None}
         owner = new_owner(before.get("fence", 0) + 1, earlier, commits)
-        kept = {**self._fields, "owner": owner}
+        content = {**self._fields, "owner": owner}
         if self._accepted:
-            kept["accepted_changes"] = self._accepted
-        files.disk.replace(self._path, checksummed_json(kept))
+            content["accepted_changes"] = self._accepted
+        files.disk.replace(self._path, checksummed_json(content))
         return Fence(self._path, owner)
 
 
 def holds_work(folder: Path) -> bool:
     """Whether a rank's folder holds a commit, a line of a journal, a batch or a cached answer."""
-    found = layout.RankListing(folder)
-    journals = map(layout.journal_name, found.journals)
-    is_written = found.size(layout.COMMITS, layout.BATCHES, *journals) > 0
+    listing = layout.RankListing(folder)
+    journals = map(layout.journal_name, listing.journals)
+    is_written = listing.size(layout.COMMITS, layout.BATCHES, *journals) > 0
     return is_written or has_answers(folder / layout.CACHE)

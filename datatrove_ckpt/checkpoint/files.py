@@ -1,4 +1,4 @@
-"""Changes the disk: everything that a checkpoint or a staged output writes goes through ``Disk``.
+"""Changes the disk: all writes to a checkpoint or a staged output go through ``Disk``.
 
 Each method of ``Disk`` that changes the disk is one *effect*: it happened or it did not, except
 ``write``, which a crash may cut to a prefix. ``testing`` replaces ``files.disk`` to crash before or
@@ -43,7 +43,7 @@ PRIVATE_FOLDER = 0o700
 PUBLIC_FILE = 0o666
 PUBLIC_FOLDER = 0o777
 
-# What file systems without hard links answer, and those that limit them.
+# Errors of file systems without hard links, or with a limit on them.
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 
@@ -54,7 +54,7 @@ def free_name(path: Path, ending: str) -> Path:
 
 
 class Disk:
-    """The effects. Paths are absolute.
+    """Performs the effects. Paths are absolute.
 
     Nothing is buffered, so an effect that has returned survives kill -9.
     """
@@ -70,10 +70,7 @@ class Disk:
             path.mkdir(mode, exist_ok=True)
 
     def create(self, path: Path, mode: int = PRIVATE_FILE) -> int:
-        """Makes an empty file in place of any old one, whose mode it keeps.
-
-        Returns its descriptor.
-        """
+        """Makes an empty file and returns its descriptor. An old file keeps its mode."""
         with explained("create", path):
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
 
@@ -166,8 +163,8 @@ class Disk:
                 return
 
     def detach(self, path: Path) -> None:
-        """Replaces the file with a copy: a process that has the old file open then writes to no
-        file of the rank.
+        """Replaces the file with a copy, so that a process with the old file open writes to no file
+        of the rank.
         """
         data = content_of(path)
         if data is not None:
@@ -180,10 +177,7 @@ class Disk:
         mode: int = PRIVATE_FILE,
         like: Path | None = None,
     ) -> None:
-        """Writes a new file, and syncs it.
-
-        It gets the mode of the file ``like``, if there is one.
-        """
+        """Writes a new file, and syncs it. If the file ``like`` exists, its mode is used."""
         fd = self.create(path, mode)
         try:
             if like is not None:
@@ -199,7 +193,7 @@ class Disk:
         """Replaces the file's content. A crash leaves the old content or the new, never a mixture.
 
         Args:
-            mode: of a file that was not there. A file that is replaced keeps its mode.
+            mode: mode of a new file. A file that is replaced keeps its mode.
         """
         new = path.with_name(path.name + ".new")
         self.write_new(new, [data] if isinstance(data, bytes) else data, mode, like=path)
@@ -207,8 +201,8 @@ class Disk:
         self.sync_dir(path.parent)
 
     def put_new(self, source: Path, target: Path) -> bool:
-        """Gives a file its final name and returns True, unless that name exists. The old name may
-        stay.
+        """Gives a file its final name and returns True, unless the final name exists. The old name
+        may stay.
 
         Without hard links, two processes may both succeed at the same moment.
         """
@@ -258,7 +252,7 @@ Always accessed as ``files.disk``, so that a test can replace it.
 
 
 def keep_first(path: Path, data: bytes, mode: int = PUBLIC_FILE) -> None:
-    """Makes a file, whole, unless another process was first."""
+    """Makes a whole file, unless another process was first."""
     disk.make_dirs(path.parent)
     # Processes of two nodes may share a process id.
     staged = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
@@ -273,7 +267,7 @@ class AppendFile:
     """A file that only grows, and knows whether all of it survives power loss.
 
     Args:
-        whole: bytes before a torn line, which is cut off; None: there is none.
+        whole: bytes before a torn line, which is cut off; None: no line is torn.
     """
 
     def __init__(self, path: Path, whole: int | None = None) -> None:
@@ -304,10 +298,10 @@ class AppendFile:
 
 
 class HashedFile(io.RawIOBase):
-    """A new output file, written once from start to end, with its size and xxh128. ``rows``: how
-    many it has, where they are counted.
+    """A new output file, written once from start to end, with its size and xxh128.
 
-    Its mode follows the user's umask. Until it is published, its folder is private.
+    The writer sets ``rows`` if it counts them. The file's mode follows the user's umask; until the
+    file is published, its folder is private.
     """
 
     def __init__(self, path: Path) -> None:

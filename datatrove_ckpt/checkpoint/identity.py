@@ -1,4 +1,4 @@
-"""The identity of a run, and ``run.json``, which holds it: what makes two runs the same run.
+"""The identity of a run (the settings and code that decide its output), and ``run.json``.
 
 The identity is a flat dict of JSON values. If another release describes the user's code
 differently, the code is not compared before the next start. ``run.json`` is replaced atomically, so
@@ -76,31 +76,31 @@ class RunIdentity:
     notes: dict[str, str] = field(default_factory=dict)
     """A note for the error if a field differs, by the name of the field."""
     accepted: list[Json] = field(default_factory=list)
-    """Changes that the run accepts at its start: ``records`` of results that it takes over."""
+    """Changes that the run accepts at its start: ``records`` of the results that it reuses."""
 
     @cached_property
-    def kept(self) -> Json:
+    def stored(self) -> Json:
         return as_stored(self.fields)
 
     @property
     def digest(self) -> str:
-        return str(xxhash.xxh3_64_hexdigest(comparable("", self.kept)))
+        return str(xxhash.xxh3_64_hexdigest(comparable("", self.stored)))
 
 
 def fields_without_secrets(fields: Json) -> Json:
-    found = redaction.environment_secrets(redaction.is_surely_secret).values()
+    secrets = redaction.environment_secrets(redaction.is_surely_secret).values()
     clean = {**fields}
     for name, value in fields.items():
         is_users = without_model(name).partition(".")[0] in _USERS_FIELDS
         if is_users and not name.endswith(" code"):
-            clean[name] = redaction.without_secrets(name, value, found)
+            clean[name] = redaction.without_secrets(name, value, secrets)
     return clean
 
 
-def run_without_secrets(content: Json) -> Json:
+def run_without_secrets(fields: Json) -> Json:
     """Returns the content of ``run.json`` with hashes instead of secrets."""
-    clean = fields_without_secrets(content)
-    if accepted := content.get("accepted_changes"):
+    clean = fields_without_secrets(fields)
+    if accepted := fields.get("accepted_changes"):
         clean["accepted_changes"] = [{**change} for change in accepted]
         for change in clean["accepted_changes"]:
             field = str(change.get("field"))
@@ -110,9 +110,9 @@ def run_without_secrets(content: Json) -> Json:
 
 
 def as_stored(fields: Json) -> Json:
-    """Returns fields as they are after a round trip through JSON, without secrets."""
-    kept: Json = orjson.loads(orjson.dumps(stamped(fields)))
-    return fields_without_secrets(kept)
+    """Returns the fields after a round trip through JSON, without secrets."""
+    stored: Json = orjson.loads(orjson.dumps(stamped(fields)))
+    return fields_without_secrets(stored)
 
 
 # ``format`` in ``run.json`` and ``job.json`` is the version of everything in a rank's folder. It
@@ -143,49 +143,52 @@ Earlier builds of 0.2.0 wrote ``forked``.
 
 def stamped(fields: Json) -> Json:
     """Returns an identity preceded by this release's format and version."""
-    rest = {name: value for name, value in fields.items() if name not in (FORMAT_KEY, WRITTEN_BY)}
-    return {FORMAT_KEY: FORMAT, WRITTEN_BY: __version__, **rest}
+    settings = {
+        name: value for name, value in fields.items() if name not in (FORMAT_KEY, WRITTEN_BY)
+    }
+    return {FORMAT_KEY: FORMAT, WRITTEN_BY: __version__, **settings}
 
 
-def settings_in(content: Json) -> Json:
-    return {name: value for name, value in content.items() if name not in NO_SETTINGS}
+def settings_in(fields: Json) -> Json:
+    return {name: value for name, value in fields.items() if name not in NO_SETTINGS}
 
 
 def check_format(
-    where: object, content: object, known: range = FORMATS, written_by: object = None
+    location: object, fields: object, supported: range = FORMATS, written_by: object = None
 ) -> None:
-    """Checks that this version can continue what another version wrote. A missing format passes.
+    """Checks that this version can continue the file of another version. A missing format passes.
 
     Args:
-        where: the file, for the message.
-        known: the known formats of such files.
+        location: the file, for the message.
+        supported: the supported formats of such files.
         written_by: the version that wrote the file, if ``content`` does not name it.
 
     Raises:
         VersionMismatch: the format is newer, or too old.
     """
-    if not isinstance(content, dict):
+    if not isinstance(fields, dict):
         return
-    number = content.get(FORMAT_KEY)
-    if type(number) is not int or number in known:
+    number = fields.get(FORMAT_KEY)
+    if type(number) is not int or number in supported:
         return
-    writer = content.get(WRITTEN_BY, written_by)
-    who = "another datatrove-ckpt"
+    writer = fields.get(WRITTEN_BY, written_by)
+    author = "another datatrove-ckpt"
     get = "the version that wrote it"
     if isinstance(writer, str) and writer != __version__:
-        who = f"datatrove-ckpt {writer}"
-        get = f"{who} or newer"
-    if 0 < number < known.start:
+        author = f"datatrove-ckpt {writer}"
+        get = f"{author} or newer"
+    if 0 < number < supported.start:
         get = "datatrove-ckpt 0.2.0, which finishes such runs"
     raise VersionMismatch(
-        f"{where} was written by {who} (format {number}). This is datatrove-ckpt {__version__}, "
-        f"which reads format {number_range(known.start, known.stop)}. Nothing was changed. "
+        f"{location} was written by {author} (format {number}). This is datatrove-ckpt "
+        f"{__version__}, which reads format {number_range(supported.start, supported.stop)}. "
+        "Nothing was changed. "
         f"Install {get}, and run the same command again; or start a new run in other folders."
     )
 
 
 _MAX_BYTES = 64 * 2**20
-"""The limit of ``run.json``, which holds names, numbers and a few values of the user."""
+"""Limit of ``run.json``, which holds names, numbers and a few values of the user."""
 IDENTITY_VERSION = "identity_version"
 OUTPUT_FOLDER = "output_folder"
 """The key for the output folder of the last start. It is no part of the identity, because files may
@@ -198,13 +201,13 @@ def read_run(path: Path) -> Json:
 
     Raises:
         CheckpointCorrupt: the file holds no run.
-        StorageFailed: it cannot be read.
+        StorageFailed: the file cannot be read.
     """
     return run_without_secrets(run_with_secrets(path))
 
 
 def run_with_secrets(path: Path | str) -> Json:
-    """Returns ``run.json`` or ``job.json`` as it is: earlier releases may have written secrets."""
+    """Returns the content of ``run.json`` or ``job.json``, with secrets of earlier releases."""
     with explained("read", path), open(path, "rb") as file:  # noqa: PTH123 (speed)
         data = file.read(_MAX_BYTES + 1)
     return parse_run(path, data)
@@ -214,15 +217,15 @@ def parse_run(path: Path | str, data: bytes) -> Json:
     """Returns the content of ``run.json`` or ``job.json`` from its bytes.
 
     Raises:
-        CheckpointCorrupt: they hold no run. The message names ``path``.
-        VersionMismatch: a newer version of this program wrote it, or one before 0.2.0.
+        CheckpointCorrupt: the bytes hold no run. The message names ``path``.
+        VersionMismatch: a newer version of this program wrote them, or a version before 0.2.0.
     """
     try:
         if len(data) > _MAX_BYTES:
             raise ValueError(f"it has more than {_MAX_BYTES} bytes")
-        content = read_checksummed_json(data, FORMATS)
-        check_format(path, content)  # first, because a newer format may differ in the rest
-        return check_run(content)
+        fields = read_checksummed_json(data, FORMATS)
+        check_format(path, fields)  # first, because a newer format may differ in the rest
+        return check_run(fields)
     except ValueError as error:
         advice = f"{RESTORE}start this task over: move its folder away."
         if str(path).endswith(layout.JOB):
@@ -230,17 +233,17 @@ def parse_run(path: Path | str, data: bytes) -> Json:
         raise CheckpointCorrupt(path, f" does not hold a run ({error}). {advice}") from error
 
 
-def check_run(content: Json) -> Json:
-    """Returns the content of a ``run.json`` whose checksum is right.
+def check_run(fields: Json) -> Json:
+    """Checks and returns the content of a ``run.json``.
 
     Raises:
         ValueError: it is not the content of a ``run.json``.
     """
-    if not is_count(content.get("format")):
+    if not is_count(fields.get("format")):
         raise ValueError("it has no format")
-    if not isinstance(content.get("owner", {}), dict):
+    if not isinstance(fields.get("owner", {}), dict):
         raise ValueError("its owner is damaged")
-    return content
+    return fields
 
 
 # Values of a setting are compared as JSON, with three rules. The order of keys does not matter,
@@ -258,7 +261,7 @@ def _comparable(name: str, value: object) -> object:
     if isinstance(value, dict):
         left_out: Collection[str] = ()
         if name.endswith(("generation_params", "extra_body")):
-            # "(order)" is that of the keys: see ``user_code.description.plain``.
+            # "(order)" holds the order of the keys: see ``user_code.description.plain``.
             left_out = {*NOT_ANSWERING, "(order)"}
         # Parts of a request that hold a schema. A user's setting may have any name with "schema".
         is_ordered = re.search(r"response_format|structured_outputs|schema|params\.", name)

@@ -1,4 +1,4 @@
-"""Seconds between two saves: a number, or "auto", which spends a set share of the time on saving.
+"""Computes the seconds between two saves: a number, or "auto", a set share of the time for saves.
 
 No fixed interval fits every disk: a sync takes 50 microseconds on one disk and 200 milliseconds on
 another. "auto" times each save, as CheckFreq does (Mohan, Phanishayee and Chidambaram, FAST'21):
@@ -40,8 +40,8 @@ MIRROR_TUNING = Tuning(share=0.05, shortest=5.0, longest=600.0, first=60.0)
 
 
 class Interval:
-    """The ``seconds`` to wait between two saves. One thread calls ``took``; others may read
-    ``seconds``.
+    """Holds the ``seconds`` to wait between two saves. One thread calls ``took``; any thread may
+    read ``seconds``.
 
     Args:
         setting: a number of seconds, which stays; "auto": ``seconds`` follows the duration of

@@ -41,7 +41,7 @@ from datatrove_ckpt.errors import CheckpointError, CheckpointLocked, CheckpointM
 
 @dataclass
 class JobChanges:
-    """How a job differs from its ranks.
+    """The differences between a job and its ranks.
 
     Attributes:
         by_rank: the differences of each rank.
@@ -55,10 +55,10 @@ class JobChanges:
     @property
     def changes(self) -> list[SettingChange]:
         """Each difference once."""
-        found: list[SettingChange] = []
+        each_once: list[SettingChange] = []
         for changes in self.by_rank.values():
-            found += [change for change in changes if change not in found]
-        return found
+            each_once += [change for change in changes if change not in each_once]
+        return each_once
 
     @property
     def ranks(self) -> list[int]:
@@ -70,7 +70,7 @@ class JobChanges:
 
 
 class RankBinding(NamedTuple):
-    """Whether a rank is bound to its run: it holds work, or a process works on it."""
+    """The state that binds a rank to its run: the rank holds work, or a process works on it."""
 
     holds_work: bool
     is_finished: bool
@@ -101,13 +101,13 @@ def join_job(
     try:
         if guard is not None and not _is_current(root, identity):
             ranks = [other for other in layout.rank_numbers(root) if other != rank]
-            others = _compare_ranks(root, ranks, identity)
-            if others.changes and (not accept_changes or others.is_layout):
-                raise refuse_changes(root, others)
-            content = job_content(identity, _read_job(root), others)
+            differences = _compare_ranks(root, ranks, identity)
+            if differences.changes and (not accept_changes or differences.is_layout):
+                raise refuse_changes(root, differences)
+            data = job_content(identity, _read_job(root), differences)
             if _read_job(root).get(OUTPUT_FOLDER) != identity.fields.get(OUTPUT_FOLDER):
                 check_output()
-            files.disk.replace(root / layout.JOB, content)
+            files.disk.replace(root / layout.JOB, data)
         yield
     finally:
         if guard is not None:
@@ -118,8 +118,9 @@ def join_job(
 
 
 def recorded_runs(root: Path) -> Iterator[Json]:
-    """Yields the content of ``job.json``, and of each rank's ``run.json``; the readers of other
-    files report damaged ones.
+    """Yields the content of ``job.json`` and of each rank's ``run.json``.
+
+    Skips damaged files, which other readers report.
     """
     for path in _run_files(root):
         with suppress(CheckpointError):
@@ -152,8 +153,8 @@ def record_output_folder(root: Path, folder: str) -> None:
         guard = Lock(root / layout.JOB_LOCK)
         try:
             job = _read_job(root)  # a rank may have written it since
-            content = checksummed_json(stamped({**job, OUTPUT_FOLDER: folder}))
-            files.disk.replace(root / layout.JOB, content)
+            data = checksummed_json(stamped({**job, OUTPUT_FOLDER: folder}))
+            files.disk.replace(root / layout.JOB, data)
         finally:
             guard.release(remove=True)
 
@@ -168,7 +169,7 @@ def compare_job(
     nothing.
 
     Args:
-        ranks: the ranks to compare if ``job.json`` agrees with the job; None: all that have a
+        ranks: the ranks to compare if ``job.json`` agrees with the job; None: all ranks with a
             folder.
         only_tasks: see ``compare_runs``.
     """
@@ -184,21 +185,21 @@ def refuse_other_tasks(root: Path, identity: RunIdentity) -> None:
     Raises:
         CheckpointMismatch: with both numbers, and advice.
     """
-    found = compare_job(root, identity, None, only_tasks=True)
-    if found.changes:
-        raise refuse_changes(root, found)
+    differences = compare_job(root, identity, None, only_tasks=True)
+    if differences.changes:
+        raise refuse_changes(root, differences)
 
 
 def name_tasks(ranks: list[int]) -> str:
     noun = "task" if len(ranks) == 1 else "tasks"
-    shown = f"{noun} {', '.join(map(str, ranks[:5]))}"
+    text = f"{noun} {', '.join(map(str, ranks[:5]))}"
     if len(ranks) <= 5:
-        return shown
-    return f"{shown}, ... ({len(ranks)} in all)"
+        return text
+    return f"{text}, ... ({len(ranks)} in all)"
 
 
 def recorded_settings(root: Path) -> Json:
-    """Returns the settings of a folder's run; empty if no undamaged file has them."""
+    """Returns the settings of a folder's run; empty if no undamaged file has settings."""
     return next((run for run in recorded_runs(root) if run.get("tasks")), {})
 
 
@@ -236,19 +237,19 @@ def _lock_job(root: Path, identity: RunIdentity) -> Lock | None:
         time.sleep(0.02)
 
 
-def job_content(identity: RunIdentity, before: Json, others: JobChanges) -> bytes:
-    accepted = [*before.get("accepted_changes", []), *records(others.changes)]
+def job_content(identity: RunIdentity, before: Json, differences: JobChanges) -> bytes:
+    accepted = [*before.get("accepted_changes", []), *records(differences.changes)]
     accepted += new_records(accepted, identity)
-    job = {**identity.kept, **({"accepted_changes": accepted} if accepted else {})}
+    job = {**identity.stored, **({"accepted_changes": accepted} if accepted else {})}
     return checksummed_json(job)
 
 
 def refuse_changes(
-    root: Path | str, found: JobChanges, advice: str = "", may_mix: bool = True
+    root: Path | str, differences: JobChanges, advice: str = "", may_mix: bool = True
 ) -> CheckpointMismatch:
     """Returns ``mismatch_error`` for the checkpoints of tasks in a folder or mirror."""
-    what = f"The checkpoints in {root} ({name_tasks(found.ranks)}) were"
-    return mismatch_error(what, found.changes, advice, may_mix)
+    subject = f"The checkpoints in {root} ({name_tasks(differences.ranks)}) were"
+    return mismatch_error(subject, differences.changes, advice, may_mix)
 
 
 def _compare_ranks(
@@ -286,13 +287,13 @@ def compare_runs(
         runs: the content of each ``run.json``.
         state_of: called for ranks that differ.
         job: the content of ``job.json``; empty if there is none.
-        only_tasks: compare the number of tasks, and nothing else.
+        only_tasks: compare only the number of tasks.
     """
-    found = JobChanges()
+    differences = JobChanges()
     accepted = [
         (change.get("field"), change.get("old"), change.get("new"))
-        for content in (job, *runs.values())
-        for change in content.get("accepted_changes", [])
+        for fields in (job, *runs.values())
+        for change in fields.get("accepted_changes", [])
     ]
     for rank, run in runs.items():
         changes = compare(run, identity, with_output=True)
@@ -310,20 +311,20 @@ def compare_runs(
                 if (change.field, change.old, change.new) not in accepted
             ]
         if changes and not state.holds_work and not state.is_live:
-            found.empty.append(rank)
+            differences.empty.append(rank)
         elif changes:
-            found.by_rank[rank] = changes
-    return found
+            differences.by_rank[rank] = changes
+    return differences
 
 
 def removed_ranks(root: Path, missing: Iterable[int]) -> list[int]:
     """Returns the missing ranks that have a last_chunk file or a retry of dead letters."""
     folders = (root / "last_chunk", *layout.retry_folders(root))
     named = {path.stem for folder in folders for path in folder.glob("*")}
-    places = {rank: layout.rank_folder(root, rank) for rank in missing}
+    folder_of = {rank: layout.rank_folder(root, rank) for rank in missing}
     # Checked again: a rank may have started after the listing, and have finished a chunk.
     return [
         rank
-        for rank, folder in places.items()
+        for rank, folder in folder_of.items()
         if folder.name in named and not (folder / layout.RUN).exists()
     ]

@@ -1,4 +1,4 @@
-"""ChunkJournal: the finished documents of one unfinished chunk, in order of finishing.
+"""ChunkJournal holds the finished documents of one unfinished chunk, in order of finishing.
 
 A document is finished once its line is written. The journal keeps the offset and length of each
 ordinal's line (12 bytes per document), and reads the lines back in input order.
@@ -40,7 +40,7 @@ JOURNAL_ADVICE = (
     "Restore the file from a copy, or move it away: its documents are then processed again, with "
     "the saved answers where they exist."
 )
-"""What to do about a damaged journal."""
+"""Advice for a damaged journal."""
 _DOCUMENT = b',"document":'
 # Lines with a smaller gap between them, in bytes, are read in one call, gap included.
 _READ_GAP = 1 << 13
@@ -52,12 +52,12 @@ class FinishedDocument:
 
     Attributes:
         fingerprint: hash of the document as it was read.
-        document: JSON of the document as it will be written; of the dead letter for "dead";
+        document: JSON of the document as it will be written, or of the dead letter for "dead";
             ``null`` for "dropped".
         requests, prompt_tokens, completion_tokens: totals of its rollouts, with cached answers.
-        work: of each rollout and request. Also None for one rollout with at most one answered
+        work: rollouts, requests and tokens. Also None for one rollout with at most one answered
             request whose result was kept unless the document is dropped.
-        seconds: what the rank took until the line was written, if known.
+        seconds: time that the rank took until the line was written, if known.
         ends: numbers of its answers, of truncated answers, and of empty answers.
         reasons: numbers of answers by finish_reason, and by one of ``FAULTS``.
     """
@@ -122,14 +122,14 @@ class FinishedDocument:
 
 
 def read_finished(
-    path: Path, known: dict[int, str], first_ordinal: int = 0, end: int | None = None
+    path: Path, fingerprints: dict[int, str], first_ordinal: int = 0, end: int | None = None
 ) -> Iterator[tuple[ChecksummedLine, FinishedDocument | None]]:
     """Yields the journal's whole lines with their documents; None for a repeated document.
 
     A fenced-off process may have finished the document as well: the first line counts.
 
     Args:
-        known: gets the fingerprint of each document, by ordinal.
+        fingerprints: receives the fingerprint of each document, by ordinal.
         first_ordinal, end: the chunk's range of ordinals.
 
     Raises:
@@ -147,21 +147,25 @@ def read_finished(
             ) from error
         ordinal = finished.ordinal
         fingerprint = finished.fingerprint
-        if known.get(ordinal) == fingerprint:
+        if fingerprints.get(ordinal) == fingerprint:
             yield line, None
-        elif ordinal in known or ordinal < first_ordinal or (end is not None and ordinal >= end):
+        elif (
+            ordinal in fingerprints
+            or ordinal < first_ordinal
+            or (end is not None and ordinal >= end)
+        ):
             raise CheckpointCorrupt(
                 path,
                 f", at byte {line.offset}: document {ordinal} does not belong there. "
                 f"{JOURNAL_ADVICE}",
             )
         else:
-            known[ordinal] = fingerprint
+            fingerprints[ordinal] = fingerprint
             yield line, finished
 
 
 class ChunkJournal:
-    """``chunk_00007.jsonl`` of one rank. Only the storage thread appends; it is read once complete.
+    """``chunk_00007.jsonl`` of one rank. Only the storage thread appends.
 
     Args:
         end: the ordinal after the chunk's last document, if the journal may hold documents of an
@@ -177,7 +181,7 @@ class ChunkJournal:
         self.recovered: dict[int, str] = {}
         """Fingerprints of the documents that earlier attempts finished, by ordinal."""
         self.seconds = NO_SECONDS
-        """What the rank took until an earlier attempt wrote here last."""
+        """Time that the rank took until an earlier attempt's last write to the journal."""
         self._offsets = array("q")
         self._lengths = array("I")
         size = 0

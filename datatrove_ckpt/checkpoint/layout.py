@@ -1,4 +1,4 @@
-"""The names of a checkpoint's files, which are part of the format on disk.
+"""Names the files of a checkpoint. The names are part of the format on disk.
 
 <checkpoints_local_dir>/job.json                                 the identity that all ranks share
 <checkpoints_local_dir>/last_chunk/00000.txt
@@ -29,16 +29,13 @@ COMMITS = "commits.jsonl"
 LOCK = "lock"
 CACHE = "replay.sqlite3"
 CACHE_LOGS = ("-wal", "-journal")
-"""What SQLite adds to a database's name for its logs."""
+"""Endings that SQLite adds to a database's name for its logs."""
 CACHE_FILES = (CACHE, *(CACHE + suffix for suffix in CACHE_LOGS))
 DEAD_LETTERS = "dead_letters.jsonl"
 SHARD = "shard.json"
+"""The rank's input files and the number of skipped lines. Written when the input has ended."""
 COLUMNS = "columns.arrow"
-"""Types of the input's columns: the job's, and a copy of each rank's, which its mirror has."""
-"""What the rank has read: its files, and how many lines were skipped.
-
-Written when the input has ended.
-"""
+"""Types of the input's columns: a file of the job, and a copy of each rank for its mirror."""
 KEPT_ANSWERS = "answers.jsonl"
 """Answers of committed documents, if the user keeps them."""
 BATCHES = "batches.jsonl"
@@ -46,11 +43,11 @@ BATCHES = "batches.jsonl"
 BATCHES_FOLDER = "batches"
 """Their requests, until the answers are there."""
 HISTORY = "history.jsonl"
-"""What the rank's attempts did, and when. For people: recovery does not need it."""
+"""Events of the rank's attempts, with their times. For people: recovery does not need the file."""
 PAID = "paid"
-"""What the rank's attempts have paid, where a run has limits: see ``run_limits``."""
+"""Cost of the rank's attempts, written if the run has limits (see ``run_limits``)."""
 FILES = (RUN, COMMITS, LOCK, DEAD_LETTERS, HISTORY, *CACHE_FILES)
-"""What is a file in a rank's folder, or missing; and journals."""
+"""Names in a rank's folder that must be files if they exist, besides journals."""
 STAGING = "staging"
 """Finished files that wait for their upload to a remote folder."""
 OUTPUT_STAGING = ".datatrove-ckpt-staging"
@@ -61,14 +58,14 @@ Readers skip it.
 OWNER = "datatrove-ckpt-owner-"
 """Part of the name of the file beside an output folder that names its owner."""
 PUBLISHING = "publishing.jsonl"
-"""What the rank may have published, see ``publish_intents``."""
+"""Hashes of files that the rank may have published (see ``publish_intents``)."""
 HOME = "home"
-"""Below ``checkpoints_local_dir``: where the run began.
+"""File below ``checkpoints_local_dir`` that holds where the run began.
 
-Its output folder knows it by that, see ``output/owner.py``.
+The owner record of the output folder names this origin (see ``output/owner.py``).
 """
 RETRY_INPUT = "input.jsonl"
-"""In the folder of a retry: the dead letters that it processes."""
+"""File in the folder of a retry: the dead letters that the retry processes."""
 CHECKPOINT_LINES = (
     COMMITS,
     DEAD_LETTERS,
@@ -80,11 +77,11 @@ CHECKPOINT_LINES = (
 )
 """Files of JSON lines that are no journals."""
 RETRIES = "retry-"
-"""What the names of the folders of retries, below ``checkpoints_local_dir``, begin with."""
+"""Prefix of the folders of retries below ``checkpoints_local_dir``."""
 SAMPLES = "sample-"
-"""The same of ``run --sample``."""
+"""Prefix of the folders of ``run --sample`` below ``checkpoints_local_dir``."""
 SAMPLED = "sampled.json"
-"""In the folder of a sample: which of the run's documents it has."""
+"""File in the folder of a sample: the run's documents that the sample has."""
 
 # [0-9], because \d also matches the digits of other scripts.
 _RANK = re.compile(r"[0-9]{5,}")
@@ -100,8 +97,8 @@ def is_internal_file(name: str) -> bool:
 
 
 def is_input(name: str, pattern: str | None) -> bool:
-    """Whether a listed file is input: not one of ours, and neither it nor a folder of it is hidden
-    or Spark's ``_temporary``, unless the pattern names these.
+    """Whether a listed file is input: no internal file, and neither the file nor a folder of it is
+    hidden or Spark's ``_temporary``, unless the pattern names these.
     """
     named = 0
     if pattern and has_magic(pattern):  # else it is how a name ends
@@ -124,7 +121,8 @@ def rank_numbers(root: Path) -> list[int]:
 class RankAddress(NamedTuple):
     """Names a rank's folder below ``checkpoints_local_dir``, a copy or a mirror.
 
-    ``retry``: the folder of a retry of dead letters, such as "retry-00001"; "": of the rank itself.
+    Attributes:
+        retry: folder of a retry of dead letters, such as "retry-00001"; "" for the rank itself.
     """
 
     retry: str
@@ -132,7 +130,7 @@ class RankAddress(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path | str) -> RankAddress:
-        """``folder``: of a rank, or its URL."""
+        """Returns the address of a rank's folder, from its path or URL."""
         parents, _, name = str(folder).rstrip("/").rpartition("/")
         parent = parents.rpartition("/")[2]
         return cls(parent if is_retry(parent) else "", int(name))
@@ -142,7 +140,7 @@ class RankAddress(NamedTuple):
 
 
 def checkpoints_of(folder: Path) -> Path:
-    """Returns ``checkpoints_local_dir`` of a rank's folder, or of a retry's."""
+    """Returns ``checkpoints_local_dir`` of the folder of a rank, or of its retry."""
     root = folder.parent
     return root.parent if is_retry(root.name) else root
 
@@ -154,7 +152,7 @@ def rank_folders(root: Path) -> list[Path]:
 
 
 def folders_of(root: Path, rank: int) -> list[Path]:
-    """Returns the rank's folder, and then those of its retries, which may be missing."""
+    """Returns the rank's folder, and then the folders of its retries, which may be missing."""
     return [rank_folder(folder, rank) for folder in (root, *retry_folders(root))]
 
 
@@ -200,11 +198,15 @@ def is_mirrored(name: str) -> bool:
 
 
 class RankListing:
-    """A listing of a rank's folder in few system calls: there may be ten thousand ranks. A missing
-    folder is empty. Raises CheckpointCorrupt if a folder has the name of a file.
+    """Lists a rank's folder in few system calls, because a run may have ten thousand ranks.
+
+    A missing folder is empty.
 
     Attributes:
         journals: the chunks that have a journal, in ascending order.
+
+    Raises:
+        CheckpointCorrupt: a folder has the name of a file.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -241,11 +243,11 @@ class RankListing:
                 yield self.entries[name].stat()
 
     def size(self, *names: str) -> int:
-        """In bytes; 0 if there is no such file."""
+        """Returns the size of the files in bytes; missing files count as 0."""
         return sum(status.st_size for status in self._stats(names))
 
     def last_write(self, *names: str) -> float:
-        """In Unix seconds; 0.0 if there is no such file."""
+        """Returns the time of the last write in Unix seconds; 0.0 if all files are missing."""
         return max((status.st_mtime for status in self._stats(names)), default=0.0)
 
 
@@ -255,12 +257,12 @@ def journal_indices(folder: Path) -> list[int]:
 
 
 def is_finished(folder: Path) -> bool:
-    """See ``RankListing.is_finished``."""
+    """Whether the rank in a folder is complete (``RankListing.is_finished``)."""
     return RankListing(folder).is_finished
 
 
 def retry_folder(root: Path, number: int) -> Path:
-    """``number`` counts from 1."""
+    """Returns the folder of the retry with this number, counted from 1."""
     return root / f"retry-{number:05d}"
 
 
@@ -275,9 +277,7 @@ def sample_folders(root: Path) -> list[Path]:
 
 
 def _numbered_folders(root: Path, prefix: str) -> list[Path]:
-    """Lists ``root``: with many ranks, call it once. Each rank of a run calls it, too, so it looks
-    at thousands of names in a millisecond.
-    """
+    # Each rank of a run calls this, so it must check thousands of names in a millisecond.
     with suppress(FileNotFoundError, NotADirectoryError):
         names = os.listdir(root)  # noqa: PTH208 (speed)
         numbered = (name for name in names if name.startswith(prefix))
@@ -305,9 +305,11 @@ def refuse_missing_run_json(folder: Path) -> None:
             f"{folder.parent} is the checkpoint of a run of datatrove's own InferenceRunner: it "
             f"wrote {last_chunk_of(folder)}. {advice_to_continue_datatrove(folder.parent)}"
         )
-    found = RankListing(folder)
-    journals = [journal_name(index) for index in found.journals[:3]]
-    foreign = [name for name in (COMMITS, CACHE, DEAD_LETTERS) if name in found.entries] + journals
+    listing = RankListing(folder)
+    journals = [journal_name(index) for index in listing.journals[:3]]
+    foreign = [
+        name for name in (COMMITS, CACHE, DEAD_LETTERS) if name in listing.entries
+    ] + journals
     if foreign:
         raise CheckpointMismatch(
             f"{folder} holds {', '.join(foreign)} but no {RUN}. If datatrove's own InferenceRunner "

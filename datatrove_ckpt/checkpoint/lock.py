@@ -49,26 +49,26 @@ def lock_holder(path: Path | str) -> Json | None:
         os.close(fd)
 
 
-def _holder(content: bytes) -> Json:
+def _holder(data: bytes) -> Json:
     try:
-        found = orjson.loads(content)
+        holder = orjson.loads(data)
     except orjson.JSONDecodeError:  # the process has the lock and is about to write its name
-        found = None
-    if isinstance(found, dict):
-        return found
+        holder = None
+    if isinstance(holder, dict):
+        return holder
     return {"host": "unknown", "pid": None}
 
 
 def _held_by(holder: bytes, path: Path) -> str:
-    found = _holder(holder)
-    if found == this_process():
+    process = _holder(holder)
+    if process == this_process():
         return (
             "This very process works on this task already: another call of run or run_async in it "
             f"holds {path}. Wait for that call to end, or cancel it, and call again. Two calls at "
             f"once need two tasks, or two folders for their checkpoints."
         )
     return (
-        f"Another process works on this task: {name_holder(found)} holds {path}. Wait for it to "
+        f"Another process works on this task: {name_holder(process)} holds {path}. Wait for it to "
         "end, or stop it, and run the same command again."
     )
 
@@ -108,7 +108,7 @@ class Lock:
         self._fd = self._acquire()
         _held.add(self)
         holder = orjson.dumps(this_process())
-        with suppress(OSError):  # on a full disk, it has no name; its owner may make room
+        with suppress(OSError):  # on a full disk the lock has no name; its owner may free space
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, holder, 0)
 
@@ -123,7 +123,7 @@ class Lock:
                 is_held = True
                 with suppress(
                     OSError
-                ):  # ``lock_holder`` of another process holds it for an instant
+                ):  # another process's ``lock_holder`` may hold the lock for an instant
                     fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
                     is_held = False
                 holder = os.pread(fd, 1000, 0)

@@ -52,10 +52,10 @@ def open_old_answers(root: Path, rank: int, identity: RunIdentity) -> RequestCac
     if not (folder / layout.RUN).exists():
         logger.warning(f"answers_from: {folder} has no run.json, so it has no answers.")
         return None
-    kept = read_run(folder / layout.RUN)
-    _refuse_other_settings(root, kept, identity)
+    run = read_run(folder / layout.RUN)
+    _refuse_other_settings(root, run, identity)
     # It is not known with which of two values an answer was received.
-    mixed = [name for name in _accepted(kept) if affects_answers(name)]
+    mixed = [name for name in _accepted(run) if affects_answers(name)]
     if mixed:
         logger.warning(
             f"answers_from: no answer in {folder} is used: {', '.join(mixed)} changed in the "
@@ -76,14 +76,14 @@ def open_old_answers(root: Path, rank: int, identity: RunIdentity) -> RequestCac
     return cache
 
 
-def _refuse_other_settings(root: Path, kept: Json, identity: RunIdentity) -> None:
+def _refuse_other_settings(root: Path, run: Json, identity: RunIdentity) -> None:
     binding = {"tasks"}
     # Otherwise some answers may come from the new model.
-    if "models" not in kept and "model" not in _accepted(kept):
+    if "models" not in run and "model" not in _accepted(run):
         binding.add("model")
     changes = [
         change
-        for change in compare(kept, identity)
+        for change in compare(run, identity)
         if change.field in binding or affects_answers(change.field)
     ]
     if changes:
@@ -94,22 +94,22 @@ def _refuse_other_settings(root: Path, kept: Json, identity: RunIdentity) -> Non
         )
 
 
-def _accepted(kept: Json) -> list[str]:
-    return sorted({str(change.get("field")) for change in kept.get("accepted_changes", [])})
+def _accepted(run: Json) -> list[str]:
+    return sorted({str(change.get("field")) for change in run.get("accepted_changes", [])})
 
 
 def with_samples(
     root: Path, rank: int, servers: str, old: RequestCache | None
 ) -> RequestCache | None:
-    """Adds what samples of this run were answered for documents of this rank; the newest is taken.
+    """Adds the answers that samples of this run have for documents of this rank. The newest wins.
 
-    A sample has ranks of its own, and all their documents in ``sampled.json``. One that still runs,
-    that cannot be read, or that other servers answered is left out.
+    A sample has ranks of its own; ``sampled.json`` lists their documents. A sample is skipped if it
+    still runs, cannot be read, or was answered by other servers.
 
     Args:
         root: ``checkpoints_local_dir``.
-        servers: see ``servers_digest``.
-        old: the cache to add to; None: none yet.
+        servers: digest of the servers, see ``servers_digest``.
+        old: the cache to add to; None: make a cache if there are answers.
     """
     rows: list[CachedRequest] = []
     for folder in layout.sample_folders(root):
@@ -118,8 +118,8 @@ def with_samples(
         except (CkptError, OSError, LookupError, ValueError) as error:
             logger.warning(f"The answers of the sample in {folder} are not used: {error}")
     if rows and old is None:
-        with _temporary_folder() as place:
-            old = RequestCache(Path(place, layout.CACHE))
+        with _temporary_folder() as folder_name:
+            old = RequestCache(Path(folder_name, layout.CACHE))
     if old is not None:
         old.put(rows)
     return old
@@ -129,14 +129,14 @@ def _sampled(folder: Path, rank: int, servers: str) -> Iterator[CachedRequest]:
     sampled = orjson.loads((folder / layout.SAMPLED).read_bytes())
     if sampled["servers"] != servers:
         return
-    for number, places in enumerate(sampled["documents"]):
-        own = {index: ordinal for index, (of, ordinal) in enumerate(places) if of == rank}
-        place = layout.rank_folder(folder, number)
-        # Its files do not change any more. A lock would keep the other ranks away.
-        if own and place.is_dir() and lock_holder(place / layout.LOCK) is None:
-            cache = _copy(place)
-            for row in cache.answers_since(0, own):
-                yield row._replace(ordinal=own[row.ordinal])
+    for number, documents in enumerate(sampled["documents"]):
+        ordinals = {index: ordinal for index, (of, ordinal) in enumerate(documents) if of == rank}
+        rank_folder = layout.rank_folder(folder, number)
+        # Its files do not change any more. Taking the lock would exclude the other ranks.
+        if ordinals and rank_folder.is_dir() and lock_holder(rank_folder / layout.LOCK) is None:
+            cache = _copy(rank_folder)
+            for row in cache.answers_since(0, ordinals):
+                yield row._replace(ordinal=ordinals[row.ordinal])
             cache.close()
 
 
@@ -151,12 +151,12 @@ def _copy_locked(folder: Path) -> RequestCache:
 
 
 def _copy(folder: Path) -> RequestCache:
-    with _temporary_folder() as place:
+    with _temporary_folder() as copy:
         for name in layout.CACHE_FILES:  # opening it in its place would change it
             if (folder / name).exists():
                 with explained("copy", folder / name):
-                    shutil.copy(folder / name, place)
-        cache = RequestCache(Path(place, layout.CACHE))
+                    shutil.copy(folder / name, copy)
+        cache = RequestCache(Path(copy, layout.CACHE))
         cache.forget_errors()
         answers = read_answers(folder / layout.KEPT_ANSWERS)
         while group := list(islice(answers, 1000)):
@@ -165,7 +165,6 @@ def _copy(folder: Path) -> RequestCache:
 
 
 def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    """The files of a cache lose their names when its block ends, and vanish when the connection
-    closes.
-    """
+    # The files of a cache lose their names when the block ends, and vanish when the connection
+    # closes.
     return tempfile.TemporaryDirectory(prefix="datatrove-ckpt-")

@@ -1,9 +1,9 @@
-"""OpenCheckpoint: the event loop's side of a rank's checkpoint.
+"""OpenCheckpoint is the event loop's side of a rank's checkpoint.
 
-Everything here is synchronous and returns at once. The storage thread writes (``storage_thread``),
-the publisher thread turns complete journals into output files (steps 2 and 3 of a commit), and
-is a thread of its own, because publishing may take minutes (gzip, uploads); the storage thread
-commits. The event loop looks at the state from time to time.
+Its methods are synchronous and return immediately. The storage thread writes (``storage_thread``)
+and commits. The publisher thread turns complete journals into output files (steps 2 and 3 of a
+commit); it is a separate thread, because publishing may take minutes (gzip, uploads). The event
+loop polls the state.
 """
 
 from __future__ import annotations
@@ -77,34 +77,36 @@ class Mirror(Protocol):
         Args:
             first: nothing is committed yet: output may appear only once the mirror has a copy of
                 the rank, so that a start on another node knows that the rank has begun.
-            stopping: when set, the caller has given up.
+            stopping: set once the caller no longer waits.
+
+        Raises:
             StorageFailed: no copy can be made.
-            Stopping: the rank ends.
+            PublicationStopped: the rank ends.
         """
 
     def save(self, stopping: threading.Event) -> None:
-        """Returns once the mirror has everything that is in the checkpoint now.
+        """Returns once the mirror has the current state of the checkpoint.
 
         Raises:
-            StorageFailed: it cannot be uploaded.
-            Stopping: the rank ends.
+            StorageFailed: the checkpoint cannot be uploaded.
+            PublicationStopped: the rank ends.
         """
 
     def stop(self, completed: bool) -> None:
-        """Stops copying, within a bounded time. Nothing more will be written, and the files still
-        exist.
+        """Stops copying, within a bounded time. Called after the last write, before files are
+        removed.
         """
 
 
 @dataclass(eq=False)
 class RankLease:
-    """A rank that this process has taken. Made by ``LockedRank.take``;
-    ``OpenCheckpoint.close`` gives it back.
+    """Proof that this process owns a rank. ``LockedRank.take`` makes it; ``OpenCheckpoint.close``
+    releases the rank.
 
     Methods may be called in any thread.
 
     Args:
-        files: the rank's open files. They belong to the storage thread, see ``RankFiles``.
+        files: the rank's open files. Only the storage thread uses them, see ``RankFiles``.
         mirror: keeps a copy elsewhere.
     """
 
@@ -115,19 +117,26 @@ class RankLease:
     """Set once the rank ends: nothing more is published."""
 
     def check(self) -> None:
-        """Raises an error if nothing may be published now, usually ``Fenced``."""
+        """Checks that output may be published now.
+
+        Raises:
+            Fenced: another process owns the rank.
+            CkptError: the mirror's owner or copy does not permit it.
+        """
         self.files.fence.check(thorough=True)
         if self.mirror is not None:
             self.mirror.check(not self.files.log.commits, self.stopping)
 
     def check_spending(self) -> None:
-        """Raises an error if no batch may be paid for now. Brings the mirror up to date."""
+        """Checks that a batch may be paid for now, and brings the mirror up to date. Raises as
+        ``check`` does.
+        """
         self.check()
         if self.mirror is not None:
             self.mirror.save(self.stopping)
 
     def read_rank(self, folder: Path, want: Include) -> RankSummary:
-        """Reads a rank from its files; this rank from memory if locks exclude other writers."""
+        """Reads a rank from its files, or this rank from memory if locks exclude other writers."""
         if folder != self.files.folder or not self.lock.works:
             return read_rank(folder, want)
         journals = layout.journal_indices(folder)
@@ -138,11 +147,10 @@ class RankLease:
 
 
 class Output(Protocol):
-    """Turns the chunks of a rank into output files. See ``ChunkOutput``.
+    """Turns the chunks of a rank into output files (``ChunkOutput`` does it).
 
     Attributes:
-        placement: puts the files that were written in place, if ``write_chunk`` does not do that
-            itself.
+        placement: puts written files in place, if ``write_chunk`` does not.
     """
 
     placement: Placement
@@ -151,21 +159,21 @@ class Output(Protocol):
         self, chunk_index: int, documents: Iterable[FinishedDocument]
     ) -> list[OutputFile]:
         """Writes and publishes a chunk from its written documents (steps 2 and 3), which may be
-        read again.
+        iterated several times.
         """
 
     def stop(self) -> None:
-        """Ends the wait for the publication that is under way."""
+        """Ends the wait for the current publication."""
 
 
 @dataclass(eq=False)
 class Publisher:
-    """Publishes what is submitted, in order, in its own thread.
+    """Publishes submitted chunks, in order, in its own thread.
 
     Args:
         storage: commits each chunk whose files are in place.
-        on_failure: called with the error, after which nothing more is published, in this thread or
-            in one of ``placement``.
+        on_failure: called with an error that ends all publication, in this thread or in a thread of
+            ``placement``.
     """
 
     output: Output
@@ -186,11 +194,11 @@ class Publisher:
         self._queue.put(self.output.placement.flush)
 
     def stop(self) -> None:
-        """Ends the thread. The next attempt publishes what is not published yet."""
+        """Ends the thread. The next attempt publishes the chunks that are not published yet."""
         self.lease.stopping.set()
         self._queue.put(None)
-        # A publication that keeps running is harmless: it ends with this process, or gets no
-        # commit.
+        # A publication that keeps running is harmless: it ends with this process, or is not
+        # committed.
         self.shutdown.join(self._ended, running=None, draining=1.0)
 
     # publisher thread ----------------------------------------------------------------------------
@@ -268,7 +276,7 @@ LastRecords = Callable[[bool], Sequence[Record]]
 
 
 def no_records(completed: bool) -> Sequence[Record]:
-    """The ``LastRecords`` of an attempt that ends without a word."""
+    """Returns nothing: the ``LastRecords`` of an attempt whose end is not recorded."""
     return ()
 
 
@@ -279,7 +287,7 @@ class OpenCheckpoint:
     Methods belong to the event loop's thread, except those below "any thread".
 
     Args:
-        lease: what ``LockedRank.take`` has returned.
+        lease: the lease that ``LockedRank.take`` returned.
         output: made with the lease.
     """
 
@@ -293,18 +301,16 @@ class OpenCheckpoint:
         self.clock = rank_files.clock
         """Measures this attempt."""
         self.own = rank_files.own
-        """What this attempt did, for others to count in."""
+        """Work of this attempt. Other rooms add to it."""
         self.error: BaseException | None = None
-        """What went wrong in the publisher's or the mirror's thread; after ``close``, in any
-        thread.
-        """
+        """The error of the publisher's or the mirror's thread; after ``close``, of any thread."""
         self.folder = folder = settings.folder
         self._files = rank_files  # used in the storage thread only, except its two counters
         self._chunks = ChunkTracker(folder, settings.records_per_chunk, point, self._publish)
         self._storage = StorageThread(rank_files)
         self._output = output
         self._publisher = Publisher(output, lease, self._storage, self.fail, settings.shutdown)
-        self._room = DiskSpace(folder)
+        self._disk_space = DiskSpace(folder)
         self._complete = 0
         self._admitted = self._finished = 0
         self._written = point.finished.written
@@ -315,15 +321,15 @@ class OpenCheckpoint:
             lease.mirror.start(self)
 
     def close(self, completed: bool = False, last_records: LastRecords = no_records) -> None:
-        """Writes what was handed over and releases the rank.
+        """Writes all submitted data and releases the rank.
 
-        In any thread; only the first call has an effect. Errors of the threads are in ``error``,
-        not raised.
+        Any thread may call this; only the first call has an effect. Errors of the threads are in
+        ``error``, not raised.
 
         Args:
-            completed: every document of the input is committed.
-            last_records: called once nothing more is committed. Returns the end of the attempt, for
-                the history.
+            completed: whether every document of the input is committed.
+            last_records: called after the last commit. Returns the end of the attempt, for the
+                history.
         """
         with self._closing:
             if not self._closed:
@@ -351,7 +357,7 @@ class OpenCheckpoint:
         finally:
             self.lease.lock.release(remove=completed)
         if completed:
-            files.disk.sync_dir(self.folder)  # that the rank is finished survives power loss, too
+            files.disk.sync_dir(self.folder)  # so that the removals survive power loss
 
     def run_has_answers(self) -> bool:
         """Whether an earlier attempt of this task, or any task on this disk, had answers."""
@@ -379,9 +385,9 @@ class OpenCheckpoint:
 
     def lookup(self, slot: ChunkSlot) -> Future[dict[AnswerKey, CachedAnswer]]:
         """Reads a document's cached answers, in the storage thread."""
-        found: Future[dict[AnswerKey, CachedAnswer]] = Future()
-        self._storage.call(lambda: found.set_result(self._files.take_answers(slot)))
-        return found
+        answers: Future[dict[AnswerKey, CachedAnswer]] = Future()
+        self._storage.call(lambda: answers.set_result(self._files.take_answers(slot)))
+        return answers
 
     def put_answer(
         self, slot: ChunkSlot, doc_id: str, key: AnswerKey, answer: CachedAnswer
@@ -391,11 +397,11 @@ class OpenCheckpoint:
         self._storage.put(row, size)
 
     def park(self, request: ParkedRequest) -> None:
-        """Hands a request over to be sent in a batch."""
+        """Submits a request that will be sent in a batch."""
         self._storage.put(request, len(request.body))
 
     def finish(self, slot: ChunkSlot, finished: FinishedDocument) -> None:
-        """Hands a document over to be written. It is done once its line is in the journal."""
+        """Submits a finished document. It is done once its line is in the journal."""
         self._storage.put(finished, len(finished.document), slot.chunk)
         self._finished += 1
         self._written += finished.outcome == "written"
@@ -405,15 +411,15 @@ class OpenCheckpoint:
         """Closes the last chunk, however short it is.
 
         Args:
-            shard: what the rank has read, to be kept with the checkpoint.
+            shard: the input that the rank has read, for ``shard.json``.
 
         Raises:
             CheckpointMismatch: earlier attempts read more documents than there are now.
         """
         self._chunks.end_of_input()
-        content = {**(shard or {}), "documents": self._chunks.documents}
+        shard_fields = {**(shard or {}), "documents": self._chunks.documents}
         # This is done before ``close`` returns.
-        self._storage.call(self._files.write_shard, content)
+        self._storage.call(self._files.write_shard, shard_fields)
         self._storage.call(self._publisher.finish)
 
     def flush_placement(self) -> None:
@@ -428,34 +434,35 @@ class OpenCheckpoint:
 
     @property
     def done(self) -> CompletedWork:
-        """What all attempts of the rank committed. The storage thread adds to it.
+        """Work that all attempts of the rank committed. The storage thread adds to it.
 
-        It has the last chunk's numbers after ``close``.
+        It includes the last chunk after ``close``.
         """
         return self._files.done
 
     @property
     def totals(self) -> RunTotals:
-        """What all attempts of the rank committed and paid, now."""
+        """The current totals of all attempts of the rank: committed documents, and the cost."""
         return self._files.paid(self.done.counts.written)
 
     @property
     def most_written(self) -> int:
-        """How many documents are written once all that are admitted are done, at most."""
+        """The largest number of written documents once all admitted documents are done."""
         return self._written + self._admitted - self._finished
 
     @property
     def congested(self) -> bool:
-        """Whether the disk is behind; wait until this is False."""
+        """Whether the disk is behind, so that callers must wait until this is False."""
         return self._storage.backlog_bytes > MAX_BACKLOG_BYTES
 
     @property
     def publishing_behind(self) -> bool:
-        """Whether too many chunks wait to be published: admit nothing, and continue documents in
-        progress.
+        """Whether too many chunks wait to be published, so that no document may be admitted.
+
+        Documents in progress continue.
         """
         if self._settings.placed_later:
-            return self._room.holds_up(self.publishing, MAX_PUBLISHING)
+            return self._disk_space.holds_up(self.publishing, MAX_PUBLISHING)
         return self.publishing > MAX_PUBLISHING
 
     @property
@@ -484,14 +491,11 @@ class OpenCheckpoint:
         return self._storage.ask(change, self._files, *arguments)
 
     def flush(self) -> None:
-        """Returns when everything that was handed over is on the disk."""
+        """Returns when all submitted data is on the disk."""
         self._storage.ask(self._files.sync)
 
     def note(self, *records: Record) -> None:
-        """Hands records over for the history.
-
-        Without effect once the storage thread has failed or ended.
-        """
+        """Submits records for the history. Without effect once the storage thread has failed."""
         now = unix_seconds()
         for record in records:
             record.at = now
@@ -516,12 +520,12 @@ class OpenCheckpoint:
 
 @dataclass
 class CheckpointManager:
-    """The unopened checkpoint of one rank: its settings, see ``InferenceRunner``.
+    """The unopened checkpoint of one rank, with its settings (see ``InferenceRunner``).
 
     Args:
         placed_later: output is in place long after it is written, so only free disk space limits
             the waiting chunks.
-        shutdown: how long to wait for a publication at the end; None: until it is done.
+        shutdown: bounds the wait for a publication at the end.
     """
 
     root: Path
@@ -542,23 +546,24 @@ class CheckpointManager:
         return layout.rank_folder(self.root, self.rank)
 
     @contextmanager
-    def look(self) -> Iterator[LockedRank]:
+    def lock(self) -> Iterator[LockedRank]:
         """Locks the rank, and compares its identity. The block takes the rank.
 
-        An error of the block undoes that: a refused process leaves the rank to its owner, a
-        finished rank finished, and no new folder.
+        An error in the block undoes this: a refused process leaves the rank to its owner, a
+        finished rank stays finished, and no new folder remains.
 
         Raises:
-            CheckpointError: locked, made by another run, damaged, or refused by the disk.
+            CheckpointError: the rank is locked, was made by another run, is damaged, or the disk
+                refuses a write.
         """
         folder = self.folder
         last_chunk = layout.last_chunk_of(folder)
-        found = layout.RankListing(folder)
+        listing = layout.RankListing(folder)
         is_new = not folder.exists()
         files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
         files.disk.make_dirs(last_chunk.parent)
-        finished = found.is_finished
-        unlocked = layout.LOCK not in found.entries
+        finished = listing.is_finished
+        unlocked = layout.LOCK not in listing.entries
         lock = Lock(folder / layout.LOCK)
         with ExitStack() as refused:
             if is_new:
@@ -576,7 +581,7 @@ class LockedRank:
     """A rank that no other process can take now, unless its file system has no locks.
 
     Attributes:
-        scanned: what ``scan_commits`` has returned; None before the first start.
+        scanned: result of ``scan_commits``; None before the first start.
     """
 
     settings: CheckpointManager
@@ -598,11 +603,12 @@ class LockedRank:
         """Takes the rank: identity of the job, fence, recovery.
 
         Args:
-            check_moved: see ``join_job``.
+            check_moved: called before the job moves to another output folder, see ``join_job``.
             old: the answers of an old run, see ``open_old_answers``.
 
         Raises:
-            CheckpointError: another job, damage, or refused by the disk.
+            CheckpointError: the rank belongs to another job or is damaged, or the disk refuses a
+                write.
         """
         settings = self.settings
         folder = settings.folder
@@ -668,7 +674,7 @@ class LockedRank:
 
     def _open_cache(self, undo: ExitStack) -> RequestCache:
         folder = self.settings.folder
-        kept = folder / layout.KEPT_ANSWERS if self.settings.keep_answers else None
-        cache = RequestCache(folder / layout.CACHE, kept)
+        archive = folder / layout.KEPT_ANSWERS if self.settings.keep_answers else None
+        cache = RequestCache(folder / layout.CACHE, archive)
         undo.callback(cache.close)
         return cache

@@ -1,4 +1,4 @@
-"""Decides when the files of a published chunk are in place: at once, or later.
+"""Decides when the files of a published chunk are in place: immediately, or later.
 
 On a disk and on S3 a published file is in place. On the Hugging Face hub a later commit names the
 uploaded files of many chunks. A chunk's journal and staged files stay until the hub's commit, which
@@ -14,8 +14,8 @@ class WaitingChunk:
     """A chunk whose files are written, and not in place yet.
 
     Attributes:
-        done: to be called once they are in place, in any thread.
-        failed: to be called with the error if they cannot be, in any thread.
+        done: callback for success: the files are in place. Any thread may call it.
+        failed: callback for the error that stopped the placement. Any thread may call it.
     """
 
     done: Callable[[], None]
@@ -33,10 +33,10 @@ class Placement:
         waiting.done()
 
     def flush(self) -> None:
-        """Stops waiting for more chunks: none come. Returns at once."""
+        """Stops waiting for more chunks, because none come. Does not block."""
 
     def stop(self) -> None:
-        """Puts nothing in place any more."""
+        """Stops putting files in place."""
 
 
 class PublicationStopped(BaseException):

@@ -1,4 +1,4 @@
-"""Intents: hashes of files that a rank is about to publish, recorded before any file appears.
+"""Records intents: hashes of files that a rank is about to publish, before any file appears.
 
 A rank replaces an existing file only if an intent names its content: an earlier attempt published
 it, perhaps with another zlib. Other content belongs to another job, and stays.
@@ -24,7 +24,7 @@ _ADVICE = (
 
 
 class PublishIntents:
-    """The hashes that a rank may have published, by file name; a line for each write of a chunk.
+    """The hashes that a rank may have published, by file name. Each write of a chunk adds a line.
 
     Raises:
         CheckpointCorrupt: the file is damaged.
@@ -59,5 +59,5 @@ class PublishIntents:
         self.is_kept = True
 
     def _note(self, hashes: Mapping[str, str]) -> None:
-        for name, one in hashes.items():
-            self._hashes[name].add(one)
+        for name, digest in hashes.items():
+            self._hashes[name].add(digest)

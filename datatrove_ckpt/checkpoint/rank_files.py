@@ -1,4 +1,4 @@
-"""What one rank has written and keeps open: see ``RankFiles``."""
+"""RankFiles holds the open files of one rank, and writes to them in the storage thread."""
 
 import os
 import socket
@@ -36,13 +36,13 @@ from datatrove_ckpt.process.slurm_job import job_id
 
 @dataclass(slots=True)
 class Snapshot:
-    """What a copy of the checkpoint must hold at one instant of the storage thread.
+    """The state of the checkpoint at one instant of the storage thread, for a copy of it.
 
     Attributes:
         run: the content of ``run.json``.
         sizes: bytes of each other file that belong to the snapshot, by file name.
         unfinished: ordinals of the unfinished documents that have answers.
-        answers: their answers that were put after the answer numbered ``since``.
+        answers: answers of these documents that were put after the answer numbered ``since``.
         last_answer: number of the last answer so far.
     """
 
@@ -55,14 +55,14 @@ class Snapshot:
     @classmethod
     def of(cls, folder: Path) -> Self:
         """Describes the files in a rank's folder. No other thread or process may write to them."""
-        found = [path for path in folder.iterdir() if layout.is_mirrored(path.name)]
-        sizes = {path.name: size for path in found if (size := path.stat().st_size)}
+        paths = [path for path in folder.iterdir() if layout.is_mirrored(path.name)]
+        sizes = {path.name: size for path in paths if (size := path.stat().st_size)}
         return cls((folder / layout.RUN).read_bytes(), sizes)
 
     def with_answers(
         self, cache: RequestCache, since: int = 0, journals: Iterable[ChunkJournal] = ()
     ) -> Self:
-        """Adds the answers that were put after number ``since``, but for documents in journals."""
+        """Adds the answers that were put after number ``since``, except of journals' documents."""
         unfinished = frozenset(ordinal for ordinal, _ in cache.answer_counts())
         unfinished = unfinished.difference(*(journal.ordinals for journal in journals))
         answers = cache.answers_since(since, unfinished)
@@ -78,11 +78,11 @@ class RankFiles:
     ``last_old``. Methods that write raise ``Fenced`` if another process has taken the rank over.
 
     Args:
-        cache, log: the rank's, open and recovered.
-        point: what recovery found.
+        cache, log: the rank's request cache and commit log, open and recovered.
+        point: result of the recovery.
         old: the answers of an old run and of samples, see ``old_answers``.
         run: digest of the run's identity.
-        keeps_paid: what is paid is written at each group of answers, for the limits of the run.
+        keeps_paid: whether the cost is written with each group of answers, for the run's limits.
     """
 
     folder: Path
@@ -98,14 +98,11 @@ class RankFiles:
     def __post_init__(self) -> None:
         point = self.point
         self.done = point.committed
-        """What all attempts of the rank committed.
-
-        It has the last chunk's numbers once ``committed`` has counted it.
-        """
+        """Work that all attempts of the rank committed. ``committed`` grows after it."""
         self.finished = point.finished
-        """The documents that all attempts finished: those in commits and those in journals."""
+        """The documents that all attempts finished, in commits and in journals."""
         self.own = WorkCounts()
-        """What this attempt did. Other rooms count there, on the event loop."""
+        """Work of this attempt. Other rooms add to it, on the event loop."""
         self.clock = RankClock(point.committed.seconds)
         self.committed = 0
         """Number of chunks that this process committed."""
@@ -168,17 +165,17 @@ class RankFiles:
             self.point.last_cached = max(self.point.last_cached, row.ordinal)
 
     def paid(self, written: int = 0) -> RunTotals:
-        """Returns what all attempts have paid until now. Any thread may call it."""
+        """Returns the cost of all attempts until now. Any thread may call this."""
         return RunTotals.of(self._history.earlier.total, written) + RunTotals.of(self.own)
 
     def take_answers(self, slot: ChunkSlot) -> dict[AnswerKey, CachedAnswer]:
         """Returns a document's cached answers. Answers of an old run become answers of this run."""
-        found = self.cache.answers(slot.ordinal)
+        answers = self.cache.answers(slot.ordinal)
         if self.old is None:
-            return found
-        rows = [row for row in self.old.answers_since(0, [slot.ordinal]) if row.key not in found]
+            return answers
+        rows = [row for row in self.old.answers_since(0, [slot.ordinal]) if row.key not in answers]
         self.write([row._replace(chunk_index=slot.chunk.index) for row in rows], {})
-        return found | {row.key: row.answer for row in rows}
+        return answers | {row.key: row.answer for row in rows}
 
     @property
     def seconds_to_sync(self) -> float | None:
@@ -242,7 +239,7 @@ class RankFiles:
         self.log.append(commit)
         self._forget(chunk)
         self.done = replace(self.done + chunk.done, seconds=seconds)
-        # Last, because the event loop may then take the rank for finished.
+        # Must come last: the event loop may now consider the rank finished.
         self.committed += 1
 
     def _forget(self, chunk: Chunk) -> None:
@@ -258,10 +255,10 @@ class RankFiles:
         self.cache.drop_chunk(chunk.index)
 
     def write_shard(self, shard: Json) -> None:
-        """Keeps what the rank has read."""
+        """Writes ``shard.json``, which describes the input that the rank has read."""
         self.fence.check(thorough=True)
-        content = checksummed_json({"version": SHARD_VERSION, **shard}, indent=False)
-        files.disk.replace(self.folder / layout.SHARD, content)
+        data = checksummed_json({"version": SHARD_VERSION, **shard}, indent=False)
+        files.disk.replace(self.folder / layout.SHARD, data)
         self._shard_written = True
 
     # history -------------------------------------------------------------------------------------
@@ -286,8 +283,8 @@ class RankFiles:
         self._history.append(records)
 
     def fill_in(self, progress: history.ProgressRecord, is_done: bool = False) -> None:
-        """Sets the fields that only this side knows. In another thread, their moments may differ
-        slightly.
+        """Sets the fields that come from the rank's files. If another thread calls this, they may
+        be from slightly different moments.
 
         An attempt that has read nothing yet has its predecessor's position.
         """
@@ -309,8 +306,8 @@ class RankFiles:
     def snapshot(self, since: int) -> Snapshot:
         """Describes the checkpoint at this instant, with the answers put after number ``since``."""
         self.fence.check(thorough=True)
-        found = Snapshot.of(self.folder)
+        snapshot = Snapshot.of(self.folder)
         # Not earlier: files of a snapshot only grow, and this file is replaced once.
         if not self._shard_written:
-            found.sizes.pop(layout.SHARD, None)
-        return found.with_answers(self.cache, since, self._journals.values())
+            snapshot.sizes.pop(layout.SHARD, None)
+        return snapshot.with_answers(self.cache, since, self._journals.values())

@@ -1,4 +1,4 @@
-"""What a restarted rank does before it reads a single document.
+"""Recovers a rank: completes a commit that a crash interrupted, and finds where to resume.
 
 Committing a chunk takes five steps, each safe to repeat; a crash may come after any of them:
 
@@ -40,7 +40,7 @@ from datatrove_ckpt.errors import CheckpointCorrupt
 
 @dataclass(slots=True)
 class ResumePoint:
-    """Where a rank resumes, and what is done beyond that point.
+    """The point at which a rank resumes, and the work that is done beyond this point.
 
     Attributes:
         next_chunk, next_ordinal: the first chunk after the unbroken run of commits, and its first
@@ -51,9 +51,9 @@ class ResumePoint:
         journals: journals of uncommitted chunks, by chunk index.
         last_cached: the highest ordinal of the unfinished documents that have answers; -1: none.
         answers: number of their answers.
-        committed: what all earlier attempts committed, with all their recorded time.
-        finished: their finished documents, in commits and journals.
-        interrupted: an earlier attempt did not complete.
+        committed: work that all earlier attempts committed, with all their recorded time.
+        finished: documents that all earlier attempts finished, in commits and journals.
+        interrupted: whether an earlier attempt did not complete.
     """
 
     next_chunk: int = 0
@@ -69,7 +69,7 @@ class ResumePoint:
     interrupted: bool = False
 
     def chunk_ends(self, records_per_chunk: int) -> Iterator[int]:
-        """See ``chunk_ends``, from ``next_chunk`` on."""
+        """Yields the ordinal after the last document of each chunk, from ``next_chunk`` on."""
         return chunk_ends(self.done, records_per_chunk, self.next_chunk, self.next_ordinal)
 
     @property
@@ -84,7 +84,7 @@ def recover(
 
     Args:
         folder: the rank's folder.
-        log, cache: this rank's, open.
+        log, cache: the rank's open commit log and request cache.
 
     Raises:
         CheckpointCorrupt: a file holds something that no crash can leave behind.
@@ -106,7 +106,7 @@ def recover(
         seconds = seconds.or_later(journal.seconds)
         finished.update(journal.recovered)
     point.committed = replace(point.committed, seconds=seconds)
-    # Not all at once: of provider batches, a million documents may have answers.
+    # One by one: with provider batches, a million documents may have answers.
     for ordinal, number in cache.answer_counts():
         if ordinal not in finished:
             point.last_cached = max(point.last_cached, ordinal)
@@ -180,7 +180,7 @@ def uncommitted_journals(
     """Yields index, first ordinal and end of each chunk that has a journal and no commit.
 
     Raises:
-        CheckpointCorrupt: a journal is not of this run.
+        CheckpointCorrupt: a journal belongs to another run.
     """
     journals = [index for index in layout.journal_indices(folder) if index not in commits]
     last = max(journals, default=-1)

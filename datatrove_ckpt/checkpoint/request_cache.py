@@ -1,13 +1,13 @@
-"""RequestCache: every answer of an uncommitted document, so that no request is sent twice.
+"""RequestCache holds every answer of an uncommitted document, so that no request is sent twice.
 
 The storage thread owns the only SQLite connection. ``locking_mode=EXCLUSIVE`` before WAL mode needs
 no shared memory, so it works on network file systems. ``synchronous=NORMAL`` writes the log at
 every commit and rarely syncs it: a commit survives kill -9 at once, and power loss after ``sync``.
 Losing the last commits loses answers, never consistency.
 
-An empty cache replaces a damaged one, which is set aside with a warning. A row that does not fit
-its checksum is ignored, with a warning, until its chunk is committed or an equal request replaces
-it.
+An empty cache replaces a damaged cache, which is set aside with a warning. A row that does not
+match its checksum is ignored, with a warning, until its chunk is committed or an equal request
+replaces it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def payload_hash(payload: bytes) -> str:
 class AnswerKey(NamedTuple):
     """Identifies a request of a document.
 
-    ``occurrence``: counts equal payloads within one rollout, from 0.
+    ``occurrence`` counts equal payloads within one rollout, from 0.
     """
 
     rollout_idx: int
@@ -78,15 +78,19 @@ class CachedRequest(NamedTuple):
 
     @classmethod
     def from_json(cls, body: bytes) -> CachedRequest:
-        """Raises KeyError, TypeError, ValueError or AttributeError if it can be no row."""
+        """Parses a row.
+
+        Raises:
+            KeyError, TypeError, ValueError, AttributeError: the JSON is not a row.
+        """
         row = orjson.loads(body)
         result = row["result"]
         answer = CachedAnswer(None if result is None else result.encode(), row.get("error_message"))
         chunk_index = row.get("chunk_index", 0)
-        found = cls(chunk_index, row["ordinal"], row["doc_id"], AnswerKey(*row["key"]), answer)
-        if not _is_intact((*_values(found), None)):
+        request = cls(chunk_index, row["ordinal"], row["doc_id"], AnswerKey(*row["key"]), answer)
+        if not _is_intact((*_values(request), None)):
             raise ValueError("values of other types")
-        return found
+        return request
 
 
 CacheRow = tuple[Any, ...]
@@ -108,12 +112,12 @@ def has_answers(path: Path) -> bool:
 
     Large or unreadable files count as files with answers.
     """
-    found = [file for file in (path, *_logs(path)) if file.exists()]
+    existing = [file for file in (path, *_logs(path)) if file.exists()]
     # More bytes than the database and its log have without answers.
-    if not found or sum(map(size_of, found)) > 1 << 20:
-        return bool(found)
+    if not existing or sum(map(size_of, existing)) > 1 << 20:
+        return bool(existing)
     with tempfile.TemporaryDirectory() as folder:
-        for file in found:
+        for file in existing:
             shutil.copy(file, folder)
         with closing(sqlite3.connect(Path(folder) / path.name)) as connection:
             try:
@@ -129,16 +133,16 @@ class RequestCache:
     """``replay.sqlite3`` of one rank.
 
     Args:
-        kept: the file to which the answers of committed chunks go; None: they are deleted.
+        archive: the file that receives the answers of committed chunks; None: they are deleted.
 
     Raises:
-        CheckpointLocked: another process has it open.
-        StorageFailed: the disk refuses it. A damaged database is set aside without an error.
+        CheckpointLocked: another process has the file open.
+        StorageFailed: the disk refuses the file. A damaged database is set aside without an error.
     """
 
-    def __init__(self, path: Path, kept: Path | None = None) -> None:
+    def __init__(self, path: Path, archive: Path | None = None) -> None:
         self.path = path
-        self.kept = kept
+        self.archive = archive
         self.last_answer = 0
         """Number of the last answer that was put. Numbers only grow while the database is open."""
         try:
@@ -166,7 +170,7 @@ class RequestCache:
     def _set_aside(
         self, error: StorageFailed, connection: sqlite3.Connection | None = None
     ) -> None:
-        """Replaces the database with an empty one if ``error`` means damage; else raises it."""
+        """Replaces the database with a new one if ``error`` means damage; else raises ``error``."""
         has_no_name = not self.path.parent.exists()  # see ``old_answers``
         code = getattr(error.__cause__, "sqlite_errorcode", 0)
         # The lowest byte is the kind of the error; the others are details.
@@ -178,7 +182,7 @@ class RequestCache:
             raise error
         if connection is not None:
             if self.path.stat().st_ino != self._inode:
-                raise error  # another process has replaced the file: the fence tells which
+                raise error  # another process has replaced the file: the fence names it
             _close(connection)
         when = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
         aside = self.path.with_name(f"{self.path.name}.damaged-{when}")
@@ -274,19 +278,19 @@ class RequestCache:
                         yield ordinal, number
 
     def chunks(self) -> set[int]:
-        found = self._read("SELECT DISTINCT chunk_index FROM request_cache")
-        return {index for (index,) in found if isinstance(index, int)}
+        rows = self._read("SELECT DISTINCT chunk_index FROM request_cache")
+        return {index for (index,) in rows if isinstance(index, int)}
 
     def answers(self, ordinal: int) -> dict[AnswerKey, CachedAnswer]:
         """Returns every intact answer of a document; warns of damaged rows."""
         rows = self._read(f"SELECT {_COLUMNS} FROM request_cache WHERE ordinal = ?", (ordinal,))
-        found = [_request(row) for row in rows if _is_intact(row)]
-        if damaged := len(rows) - len(found):
+        requests = [_request(row) for row in rows if _is_intact(row)]
+        if damaged := len(rows) - len(requests):
             logger.warning(
                 f"Saved answers of document {ordinal} in {self.path} are damaged ({damaged}). They "
                 "are requested again."
             )
-        return {request.key: request.answer for request in found}
+        return {request.key: request.answer for request in requests}
 
     def answers_since(self, number: int, ordinals: Iterable[int]) -> list[CachedRequest]:
         query = f"SELECT {_COLUMNS} FROM request_cache WHERE ordinal = ? AND rowid > ?"
@@ -294,17 +298,17 @@ class RequestCache:
         return [_request(row) for row in rows if _is_intact(row)]
 
     def drop_chunk(self, chunk_index: int) -> None:
-        """Deletes the answers of a committed chunk; with ``kept``, after they are written there."""
-        if self.kept is not None:
-            found = self._read(
+        """Deletes the answers of a committed chunk, after a copy to ``archive`` if there is one."""
+        if self.archive is not None:
+            ordinal_rows = self._read(
                 "SELECT DISTINCT ordinal FROM request_cache WHERE chunk_index = ?", (chunk_index,)
             )
-            ordinals = sorted(ordinal for (ordinal,) in found if isinstance(ordinal, int))
+            ordinals = sorted(ordinal for (ordinal,) in ordinal_rows if isinstance(ordinal, int))
             for start in range(0, len(ordinals), _DOCUMENTS_AT_ONCE):
                 rows = self.answers_since(0, ordinals[start : start + _DOCUMENTS_AT_ONCE])
                 answers = [row.to_json() for row in rows if row.answer.result is not None]
                 files.disk.append(
-                    self.kept, b"".join(add_checksum(orjson.dumps(one)) for one in answers)
+                    self.archive, b"".join(add_checksum(orjson.dumps(answer)) for answer in answers)
                 )
         self._delete("chunk_index = ?", (chunk_index,))
 
@@ -319,7 +323,7 @@ class RequestCache:
         self._connection.close()
 
     def abandon(self) -> None:
-        """Leaves the database open until this process ends, because another process now owns it.
+        """Leaves the database open until this process ends, because another process owns it now.
 
         Closing the connection would write the log into the database, and delete it, while that
         process uses both. One reference is leaked, because the garbage collector or Python's exit
@@ -346,8 +350,8 @@ def _request(row: CacheRow) -> CachedRequest:
 
 # damage ------------------------------------------------------------------------------------------
 
-# Damage is what SQLite calls corrupt or no database, a log whose database is gone, and a database
-# with another schema than ours. An error of the disk (I/O error, no space, no permission) is not
+# Damage is an SQLite error "corrupt" or "not a database", a log whose database is missing, and a
+# database with another schema. An error of the disk (I/O error, no space, no permission) is not
 # damage: the data may be intact. The file may come with a copied folder, so it is not trusted:
 # SQLite runs nothing that a schema names (``trusted_schema=OFF``), loads no extension, and refuses
 # triggers and views.
@@ -361,15 +365,11 @@ _OBJECTS = {
 
 
 class NotARequestCache(sqlite3.DatabaseError):
-    """The file may be a database, but it is no request cache."""
+    """The file is not a request cache, but may be another database."""
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Opens the request cache, or makes an empty one.
-
-    Raises:
-        sqlite3.Error, OSError: see ``_set_aside``.
-    """
+    """Opens the request cache, or makes an empty cache."""
     # A kill while the first cache is made may leave an empty file and its journal, but never a log
     # without its database.
     if not size_of(path) and any(_needs_database(log) for log in _logs(path)):
@@ -387,10 +387,10 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA locking_mode=EXCLUSIVE")
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=NORMAL")
-        found = set(connection.execute("SELECT type, name FROM sqlite_schema"))
+        objects = set(connection.execute("SELECT type, name FROM sqlite_schema"))
         columns = [row[1] for row in connection.execute(f"PRAGMA table_xinfo({_TABLE})")]
         # A kill may have come before the table was made.
-        if not found <= _OBJECTS or (columns and sorted(columns) != sorted(_COLUMNS.split(", "))):
+        if not objects <= _OBJECTS or (columns and sorted(columns) != sorted(_COLUMNS.split(", "))):
             raise NotARequestCache("it has another schema than a request cache")
         connection.executescript(resources.files(__package__).joinpath("schema.sql").read_text())
     except BaseException as error:
@@ -412,14 +412,14 @@ def _checksum(values: CacheRow) -> int:
 
 
 def _is_intact(row: CacheRow) -> bool:
-    """Whether a row fits its last column, the checksum.
+    """Whether a row matches its last column, the checksum.
 
-    Rows of 0.1 have none; only their types are checked.
+    Rows of 0.1 have no checksum; only their types are checked.
     """
-    result, error, found = row[6:]
+    result, error, checksum = row[6:]
     if not all(map(isinstance, row, _TYPES)) or (result is None) == (error is None):
         return False
-    return found is None or found == _checksum(row[:-1])
+    return checksum is None or checksum == _checksum(row[:-1])
 
 
 def _logs(path: Path) -> list[Path]:
@@ -427,7 +427,7 @@ def _logs(path: Path) -> list[Path]:
 
 
 def _needs_database(log: Path) -> bool:
-    """Returns whether there is a log of a database that has pages."""
+    """Whether the file is the log of a database that has pages."""
     if not log.name.endswith("-journal"):
         return size_of(log) > 0
     if not log.exists():
@@ -445,13 +445,13 @@ def _close(connection: sqlite3.Connection) -> None:
 
 # ``answers.jsonl``: the answers of committed documents, if the user keeps them for a run with
 # another prompt. A commit drops its chunk's rows of the request cache. With ``keep_answers`` they
-# are appended here first, as sealed lines. A crash between the two appends them twice, which does
-# no harm: the rows have keys. Nothing is synced: a power loss costs answers that may never be
-# needed, and damaged lines are skipped.
+# are first appended here, as lines with a checksum. After a crash between the two steps they are
+# appended twice, which is harmless: the rows have keys. Nothing is synced: a power loss costs
+# answers that may never be needed, and damaged lines are skipped.
 
 
 def read_answers(path: Path) -> Iterator[CachedRequest]:
-    """Yields the answers that ``drop_chunk`` has kept, in order, without damaged lines."""
+    """Yields the answers that ``drop_chunk`` wrote, in order, without damaged lines."""
     for _, _, line in scan_lines(path):
         if line is not None:
             yield CachedRequest.from_json(line.body)

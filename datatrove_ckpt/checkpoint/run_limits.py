@@ -1,13 +1,13 @@
-"""``until``, ``max_cost`` and ``max_total_tokens``: where a run stops.
+"""Limits of a run (``until``, ``max_cost`` and ``max_total_tokens``), and the totals they bound.
 
-The tasks of a run do not talk to each other. Each adds to its own numbers, which it knows exactly,
-what the others have written to their folders:
+The tasks of a run do not communicate. Each task adds the totals in the folders of the other tasks
+to its own exact totals:
 
     written documents    commits.jsonl: so they are in the output files
-    tokens and cost      the file ``paid``; of a task that is complete, or that is known from its
-                         mirror, the last progress line of history.jsonl
+    tokens and cost      the file ``paid``; for a task that is complete, or read from its mirror,
+                         the last progress line of history.jsonl
 
-Both only grow, so a limit that one process has seen reached stays reached.
+Both only grow, so a limit stays reached.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FILE = "limits.json"
 
 @dataclass(slots=True, frozen=True)
 class RunTotals(Counts):
-    """Documents in the output files, tokens of all answers, and their ``cost`` in billionths."""
+    """Totals: documents in the output files, tokens of all answers, and ``cost`` in billionths."""
 
     written: int = 0
     prompt_tokens: int = 0
@@ -57,7 +57,7 @@ class RunTotals(Counts):
 
     @property
     def end(self) -> str:
-        """Says what a run has that a limit ended."""
+        """Text of the error: the result of a run that a limit ended, and how to continue."""
         return (
             f"{plural_is(self.written, 'document')} in the output files. What is finished is "
             "saved. The same command with a higher limit goes on."
@@ -69,7 +69,7 @@ NO_TOTALS = RunTotals()
 
 @dataclass(frozen=True)
 class Limits:
-    """The settings of an ``InferenceRunner``. ``max_cost``: in the currency of ``prices``."""
+    """The limits of an ``InferenceRunner``. ``max_cost`` is in the currency of ``prices``."""
 
     until: int | None = None
     max_cost: float | None = None
@@ -80,7 +80,7 @@ class Limits:
 
     @property
     def of_usage(self) -> str:
-        """The limit, if any, that needs the token counts of answers."""
+        """The limit that needs the token counts of answers; "" if none does."""
         if self.max_cost is not None:
             return "max_cost"
         return "" if self.max_total_tokens is None else "max_total_tokens"
@@ -110,7 +110,7 @@ class Limits:
         return None
 
     def described(self, totals: RunTotals) -> Iterator[str]:
-        """Yields how far each limit is."""
+        """Yields the progress toward each limit, as text."""
         if self.until is not None:
             yield f"until: {totals.written:,} of {self.until:,} documents"
         if self.max_cost is not None:
@@ -129,7 +129,7 @@ class Limits:
         path = root / _FILE
         files.disk.make_dirs(root)
         with explained("write", path):
-            if self:  # in its place: tasks that start together write the same
+            if self:  # written in place: tasks that start together write the same content
                 path.write_bytes(orjson.dumps(asdict(self)))
             else:
                 path.unlink(missing_ok=True)
@@ -138,14 +138,16 @@ class Limits:
 def recorded_limits(root: Path) -> Limits:
     """Returns the limits of the last start. They are hints: a damaged file has none."""
     with suppress(OSError, ValueError, TypeError):
-        content: JsonObject = orjson.loads((root / _FILE).read_bytes())
-        return Limits(**content)
+        fields: JsonObject = orjson.loads((root / _FILE).read_bytes())
+        return Limits(**fields)
     return Limits()
 
 
 class PaidFile:
-    """``paid`` of a rank, written over at each group of answers: a kill loses none of it, and other
-    tasks read it. A power loss leaves what the history has. Both methods raise StorageFailed.
+    """The file ``paid`` of a rank, which other tasks read. Each group of answers overwrites it.
+
+    A kill loses nothing; after a power loss the history's totals remain. Methods raise
+    StorageFailed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -162,7 +164,7 @@ class PaidFile:
 
 
 def read_paid(path: Path) -> RunTotals:
-    """Returns zeros if there is no file, or it is damaged: then only the history knows."""
+    """Returns the totals in the file ``paid``; zeros if it is missing or damaged."""
     with suppress(OSError, ValueError, TypeError):
         body = verified_body(path.read_bytes().rstrip(b" "))
         if body is not None:
@@ -171,31 +173,31 @@ def read_paid(path: Path) -> RunTotals:
 
 
 def _totals_of(folder: Path) -> RunTotals:
-    """Returns how far a rank is, as its files say.
+    """Returns the totals of a rank from its files.
 
     Raises:
-        CkptError: they cannot be read.
+        CkptError: a file cannot be read.
     """
     commits, _ = scan_commits(folder / layout.COMMITS)
     written = sum(commit.counts.written for commit in commits.values())
-    paid = read_paid(folder / layout.PAID)  # first: what removes it writes the history before
+    paid = read_paid(folder / layout.PAID)  # first: it is removed after the history is written
     return paid | RunTotals.of(read_latest(folder / layout.HISTORY).total, written)
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
     with suppress(OSError):
-        found = path.stat()
-        return found.st_ino, found.st_size, found.st_mtime_ns
+        status = path.stat()
+        return status.st_ino, status.st_size, status.st_mtime_ns
     return ()
 
 
 @dataclass
 class TotalsReader:
-    """How far the ranks below a folder are, and their retries of dead letters."""
+    """Reads the totals of the ranks below a folder, and of their retries of dead letters."""
 
     root: Path
-    _known: dict[str, tuple[object, RunTotals]] = field(default_factory=dict)
-    """What the rank's files looked like, and what they said."""
+    _cached: dict[str, tuple[object, RunTotals]] = field(default_factory=dict)
+    """The stamps of a rank's files, and the totals in them."""
 
     def read(self) -> dict[str, RunTotals]:
         """Returns the totals by folder, such as "00000" or "retry-00001/00000"."""
@@ -205,7 +207,7 @@ class TotalsReader:
                 stamps = [
                     _stamp(folder / file) for file in (layout.COMMITS, layout.HISTORY, layout.PAID)
                 ]
-                if name not in self._known or stamps != self._known[name][0]:
-                    with suppress(CkptError, OSError):  # what was read before still holds
-                        self._known[name] = stamps, _totals_of(folder)
-        return {name: totals for name, (_, totals) in self._known.items()}
+                if name not in self._cached or stamps != self._cached[name][0]:
+                    with suppress(CkptError, OSError):  # the earlier totals still hold
+                        self._cached[name] = stamps, _totals_of(folder)
+        return {name: totals for name, (_, totals) in self._cached.items()}

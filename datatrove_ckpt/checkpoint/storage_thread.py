@@ -1,10 +1,10 @@
-"""The storage thread: does all writes to a rank's journals, request cache and commit log in order,
-so no lock guards these files. ``RankFiles`` is what it writes.
+"""The storage thread makes all writes to a rank's journals, request cache and commit log in order,
+so no lock guards these files (``RankFiles``).
 
-The event loop hands items over and never waits on a disk. The thread writes everything in its queue
-as one group: one SQLite transaction and one write per journal, so groups grow when the disk is
-slow. A write survives kill -9 at once. Syncs run at most every ``sync_seconds``; a commit syncs
-what it needs. Grouping on the event loop's side was no faster (measured), and needs a timer.
+The event loop submits items and never waits on a disk. The thread writes its whole queue as one
+group: one SQLite transaction and one write per journal, so groups grow when the disk is slow. A
+completed write survives kill -9. Syncs run at most every ``sync_seconds``; a commit also syncs its
+files. Grouping on the event loop's side was no faster (measured), and needs a timer.
 """
 
 import queue
@@ -33,19 +33,19 @@ MAX_GROUP = 2000
 _Item = FinishedDocument | CachedRequest | ParkedRequest
 """A finished document, an answer, or a request for a batch."""
 _Queued = tuple[int, Chunk | None, _Item] | Callable[[], object] | None
-"""An item, with the bytes handed over so far. None ends the thread."""
+"""An item, with the bytes submitted so far. None ends the thread."""
 
 
 class StorageThread:
-    """Runs what is submitted, in order, in its own thread.
+    """Writes items and runs functions, in order, in its own thread.
 
     Args:
-        rank_files: This thread alone uses them from ``start`` until ``stop`` returns.
+        rank_files: files that only this thread uses from ``start`` until ``stop`` returns.
     """
 
     def __init__(self, rank_files: RankFiles) -> None:
         self.error: BaseException | None = None
-        """Why the thread failed. Once set, it stays."""
+        """The error that ended the thread. Once set, it stays."""
         self._files = rank_files
         self._queue: queue.SimpleQueue[_Queued] = queue.SimpleQueue()
         # Two counters with one writer each need no lock.
@@ -63,16 +63,15 @@ class StorageThread:
         return self._submitted_bytes - self._written_bytes
 
     def put(self, item: _Item, size: int, chunk: Chunk | None = None) -> None:
-        """Hands over an item whose JSON has so many bytes. ``chunk``: of a finished document."""
+        """Submits an item whose JSON has ``size`` bytes; a finished document with its ``chunk``."""
         if self.error is not None:
             raise self.error
         self._submitted_bytes += 500 + size  # and a few objects (measured)
         self._queue.put((self._submitted_bytes, chunk, item))
 
     def stop(self) -> None:
-        """Writes and syncs what was submitted, and ends the thread.
-
-        Does not raise: see ``error``.
+        """Writes and syncs all submitted items, and ends the thread. Sets ``error`` instead of
+        raising it.
         """
         self._queue.put(None)
         self._thread.join()
@@ -94,7 +93,7 @@ class StorageThread:
         def answer() -> None:
             try:
                 future.set_result(function(*arguments))
-            except BaseException as error:  # belongs to the caller, not to this thread
+            except BaseException as error:  # for the caller, not for this thread
                 future.set_exception(error)
 
         self._queue.put(answer)
@@ -140,7 +139,7 @@ class StorageThread:
         return True
 
     def _take(self) -> list[_Queued]:
-        """Waits for items and takes all; returns none when a sync is due."""
+        """Waits for items and returns them; returns no item if a sync is due first."""
         items = []
         with suppress(queue.Empty):
             items.append(get_within(self._queue, self._files.seconds_to_sync))

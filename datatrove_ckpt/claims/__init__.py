@@ -1,4 +1,4 @@
-"""Which process works on which rank, where processes take ranks by themselves (``run --worker``).
+"""Records which process works on which rank, if processes choose their ranks (``run --worker``).
 
-``claims.py`` is the protocol, ``stores.py`` knows where claims lie.
+``claims.py`` is the protocol; ``stores.py`` reads and writes claims on a disk or an object store.
 """

@@ -1,22 +1,22 @@
-"""Which process works on which rank: hints in ``logging_dir/claims``, beside datatrove's
-``completions``.
+"""Claims ranks for processes: hints in ``logging_dir/claims``, beside datatrove's ``completions``.
 
 Lock, fence and mirror's owner stay the truth: two processes on one rank are waste, never damage. So
 no clock or listing has to be right.
 
-    a mark          rank, number, owner: the mark with the largest number counts, of these the
-                    smallest owner
-    no mark         the rank is free, or complete
-    an owner        a process with a beat; or FREE, or GIVEN_UP
-    a run           an owner that runs all ranks, without marks: beside it no worker takes any
-    a sibling       an owner without a mark: each gets a rank before others take a second one
-    a record        the content of a mark
+    a claim         rank, number, owner: the claim with the largest number counts, or of several
+                    such claims the claim with the smallest owner
+    no claim        the rank is free, or complete
+    an owner        a process with a heartbeat; or FREE, or GIVEN_UP
+    a run           an owner that runs all ranks, without claims: beside it no worker takes a rank
+    a sibling       an owner without a claim: each sibling gets a rank before others take a second
+                    rank
+    a record        the content of a claim
 
-A process that dies leaves its marks behind. The next owner runs such a rank alone; a death with a
+A process that dies leaves its claims behind. The next owner runs such a rank alone; a death with a
 single rank, the possible cause, counts as an attempt.
 
-``stores.py`` writes marks and beats. ``common/attempts.py`` decides which ranks are given up, and
-which are run alone.
+``stores.py`` writes claims and heartbeats. ``common/attempts.py`` decides which ranks are given up,
+and which are run alone.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class Claimant(NamedTuple):
 class FreeRanks(NamedTuple):
     """The ranks that a process may take.
 
-    ``are_left``: by dead processes; each is run alone.
+    If they are orphaned (claimed by dead processes), each is run alone.
     """
 
     ranks: list[int]
-    are_left: bool
+    are_orphaned: bool
 
 
 @dataclass(eq=False)
@@ -72,13 +72,13 @@ class Claims:
     """The claims of this process.
 
     Args:
-        incomplete: lists the incomplete ranks. Called at each look, and in a thread after each
-            beat.
+        incomplete: lists the incomplete ranks. Called with each snapshot, and in a thread after
+            each heartbeat.
         max_attempts: attempts without progress after which a rank is given up.
-        alone: this process runs one rank at a time.
+        alone: whether this process runs one rank at a time.
         has_time: whether a rank that takes so many seconds can end before this process must.
-        is_worker: this process takes ranks in any order, so that not all workers try one rank, and
-            retries ranks that another launch gave up.
+        is_worker: whether this process takes ranks in random order, so that not all workers try the
+            same rank, and retries ranks that another launch gave up.
     """
 
     _store: DiskClaims | ObjectClaims
@@ -95,38 +95,42 @@ class Claims:
         """Ranks that this process has completed: a listing may not show that yet."""
         self._seconds_of_ranks: list[float] = []
         self.failures = 0
-        """How often in a row ``next`` could not read or write the store."""
+        """Number of calls of ``next`` in a row that could not read or write the store."""
         self._given_up = (
             f"{GIVEN_UP}-{xxhash.xxh32(os.environb.get(LAUNCH.encode(), b'')).hexdigest()}"
         )
         self._prefix = self._given_up if self._is_worker else GIVEN_UP
         self._held: dict[int, tuple[Claim, AttemptRecord, float]] = {}
         self.locked: dict[int, float] = {}
-        """Ranks with foreign locks, with the time of the next try."""
+        """Ranks that another process has locked, with the time of the next try."""
         self._guard = threading.RLock()  # ranks run in threads
         self._closed = threading.Event()
         open_here.add(self._owner)
-        threading.Thread(target=self._beat, name="datatrove-ckpt claims", daemon=True).start()
+        threading.Thread(
+            target=self._send_heartbeats, name="datatrove-ckpt claims", daemon=True
+        ).start()
 
     def free(self) -> FreeRanks:
         with self._guard:
-            return self._free(self._store.look())
+            return self._free(self._store.snapshot())
 
     def next(self) -> int | None:
-        """Takes a rank. Returns None if no rank is free, the store cannot be read, or no time is
-        left.
+        """Takes a rank. Returns None if no rank is free, the store cannot be read, or too little
+        time remains.
         """
         if not self.has_time:
             return None
         with self._guard, _log_errors():
             self.failures += 1
-            look = self._store.look()
-            free, are_left = self._free(look)
+            snapshot = self._store.snapshot()
+            free, are_orphaned = self._free(snapshot)
             if self._is_worker:
                 random.shuffle(free)
-            taken = next((rank for rank in free if self._take(rank, look, are_left)), None)
+            claimed = next(
+                (rank for rank in free if self._take(rank, snapshot, are_orphaned)), None
+            )
             self.failures = 0
-            return taken
+            return claimed
         return None
 
     @property
@@ -144,18 +148,18 @@ class Claims:
             self._free_rank(rank, self._held[rank][1])
 
     def lost(self, rank: int) -> None:
-        """Frees a rank whose lock another process holds, and that is tried again later."""
+        """Frees a rank that another process has locked. It is tried again later."""
         with self._guard:
             self.locked[rank] = time.monotonic() + 30.0
             self.release(rank)
 
-    def failed(self, rank: int, why: str, for_good: bool) -> None:
+    def failed(self, rank: int, reason: str, for_good: bool) -> None:
         """Counts a failure. The rank is given up if it would fail again (``for_good``), or has
         failed too often.
         """
         with self._guard:
-            most = 1 if for_good else self._max_attempts
-            self._free_rank(rank, self._ended(rank, self._held[rank][1], why, most))
+            max_attempts = 1 if for_good else self._max_attempts
+            self._free_rank(rank, self._ended(rank, self._held[rank][1], reason, max_attempts))
 
     def given_up(self) -> dict[int, str]:
         with self._guard:
@@ -166,12 +170,12 @@ class Claims:
             return [other for other in claimants(self._store, self._owner) if other.is_alive]
 
     def clear(self) -> None:
-        """Removes the marks and beats of dead processes, and frees the ranks that were given up."""
+        """Removes claims and heartbeats of dead processes, and frees ranks that were given up."""
         with self._guard:
-            marks, alive, dead = self._store.look()
-            for mark in marks:
-                if mark.owner not in alive:
-                    self._store.remove(mark)
+            claims, alive, dead = self._store.snapshot()
+            for claim in claims:
+                if claim.owner not in alive:
+                    self._store.remove(claim)
             for owner in dead:
                 self._store.forget(owner)
 
@@ -183,98 +187,104 @@ class Claims:
                 self.release(rank)
             self._store.close()
 
-    def _free(self, look: ClaimsSnapshot) -> FreeRanks:
-        """Ranks of dead processes come last, and only while this process has no rank."""
-        if any(owner.endswith(RUN) for owner in look.alive):
+    def _free(self, snapshot: ClaimsSnapshot) -> FreeRanks:
+        """Returns the free ranks; ranks of dead processes only if no other rank is free, and this
+        process has no rank.
+        """
+        if any(owner.endswith(RUN) for owner in snapshot.alive):
             return FreeRanks([], False)
-        current = look.current()
+        current = snapshot.current()
         free: list[int] = []
-        left: list[int] = []
+        orphaned: list[int] = []
         for rank in self._incomplete():
             owner = current.get(rank, Claim(rank, 0, FREE)).owner
             if rank in self._held or rank in self.done:
                 continue
             if self.locked.get(rank, 0.0) > time.monotonic():
                 continue  # another process held its lock a moment ago
-            # An own mark that is not held: the write failed after it was done.
+            # A claim of this process that is not held: its write was reported as failed.
             if is_process(owner) and owner != self._owner:
-                if owner not in look.alive:
-                    left.append(rank)
+                if owner not in snapshot.alive:
+                    orphaned.append(rank)
             elif not owner.startswith(self._prefix):
-                free.append(rank)  # also one that was given up in another launch
+                free.append(rank)  # also a rank that was given up in another launch
         if not self._held:
-            return FreeRanks(free or left, not free)
-        at_work = {mark.owner for mark in current.values()}
-        siblings = sum(not owner.endswith(LOOKS) for owner in look.alive - at_work)
+            return FreeRanks(free or orphaned, not free)
+        at_work = {claim.owner for claim in current.values()}
+        siblings = sum(not owner.endswith(LOOKS) for owner in snapshot.alive - at_work)
         held = [record for _, record, _ in self._held.values()]
-        if not may_overlap(held, len(free) + len(left), siblings):
+        if not may_overlap(held, len(free) + len(orphaned), siblings):
             free = []
         return FreeRanks(free, False)
 
-    def _take(self, rank: int, look: ClaimsSnapshot, is_left: bool) -> bool:
-        mark = look.current().get(rank, Claim(rank, 0, FREE))
+    def _take(self, rank: int, snapshot: ClaimsSnapshot, is_orphaned: bool) -> bool:
+        claim = snapshot.current().get(rank, Claim(rank, 0, FREE))
         record = AttemptRecord()
-        if mark.number and not mark.owner.startswith(GIVEN_UP):
-            record = _record(self._store, mark)
+        if claim.number and not claim.owner.startswith(GIVEN_UP):
+            record = _record(self._store, claim)
         owner = self._owner
-        if is_left and record.alone:
-            # Mostly the machine is the cause of a kill, and not the rank.
-            most = self._max_attempts * 3
-            why = f"the process that ran it was killed, {most} times in a row without progress"
-            record = self._ended(rank, record, why, most)
+        if is_orphaned and record.alone:
+            # Usually the machine causes a kill, not the rank.
+            max_kills = self._max_attempts * 3
+            reason = (
+                f"the process that ran it was killed, {max_kills} times in a row without progress"
+            )
+            record = self._ended(rank, record, reason, max_kills)
             if record.why:
                 owner = self._given_up
-        record = record._replace(alone=self._alone or is_left)
-        new = Claim(rank, mark.number + 1, owner)
-        if not self._put(new, record, look.marks) or record.why:
+        record = record._replace(alone=self._alone or is_orphaned)
+        new = Claim(rank, claim.number + 1, owner)
+        if not self._put(new, record, snapshot.claims) or record.why:
             return False
         self._held[rank] = new, record, time.monotonic()
         return True
 
     def _free_rank(self, rank: int, record: AttemptRecord) -> None:
-        mark, *_ = self._held.pop(rank)
+        claim, *_ = self._held.pop(rank)
         owner = self._given_up if record.why else FREE
         with _log_errors():
-            if self._store.look().current().get(rank) != mark:
+            if self._store.snapshot().current().get(rank) != claim:
                 return
             if record.tries:
-                self._put(Claim(rank, mark.number + 1, owner), record, [mark])
+                self._put(Claim(rank, claim.number + 1, owner), record, [claim])
             else:
-                self._store.remove(mark)
+                self._store.remove(claim)
 
-    def _put(self, mark: Claim, record: AttemptRecord, before: list[Claim]) -> bool:
-        if not self._store.put(mark, record._asdict()):
+    def _put(self, claim: Claim, record: AttemptRecord, before: list[Claim]) -> bool:
+        if not self._store.put(claim, record._asdict()):
             return False
         for old in before:
-            if old.rank == mark.rank:
+            if old.rank == claim.rank:
                 self._store.remove(old)
         return True
 
-    def _ended(self, rank: int, record: AttemptRecord, why: str, most: int) -> AttemptRecord:
+    def _ended(
+        self, rank: int, record: AttemptRecord, reason: str, max_attempts: int
+    ) -> AttemptRecord:
         try:
-            reached = self._progress_of(rank)
-        except Exception as error:  # of a store's library, too
+            progress = self._progress_of(rank)
+        except Exception as error:  # a store's library may raise any error
             logger.warning(
-                f"How far task {rank} is cannot be read: {error}. It counts as an attempt without "
-                "progress."
+                f"The progress of task {rank} cannot be read: {error}. It counts as an attempt "
+                "without progress."
             )
-            reached = record.reached
-        return record.ended(why, most, reached)
+            progress = record.reached
+        return record.ended(reason, max_attempts, progress)
 
-    def _beat(self) -> None:
-        while not self._closed.wait(self._store.beat_seconds):
+    def _send_heartbeats(self) -> None:
+        while not self._closed.wait(self._store.heartbeat_seconds):
             try:
-                self._beat_once(self._store.beat)
-                # Looks for completed ranks while this process takes none.
-                self._beat_once(self._incomplete)
+                self._call_unless_closed(self._store.heartbeat)
+                # Finds completed ranks while this process takes no rank.
+                self._call_unless_closed(self._incomplete)
             except Exception as error:
-                # Also a store library's errors: without beats, others would take the ranks.
+                # Any error: without heartbeats, other processes would take the ranks.
                 logger.warning(
-                    f"The beat of this process's claims failed: {error}. Other workers may take "
-                    "its tasks."
+                    f"The heartbeat of this process's claims failed: {error}. Other workers may "
+                    "take its tasks."
                 )
 
-    def _beat_once(self, action: Callable[[], object]) -> None:
+    def _call_unless_closed(self, action: Callable[[], object]) -> None:
         with self._guard:
             if not self._closed.is_set():  # while it waited for the guard
                 action()
@@ -285,36 +295,38 @@ def _log_errors() -> Iterator[None]:
     """Logs errors: a claim that cannot be changed must not hide why a rank ended."""
     try:
         yield
-    except Exception as error:  # of a store's library, too
+    except Exception as error:  # a store's library may raise any error
         logger.warning(
             f"A claim could not be changed: {error}. Other processes may take the task later."
         )
 
 
 def claimants(store: DiskClaims | ObjectClaims, without: str = "") -> list[Claimant]:
-    """Returns all processes that are alive or have left ranks, ``without`` this owner."""
-    look = store.look()
-    ranks: dict[str, list[int]] = {owner: [] for owner in sorted(look.alive)}
-    for rank, mark in sorted(look.current().items()):
-        if is_process(mark.owner):
-            ranks.setdefault(mark.owner, []).append(rank)
+    """Returns all processes that are alive or left ranks behind, ``without`` this owner."""
+    snapshot = store.snapshot()
+    ranks: dict[str, list[int]] = {owner: [] for owner in sorted(snapshot.alive)}
+    for rank, claim in sorted(snapshot.current().items()):
+        if is_process(claim.owner):
+            ranks.setdefault(claim.owner, []).append(rank)
     ranks.pop(without, None)
     return [
-        Claimant(store.name(owner), claimed, owner in look.alive, owner.endswith(RUN))
+        Claimant(store.name(owner), claimed, owner in snapshot.alive, owner.endswith(RUN))
         for owner, claimed in ranks.items()
     ]
 
 
 def given_up(store: DiskClaims | ObjectClaims, prefix: str = GIVEN_UP) -> dict[int, str]:
-    marks = store.look().current().values()
-    return {mark.rank: _record(store, mark).why for mark in marks if mark.owner.startswith(prefix)}
+    claims = store.snapshot().current().values()
+    return {
+        claim.rank: _record(store, claim).why for claim in claims if claim.owner.startswith(prefix)
+    }
 
 
-def _record(store: DiskClaims | ObjectClaims, mark: Claim) -> AttemptRecord:
+def _record(store: DiskClaims | ObjectClaims, claim: Claim) -> AttemptRecord:
     try:
-        content = store.read(mark)
+        fields = store.read(claim)
         return AttemptRecord(
-            content["tries"], tuple(content["reached"]), content["why"], content["alone"]
+            fields["tries"], tuple(fields["reached"]), fields["why"], fields["alone"]
         )
     except (orjson.JSONDecodeError, KeyError, TypeError):  # gone, or cut off by a power loss
         return AttemptRecord()

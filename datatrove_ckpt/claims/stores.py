@@ -1,16 +1,16 @@
-"""Where claims lie: marks of ranks and beats of processes, on a disk or in an object store.
+"""Stores claims of ranks and heartbeats of processes, on a disk or in an object store.
 
     a disk          claims/00007-000003, with the owner in it: a hard link gives the name once
                     claims/workers/OWNER: the owner is alive if it holds the lock of this file; or,
-                    where locks do not work between machines, if the file changed shortly before our
-                    own file
-    object stores   claims/00007-000003-OWNER: two processes may write the same number, and look
-                    again after a while
+                    if locks do not work between machines, if the file changed shortly before this
+                    process's file
+    object stores   claims/00007-000003-OWNER: two processes may write the same number, and list
+                    the claims again after a while
                     claims/workers/OWNER: the owner is alive if its object was written shortly
-                    before our own object, unless it was a process of this boot and PID namespace,
-                    and has ended
+                    before this process's object, unless the owner was a process of this boot and
+                    PID namespace, and has ended
 
-Times are compared only with each other, as the file server or the store has stamped them.
+Only times that the same file server or store has stamped are compared.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from datatrove_ckpt.common import JsonObject, object_store
 from datatrove_ckpt.common.pid_namespace import pid_namespace_id
 from datatrove_ckpt.common.retrying import STORAGE
 
-_RETRIES = replace(STORAGE, patience=20.0)  # claims are hints: nothing waits long for them
+_RETRIES = replace(STORAGE, patience=20.0)  # claims are hints: no caller waits long for them
 _OWNER = re.compile("[0-9a-f]{40}(-run|-looks)?")
 _NAME = re.compile(r"(\d+)-(\d+)(?:-([0-9a-z-]+))?")
-_BEATS = 5  # an owner that missed so many beats is dead
-# After so long, a listing shows what was written before.
+_MISSED_HEARTBEATS = 5  # an owner that missed so many heartbeats is dead
+# After so long, a listing shows all earlier writes.
 _SETTLE_SECONDS = 1.0
 _HUB_SETTLE_SECONDS = 5.0
 _WORKERS = "workers"
@@ -46,7 +46,7 @@ FREE = "free"
 GIVEN_UP = "given-up"
 # Endings of the names of owners.
 RUN = "-run"  # runs all ranks
-LOOKS = "-looks"  # takes none, and waits for the others
+LOOKS = "-looks"  # takes no rank, and waits for the others
 open_here: set[str] = set()
 """The owners of this process that have not closed their claims."""
 
@@ -58,18 +58,18 @@ class Claim(NamedTuple):
 
 
 class ClaimsSnapshot(NamedTuple):
-    """All marks of a store, and the owners that are alive, or whose last beat is old."""
+    """All claims of a store, the owners that are alive, and the owners with an old heartbeat."""
 
-    marks: list[Claim]
+    claims: list[Claim]
     alive: set[str]
     dead: set[str]
 
     def current(self) -> dict[int, Claim]:
-        """Returns the mark of each rank that counts."""
-        found: dict[int, Claim] = {}
-        for mark in sorted(self.marks, key=lambda mark: (-mark.number, mark.owner)):
-            found.setdefault(mark.rank, mark)
-        return found
+        """Returns the claim of each rank that counts."""
+        claims: dict[int, Claim] = {}
+        for claim in sorted(self.claims, key=lambda claim: (-claim.number, claim.owner)):
+            claims.setdefault(claim.rank, claim)
+        return claims
 
 
 def refuse_for_claims(folder: str) -> None:
@@ -81,7 +81,7 @@ def refuse_for_claims(folder: str) -> None:
 def open_store(
     url: str, owner: str = "", options: JsonObject | None = None
 ) -> DiskClaims | ObjectClaims:
-    """Opens the claims at a URL. ``owner``: names this process; empty: it only reads."""
+    """Opens the claims at a URL, for the process named ``owner``; if empty, only for reading."""
     protocol = get_protocol(url)
     if protocol in ("file", "local"):
         return DiskClaims(Path(url), owner)
@@ -90,28 +90,29 @@ def open_store(
 
 
 class DiskClaims:
-    """Stores marks and beats as files.
+    """Stores claims and heartbeats as files.
 
     Args:
-        owner: names this process; empty: it only reads.
+        owner: name of this process; empty: the process only reads.
 
     Attributes:
-        beat_seconds: an owner without a beat for five times as long is dead.
+        heartbeat_seconds: interval of heartbeats. An owner without a heartbeat for five times as
+            long is dead.
     """
 
-    beat_seconds = 30.0
+    heartbeat_seconds = 30.0
 
     def __init__(self, folder: Path, owner: str = "") -> None:
         self._folder = folder
         self._owner = owner
         if owner:
             files.disk.make_dirs(folder / _WORKERS)
-            self._own = Lock(folder / _WORKERS / owner)
+            self._worker_lock = Lock(folder / _WORKERS / owner)
 
-    def look(self) -> ClaimsSnapshot:
+    def snapshot(self) -> ClaimsSnapshot:
         names = [_NAME.fullmatch(path.name) for path in self._folder.glob("*-*")]
-        marks = [
-            Claim(int(name[1]), int(name[2]), str(_read_mark(self._folder / name[0])[0]))
+        claims = [
+            Claim(int(name[1]), int(name[2]), str(_read_claim(self._folder / name[0])[0]))
             for name in names
             if name is not None
         ]
@@ -119,52 +120,52 @@ class DiskClaims:
             path for path in (self._folder / _WORKERS).glob("*") if _OWNER.fullmatch(path.name)
         ]
         alive = {path.name for path in workers if self._is_alive(path)}
-        return ClaimsSnapshot(marks, alive, {path.name for path in workers} - alive)
+        return ClaimsSnapshot(claims, alive, {path.name for path in workers} - alive)
 
-    def put(self, mark: Claim, content: JsonObject) -> bool:
-        """Writes a mark. Returns False if another process has written a mark of this number
-        first.
+    def put(self, claim: Claim, record: JsonObject) -> bool:
+        """Writes a claim. Returns False if another process was first to write a claim with this
+        number.
         """
         new = self._folder / f"{self._owner}.new"
         fd = files.disk.create(new)
         try:
-            files.disk.write(fd, orjson.dumps([mark.owner, content]), new)
+            files.disk.write(fd, orjson.dumps([claim.owner, record]), new)
         finally:
             os.close(fd)
-        path = self._path(mark)
-        is_ours = files.disk.put_new(new, path) or _read_mark(path)[0] == mark.owner
+        path = self._path(claim)
+        is_ours = files.disk.put_new(new, path) or _read_claim(path)[0] == claim.owner
         files.disk.remove(new)
         return is_ours
 
-    def read(self, mark: Claim) -> JsonObject:
-        return _read_mark(self._path(mark))[1]
+    def read(self, claim: Claim) -> JsonObject:
+        return _read_claim(self._path(claim))[1]
 
-    def remove(self, mark: Claim) -> None:
-        files.disk.remove(self._path(mark))
+    def remove(self, claim: Claim) -> None:
+        files.disk.remove(self._path(claim))
 
-    def beat(self) -> None:
-        if not self._own.path.exists():  # another process took it for dead
-            removed = self._own
-            self._own = Lock(removed.path)
+    def heartbeat(self) -> None:
+        if not self._worker_lock.path.exists():  # another process took it for dead
+            removed = self._worker_lock
+            self._worker_lock = Lock(removed.path)
             removed.release()
-        os.utime(self._own.path)  # a file server sets the time of its own clock
+        os.utime(self._worker_lock.path)  # a file server sets the time of its own clock
 
     def name(self, owner: str) -> str:
         """Returns process id and host of an owner."""
-        content = b""
+        process = b""
         with suppress(FileNotFoundError):
-            content = (self._folder / _WORKERS / owner).read_bytes()
-        return _name_process(content)
+            process = (self._folder / _WORKERS / owner).read_bytes()
+        return _name_process(process)
 
     def forget(self, owner: str) -> None:
-        """Removes the beat of an owner."""
+        """Removes the heartbeat of an owner."""
         files.disk.remove(self._folder / _WORKERS / owner)
 
     def close(self) -> None:
-        self._own.release(remove=True)
+        self._worker_lock.release(remove=True)
 
-    def _path(self, mark: Claim) -> Path:
-        return self._folder / f"{mark.rank:05d}-{mark.number:06d}"
+    def _path(self, claim: Claim) -> Path:
+        return self._folder / f"{claim.rank:05d}-{claim.number:06d}"
 
     def _is_alive(self, path: Path) -> bool:
         if path.name == self._owner or lock_holder(path) is not None:
@@ -172,21 +173,23 @@ class DiskClaims:
         now = time.time()
         is_gone = has_ended(path.name)
         if self._owner:
-            now = _changed(self._own.path)  # by the clock that stamps beats
-            is_gone = self._own.works and path.name[:8] == self._owner[:8]  # locks hold in a kernel
-        return now - _changed(path) < _BEATS * self.beat_seconds and not is_gone
+            now = _changed(self._worker_lock.path)  # by the clock that stamps heartbeats
+            is_gone = (
+                self._worker_lock.works and path.name[:8] == self._owner[:8]
+            )  # locks hold in a kernel
+        return now - _changed(path) < _MISSED_HEARTBEATS * self.heartbeat_seconds and not is_gone
 
 
 def _changed(path: Path) -> float:
-    """Returns when a beat came; before all times, if another process took its owner for dead."""
+    """Returns the time of a heartbeat; minus infinity if another process removed its file."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:
         return -math.inf
 
 
-def _read_mark(path: Path) -> tuple[str, JsonObject]:
-    """Returns owner and record. The rank of a file that is gone or damaged is free."""
+def _read_claim(path: Path) -> tuple[str, JsonObject]:
+    """Returns owner and record. The rank of a missing or damaged file is free."""
     try:
         owner, record = orjson.loads(path.read_bytes())
     except (FileNotFoundError, ValueError):
@@ -203,14 +206,14 @@ def _name_process(process: bytes) -> str:
 
 
 class ObjectClaims:
-    """Stores marks and beats as objects.
+    """Stores claims and heartbeats as objects.
 
     Args:
-        owner: names this process; empty: it only reads.
-        settle_seconds: after this, a listing shows what every process had written before.
+        owner: name of this process; empty: the process only reads.
+        settle_seconds: time after which a listing shows the writes of all processes.
     """
 
-    beat_seconds = 60.0
+    heartbeat_seconds = 60.0
 
     def __init__(
         self,
@@ -223,34 +226,34 @@ class ObjectClaims:
         self._owner = owner
         self._settle_seconds = settle_seconds
         if owner:
-            self.beat()
+            self.heartbeat()
 
-    def look(self) -> ClaimsSnapshot:
-        return _RETRIES.run(self._look, "The claims of tasks cannot be listed")
+    def snapshot(self) -> ClaimsSnapshot:
+        return _RETRIES.run(self._list, "The claims of tasks cannot be listed")
 
-    def put(self, mark: Claim, content: JsonObject) -> bool:
+    def put(self, claim: Claim, record: JsonObject) -> bool:
         _RETRIES.run(
-            lambda: self._store.put(_object_name(mark), orjson.dumps(content)),
+            lambda: self._store.put(_object_name(claim), orjson.dumps(record)),
             "The claim of a task cannot be written",
         )
-        if not is_process(mark.owner):
+        if not is_process(claim.owner):
             return True
         time.sleep(self._settle_seconds)
-        look = self.look()
-        look.marks.append(mark)  # the listing may lag
-        if look.current()[mark.rank] == mark:
+        snapshot = self.snapshot()
+        snapshot.claims.append(claim)  # the listing may lag
+        if snapshot.current()[claim.rank] == claim:
             return True
-        self.remove(mark)
+        self.remove(claim)
         return False
 
-    def read(self, mark: Claim) -> JsonObject:
-        found: JsonObject = orjson.loads(self._store.read(_object_name(mark), 1 << 20) or b"{}")
-        return found
+    def read(self, claim: Claim) -> JsonObject:
+        record: JsonObject = orjson.loads(self._store.read(_object_name(claim), 1 << 20) or b"{}")
+        return record
 
-    def remove(self, mark: Claim) -> None:
-        self._store.delete(_object_name(mark))
+    def remove(self, claim: Claim) -> None:
+        self._store.delete(_object_name(claim))
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         self._store.put(f"{_WORKERS}/{self._owner}", orjson.dumps(this_process()))
 
     def name(self, owner: str) -> str:
@@ -262,34 +265,37 @@ class ObjectClaims:
     def close(self) -> None:
         self.forget(self._owner)
 
-    def _look(self) -> ClaimsSnapshot:
+    def _list(self) -> ClaimsSnapshot:
         written = self._store.names()
-        beats = {
+        heartbeats = {
             owner: at
             for owner, at in self._store.names(_WORKERS).items()
             if _OWNER.fullmatch(owner)
         }
         names = [_NAME.fullmatch(name) for name in written]
-        marks = [Claim(int(name[1]), int(name[2]), name[3]) for name in names if name is not None]
-        owned = [mark for mark in marks if is_process(mark.owner)]
-        signs = [*beats.items(), *((mark.owner, written[_object_name(mark)]) for mark in owned)]
+        claims = [Claim(int(name[1]), int(name[2]), name[3]) for name in names if name is not None]
+        owned = [claim for claim in claims if is_process(claim.owner)]
+        life_signs = [
+            *heartbeats.items(),
+            *((claim.owner, written[_object_name(claim)]) for claim in owned),
+        ]
         now = time.time()
         if self._owner:
-            now = beats.get(self._owner, 0.0)
-        dead_seconds = _BEATS * self.beat_seconds
+            now = heartbeats.get(self._owner, 0.0)
+        dead_seconds = _MISSED_HEARTBEATS * self.heartbeat_seconds
         # Without times an age is NaN, and every owner is alive.
         alive = {
             owner
-            for owner, at in signs
+            for owner, at in life_signs
             if (math.isnan(now - at) or now - at < dead_seconds) and not has_ended(owner)
         }
         if self._owner:
             alive.add(self._owner)
-        return ClaimsSnapshot(marks, alive, beats.keys() - alive)
+        return ClaimsSnapshot(claims, alive, heartbeats.keys() - alive)
 
 
-def _object_name(mark: Claim) -> str:
-    return f"{mark.rank:05d}-{mark.number:06d}-{mark.owner}"
+def _object_name(claim: Claim) -> str:
+    return f"{claim.rank:05d}-{claim.number:06d}-{claim.owner}"
 
 
 # owners -------------------------------------------------------------------------------------------
@@ -303,11 +309,11 @@ def new_owner(end: str = "") -> str:
     """Returns a name for this process: boot, PID namespace, process id, start, and random digits,
     eight hexadecimal digits each.
 
-    Until 0.2.0 the first part was a hash of the host name, so no process takes such an owner for
+    Until 0.2.0 the first part was a hash of the host name, so no process considers such an owner
     ended.
     """
     pid = os.getpid()
-    # A random place is unlike every other one.
+    # A random namespace differs from all others.
     place = pid_namespace_id() or os.urandom(8).hex()
     return f"{place}{pid:08x}{_started(pid)}{os.urandom(4).hex()}{end}"
 

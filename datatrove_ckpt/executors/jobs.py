@@ -508,7 +508,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             for step in self.pipeline
             if hasattr(step, "data_folder")
         ]
-        identities = [runner.identity(self.tasks).kept for runner in self._runners]
+        identities = [runner.identity(self.tasks).stored for runner in self._runners]
         content = orjson.dumps([inputs, identities, self._bundle_name], default=str)
         return hashlib.sha256(content).hexdigest()[:16]
 

@@ -477,7 +477,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                 - claims.done
                 - claims.given_up().keys()
             ):
-                free, are_left = claims.free()
+                free, are_orphaned = claims.free()
                 if free and not claims.has_time:
                     logger.info(
                         "Tasks are free, but would hardly end before the job's time limit: this "
@@ -486,7 +486,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                     with Preemption([], 0.0) as preemption:  # which requeues the job, and raises
                         preemption.stop_for_time_limit()
                 if free:
-                    if worker._run_all(free, screen, done, may_overlap=not are_left):
+                    if worker._run_all(free, screen, done, may_overlap=not are_orphaned):
                         return
                     line_at = 0.0
                     if not claims.failures:
@@ -662,7 +662,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
     ) -> None:
         from datatrove_ckpt.run_folder.run_plan import RunPlan
 
-        kept = [identity.kept for identity in RunPlan(self).identities]
+        kept = [identity.stored for identity in RunPlan(self).identities]
         context = multiprocess.get_context(self.start_method)
         context.set_forkserver_preload(["__main__", "datatrove_ckpt.executors.local", _RANK])
         if self.start_method == "fork":

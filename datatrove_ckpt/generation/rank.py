@@ -240,24 +240,24 @@ class _Run:
             keeps_paid=bool(step.limits),
             shutdown=preemption.shutdown,
         )
-        with manager.look() as found, ExitStack() as undo:
+        with manager.lock() as locked, ExitStack() as undo:
             documents = self._open_source(data)
             undo.callback(documents.close)
             others = sum_rank(rank, self.root, folder)
             old = None
             with preemption.interruptible():
-                is_new = found.is_first and is_kept
+                is_new = locked.is_first and is_kept
                 if is_new:
                     retry = root.name if prefix else ""
                     output_folder.refuse_existing(rank, retry)
                 # Dead letters have other numbers.
-                if not found.is_finished and not step.retry_dead_letters:
+                if not locked.is_finished and not step.retry_dead_letters:
                     if step.answers_from:
                         place = expand_path("answers_from", step.answers_from)
                         old = open_old_answers(place, rank, identity)
                     old = with_samples(root, rank, servers_digest(step.models), old)
             check_moved = preemption.interruptible()(output_folder.check_moved)
-            lease = found.take(check_moved, old)
+            lease = locked.take(check_moved, old)
             undo.pop_all()
         output = ChunkOutput(
             output_folder, rank, folder, prefix, is_new, lease, step.hub_pace, step.rows

@@ -1,8 +1,8 @@
 """The format of a rank's checkpoint on a remote: objects, and manifests that name a checkpoint's
 objects.
 
-    REMOTE/00000/claim-00000003-<nonce>.json        an Ownership: who writes here; the largest
-                                                    number wins
+    REMOTE/00000/claim-00000003-<nonce>.json        an Ownership: the process that writes here; the
+                                                    largest number wins
     REMOTE/00000/generation-00000012-<nonce>.json   a Version: a manifest, one line with its own
                                                     checksum, written last
     REMOTE/00000/objects/<nonce>-000034             a part of a file; never changed, shared by
@@ -22,7 +22,7 @@ the manifest completes the version, and objects that the last three versions do 
 removed. A kill leaves the previous version intact, and unneeded objects for the next process to
 remove.
 
-Versions may be sealed, see ``signatures.py``. A sealed manifest names the SHA-256 of each object,
+Versions may be signed, see ``signatures.py``. A signed manifest names the SHA-256 of each object,
 because xxh128 is not cryptographic.
 """
 
@@ -56,7 +56,7 @@ T = TypeVar("T")
 FORMAT = 1
 """Version of the format of everything below a rank's folder."""
 MAX_OBJECT_BYTES = 16 * 2**20
-"""An object is put from memory, in one request."""
+"""Limit of an object, which is put from memory in one request."""
 
 # [0-9], because \d also matches the digits of other scripts.
 _NAME = re.compile(r"(generation|claim)-([0-9]{8,18})-([0-9a-f]{16})\.json")
@@ -96,7 +96,7 @@ class Ownership(_Numbered):
 class FilePart:
     """A range of a file's bytes, stored as one object.
 
-    ``size`` is in bytes. ``sha256`` is empty unless the version is sealed.
+    ``size`` is in bytes. ``sha256`` is empty unless the version is signed.
     """
 
     name: str
@@ -136,14 +136,14 @@ class Manifest:
         run: the content of ``run.json``.
         files: the parts of each other file, in order.
         answers: parts that hold rows of the request cache, as lines of JSON.
-        when: the time of the upload, in ISO 8601.
+        uploaded_at: time of the upload, in ISO 8601.
     """
 
     run: Json
     files: dict[str, list[FilePart]]
     answers: list[FilePart]
     finished: bool
-    when: str = ""
+    uploaded_at: str = ""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -159,7 +159,7 @@ class Manifest:
         return {part.name for part in self.parts()}
 
     def to_json(self) -> bytes:
-        """Returns the manifest as JSON, with the time of now if ``when`` is empty."""
+        """Returns the manifest as JSON, with the current time if ``uploaded_at`` is empty."""
         files = {name: [part.to_json() for part in parts] for name, parts in self.files.items()}
         answers = [part.to_json() for part in self.answers]
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -170,19 +170,20 @@ class Manifest:
                 "files": files,
                 "answers": answers,
                 "finished": self.finished,
-                "when": self.when or now,
+                "when": self.uploaded_at or now,
             }
         )
 
     @classmethod
-    def from_json(cls, body: bytes, where: str) -> Manifest:
+    def from_json(cls, body: bytes, url: str) -> Manifest:
         """Reads a manifest, and checks all values: others may have written to the mirror.
 
         Args:
-            where: the manifest's URL.
+            url: the manifest's URL.
 
         Raises:
-            Damaged: the manifest is damaged, or names an object or file that no version holds.
+            MirrorDamaged: the manifest is damaged, or names an object or file that no version
+                holds.
             VersionMismatch: a newer version of this program wrote it.
         """
         try:
@@ -190,8 +191,8 @@ class Manifest:
             data.pop("hmac", None)
             run = data.get("run")
             written_by = run.get(WRITTEN_BY) if isinstance(run, dict) else None
-            check_format(where, data, range(1, FORMAT + 1), written_by)
-            check_format(where, run)
+            check_format(url, data, range(1, FORMAT + 1), written_by)
+            check_format(url, run)
             if not is_count(data.pop("format")):
                 raise ValueError("it has no format")
             for name in data["files"]:
@@ -202,14 +203,15 @@ class Manifest:
                 for name, parts in data.pop("files").items()
             }
             answers = [FilePart.from_json(part) for part in data.pop("answers")]
-            manifest = cls(files=files, answers=answers, **data)
+            uploaded_at = data.pop("when", "")
+            manifest = cls(files=files, answers=answers, uploaded_at=uploaded_at, **data)
             if (
                 not re.fullmatch(r"[0-9a-f]{16}", check_run(manifest.run)["owner"]["nonce"])
                 or "earlier" not in manifest.run["owner"]
             ):
                 raise ValueError("its owner is damaged")
             if not isinstance(manifest.finished, bool) or not re.fullmatch(
-                r"[0-9T:+.Z-]{0,40}", manifest.when
+                r"[0-9T:+.Z-]{0,40}", manifest.uploaded_at
             ):
                 raise ValueError("its state or time is damaged")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -218,7 +220,7 @@ class Manifest:
 
 
 def contains_version(owner: Json, version: Version) -> bool:
-    """Whether the local checkpoint of an owner holds all work of a version."""
+    """Whether an owner's local checkpoint holds all work of a version."""
     if version.nonce == owner["nonce"]:
         return True
     earlier = owner.get("earlier", {})
@@ -247,7 +249,7 @@ def decode_answers(data: bytes) -> Iterator[CachedRequest]:
     """Yields the rows of one object.
 
     Raises:
-        Damaged: a line is no row of a request cache.
+        MirrorDamaged: a line is no row of a request cache.
     """
     for line in data.splitlines():
         try:
@@ -276,7 +278,7 @@ class VersionStore:
     def __init__(self, url: str) -> None:
         self.store = ObjectStore(url)
         self.url = self.store.url
-        self._seal = ManifestSigner(self.url)
+        self._signer = ManifestSigner(self.url)
 
     def listing(self) -> tuple[list[Ownership], list[Version]]:
         """Lists ownerships and versions.
@@ -293,16 +295,16 @@ class VersionStore:
         return sorted(ownerships), sorted(versions)
 
     def all_versions(self) -> list[Version]:
-        """Oldest first."""
+        """Lists the versions, the oldest first."""
         return self.listing()[1]
 
     def newest(
         self, versions: list[Version], use: Callable[[Version], T], problems: list[str]
     ) -> T | None:
-        """Returns ``use(version)`` of the newest version that is intact; None if all are damaged.
+        """Returns ``use(version)`` for the newest intact version; None if all are damaged.
 
         Args:
-            problems: gets a description of each damaged version.
+            problems: receives a description of each damaged version.
         """
         for version in reversed(versions):
             try:
@@ -315,29 +317,31 @@ class VersionStore:
         """Reads the manifest of a version.
 
         Args:
-            trusted: check the seal first, because the version is restored.
+            trusted: check the signature first, because the version is restored.
 
         Raises:
-            Damaged: the manifest is missing or damaged.
+            MirrorDamaged: the manifest is missing or damaged.
             CheckpointCorrupt, ConfigError: see ``ManifestSigner.check``.
-            VersionMismatch: a newer version of this program wrote it. The caller tries no older
-                manifest, which would lack work.
+            VersionMismatch: a newer version of this program wrote the manifest. The caller tries no
+                older manifest, which would lack work.
         """
         body = verified_body(self.store.read(version.file, 64 * 2**20) or b"")
         if body is None:
             raise MirrorDamaged("its manifest is damaged")
         if trusted:
-            self._seal.check(version.file, body)
+            self._signer.check(version.file, body)
         return Manifest.from_json(body, f"{self.url}/{version.file}")
 
     def write_manifest(self, version: Version, manifest: Manifest) -> None:
-        self.store.put(version.file, add_checksum(self._seal.add(version.file, manifest.to_json())))
+        self.store.put(
+            version.file, add_checksum(self._signer.add(version.file, manifest.to_json()))
+        )
 
     def put_object(self, name: str, data: bytes) -> FilePart:
         self.store.put(f"objects/{name}", data)
         self.store.copy(f"objects/{name}", f"copies/{name}", data)
         strong = ""
-        if self._seal.is_on:
+        if self._signer.is_on:
             strong = hashlib.sha256(data).hexdigest()
         return FilePart(name, len(data), str(xxhash.xxh3_128_hexdigest(data)), strong)
 
@@ -345,7 +349,7 @@ class VersionStore:
         """Returns the part's bytes from an intact copy.
 
         Raises:
-            Damaged: neither copy is intact.
+            MirrorDamaged: neither copy is intact.
         """
         for folder in ("objects", "copies"):
             data = self.store.read(f"{folder}/{part.name}", part.size)
@@ -376,7 +380,7 @@ _SMALL_PART_BYTES = 8 * 2**20
 class VersionWriter:
     """Uploads parts, and makes versions of them.
 
-    For each version: ``start_version``, then ``add`` and ``add_answers`` with what is new, then
+    For each version: ``start_version``, then ``add`` and ``add_answers`` with the new data, then
     ``publish``. Unpublished parts stay for the next version. Objects of earlier owners are not
     reused: they may be damaged, and a process starts with little to upload.
     """
@@ -392,10 +396,10 @@ class VersionWriter:
         self._answers: list[tuple[FilePart, frozenset[int]]] = []
         self._object_count = 0
         self._published: Manifest | None = None
-        self._kept: dict[Version, set[str]] = {}
+        self._objects_of: dict[Version, set[str]] = {}
         """The versions on the mirror, with the names of their objects."""
         self._garbage: set[tuple[str, str]] = set()
-        """Folder and name of objects that are removed once no kept version needs them."""
+        """Folder and name of objects that are removed once no version on the mirror needs them."""
         self._ownership = Ownership(0, "")  # not taken yet
         self._number_floor = 0
         """The numbers of this owner's versions are larger."""
@@ -404,7 +408,7 @@ class VersionWriter:
         return sum(part.size for part in self._files.get(name, ()))
 
     def compact(self) -> None:
-        """Forgets the small last parts of files with many parts. They are uploaded again as one."""
+        """Drops the small last parts of files with many parts, to upload them again as one part."""
         for parts in self._files.values():
             if len(parts) >= _MAX_PARTS:
                 while parts and parts[-1].size < _SMALL_PART_BYTES:
@@ -436,8 +440,8 @@ class VersionWriter:
                 1 + max((other.number for other in ownerships), default=0), self._nonce
             )
         owner = self._run["owner"]
-        content = orjson.dumps({"host": owner["host"], "pid": owner["pid"]})
-        self._versions.store.put(self._ownership.file, content)
+        process = orjson.dumps({"host": owner["host"], "pid": owner["pid"]})
+        self._versions.store.put(self._ownership.file, process)
         only_first = all(version.number == 1 for version in versions)
         if only_first and self._versions.newest(versions, self._versions.read_manifest, []) is None:
             # An empty first version, so that objects without a version always mean damage. A killed
@@ -487,12 +491,12 @@ class VersionWriter:
             # Earlier owners left these. An owner that still runs stops when it finds our ownership.
             for version in versions:
                 with suppress(MirrorDamaged):
-                    self._kept[version] = self._versions.read_manifest(version).object_names()
+                    self._objects_of[version] = self._versions.read_manifest(version).object_names()
             self._garbage |= self._versions.list_objects()
         new = self._next_version(versions)
         self._versions.write_manifest(new, manifest)
         self._published = manifest
-        self._kept[new] = manifest.object_names()
+        self._objects_of[new] = manifest.object_names()
         try:
             # Only objects of the first listing are removed. If this process is still the owner,
             # they are older than the next owner, however long this process pauses before a removal.
@@ -509,17 +513,19 @@ class VersionWriter:
         """Returns the next version; the first number of an owner skips one number per earlier
         owner.
 
-        An earlier owner that has listed the mirror may still write one version. Ours must be newer,
-        so it skips more numbers than that owner did.
+        An earlier owner that has listed the mirror may still write one version. The new version
+        must be newer, so it skips more numbers than the earlier owner did.
         """
         if not self._number_floor:
             highest = max((version.number for version in versions), default=0)
             self._number_floor = highest + self._ownership.number
         # A listing may lack our last versions.
-        own = [
-            version.number for version in {*versions, *self._kept} if version.nonce == self._nonce
+        numbers = [
+            version.number
+            for version in {*versions, *self._objects_of}
+            if version.nonce == self._nonce
         ]
-        return Version(1 + max([self._number_floor, *own]), self._nonce)
+        return Version(1 + max([self._number_floor, *numbers]), self._nonce)
 
     def list_as_owner(self) -> tuple[list[Ownership], list[Version]]:
         """Lists ownerships and versions.
@@ -529,8 +535,8 @@ class VersionWriter:
         """
         ownerships, versions = self._versions.listing()
         if ownerships and ownerships[-1] > self._ownership:
-            content = self._versions.store.read(ownerships[-1].file, 2**16)
-            other = (content or b"another process").decode(errors="replace")[:300]
+            process = self._versions.store.read(ownerships[-1].file, 2**16)
+            other = (process or b"another process").decode(errors="replace")[:300]
             raise Fenced(
                 f"Another process has taken this task over: {printable(other)} owns the mirror "
                 f"{self._versions.url} now. This one writes nothing more; what it saved is kept."
@@ -538,17 +544,17 @@ class VersionWriter:
         return ownerships, versions
 
     def _collect_garbage(self, versions: list[Version], ownerships: list[Ownership]) -> None:
-        """Removes old versions first, then the objects that no kept version needs.
+        """Removes old versions first, then the objects that no remaining version needs.
 
         In this order a kill leaves superfluous objects, never a version without its objects.
         """
-        keep = sorted(self._kept)[-KEPT_VERSIONS:]
-        for version in sorted({*versions, *self._kept} - set(keep)):
+        keep = sorted(self._objects_of)[-KEPT_VERSIONS:]
+        for version in sorted({*versions, *self._objects_of} - set(keep)):
             self._versions.store.delete(version.file)
         for ownership in ownerships[:-1]:
             self._versions.store.delete(ownership.file)
-        self._kept = {version: self._kept[version] for version in keep}
-        needed = set().union(*self._kept.values())
+        self._objects_of = {version: self._objects_of[version] for version in keep}
+        needed = set().union(*self._objects_of.values())
         for folder, name in sorted(self._garbage):
             if name not in needed:
                 self._versions.store.delete(f"{folder}/{name}")

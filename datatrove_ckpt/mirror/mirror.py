@@ -39,9 +39,9 @@ from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, VersionStore, Vers
 from datatrove_ckpt.process import job_launch
 from datatrove_ckpt.process.shutdown import Shutdown, get_within
 
-# How long a publication waits to learn the mirror's owner, and how long the result counts.
-_LOOK_SECONDS = 60.0
-_SEEN_SECONDS = 1.0
+# How long a publication waits for the mirror's owner, and how long the result counts.
+_OWNER_WAIT_SECONDS = 60.0
+_OWNER_VALID_SECONDS = 1.0
 _POLL_SECONDS = 0.1
 # How long ``stop`` waits for the last upload.
 STOP_SECONDS = 15.0
@@ -56,10 +56,10 @@ class RemoteMirror:
     """A ``Mirror`` of one rank.
 
     Args:
-        url: of the rank's folder on the remote.
+        url: URL of the rank's folder on the remote.
         seconds: the shortest time from the end of one upload to the start of the next. "auto"
             measures the uploads, so that uploading takes up to 5 % of the time.
-        job: the ``job.json`` that the mirror lacks. It goes up first.
+        job: content of ``job.json`` if the mirror lacks it. It is uploaded first.
     """
 
     url: str
@@ -72,13 +72,13 @@ class RemoteMirror:
         self._interval = Interval(self.seconds, MIRROR_TUNING)
         self._stopping = False
         # Unlike ``Event.set``, ``SimpleQueue.put`` takes no lock: signal handlers call it. True: an
-        # upload is due; False: a look.
+        # upload is due; False: a check of the owner.
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._looks: deque[threading.Event] = deque()
-        """Set once it is known that this process owns the mirror."""
+        self._owner_checks: deque[threading.Event] = deque()
+        """Events that are set once a check shows that this process owns the mirror."""
         self._saves: deque[threading.Event] = deque()
-        """Set once an upload that began later is complete."""
-        self._known_until = -math.inf  # no publication waits for a look before
+        """Events that are set once an upload that began later is complete."""
+        self._owned_until = -math.inf  # until then, no publication waits for a check
         self._answers = True
         self._ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._completed = False
@@ -91,7 +91,7 @@ class RemoteMirror:
 
     def start(self, source: OpenCheckpoint) -> None:
         self._source = source
-        self.shutdown.call(self._hurry)
+        self.shutdown.call(self._request_upload)
         self._thread.start()
 
     @property
@@ -105,21 +105,21 @@ class RemoteMirror:
             # Another node that had the rank must see a new owner before new output.
             had_another = any(number is not None for number in earlier.values())
             if (first or had_another) and not self._wait_for(
-                self._looks, retrying.STORAGE.patience, stopping
+                self._owner_checks, retrying.STORAGE.patience, stopping
             ):
                 raise self._without_version()
             return
-        if time.monotonic() < self._known_until:
+        if time.monotonic() < self._owned_until:
             return
-        if not self._wait_for(self._looks, _LOOK_SECONDS, stopping):
+        if not self._wait_for(self._owner_checks, _OWNER_WAIT_SECONDS, stopping):
             if self._answers:
                 logger.warning(
                     f"The mirror {self.url} does not say whether another process has taken this "
-                    f"task over. Its output waits {_LOOK_SECONDS:g} s of two minutes for an "
+                    f"task over. Its output waits {_OWNER_WAIT_SECONDS:g} s of two minutes for an "
                     "answer, and is published then all the same."
                 )
             self._answers = False
-            self._known_until = time.monotonic() + _LOOK_SECONDS
+            self._owned_until = time.monotonic() + _OWNER_WAIT_SECONDS
 
     def _without_version(self) -> StorageFailed:
         return StorageFailed(
@@ -137,7 +137,7 @@ class RemoteMirror:
         answer = threading.Event()
         requests.append(answer)
         self._wake.put(requests is self._saves)
-        # By no clock, which runs on while the process is stopped.
+        # Counted without a clock, because clocks run while the process is stopped.
         for _ in range(math.ceil(seconds / _POLL_SECONDS)):
             if answer.wait(_POLL_SECONDS):
                 return True
@@ -149,15 +149,13 @@ class RemoteMirror:
         if not self._wait_for(self._saves, retrying.STORAGE.patience, stopping):
             raise self._without_version()
 
-    def _hurry(self) -> None:
-        """Uploads at once when the rank starts to drain. Signal handlers call it."""
+    def _request_upload(self) -> None:
+        """Starts an upload when the rank starts to drain. Signal handlers call this."""
         if self.shutdown.is_stopping and not self.shutdown.aborted:
             self._wake.put(True)
 
     def stop(self, completed: bool) -> None:
-        """Uploads once more. Returns after ``STOP_SECONDS`` at the latest, and at once after a fast
-        stop.
-        """
+        """Uploads once more. Waits at most ``STOP_SECONDS``; not at all after a fast stop."""
         self._completed = completed
         self._stopping = True
         self._wake.put(True)
@@ -174,7 +172,7 @@ class RemoteMirror:
             )
         self._given_up = True
         with self._reading:
-            pass  # none begins any more
+            pass  # no read begins any more
 
     # the mirror thread ---------------------------------------------------------------------------
 
@@ -184,7 +182,7 @@ class RemoteMirror:
                 self._pause(self._try_upload())
             self._try_upload()
         except BaseException as error:
-            # The event loop must learn above all that another process took over.
+            # The event loop must receive the error, above all ``Fenced``.
             self._source.fail(error)
         finally:
             self._ended.put(True)
@@ -196,37 +194,37 @@ class RemoteMirror:
         """
         began = time.monotonic()
         while True:
-            self._look()
+            self._check_owner()
             interval = self._interval.seconds
-            if self._looks and not self._is_owned:
+            if self._owner_checks and not self._is_owned:
                 interval = min(interval, 1.0)
-            left = began + max(intervals * interval, _MIN_WAIT_SECONDS) - time.monotonic()
-            if left <= 0:
+            remaining = began + max(intervals * interval, _MIN_WAIT_SECONDS) - time.monotonic()
+            if remaining <= 0:
                 return
-            if self._looks:
-                left = min(left, _SEEN_SECONDS)
+            if self._owner_checks:
+                remaining = min(remaining, _OWNER_VALID_SECONDS)
             with suppress(queue.Empty):
-                if get_within(self._wake, left):
+                if get_within(self._wake, remaining):
                     return
 
-    def _look(self) -> None:
+    def _check_owner(self) -> None:
         """Checks the mirror's owner if a publication waits for the result.
 
         Raises:
-            Fenced: it is another process's.
+            Fenced: another process owns the mirror.
         """
-        number = len(self._looks)
+        number = len(self._owner_checks)
         now = time.monotonic()
         if number and self._is_owned:
             try:
                 self._uploads.list_as_owner()
-            except (OSError, ConfigError) as error:  # the next upload says so
+            except (OSError, ConfigError) as error:  # the next upload reports it
                 self._failure = retrying.failure_line(error)
                 if isinstance(error, OSError) and retrying.STORAGE.is_transient(error):
                     return
-            self._known_until = now + _SEEN_SECONDS
+            self._owned_until = now + _OWNER_VALID_SECONDS
             self._answers = True
-            _answer(self._looks, number)
+            _answer(self._owner_checks, number)
 
     def _try_upload(self) -> int:
         try:
@@ -245,7 +243,7 @@ class RemoteMirror:
                     "again."
                 ) from error
             is_final = isinstance(error, OSError) and not retrying.STORAGE.is_transient(error)
-            if is_final and self._looks and not self._is_owned:
+            if is_final and self._owner_checks and not self._is_owned:
                 raise self._without_version() from error
             if not self._given_up:
                 self._failures += 1
@@ -287,12 +285,12 @@ class RemoteMirror:
                     "Saved answers are kept on this node."
                 ) from error
             for name, file in grown.items():
-                while (left := snapshot.sizes[name] - uploads.uploaded_bytes(name)) > 0:
-                    data = file.read(min(left, MAX_OBJECT_BYTES))
+                while (remaining := snapshot.sizes[name] - uploads.uploaded_bytes(name)) > 0:
+                    data = file.read(min(remaining, MAX_OBJECT_BYTES))
                     if not data:
-                        raise EOFError(f"{name} is {left} bytes shorter than it was")
+                        raise EOFError(f"{name} is {remaining} bytes shorter than it was")
                     self._raise_if_interrupted(last)
-                    self._look()
+                    self._check_owner()
                     uploads.add(name, data)
         self._raise_if_interrupted(last)
         uploads.add_answers(snapshot)
@@ -347,4 +345,4 @@ def _answer(requests: deque[threading.Event], number: int) -> None:
 
 
 class _Interrupted(Exception):
-    """This upload has been given up."""
+    """The upload is interrupted, because the rank stops."""

@@ -82,10 +82,10 @@ _WITHOUT = " To start without what the mirror holds, remove the setting checkpoi
 
 
 def restore_rank(url: str, root: Path, rank: int, retries: bool) -> None:
-    """Restores what this node lacks of a rank, see ``restore``.
+    """Restores a rank if the mirror holds more than this node, see ``restore``.
 
     Args:
-        retries: restore the rank's retries of dead letters, too.
+        retries: also restore the rank's retries of dead letters.
     """
     folder = layout.rank_folder(root, rank).name
     restore(f"{url}/{folder}", root / folder)
@@ -102,7 +102,7 @@ def restore_outdated(url: str, root: Path, needed: Collection[int]) -> None:
     """Restores the ranks, and their retries, of which the mirror holds more than this node.
 
     Args:
-        needed: ranks that are restored, too, if this node has no folder of them.
+        needed: ranks that are also restored if this node has no folder of them.
 
     Raises:
         StorageFailed: the mirror cannot be read, and this node lacks a needed rank.
@@ -110,17 +110,17 @@ def restore_outdated(url: str, root: Path, needed: Collection[int]) -> None:
     """
     try:
         names = find_outdated(url, root, needed)
-    except OSError:  # ``restore`` refuses what is missing; what is here is used as it is
+    except OSError:  # ``restore`` refuses missing folders; existing folders are used unchanged
         folders = [layout.rank_folder(root, rank) for rank in needed]
         names = [folder.name for folder in folders if not (folder / layout.RUN).exists()]
     in_threads(lambda name: restore(f"{url}/{name}", root / name), names)
 
 
 def find_outdated(url: str, root: Path, needed: Collection[int] | None = None) -> list[str]:
-    """Returns the folders of the ranks, see ``restore_outdated``. Raises OSError.
+    """Returns the folders of the ranks that ``restore_outdated`` restores. Raises OSError.
 
     Args:
-        needed: None: all ranks that the mirror has.
+        needed: see ``restore_outdated``; None: all ranks that the mirror has.
     """
 
     def is_outdated(name: str) -> bool:
@@ -134,10 +134,10 @@ def find_outdated(url: str, root: Path, needed: Collection[int] | None = None) -
 
     names = list(rank_names(ObjectStore(url)))
     if needed is not None:
-        known = set(needed)
+        ranks = set(needed)
         if root.is_dir():
-            known.update(layout.rank_numbers(root))
-        names = [name for name in names if int(name.rpartition("/")[2]) in known]
+            ranks.update(layout.rank_numbers(root))
+        names = [name for name in names if int(name.rpartition("/")[2]) in ranks]
     return list(compress(names, in_threads(is_outdated, names)))
 
 
@@ -150,19 +150,19 @@ def _owner_of(folder: Path) -> Json | None:
 
 
 def _has_another_owner(ownerships: list[Ownership], owner: Json) -> bool:
-    known = {owner["nonce"], *owner.get("earlier", ())}
-    return bool(ownerships) and ownerships[-1].nonce not in known
+    nonces = {owner["nonce"], *owner.get("earlier", ())}
+    return bool(ownerships) and ownerships[-1].nonce not in nonces
 
 
 def restore(url: str, folder: Path) -> None:
-    """Restores a rank's folder from its mirror, if the mirror holds what the folder does not.
+    """Restores a rank's folder from its mirror, if the mirror holds work that the folder lacks.
 
     Raises:
         StorageFailed: there is no folder, and the mirror cannot be read.
         CheckpointCorrupt: no version is complete.
         CheckpointMismatch: folder and mirror were started separately.
         CheckpointLocked: a process works on the folder.
-        ConfigError: the bucket does not exist; or the mirror is sealed, and there is no key.
+        ConfigError: the bucket does not exist; or the mirror is signed, and there is no key.
     """
     owner = _owner_of(folder)
     mirrored = VersionStore(url)
@@ -183,8 +183,8 @@ def restore(url: str, folder: Path) -> None:
         return
     try:
         if owner is not None and contains_version(owner, versions[-1]):
-            # The mirror may be sealed, and there is no key: what this node uploads could not be
-            # restored. Another seal is no matter: this version is not needed here.
+            # If the mirror is signed and there is no key, no upload of this node could be restored.
+            # A wrong signature does not matter here: this version is not needed.
             with suppress(MirrorDamaged, CheckpointCorrupt):
                 mirrored.read_manifest(versions[-1], trusted=True)
             # The other node may have published files, and was lost before its first version.
@@ -223,7 +223,7 @@ def _restore_newest(
         files.disk.sync_dir(folder.parent)
     logger.info(
         f"Restored {folder} from version {version.number} at {mirrored.url}, uploaded at "
-        f"{manifest.when}."
+        f"{manifest.uploaded_at}."
     )
     if owner is not None:
         logger.warning(
@@ -263,7 +263,8 @@ def _began_with_mirror(folder: Path) -> bool:
 def _build_newest(
     mirrored: VersionStore, versions: list[Version], staging: Path
 ) -> tuple[Version, Manifest] | None:
-    """Builds the newest complete version in the staging folder. None: nothing was ever mirrored.
+    """Builds the newest complete version in the staging folder. Returns None if nothing was ever
+    mirrored.
 
     Raises:
         CheckpointCorrupt: no version is complete.
@@ -279,7 +280,7 @@ def _build_newest(
     if built is not None:
         if problems:
             logger.warning(
-                f"Using version {built[0].number} of {built[1].when} from the mirror "
+                f"Using version {built[0].number} of {built[1].uploaded_at} from the mirror "
                 f"{mirrored.url}, because newer ones are damaged: {'; '.join(problems)}. What is "
                 "newer than it is requested again."
             )
@@ -325,7 +326,7 @@ def _download(
     except CheckpointCorrupt as error:
         raise MirrorDamaged(str(error)) from error
     owner = manifest.run["owner"]
-    # With those that made any version on the mirror: see the module's docstring.
+    # Includes the owners of all versions on the mirror: see the module's docstring.
     earlier = dict(owner["earlier"])
     for version in versions:
         if earlier.get(version.nonce, 0) is not None:
@@ -336,29 +337,29 @@ def _download(
 
 
 class CopiedRank(NamedTuple):
-    """A rank that was copied. ``when``: of its upload, in Unix seconds; 0.0: not known."""
+    """A copied rank. ``when`` is the time of its upload in Unix seconds; 0.0: unknown."""
 
     version: Version
     when: float
 
 
 class MirrorReader:
-    """Copies what is wanted of a mirror into a local folder, and brings the copy up to date at each
-    ``refresh``.
+    """Copies some files of a mirror into a local folder, and updates the copy at each ``refresh``.
 
     Args:
         url: ``checkpoints_remote_dir``.
-        folder: where the copy goes; empty.
-        wanted: whether a file is needed, by its name and its size in bytes; ``run.json`` always is.
+        folder: an empty folder for the copy.
+        wants_file: whether a file is needed, by its name and its size in bytes. ``run.json`` is
+            always copied.
     """
 
-    def __init__(self, url: str, folder: Path, wanted: Callable[[str, int], bool]) -> None:
+    def __init__(self, url: str, folder: Path, wants_file: Callable[[str, int], bool]) -> None:
         self._store = ObjectStore(url)
         self.url = self._store.url
         self.ranks: dict[str, CopiedRank] = {}
         """By the rank's address."""
         self._folder = folder
-        self._wanted = wanted
+        self._wants_file = wants_file
 
     def refresh(self) -> None:
         """Copies the ranks that have a newer version than the copy.
@@ -366,7 +367,7 @@ class MirrorReader:
         Raises:
             StorageFailed: the mirror cannot be read.
             CheckpointCorrupt: no version of a rank is complete.
-            ConfigError: the bucket does not exist, or a version is sealed and there is no key.
+            ConfigError: the bucket does not exist, or the mirror's key is too short.
         """
         try:
             names = list(rank_names(self._store))
@@ -379,8 +380,8 @@ class MirrorReader:
 
     def _copy(self, name: str) -> CopiedRank | None:
         mirrored = VersionStore(f"{self.url}/{name}")
-        known = self.ranks.get(name, CopiedRank(Version(0, ""), 0.0))
-        newer = [version for version in mirrored.all_versions() if version > known.version]
+        previous = self.ranks.get(name, CopiedRank(Version(0, ""), 0.0))
+        newer = [version for version in mirrored.all_versions() if version > previous.version]
         problems = list[str]()
 
         def copy(version: Version) -> CopiedRank:
@@ -388,7 +389,7 @@ class MirrorReader:
             self._write(mirrored, manifest, self._folder / name)
             when = 0.0
             with suppress(ValueError):
-                when = datetime.datetime.fromisoformat(manifest.when).timestamp()
+                when = datetime.datetime.fromisoformat(manifest.uploaded_at).timestamp()
             return CopiedRank(version, when)
 
         copied = mirrored.newest(newer, copy, problems)
@@ -398,11 +399,11 @@ class MirrorReader:
 
     def _write(self, mirrored: VersionStore, manifest: Manifest, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        names = [name for name, size in manifest.sizes.items() if self._wanted(name, size)]
+        names = [name for name, size in manifest.sizes.items() if self._wants_file(name, size)]
         contents = {
             name: [mirrored.read_object(part) for part in manifest.files[name]] for name in names
         }
-        # All of it is here: from now on the folder changes.
+        # All files are read: from now on the folder changes.
         for path in folder.iterdir():
             if path.name not in contents:
                 path.unlink()
@@ -414,7 +415,7 @@ class MirrorReader:
 
 
 def unreadable(url: str, error: Exception, advice: str = "") -> StorageFailed:
-    """``advice``: more of the message, with a space before it."""
+    """Returns the error for a mirror that cannot be read. ``advice`` begins with a space."""
     return StorageFailed(
         f"Could not read the mirror {url}: {failure_line(error)}. Correct that (network, "
         f"credentials) and run the same command again.{advice}"
@@ -430,11 +431,11 @@ def rank_names(store: ObjectStore) -> Iterator[str]:
 
 
 def restore_ranks(url: str, names: Iterable[str], folder: Path) -> None:
-    """Restores ranks into a folder of their own, with everything that a run needs.
+    """Restores whole ranks into an extra folder, with ``job.json``.
 
     Args:
         url: ``checkpoints_remote_dir``.
-        names: of the ranks' folders, such as "00000" or "retry-00001/00000".
+        names: the ranks' folders, such as "00000" or "retry-00001/00000".
 
     Raises:
         StorageFailed, CheckpointCorrupt, ConfigError: see ``restore``.
@@ -451,11 +452,11 @@ def upload_rank(url: str, folder: Path) -> None:
     """Uploads a rank's folder as a new version, which is finished if the folder is.
 
     Args:
-        url: of the rank's folder on the mirror.
+        url: URL of the rank's folder on the mirror.
         folder: the rank's local folder. No process works on it.
 
     Raises:
-        StorageFailed: it could not be uploaded. The version before it stays the newest one.
+        StorageFailed: the folder could not be uploaded. The newest version stays the same.
     """
     snapshot = Snapshot.of(folder)
     if (folder / layout.CACHE).exists():
@@ -478,8 +479,7 @@ def upload_rank(url: str, folder: Path) -> None:
 
 
 def upload_finished_ranks(url: str, root: Path) -> None:
-    """Uploads the finished ranks that a mirror lacks, retries among them: a mirror may be set
-    later.
+    """Uploads the finished ranks that a mirror lacks, including retries: a mirror may be set later.
 
     A remote that fails costs a warning; the next start tries again.
 
@@ -522,7 +522,7 @@ def _upload_missing(url: str, folder: Path) -> bool:
 
 
 def join_mirrored_job(
-    url: str, root: Path, rank: int, own: identity.RunIdentity, accept_changes: bool
+    url: str, root: Path, rank: int, run_identity: identity.RunIdentity, accept_changes: bool
 ) -> bytes | None:
     """Compares a rank that starts with the ranks that only the mirror has.
 
@@ -531,20 +531,20 @@ def join_mirrored_job(
         root: ``checkpoints_local_dir``. The ranks in it are compared by ``join_job``.
 
     Returns:
-        The ``job.json`` that the mirror lacks. The rank's mirror uploads it, because a remote may
-        hang.
+        Content of ``job.json`` if the mirror lacks it. The rank's mirror uploads it, because a
+        remote may hang.
 
     Raises:
         CheckpointMismatch: another rank belongs to another run.
         ConfigError: the bucket does not exist.
     """
     try:
-        job, others = _compare(url, root, own, without=rank, with_output=True)
-        if others is None:
+        job, differences = _compare(url, root, run_identity, without=rank, with_output=True)
+        if differences is None:
             return None
-        if others.changes and (not accept_changes or others.is_layout):
-            raise refuse_changes(url, others)
-        return job_content(own, job, others)
+        if differences.changes and (not accept_changes or differences.is_layout):
+            raise refuse_changes(url, differences)
+        return job_content(run_identity, job, differences)
     except OSError as error:  # the rank has its folder, else it would not have come so far
         logger.warning(
             f"Could not compare this task with those on the mirror {url} ({failure_line(error)})."
@@ -553,24 +553,21 @@ def join_mirrored_job(
 
 
 def compare_mirrored_job(
-    url: str, root: Path, own: identity.RunIdentity, only_tasks: bool
+    url: str, root: Path, run_identity: identity.RunIdentity, only_tasks: bool
 ) -> JobChanges:
     """Compares a job with the ranks that only its mirror has. Changes nothing.
 
-    Each rank that starts does that, too, so a mirror that cannot be read is not reported here.
+    Each rank compares again at its start, so an unreadable mirror is not reported here.
     """
     with suppress(OSError):
-        _, others = _compare(url, root, own, only_tasks)
-        if others is not None:
-            return others
+        _, differences = _compare(url, root, run_identity, only_tasks)
+        if differences is not None:
+            return differences
     return JobChanges()
 
 
 def restore_job(url: str, folder: Path) -> None:
-    """Copies ``job.json`` of a mirror, if there is one, into a copy of its ranks.
-
-    Raises OSError.
-    """
+    """Copies ``job.json`` of a mirror, if it exists, into a copy of its ranks. Raises OSError."""
     job = read_job(url)
     if job:
         (folder / layout.JOB).write_bytes(checksummed_json(identity.stamped(job)))
@@ -592,16 +589,16 @@ def read_job(url: str) -> Json:
 def _compare(
     url: str,
     root: Path,
-    own: identity.RunIdentity,
+    run_identity: identity.RunIdentity,
     only_tasks: bool = False,
     without: int | None = None,
     with_output: bool = False,
 ) -> tuple[Json, JobChanges | None]:
-    """Returns the mirror's ``job.json``, and the changes; None: it is of this run."""
+    """Returns the mirror's ``job.json``, and the changes; None if ``job.json`` is of this run."""
     store = ObjectStore(url)
     names = store.names()
     job = read_job(url)
-    if job and not compare(job, own, with_output=with_output):
+    if job and not compare(job, run_identity, with_output=with_output):
         return job, None
     ranks = [int(name) for name in names if layout.is_rank(name)]
     ranks = [
@@ -609,13 +606,15 @@ def _compare(
         for rank in ranks
         if rank != without and not (layout.rank_folder(root, rank) / layout.RUN).exists()
     ]
-    found = in_threads(lambda rank: newest_manifest(f"{store.url}/{rank:05d}"), ranks)
-    kept = {
-        rank: manifest for rank, manifest in zip(ranks, found, strict=True) if manifest is not None
+    manifests = in_threads(lambda rank: newest_manifest(f"{store.url}/{rank:05d}"), ranks)
+    manifest_of = {
+        rank: manifest
+        for rank, manifest in zip(ranks, manifests, strict=True)
+        if manifest is not None
     }
 
     def state_of(rank: int) -> RankBinding:
-        manifest = kept[rank]
+        manifest = manifest_of[rank]
         holds_work = bool(
             manifest.answers
             or manifest.files.keys() & {layout.BATCHES, layout.COMMITS}
@@ -625,33 +624,30 @@ def _compare(
         # moves.
         return RankBinding(holds_work, manifest.finished, is_live=False)
 
-    runs = {rank: manifest.run for rank, manifest in kept.items()}
-    return job, compare_runs(runs, state_of, job, own, only_tasks)
+    runs = {rank: manifest.run for rank, manifest in manifest_of.items()}
+    return job, compare_runs(runs, state_of, job, run_identity, only_tasks)
 
 
 def newest_manifest(url: str) -> Manifest | None:
-    """Returns the newest version of a rank that can be read.
-
-    A rank that is restored refuses damaged ones.
-    """
+    """Returns the newest readable manifest of a rank. Damaged versions are skipped."""
     mirrored = VersionStore(url)
     return mirrored.newest(mirrored.all_versions(), mirrored.read_manifest, [])
 
 
-def restore_advice(url: str, folder: Path, least: int) -> str:
+def restore_advice(url: str, folder: Path, min_size: int) -> str:
     """Returns how to continue a damaged rank from its mirror, with a space before it; "" if the
     mirror does not have it.
 
     Args:
-        least: bytes of commits that the mirror must have.
+        min_size: bytes of commits that the mirror must have.
     """
-    found = None
+    manifest = None
     with suppress(OSError, CkptError):
-        found = newest_manifest(url)
-    if found is None or not found.files or found.sizes.get(layout.COMMITS, 0) < least:
+        manifest = newest_manifest(url)
+    if manifest is None or not manifest.files or manifest.sizes.get(layout.COMMITS, 0) < min_size:
         return ""
     return (
-        f" The mirror {url} has this task as of {found.when}: to go on from there, move its folder "
-        f"away while no task runs (mv {shlex.quote(str(folder))} "
+        f" The mirror {url} has this task as of {manifest.uploaded_at}: to go on from there, move "
+        f"its folder away while no task runs (mv {shlex.quote(str(folder))} "
         f"{shlex.quote(f'{folder}.damaged')}), and run the same command again."
     )

@@ -1,9 +1,9 @@
-"""Seals the versions of a mirror with a key that is only in the environment, if there is one.
+"""Signs the versions of a mirror with a key, if there is a key in the environment.
 
-A seal is an HMAC-SHA256 of the manifest, the name of the version and the rank's place on the
+A signature is an HMAC-SHA256 of the manifest, the name of the version and the rank's address on the
 mirror. So without the key no manifest can be made, changed, renumbered, or moved to another rank.
 
-A writer can still remove versions, so that an older sealed version is the newest; only a node that
+A writer can still remove versions, so that an older signed version is the newest; only a node that
 still has its folder notices. A writer can also stop a run by claiming the mirror.
 """
 
@@ -16,11 +16,11 @@ from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Secret
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
 
 _LEAST_CHARACTERS = 16
-_SEALED = re.compile(rb'(?s)(\{.*),"hmac":"([0-9a-f]{64})"\}')
+_SIGNED = re.compile(rb'(?s)(\{.*),"hmac":"([0-9a-f]{64})"\}')
 
 
 class ManifestSigner:
-    """Adds and checks the seals of one rank's versions. Without a key, it adds no seal.
+    """Adds and checks the signatures of one rank's versions. Without a key, it adds no signature.
 
     Args:
         url: URL of the rank's folder on the remote.
@@ -32,7 +32,7 @@ class ManifestSigner:
     def __init__(self, url: str) -> None:
         self._url = url
         # Not the whole URL: a mirror may be moved, and another node may mount it elsewhere.
-        self._place = layout.RankAddress.of(url)
+        self._address = layout.RankAddress.of(url)
         self._key = Secret(os.environ.get(MIRROR_KEY_VARIABLE, ""))
         self.is_on = MIRROR_KEY_VARIABLE in os.environ
         """Whether there is a key."""
@@ -43,9 +43,10 @@ class ManifestSigner:
             )
 
     def add(self, name: str, body: bytes) -> bytes:
-        """Returns the manifest's JSON with its seal, if there is a key.
+        """Returns the manifest's JSON, with a signature if there is a key.
 
-        ``name``: the name of the version's object.
+        Args:
+            name: name of the version's object.
         """
         if not self.is_on:
             return body
@@ -55,32 +56,32 @@ class ManifestSigner:
         """Checks a manifest that is about to be trusted.
 
         Raises:
-            CheckpointCorrupt: it has no seal, or another one, and there is a key.
-            ConfigError: it has a seal, and there is no key.
+            CheckpointCorrupt: there is a key, and the signature is missing or of another key.
+            ConfigError: there is a signature, and no key.
         """
-        sealed = _SEALED.fullmatch(body)
-        which = f"{self._url}/{name}"
+        signed = _SIGNED.fullmatch(body)
+        url = f"{self._url}/{name}"
         if not self.is_on:
-            if sealed is not None:
+            if signed is not None:
                 raise ConfigError(
-                    f"{MIRROR_KEY_VARIABLE} is not set, but {which} is sealed with a key. Export "
+                    f"{MIRROR_KEY_VARIABLE} is not set, but {url} is sealed with a key. Export "
                     "the key where the tasks run. To go on without a key, remove the mirror, and "
                     "continue from the local folder."
                 )
-        elif sealed is None:
+        elif signed is None:
             raise CheckpointCorrupt(
-                f"{which} is not sealed, although {MIRROR_KEY_VARIABLE} is set: anybody who can "
+                f"{url} is not sealed, although {MIRROR_KEY_VARIABLE} is set: anybody who can "
                 "write to the mirror may have made it. If it was made before you had a key, and "
                 "you trust it, start once without the key, and then with it: what is uploaded "
                 "from then on is sealed. Otherwise remove this version."
             )
-        elif not hmac.compare_digest(self._digest(name, sealed[1] + b"}").encode(), sealed[2]):
+        elif not hmac.compare_digest(self._digest(name, signed[1] + b"}").encode(), signed[2]):
             raise CheckpointCorrupt(
-                f"{which} is not sealed with the key in {MIRROR_KEY_VARIABLE}, or not for this "
+                f"{url} is not sealed with the key in {MIRROR_KEY_VARIABLE}, or not for this "
                 "task and version: it was made with another key, changed, or moved there. Set the "
                 "key that made it, or remove this version."
             )
 
     def _digest(self, name: str, body: bytes) -> str:
-        message = f"datatrove-ckpt mirror 1\n{self._place}\n{name}\n".encode() + body
+        message = f"datatrove-ckpt mirror 1\n{self._address}\n{name}\n".encode() + body
         return hmac.digest(self._key.reveal().encode(), message, "sha256").hex()

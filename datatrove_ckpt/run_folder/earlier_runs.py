@@ -432,7 +432,7 @@ def check_output_of_run(
     try:  # all, before any file is called unknown
         commits = {rank: RankCommits(checkpoints, rank, retries, read) for rank in numbers}
     except CommitsDamaged as error:
-        raise CommitsDamaged(error.log, error.what, logging_dir) from None
+        raise CommitsDamaged(error.log, error.damage, logging_dir) from None
     committed = folder.by_name(commits.values())
     policy = retrying.HUB_PROBE if runner.plan.for_doctor else None
     found = folder.look(committed, policy=policy)

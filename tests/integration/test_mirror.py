@@ -460,7 +460,7 @@ def test_a_first_version_that_failed_once_is_written_before_any_object(
 def test_output_is_published_while_the_mirror_does_not_say_whose_it_is(
     job, expected, monkeypatch, log
 ):
-    monkeypatch.setattr(mirror, "_SEEN_SECONDS", 0.001)
+    monkeypatch.setattr(mirror, "_OWNER_VALID_SECONDS", 0.001)
     with FakeServer(hold_after=7) as server:
         running = in_thread(partial(job.run, server), "run")
         until(
@@ -471,7 +471,7 @@ def test_output_is_published_while_the_mirror_does_not_say_whose_it_is(
         )
         # In this order: no slow look of before may count as one without an answer.
         monkeypatch.setattr(ObjectStore, "names", UNREACHABLE)
-        monkeypatch.setattr(mirror, "_LOOK_SECONDS", 0.2)
+        monkeypatch.setattr(mirror, "_OWNER_WAIT_SECONDS", 0.2)
         server.release()
         running.result(300)
     assert job.output == expected
@@ -798,6 +798,6 @@ def test_the_key_is_in_no_file_no_log_no_pickle_and_no_server(key, stopped, log,
     made = runner(stopped.folder, server, checkpoints_remote_dir=stopped.remote)
     assert key.encode() not in pickle.dumps(made.config)
     versions = VersionStore(f"{stopped.remote}/00000")
-    assert key not in repr(vars(versions)) + repr(vars(versions._seal))
+    assert key not in repr(vars(versions)) + repr(vars(versions._signer))
     config = InferenceConfig("dummy", "m")
     assert key not in config.engine.launch(config, 1, Secret("")).environment(os.environ).values()

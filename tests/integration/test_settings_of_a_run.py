@@ -191,7 +191,7 @@ def test_each_setting_says_what_another_value_does_and_the_identity_has_those_th
     for name in SETTINGS:
         server = {"server_type": "vllm"} if name in OF_SERVERS else {}
         usual = job.step(**server).identity(1)
-        changes = compare(usual.kept, job.step(name, **server).identity(1))
+        changes = compare(usual.stored, job.step(name, **server).identity(1))
         assert bool(changes) is (EFFECTS[name] != "free"), CHOOSE.format(name)
 
 

@@ -115,8 +115,8 @@ class Process:
 
     def die(self):
         self.claims._closed.set()
-        if isinstance(self.store, DiskClaims) and self.store._own in _held:
-            self.store._own.release()
+        if isinstance(self.store, DiskClaims) and self.store._worker_lock in _held:
+            self.store._worker_lock.release()
 
 
 made = []
@@ -204,14 +204,14 @@ def test_workers_share_ranks_on_each_store(store_kind, tmp_path):
     job = Job(lambda owner: ObjectClaims(store_kind.url(tmp_path), owner, 0.0))
     first, second = Process(job), Process(job)
     assert [first.take(), second.take()] == [0, 1]
-    assert first.owner in second.store.look().alive
+    assert first.owner in second.store.snapshot().alive
     first.claims.failed(0, "no memory", for_good=False)
     second.finish(1)
     assert second.take_rank(0)
     second.claims.failed(0, "no memory", for_good=False)
     assert first.claims.given_up() == {0: "no memory"}
     second.claims.close()
-    assert second.owner not in first.store.look().alive
+    assert second.owner not in first.store.snapshot().alive
     first.claims.close()
     job.finish()
 
@@ -297,7 +297,7 @@ def test_marks_that_cannot_be_listed_stop_no_rank_that_runs(job, monkeypatch, er
         raise error("listing failed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(process.store, "look", fails)
+        patch.setattr(process.store, "snapshot", fails)
         assert process.take() is None
         assert process.take() is None
         assert process.claims.failures == 2
@@ -344,7 +344,7 @@ def test_a_process_without_claims_sees_who_has_which_ranks_and_changes_nothing(j
     gone.die()
     grow_old(tmp_path, 1000.0)
     for process in (first, second):
-        process.store.beat()
+        process.store.heartbeat()
     before = sorted(tmp_path.rglob("*"))
     reader = ObjectClaims(f"file://{tmp_path}/claims", "", 0.0)
     if isinstance(first.store, DiskClaims):
@@ -374,8 +374,8 @@ def test_a_process_beats_and_then_sees_what_others_have_completed_also_after_an_
 
     monkeypatch.setattr(job, "incomplete", incomplete)
     for store in (DiskClaims, ObjectClaims):
-        monkeypatch.setattr(store, "beat_seconds", 0.01)
-        monkeypatch.setattr(store, "beat", lambda store: done.put("beat"))
+        monkeypatch.setattr(store, "heartbeat_seconds", 0.01)
+        monkeypatch.setattr(store, "heartbeat", lambda store: done.put("beat"))
     Process(job)
     while (first := done.get(timeout=300)) != "look":
         assert first == "beat"  # of the store that was made
@@ -392,11 +392,11 @@ def test_a_beat_keeps_a_process_of_another_host_alive_however_long_it_works(
     late = Process(job)
     other = Process(job)
     for beats, is_alive in ((4.5, True), (5.5, False), (5.5, False)):
-        grow_old(tmp_path, beats * late.store.beat_seconds)
-        other.store.beat()
-        assert (late.owner in other.store.look().alive) == is_alive
-        late.store.beat()
-        assert late.owner in other.store.look().alive
+        grow_old(tmp_path, beats * late.store.heartbeat_seconds)
+        other.store.heartbeat()
+        assert (late.owner in other.store.snapshot().alive) == is_alive
+        late.store.heartbeat()
+        assert late.owner in other.store.snapshot().alive
 
 
 def test_a_process_whose_file_a_power_loss_has_cut_has_no_name():
@@ -407,7 +407,7 @@ def test_a_process_whose_file_a_power_loss_has_cut_has_no_name():
 def test_no_beat_comes_after_the_end(job, tmp_path):
     process = Process(job, end=RUN)
     process.claims.close()
-    process.claims._beat_once(process.claims._store.beat)
+    process.claims._call_unless_closed(process.claims._store.heartbeat)
     assert Process(job).claims.others() == []
     assert not (tmp_path / "claims" / "workers" / process.owner).exists()
 
@@ -467,8 +467,8 @@ def is_alive_here(owner, folder):
     here.job.make_store(owner)
     for seconds in (0.0, 1000.0):
         grow_old(folder, seconds)
-        here.store.beat()
-        yield owner in here.store.look().alive
+        here.store.heartbeat()
+        yield owner in here.store.snapshot().alive
 
 
 def test_where_boot_and_namespace_are_unknown_only_beats_show_a_death(tmp_path, monkeypatch):
@@ -551,7 +551,7 @@ class Workers(RuleBasedStateMachine):
             return DiskClaims(self.folder / "claims", owner)
         store = ObjectClaims("memory://claims", owner, 0.0)
         store._store = self.objects
-        store.beat()
+        store.heartbeat()
         return store
 
     def awake(self, number):
@@ -606,7 +606,7 @@ class Workers(RuleBasedStateMachine):
             worker = self.workers[number % len(self.workers)]
             worker.is_stopped = not worker.is_stopped
             if not worker.is_stopped:
-                worker.store.beat()
+                worker.store.heartbeat()
 
     @rule(seconds=st.sampled_from([20.0, 400.0]))
     def wait(self, seconds):
@@ -619,7 +619,7 @@ class Workers(RuleBasedStateMachine):
             grow_old(self.folder, seconds)
         for worker in self.workers:
             if not worker.is_stopped:
-                worker.store.beat()
+                worker.store.heartbeat()
             for rank in worker.claims.locked:
                 worker.claims.locked[rank] -= seconds
 
@@ -663,8 +663,8 @@ def test_flocks_that_no_other_machine_sees_are_not_taken_for_a_death(tmp_path, m
     assert there.claims.free().ranks == [1, 2, 3]
     for _ in range(3):
         grow_old(tmp_path, 100.0)
-        here.store.beat()
-        there.store.beat()
+        here.store.heartbeat()
+        there.store.heartbeat()
         assert there.claims.free().ranks == [1, 2, 3]
 
 
@@ -672,4 +672,4 @@ def test_a_mark_that_a_power_loss_cut_off_is_that_of_a_free_rank(tmp_path):
     process = Process(Job(on_disk(tmp_path)))
     (tmp_path / "claims" / "00000-000007").write_bytes(b"\0\0\0")
     assert process.take() == 0
-    assert process.claims._store.look().marks == [Claim(0, 8, process.owner)]
+    assert process.claims._store.snapshot().claims == [Claim(0, 8, process.owner)]

@@ -107,7 +107,7 @@ def test_its_tasks_know_where_they_run_and_each_goes_on_with_what_another_has_do
     for task in ("17", "18"):
         monkeypatch.setenv(kind.of_task, task)
         executor = build(read_config("job.yaml", []))
-        identities.append(executor.pipeline[-1].identity(1).kept)
+        identities.append(executor.pipeline[-1].identity(1).stored)
         executor.run()
     assert identities[0] == identities[1]
     assert os.environ["DATATROVE_EXECUTOR"] == kind.executor

@@ -90,8 +90,8 @@ def opened(
     identity = RunIdentity({"records_per_chunk": records_per_chunk, "tasks": 1})
     settings = CheckpointManager(folder, 0, records_per_chunk, identity, **changes)
     output = SimpleNamespace(write_chunk=write, placement=placement or Placement(), stop=nothing)
-    with settings.look() as found:
-        lease = found.take(nothing)
+    with settings.lock() as locked:
+        lease = locked.take(nothing)
     return OpenCheckpoint(settings, lease, output)
 
 

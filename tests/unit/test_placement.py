@@ -33,7 +33,7 @@ def finish_chunks(checkpoint, held, number):
 
 
 def free(monkeypatch, share):
-    monkeypatch.setattr(disk_space, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(disk_space, "_CHECK_SECONDS", 0.0)
     monkeypatch.setattr(disk_space, "reserve_bytes", lambda folder: 1000)
     monkeypatch.setattr(disk_space, "free_bytes", lambda folder: int(1000 * share))
 

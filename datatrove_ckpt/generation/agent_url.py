@@ -1,5 +1,5 @@
-"""An OpenAI-compatible address for a rollout: what an agent asks there is a request of its
-document, saved, counted and found again like any other.
+"""Serves an OpenAI-compatible address to the agent of a rollout. Each call of the agent becomes a
+request of its document, which is saved, counted and resumed like other requests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.process.open_files import make_room
 
 _NO_RETRY = {"x-should-retry": "false"}
-"""What OpenAI's client heeds. We have retried what may be retried."""
+"""OpenAI's client obeys this header: the request has had its retries here."""
 
 
 class _Asked(NamedTuple):
@@ -33,11 +33,11 @@ class _Asked(NamedTuple):
 class _AgentRequests:
     """The requests of an agent.
 
-    A client that loses its patience hangs up and asks again: the new request takes the result of
-    the old one, which is paid for.
+    A client that times out hangs up and repeats its request: the new request takes the result of
+    the old request, which is paid for.
 
     Attributes:
-        refusal: of the last request that has ended.
+        refusal: error of the last request that has ended; None if it was answered.
     """
 
     def __init__(self, generate: Any) -> None:
@@ -48,7 +48,11 @@ class _AgentRequests:
     async def result(
         self, request: web.BaseRequest, path: str, body: bytes, payload: JsonObject
     ) -> Any:
-        """Raises InferenceError: the request is refused."""
+        """Returns the answer.
+
+        Raises:
+            InferenceError: the request is refused.
+        """
         task = self._abandoned(path, body)
         if task is None:
             task = asyncio.create_task(self._generate(payload, path=path, whole=True))
@@ -66,7 +70,7 @@ class _AgentRequests:
         return result
 
     async def cancel(self) -> None:
-        """Ends the requests that nobody waits for: their answers would not be counted."""
+        """Ends the requests whose clients have gone: their answers would not be counted."""
         left = [asked.task for asked in self._asked]
         for task in left:
             task.cancel()
@@ -82,12 +86,12 @@ class _AgentRequests:
 
 @asynccontextmanager
 async def serve(generate: Any, model_name: str) -> AsyncIterator[str]:
-    """Yields the base URL, which ends in /v1, of a server on 127.0.0.1. Who does not know its path
-    is refused.
+    """Yields the base URL, which ends in /v1, of a server on 127.0.0.1. The server refuses clients
+    that do not know its secret path.
 
     Args:
-        generate: of the rollout.
-        model_name: in the list of models, of which clients take one.
+        generate: the rollout's ``generate``.
+        model_name: name in the list of models, from which clients choose.
 
     Raises:
         InferenceError: the agent failed after its last request was refused with this error.
@@ -111,7 +115,7 @@ async def serve(generate: Any, model_name: str) -> AsyncIterator[str]:
             is_stream = payload.pop("stream", False)
         except (ValueError, AttributeError, TypeError) as error:
             return _refusal(400, f"The body is no JSON object: {error}")
-        name = payload.pop("model", "")  # the run's is asked
+        name = payload.pop("model", "")  # the run's model is used
         path = path.removeprefix(secret)
         if is_stream and not path.endswith("/completions"):
             return _refusal(400, f"{path} has no streams here: use chat completions, or no stream")
@@ -122,7 +126,7 @@ async def serve(generate: Any, model_name: str) -> AsyncIterator[str]:
         except Exception as error:  # the rank stops
             return _refusal(503, str(error))
         assert result.answer is not None  # whole
-        answer = {"model": name, **result.answer}  # agents refuse an answer without one
+        answer = {"model": name, **result.answer}  # agents refuse an answer without a model
         if not is_stream:
             return web.Response(body=orjson.dumps(answer), content_type="application/json")
         parts = [*_chunks(answer, bool(options.get("include_usage")))]
@@ -138,7 +142,7 @@ async def serve(generate: Any, model_name: str) -> AsyncIterator[str]:
         port = listener.sockets[0].getsockname()[1]
         yield f"http://127.0.0.1:{port}{secret}/v1"
     except Exception as error:
-        # The agent made another error of the answer.
+        # The agent replaced our error with its own.
         if requests.refusal is not None:
             raise requests.refusal from error
         raise
@@ -157,7 +161,7 @@ def _refusal(status: int, text: str) -> web.Response:
 
 
 def _chunks(answer: JsonObject, with_usage: bool) -> list[JsonObject]:
-    """Returns a whole answer as a stream has it: all of a choice at once."""
+    """Returns a whole answer as the chunks of a stream: each choice is one part."""
     common = {name: answer.get(name) for name in ("id", "created", "model")}
     common["object"] = "text_completion"
     choices = []

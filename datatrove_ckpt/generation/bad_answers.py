@@ -1,5 +1,5 @@
-"""Retries answers that loop, refuse or are cut off, as ``on_loop``, ``on_refusal`` and
-``on_cut_off`` say.
+"""Retries answers that loop, refuse or are cut off, by the policies ``on_loop``, ``on_refusal`` and
+``on_cut_off``.
 """
 
 from collections import Counter
@@ -20,10 +20,10 @@ _BAD = {"on_loop": "is looping", "on_refusal": "is a refusal", "on_cut_off": "is
 
 
 async def acceptable(requests: RolloutRequests, payload: Payload, way: Api, whole: bool) -> Result:
-    """Returns the answer, or the answer of a retry, as the policies for bad answers say.
+    """Returns the answer, or the answer of a retry, by the policies for bad answers.
 
     Raises:
-        InferenceError: ``error`` is a BadAnswer; or see ``RolloutRequests.answered``.
+        InferenceError: ``error`` is a BadAnswer, or an error of ``RolloutRequests.answered``.
     """
     answers = requests.answers
     if answers.have_ended:

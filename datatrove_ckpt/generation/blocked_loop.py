@@ -11,7 +11,7 @@ from datatrove_ckpt.generation.user_frames import runs_at
 
 _BLOCKED_SECONDS = 10.0
 _watching: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
-"""By the thread of a loop: of several ranks on it, one watches at a time."""
+"""A lock for each loop's thread: one of the ranks on that loop watches at a time."""
 _named = {""}
 
 

@@ -24,10 +24,10 @@ from datatrove_ckpt.process.task_errors import safe_log
 
 
 class DocumentFailed(errors.DocumentFailed, types.InferenceError):
-    """See ``errors.DocumentFailed``.
+    """Reports a document's failure also as datatrove's ``InferenceError``.
 
     Args:
-        changes: see ``CkptError``.
+        changes: settings that correct the failure, as in ``CkptError``.
 
     Attributes:
         document: the document; None if one of its requests was not answered.
@@ -68,19 +68,19 @@ class _ServerFailure(errors.CkptError, types.InferenceError, types.ServerError):
 
 
 class ServerStartFailed(errors.ServerStartFailed, _ServerFailure):
-    """See ``errors.ServerStartFailed``."""
+    """Reports a server that did not start also as datatrove's errors."""
 
 
 class ServerDied(errors.ServerDied, _ServerFailure):
-    """See ``errors.ServerDied``."""
+    """Reports a server that died also as datatrove's errors."""
 
 
 class ServerUnavailable(errors.ServerUnavailable, _ServerFailure):
-    """See ``errors.ServerUnavailable``."""
+    """Reports a server without answers also as datatrove's errors."""
 
 
 class ServerRefused(errors.ServerRefused, _ServerFailure):
-    """See ``errors.ServerRefused``."""
+    """Reports a server that refuses requests also as datatrove's errors."""
 
 
 _RAISED: dict[type, type[_ServerFailure]] = {

@@ -1,7 +1,7 @@
 """Dead letters: the documents that could not be processed, and their retries.
 
 A line has a document's cause, and its data for a retry. A chunk's dead letters are appended to
-``dead_letters.jsonl`` at its commit. A retry writes the untaken letters to
+``dead_letters.jsonl`` at its commit. A retry writes the dead letters that no retry has taken to
 ``retry-00001/<rank>/input.jsonl``, and processes this file like other input, with a checkpoint in
 that folder. A document that fails again waits for the next retry.
 """
@@ -31,7 +31,7 @@ Letter = JsonObject
 
 
 def failure_of(error: BaseException) -> str | BaseException:
-    """Returns what failed: of datatrove's ``InferenceError`` its ``error``."""
+    """Returns the failure itself: for datatrove's ``InferenceError`` its ``error``."""
     if isinstance(error, InferenceError):
         failure: str | BaseException = error.error
         return failure
@@ -55,7 +55,7 @@ def dead_letter(
     """Returns a line of ``dead_letters.jsonl``, without its line break.
 
     Args:
-        payload_hashes: of the last request of each rollout.
+        payload_hashes: payload hash of the last request of each rollout.
     """
     document = source.document
     kept = source.as_read or as_read(document).data
@@ -74,7 +74,7 @@ def dead_letter(
 
 
 def read_letters(path: Path) -> Iterator[Letter]:
-    """Yields the letters of a file. A missing file has none."""
+    """Yields the dead letters of a file; none if it is missing."""
     if path.exists():
         with path.open("rb") as file:
             for line in file:
@@ -90,7 +90,7 @@ def _attempt_of(letter: Letter) -> LetterAttempt:
 
 
 def retried_dead_letters(root: Path, rank: int) -> dict[LetterAttempt, bytes]:
-    """Returns the letters of a rank that its retries have taken, as lines."""
+    """Returns the dead letters of a rank that its retries have taken, as lines."""
     return {
         _attempt_of(letter): orjson.dumps(letter)
         for folder in layout.folders_of(root, rank)
@@ -103,7 +103,7 @@ class DeadLetterRetry:
 
     Attributes:
         root: the pass's ``checkpoints_local_dir``.
-        prefix: stands before the chunk index in the names of its output files.
+        prefix: text before the chunk index in the names of its output files.
     """
 
     def __init__(self, root: Path, number: int, rank: int) -> None:
@@ -126,11 +126,11 @@ class DeadLetterRetry:
 
 
 def next_retry(root: Path, rank: int) -> DeadLetterRetry | None:
-    """Resumes an interrupted retry, or starts another. None: there is nothing to retry.
+    """Resumes an interrupted retry, or starts a new retry. None: there is nothing to retry.
 
     Raises:
         CheckpointMismatch: the rank itself is not finished; its own documents come first.
-        VersionMismatch, CheckpointCorrupt: see ``read_run``.
+        VersionMismatch, CheckpointCorrupt: ``run.json`` cannot be read.
     """
     folder = layout.rank_folder(root, rank)
     if (folder / layout.RUN).exists():
@@ -146,7 +146,7 @@ def next_retry(root: Path, rank: int) -> DeadLetterRetry | None:
         number = int(path.name.removeprefix(layout.RETRIES))
         retry = DeadLetterRetry(root, number, rank)
         if not retry.input.exists():
-            continue  # of other ranks
+            continue  # a retry of other ranks
         if not retry.is_finished:
             return retry
         folders.append(retry.folder)

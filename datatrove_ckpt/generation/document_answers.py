@@ -1,4 +1,4 @@
-"""One document's answers: those that are kept, what they count, and a wait for a batch."""
+"""Looks up one document's saved answers, counts its answers, and parks it for a batch."""
 
 import asyncio
 from functools import lru_cache
@@ -28,23 +28,23 @@ class DocumentParked(Exception):
 
 
 class DocumentAnswers:
-    """One document's answers: those that are cached, and what its rollouts took.
+    """One document's answers, and the counts of its rollouts.
 
     Attributes:
-        parked: its requests that wait for a batch.
-        batch_answers: how many answers of batches the rollout has come to.
+        parked: number of its requests that wait for a batch.
+        batch_answers: number of batch answers that the rollout has received.
         rejections: its requests that the server has rejected.
-        failure: stops the rank.
-        hashes, payloads: of the last request of each rollout.
-        requests: of each rollout, those that ended.
-        found: of each rollout, its requests and calls that earlier attempts have kept.
+        failure: error that stops the rank.
+        hashes, payloads: hash and payload of the last request of each rollout.
+        requests: number of ended requests of each rollout.
+        found: number of requests and calls of each rollout that earlier attempts have saved.
         tokens: prompt and completion tokens of each answer in turn.
-        failed: requests without an answer.
-        order, is_suspect: see ``attempts.Request``.
-        cut_off, empty: answers that ended at max_tokens, and answers without a text, or with a
-            vector of zeros.
-        reasons: answers by finish_reason, and by what is wrong with them.
-        results: of all answers but those that a retry has replaced. A rollout may have marked them
+        failed: number of requests without an answer.
+        order, is_suspect: the fields of ``routing.Request``.
+        cut_off, empty: number of answers that ended at max_tokens, and of answers without a text,
+            or with a vector of zeros.
+        reasons: number of answers by finish_reason, and by fault.
+        results: all answers except those that a retry has replaced. A rollout may have marked them
             as invalid.
     """
 
@@ -71,13 +71,13 @@ class DocumentAnswers:
         self._rank = rank
 
     async def cached(self) -> dict[AnswerKey, CachedAnswer]:
-        """Returns what earlier attempts have kept."""
+        """Returns the answers that earlier attempts have saved."""
         if self._cached is None:
             self._cached = asyncio.wrap_future(self._rank.checkpoint.lookup(self.slot))
         return await asyncio.shield(self._cached)
 
     async def kept(self, key: AnswerKey) -> CachedAnswer | None:
-        """Returns what earlier attempts have kept of one request or call."""
+        """Returns the saved answer of one request or call; None if there is none."""
         if not self.slot.cached:
             return None
         answer = (await self.cached()).get(key)
@@ -91,7 +91,7 @@ class DocumentAnswers:
 
     @property
     def have_ended(self) -> bool:
-        """Whether this document's requests have ended.
+        """True once this document may send no more requests.
 
         A rollout that swallows its cancellation must not keep the loop busy, and tasks that it left
         behind must not send requests.
@@ -101,10 +101,10 @@ class DocumentAnswers:
     def finished(
         self, outcome: Outcome, fingerprint: str, document: bytes, kept: int = 0
     ) -> FinishedDocument:
-        """Returns the finished document. ``kept``: number of rollouts with a result."""
+        """Returns the document's journal line. ``kept``: number of rollouts with a result."""
         requests = self.requests
         tokens = self.tokens
-        work = None  # the usual case is a shorter line: see Finished.work
+        work = None  # the usual case is a shorter line: see FinishedDocument.work
         usual = 1 if outcome == "written" else 0
         is_usual = len(requests) == 1 and requests[0] <= 1 and not self.failed and kept == usual
         if not is_usual:  # copies, because cancelled rollouts may still count
@@ -136,7 +136,7 @@ class DocumentAnswers:
         self.tokens += token_counts(result.usage or {})[:2]
 
     def count(self, rollout_idx: int, result: Result, way: Api, question: str = "") -> None:
-        """Counts an answer, and finds what is wrong with it. ``question``: the last message."""
+        """Counts an answer and its faults. ``question``: the last message."""
         choices = choices_of(result)
         self.results.append(result)
         reasons = [choice["finish_reason"] for choice in choices]
@@ -174,7 +174,7 @@ class DocumentAnswers:
         self.requests[rollout_idx] += 1
 
     def _count_reasons(self, result: Result, reasons: list[str | None]) -> bool:
-        """Returns whether an answer is cut off."""
+        """Counts the finish reasons. Returns whether the answer is cut off."""
         for name in result.reasons:
             self.reasons[name] = self.reasons.get(name, 0) + 1
         if ENDINGS.issuperset(reasons) or not any(map(is_cut_off, reasons)):
@@ -191,7 +191,7 @@ class DocumentAnswers:
         """Returns the values of ``RunnerSettings.added_columns``, without answers that a retry has
         replaced.
 
-        They depend on the document's own answers alone, in any order: so not on whether another
+        They depend only on the document's own answers, in any order: not on whether another
         document has the same answer.
         """
         results = self.results
@@ -210,7 +210,7 @@ class DocumentAnswers:
         }
 
     def next_key(self, rollout_idx: int, digest: str) -> AnswerKey:
-        """Returns the key of one more request of a rollout with this hash."""
+        """Returns the key of the next request of a rollout with this hash."""
         request = rollout_idx, digest
         key = AnswerKey(rollout_idx, digest, self.occurrences.get(request, 0))
         self.occurrences[request] = key.occurrence + 1
@@ -243,7 +243,7 @@ class DocumentAnswers:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether the rollout repeats a request of its last pass that has an answer."""
+        """False if the rollout did not repeat its answered request of the last pass."""
         run = self._rank.checkpoint.run  # the same code has parked the request
         if self.batch_answers or self._cached is None or not self._cached.done():
             return True

@@ -1,9 +1,9 @@
 """Decides how many documents may be in work at once.
 
-As many as have places for their requests, and a few more, so that there is a choice for each
-server. Rollouts that do other work between requests need more, so the number grows by one whenever
-a request could be sent, none waits, and no document may start, as in TCP's slow start. Large
-documents also share a budget of bytes.
+The limit covers the requests that the servers take, and a few more, so that each server has a
+choice. Rollouts that do other work between requests need more documents, so the limit grows by one
+whenever a request could be sent, none waits, and no document may start, as in TCP's slow start.
+Large documents also share a budget of bytes.
 """
 
 import asyncio
@@ -14,12 +14,12 @@ from datatrove_ckpt.config.inference_config import FIRST_LIMIT
 from datatrove_ckpt.inference.client.routing import WINDOW, Router, Sender
 from datatrove_ckpt.process.open_files import requests_at_once
 
-_SMALL = 1 << 16  # bytes of a document that count for nothing
+_SMALL = 1 << 16  # bytes of a document that are not counted
 _IDLE_SECONDS = 1.0
 
 
 def most_documents(configs: list[InferenceConfig]) -> int:
-    """Returns the most documents in work: as many as all models have room for."""
+    """Returns the maximum number of documents in work: all models are busy then."""
     config = configs[0]
     if config.limits_documents and config.max_concurrent_documents is not None:
         return config.max_concurrent_documents
@@ -37,8 +37,8 @@ class DocumentLimit:
     """Holds back documents: ``acquire`` before each, in one task; ``release`` after each.
 
     Args:
-        configs: of the models, the rollout's ``generate`` first.
-        media: the budget of bytes of all ranks that share this process.
+        configs: configs of the models, the model of ``generate`` first.
+        media: byte budget of all ranks of this process.
     """
 
     def __init__(self, configs: list[InferenceConfig], media: ByteBudget) -> None:
@@ -79,12 +79,12 @@ class DocumentLimit:
         self._wake()
 
     def follow(self, config: InferenceConfig, router: Router, sender: Sender) -> None:
-        """Follows the places at the servers of a model, up and down, as ``changed`` says."""
+        """Follows the capacity of a model's servers, up and down, at each call of ``changed``."""
         self._models[sender] = config, router
         self.changed(sender)
 
     def _is_idle(self) -> bool:
-        """Whether no server has a request, and none waits."""
+        """True if no request is in flight or waiting."""
         routers = [router for _, router in self._models.values()]
         busy = any(router.in_flight or router.waiting for router in routers)
         return bool(routers) and not self._is_fixed and not busy

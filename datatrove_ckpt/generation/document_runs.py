@@ -38,7 +38,7 @@ from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.exits import exit_error
 from datatrove_ckpt.rollouts import Rollout
 
-_SUSPICIOUS_DROPS = 100  # if a rollout drops so many first documents, it is logged
+_SUSPICIOUS_DROPS = 100  # a rollout that drops its first documents is logged at this number
 
 
 @dataclass(eq=False)
@@ -50,7 +50,7 @@ class DocumentRuns:
         limit: admits documents. ``run`` releases a document's place in it.
 
     Attributes:
-        parked: documents whose requests wait for a batch.
+        parked: number of documents whose requests wait for a batch.
     """
 
     requests: RankContext
@@ -160,7 +160,7 @@ class DocumentRuns:
 
     def _raise_if_stopping(self, answers: DocumentAnswers) -> None:
         """Raises if the document must end unrecorded: the failure of the checkpoint or of the
-        document, CancelledError after a stop of the rank, or Parked.
+        document, CancelledError after a stop of the rank, or DocumentParked.
 
         Any other CancelledError of a rollout is a failure of the document. ``Task.cancelling``
         cannot separate the cases: in Python 3.11 a TaskGroup in the rollout leaves it raised.

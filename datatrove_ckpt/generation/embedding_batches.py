@@ -1,4 +1,4 @@
-"""``texts_per_request``: texts of several documents share embedding requests.
+"""Lets texts of several documents share embedding requests (``texts_per_request``).
 
 Each text has its own cache key, row, counters and errors, as if it were alone.
 
@@ -61,7 +61,7 @@ class _Text:
 
 @dataclass(eq=False)
 class _TextBatch:
-    """The texts of one shared request. ``rest``: of the payload."""
+    """The texts of one shared request. ``rest``: the payload without its input."""
 
     client: CompletionClient
     rest: JsonObject
@@ -75,7 +75,7 @@ class EmbeddingBatches:
     """The shared requests of one rank to one model.
 
     Args:
-        most: texts in one request.
+        most: maximum number of texts in a request.
     """
 
     def __init__(self, most: int) -> None:
@@ -88,7 +88,7 @@ class EmbeddingBatches:
         """Returns the answer to one text, with the errors of ``CompletionClient.complete``."""
         loop = asyncio.get_running_loop()
         key = orjson.dumps([way.path, {**payload, "input": None}, way.extras], option=PAYLOAD_JSON)
-        # The rest as it is now: the rollout may change what is in it.
+        # A copy of the rest: the rollout may change its payload.
         if (batch := self._filling.get(key)) is None:
             batch = self._filling[key] = _TextBatch(client, orjson.loads(key)[1], way, [])
             loop.call_later(_LONGEST, self._send, key, batch)

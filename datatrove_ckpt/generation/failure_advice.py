@@ -1,6 +1,6 @@
-"""What to do about a document or a request that failed: a sentence, and the settings that do it.
+"""Advises what to do about a failed document or request: a sentence, and settings.
 
-A server's words choose a remedy, and decide nothing.
+The text of a server's error chooses only the advice.
 """
 
 import re
@@ -29,7 +29,7 @@ _WITHOUT_SUCH = (
     "To go on without such documents, as dead letters, set on_document_error to dead_letter."
 )
 
-# As vLLM, SGLang, llama.cpp and OpenAI word it.
+# The words of vLLM, SGLang, llama.cpp and OpenAI.
 _TOO_LONG = re.compile(
     r"(?:context.(?:length|size|window)|max(?:imum)?.(?:model|context|sequence|input).len"
     r"|exceed_context_size|longer than the (?:model|maximum))(?:\D{0,20}(\d+))?",
@@ -48,7 +48,7 @@ def describe_document(doc_id: str, ordinal: int) -> str:
 def advice_for(
     error: BaseException, step: RunnerSettings
 ) -> tuple[str, list[Mapping[str, object]]]:
-    """Returns what to do about a document that failed."""
+    """Returns the advice for a failed document, and the settings that it names."""
     way, changes = _way_out(error)
     if step.checkpoints_local_dir is None:
         return way, changes
@@ -108,7 +108,7 @@ def _way_out(error: BaseException) -> tuple[str, list[Mapping[str, object]]]:
 
 
 def offer_skipping(error: BaseException) -> None:
-    """Adds to the error how to continue without documents whose requests are rejected.
+    """Adds advice to the error: how to continue without documents whose requests are rejected.
 
     Only for a rank that has answers: otherwise all its requests may be rejected.
     """
@@ -126,7 +126,7 @@ def unanswered(doc_id: str, ordinal: int, error: CkptError, others: int) -> Ckpt
     document.
 
     Args:
-        others: requests that were answered, if no further one could be.
+        others: number of answered requests, once no further request can be answered.
     """
     document = describe_document(doc_id, ordinal)
     is_away = isinstance(error, ServerUnavailable)

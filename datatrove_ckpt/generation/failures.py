@@ -4,8 +4,8 @@
 ``skip_bad_requests``, at a bad answer by its setting (``on_loop: dead_letter``), and at a request
 that kills servers. A server's failure always stops the rank (``DocumentAnswers.fail``).
 
-A taken letter stays a letter when its chunk is redone (after ``repair``): otherwise the document
-would be in the output twice.
+A dead letter that a retry has taken stays a dead letter when its chunk is redone (after
+``repair``): otherwise the document would be in the output twice.
 """
 
 from dataclasses import dataclass
@@ -36,8 +36,9 @@ class FailurePolicy:
     """The rule for one rank, and the number of its dead letters.
 
     Attributes:
-        dead: dead letters of all attempts.
-        taken: lines of letters of retries, whose documents are not processed here.
+        dead: number of dead letters of all attempts.
+        taken: dead letters that retries have taken, as lines. Their documents are not processed
+            here.
     """
 
     step: RunnerSettings
@@ -45,7 +46,7 @@ class FailurePolicy:
     taken: dict[LetterAttempt, bytes]
 
     def taken_letter(self, source: SourceDocument, ordinal: int) -> bytes | None:
-        """Returns the letter that replaces processing the document; None: no retry has taken it.
+        """Returns the dead letter if a retry has taken it, so that the document is not processed.
 
         Raises:
             CheckpointMismatch: the retry has another document of this number.
@@ -73,14 +74,14 @@ class FailurePolicy:
         """Returns the document's dead letter, as a line of ``dead_letters.jsonl``.
 
         Args:
-            error: what a rollout of the document raised.
+            error: the error of a rollout of the document.
             rejections: the requests of the document that the server has rejected.
 
         Raises:
             DocumentFailed, CkptError: this failure stops the rank.
-            TooManyDeadLetters: this would be a dead letter beyond the limit.
+            TooManyDeadLetters: the dead letter would exceed the limit.
         """
-        # Perhaps of an error that gather has returned.
+        # The result may be an error that ``gather`` returned.
         if isinstance(error, errors.DocumentNotSerializable):
             error = next(
                 (cause for cause in errors.causes(error) if isinstance(cause, InferenceError)),
@@ -128,9 +129,9 @@ class FailurePolicy:
 
 
 def drops(error: BaseException) -> bool:
-    """Returns whether bad answers that are dropped are all that a rollout raises.
+    """Returns whether a rollout raises nothing but bad answers that are dropped.
 
-    An error that the user's code makes of one is an error.
+    An error into which the user's code converts a bad answer is an error.
     """
     if isinstance(error, BaseExceptionGroup):
         return all(map(drops, error.exceptions))

@@ -2,12 +2,12 @@
 
 The old output is datatrove's ``InferenceRunner`` (0.7 to 0.10), or ours, with any number of tasks:
 JSON lines, Parquet, datatrove's ``chunk_00007.jsonl`` of an unfinished chunk, our journals. A row
-belongs to the document with its id, text and metadata, apart from the input file's path, and what
-the rollout added or, as a function of yours, removed.
+belongs to the document with its id, text and metadata. The input file's path is ignored, and so are
+keys that the rollout added or, if it is the user's function, removed.
 
 Each start reads the old output again, so no crash leaves a state. The rows are copied to an unnamed
 temporary file, because gzip cannot seek and datatrove's rows are unordered. Each row takes 16 bytes
-of memory, 40 while sorted.
+of memory, and 40 while it is sorted.
 """
 
 import gzip
@@ -49,7 +49,7 @@ from datatrove_ckpt.rollouts.interface import FIELDS
 
 Places = str | Path | Sequence[str]
 _OF_TASK = re.compile(r"/[^/]*(\*|\$\{rank\}).*")
-"""The end of a place that names a task's own files."""
+"""The end of a location that names a task's own files."""
 _ADAPTER = "output_writer.adapter"  # it changes values
 _UNCHECKED = {"when": "", "field": "finished_from", "old": "unchecked results", "new": None}
 _TORN = "torn lines, as a kill leaves them"
@@ -61,21 +61,21 @@ _OF_SOME = frozenset({"tool_calls", "logprobs", "choices", "answer", "response_i
 
 
 class EarlierRuns:
-    """The runs whose results another run takes over, compared with it except in the number of
-    tasks, the size of chunks and all that is about files.
+    """Compares the runs of ``finished_from`` with the new run, except in the number of tasks, the
+    size of chunks and all settings of files.
 
-    A run of ours is found by its checkpoint: in the place, beside it, or where the owner's record
-    of an output folder says. A run of datatrove's has none. If the old run accepted changes, some
-    of its results were made with the earlier values.
+    A run of this package is found by its checkpoint: in the location, beside it, or in the folder
+    that the owner record of an output folder names. datatrove's runs have no checkpoint. If the old
+    run accepted changes, some of its results were made with the earlier values.
 
     Attributes:
         accepted: the differences, for the record of the run that accepts them.
-        unchecked: what the last line says, with a space before it; "" if every run was compared.
+        unchecked: sentence about runs that were not compared, after a space; "" if all were.
 
     Raises:
-        CheckpointMismatch: an old run differs, and that is not accepted.
-        ConfigError: its rows are no documents.
-        OSError: a place cannot be read.
+        CheckpointMismatch: an old run differs, and the change is not accepted.
+        ConfigError: an old run's rows are no documents.
+        OSError: a location cannot be read.
     """
 
     def __init__(self, step: RunnerSettings, identity: RunIdentity) -> None:
@@ -125,8 +125,8 @@ class EarlierRuns:
 
 
 def _all_settings(run: Json) -> list[Json]:
-    """Returns the settings with which a run made its results, those before accepted changes
-    included; nothing for a run that is not found.
+    """Returns the settings with which a run made its results, with the settings before accepted
+    changes; [] for a run that is not found.
     """
     if not run:
         return []
@@ -150,7 +150,7 @@ def _expanded(place: str) -> str:
 
 
 def _runs(place: str) -> list[Json]:
-    """Returns the settings of the runs that wrote to a place; {} for a run that is not found."""
+    """Returns the settings of the runs that wrote to a location; {} for a run that is not found."""
     from datatrove_ckpt.mirror.restore import read_job  # few runs need it
 
     place = _expanded(_OF_TASK.sub("", place))
@@ -168,7 +168,10 @@ def _runs(place: str) -> list[Json]:
     for owner in owners_of(get_datafolder(place)):
         run: Json = {}
         with suppress(PermissionError):
-            if RunOrigin(Path(owner.home), None).kept in (None, owner):  # else another run is there
+            if RunOrigin(Path(owner.home), None).kept in (
+                None,
+                owner,
+            ):  # else the folder holds another run
                 run = read_job(owner.home)
         runs.append(run)
     return runs or [{}]
@@ -179,13 +182,13 @@ _OldFile = tuple[DataFolder, str, Format]
 
 @dataclass(eq=False)
 class FinishedDocuments:
-    """Finds the old results of documents. For one thread; another thread may call ``close``.
+    """Finds the old results of documents, in one thread; another thread may call ``close``.
 
     Args:
         places: folders or URLs, which may end with a pattern of file names.
-        rollouts: the most results that a document may have.
-        folder: for the temporary file.
-        keeps_metadata: whether the rollout is none that may remove keys.
+        rollouts: maximum number of results of a document.
+        folder: folder of the temporary file.
+        keeps_metadata: the rollout removes no keys of the metadata.
     """
 
     _places: Places
@@ -196,10 +199,10 @@ class FinishedDocuments:
     _keeps_metadata: bool
 
     def __post_init__(self) -> None:
-        self._lost: set[str] = set()  # names of which a line of the log tells
+        self._lost: set[str] = set()  # names that are in the log
         self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (``close`` closes it)
         self._is_read = False
-        self._are_cells = False  # of CSV, whose values are texts
+        self._are_cells = False  # CSV, whose values are texts
         self._keys = np.zeros(0, np.uint64)
         self._offsets = np.zeros(0, np.uint64)
         self._causes = Counter[str]()
@@ -212,9 +215,9 @@ class FinishedDocuments:
         The first call reads the old output.
 
         Raises:
-            ConfigError: the old output is not there, or holds nothing usable.
+            ConfigError: the old output is missing, or holds no usable result.
             CheckpointLocked: a process works on the old run.
-            InputError, StorageFailed: an input file, or the temporary file, fails.
+            InputError, StorageFailed: an input file, or the temporary file, cannot be read.
         """
         if not self._is_read:
             self._is_read = True
@@ -251,7 +254,7 @@ class FinishedDocuments:
         return None
 
     def close(self) -> None:
-        """Removes the temporary file; a thread that uses it gets a ValueError."""
+        """Removes the temporary file. A thread that still uses it gets a ValueError."""
         self._file.close()
 
     def _find(self, digest: bytes) -> Iterator[bytes]:
@@ -267,10 +270,7 @@ class FinishedDocuments:
                 )
 
     def _differing(self, as_read: Json, old: Json) -> list[str]:
-        """Returns the keys with another value in an old row.
-
-        The input file may have another path now.
-        """
+        """Returns the keys with another value in an old row, except the input file's path."""
         names = old.keys() & as_read.keys() - {"file_path", self._metadata_key}
         differing = [
             name
@@ -381,7 +381,7 @@ class FinishedDocuments:
     def _document(self, row: Row | None, line: bytes) -> tuple[Document | None, str]:
         if row is None:
             return None, _TORN
-        if line.startswith(PREFIX):  # of our journal
+        if line.startswith(PREFIX):  # a line of our journal
             body = verified_body(line)
             if body is None:
                 return None, _TORN
@@ -427,7 +427,7 @@ def _lost(as_read: Json, old: Json) -> list[str]:
 
 
 def _is_same(as_read: object, old: object) -> bool:
-    """Compares values as JSON, without Parquet's nulls for keys of other rows."""
+    """Compares values as JSON, without Parquet's nulls for the keys of other rows."""
     option = orjson.OPT_SERIALIZE_NUMPY
     try:
         one, other = (orjson.dumps(value, default=str, option=option) for value in (as_read, old))
@@ -445,10 +445,7 @@ def _without_nulls(value: object) -> object:
 
 
 def _result(value: object) -> object:
-    """Converts an InferenceResult, of JSON or of a journal.
-
-    A rollout's own result stays.
-    """
+    """Converts an InferenceResult of JSON or of a journal; returns other results as they are."""
     if type(value) is InferenceResult:
         return Result(**vars(value))
     if not isinstance(value, dict):
@@ -458,5 +455,5 @@ def _result(value: object) -> object:
     }
     try:
         return result_of(fields, Result)
-    except TypeError:  # the rollout's own
+    except TypeError:  # a result of the rollout's own form
         return value

@@ -1,4 +1,4 @@
-"""Checks a document before any server works for it."""
+"""Checks a document before a server starts for it."""
 
 from datatrove.data import Document
 
@@ -14,8 +14,8 @@ def check_first(step: RunnerSettings, document: Document) -> None:
     """Checks the first document.
 
     Raises:
-        ConfigError: see ``check_answer``; or it lacks what the prompt of a ready-made rollout takes
-            from it, and that stops the run.
+        ConfigError: ``check_answer`` refuses it; or it lacks a field that the prompt of a
+            ready-made rollout needs, and that stops the run.
     """
     check_answer(step, document)
     rollout_fn = step.rollout_fn
@@ -32,7 +32,7 @@ async def try_media(step: RunnerSettings, document: Document) -> None:
     """Encodes the media of the first document.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: a medium is invalid.
     """
     rollout_fn = step.rollout_fn
     if isinstance(rollout_fn, PromptRollout):

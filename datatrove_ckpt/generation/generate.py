@@ -1,4 +1,4 @@
-"""The ``generate`` that a rollout gets. ``rollouts.Generate`` documents it.
+"""Implements the ``generate`` that a rollout receives; ``rollouts.Generate`` documents it.
 
 Its methods make requests (``requests.py``) or calls (``once.py``) of the rollout's document.
 """
@@ -43,7 +43,7 @@ class BoundGenerate:
         self._requests = requests
 
     def __getattr__(self, name: str) -> BoundGenerate:
-        """``generate.judge``: sends to the model of this name."""
+        """Returns ``generate`` for the model of this name (``generate.judge``)."""
         requests = self._requests
         models = requests.rank.models
         if name.startswith("_") or name not in models:
@@ -51,7 +51,7 @@ class BoundGenerate:
             raise AttributeError(
                 f"generate has no {name!r}, and the models of this run are {names}"
             )
-        # Not kept: it would be a reference cycle, freed only by the garbage collector.
+        # Not stored: it would be a reference cycle, freed only by the garbage collector.
         return BoundGenerate(
             RolloutRequests(requests.rank, requests.answers, requests.rollout_idx, models[name])
         )
@@ -63,7 +63,7 @@ class BoundGenerate:
     def __call__(
         self, payload: Payload, *, path: str | None = None, whole: bool = False
     ) -> Coroutine[object, None, Result]:
-        """Checks the arguments before any await, while the caller is known."""
+        """Checks the arguments before any await, while the caller's frame is on the stack."""
         requests = self._requests
         way = requests.model.usual
         if type(payload) is not dict and not isinstance(payload, Mapping):
@@ -118,7 +118,7 @@ class BoundGenerate:
                 "generate.once takes a name, a function (not its result), and what to give it, as "
                 "in generate.once('search', search, query)"
             )
-        if not isinstance(keep_errors, type):  # a list is none that ``isinstance`` takes
+        if not isinstance(keep_errors, type):  # ``isinstance`` takes no list
             keep_errors = tuple(keep_errors)
         call = OnceCall(name, function, args, kwargs, time_limit, keep_errors)
         try:
@@ -159,7 +159,7 @@ class BoundGenerate:
                 "or random numbers in its prompts?"
             )
 
-    # One request each, or one for each text, of a way that the engine has (``Engine.ways``).
+    # Each sends a request, or a request for each text, to an API of the engine (``Engine.ways``).
 
     async def embed(self, texts: str | Sequence[str], /, **params: object) -> Floats:
         if isinstance(texts, str):
@@ -216,7 +216,7 @@ class BoundGenerate:
     async def _ask(
         self, name: str, values: tuple[object, ...], params: Mapping[str, object], count: int = 1
     ) -> JsonObject:
-        """Returns what ``answers`` keeps of the answer. ``count``: see ``typed_api``."""
+        """Returns the parsed answer. ``count``: number of scores."""
         to = self._requests.config.engine.ways[name]
         result = await self._requests.answered(
             to.payload(values, params), typed_api(name, to.path, count)

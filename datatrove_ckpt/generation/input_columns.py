@@ -1,11 +1,11 @@
-"""The types of the input's columns, which Parquet output gives back.
+"""Reads the types of the input's columns, which the output writes again.
 
-Values alone do not tell them: a date has no unit, an integer no width, and a column may begin with
-values of a narrower type. So the first task that starts reads the schemas of all input files, and
-keeps their union in the job's folder. Each task keeps a copy, which comes with it to another node.
-A column has its input's type in each chunk whose values it holds as they are, and else the type of
-its values, as where a step or a rollout has changed it. A task that wrote output before there were
-such files goes on without them.
+The types cannot be inferred from values: a date has no unit, an integer no width, and a column may
+begin with values of a narrower type. So the first task that starts reads the schemas of all input
+files, and saves their union in the job's folder. Each task saves a copy, which moves with it to
+another node. A column keeps its input's type in each chunk with unchanged values. If a step or a
+rollout has changed the values, the column has the type of its values. A task that wrote output
+without such files continues without them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -43,7 +43,7 @@ def input_types(documents: Iterable[Document], folder: Path, writer: DiskWriter)
 
     Raises:
         InputError: two files have types of a column that no type can hold.
-        CheckpointCorrupt: the kept types cannot be read.
+        CheckpointCorrupt: the saved types cannot be read.
     """
     is_table = CSV.is_written_by(writer) and writer.expand_metadata
     has_columns = infers_schema(writer) or is_table
@@ -63,8 +63,8 @@ def input_types(documents: Iterable[Document], folder: Path, writer: DiskWriter)
 
 
 def _is_made(documents: Iterable[Document], shared: Path) -> bool:
-    """Makes the job's types, unless they exist. Returns False where the input has none, or another
-    task wrote output without them.
+    """Saves the job's types, unless they exist. Returns False if the input has none, or a task
+    wrote output without them.
     """
     if shared.exists():
         return True
@@ -143,7 +143,7 @@ def _columns(reader: SeekingReader, schema: Schema) -> Iterator[tuple[str, DataT
 
 
 def _written_type(kind: DataType) -> DataType | None:
-    """Returns the type that Parquet gives back for it; None if Parquet has none."""
+    """Returns the type that Parquet reads back for this type; None if it cannot write it."""
     file = BytesIO()
     try:
         pq.write_table(pa.table({"": pa.array([], kind)}), file)

@@ -28,12 +28,14 @@ from datatrove_ckpt.process.shutdown import Shutdown
 if TYPE_CHECKING:
     from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 
-# A look at 10,000 tasks takes 0.1 s on a local disk, and seconds on others.
+# A poll of 10,000 tasks takes 0.1 s on a local disk, and seconds on others.
 _LOOKS = Tuning(share=0.02, shortest=0.1, longest=60.0, first=1.0)
 
 
 class RunReader:
-    """How far all tasks of a run are, here and on the mirror. Tasks of a process share it."""
+    """Adds up the totals of all tasks of a run, here and on the mirror. A process has one reader
+    for a run.
+    """
 
     def __init__(self, root: Path, mirror: str | None) -> None:
         self.root = root
@@ -49,13 +51,13 @@ class RunReader:
         """Returns the sums over all tasks.
 
         Args:
-            without: the folder of a task that is not counted.
-            anew: looks now; else the last look may do.
+            without: folder of a task that is not counted.
+            anew: read the files now. Otherwise, the sums of the last poll may be returned.
         """
         asked = time.monotonic()
         with self._guard:
             is_due = time.monotonic() >= self._next_look
-            # Many tasks that start together share a look.
+            # Many tasks that start together share a poll.
             if is_due or (anew and self._began_at < asked):
                 self._began_at = time.monotonic()
                 found: dict[str, RunTotals] = {}
@@ -71,8 +73,8 @@ class RunReader:
 
 
 class MirrorTotals(TotalsReader):
-    """What a mirror says of its tasks, from a copy that each ``read`` brings up to date if the
-    mirror can be read.
+    """Reads the tasks' totals from a copy of a mirror. Each ``read`` updates the copy if the mirror
+    can be read.
     """
 
     def __init__(self, url: str) -> None:
@@ -105,7 +107,7 @@ def _reader(root: Path, mirror: str | None, pid: int) -> RunReader:
 
 def _reader_of(step: RunnerSettings) -> RunReader:
     root = Path(str(step.checkpoints_local_dir))
-    with suppress(ConfigError):  # the node that starts jobs may not know a variable of theirs
+    with suppress(ConfigError):  # the node that starts jobs may lack a variable of the jobs
         root = step.checkpoints_root
     return _reader(root, step.checkpoints_remote_dir, os.getpid())
 
@@ -122,10 +124,10 @@ def limit_reached(steps: Iterable[object]) -> LimitReached | None:
 
 @dataclass(eq=False)
 class LimitWatch:
-    """How far the run is from its limits, for one task.
+    """Stops one task when the run has reached its limits.
 
     Attributes:
-        others: what the other tasks have, as of the last look.
+        others: totals of the other tasks at the last poll.
     """
 
     step: RunnerSettings
@@ -138,8 +140,8 @@ class LimitWatch:
         self.is_on = bool(self._limits)
 
     def may_suffice(self) -> bool:
-        """Whether ``until`` is reached if each document in work is written, but for the one that
-        would begin another chunk. It waits: that chunk may never be whole.
+        """Returns whether ``until`` is reached once the documents in work are written. The document
+        that would begin a new chunk then waits, because that chunk may never be complete.
         """
         until = self._limits.until
         if until is None:
@@ -147,8 +149,9 @@ class LimitWatch:
         return self.others.written + self.checkpoint.most_written > until
 
     def look(self) -> None:
-        """Stops the task if the run has reached a limit, and the task is not about to be
-        complete. On the event loop, after each answer and from time to time.
+        """Stops the task if the run has reached a limit, unless the task has committed everything.
+
+        Called on the event loop, after each answer and at intervals.
         """
         if self.is_on:
             own = self.checkpoint.totals

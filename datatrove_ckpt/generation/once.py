@@ -1,4 +1,4 @@
-"""Calls that a rollout makes besides its requests: each is made once, and saved like an answer."""
+"""Makes the calls of a rollout besides its requests: each once, and saved like an answer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class OnceCall:
         """Hashes the call.
 
         Args:
-            code: hash of the run's code: other code may make another result of equal arguments.
+            code: hash of the run's code, which may change the result of equal arguments.
 
         Raises:
             TypeError: JSON cannot express the arguments.
@@ -53,10 +53,10 @@ class OnceCall:
 
 
 class OnceCalls:
-    """The calls of a rank. Must be made on its event loop.
+    """The calls of a rank. Must be created on the rank's event loop.
 
     Attributes:
-        running: how many have begun and not ended; a drain waits for them.
+        running: number of calls that have begun and not ended; a drain waits for them.
     """
 
     def __init__(self, counts: WorkCounts, shutdown: Shutdown) -> None:
@@ -66,11 +66,11 @@ class OnceCalls:
         self._threads = asyncio.Semaphore(_THREADS)
 
     async def make(self, call: OnceCall) -> CachedAnswer:
-        """Returns what is saved of the call.
+        """Makes the call, and returns the row for the request cache.
 
         Raises:
             DocumentNotSerializable: the result cannot be saved.
-            Exception: whatever the function raised, and is not kept; a TimeoutError, too.
+            Exception: the function's error, or a TimeoutError, unless ``keep_errors`` saves it.
         """
         counts = self._counts
         is_plain = not inspect.iscoroutinefunction(call.function)
@@ -79,7 +79,9 @@ class OnceCalls:
         if self._shutdown.is_stopping:
             await wait_until_cancelled()
         name = redact(call.name)
-        if name not in counts.calls and len(counts.calls) >= 20:  # it may be made of the document
+        if (
+            name not in counts.calls and len(counts.calls) >= 20
+        ):  # the name may contain text of the document
             name = OTHERS
         counts.calls[name] += 1
         self.running += 1
@@ -123,8 +125,8 @@ class OnceCalls:
         try:
             result, error = await in_own_thread(work)
         finally:
-            # Of a thread that goes on after its time limit, too: else all calls would end up
-            # waiting for threads that hang.
+            # Also if the thread runs on after its time limit: otherwise all calls would wait for
+            # threads that hang.
             self._threads.release()
         if error is not None:
             raise error
@@ -132,7 +134,11 @@ class OnceCalls:
 
 
 def _as_json(value: object, option: int) -> bytes:
-    """Raises TypeError: JSON cannot express the value."""
+    """Returns the value as JSON.
+
+    Raises:
+        TypeError: JSON cannot express the value.
+    """
     data = orjson.dumps(value, option=option)
     if b"null" in data and has_nan(value):  # orjson writes null for NaN
         raise TypeError("NaN and infinity are none")
@@ -159,7 +165,7 @@ def result_of(saved: CachedAnswer) -> Any:
     """Returns the result of a saved call.
 
     Raises:
-        CallFailed: it failed, and its error was kept.
+        CallFailed: the call failed, and its error was saved.
     """
     if saved.result is None:
         raise CallFailed(*orjson.loads(saved.error_message or ""))

@@ -1,4 +1,4 @@
-"""A request's payload: how it is hashed, seeded and written."""
+"""Hashes, seeds and encodes the payload of a request."""
 
 import orjson
 import xxhash
@@ -10,7 +10,7 @@ from datatrove_ckpt.output.document_codec import has_nan, trim
 from datatrove_ckpt.rollouts import Payload
 from datatrove_ckpt.rollouts.media import media_key, split_media
 
-# The hash of a payload with one of these depends on the order of the keys inside.
+# The hash of a payload with such a key depends on the order of the keys inside.
 _WITH_SCHEMA = frozenset({"response_format", "structured_outputs", "json_schema"})
 
 
@@ -38,7 +38,7 @@ def hash_payload(payload: Payload) -> str:
 def body_of(payload: Payload) -> AnyBody:
     try:
         return trim(orjson.dumps(payload, option=PAYLOAD_JSON))
-    except TypeError:  # there are media in it: ``hash_payload`` has refused all else
+    except TypeError:  # media: ``hash_payload`` has refused everything else
         return RequestBody(*split_media(payload, PAYLOAD_JSON))
 
 
@@ -46,7 +46,10 @@ def question_of(payload: Payload) -> str:
     """Returns the text of the last message, or the prompt, if it is a text."""
     try:
         question = payload["messages"][-1]["content"]
-    except (LookupError, TypeError):  # messages may be whatever orjson writes: dataclasses, too
+    except (
+        LookupError,
+        TypeError,
+    ):  # messages may be anything that orjson writes, such as dataclasses
         question = payload.get("prompt")
     if isinstance(question, list):
         question = "\n".join(str(part.get("text", "")) for part in question if type(part) is dict)
@@ -65,9 +68,9 @@ def request_seed(
     Args:
         seed: ``InferenceConfig.seed``.
         ordinal: separates documents whose ids repeat.
-        digest: the payload's, without a seed. The number of the call would depend on the order of
-            parallel calls.
-        occurrence: counts equal payloads within one rollout, from 0.
+        digest: hash of the payload without a seed. The number of the call would depend on the order
+            of parallel calls.
+        occurrence: number of earlier equal payloads in the rollout.
     """
     request = orjson.dumps([seed, ordinal, doc_id, rollout_idx, digest, occurrence])
     return int(xxhash.xxh3_64_intdigest(request)) >> (64 - 31)

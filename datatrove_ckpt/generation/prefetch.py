@@ -73,8 +73,8 @@ _STATELESS = frozenset(
 
 
 def stateful_steps(documents: Iterable[Document]) -> list[str]:
-    """Returns the names of the steps that may keep state, the last step first. Empty if readers are
-    found and none seeks.
+    """Returns the names of the steps that may keep state, the last step first. Empty if there are
+    readers and none seeks.
     """
     steps: list[str] = []
     readers: list[BaseReader] = []
@@ -89,28 +89,28 @@ def stateful_steps(documents: Iterable[Document]) -> list[str]:
         is_stateless = f"{kind.__module__}.{kind.__qualname__}" in _STATELESS
         if not is_stateless or getattr(step, "exclusion_writer", None) is not None:
             steps.append(last)
-    if not readers:  # a step hides those before it
+    if not readers:  # a step hides the steps before it
         return steps or [last]
     if any(isinstance(reader, SeekingReader) for reader in readers):
         return steps
     return []
 
 
-# The loop looks into the buffer so often. Waking it for each document would cost more.
+# Interval at which the loop polls the buffer. Waking the loop for each document would cost more.
 _LOOK_SECONDS = 0.005
 _BUFFER_DOCUMENTS = 128
 _BUFFER_BYTES = 2**21
 
 
 class SourceDocument:
-    """A document, with its fingerprint as it was read.
+    """A document, with the fingerprint of its input.
 
     Attributes:
-        id: as it was read, and printable. A rollout may change the document.
-        size: of the document, in bytes, roughly.
-        resumable: a resume may start after this document.
-        stats: of the steps before the runner, right after a chunk's last document.
-        finished: the metadata with results, if an old output has them.
+        id: printable id from the input. A rollout may change the document.
+        size: approximate bytes of the document.
+        resumable: whether a resume may start after this document.
+        stats: stats of the steps before the runner, right after a chunk's last document.
+        finished: metadata with results, if an old output has them.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class SourceDocument:
         self.size = read.size
         self.fingerprint = fingerprint(read.data)
         self._as_read: Document | bytes | None = read.data if keep else None
-        if keep and read.size > 2**16:  # bytes of a document whose text and media are kept once
+        if keep and read.size > 2**16:  # bytes from which text and media are not copied
             with contextlib.suppress(Exception):
                 self._as_read = deepcopy(document)  # texts and bytes are shared
         self.resumable = False
@@ -137,7 +137,7 @@ class SourceDocument:
 
     @property
     def as_read(self) -> bytes | None:
-        """The document's bytes before any rollout saw it; None if no dead letter needs them."""
+        """The document's bytes before its rollout; None if no dead letter needs them."""
         if isinstance(self._as_read, Document):
             return as_read(self._as_read).data
         return self._as_read
@@ -152,13 +152,13 @@ class SourceDocument:
 
 
 class DocumentSource:
-    """Reads ahead by at most ``_BUFFER_DOCUMENTS`` documents.
+    """Reads a rank's documents, ahead by at most ``_BUFFER_DOCUMENTS``.
 
     Args:
         keep_as_read: keep the bytes of each document for a dead letter.
-        seek: whether a resume may seek; None: if no step may keep state (see ``stateful_steps``).
-        pipeline: the steps before the runner, as the executor has them; None if that is not known.
-        revisions: the commits of datasets that the job reads; None without a checkpoint.
+        seek: whether a resume may seek; None: only if no step may keep state (``stateful_steps``).
+        pipeline: the executor's steps before the runner; None if they are not known.
+        revisions: commits of the datasets that the job reads; None without a checkpoint.
         finished: finds documents that need no request.
     """
 
@@ -187,7 +187,7 @@ class DocumentSource:
         self._in_order = True
         self._saved: tuple[int, int] | None = None
         self._lock = threading.Lock()
-        self._room = threading.Event()  # set at each look, so that one that is missed does no harm
+        self._room = threading.Event()  # set at each poll, so that a missed wake-up does no harm
         self._buffer: list[SourceDocument] = []
         self._bytes = 0
         self._closed = False
@@ -208,9 +208,9 @@ class DocumentSource:
     async def batches(self, point: ResumePoint) -> AsyncIterator[list[SourceDocument]]:
         """Yields the documents that are not done, in order. Skips the others by seeking or reading.
 
-        An ``error`` ends the input: ``CheckpointMismatch`` if it is shorter than it was, or another
-        one; ``InputError`` if a file is damaged or cut off, or no row of any file is a document; or
-        what a step before the runner has raised.
+        An ``error`` ends the input: ``CheckpointMismatch`` if the input has shrunk or changed;
+        ``InputError`` if a file is damaged or cut off, or no row of any file is a document; or the
+        error of a step before the runner.
         """
         self._first = point.next_ordinal
         self.has_begun = True
@@ -248,8 +248,8 @@ class DocumentSource:
         return self._newest[2].progress(self._newest)
 
     def shard(self) -> ReaderState:
-        """Returns the content of ``shard.json``: what was read, and the stats of the steps before
-        the runner.
+        """Returns the fields of ``shard.json``: the reader's record, and the stats of the steps
+        before the runner.
         """
         return self._shard | self._stats.at_end(self._read)
 
@@ -297,7 +297,7 @@ class DocumentSource:
             if last is not None:
                 last.resumable = self._in_order and position_of(last.document) is not None
                 last.stats = last.stats or self._stats.saved(ended=True)
-        except BaseException as error:  # the rank raises whatever the reader raised
+        except BaseException as error:  # the rank raises the reader's error
             end_fork(pid, error)
             if isinstance(error, Exception):
                 self.error = error
@@ -307,7 +307,7 @@ class DocumentSource:
             self._ended = True
 
     def _put(self, source: SourceDocument) -> bool:
-        """Returns False if the rank has ended."""
+        """Hands a document over, once the buffer has room. Returns False if the rank has ended."""
         self._check_order(source)
         while len(self._buffer) >= _BUFFER_DOCUMENTS or self._bytes > _BUFFER_BYTES:
             self._room.clear()
@@ -320,8 +320,9 @@ class DocumentSource:
         return not self._closed
 
     def _check_order(self, source: SourceDocument) -> None:
-        """Decides whether a resume may start after the previous document, now that the next one is
-        known. Mostly it is known long before its chunk is committed; otherwise, a resume counts.
+        """Decides whether a resume may start after the previous document, now that the next
+        document is known. Usually it is known long before the previous document's chunk is
+        committed; if not, a resume counts documents.
         """
         position = position_of(source.document)
         previous = self._previous
@@ -340,7 +341,7 @@ class DocumentSource:
                 "A step between the reader and InferenceRunner reorders documents, or makes "
                 "several of one: a resume will count documents from the start instead of seeking."
             )
-        # The first two numbers of a position say when it was read.
+        # The first two numbers of a position give the order of reading.
         if self._saved is not None and (position is None or position[:2] <= self._saved):
             raise ConfigError(
                 "A step between the reader and InferenceRunner reorders documents, or makes "

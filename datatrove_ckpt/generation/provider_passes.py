@@ -1,8 +1,9 @@
-"""Parked requests: what a rank with ``provider_batches`` does with requests without an answer.
+"""Sends a rank's parked requests in batches of the provider (``provider_batches``).
 
-A pass over the input parks them in files (``BatchLog``). After it, ``ProviderPasses.settle``
-uploads the files, creates batches, waits, and puts the answers into the request cache. The order of
-effects is in ``checkpoint/batch_log.py``. Then another pass finds them there.
+A pass over the input parks requests without an answer in files (``BatchLog``). After it,
+``ProviderPasses.settle`` uploads the files, creates batches, waits, and puts the answers into the
+request cache, where the next pass finds them. The order of effects is in
+``checkpoint/batch_log.py``.
 """
 
 import asyncio
@@ -54,23 +55,21 @@ T = TypeVar("T")
 
 POLL_SECONDS = 60.0
 LIST_LAG_SECONDS = 60.0
-"""A batch that was created may be missing in the provider's list for so long, and a file that was
-uploaded may not be found.
-"""
+"""Longest delay before a new batch is in the provider's list, and before a new file is found."""
 LOOK_SECONDS = 5.0
 _SHOWN = 2000
 
 
 async def open_provider(config: InferenceConfig, path: str) -> BatchProvider:
-    """``path``: of the requests."""
+    """Opens the provider of a model's batches. ``path``: path of the requests."""
     endpoint, *_ = await ready_endpoints(config, Outage(config.server_patience_seconds))
     kind = MessageBatches if path == MESSAGES else BatchProvider
     return kind(endpoint.url, endpoint.api_key)
 
 
 async def cancel(batch: Batch) -> str | None:
-    """Cancels a batch, in no run. Returns why it could not; "" if it could; None: the provider has
-    forgotten it, as a run has seen, too.
+    """Cancels a batch without a run. Returns the reason for a failure; "" after success; None if
+    the provider no longer has the batch, as a run has also found.
 
     Raises:
         CkptError: the provider cannot be reached.
@@ -102,7 +101,7 @@ class ProviderPasses:
     """The batches of one rank.
 
     Args:
-        configs: of the rank's models, by name.
+        configs: configs of the rank's models, by name.
     """
 
     _configs: dict[str, InferenceConfig]
@@ -157,7 +156,7 @@ class ProviderPasses:
                         self._outage = Outage(patience, model=batch.model)
                     # A provider that takes no more batches takes them when others have ended.
                     self._outage.failed(error, lambda: math.inf)
-                    # As after five failures.
+                    # The wait after five failures.
                     await asyncio.sleep(retrying.SERVER.wait(5, error.asked_wait))
             if has_advanced:
                 continue
@@ -182,7 +181,7 @@ class ProviderPasses:
     # one batch -----------------------------------------------------------------------------------
 
     async def _advance(self, batch: Batch) -> bool:
-        """Does the next effect. Returns False if that is for later."""
+        """Does the next effect for a batch. Returns False if the batch must wait."""
         config = self._configs.get(batch.model)
         parks = config is not None and config.provider_batches
         if batch.state in ("filled", "uploaded") and not parks:
@@ -211,7 +210,7 @@ class ProviderPasses:
         if remote.status not in ENDED:
             if batch.state == "incomplete":  # it was only missing for a while
                 await self._note(batch, "created")
-            # A state that is not known may be an end, too.
+            # An unknown state may also be an end.
             if remote.lines < batch.requests:
                 return False
         if remote.status == "failed" and not (remote.files and remote.lines):
@@ -249,7 +248,7 @@ class ProviderPasses:
                     await asyncio.sleep(LOOK_SECONDS)
                     # A gateway may refuse what its provider has created.
                     remote = await provider.find(batch, await self._known())
-            except RetryableError as error:  # a gateway's 429, too, may come after the batch
+            except RetryableError as error:  # even a gateway's 429 may follow a created batch
                 logger.warning(f"Whether batch {batch.number} was created is looked up: {error}")
                 return False
         await self._created(batch, remote)
@@ -265,7 +264,7 @@ class ProviderPasses:
         logger.info(f"Batch {remote.id} has {plural(batch.requests, 'request')} of this task.")
 
     async def _find(self, provider: BatchProvider, batch: Batch) -> bool:
-        """Looks for a batch that may have been created."""
+        """Searches the provider's list for a batch that may have been created."""
         now = time.monotonic()
         since = self._unknown_since.setdefault(batch.number, now)
         try:
@@ -284,14 +283,14 @@ class ProviderPasses:
             return True
         if now - since < LIST_LAG_SECONDS:
             return False
-        # A request to create it that is late fails then.
+        # Without its file, a late request to create the batch fails.
         await provider.delete(batch.file)
         del self._unknown_since[batch.number]
         await self._note(batch, "filled")
         return True
 
     async def _is_awaited(self, batch: Batch, missing: str) -> bool:
-        """Whether what is missing may still come."""
+        """Returns whether the missing answers may still arrive. Records that they are missing."""
         if batch.state != "incomplete":
             logger.warning(f"{missing}The run waits for the rest.")
             await self._note(batch, "incomplete")
@@ -299,7 +298,9 @@ class ProviderPasses:
         return unix_seconds() - batch.at < patience
 
     async def _refused(self, batch: Batch, remote: RemoteBatch) -> bool:
-        """A batch that failed as a whole has cost nothing."""
+        """Handles a batch that failed as a whole, which costs nothing. Returns False if it is
+        retried.
+        """
         others = [one for one in await self._open() if one.id]
         if len(others) > 1 and "token_limit_exceeded" in remote.errors:
             await self._note(batch, "uploaded", id="")
@@ -312,11 +313,11 @@ class ProviderPasses:
         )
 
     async def _collect(self, provider: BatchProvider, batch: Batch, remote: RemoteBatch) -> bool:
-        """Reads the answers. Returns False if the provider has no such file, or fewer lines than it
-        has counted: the rest may come.
+        """Reads the answers. Returns False if a file is missing, or has fewer lines than the
+        provider has counted: the rest may still arrive.
 
-        A request without a line counts as one that failed, unless the batch expired or was
-        canceled. So ``request_max_attempts`` ends it.
+        A request without a line counts as failed, unless the batch expired or was canceled. So
+        ``request_max_attempts`` limits its batches.
 
         Raises:
             ServerRefused: lines were missing for ``server_patience_seconds``, or name no request.
@@ -332,7 +333,9 @@ class ProviderPasses:
                         request = RequestId.parse(answer.custom_id)
                         if request is None:
                             strange = provider.clean(answer.custom_id)[:100]
-                        elif request not in found or answer.status == 200:  # an answer stays
+                        elif (
+                            request not in found or answer.status == 200
+                        ):  # a failure does not replace an answer
                             found.add(request)
                             rows += _rows(provider, request, answer, batch)
                         if len(rows) >= 500:
@@ -394,7 +397,7 @@ def _fail_others(rank: RankFiles, batch: Batch, found: set[RequestId]) -> None:
     for request in rank.batches.requests(batch.number):
         if request in found:
             continue
-        # An earlier look may have saved its answer.
+        # An earlier poll may have saved its answer.
         answer = rank.cache.answers(request.ordinal).get(request.key)
         if answer is None or fields_of_batch(answer).get("attempt", math.inf) < request.attempt:
             rows.append(batch.row(request, FAILURE, "the batch has no line for this request"))

@@ -1,7 +1,7 @@
-"""Finds answers that are probably bad: they loop, refuse, copy their prompt or repeat another one.
+"""Finds answers that are probably bad: they loop, refuse, copy their prompt or repeat an answer.
 
-Each test takes microseconds, is made of the text alone, and errs on the side of silence: the
-numbers are at least so many.
+Each test takes microseconds, reads only the text, and rather misses a bad answer than accuses a
+good answer: the true numbers may be higher.
 """
 
 import re
@@ -37,7 +37,7 @@ _REFUSAL_REASONS = frozenset({"refusal", "content_filter"})
 
 
 def is_looping(text: str) -> bool:
-    """Whether a text without blanks at its end ends in the same words again and again."""
+    """Returns whether a text without blanks at its end repeats its last words again and again."""
     tail = text[-_REPEATED_TAIL:]
     before = text.rfind(tail, -_LOOKED_AT, -1)
     if before < 0:
@@ -64,10 +64,10 @@ def _reason_of(choice: JsonObject) -> str:
 
 
 class AnswerQuality:
-    """What is wrong with the answers of a rank.
+    """Finds the faults of a rank's answers.
 
     Args:
-        refusals: further phrases, in any case, that the beginning of a refusal has.
+        refusals: further phrases, in any case, that stand at the beginning of a refusal.
     """
 
     def __init__(self, refusals: Sequence[str] = ()) -> None:
@@ -104,7 +104,7 @@ class AnswerQuality:
         return found
 
     def first_case(self, settings: Iterable[str], answer: Result) -> str:
-        """Returns the first setting that a choice of the answer is a case of, or ""."""
+        """Returns the first setting that applies to a choice of the answer, or ""."""
         choices = choices_of(answer)
         found = {fault for one in choices for fault in self._clear_faults(one, _text_of(one))}
         if any(is_cut_off(_reason_of(one)) for one in choices):
@@ -112,10 +112,10 @@ class AnswerQuality:
         return next((one for one in settings if _FAULT_OF.get(one, one) in found), "")
 
     def _clear_faults(self, choice: JsonObject, text: str) -> list[str]:
-        """Returns the faults that a text has by itself, without blanks at its start."""
+        """Returns the faults of a text alone, without blanks at its start."""
         reason = _reason_of(choice)
         found = []
-        if reason == "repetition" or is_looping(text):  # as of vLLM's repetition_detection
+        if reason == "repetition" or is_looping(text):  # the reason of vLLM's repetition_detection
             found.append(LOOPING)
         if self._is_refusal(choice, text, reason):
             found.append(REFUSING)

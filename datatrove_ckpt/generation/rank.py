@@ -80,7 +80,7 @@ _STARTS_OVER = (
 def run_rank(
     step: RunnerSettings, data: Iterable[Document] | None, rank: int, world_size: int
 ) -> None:
-    """See ``InferenceRunner.run``."""
+    """Runs one rank to its end (``InferenceRunner.run``)."""
     use(step.form)
     requests, servers = step.requests_and_servers()
     # The servers and their connections are shared: the executor has counted them.
@@ -114,9 +114,7 @@ def run_rank(
 
 @contextmanager
 def checkpoints_root(step: RunnerSettings) -> Iterator[Path]:
-    """Yields ``checkpoints_local_dir``, or a temporary folder: without checkpoints, nothing is kept
-    for a resume.
-    """
+    """Yields ``checkpoints_local_dir``, or a temporary folder from which no run resumes."""
     if step.checkpoints_local_dir is not None:
         yield step.checkpoints_root
         return
@@ -179,7 +177,7 @@ class _Run:
             self._take_in_passes(retry, retry.root, retry.prefix)
 
     def _take_in_passes(self, data: Iterable[Document], root: Path, prefix: str = "") -> None:
-        """Takes the rank again with the input read anew, until no request waits for a batch."""
+        """Runs passes over the input until no request waits for a batch."""
         self.has_batches = any(model.provider_batches for model in self.step.models.values())
         self.has_batches |= (rank_folder(root, self.rank) / BATCHES).exists()
         if not self.has_batches:
@@ -196,10 +194,7 @@ class _Run:
     def _take(
         self, data: Iterable[Document], root: Path, prefix: str = "", is_first: bool = True
     ) -> bool:
-        """Takes the rank, and then makes what publishes its output: see ``RankLease``.
-
-        Returns whether another pass must follow.
-        """
+        """Takes the rank's lease, and runs one pass. Returns whether another pass must follow."""
         step = self.step
         rank = self.rank
         preemption = self.preemption
@@ -217,7 +212,7 @@ class _Run:
             from datatrove_ckpt.mirror.restore import join_mirrored_job
 
             job = None
-            # This node sees the ranks of other nodes only on the mirror.
+            # The ranks of other nodes are only on the mirror.
             if not step.retry_dead_letters:
                 with preemption.interruptible():
                     job = join_mirrored_job(remote, self.root, rank, identity, step.accept_changes)
@@ -296,7 +291,7 @@ class _Run:
         others: CompletedWork,
         output: ChunkOutput,
     ) -> bool:
-        """Returns whether requests were parked, so that another pass must follow."""
+        """Runs one pass. Returns whether requests were parked, so that another pass must follow."""
         step = self.step
         rank = self.rank
         preemption = self.preemption
@@ -329,7 +324,7 @@ class _Run:
             completed = not again
         except BaseExceptionGroup as group:
             error = first_failure(group)
-            # With answers that came while it stopped.
+            # Also counts answers that came during the stop.
             if progress.has_answers() or step.retry_dead_letters:
                 offer_skipping(error)
             raise error from error.__cause__
@@ -361,7 +356,9 @@ class _Run:
         progress: RankReporter,
         results: ResultEncoder,
     ) -> bool:
-        """``_process`` in the event loop, with what runs beside it."""
+        """Runs the pass with its watchers, on the event loop. Returns whether requests were
+        parked.
+        """
         watchers = [
             asyncio.create_task(progress.report()),
             asyncio.create_task(self.preemption.watch_time_limit()),
@@ -429,7 +426,7 @@ class _Run:
                 await servers.close(ends_well)
         return runs.parked > 0
 
-    # What a rank logs at its start and its end ---------------------------------------------------
+    # log lines of a rank's start and end ---------------------------------------------------------
 
     def _log_start(self, checkpoint: OpenCheckpoint) -> None:
         if not checkpoint.lease.lock.works:
@@ -507,7 +504,7 @@ class _Run:
 
 
 def input_passes(data: Iterable[Document]) -> Iterator[Iterable[Document]]:
-    """Yields what runs the steps before the runner, for one pass after the other.
+    """Yields the input of each pass: an iterable that runs the steps before the runner.
 
     Raises:
         WaitsForBatches: another pass would find a function or an iterator empty.

@@ -1,4 +1,4 @@
-"""What all requests of a rank share: its models, its checkpoint, its counters and its end."""
+"""Holds the state that all requests of a rank share: models, checkpoint, counters and end."""
 
 import asyncio
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ class RankModel:
     """One of the rank's models.
 
     Attributes:
-        client: ready once its servers are.
-        usual: the way of a payload without a path.
-        batches: None: texts share no requests.
-        policies: for bad answers, by their settings; most models have none.
+        client: future of the client, which is done once the servers are ready.
+        usual: API of a payload without a path.
+        batches: shared embedding requests; None: texts share no requests.
+        policies: policies for bad answers, by their settings; most models have none.
         sizes: length of the first vector for each set of params.
-        is_dead: a drain does not wait for its requests in flight.
+        is_dead: whether a drain ignores its requests in flight.
     """
 
     batches: EmbeddingBatches | None = None
@@ -41,16 +41,16 @@ class RankModel:
 
 @dataclass(eq=False)
 class RankContext:
-    """What the requests of a rank share. The ``Scheduler`` says what its documents do.
+    """The state that the requests of a rank share.
 
-    Must be made on the event loop that runs it.
+    Must be created on the rank's event loop.
 
     Attributes:
-        configs: of the models, by their names.
-        quality: finds what is wrong with answers.
+        configs: configs of the models, by their names.
+        quality: finds faults of answers.
         code: hash of the user's code.
-        waiting: documents that wait for an answer.
-        documents: the documents in work, by ordinal. They handle their errors themselves.
+        waiting: number of documents that wait for an answer.
+        documents: tasks of the documents in work, by ordinal. They handle their own errors.
     """
 
     configs: dict[str, InferenceConfig]
@@ -73,7 +73,7 @@ class RankContext:
         self.storage_free = asyncio.Event()
 
     async def wait_for_storage(self) -> None:
-        # Looks at short intervals would wake thousands of waiting requests each time.
+        # Polls at short intervals would wake thousands of waiting requests each time.
         while self.checkpoint.congested:
             self.storage_free.clear()
             await self.storage_free.wait()

@@ -1,4 +1,4 @@
-"""Notes what a rollout asks, for ``run --sample`` and the checks of prompts."""
+"""Records the requests of a rollout, for ``run --sample`` and the checks of prompts."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class RecordedRequest:
     Attributes:
         question: the last message.
         prompt: all messages as JSON, with hashes of the media.
-        usage: as ``InferenceResult`` has it; empty of other answers.
-        started, ended: of the wait for the answer, as ``time.monotonic`` has them.
-        model: the name in ``generate.name``, or of a method; empty of ``generate`` itself.
-        endpoint: the one that answered, if the config has ``endpoints``.
+        usage: ``usage`` of an ``InferenceResult``; empty for other answers.
+        started, ended: monotonic times of the wait for the answer.
+        model: name in ``generate.name``, or of a method; empty for ``generate`` itself.
+        endpoint: name of the endpoint that answered, if the config has ``endpoints``.
     """
 
     question: str
@@ -66,16 +66,16 @@ async def unsent_prompts(rollout_fn: Rollout, documents: Iterable[Document]) -> 
         with suppress(TimeoutError):
             async with asyncio.timeout(2.0):  # for media and tokenizers
                 for document in documents:
-                    with suppress(Exception):  # of documents without a request, too
+                    with suppress(Exception):  # documents without a request raise their own errors
                         await rollout_fn(document, note)
     return prompts
 
 
 def noting(rollout_fn: Rollout, asked: NotedRequests) -> Rollout:
-    """Wraps the rollout function, and notes each document's requests in ``asked``.
+    """Wraps the rollout function, and records each document's requests in ``asked``.
 
     Raises:
-        ConfigError: a file that it needs is missing here.
+        ConfigError: a file that the rollout needs is missing here.
     """
     if isinstance(rollout_fn, ReadyMade):
         rollout_fn.prepare()
@@ -86,13 +86,13 @@ def noting(rollout_fn: Rollout, asked: NotedRequests) -> Rollout:
         )
 
     if isinstance(rollout_fn, PromptRollout):
-        vars(rollout)["drop_sent"] = rollout_fn.drop_sent  # see Results
+        vars(rollout)["drop_sent"] = rollout_fn.drop_sent  # for ResultEncoder
     return rollout
 
 
 @dataclass
 class _RecordingGenerate:
-    """A ``generate``, or a method or model of it, that notes each question and its answer."""
+    """Wraps a ``generate``, or a method or model of it, and records each question and answer."""
 
     _generate: Any
     _noted: list[RecordedRequest]
@@ -118,13 +118,13 @@ class _RecordingGenerate:
         return serve(self, self._generate.model_name)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "once":  # asks no model
+        if name == "once":  # sends no request
             return self._generate.once
         return _RecordingGenerate(getattr(self._generate, name), self._noted, self._model or name)
 
 
 def _question(payload: Any) -> str:
-    # Of a payload that is about to be refused.
+    # Errors mean that the payload will be refused.
     with suppress(AttributeError, LookupError, TypeError):
         if isinstance(payload, Mapping):
             return question_of({**payload})

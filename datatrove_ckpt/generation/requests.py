@@ -44,7 +44,7 @@ from datatrove_ckpt.output.document_codec import Result, result_of, trim
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
 from datatrove_ckpt.rollouts import Payload
 
-_UNKNOWN_FORMS = 2  # so many batches may have an answer in an unknown form to one request
+_UNKNOWN_FORMS = 2  # batches for a request whose answers have an unknown form
 _IN_TIERS = ("chat/completions", "completions", "responses")
 
 
@@ -72,11 +72,11 @@ class RolloutRequests:
         """Returns the cached answer, or sends the payload.
 
         Args:
-            whole: the payload may name its model.
-            retry_of: separates a retry from equal requests; () for other requests.
+            whole: whether the payload may name its model.
+            retry_of: key that separates a retry from equal requests; () for other requests.
 
         Raises:
-            InferenceError: the request cannot be answered; ``error`` says why.
+            InferenceError: the request cannot be answered; ``error`` has the cause.
             RolloutServerError: no request can be answered, or ``accept_null_finish_reason`` is
                 proved wrong.
         """
@@ -89,7 +89,7 @@ class RolloutRequests:
         model = config.model_name_or_path
         if whole:
             model = payload.get("model") or model
-        # The order in which datatrove sends: engines answer in the order of a schema.
+        # datatrove's order of keys: engines answer in the order of a schema.
         payload = {**payload, "model": model}
         if generates:
             for name, value in config.default_generation_params.items():
@@ -99,7 +99,7 @@ class RolloutRequests:
             if extras:
                 way = way._replace(extras=extras)
             if way.path in _IN_TIERS and type(sent.get("service_tier")) is list:
-                way = way._replace(tiers=sent.pop("service_tier"))  # the client adds one of them
+                way = way._replace(tiers=sent.pop("service_tier"))  # the client adds a tier
             digest = self.digest(sent, way, retry_of)
         except errors.ConfigError as error:
             raise failed(error, payload) from error
@@ -186,7 +186,7 @@ class RolloutRequests:
         return _result(fields, **source)
 
     async def _raise(self, error: errors.CkptError, key: AnswerKey, payload: Payload) -> NoReturn:
-        """Raises the rollout's error for a request without an answer. Keeps a rejection."""
+        """Raises the rollout's error for a request without an answer. Saves a rejection."""
         model = self.model
         self.rank.observer.own.failed += 1
         if isinstance(error, errors.RequestRejected):
@@ -195,8 +195,8 @@ class RolloutRequests:
         at_fault = isinstance(error, errors.RequestFailed) and error.is_documents
         if at_fault:
             model.client.result().sender.at_fault.add(self.answers.slot.ordinal)
-            # So the next attempt needs no other requests to compare with. Status 0: all versions
-            # send such a request again.
+            # Saved, so that the next attempt needs no other requests to compare with. Status 0: all
+            # versions send such a request again.
             await self.keep(key, CachedAnswer(None, f"0 {error}"))
         if at_fault or isinstance(error, errors.RequestPoisoned):
             raise failed(errors.named(error, model.config.name), payload) from error
@@ -216,7 +216,7 @@ class RolloutRequests:
         Otherwise parks the request, and never returns.
 
         Raises:
-            RequestFailed: as many batches as allowed have not answered it.
+            RequestFailed: the allowed number of batches have not answered it.
         """
         config = self.config
         answers = self.answers
@@ -263,9 +263,9 @@ class RolloutRequests:
         return None
 
     def digest(self, payload: Payload, way: Api, retry_of: tuple[object, ...] = ()) -> str:
-        """Hashes the payload, with way and model under names that no request has.
+        """Hashes the payload, with API and model under names that no request has.
 
-        The usual way and a single model add nothing.
+        The usual API and a single model add nothing.
         """
         if not NOT_ANSWERING.isdisjoint(payload) and way.path in _IN_TIERS:
             payload = {name: value for name, value in payload.items() if name not in NOT_ANSWERING}
@@ -282,7 +282,7 @@ class RolloutRequests:
     def _disproved(self, reason: str) -> RolloutServerError:
         """Stops the rank, because an answer disproves ``accept_null_finish_reason``.
 
-        The answer is cached, so each further attempt ends here, too.
+        The answer is cached, so each further attempt also ends here.
         """
         client = self.model.client
         believed = client.result().without_reason if client.done() else 0
@@ -298,7 +298,7 @@ class RolloutRequests:
         return self._stopped(error)
 
     def _check_size(self, answered: Completion | Result, payload: Payload, way: Api) -> None:
-        """Stops the rank, before a vector is cached, if its size differs from the first one's."""
+        """Stops the rank, before a vector is cached, if its size differs from earlier vectors."""
         if not way.is_shared:
             return
         assert answered.answer is not None
@@ -324,7 +324,7 @@ class RolloutRequests:
         errors.named(error, self.model.config.name)
         answers = self.answers
         rank = self.rank
-        # The number of answered requests, if only documents that may be at fault are left.
+        # The number of answered requests, if only documents that may be at fault remain.
         others = 0
         if rank.all_started and self.model.client.done():
             client = self.model.client.result()
@@ -342,9 +342,8 @@ class RolloutRequests:
 
 
 def failed(error: Exception, payload: Payload) -> InferenceError:
-    """Returns datatrove's error.
-
-    Its text goes to logs and dead letters, without the payload's secrets.
+    """Returns datatrove's error, whose text (for logs and dead letters) has no secrets of the
+    payload.
     """
     inference_error = InferenceError(None, error, payload=masked("payload", payload))
     inference_error.payload = payload
@@ -358,7 +357,7 @@ def _from_cache(answer: CachedAnswer, config: InferenceConfig) -> Result | None:
         RequestRejected: the cached answer is a rejection.
     """
     if answer.result is not None:
-        fields = orjson.loads(answer.result)  # of earlier versions, datatrove's alone
+        fields = orjson.loads(answer.result)  # earlier versions saved only datatrove's fields
         if not OF_BATCH.isdisjoint(fields):
             return None
         source = [fields.pop(name, "") for name in ("response_id", "model", "endpoint")]
@@ -373,9 +372,10 @@ def _from_cache(answer: CachedAnswer, config: InferenceConfig) -> Result | None:
 
 
 def _fields(completion: Completion, payload: Payload) -> JsonObject:
-    """Returns the fields of an answer that are kept.
+    """Returns the fields of an answer that are saved.
 
-    They also depend on the payload, so that a table has its columns before the first tool call.
+    The fields also depend on the payload, so that a table has its columns before the first tool
+    call.
     """
     asks_for_more = payload.get("tools") or payload.get("logprobs")
     fields: JsonObject = {

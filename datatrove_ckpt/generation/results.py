@@ -1,8 +1,8 @@
 """Puts the results of rollouts into documents, and encodes these for the journal.
 
-``answer`` is the name under which the answers of a run are a column of its output. Without it, the
-results replace what stands at ``metadata_key``, as datatrove's do. With ``explode`` that column is
-a list, of which ``output`` makes rows.
+``answer`` names the output column of a run's answers. Without it, the results replace the value at
+``metadata_key``, as in datatrove. With ``explode`` the column is a list, and ``output`` makes a row
+of each item.
 """
 
 import asyncio
@@ -28,15 +28,15 @@ DROPPED = b"null"
 
 
 class ResultEncoder:
-    """The results of one rank.
+    """Puts results into one rank's documents, and encodes them.
 
     Args:
-        names: of the output files, to which a document may give a part.
+        names: names of the output files, which may contain values of a document.
         trial: tries the writer; None without a checkpoint, where a document that fails is lost
             anyway.
 
     Attributes:
-        may_wait: ``encode`` may wait for a thread.
+        may_wait: whether ``encode`` may wait for a thread.
     """
 
     def __init__(self, step: RunnerSettings, names: FileNames, trial: WriterTrial | None) -> None:
@@ -66,7 +66,7 @@ class ResultEncoder:
             check_answer(self._step, document)
 
     def put_added(self, document: Document, answers: DocumentAnswers) -> None:
-        """Puts the columns of ``quality`` and the endpoints into the metadata. Those of an old
+        """Puts the columns of ``quality`` and the endpoints into the metadata. Values of an old
         output stay.
         """
         if self._added:
@@ -80,7 +80,7 @@ class ResultEncoder:
         """Returns the document with its results; ``DROPPED`` if it has none.
 
         Raises:
-            DocumentNotSerializable: it, or a result, cannot be written.
+            DocumentNotSerializable: the document, or a result, cannot be written.
         """
         if not self._has_media:
             self._drop_media(document)
@@ -112,8 +112,8 @@ class ResultEncoder:
 
 
 def put_answer(step: RunnerSettings, document: Document, results: Sequence[object]) -> bool:
-    """Puts the answers into the metadata, where a value that the rollout put there stays. Returns
-    False if nothing is to be written: there are no items.
+    """Puts the answers into the metadata, unless the rollout has put a value there. Returns False
+    if there are no items to write.
 
     Renames the keys that would replace a column of a table: ``text`` to ``metadata_text``.
     """
@@ -143,7 +143,7 @@ def put_answer(step: RunnerSettings, document: Document, results: Sequence[objec
 
 
 def _items(value: object) -> Sequence[object]:
-    """Returns the items of a list, or of a text that is one in JSON; else the value alone."""
+    """Returns the items of a list, or of a text that is a list in JSON; else the value alone."""
     if isinstance(value, str):
         text = value.strip()
         fenced = FENCE.fullmatch(text)

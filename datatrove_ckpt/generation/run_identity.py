@@ -1,4 +1,5 @@
-"""What identifies a run: a flat dict of plain values, whose names appear in ``CheckpointMismatch``.
+"""Builds a run's identity: a flat dict of plain values, whose names appear in
+``CheckpointMismatch``.
 
 Settings that cannot change an answer (concurrency, timeouts, log folders) are left out. Secrets are
 hashed. Release 0.2.0 pickled ``CodeIdentity`` under the name of this module.
@@ -28,7 +29,7 @@ from datatrove_ckpt.user_code.statements import digest
 
 _OTHER_NAME = "an endpoint names a model that is new to the run; set it only if it is the same one"
 CHAT_TEXTS = "rollout_fn.chat_texts"
-"""The field of runs that take JSON in ``prompt_column`` for the chat that it is."""
+"""The field of runs that send a chat, as JSON in ``prompt_column``, as a chat."""
 
 
 def run_identity(
@@ -40,7 +41,7 @@ def run_identity(
     world_size: int,
     begun: JsonObject,
 ) -> RunIdentity:
-    """Returns the identity of a run. ``begun``: the settings with which it began, if it did."""
+    """Returns the identity of a run. ``begun``: the settings with which it began, or {}."""
     output = {
         **metadata_keys,
         "records_per_chunk": records_per_chunk,
@@ -55,7 +56,7 @@ def run_identity(
     notes[ENDPOINT_MODELS] = _OTHER_NAME
     fields: JsonObject = {"identity_version": code.version}
     fields |= _fields_of_models(models) | code.fields | output
-    # Answers that it has may come from endpoints that are no more in the list.
+    # The run's answers may come from endpoints that are no longer in the list.
     for name, found in begun.items():
         if without_model(name) == ENDPOINT_MODELS:
             fields[name] = sorted({*found, *fields.get(name, ())})
@@ -66,7 +67,7 @@ def run_identity(
 
 
 def servers_digest(models: Mapping[str, InferenceConfig]) -> str:
-    """Hashes the settings of servers that affect answers, and are not in a payload."""
+    """Hashes the settings of servers that affect answers and are not in a payload."""
     of_models = _fields_of_models(models)
     answering = {name: value for name, value in of_models.items() if affects_answers(name)}
     # The providers of ``endpoints`` have one model, whichever they are.
@@ -75,7 +76,7 @@ def servers_digest(models: Mapping[str, InferenceConfig]) -> str:
 
 
 def sent_chats_as_texts(begun: JsonObject) -> bool:
-    """Whether a run that has begun sent JSON in ``prompt_column`` as one message."""
+    """Returns whether a run that has begun sent JSON in ``prompt_column`` as one message."""
     is_of_column = (
         begun.get("rollout_fn.prompt_column") and begun.get("rollout_fn.prompt") in BARE
     ) or "rollout_version" in begun
@@ -88,7 +89,7 @@ def answering_flags(engine: Engine, model_kwargs: Mapping[str, object] | None) -
 
 
 def _fields_of_models(models: Mapping[str, InferenceConfig]) -> JsonObject:
-    """Returns the fields of all models; names of models after the first precede theirs."""
+    """Returns the fields of all models; fields of later models begin with the model's name."""
     first, *others = models
     fields = _config_fields(models[first])
     if others:

@@ -1,6 +1,4 @@
-"""The settings of an ``InferenceRunner`` (see its docstring), and the further content of its
-pickle.
-"""
+"""Checks and pickles the settings of an ``InferenceRunner``, whose docstring describes them."""
 
 from __future__ import annotations
 
@@ -57,7 +55,9 @@ _ENDPOINT_COLUMN = "endpoint_column"  # the field of runs that began with ``endp
 
 @dataclass(eq=False, repr=False)
 class RunnerSettings(PipelineStep):
-    """Only a step writes to its fields: other rooms ask for a copy, ``changed``."""
+    """The settings of one ``InferenceRunner``. Other modules do not write to its fields: they take
+    a copy (``changed``).
+    """
 
     rollout_fn: Rollout
     config: InferenceConfig | dict[str, InferenceConfig]
@@ -101,7 +101,7 @@ class RunnerSettings(PipelineStep):
     no_wait: bool = field(default=False, init=False)
     tells_endpoints: bool = field(default=False, init=False)
 
-    named_models = Veiled()  # of a ``config`` with names; else there is none
+    named_models = Veiled()  # the models of a ``config`` with names; else missing
     _code_when_made = Veiled()  # a CodeIdentity: executor.json does not even show its hashes
 
     def __post_init__(self) -> None:
@@ -196,8 +196,8 @@ class RunnerSettings(PipelineStep):
                 raise ConfigError("is this run's own checkpoints_local_dir.", setting=name)
 
     def adopt_recorded_settings(self) -> None:
-        """Sends the JSON of chats as a run that began before them did, and adds its columns: files
-        with others would not load together.
+        """Keeps the form of chats and the output columns of a run that has begun: files with other
+        columns would not load together.
         """
         begun = self._begun()
         prompt = self.rollout_fn
@@ -207,9 +207,9 @@ class RunnerSettings(PipelineStep):
             self.tells_endpoints = _ENDPOINT_COLUMN in begun
 
     def _begun(self) -> JsonObject:
-        """Returns the settings with which the run began, if it did."""
+        """Returns the settings with which the run began; {} if it has not begun."""
         if self.checkpoints_local_dir is not None:
-            with suppress(ConfigError, OSError):  # whoever starts the run says it
+            with suppress(ConfigError, OSError):  # the start of the run reports it
                 return recorded_settings(self.checkpoints_root)
         return {}
 
@@ -229,14 +229,14 @@ class RunnerSettings(PipelineStep):
     @property
     def limits(self) -> Limits:
         until = self.until
-        if self.retry_dead_letters:  # of a run whose tasks are all complete
+        if self.retry_dead_letters:  # all tasks of the run are complete
             until = None
         return Limits(until, self.max_cost, self.max_total_tokens)
 
     @property
     def models(self) -> dict[str, InferenceConfig]:
-        """By their names, the rollout's ``generate`` first; {"": config} of a model without a
-        name.
+        """The configs by model name, the model of ``generate`` first; {"": config} for a model
+        without a name.
         """
         if "named_models" in vars(self):
             return dict(self.named_models)
@@ -244,13 +244,13 @@ class RunnerSettings(PipelineStep):
 
     @property
     def model(self) -> InferenceConfig:
-        """The first one."""
+        """The config of ``generate``'s model, which is the first."""
         assert isinstance(self.config, InferenceConfig)
         return self.config
 
     @property
     def settings_for_letters(self) -> list[str]:
-        """The settings of models that make dead letters of bad answers."""
+        """Names of the models' settings that make dead letters of bad answers."""
         return [
             name
             for model in self.models.values()
@@ -267,7 +267,7 @@ class RunnerSettings(PipelineStep):
 
     @property
     def added_columns(self) -> dict[str, str]:
-        """The metadata keys that say more of the answers, by what they say."""
+        """The metadata keys of further facts about the answers, by the facts' names."""
         endings = []
         if self.quality:
             endings += ["finish_reason", "faults", "tokens"]
@@ -278,7 +278,7 @@ class RunnerSettings(PipelineStep):
 
     @property
     def rows(self) -> RowsOf:
-        """What makes rows of a finished document."""
+        """The function that makes rows of a finished document."""
         if self.explode:
             return partial(exploded, column=str(self.answer_column), key=self.metadata_key)
         return one_row
@@ -293,15 +293,16 @@ class RunnerSettings(PipelineStep):
 
     @property
     def checkpoints_root(self) -> Path:
-        """``checkpoints_local_dir`` on this node.
+        """The path of ``checkpoints_local_dir`` on this node.
 
-        Raises ConfigError if a variable in it is not set here.
+        Raises:
+            ConfigError: a variable in the path is not set here.
         """
         return expand_path("checkpoints_local_dir", self.checkpoints_local_dir or "")
 
     def preemption(self) -> Preemption:
-        """Returns what handles a stop. Without a checkpoint there is no drain, because nothing is
-        saved.
+        """Returns the object that handles a stop. Without a checkpoint there is no drain, because
+        nothing is saved.
         """
         seconds = 0.0
         if self.checkpoints_local_dir is not None:
@@ -344,7 +345,7 @@ class RunnerSettings(PipelineStep):
         return copied
 
     def record_steps_before(self, steps: Sequence[object]) -> None:
-        """Describes the steps before this one, for the records of the ranks that will finish."""
+        """Describes the steps before the runner, for the records of ranks that finish later."""
         self.steps_before = described(steps)
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -352,8 +353,8 @@ class RunnerSettings(PipelineStep):
         ForkingPickler.register(cls, _for_process)
 
     def code(self) -> CodeIdentity:
-        """Returns the code's part of the run's identity; functions pickled by value as they were
-        then.
+        """Returns the code's part of the run's identity. Functions pickled by value are described
+        as they were pickled.
         """
         self._code_when_made = code_identity(
             self.rollout_fn,
@@ -373,7 +374,7 @@ class RunnerSettings(PipelineStep):
         self.code()
         state = {**self.__dict__}
         held = {**state}
-        del held["_code_when_made"]  # hashes, under the names of what they stand for
+        del held["_code_when_made"]  # hashes, under the names of the hashed values
         names = script_names.collect(held)
         if names is not None:
             state["_script_names"] = names
@@ -405,7 +406,7 @@ class RunnerSettings(PipelineStep):
         return copied
 
 
-# Only its ``__init__`` is wanted: datatrove would write a dataclass, secrets included, to
+# Only the generated ``__init__`` is needed: datatrove would write a dataclass, secrets included, to
 # executor.json.
 del RunnerSettings.__dataclass_fields__
 # Python's messages about arguments show this name.
@@ -413,13 +414,13 @@ RunnerSettings.__init__.__qualname__ = "InferenceRunner.__init__"
 
 
 def described(steps: Sequence[object]) -> list[StepRecord]:
-    """Describes steps before a runner, as the executor has them, with their code."""
+    """Describes the executor's steps before a runner, with their code."""
     from datatrove_ckpt.readers.step_records import describe_pipeline
 
     return describe_pipeline(steps, code_of)
 
 
 def _for_process(step: RunnerSettings) -> object:
-    """Pickles a step for a worker process: through a pipe, without what the process already has."""
+    """Pickles a step for a worker process, without the names that the process already has."""
     with script_names.nothing_carried():
         return step.__reduce_ex__(2)

@@ -1,5 +1,4 @@
-"""Runs one rank: documents from the reader go through the rollout function, and the results to the
-checkpoint.
+"""Runs one rank's documents: from the reader through the rollout function to the checkpoint.
 
 Everything here runs on one event loop, which never waits on a disk or a reader. Three limits hold
 back new documents: ``max_concurrent_documents``, the bounded queue of the storage thread, and the

@@ -1,4 +1,4 @@
-"""An early stop of a rank, in order. ``Shutdown`` says whether and how quickly."""
+"""Stops a rank early, in order. ``Shutdown`` decides whether and how quickly."""
 
 import asyncio
 from contextlib import suppress
@@ -9,11 +9,11 @@ from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.generation.rank_requests import RankContext, RankModel
 from datatrove_ckpt.process.event_loop import in_own_thread
 
-# How often the loop polls what other threads do for the rank. A callback for each change would cost
+# Interval at which the loop polls the work of other threads. A callback for each change would cost
 # more: the disk writes hundreds of groups in a second.
 LOOK_SECONDS = 0.01
-_PUBLISH_WAIT_SECONDS = 5.0  # a drain waits so long for complete chunks
-_GRACE_SECONDS = 2.0  # a drain waits so long for rollouts that compute or sleep
+_PUBLISH_WAIT_SECONDS = 5.0  # for complete chunks, in a drain
+_GRACE_SECONDS = 2.0  # for rollouts that compute or sleep, in a drain
 # Seconds after each cancellation of a rollout. Its clean-up may take their sum.
 _CANCEL_WAITS = (0.2, 0.8, 2.0, 2.0)
 _CANCEL_WAITS_FAST = (0.2, 0.8)
@@ -24,8 +24,8 @@ async def next_look() -> None:
 
 
 async def end_documents(requests: RankContext) -> None:
-    """Cancels the remaining documents, and again those that swallow it: for five seconds, in a fast
-    stop for one.
+    """Cancels the remaining documents, and repeats it for documents that swallow the cancellation,
+    for five seconds, or one second in a fast stop.
 
     ``asyncio.TaskGroup`` would wait for such a task forever; a rank leaves it behind.
     """
@@ -55,8 +55,9 @@ async def stop_when_requested(
     """Waits until the rank is to stop, and stops it.
 
     Args:
-        serving: start, watch and, when they are cancelled, stop the servers; one for each model.
-        watch: raises failures of the checkpoint.
+        serving: a task for each model, which starts and watches its servers, and stops them when it
+            is cancelled.
+        watch: task that raises failures of the checkpoint.
 
     Raises:
         Preempted: a stop was requested.
@@ -91,8 +92,8 @@ async def stop_when_requested(
     for task in serving:
         task.cancel()
     await end_documents(requests)
-    # 3. The checkpoint writes all that was handed over, uploads the last version to the mirror, and
-    # releases the rank.
+    # 3. The checkpoint writes everything that was handed over, uploads the last version to the
+    # mirror, and releases the rank.
     with shutdown.closing():
         await asyncio.wait(serving)
         watch.cancel()  # further failures are in ``checkpoint.error``
@@ -119,7 +120,7 @@ def _log_drain(requests: RankContext, in_flight: int) -> None:
 async def _drain(requests: RankContext, models: list[RankModel]) -> None:
     """Waits until no request or call is in flight, and every document waits to begin one."""
     requests.checkpoint.flush_placement()
-    # This must hold in two polls: an answer that has just come is yet to be passed to its rollout.
+    # This must hold in two polls: a new answer may not have reached its rollout yet.
     quiet = 0.0
     while quiet < _GRACE_SECONDS:
         await next_look()

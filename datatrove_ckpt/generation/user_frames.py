@@ -25,10 +25,10 @@ _INSTALLED = tuple(
 
 
 def user_frame_of(error: BaseException) -> str:
-    """Returns the place in the user's code as ", in job.py, line 9 (rollout)"; "" if our own code
+    """Returns the line of the user's code as ", in job.py, line 9 (rollout)"; "" if our own code
     raised the error.
 
-    For an error of a library, this is the user's call.
+    For an error of a library, this is the line of the user's call.
     """
     places = [(frame.f_code, line) for frame, line in walk_tb(first_failure(error).__traceback__)]
     if not places or is_package_code(places[-1][0]):
@@ -39,7 +39,7 @@ def user_frame_of(error: BaseException) -> str:
 
 
 def user_call_site() -> str:
-    """Returns the user's call of our code, formatted as ``user_frame_of``; "" for a library's
+    """Returns the user's call of our code, formatted as in ``user_frame_of``; "" for a library's
     call.
     """
     for frame, line in walk_stack(sys._getframe()):
@@ -52,8 +52,8 @@ def user_call_site() -> str:
 
 
 def runs_at(thread: int) -> str:
-    """Returns what a thread runs in the user's code, formatted as ``user_frame_of``; "" if a
-    callback of ours runs, or none.
+    """Returns the line of the user's code that a thread runs, formatted as in ``user_frame_of``; ""
+    if it runs our code, or no user code.
     """
     for frame, line in walk_stack(sys._current_frames().get(thread)):
         if is_package_code(frame.f_code):

@@ -1,4 +1,4 @@
-"""Checks the user's rollout function, and gives it the arguments of ``shared_context``.
+"""Checks the user's rollout function, and binds the arguments of ``shared_context``.
 
 A rollout is refused before the run only if it provably fails: a plain ``def`` may return an
 awaitable.
@@ -40,7 +40,7 @@ def check_rollout(rollout_fn: Rollout, context: SharedContext) -> None:
     """Refuses a rollout that cannot be called with the document, ``generate`` and the context.
 
     Raises:
-        ConfigError: names the function and its parameters.
+        ConfigError: the call would fail.
     """
     if not callable(rollout_fn):
         raise ConfigError(
@@ -96,7 +96,7 @@ def _check_call(rollout_fn: Rollout, shared: Shared, complete: bool) -> None:
     try:
         signature = inspect.signature(rollout_fn)
     except (TypeError, ValueError):
-        return  # some callables of other languages have none
+        return  # some callables of other languages have no signature
     bind = signature.bind if complete else signature.bind_partial
     try:
         bind("document", "generate", **shared)
@@ -111,13 +111,13 @@ def _check_call(rollout_fn: Rollout, shared: Shared, complete: bool) -> None:
 
 @contextmanager
 def shared_arguments(context: SharedContext, preemption: Preemption) -> Iterator[Shared]:
-    """Enters ``shared_context``, in any of its four forms, and gives the arguments.
+    """Enters ``shared_context``, in any of its four forms, and yields the arguments.
 
     Raises:
-        ConfigError: it gave something else than a dict.
+        ConfigError: it returned something other than a dict.
         UnexpectedExit: it tried to end the process.
     """
-    # The object that a @contextmanager function returns is callable, too: check for a context
+    # The object that a @contextmanager function returns is also callable: check for a context
     # manager first.
     with ExitStack() as stack:
         with no_exit("shared_context", preemption.shutdown), preemption.interruptible():

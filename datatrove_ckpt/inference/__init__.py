@@ -1,6 +1,6 @@
-"""Everything that talks to a model server or launches a server.
+"""Sends requests to model servers, and launches servers.
 
-    client/     takes a payload, returns an answer: connections, retries, blame of failures
+    client/     takes a payload, returns an answer: connections, retries, causes of failures
     servers/    launches, watches and restarts servers, and divides the node's GPUs among them
 
 ``servers`` imports ``client``, never the other way round. Neither touches a checkpoint, and neither

@@ -1,4 +1,4 @@
-"""Bodies of requests with media, and the limits on the bodies of answers.
+"""Builds request bodies with media, and limits the bodies of answers.
 
 A thousand requests with pictures of 10 MB may be in flight. So a body refers to the bytes, and
 encodes them piece by piece, as fast as the server takes them.
@@ -25,7 +25,7 @@ class RequestBody:
 
     Args:
         texts: the JSON before, between and after the media.
-        media: become base64 between the texts.
+        media: bytes that become base64 between the texts.
     """
 
     __slots__ = ("_media", "_size", "_texts")
@@ -49,7 +49,7 @@ class RequestBody:
         return b"".join(self._texts)
 
     def with_media_hashed(self) -> bytes:
-        """Returns the JSON with a hash in place of each of the media."""
+        """Returns the JSON with a hash in place of each medium."""
         hashes = [xxhash.xxh3_64_digest(data) for data in self._media]
         pieces = zip_longest(self._texts, hashes, fillvalue=b"")
         return b"".join(piece for pair in pieces for piece in pair)
@@ -62,7 +62,7 @@ AnyBody = bytes | RequestBody
 
 
 def with_field(body: AnyBody, name: bytes, value: str) -> AnyBody:
-    """Adds a field to a body that has others."""
+    """Adds a field to a body that has fields."""
     end = b',"%b":%b}' % (name, orjson.dumps(value))
     if isinstance(body, RequestBody):
         return body.ended(end)
@@ -76,10 +76,10 @@ LARGE_ANSWER_BYTES = 1 << 20
 class LargeAnswer:
     """An answer that is arriving.
 
-    All of more than 1 MiB in this process share an eighth of its memory.
+    All answers of more than 1 MiB in this process share an eighth of its memory.
 
     Args:
-        coding: gzip and deflate are decompressed.
+        coding: Content-Encoding; gzip and deflate are decompressed.
     """
 
     _sizes: ClassVar[dict[int, int]] = {}
@@ -92,7 +92,7 @@ class LargeAnswer:
         self._sizes.pop(id(self), None)
 
     def append(self, body: bytearray, data: bytes) -> str:
-        """Appends bytes to the body. Returns why it is refused, or ""."""
+        """Appends bytes to the body. Returns the reason if the answer is refused, else ""."""
         for start in range(0, len(data), _PIECE):  # 1 MB may become a gigabyte
             piece = data[start : start + _PIECE]
             body += self._decompressed(piece)
@@ -109,8 +109,8 @@ class LargeAnswer:
             return data
 
     def refusal(self, size: int) -> str:
-        """Returns why an answer of ``size`` bytes is refused, or "". The oldest may use the whole
-        budget, so one always completes.
+        """Returns the reason if an answer of ``size`` bytes is refused, else "". The oldest answer
+        may use the whole budget, so it always completes.
         """
         if size <= LARGE_ANSWER_BYTES:
             return ""

@@ -1,16 +1,16 @@
-"""CompletionClient sends one payload until there is an answer, or until there can be none.
+"""Sends one payload until there is an answer, or until no answer can come.
 
     what happens                                                     then
     400, 413, 414, 422, 431                                          RequestRejected: this request
                                                                      never succeeds
-    408, 409, 425, 429, 498, 5xx; refused, reset, torn connections;  retried; how long, see below;
-                                                                     at the end
+    408, 409, 425, 429, 498, 5xx; refused, reset, torn connections;  retried, as long as the clocks
+                                                                     below allow; then
     timeouts; bodies that are no completion; no choices;             ServerUnavailable (no request
                                                                      is answered), or
     two answers to one; finish_reason null, "abort" and the like     RequestFailed (others are);
                                                                      both stop the run
-    a form that is not known, three times in a row, or for a minute  ServerRefused, with path and
-    finish_reason null, from a server that has sent nothing else     body
+    an unknown form, three times in a row, or for a minute           ServerRefused, with path and
+    finish_reason null, from a server that has sent no other         body
     401, 402, 403, 404 and any other 4xx, any 3xx, 501               ServerRefused: no request of
                                                                      this run succeeds. 403, 406,
                                                                      451 are retried while others
@@ -20,31 +20,33 @@
                                                                      exchanged
     the server we launched died, or hangs                            sent again, without using up an
                                                                      attempt
-    it died of this request alone, after two other deaths            RequestPoisoned
+    the server died of this request alone, after two other deaths    RequestPoisoned
     this process may open no more connections                        TooManyOpenFiles: the run stops
 
 Only the HTTP status decides, not a body, which may quote the document. One exception: llama.cpp's
 500 for a text that is too long for an embedding counts as 413.
 
-Sleeps between attempts grow from 0.5 s to 30 s with full jitter, or last as long as the server asks
-(at most 120 s, and never beyond the patience). A sleeping request holds no place, except at a
-server that limits requests under ``max_concurrent_generations: auto`` (see ``AdaptiveLimit``).
+Sleeps between attempts grow from 0.5 s to 30 s with full jitter, or last as long as Retry-After
+requires (at most 120 s, and never beyond the patience). A sleeping request holds no place, except
+at a server that limits requests under ``max_concurrent_generations: auto`` (``AdaptiveLimit``).
 
-A null finish_reason may mean a truncated answer, but some gateways send nothing else:
+A null finish_reason may mean a truncated answer, but some gateways send no other:
 ``accept_null_finish_reason`` decides.
 
 Answers from stopped or lost servers are dropped: they may be half a text with status 200.
 
 Two clocks end the retries; both run for ``server_patience_seconds``:
 
-    the outage clock   runs while no request at all is answered, unless an endpoint works whose
-                       minute is full. At its end the run stops (``ServerUnavailable``).
+    the outage clock   runs while no request is answered, unless an endpoint works and only its
+                       limit per minute is used up. At its end the run stops
+                       (``ServerUnavailable``).
     a request's clock  adds up the time in which this request fails while others are answered. At
                        its end, and after ``request_max_attempts`` such failures, the request has
                        failed (``RequestFailed``).
 
 A request that failed ``request_max_attempts`` times, while the same servers answered 50 others, is
-its document's fault (``RequestFailed.is_documents``), unless too many are (``Sender``).
+its document's fault (``RequestFailed.is_documents``), unless too many documents are at fault
+(``Sender``).
 
 Many requests may compete for a small rate, so failures of a busy server (429, 498, 503, 529) have
 ten times the patience. A busy server that has worked on a request for a minute counts as reachable.
@@ -105,10 +107,10 @@ from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.open_files import requests_at_once
 
 # Seconds for which only other servers get requests after a failed connection, and after other
-# failures: a server that fails at once has the fewest requests in flight, and would get all.
+# failures: a server that fails immediately has the fewest requests in flight, and would get all.
 _COOLDOWN = 5.0
 _SHORTEST_REST = 1.0
-_SAY_AFTER = 3.0  # a reset connection or one 503 is everyday life
+_SAY_AFTER = 3.0  # a reset connection or a single 503 is normal
 _SAY_FAILS_AGAIN = 600.0  # an endpoint with a limit fails each minute
 _WORKS = 60.0
 
@@ -119,13 +121,13 @@ _HINT = (
 
 
 def hang_after(longest: float) -> float:
-    """Returns how long a server that has answered may be silent before it hangs.
+    """Returns the silence after which a server that has answered counts as hanging.
 
     Measured with ``tests/simulated_engine.py``: GPUs count no token for 26 s at most, in a prompt
     of 128,000 tokens; CPUs for up to 20 minutes, but for at most 4.7 times as long as before.
 
     Args:
-        longest: its longest silence so far.
+        longest: longest silence so far, in seconds.
     """
     return max(120.0, 6 * longest)
 
@@ -134,9 +136,9 @@ class Outage:
     """The outage clock of one client.
 
     Attributes:
-        answers: how many requests were answered.
-        unreachable: the last failure says that no server can be reached.
-        hangs: seconds for which an endpoint has been silent, if that is unusual.
+        answers: number of answered requests.
+        unreachable: whether the last failure was a failed connection.
+        hangs: seconds of an endpoint's unusual silence; 0 if it is not unusual.
     """
 
     def __init__(
@@ -171,12 +173,12 @@ class Outage:
         self._is_shown = False
 
     def look(self, busy: float, timeout: float, name: str = "The server") -> None:
-        """Warns of an unusual silence. A slow endpoint looks the same, and may be paid, so nothing
-        is sent again.
+        """Warns of an unusual silence, and sends nothing again: a slow endpoint, which may be paid,
+        behaves alike.
 
         Args:
-            busy: seconds for which the oldest request has been in flight; 0 without one.
-            name: of the servers that have requests.
+            busy: seconds for which the oldest request has been in flight; 0 without requests.
+            name: name of the servers that have requests.
         """
         now = self.clock()
         if self.answers > self._seen:
@@ -200,7 +202,7 @@ class Outage:
                 )
 
     def begin(self, unreachable: bool, since: float) -> None:
-        """``since``: when the outage began, unless it has begun already."""
+        """Begins an outage at ``since``, unless it has begun already."""
         self.unreachable = unreachable
         if self._since == math.inf:
             self._since = since
@@ -263,10 +265,10 @@ class RequestClock:
     """The clock of one request that has failed.
 
     Args:
-        answers: requests that had been answered when it was sent.
+        answers: number of answered requests when the request was sent.
 
     Attributes:
-        beside: its failures while others were answered.
+        beside: number of failures while other requests were answered.
     """
 
     _outage: Outage
@@ -288,7 +290,7 @@ class RequestClock:
 
         Raises:
             RequestFailed: this request has used up its patience or attempts.
-            ServerRefused: see ``_judge``.
+            ServerRefused: the server refuses this request, and answers no other.
         """
         self._attempts += 1
         if not (failure.unsent or failure.server_is_limited):
@@ -337,7 +339,7 @@ class RequestClock:
             raise error
 
     def next_way(self, way: Api, failure: RetryableError) -> Api:
-        """Returns the way of the next attempt; the tiers share the patience equally."""
+        """Returns the API of the next attempt; the tiers share the patience equally."""
         if not self._tiers or (failure.unreachable and not failure.timed_out):
             return way
         waited = (self._outage.clock() - self._began_at) / self._outage.patience
@@ -361,8 +363,8 @@ class ModelServers:
     """The servers of one model, shared by several ranks.
 
     Args:
-        config: ``max_concurrent_generations`` is the limit for all ranks together.
-        clock: replaces ``time.monotonic`` for patience.
+        config: settings; ``max_concurrent_generations`` is the limit of all ranks together.
+        clock: replacement of ``time.monotonic`` for patience.
     """
 
     def __init__(
@@ -373,10 +375,10 @@ class ModelServers:
         self.outage = Outage(config.server_patience_seconds, clock, config.name)
 
     def add_endpoints(self, endpoints: Sequence[EndpointAccess]) -> None:
-        """Adds servers that are always there.
+        """Adds servers that this process does not launch.
 
         Raises:
-            ConfigError: a URL that cannot be used.
+            ConfigError: a URL cannot be used.
         """
         for one in endpoints:
             if one.api_key is not None and one.url.has_credentials:
@@ -411,10 +413,7 @@ class ModelServers:
                 sender.on_server(what, name, url, why)
 
     def mark_up(self, target: Target, url: HiddenUrl, api_key: Secret | None) -> None:
-        """Sends requests to this URL from now on.
-
-        A restarted server has another port and another key.
-        """
+        """Sends requests to this URL from now on: a restarted server has a new port and key."""
         target.url = url
         target.api_key = api_key
         self.transport(target, default_api(self.config))  # raises for a wrong URL now
@@ -438,7 +437,7 @@ class ModelServers:
         await _close(target)
 
     def transport(self, target: Target, way: Api) -> Transport:
-        """Returns the connections to a server. They hold the key."""
+        """Returns the connections to a server, which hold the key."""
         if (found := target.transports.get(way.path)) is None:
             assert target.url is not None
             proxied = self.config.server_type == "endpoint"
@@ -451,7 +450,7 @@ class ModelServers:
         return self.config.request_timeout or 3600.0
 
     def look(self) -> None:
-        """Looks for a silent endpoint. Servers of ours have ``servers/supervision.py``."""
+        """Checks for a silent endpoint. ``servers/supervision.py`` checks launched servers."""
         if self.config.server_type == "endpoint":
             name = "The server"
             if len(self.router.targets) > 1:
@@ -459,7 +458,7 @@ class ModelServers:
             self.outage.look(self.oldest_in_flight(), self.timeout, name)
 
     def oldest_in_flight(self) -> float:
-        """Returns seconds; 0 without requests in flight."""
+        """Returns the age of the oldest attempt in seconds; 0 without requests in flight."""
         now = time.monotonic()
         starts = [
             attempt.started_at for target in self.router.targets for attempt in target.attempts
@@ -477,12 +476,12 @@ class CompletionClient:
     """Sends the requests of one rank to the servers of a model.
 
     Args:
-        sleep: replaces ``asyncio.sleep`` between attempts.
+        sleep: replacement of ``asyncio.sleep`` between attempts.
 
     Attributes:
         without_reason: number of answers without a finish_reason.
-        pausing: requests that wait for their next attempt.
-        cancelled: attempts that their rollout, or the end of the event loop, cancelled.
+        pausing: number of requests that wait for their next attempt.
+        cancelled: number of attempts that their rollout, or the end of the event loop, cancelled.
     """
 
     def __init__(
@@ -524,14 +523,14 @@ class CompletionClient:
 
         Args:
             body: the final payload as JSON.
-            request: its history; None: a new one.
+            request: history of the request; None: a new request.
 
         Raises:
             MustDivide: a shared request was in flight at several deaths, or fails while others
                 succeed.
             RequestRejected, RequestPoisoned, RequestFailed, ServerUnavailable, ServerRefused,
-                TooManyOpenFiles: see the module's table.
-            ServerDied: no server is left, and none may be restarted.
+                TooManyOpenFiles: the table of this module has the causes.
+            ServerDied: no server remains, and none may be restarted.
         """
         way = way or self.way
         request = request or Request(self.sender)
@@ -617,8 +616,8 @@ class CompletionClient:
         return 0.0
 
     def _leave(self, target: Target, refusal: ServerRefused) -> None:
-        """Sends no more requests to an endpoint that refuses them, if there are others; else raises
-        the refusal.
+        """Stops sending requests to an endpoint that refuses them, if there are other endpoints;
+        else raises the refusal.
         """
         others = [one for one in self._router.targets if one.up and one is not target]
         if self._config.server_type != "endpoint" or not others:
@@ -628,7 +627,7 @@ class CompletionClient:
             logger.warning(f"{refusal} The other endpoints get its requests until the next start.")
 
     async def _wait(self, seconds: float, failure: RetryableError) -> None:
-        """Sleeps until the next attempt, but no longer than the patience with an outage."""
+        """Sleeps until the next attempt, at most until the patience with an outage ends."""
         bounded = self.outage.left() > 0
         while seconds > 0 and not (bounded and self.outage.left() <= 0):
             pause = seconds
@@ -718,7 +717,7 @@ class CompletionClient:
             self.outage.answered()
             raise
         except RetryableError as failure:
-            remember_sent(way.extras)  # which the answer may quote
+            remember_sent(way.extras)  # the answer may quote them
             if isinstance(failure, UnexpectedResponse):
                 failure.quoted = response.body.decode(errors="replace")
             failure.quote()
@@ -738,7 +737,7 @@ class CompletionClient:
             raise
 
     def _rest(self, target: Target, failure: RetryableError) -> None:
-        """Lets other servers have the next requests, if there are any."""
+        """Makes a failed server rest, so that other servers get the next requests."""
         if not target.up:
             return
         now = time.monotonic()
@@ -775,7 +774,7 @@ class CompletionClient:
             )
 
     def _check_reason(self, answer: Completion, target: Target) -> None:
-        """Raises RetryableError for an answer that may be cut off."""
+        """Raises RetryableError if the answer may be cut off."""
         if answer.finish_reason:
             target.gives_reasons = True
             return

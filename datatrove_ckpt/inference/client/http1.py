@@ -1,19 +1,19 @@
-"""An HTTP/1.1 client for one URL, also over TLS and through a proxy. It follows no redirects.
+"""Sends HTTP/1.1 requests to one URL, also over TLS and through a proxy, and follows no redirects.
 
-It costs 20 us of CPU per request, aiohttp 60 to 77 us, half of a document's whole cost (measured).
+A request costs 20 us of CPU. aiohttp costs 60 to 77 us, half of a document's whole cost (measured).
 
 Each connection carries one request at a time. No request is sent twice: ``client.py`` decides about
-retries. After any error or non-2xx answer, a connection is closed: a gateway sends a 504, and may
-pass on the real answer later.
+retries. After any error or non-2xx answer, a connection is closed: a gateway that has sent a 504
+may pass on the real answer later.
 
 HTTP/1.1 cannot separate a late response from the response to the next request. So a connection
 rests for ``QUIET`` seconds after each response that took ``SHORT`` seconds or longer. If more bytes
 arrive by then, the response is dropped, and from then on no connection carries a second request. A
-response that comes later still is noticed if each answer has its own ``id``: it equals the response
+response that comes even later is noticed if each answer has its own ``id``: it equals the response
 before it.
 
-httptools (llhttp) parses the responses; a regular expression the usual answer that arrives in one
-piece, for a fifth of the cost.
+httptools (llhttp) parses the responses. A regular expression parses the usual answer, which arrives
+in one piece, for a fifth of the cost.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from datatrove_ckpt.inference.client.urls import (
 
 QUIET = 0.01  # seconds
 SHORT = 0.1  # seconds
-# A short one, or a short number, may be a counter, the time, or Ollama's 999.
+# A short id, or a short number, may be a counter, the time, or Ollama's 999.
 _ID = re.compile(rb'"id": ?"(?![^"\d]*\d{1,15}")[^"]{16,}"')
 _MAX_SEARCHES = 100  # each costs 1 us per kB
-_BLANK = b"\r\n"  # no answer
-# Of everything but the body: header, trailer, sizes of chunks. llhttp keeps a field until its end.
+_BLANK = b"\r\n"  # not an answer
+# Everything but the body: header, trailer, sizes of chunks. llhttp keeps a field until its end.
 _MAX_FRAMING_BYTES = 1 << 24
 
 _WAIT_FIELDS = frozenset(name.encode() for name in WAIT_FIELDS)
@@ -80,8 +80,8 @@ class Response(NamedTuple):
     The body is hidden from tracebacks: a server may quote the key.
 
     Attributes:
-        wait: the seconds that an error asks to wait.
-        quotas: what is left of the server's limits.
+        wait: seconds of an error's Retry-After.
+        quotas: the rest of the server's limits.
     """
 
     status: int
@@ -91,11 +91,11 @@ class Response(NamedTuple):
 
 
 class RemoteProtocolError(ConnectionError):
-    """The bytes are no whole HTTP/1.1 response."""
+    """Reports bytes that are no whole HTTP/1.1 response."""
 
 
 class UnaskedBytes(RemoteProtocolError):
-    """Bytes came without a request: the response may belong to another one."""
+    """Reports bytes without a request: the response may belong to another request."""
 
     def __str__(self) -> str:
         return "the server sent more than one answer to a request"
@@ -115,8 +115,8 @@ class ResponseParser:
     ``response`` and ``close``; llhttp calls the others.
 
     Attributes:
-        status: 0 until the header is complete.
-        reusable: the connection may carry another request.
+        status: HTTP status; 0 until the header is complete.
+        reusable: whether the connection may carry another request.
     """
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class ResponseParser:
         return Response(self.status, bytes(self._body), self._wait, self._quotas)
 
     def feed(self, data: bytes) -> bool:
-        """Whether the response is complete with these bytes.
+        """Parses bytes. Returns whether the response is complete.
 
         Raises:
             UnaskedBytes: more bytes follow the response.
@@ -158,15 +158,15 @@ class ResponseParser:
             if self._refusal:
                 raise RemoteProtocolError(self._refusal) from None
             if isinstance(error, HttpParserCallbackError):
-                raise  # a bug in a callback of ours
+                raise  # a bug in our callback
             raise RemoteProtocolError(f"not HTTP/1.1 ({error}): {data[:100]!r}") from None
         if self._framing_bytes > _MAX_FRAMING_BYTES and not self._complete:
             raise RemoteProtocolError("header and trailer are too long")
         return self._complete
 
     def end(self, properly: bool = True) -> bool:
-        """Whether the response is complete at the connection's end, ``properly`` if the server
-        closed it.
+        """Returns whether the response is complete when the connection ends. ``properly``: the
+        server closed it.
         """
         return self._complete or (properly and self._ends_at_close)
 
@@ -238,7 +238,7 @@ class ResponseParser:
 
 
 class _StopParsing(Exception):
-    """Makes llhttp stop."""
+    """Stops llhttp inside a callback."""
 
 
 # Up to this size, one ``send`` of a copy is cheaper than two.
@@ -258,21 +258,21 @@ _LOOK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 
 
 def is_silent(descriptor: int) -> bool:
-    """Whether a socket has nothing to read, not even the connection's end."""
+    """Returns whether a socket has nothing to read, not even the connection's end."""
     return bool(_recv(descriptor, _BYTE, 1, _LOOK) < 0)
 
 
 class ConnectTimeout(TimeoutError):
-    """The connection was not established in time."""
+    """Reports that no connection was established in time."""
 
 
 class _Connection(asyncio.Protocol):
     """A connection of a ``Transport``.
 
     Attributes:
-        transport: asyncio's.
-        asked_at: when its request was sent.
-        last: the hashes of the request and the answer that it carried last.
+        transport: asyncio's transport.
+        asked_at: loop time at which its request was sent.
+        last: hashes of the last request and its answer.
     """
 
     def __init__(self, owner: Transport) -> None:
@@ -320,7 +320,7 @@ class _Connection(asyncio.Protocol):
         self._response = None
         if response is None or response.done():
             return
-        # The status alone decides; the body, only shown, may be incomplete.
+        # Only the status decides; the body is only shown, and may be incomplete.
         if parser is not None and parser.status >= 300:
             response.set_result(parser.response())
         elif error is not None:
@@ -422,7 +422,7 @@ class _Tunnel(asyncio.Protocol):
 
 
 def _id_of(answer: bytes) -> bytes:
-    """Returns "" if it has none."""
+    """Returns the answer's id field; b"" if it has none."""
     found = _ID.search(answer)
     return found[0] if found else b""
 
@@ -439,12 +439,12 @@ class Transport:
 
     Args:
         timeout: seconds from sending a request to the end of its response.
-        proxied: use the proxy that the environment sets for the URL.
+        proxied: use the environment's proxy for the URL.
 
     Attributes:
-        unasked: how often bytes arrived without a request.
-        unread: answers in a row that cannot be read.
-        is_read: an answer could be read.
+        unasked: number of times that bytes arrived without a request.
+        unread: number of answers in a row that cannot be read.
+        is_read: whether an answer could be read.
     """
 
     def __init__(
@@ -477,7 +477,7 @@ class Transport:
         self._loop = asyncio.get_running_loop()
         self._closed = False
         self._idle: list[_Connection] = []
-        # Deadlines by connection. They are in order, because all have the same timeout, so one
+        # Deadlines by connection. They are in order, because all have the same timeout, so a single
         # timer is enough.
         self._in_flight: dict[_Connection, float] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -491,8 +491,8 @@ class Transport:
         """Returns the response, whatever its status.
 
         Raises:
-            ConnectTimeout: no connection in time.
-            TimeoutError: no response within ``timeout``.
+            ConnectTimeout: there is no connection in time.
+            TimeoutError: there is no response within ``timeout``.
             OSError: the connection was refused or broke, the response was malformed, or the client
                 was closed.
         """
@@ -543,10 +543,10 @@ class Transport:
             return f"{text} (through the proxy {self._proxy})"
         return text
 
-    # why nothing more is sent --------------------------------------------------------------------
+    # refusals ------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises ServerRefused if nothing more is sent."""
+        """Raises ServerRefused if the server was refused."""
         if self._refusal:
             raise ServerRefused(self._refusal)
 
@@ -554,7 +554,7 @@ class Transport:
         """Counts an answer that cannot be read.
 
         Raises:
-            ServerRefused: the server has sent nothing else, for so many seconds.
+            ServerRefused: the server has sent no other answer for ``seconds``.
         """
         if self.is_read:
             return  # a proxy answers while the server is away
@@ -608,7 +608,7 @@ class Transport:
             return  # answers of this server have no id of their own
         if name == self._first_id:
             # The first answer once more, or a server whose answers all have one id: then the next
-            # one has it, too.
+            # answer also has it.
             if self._was_first_repeated:
                 return
             self._was_first_repeated = True
@@ -620,7 +620,9 @@ class Transport:
     # connections ---------------------------------------------------------------------------------
 
     def _take_idle(self) -> _Connection | None:
-        """Returns the most recently used connection, so that spare ones reach their idle limit."""
+        """Returns the most recently used connection, so that spare connections reach their idle
+        limit.
+        """
         oldest = self._loop.time() - _KEEPALIVE_SECONDS
         while self._idle:
             connection = self._idle.pop()
@@ -628,7 +630,7 @@ class Transport:
                 connection.abort()
             elif is_silent(connection.descriptor):
                 return connection
-            # else the event loop reads what has arrived, and closes the connection
+            # else the event loop reads the bytes, and closes the connection
         return None
 
     async def _connect(self) -> _Connection:

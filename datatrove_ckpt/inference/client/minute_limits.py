@@ -1,4 +1,4 @@
-"""Limits of a provider: so many requests, and so many tokens, a minute."""
+"""Keeps the limits of a provider: requests and tokens per minute."""
 
 import math
 import threading
@@ -11,12 +11,12 @@ from datatrove_ckpt.config.endpoints import EndpointConfig
 
 MINUTE_SECONDS = 60.0
 _MARGIN = 1.01  # a provider sees requests a little later, or earlier, than they are sent
-_WEIGHT = 1 / 8  # of the newest answer in the mean
+_WEIGHT = 1 / 8  # weight of the newest answer in the mean
 
 
 @dataclass(eq=False, slots=True)
 class QuotaUse:
-    """What a request adds to what was sent in a minute. ``requests``: 0 or 1."""
+    """The share of one request in the limits of a minute. ``requests``: 0 or 1."""
 
     at: float
     requests: int = 0
@@ -26,10 +26,10 @@ class QuotaUse:
 class MinuteLimits:
     """The limits of one endpoint.
 
-    The requests of a whole minute may be sent at once: that is what providers count.
+    All requests of a minute may be sent together: providers count per minute.
 
     Attributes:
-        opens_at: when the next request may be sent, as ``time.monotonic`` counts; 0: now.
+        opens_at: monotonic time at which the next request may be sent; 0: now.
     """
 
     def __init__(self, endpoint: EndpointConfig) -> None:
@@ -43,12 +43,12 @@ class MinuteLimits:
 
     @property
     def frees_at(self) -> float:
-        """When the first request of the last minute is older than that."""
+        """The monotonic time at which the oldest request of the last minute leaves the minute."""
         ends = (sent.at + MINUTE_SECONDS * _MARGIN for sent in self._sent if sent.requests)
         return next(ends, math.inf)
 
     def sent(self, size: int) -> QuotaUse:
-        """Counts a request of so many bytes, with the tokens that it is expected to take."""
+        """Counts a request of ``size`` bytes, with its expected tokens."""
         sent = QuotaUse(time.monotonic())
         self._sent.append(sent)
         self._count(sent, 1, self._mean or size / 4)  # bytes of a token
@@ -60,7 +60,7 @@ class MinuteLimits:
         self._count(sent, 1, tokens)
 
     def not_counted(self, sent: QuotaUse) -> None:
-        """Takes a request back that was not sent, or refused, which providers do not count."""
+        """Uncounts a request that was not sent, or was refused: providers do not count it."""
         self._count(sent, 0, 0)
 
     def _count(self, sent: QuotaUse, requests: int, tokens: float) -> None:
@@ -87,9 +87,7 @@ class MinuteLimits:
 
 
 def limits_of(endpoint: EndpointConfig) -> MinuteLimits:
-    """Returns the limits of an endpoint. The next task of this process, or its next step, has what
-    is left of the minute.
-    """
+    """Returns the limits of an endpoint, which the next tasks and steps of this process share."""
     # A thread has one event loop at a time, and its tasks run in turn.
     return _limits_in(threading.get_ident(), replace(endpoint, prices=None, weight=None))
 

@@ -1,7 +1,8 @@
-"""The batches of a provider: ``BatchProvider`` in OpenAI's form, ``MessageBatches`` in Anthropic's.
+"""Sends and receives batches: ``BatchProvider`` in OpenAI's form, ``MessageBatches`` in
+Anthropic's.
 
-They send and receive, and keep nothing: ``generation/provider_passes.py`` has the order of
-effects. Files are streamed in both directions.
+The classes save nothing: ``generation/provider_passes.py`` has the order of effects. Files are
+streamed in both directions.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from datatrove_ckpt.inference.client.urls import HiddenUrl, proxy_of
 _BLOCK = 1 << 16
 _SHOWN = 2000
 UNSENT = frozenset({"expired", "cancelled", "canceled"})
-"""The states of an ended batch of which requests were not sent."""
+"""The states of an ended batch with unsent requests."""
 ENDED = UNSENT | {"completed", "failed", "ended"}
 TAG_DIGITS = 6
 _NEVER_SENT = ("batch_expired", "batch_cancelled", "canceled", "expired")
@@ -32,13 +33,14 @@ _REJECTIONS = {"invalid_request_error": 400, "request_too_large": 413}
 
 @dataclass(frozen=True)
 class RemoteBatch:
-    """A batch, as the provider describes it.
+    """The provider's description of a batch.
 
     Attributes:
-        status: in lower case; it may be a state that no provider had before.
-        files: of its answers and of its errors, as far as there are any.
-        errors: why it has failed, with codes.
-        lines: how many lines its files have; without counts, more than it has requests.
+        status: state in lower case, which may be unknown to this package.
+        files: paths of its answers and its errors, if there are any.
+        errors: causes of its failure, with codes.
+        lines: number of lines of its files; if the provider gives no counts, a number above any
+            number of requests.
     """
 
     id: str
@@ -52,7 +54,7 @@ class BatchAnswer(NamedTuple):
     """The answer to one request of a batch, not cleaned.
 
     Attributes:
-        status: 0: the request was not sent.
+        status: HTTP status; 0: the request was not sent.
     """
 
     custom_id: object
@@ -61,7 +63,7 @@ class BatchAnswer(NamedTuple):
 
 
 class RequestedBatch(Protocol):
-    """A ``batch_log.Batch``."""
+    """The fields of a ``batch_log.Batch`` that are needed here."""
 
     path: str
     requests: int
@@ -70,20 +72,21 @@ class RequestedBatch(Protocol):
 
 
 class ProviderObjectMissing(Exception):
-    """The provider does not have a file, or a batch."""
+    """Reports that the provider does not have a file, or a batch."""
 
 
 class CreationUnknown(Exception):
-    """Whether a batch was created is known when another batch has ended."""
+    """Reports that a batch may exist. Another batch, which is named, must end first."""
 
 
 class BatchProvider:
-    """Each method raises ``RetryableError`` if another attempt may succeed, and ``ServerRefused``
-    if none will. What the provider sends may have any type. All texts but those of answers are
-    cleaned.
+    """A client for batches in OpenAI's form.
+
+    Each method raises ``RetryableError`` if another attempt may succeed, and ``ServerRefused`` if
+    no attempt will. The provider's values may have any type. All texts except answers are cleaned.
 
     Attributes:
-        takes_files: a batch is made of a file that was uploaded before.
+        takes_files: whether a batch is made of a file that was uploaded before.
     """
 
     takes_files = True
@@ -97,9 +100,9 @@ class BatchProvider:
         self._session = aiohttp.ClientSession(
             headers=headers,
             cookie_jar=aiohttp.DummyCookieJar(),
-            # In all for an upload of 200 MB over a slow line.
+            # The total is for an upload of 200 MB over a slow line.
             timeout=aiohttp.ClientTimeout(total=3600.0, sock_connect=30.0, sock_read=300.0),
-            # Without a proxy, aiohttp would add what ~/.netrc has for the host.
+            # Without a proxy, aiohttp would add the host's credentials of ~/.netrc.
             trust_env=proxy_of(url) is not None,
         )
 
@@ -107,7 +110,7 @@ class BatchProvider:
         await self._session.close()
 
     def clean(self, value: object) -> str:
-        """Returns a value of the provider as one line without secrets, to be kept and shown."""
+        """Returns a value of the provider as one line without secrets."""
         return " ".join(redact(str(value)).split())[:_SHOWN]
 
     async def upload(self, content: IO[bytes], name: str) -> str:
@@ -117,17 +120,17 @@ class BatchProvider:
         return self._id(await self._ask("POST", "files", data=form))
 
     async def delete(self, file: str) -> None:
-        """Deletes a file. A batch that is created with it later fails."""
+        """Deletes a file, so that a batch can no longer be created with it."""
         with suppress(ProviderObjectMissing):
             await self._ask("DELETE", f"files/{file}")
 
     async def create(self, batch: RequestedBatch, content: IO[bytes] | None) -> RemoteBatch:
-        """Creates a batch: from here on it costs money.
+        """Creates a batch, which costs money from here on.
 
         After a ``RetryableError`` the batch may exist: find it before it is created again.
 
         Args:
-            content: its requests, unless it ``takes_files``.
+            content: lines of its requests, unless it ``takes_files``.
         """
         body = {
             "input_file_id": batch.file,
@@ -138,13 +141,13 @@ class BatchProvider:
         return self._batch(await self._ask("POST", self._path, json=body))
 
     async def find(self, batch: RequestedBatch, known: Set[str]) -> RemoteBatch | None:
-        """Looks for a batch in the list of all batches, whose order is the provider's.
+        """Searches for a batch in the provider's list of all batches.
 
         Args:
             known: ids of other batches.
 
         Raises:
-            Undecided: see there.
+            CreationUnknown: another batch must end first.
         """
         query = {"limit": "100"}
         seen: set[str] = set()
@@ -176,11 +179,11 @@ class BatchProvider:
         await self._ask("POST", f"{self._path}/{batch}/cancel")
 
     async def answers(self, file: str) -> AsyncGenerator[BatchAnswer]:
-        """Yields what a file says about its requests.
+        """Yields the answers of a file.
 
         Raises:
-            Gone: the provider does not have it.
-            RetryableError: also if it is cut off.
+            ProviderObjectMissing: the provider does not have the file.
+            RetryableError: also if the file is cut off.
         """
         async with aclosing(self._lines(file)) as lines:
             async for line in lines:
@@ -283,10 +286,11 @@ class BatchProvider:
 
 
 class MessageBatches(BatchProvider):
-    """Batches in Anthropic's form: the requests are sent with the batch, which has no name.
+    """A client for batches in Anthropic's form: the requests are sent with the batch, which has no
+    name.
 
-    So a batch is found by the tag in its custom ids, which it shows once it has ended. Until then,
-    any batch of the same time and size may be it.
+    So a batch is found by the tag in its custom ids, which are readable once it has ended. Until
+    then, any batch of the same size may be that batch.
     """
 
     takes_files = False
@@ -296,7 +300,7 @@ class MessageBatches(BatchProvider):
     _undecided = ""
 
     async def delete(self, file: str) -> None:
-        """There is no file. A request to create a batch that is late is not stopped."""
+        """Does nothing: there is no file, so a late request to create a batch is not stopped."""
 
     async def create(self, batch: RequestedBatch, content: IO[bytes] | None) -> RemoteBatch:
         assert content is not None
@@ -342,7 +346,7 @@ class MessageBatches(BatchProvider):
         return BatchAnswer(content.get("custom_id"), status, result.get("message") or error)
 
     def _batch(self, answer: JsonObject) -> RemoteBatch:
-        # Not ``results_url``: the key goes to no other host.
+        # Not ``results_url``: the key must not go to another host.
         name = self._id(answer)
         lines = _total(answer, "succeeded", "errored", "canceled", "expired")
         status = self.clean(answer.get("processing_status")).lower()
@@ -360,7 +364,7 @@ async def _tagged(content: IO[bytes], tag: bytes) -> AsyncGenerator[bytes]:
 
 
 def _loads(raw: bytes) -> object:
-    """Returns None if it is not JSON."""
+    """Parses JSON; returns None if the bytes are not JSON."""
     with suppress(ValueError, RecursionError):
         return parse_json(raw)
     return None

@@ -3,16 +3,16 @@
 An unfinished completion raises ``RetryableError``: a dying server answers 200 with half a text. Odd
 values are corrected before they are cached.
 
-Answers that are numbers are parsed in the forms of all engines: embeddings, classes and scores.
+Embeddings, classes and scores are parsed in the forms of all engines.
 
-    way       OpenAI, vLLM                  SGLang                     llama.cpp
+    API       OpenAI, vLLM                  SGLang                     llama.cpp
     embed     data[] index, embedding       the same                   the same
     classify  data[] index, label, probs    the same
     score     data[] index, score           [] index, score (rerank)   results[] index,
                                                                        relevance_score (rerank)
 
-Arrays are kept exactly, as base64 of little-endian float32 values. An answer that lacks a value, or
-has NaN or infinity (null in JSON), is retried.
+Arrays are saved exactly, as base64 of little-endian float32 values. An answer that lacks a value,
+or has NaN or infinity (null in JSON), is retried.
 """
 
 import base64
@@ -48,7 +48,7 @@ _Read = Callable[[JsonObject], tuple[object, object, object, object]]
 """Text, reasoning, tool calls and refusal of a choice."""
 _SHOWN = 200  # characters
 
-_ASKS = frozenset({"n", "logprobs", "tool_choice"})  # an answer lacks nothing that these ask for
+_ASKS = frozenset({"n", "logprobs", "tool_choice"})  # fields that an answer must follow
 
 
 @dataclass(slots=True)
@@ -56,13 +56,13 @@ class Completion:
     """One answer.
 
     Attributes:
-        text: a list, as the server sent it, if the content has parts that are no text.
+        text: text; or the server's list, if the content has parts that are no text.
         finish_reason: None or empty may mean that the server cut the answer off.
         usage: the server's token counts; values that are no counts are removed.
-        choices: all of ``n``; empty for one choice without a refusal.
-        answer: if the request is no completion: all JSON values but id and time.
-        seconds: from sending the request to this answer.
-        endpoint: the name of the endpoint that gave it, if the config has ``endpoints``; else "".
+        choices: all ``n`` choices; empty for a single choice without a refusal.
+        answer: JSON values except id and time, if the request is no completion.
+        seconds: seconds from sending the request to this answer.
+        endpoint: name of the endpoint that answered, if the config has ``endpoints``; else "".
     """
 
     text: str | list[object]
@@ -83,15 +83,15 @@ class Completion:
 
 @dataclass(eq=False, repr=False)
 class RetryableError(Exception):
-    """An attempt failed, and another one may succeed.
+    """Reports a failed attempt; another attempt may succeed.
 
     Attributes:
-        retry_after: see ``retrying.retry_after``.
-        unreachable: there was no complete HTTP answer.
-        unsent: there was no connection, so the request was not sent.
-        status: the HTTP status; 0 if there was none, or if it was 2xx.
-        refusal: what to raise if the server refuses other requests, too.
-        quoted: a part of the answer, which may hold secrets.
+        asked_wait: seconds of ``retrying.retry_after``.
+        unreachable: whether there was no complete HTTP answer.
+        unsent: whether there was no connection, so that the request was not sent.
+        status: HTTP status; 0 if there was none, or if it was 2xx.
+        refusal: error to raise if the server also refuses other requests.
+        quoted: part of the answer, which may hold secrets.
     """
 
     cause: str
@@ -108,9 +108,9 @@ class RetryableError(Exception):
         return self.cause
 
     def quote(self) -> None:
-        """Adds the quoted part to the cause, cut after its secrets are hidden."""
+        """Adds the quoted part to the cause, hides its secrets, and cuts it."""
         if self.quoted:
-            # Escapes would not let secrets be seen.
+            # Secrets are hidden before escapes could change them.
             self.cause += f": {excerpt(self.quoted, 8 * _SHOWN)!r}"[: _SHOWN + 2]
             self.quoted = ""
 
@@ -126,17 +126,17 @@ class RetryableError(Exception):
 
     @property
     def server_is_well(self) -> bool:
-        """Whether the server works, and only asks us to wait."""
+        """True if the server works, and may only require a wait."""
         return 400 <= self.status < 500
 
     @property
     def server_is_limited(self) -> bool:
-        """Whether the server works, but takes no more requests for now."""
+        """True if the server works, but takes no more requests for now."""
         return self.status in retrying.SERVER.limited
 
 
 class UnexpectedResponse(RetryableError):
-    """An answer with status 200 has another form than its way.
+    """Reports an answer with status 200 that lacks the form of its API.
 
     A server that has sent no other answer for ``seconds`` is refused.
     """
@@ -145,7 +145,7 @@ class UnexpectedResponse(RetryableError):
 
 
 class NoFinishReason(UnexpectedResponse):
-    """The answer lacks a finish_reason. A server that stops, and is gone soon, may send it."""
+    """Reports an answer without a finish_reason, which a server may send while it stops."""
 
     seconds = 60.0  # Slurm kills after 30
 
@@ -154,13 +154,14 @@ class Api(NamedTuple):
     """A kind of request.
 
     Attributes:
-        path: below the API's URL ("chat/completions"), or with a leading slash below the server's
-            URL ("/tokenize").
-        parse: reads the bytes of an answer.
-        name: separates equal payloads of different ways.
-        is_shared: a request may have texts of several payloads, as a list in ``input``.
-        tiers: ``service_tier`` of its attempts: the next one when the server has no room for long.
-        lacks_model: the body has no model: each endpoint has another name for it.
+        path: path below the API's URL ("chat/completions"), or with a leading slash below the
+            server's URL ("/tokenize").
+        parse: parses the bytes of an answer.
+        name: name that separates equal payloads of different APIs.
+        is_shared: whether a request may have texts of several payloads, as a list in ``input``.
+        tiers: values of ``service_tier``; attempts use the next tier if the server has no room for
+            long.
+        lacks_model: whether the body has no model, because each endpoint has its own name for it.
     """
 
     path: str
@@ -177,7 +178,7 @@ class Api(NamedTuple):
 
 
 def api_for_path(path: str) -> Api:
-    """Returns the way to a path of the server, as ``generate`` takes it."""
+    """Returns the API of a path, which has the form of ``generate``'s ``path``."""
     if not path.startswith("/"):
         raise ValueError(
             f"path: {path!r} must begin with a slash, such as /v1/embeddings or /tokenize"
@@ -189,7 +190,7 @@ def api_for_path(path: str) -> Api:
 
 
 def with_raw_response(way: Api) -> Api:
-    """Returns the way whose answers are also kept as the server sent them."""
+    """Returns the API whose answers also contain the server's whole answer."""
 
     def parse(raw: bytes) -> Completion:
         completion = way.parse(raw)
@@ -200,15 +201,17 @@ def with_raw_response(way: Api) -> Api:
 
 
 def parse_other(raw: bytes) -> Completion:
-    """Parses an answer of any other path. Raises: RetryableError: it is no JSON object, or an
-    error.
+    """Parses an answer of any other path.
+
+    Raises:
+        RetryableError: the answer is no JSON object, or an error.
     """
     answer = _answer(raw)
     status = answer.get("status")
     failed = status in ("cancelled", "failed", "in_progress", "queued")
     if failed and answer.get("object") == "response":
         raise RetryableError(f"the answer's status is {status!r}")
-    # Id and time differ in each answer; written, they would make each run another one.
+    # Id and time differ in each answer; in the output, they would make equal runs differ.
     return other_than_text(
         answer, {name: value for name, value in answer.items() if name not in ("id", "created")}
     )
@@ -255,7 +258,7 @@ def _listed(top: object) -> object:
 
 
 def api_for_payload(way: Api, payload: JsonObject) -> Api:
-    """Returns the way for this payload, which refuses answers that lack something."""
+    """Returns the API for this payload, which refuses answers that lack a required part."""
     if _ASKS.isdisjoint(payload):
         return way
     number = payload.get("n")
@@ -370,8 +373,8 @@ def _choice(choice: JsonObject, usage: JsonObject, read: _Read) -> Completion:
 
 
 def _is_call(call: object) -> bool:
-    """Whether a call has a name. Arguments that came as an object become the text that most servers
-    send.
+    """Returns whether a call has a name. Converts arguments that are an object to the text that
+    most servers send.
     """
     is_named = False
     for part in call.values() if isinstance(call, dict) else ():
@@ -417,7 +420,7 @@ _SUMS = frozenset({"prompt_tokens", "completion_tokens", "total_tokens"})
 
 
 _WRITTEN = ("cache_write_tokens", "cache_creation_tokens", "cache_creation_input_tokens")
-"""Of OpenRouter and OpenAI, LiteLLM, and any-llm, in the details of a usage."""
+"""The fields of OpenRouter and OpenAI, LiteLLM, and any-llm, in the details of a usage."""
 
 
 def token_counts(usage: JsonObject) -> Tokens:
@@ -470,7 +473,11 @@ def _answer(raw: bytes) -> JsonObject:
 
 
 def read_json(raw: bytes) -> object:
-    """Parses an answer. Raises: RetryableError: it is no JSON, or an error."""
+    """Parses an answer.
+
+    Raises:
+        RetryableError: the answer is no JSON, or an error.
+    """
     try:
         answer = parse_json(raw)
     except UnicodeDecodeError:
@@ -496,7 +503,7 @@ def _refuse_error(place: str, error: object) -> NoReturn:
 
 
 def parse_json(raw: bytes) -> object:
-    """Raises ValueError or RecursionError."""
+    """Parses JSON. Raises ValueError or RecursionError."""
     try:
         return orjson.loads(memoryview(raw))  # orjson takes no subclass of bytes
     except orjson.JSONDecodeError:
@@ -512,7 +519,7 @@ _FLOAT32 = np.dtype("<f4")  # as in base64
 
 
 def typed_api(name: str, path: str, count: int) -> Api:
-    """Returns the way to a typed answer ("embed", "classify" or "score") about ``count`` texts."""
+    """Returns the API of a typed answer ("embed", "classify" or "score") about ``count`` texts."""
     return Api(
         api_for_path(path).path,
         partial(_PARSERS[name], count=count),
@@ -522,7 +529,7 @@ def typed_api(name: str, path: str, count: int) -> Api:
 
 
 class Base64(str):
-    """A kept array, with its decoded form, because decoding is slow."""
+    """A saved array, with its decoded form, because decoding is slow."""
 
     __slots__ = ("values",)
     values: Floats
@@ -539,14 +546,14 @@ def to_base64(values: Floats, text: str | None = None) -> Base64:
 
 
 def from_base64(text: str) -> Floats:
-    """Returns the array that was kept, bit for bit, writable."""
+    """Returns the saved array, bit for bit and writable."""
     if isinstance(text, Base64):
         return text.values.copy()
     return np.frombuffer(bytearray(base64.b64decode(text)), _FLOAT32)
 
 
 def parse_embeddings(raw: bytes, *, count: int) -> Completion:
-    """``embeddings``: vectors of one length, in the order of their texts, in base64."""
+    """Returns ``embeddings``: vectors of one length, in the order of their texts, in base64."""
     answer, rows = _rows(raw, count)
     vectors = [_vector(row.get("embedding")) for row in rows]
     if len({len(vector) for vector in vectors}) > 1:
@@ -556,8 +563,8 @@ def parse_embeddings(raw: bytes, *, count: int) -> Completion:
 
 
 def parse_classes(raw: bytes, *, count: int) -> Completion:
-    """``label``, None if the server does not name it, and ``probabilities`` of all classes in the
-    model's order.
+    """Returns ``label``, None if the server does not name it, and ``probabilities`` of all classes
+    in the model's order.
     """
     answer, (row,) = _rows(raw, count)
     label = row.get("label")
@@ -569,7 +576,7 @@ def parse_classes(raw: bytes, *, count: int) -> Completion:
 
 
 def parse_scores(raw: bytes, *, count: int) -> Completion:
-    """``scores`` in the order of the texts, base64."""
+    """Returns ``scores`` in the order of the texts, in base64."""
     answer, rows = _rows(raw, count)
     scores = [row.get("relevance_score", row.get("score")) for row in rows]
     return other_than_text(answer, {"scores": to_base64(_numbers(scores, "scores", np.float32))})
@@ -585,7 +592,8 @@ _PARSERS: dict[str, Callable[..., Completion]] = {
 def _rows(raw: bytes, count: int) -> tuple[JsonObject, list[JsonObject]]:
     """Returns the answer and its ``count`` rows in the order of their indices.
 
-    Without an index, the rows of ``data`` are in order. Several others are a ranking.
+    Without an index, the rows of ``data`` are in order. Other rows, if there are several, are a
+    ranking.
     """
     answer, rows = _read(raw)
     indices = list(range(len(rows)))

@@ -5,22 +5,22 @@ Requests wait here, not at a server, so an outage uses up no attempts, and a dea
 
     waiting      the oldest document's first, until a server has a place and room in its KV cache.
                  So new documents do not push the prompts of open documents out of the caches. A
-                 request whose leading text some servers have in their caches (its homes, see
-                 ``PrefixIndex``) waits for one of these, and others go ahead, as long as no server
-                 stands idle
-    quarantined  requests that were in flight at two deaths of a server: see ``Quarantine``
+                 request whose leading text is in the caches of some servers (its homes in
+                 ``PrefixIndex``) waits for one of these servers, and other requests go ahead,
+                 as long as no server is idle
+    quarantined  requests that were in flight at two deaths of a server (``Quarantine``)
 
 ``PrefixIndex`` remembers which servers have had a request with the same leading text.
 
-An engine keeps the prompts that it has processed, from their start, in blocks. So a request costs
-less at a server that has had another request with the same leading text: one of its homes. No
-engine is queried. If a home has forgotten the text meanwhile, only the routing was in vain.
+An engine caches the prompts that it has processed, from their start, in blocks. So a request costs
+less at its homes, the servers that have had a request with the same leading text. No engine is
+queried. If a home no longer has the text, only the routing was useless.
 
-``Quarantine`` has the requests that may have killed servers. A request that was in flight at two
+``Quarantine`` holds the requests that may have killed servers. A request that was in flight at two
 deaths of a server runs apart from all others, on a server that first finishes its other requests.
-The youngest at its first death goes first: a poisonous request mostly kills soon. A death of one
-request alone is attributed to it, with its earlier deaths, and the other requests leave the
-quarantine.
+The request that was youngest at its first death runs first: a poisonous request usually kills soon.
+A death of one request alone is attributed to it, with its earlier deaths, and the other requests
+leave the quarantine.
 
 Quarantined requests run in groups: first one request, then each answer makes room for one more, up
 to the square root of their peak number. If the server dies of a group, its members run alone.
@@ -61,27 +61,27 @@ _FAILURES = 3  # in a row
 # Share of a KV cache from which it counts as full: the requests that run grow. Simulated engines
 # are slower by half from 1.0 on, and by 2 % at 0.85.
 _FULL = 0.9
-# A server that other clients fill gets at least a quarter of its requests from this one.
+# A server that other clients fill gets at least a quarter of its requests from this client.
 _MOST_OTHERS = 3
-_MARGIN = 0.25  # seconds by which a provider's window may end later than it says
+_MARGIN = 0.25  # seconds by which a provider's window may end late
 _TOGETHER = 0.1  # seconds within which a provider may get requests in another order
-_WEIGHT = 1 / 8  # of the newest answer in the mean number of tokens
-_GROWTH = 1 / 8  # of a limit in a round trip, once it was halved
+_WEIGHT = 1 / 8  # weight of the newest answer in the mean number of tokens
+_GROWTH = 1 / 8  # growth of a limit in a round trip, after it was halved
 _NOTHING_SENT = QuotaUse(-math.inf)
 
 HealthProbe = Callable[[float, bool], Awaitable[None]]
-"""Returns once the server is known to be alive. If it is dead, the attempt that waits for the probe
-is aborted. Takes the time at which the failed attempt started, and whether to wait for proof that
-the server accepts new requests.
+"""Returns when the server is known to be alive. If it is dead, the attempt that waits for the probe
+is aborted. Takes the start time of the failed attempt, and whether to wait for proof that the
+server accepts new requests.
 """
 
 
 class AttemptLost(Exception):
-    """The server died, or is about to be killed. No attempt is used up."""
+    """Reports that the server died, or will be killed. No attempt is used up."""
 
 
 class MustDivide(Exception):
-    """A shared request makes no progress: its parts must be sent."""
+    """Reports that a shared request makes no progress: its parts must be sent."""
 
 
 @dataclass(eq=False)
@@ -89,8 +89,8 @@ class ServerDeath:
     """The end of one server process.
 
     Attributes:
-        in_flight: how many requests the server had.
-        attributed: a request is known to have caused it.
+        in_flight: number of requests at the server.
+        attributed: whether a request is known to have caused it.
     """
 
     cause: str
@@ -99,8 +99,8 @@ class ServerDeath:
 
 
 OnServer = Callable[[str, str, str | None, str], None]
-"""Gets what happened to a server: what ("start", "ready", "reused", "death", "restart"), the
-server's name within the rank, its URL without secrets or None, and why it died or "".
+"""Receives an event of a server: its kind ("start", "ready", "reused", "death", "restart"), the
+server's name within the rank, its URL without secrets or None, and the cause of its death or "".
 """
 
 
@@ -109,14 +109,15 @@ class Sender:
     """A rank that sends requests to servers which it may share with other ranks.
 
     Args:
-        shutdown: the rank's. Once the rank stops, its requests are not sent any more.
-        order: requests of the sender with the lowest order are sent first.
-        work: what the rank has done. Its clients count there what they send.
-        on_change: called when targets may have more or fewer places than before.
+        shutdown: the rank's shutdown. Once the rank stops, its requests are no longer sent.
+        order: priority; requests of the sender with the lowest order are sent first.
+        work: counts of the rank, to which its clients add.
+        on_change: function that is called when the capacity of targets may have changed.
 
     Attributes:
         at_fault: numbers of documents whose requests fail while others are answered.
-        may_grow: it is also called when a target could take a request, and none waits.
+        may_grow: whether ``on_change`` is also called when a target could take a request, and none
+            waits.
     """
 
     shutdown: Shutdown = field(default_factory=Shutdown)
@@ -128,22 +129,22 @@ class Sender:
     may_grow: bool = False
 
     def count_error(self, kind: str, endpoint: str) -> None:
-        """``endpoint``: "" if there is one."""
+        """Counts a failed attempt. ``endpoint``: name; "" without ``endpoints``."""
         self.work.errors[kind] += 1
         if endpoint:
             self.work.endpoint_errors[endpoint] += 1
 
     @property
     def most_at_fault(self) -> int:
-        """How many documents may be at fault for requests that fail.
+        """The maximum number of documents that may be at fault for failed requests.
 
-        If they are more than 1 %, the server is at fault, which may fail at long prompts.
+        Above 1 %, the server is at fault, which may fail at long prompts.
         """
         return max(1, self.work.documents // 100)
 
     @property
     def may_blame(self) -> bool:
-        """Whether one more document may be at fault: not if too many are, in all or in a row."""
+        """False if too many documents are already at fault, in all or in a row."""
         if len(self.at_fault) >= self.most_at_fault:
             return False
         ordinals = sorted(self.at_fault)
@@ -157,18 +158,18 @@ class Request:
     """The history of one request over all its attempts.
 
     Args:
-        document: the id of its document.
-        order: of its document: requests of the document with the lowest order are sent first.
-        body: what is sent.
-        is_suspect: an earlier attempt has found its document at fault.
+        document: id of its document.
+        order: priority; requests of the document with the lowest order are sent first.
+        body: JSON of the request.
+        is_suspect: whether an earlier attempt of the rank has found its document at fault.
 
     Attributes:
-        texts: hashes of its leading texts; None before it has come to a router.
-        known: the longest of them that an earlier request had.
-        deaths: of servers at which it was in flight.
-        age: seconds it had been in flight at the first death.
-        counted: what its attempt adds to the limits of its endpoint, if that has some.
-        is_shared: by several texts. It is divided before it fails.
+        texts: hashes of its leading texts; None before a router has received it.
+        known: hash of the longest leading text that an earlier request had.
+        deaths: deaths of servers at which it was in flight.
+        age: seconds in flight at the first death.
+        counted: share of its attempt in the limits of its endpoint, if the endpoint has limits.
+        is_shared: whether several texts share it. It is divided before it fails.
     """
 
     sender: Sender = field(default_factory=Sender)
@@ -210,9 +211,10 @@ class Request:
 
 
 class Attempt:
-    """One sending of a request.
+    """An attempt to send a request.
 
-    ``lost``: its server is given up, and its answer would be dropped.
+    Attributes:
+        lost: whether its server has died, so that its answer would be dropped.
     """
 
     def __init__(self, request: Request) -> None:
@@ -240,7 +242,7 @@ class Attempt:
         return self._task.cancelling() > self._cancelling + self._cancelled
 
     def end(self) -> None:
-        """Detaches the task, so that ``abort`` does not reach it."""
+        """Detaches the task, so that ``abort`` no longer cancels it."""
         if self._handle is not None:
             self._handle.cancel()
         if self._cancelled:
@@ -249,36 +251,35 @@ class Attempt:
 
 @dataclass(eq=False)
 class Target:
-    """One server, as the client sees it.
+    """One server in the router.
 
     Args:
-        bit: stands for this server in sets of servers.
-        probe: of a server that this process has launched.
+        bit: bit of this server in sets of servers.
+        probe: health probe of a server that this process has launched.
 
     Attributes:
-        name: of an endpoint whose name each answer tells; else "".
-        model: the model's name there.
-        order: requests go to the servers with the lowest order that have room.
-        weight: of servers with one order, those with more weight get more requests.
-        turn: grows with each request, the slower the more weight the server has.
-        limits: of the requests and tokens a minute; None: it has none.
-        transports: by path.
-        limit: how many requests may be in flight.
-        pace: adapts the limit; None: it is a number, or follows the server's metrics.
-        usage_each: share of the KV cache that a running request takes, on average.
-        others: requests in flight that other clients have sent.
-        load: share of its places, or of its KV cache, that is taken. From 1 on it is full.
-        reserved: for quarantined requests, once the others are answered.
-        cooldown_until: until then it gets no request that another server may take, because its
-            requests failed.
-        failures: since its last answer.
-        failing_since: when the first of them was.
-        is_said: the log says that it fails.
-        said_at: when the log said so last.
-        alive_at: when the server last worked, or got its first request after an idle time.
+        name: name of an endpoint that each answer records; else "".
+        model: name of the model at this server.
+        order: priority; requests go to the servers with the lowest order that have room.
+        weight: share of the requests among servers with one order.
+        turn: counter that grows with each request, in inverse proportion to the weight.
+        limits: limits of requests and tokens per minute; None: there are none.
+        transports: connections by path.
+        limit: maximum number of requests in flight.
+        pace: object that adapts the limit; None: the limit is fixed, or follows the metrics.
+        usage_each: mean share of the KV cache that a running request takes.
+        others: number of requests in flight of other clients.
+        load: used share of its limit, or of its KV cache. At 1 it is full.
+        reserved: whether it serves quarantined requests, once the others are answered.
+        cooldown_until: time until which other servers get the requests, because requests failed.
+        failures: number of failures since its last answer.
+        failing_since: time of the first of these failures.
+        is_said: whether the log has reported that it fails.
+        said_at: time of that log line.
+        alive_at: time at which the server last worked, or got its first request after idling.
         accepted_at: start of the youngest attempt that it answered.
-        gives_reasons: an answer had a finish_reason.
-        answers: how many it has given.
+        gives_reasons: whether an answer had a finish_reason.
+        answers: number of its answers.
     """
 
     bit: int = 1
@@ -322,11 +323,13 @@ class Target:
 
     @property
     def fails(self) -> bool:
-        """Whether it fails at every request, not at one that is at fault."""
+        """True if it fails at every request, not at a single request that is at fault."""
         return self.failures >= _FAILURES
 
     def rests(self, now: float) -> bool:
-        """Whether it gets no request now. One that fails gets one at a time, after its rest."""
+        """Returns whether the server gets no request now. A failing server gets one request at a
+        time, after its cooldown.
+        """
         return self.cooldown_until > now or (self.in_flight > 0 and self.fails)
 
     def start_attempt(self, request: Request) -> Attempt:
@@ -346,27 +349,27 @@ class AdaptiveLimit:
 
     - The limit doubles in each round trip until the first refusal. Then it is halved at most once
       per round trip, and grows by an eighth in each.
-    - A refused request keeps its place while it waits, for as long as an answer takes at least. So
-      a server that refuses at once gets no more requests than one that works.
-    - A provider that shows what is left of its limit gets no more requests than that.
+    - A refused request keeps its place while it waits, at least as long as an answer takes. So a
+      server that refuses immediately gets no more requests than a server that works.
+    - A provider that shows the rest of its limit gets no more requests than the rest.
     """
 
     def __init__(self, target: Target) -> None:
-        self.seconds = 0.0  # that the last answer took
+        self.seconds = 0.0  # duration of the last answer
         self._target = target
-        self._growth = 1.0  # of the limit, with each answer
+        self._growth = 1.0  # growth of the limit with each answer
         self._most = float(REQUESTS_WITHOUT_METRICS)
         self._halved_at = 0.0
-        self._is_proven = True  # a request that was sent after that was answered
+        self._is_proven = True  # a request that was sent after the halving was answered
         self._was_refused = False  # the last request
-        self._tokens = 0.0  # of a request
-        # What may be sent until the reset, how much each reset adds, and when that was known.
+        self._tokens = 0.0  # mean tokens of a request
+        # Requests until the reset, requests that each reset adds, and the time of this knowledge.
         self._left = math.inf
         self._resets_at = 0.0
         self._gain = math.inf
         self._every = 0.0
         self._known_at = 0.0
-        self._lowest: dict[bool, Quota] = {}  # after requests that were sent together
+        self._lowest: dict[bool, Quota] = {}  # lowest rest of requests that were sent together
         target.limit = FIRST_LIMIT
 
     def take(self) -> float:
@@ -408,13 +411,15 @@ class AdaptiveLimit:
             if left < self._left:
                 self._left = left
                 self._most = min(REQUESTS_WITHOUT_METRICS, quota.limit / each)
-                # A bucket fills by no more, because of what was sent later.
+                # A bucket fills at most by this, because later requests use it.
                 self._gain = max(1.0, (quota.limit - quota.left) / each)
                 self._every = min(quota.seconds, SERVER.longest_advice) + _MARGIN
                 self._resets_at = sent_at + self._every
 
     def refused(self, sent_at: float, asked: float) -> None:
-        """``asked``: seconds. One request may be refused for what it is, so the next decides."""
+        """Lowers the limit. Obeys ``asked`` (seconds) only after two refusals in a row: a single
+        request may be refused for its content.
+        """
         now = time.monotonic()
         if asked and self._was_refused:
             self._left = 0.0
@@ -430,27 +435,27 @@ class AdaptiveLimit:
 
 
 TargetFuture: TypeAlias = "asyncio.Future[Target]"
-"""What a request waits for."""
+"""The future of the target for a waiting request."""
 
 
-# The oldest of the waiting requests may go ahead of each other. So many documents more than places
-# are in work, so that there is a choice.
+# The oldest waiting requests, which may go ahead of each other. The number of documents in work
+# exceeds the number of places by this, so that there is a choice.
 WINDOW = 64
-# Load below which a server stands idle, and takes requests whose homes have no place.
+# Load below which a server is idle, and takes requests whose homes have no place.
 _IDLE = 0.75
-# A home may have so many times the requests of an idle server, and a few more.
+# A home may have this multiple of an idle server's requests, and a few more.
 _BUSIER = 2
 
 Waiting: TypeAlias = tuple[int, int, int, Request, TargetFuture]
-"""A waiting request: the orders of its sender and its document, its arrival, what it waits for."""
+"""A waiting request: the orders of its sender and its document, its arrival, itself, its future."""
 
 
 class Availability:
-    """Which servers have a place for a request now.
+    """Finds the servers that have a place for a request now.
 
     Attributes:
-        best: the first in order, and of these the least busy one; None: all are full.
-        opens_at: when one that is closed, by its limits, has room again.
+        best: the least busy server of the lowest order with a place; None: all are full.
+        opens_at: time at which a server that has used up its limits has room again.
     """
 
     __slots__ = ("_awaited", "_free", "_idle", "_targets", "best", "opens_at")
@@ -487,7 +492,7 @@ class Availability:
         if self.best is not None and self.best.load < _IDLE:
             self._idle = self.best
             self._awaited = 0
-        # Whoever refuses at once would always be the least busy, and get what the others could do.
+        # A server that refuses immediately would always be the least busy, and get most requests.
         is_closed = self.opens_at < math.inf
         if self.best is None and not self._awaited and not is_closed:
             self.best = cooling
@@ -498,8 +503,8 @@ class Availability:
         """Returns the server that takes a request, or None if the request waits.
 
         Args:
-            homes: the servers that have its leading text. It waits for none that is down, reserved
-                or cooling down: these may take no request for hours.
+            homes: servers that have its leading text. The request does not wait for a home that is
+                down, reserved or cooling down: it may take no request for hours.
         """
         usable = homes & self._free
         if usable:
@@ -513,14 +518,14 @@ class Availability:
 
 
 class Router:
-    """Gives each attempt a target.
+    """Chooses a target for each attempt.
 
     Args:
-        limit: requests in flight at all targets together.
+        limit: maximum number of requests in flight at all targets together.
 
     Attributes:
-        has_homes: requests go where their leading text is.
-        has_limits: a target has limits.
+        has_homes: whether requests go to the servers that have their leading text.
+        has_limits: whether a target has limits.
     """
 
     def __init__(self, limit: int) -> None:
@@ -530,7 +535,7 @@ class Router:
         self.has_limits = False
         self._limit = limit
         self.in_flight = 0
-        self._waiting: list[Waiting] = []  # in order: the first ones are the window
+        self._waiting: list[Waiting] = []  # in order: the window is at the start
         self._arrivals = 0
         self._prefixes = PrefixIndex()
         self._quarantine = Quarantine()
@@ -540,7 +545,7 @@ class Router:
         self._turn = 0.0
 
     def add(self, probe: HealthProbe | None = None) -> Target:
-        """Adds a server, which is not up yet."""
+        """Adds a server that is not up yet."""
         target = Target(1 << len(self.targets), probe)
         self.targets.append(target)
         return target
@@ -555,7 +560,7 @@ class Router:
     def oldest_of(self, sender: Sender) -> Attempt | None:
         own = []
         for target in self.targets:
-            attempts = list(target.attempts)  # a copy, because other threads ask, too
+            attempts = list(target.attempts)  # a copy, because other threads also call this
             own += [attempt for attempt in attempts if attempt.request.sender is sender]
         return min(own, key=lambda attempt: attempt.started_at, default=None)
 
@@ -592,7 +597,7 @@ class Router:
         future: TargetFuture = asyncio.get_running_loop().create_future()
         self._prefixes.add(request.texts or (), 0)
         self._enqueue(request, future)
-        if len(self._waiting) >= WINDOW:  # requests that are cancelled may fill the window
+        if len(self._waiting) >= WINDOW:  # cancelled requests may fill the window
             self.admit()
         try:
             return await future
@@ -608,15 +613,15 @@ class Router:
         self.in_flight -= 1
         if target.reserved and self._quarantine.in_flight:
             self._quarantine.finish_one()
-        # No request that waits could be sent before. Only these changes may let one go, and, where
-        # others wait for a minute, an answer that took fewer tokens than expected, or the first
-        # one of a server that failed.
+        # No waiting request could be sent before. Only these changes may free a request, and, if
+        # requests wait for the next minute, an answer with fewer tokens than expected, or the first
+        # answer of a server that failed.
         is_changed = stage != _stage(target.load) or self.has_limits
         if was_held or is_changed or not self._waiting:
             self.admit()
 
     def admit(self, resized: bool = False) -> None:
-        """Gives servers to waiting requests. ``resized``: servers have other limits than before."""
+        """Assigns servers to waiting requests. ``resized``: limits of servers have changed."""
         if resized:
             for target in self.targets:
                 target.add_in_flight(0)
@@ -636,7 +641,7 @@ class Router:
         while number < min(WINDOW, len(waiting)) and room.best is not None:
             _, _, _, request, place = waiting[number]
             chosen = room.choose(self._prefixes.homes(request.known))
-            # What may not be sent waits until its rank cancels it.
+            # A request that may not be sent waits until its rank cancels it.
             is_wanted = not place.done() and not request.may_not_be_sent
             if is_wanted and chosen is None:
                 number += 1
@@ -649,7 +654,7 @@ class Router:
             self._look_later(room.opens_at)
 
     def _look_later(self, when: float) -> None:
-        """No answer tells that a limit leaves room again."""
+        """Admits requests at ``when``: no answer reports that a limit has room again."""
 
         def look() -> None:
             self._looks_at = math.inf
@@ -661,7 +666,7 @@ class Router:
         self._look = asyncio.get_running_loop().call_later(when - time.monotonic(), look)
 
     def has_other(self, target: Target) -> bool:
-        """Whether another server takes requests now, or does when it has room."""
+        """Returns whether another server takes requests now, or will when it has room."""
         now = time.monotonic()
         return any(
             other is not target and other.up and not other.reserved and not other.rests(now)
@@ -670,7 +675,7 @@ class Router:
 
     @property
     def has_spent(self) -> bool:
-        """Whether requests wait for the next minute of a server that works."""
+        """True if requests wait for the next minute of a server that works."""
         now = time.monotonic()
         works_since = now - _WORKS_WITHIN
         for target in self.targets:
@@ -692,7 +697,9 @@ class Router:
         return death
 
     def attribute_deaths(self, request: Request) -> None:
-        """Attributes all deaths during this request to it: they count against no other request."""
+        """Attributes all deaths during this request to it, so that they count against no other
+        request.
+        """
         for death in request.deaths:
             death.attributed = True
         released = self._quarantine.all()
@@ -730,7 +737,7 @@ class Router:
         self._prefixes.add(request.texts or (), target.bit)
         target.add_in_flight(1)
         if not self.has_homes:
-            # One that was away does not make up for it.
+            # A server that was down does not catch up.
             self._turn = max(self._turn, target.turn)
             target.turn = self._turn + 1 / target.weight
         if target.limits is not None:
@@ -757,7 +764,7 @@ class Router:
         if reserved is None:
             return
         reserved.reserved = quarantine.has_waiting() or reserved.in_flight > 0
-        # The target has answered its other requests when all that it has in flight are quarantined.
+        # The target has answered its other requests when only quarantined requests are in flight.
         while (
             quarantine.has_room()
             and reserved.in_flight == quarantine.in_flight
@@ -768,7 +775,7 @@ class Router:
 
 
 def _stage(load: float) -> int:
-    """0: the server stands idle; 1: it takes requests; 2: it is full."""
+    """Returns 0 for an idle server, 1 for a server with room, 2 for a full server."""
     return (load >= _IDLE) + (load >= 1)
 
 
@@ -776,8 +783,8 @@ _load = attrgetter("load")
 
 
 # Leading texts are compared at every 256 bytes, and further back at every quarter of the text
-# before: 26 hashes for 128 kB. Of a long piece the last kilobyte is hashed: texts that differ
-# elsewhere only are routed as equal ones.
+# before: 26 hashes for 128 kB. Only the last kilobyte of a long piece is hashed: texts that differ
+# only elsewhere are routed as equal texts.
 _STEP = 256
 _PART = 4
 _HASHED = 1024
@@ -791,7 +798,7 @@ _STARTS = (b'"messages":', b'"prompt":', b'"input":')
 
 
 class PrefixIndex:
-    """The servers of leading texts, by the texts' hashes. Servers are bits of an integer.
+    """Maps hashes of leading texts to servers, which are bits of an integer.
 
     A text that no request has had for a whole generation is forgotten.
     """
@@ -801,8 +808,8 @@ class PrefixIndex:
         self._old: dict[int, int] = {}
 
     def find(self, body: AnyBody) -> tuple[Sequence[int], int]:
-        """Returns the hashes of all leading texts of a request, and the hash of the longest that an
-        earlier request had; 0: none.
+        """Returns the hashes of all leading texts of a request, and the hash of the longest text
+        that an earlier request had; 0 if there is none.
         """
         texts = _leading_hashes(body)
         for text in reversed(texts):
@@ -815,7 +822,7 @@ class PrefixIndex:
         return self._young.get(text) or self._old.get(text, 0)
 
     def add(self, texts: Sequence[int], server: int) -> None:
-        """Adds the leading texts of a request. ``server``: 0: the request waits."""
+        """Adds the leading texts of a request. ``server``: its bit; 0 for a waiting request."""
         if len(self._young) >= _REMEMBERED:
             self._old = self._young
             self._young = {}
@@ -874,7 +881,7 @@ class Quarantine:
         return self.in_flight < min(self._group_limit, math.isqrt(self._peak))
 
     def restart(self) -> None:
-        """Begins with a group of one, on another server."""
+        """Begins with a group of a single request, on another server."""
         self.in_flight = 0
         self._group_limit = 1
         self._peak = len(self._waiting)
@@ -885,7 +892,7 @@ class Quarantine:
         self._peak = max(self._peak, self.in_flight + len(self._waiting))
 
     def start_next(self) -> tuple[Request, TargetFuture]:
-        """Starts the next request. Call only if ``has_room``."""
+        """Starts the next request. Requires ``has_room``."""
         _, _, request, future = heapq.heappop(self._waiting)
         self.in_flight += 1
         self._runs_alone = request.must_run_alone

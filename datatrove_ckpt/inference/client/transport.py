@@ -1,4 +1,4 @@
-"""One HTTP exchange: returns the body of a whole answer, or raises the error that the status means.
+"""Makes one HTTP exchange: returns a whole answer, or raises the error of its status.
 
 Errors raised here have no cause, because its frames would hold the API key.
 """
@@ -28,7 +28,7 @@ _TOO_LARGE = re.compile(
 
 
 class ExchangeFailed(Exception):
-    """There is no response. ``kind``: "TimeoutError" if none came in time."""
+    """Reports that there is no response. ``kind``: "TimeoutError" after a timeout."""
 
     def __init__(self, details: str, kind: str = "") -> None:
         self.details = details
@@ -42,7 +42,7 @@ async def get(
     """Returns the response to one GET, whatever its status.
 
     Raises:
-        ExchangeFailed: there is none within ``seconds``.
+        ExchangeFailed: there is no response within ``seconds``.
     """
     transport = Transport(url, api_key, seconds, proxied, "GET")
     try:
@@ -62,11 +62,11 @@ def _failure(transport: Transport, error: Exception) -> ExchangeFailed:
 
 
 async def post(transport: Transport, body: AnyBody, model: str, extras: Extras | None) -> Response:
-    """Returns an answer. ``model``: for messages, of a body without one.
+    """Returns an answer. ``model``: name for messages, if the body has none.
 
     Raises:
-        RequestRejected, ServerRefused, RetryableError, TooManyOpenFiles: see the table in
-        ``client.py``.
+        RequestRejected, ServerRefused, RetryableError, TooManyOpenFiles: the table in ``client.py``
+            has the causes.
     """
     url = transport.url
     try:

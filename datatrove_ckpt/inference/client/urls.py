@@ -1,4 +1,4 @@
-"""URLs of endpoints, which may hold a secret: a password, or a query (``?code=...``)."""
+"""Handles URLs of endpoints, which may hold a password or a secret query (``?code=...``)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.errors import ConfigError
 
 _VERSION = re.compile(r"v\d+[a-z0-9]*")
-_WHOLE = ("completions", "embeddings")  # end an address that is given to the last part
+_WHOLE = ("completions", "embeddings")  # the last part of a complete address
 
 
 Extras = dict[str, dict[str, str]]
-"""What a request has beside its body: ``extra_headers``, ``extra_query``."""
+"""The fields ``extra_headers`` and ``extra_query`` of a request, which are not in its body."""
 
 
 class HiddenUrl:
     """A URL that is printed without user, password, query and fragment.
 
     Args:
-        shown: stands for the text in an error.
+        shown: name of the URL in an error.
 
     Raises:
         ConfigError: the text is no URL.
@@ -49,7 +49,7 @@ class HiddenUrl:
         """Returns the address of ``path`` of the OpenAI API ("models", "completions"), or of
         "/tokenize".
 
-        A URL without a path gets /v1, any other URL is taken as given. It may also be the whole
+        A URL without a path gets /v1, any other URL stays as it is. The URL may also be the whole
         address of the completions, or of the embeddings.
         """
         names = [name for name in self._url.raw_parts if name.strip("/")]
@@ -68,7 +68,7 @@ class HiddenUrl:
 
     @property
     def may_lack_version(self) -> bool:
-        """Whether the API may be right below the URL's path, or below its /v1."""
+        """True if the API may be directly below the URL's path, or below its /v1."""
         names = [name for name in self._url.raw_parts if name.strip("/")]
         return bool(names) and names[-1] not in _WHOLE and not any(map(_VERSION.fullmatch, names))
 
@@ -78,7 +78,9 @@ class HiddenUrl:
 
     @property
     def secrets(self) -> Iterator[str]:
-        """Values of the query, the password or a lone user, and as aiohttp sends these."""
+        """The values of the query, the password or a lone user, also in the forms that aiohttp
+        sends.
+        """
         url = self._url
         found = [value or name for name, value in url.query.items() if name != "api-version"]
         for text in (*found, url.password or url.user or ""):
@@ -97,7 +99,7 @@ def _parsed(url: str) -> URL:
     address = url.partition("?")[0]
     path = address.partition("://")[2].partition("/")[2]
     if "@" in path:
-        return URL()  # a "/" in a password made the rest of it, and the host, a path
+        return URL()  # a "/" in the password made a path of its rest and of the host
     if any(map(str.isspace, address)):
         return URL()
     try:
@@ -126,7 +128,9 @@ def basic_authorization(url: HiddenUrl) -> str:
 def beside(
     url: HiddenUrl, headers: dict[str, str], extras: Extras
 ) -> tuple[HiddenUrl, dict[str, str]]:
-    """Returns both with ``extras``, which replace equal names. Names of headers have no case."""
+    """Returns URL and headers with ``extras``, which replace equal names. Names of headers have no
+    case.
+    """
     added = {name.title(): value for name, value in extras["extra_headers"].items()}
     kept = {name: value for name, value in headers.items() if name.title() not in added}
     url = HiddenUrl(url.reveal().update_query(extras["extra_query"]))

@@ -1,6 +1,5 @@
-"""Model servers: start, readiness, health, restart, GPUs, several nodes.
+"""Manages model servers: start, readiness, health, restart, GPUs, several nodes.
 
-Start at ``host.py``, whose ``ServerHost`` lends a rank a client that is ready. ``config.engines``
-has the engines. ``guardian.py``, ``llamacpp.py``, ``dummy.py`` and ``sglang_launch.py`` are
-programs.
+Start at ``host.py``: its ``ServerHost`` lends a rank a ready client. ``config.engines`` has the
+engines. ``guardian.py``, ``llamacpp.py``, ``dummy.py`` and ``sglang_launch.py`` are programs.
 """

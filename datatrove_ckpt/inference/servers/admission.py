@@ -1,4 +1,4 @@
-"""How many requests an engine gets: what its /metrics show, and what follows from that."""
+"""Adapts the number of requests at an engine to its /metrics."""
 
 import asyncio
 import math
@@ -27,9 +27,9 @@ class Metrics:
     """An engine's metrics at one moment, summed over its data-parallel parts.
 
     Attributes:
-        running, waiting: requests.
-        tokens: generated and processed since its start.
-        preemptions: requests that lost their place in the KV cache since its start.
+        running, waiting: number of running and of waiting requests.
+        tokens: number of tokens generated and processed since its start.
+        preemptions: number of requests that lost their place in the KV cache since its start.
         cache_usage: share of the KV cache that running requests use.
     """
 
@@ -43,7 +43,7 @@ class Metrics:
 def parse_metrics(names: MetricNames, text: str) -> Metrics | None:
     running, waiting, preemptions, tokens, usage = names
     found = defaultdict[str, float](float)
-    caches = 0  # one for each of a server's ``dp``
+    caches = 0  # a KV cache for each of a server's ``dp``
     for line in text.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
         if name and name in (running, waiting, preemptions, usage, *tokens):
@@ -75,7 +75,7 @@ async def _read_page(target: Target, seconds: float) -> str:
 
 
 async def read_metrics(target: Target, names: MetricNames | None, seconds: float) -> Metrics | None:
-    """Returns None if the engine has no metrics, or does not answer in time."""
+    """Returns the metrics; None if the engine has none, or does not answer in time."""
     if names is None:
         return None
     try:
@@ -84,10 +84,10 @@ async def read_metrics(target: Target, names: MetricNames | None, seconds: float
         return None
 
 
-# At most twice the target wait, even if the engine runs one request at a time.
+# At most twice the target waits, even if the engine runs a single request at a time.
 _LEAST_TARGET = FIRST_LIMIT // 2
 _USUAL_SAMPLES = 5
-# Requests per sample: one in 2.5 seconds, twice as many after 9 s without a preemption.
+# Requests per sample: a request in 2.5 seconds, twice as many after 9 s without a preemption.
 _GROWTH_AFTER_PREEMPTION = 0.1
 _ACCELERATION = 1.02
 _SAMPLE_SECONDS = 0.25
@@ -96,25 +96,25 @@ _WAIT_FOR_METRICS_SECONDS = 30.0
 
 
 class Admission:
-    """How many requests may be in flight at an engine, under ``max_concurrent_generations: auto``.
+    """Decides the number of requests in flight for ``max_concurrent_generations: auto``.
 
-    An engine is busiest when a few requests always wait in its own queue; more would only be lost
-    with a dead server. So the limit follows the engine's metrics.
+    An engine is busiest when a few requests always wait in its own queue; further requests would
+    only be lost with a dead server. So the limit follows the engine's metrics.
 
-    - Everything on the way to the queue, or back, may reach the queue at once. So only what is
-      always on the way counts as normal, and the limit grows by at most ``target`` per sample: the
-      queue stays below twice the target.
+    - All requests on the way to the queue, or back, may reach the queue together. So only requests
+      that are always on the way count as normal, and the limit grows by at most ``target`` per
+      sample: the queue stays below twice the target.
     - Until a request waits in the queue, the limit grows twice as fast.
-    - vLLM's numbers are as of its last step. A sample that equals the sample before changes
-      nothing.
-    - With an empty queue the limit never falls: what is missing is on the way.
-    - An engine that runs more than its KV cache can hold preempts requests, which lose their work
-      and wait again. So after a preemption the limit is what runs, and grows slowly.
+    - vLLM's numbers describe its last step. A sample that equals the sample before changes nothing.
+    - With an empty queue the limit never falls: the missing requests are on the way.
+    - An engine that runs more requests than its KV cache can hold preempts requests, which lose
+      their work and wait again. So after a preemption the limit is the number of running requests,
+      and grows slowly.
 
     Attributes:
-        limit: requests that may be in flight.
-        target: requests that should wait in the engine: at least 8, an eighth of the running
-            requests, and as many as are always on the way.
+        limit: maximum number of requests in flight.
+        target: number of requests that should wait in the engine: at least 8, an eighth of the
+            running requests, and the number that is always on the way.
     """
 
     def __init__(self) -> None:
@@ -159,10 +159,10 @@ async def adapt_admission(
 ) -> NoReturn:
     """Adapts the target's limit to its engine until cancelled.
 
-    Without metrics (vLLM's ``disable-log-stats``) the answers decide. So they do if a counter of
-    tokens falls twice: a load balancer then shows another server's metrics each time, of which the
-    limit would run away. If the metrics stop, the limit stays, and what they showed of the cache is
-    forgotten.
+    Without metrics (vLLM's ``disable-log-stats``) the answers decide. The answers also decide if a
+    counter of tokens falls twice: a load balancer then shows another server's metrics each time,
+    and the limit would grow without bound. If the metrics stop, the limit stays, and the measured
+    use of the cache is dropped.
     """
     admission = Admission()  # new for each process of the server
     read_at = time.monotonic()
@@ -176,13 +176,13 @@ async def adapt_admission(
             read_at = time.monotonic()
             falls += tokens is not None and metrics.tokens < tokens
             tokens = metrics.tokens
-            # A restart is one.
+            # A restart also lets the counter fall, once.
             if falls == 2:
                 why = "shows the metrics of several servers in turn, as a load balancer does"
                 break
             admission.update(metrics, target.in_flight)
             target.limit = admission.limit
-            # What no request takes now, transfers to other servers hold, say.
+            # Space that no request uses may belong to transfers to other servers.
             target.usage_each = metrics.cache_usage / (metrics.running or math.inf)
             target.others = max(0.0, metrics.running + metrics.waiting - target.in_flight)
         elif time.monotonic() - read_at < _WAIT_FOR_METRICS_SECONDS:
@@ -207,7 +207,7 @@ async def adapt_admission(
 async def follow_endpoint(target: Target, router: Router) -> None:
     """Adapts a target's limit to its engine, if /metrics has the names of an engine.
 
-    Some names come with the first request. So it is looked for until an answer has come.
+    Some names appear with the first request. So the page is read until an answer has come.
     """
     looks = 0
     while True:

@@ -19,7 +19,7 @@ from datatrove_ckpt.process.screen import has_terminal
 
 _OTHER_SCHEME = ("ProtocolError", "SSLError", "ResetError")  # how these exchanges fail
 NEW_RUN_SECONDS = 30.0
-"""How long a new run at a terminal waits where nothing listens, at the usual patience."""
+"""The wait of a new run at a terminal if nothing listens, at the usual patience."""
 _PROBE_TIMEOUT = 10.0  # seconds
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
@@ -29,13 +29,14 @@ class EndpointProbe:
     """The answer of an endpoint to GET /v1/models.
 
     Attributes:
-        url: without credentials and query string.
-        cause: why it cannot be used; "" if it can.
-        refused: it refuses the key, or speaks http where the URL has https, or the other way round.
-        api: the URL, or its /v1; None: not known yet.
-        models: the listed names, each with its ``max_model_len``, if the server lists it; None: no
-            list, as with some gateways.
-        is_absent: the connection was refused, so nothing listens there.
+        url: URL without credentials and query string.
+        cause: cause of a failure; "" if the endpoint can be used.
+        refused: whether it refuses the key, or speaks http where the URL has https, or https where
+            it has http.
+        api: the URL, or its /v1; None if the API is not known yet.
+        models: listed names, each with its ``max_model_len`` or None; None without a list, as with
+            some gateways.
+        is_absent: whether the connection was refused, so that nothing listens there.
     """
 
     url: str
@@ -65,22 +66,22 @@ async def ask_endpoints(config: InferenceConfig) -> list[EndpointProbe]:
 async def ready_endpoints(
     config: InferenceConfig, outage: Outage, is_new: bool = False
 ) -> list[EndpointAccess]:
-    """Waits until one of the URLs answers GET /v1/models, or /models below its own path.
+    """Waits until an endpoint answers GET /v1/models, or /models below its own path.
 
     Every status except 401, 403, 429 and 5xx counts as an answer: some gateways do not list models.
     An endpoint gets no requests before it is known whether its API is below /v1.
 
-    Where nothing listens, it may be a wrong port: at a terminal a new run waits only for
+    If nothing listens, the port may be wrong: a new run at a terminal waits only for
     ``NEW_RUN_SECONDS``. A job may start beside its server, which loads a model for minutes.
 
     Args:
-        config: of its ready window, at most ``server_patience_seconds`` count.
-        outage: of the model. It runs while there is no answer.
-        is_new: no request of the run has been answered yet.
+        config: config with the ready window, of which at most ``server_patience_seconds`` count.
+        outage: the model's outage clock, which runs while there is no answer.
+        is_new: whether no request of the run has been answered yet.
 
     Raises:
-        ConfigError: see ``endpoints_of``.
-        ServerRefused: see ``EndpointProbe.refused``; of all of them.
+        ConfigError: an endpoint_url is not a URL, or the key is not set.
+        ServerRefused: all endpoints refuse (``EndpointProbe.refused``).
         ServerStartFailed: no server answered in time.
     """
     endpoints = endpoints_of(config)
@@ -130,7 +131,7 @@ def ready_window(config: InferenceConfig) -> float:
 
 
 async def _ask(url: HiddenUrl, api_key: Secret | None) -> EndpointProbe:
-    """Requests the URL, and then its /v1 if that may be the API."""
+    """Requests the URL, and then its /v1 if the API may be there."""
     target = url.api("models")
     below = url.api("/v1")
     api = None if url.may_lack_version else url
@@ -159,7 +160,7 @@ async def _ask(url: HiddenUrl, api_key: Secret | None) -> EndpointProbe:
 
 
 async def _other_scheme(target: HiddenUrl) -> str:
-    """Returns http for https, and https for http, if the server speaks it; else ""."""
+    """Returns the other scheme (http for https) if the server speaks it; else ""."""
     scheme = "http" if target.reveal().scheme == "https" else "https"
     url = HiddenUrl(target.reveal().with_scheme(scheme).with_user(None).with_query(None))
     try:
@@ -189,7 +190,7 @@ def _with_environment(url: str) -> HiddenUrl:
     """Returns the URL with each ``${NAME}`` replaced by that environment variable, stripped.
 
     Raises:
-        ConfigError: a variable is not set, or this is no URL.
+        ConfigError: a variable is not set, or the result is no URL.
     """
     for name in _VARIABLE.findall(url):
         if name not in os.environ:

@@ -1,9 +1,9 @@
 """Leases a server its share of the node's GPUs.
 
 With ``replicas`` or several models the GPUs that this process sees are divided. Slurm and Ray give
-each task its own GPUs, but LocalPipelineExecutor starts several ranks that all see all of them.
-There, each server holds a file lock per GPU. Its processes inherit the lock, which becomes free
-when the last of them has ended and freed its memory.
+each task its own GPUs, but LocalPipelineExecutor starts several ranks that all see all GPUs. With
+it, each server holds a file lock per GPU. Its processes inherit the lock, which becomes free when
+the last process has ended and freed its memory.
 """
 
 import asyncio
@@ -47,12 +47,12 @@ class GpuLease:
 async def lease_gpus(
     configs: Sequence[InferenceConfig], without: Collection[str] = ()
 ) -> dict[str, list[GpuLease]]:
-    """Returns a lease for each server of a rank's models. First ends what killed runs have left
-    here.
+    """Returns a lease for each server of a rank's models. First ends the servers that killed runs
+    have left on this node.
 
     Args:
-        configs: of all models whose servers the rank launches, in their order.
-        without: the models that already have servers, and so leases.
+        configs: configs of all models whose servers the rank launches, in their order.
+        without: names of the models that already have servers, and so leases.
 
     Raises:
         ConfigError: there are GPUs, but too few.
@@ -74,7 +74,7 @@ async def lease_gpus(
 async def _share_gpus(
     configs: Sequence[InferenceConfig], leases: Mapping[str, list[GpuLease]]
 ) -> None:
-    """Gives each server GPUs: the next in order, or free ones with locks if ranks share them."""
+    """Assigns GPUs to each server: the next in order, or free and locked GPUs if ranks share."""
     visible = visible_gpus()
     is_local = os.environ.get("DATATROVE_EXECUTOR", "LOCAL") == "LOCAL"
     ranks_share_them = is_local and any(config.engine.leases_gpus for config in configs)
@@ -105,7 +105,7 @@ async def _lock_gpus(visible: list[str], needed: int) -> list[tuple[str, int]]:
     """Waits for ``needed`` free GPUs. Returns their names and lock descriptors.
 
     Raises:
-        ConfigError: other processes hold too many for a minute.
+        ConfigError: other processes held too many GPUs for a minute.
     """
     # In Slurm a folder per job: another job's GPU 0 may be another GPU.
     folder = runtime_folder(os.environ.get("SLURM_JOB_ID", ""))
@@ -126,7 +126,7 @@ async def _lock_gpus(visible: list[str], needed: int) -> list[tuple[str, int]]:
 def _try_lock_gpus(folder: Path, visible: list[str], needed: int) -> list[tuple[str, int]] | None:
     """Locks all needed GPUs or none: two ranks with a part each could wait forever.
 
-    One rank at a time: otherwise both may find too few.
+    Only one rank tries at a time: otherwise both may find too few.
     """
     gate = _try_lock(folder / "claim.lock")
     if gate is None:

@@ -1,4 +1,4 @@
-"""A server's process, as its runner holds it: by a pipe to the server's guardian."""
+"""Starts and stops a server's process through a pipe to its guardian."""
 
 import asyncio
 import contextlib
@@ -15,16 +15,16 @@ _GUARDIAN_MARGIN = 12.0
 
 
 class GuardedProcess:
-    """A server's process below its guardian, as the runner sees it. It belongs to no event loop.
+    """A server's process below its guardian. It belongs to no event loop.
 
     Args:
-        log: a file descriptor for the output of both.
+        log: file descriptor for the output of both.
         locks: file descriptors that the server inherits.
         stop_timeout: seconds between SIGTERM and SIGKILL.
 
     Attributes:
-        pid: the guardian's.
-        lifeline: the end of a pipe that keeps the server running; None: stop requested.
+        pid: process id of the guardian.
+        lifeline: end of a pipe that keeps the server running; None after a stop request.
 
     Raises:
         OSError: no process could be created.
@@ -66,13 +66,13 @@ class GuardedProcess:
         return self._process.poll()
 
     async def wait(self) -> int:
-        """Several tasks may wait."""
+        """Returns the exit code once the server has ended. Several tasks may wait."""
         while (code := self._process.poll()) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.05)  # an event would belong to one loop
         return code
 
     def request_stop(self) -> None:
-        """Sends SIGTERM, and SIGKILL to what is left after the timeout."""
+        """Sends SIGTERM to the server, and SIGKILL to its remaining processes after the timeout."""
         if self.lifeline is not None:
             close_descriptor(self.lifeline)
             self.lifeline = None
@@ -92,14 +92,14 @@ class GuardedProcess:
 
 
 # Descriptors that forks close: a copy of a lifeline pipe would keep a server running, and a copy of
-# a lock a GPU taken. Programs get only ``pass_fds``.
+# a lock would keep a GPU leased. Programs get only ``pass_fds``.
 
 
 _ours: set[int] = set()
 
 
 def own_descriptor(descriptor: int) -> int:
-    """Returns the descriptor, which forks close from now on. Close it with ``close_descriptor``."""
+    """Makes forks close the descriptor, and returns it. ``close_descriptor`` closes it."""
     _ours.add(descriptor)
     return descriptor
 

@@ -1,9 +1,9 @@
-"""The process between a runner and its server: no server outlives its runner.
+"""Guards a server: a process between runner and server, so that no server outlives its runner.
 
 The runner starts it by file path, ``python -I -S guardian.py --stop-timeout 10 -- COMMAND ...``.
 The runner holds the write end of its standard input, the lifeline pipe. When that end closes, the
 server's process group gets SIGTERM, and after the timeout every descendant gets SIGKILL. A byte in
-the pipe requests SIGKILL now. If the server ends by itself, its descendants are killed, too. The
+the pipe requests SIGKILL now. If the server ends by itself, its descendants are also killed. The
 exit code is the server's (128 + n for signal n).
 
 PR_SET_PDEATHSIG misses grandchildren (vLLM has three generations), and setsid() leaves the group.
@@ -98,13 +98,13 @@ def _prctl(option: int, value: int) -> None:
 
 
 class Guardian:
-    """Runs one command until it ends, or until the runner ends or asks for its end.
+    """Runs one command until it ends, or until the runner ends or requests a stop.
 
     Args:
         stop_timeout: seconds between SIGTERM and SIGKILL.
 
     Attributes:
-        server_status: as ``os.waitpid`` returns it.
+        server_status: status of ``os.waitpid``; None while the server runs.
     """
 
     def __init__(self, argv: list[str], stop_timeout: float) -> None:
@@ -195,7 +195,7 @@ class Guardian:
             self._reap()
 
     def _kill_descendants(self) -> None:
-        """Sends SIGKILL until no descendant is left: a dying process may still have forked."""
+        """Sends SIGKILL until no descendant remains: a dying process may still have forked."""
         deadline = time.monotonic() + _KILL_TIMEOUT
         _kill_group(self.server, signal.SIGKILL)
         while time.monotonic() < deadline:
@@ -205,7 +205,7 @@ class Guardian:
                 self._reap()
                 return
             for process in running:
-                # It has ended, or is another user's.
+                # The process has ended, or belongs to another user.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(process.pid, signal.SIGKILL)
             time.sleep(0.005)
@@ -231,7 +231,7 @@ def _set_group(pid: int) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Takes ``--stop-timeout SECONDS -- COMMAND ...``."""
+    """Parses ``--stop-timeout SECONDS -- COMMAND ...``, and runs the guardian."""
     split = arguments.index("--")
     stop_timeout = float(arguments[arguments.index("--stop-timeout") + 1])
     return Guardian(arguments[split + 1 :], stop_timeout).run()

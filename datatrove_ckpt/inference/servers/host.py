@@ -1,8 +1,8 @@
-"""The servers of a process, launched or external, for one rank or for several ranks at once.
+"""Lends the servers of a process, launched or external, to one rank or to several ranks.
 
-A rank calls ``ServerHost.lend``. Its servers may be taken over from the rank before (see
-``warm.py``). Rollouts do not notice a server that is down: its requests go to the other servers, or
-wait. External servers are only checked, before the first request: they must answer.
+A rank calls ``ServerHost.lend``. Its servers may come from the rank before (``warm.py``). Rollouts
+do not notice a server that is down: its requests go to the other servers, or wait. External servers
+are only checked: they must answer before the first request.
 """
 
 import asyncio
@@ -26,17 +26,17 @@ from datatrove_ckpt.inference.servers.warm import RankModels
 from datatrove_ckpt.process.shutdown import Shutdown, end_tasks, wait_until_cancelled
 
 Watch = Callable[[], Awaitable[None]]
-"""Raises when no server is left."""
+"""A function that raises when no server remains."""
 
 
 def check_servers(config: InferenceConfig) -> None:
     """Checks that the model file, the packages and the key are here. Starts and sends nothing.
 
     Raises:
-        ConfigError, ServerStartFailed: what is missing, and what to do.
+        ConfigError, ServerStartFailed: something is missing; the message names it.
     """
     try:
-        # Both are made for their exceptions alone.
+        # Both calls are only made for their exceptions.
         if config.server_type == "endpoint":
             endpoints_of(config)
         else:
@@ -48,7 +48,7 @@ def check_servers(config: InferenceConfig) -> None:
 
 @asynccontextmanager
 async def _connected(servers: ModelServers, is_new: bool) -> AsyncIterator[Watch]:
-    """Sends requests to the config's endpoints in this block. See ``ServerHost.lend``."""
+    """Sends requests to the config's endpoints in this block."""
     config = servers.config
     endpoints = await ready_endpoints(config, servers.outage, is_new)
     servers.add_endpoints(endpoints)
@@ -70,7 +70,7 @@ async def _connected(servers: ModelServers, is_new: bool) -> AsyncIterator[Watch
 
 @dataclass
 class _Running:
-    """The servers of a model: starting until ``ready``, in use while ``serving`` runs."""
+    """The servers of a model, which start until ``ready``, and serve while ``serving`` runs."""
 
     servers: ModelServers
     ready: asyncio.Future[Watch]
@@ -81,9 +81,9 @@ class ServerHost:
     """Starts the servers of a model when the first rank needs them, and stops all at its end.
 
     Args:
-        shutdown: of the ranks.
-        configs: of all models of a rank.
-        keeps: it has one rank, whose servers may stay for the next rank: see ``warm.py``.
+        shutdown: the ranks' shutdown.
+        configs: configs of all models of a rank.
+        keeps: whether the servers of its single rank may stay for the next rank (``warm.py``).
 
     Attributes:
         media: limit on the bytes of media of all documents in work.
@@ -97,7 +97,7 @@ class ServerHost:
         self._models = RankModels(configs, keeps)
         self._ends_well = asyncio.Event()
         self._running: dict[str, _Running] = {}
-        # Servers outlive the rank that starts them: log lines belong to all ranks.
+        # Servers outlive the rank that starts them: their log lines belong to all ranks.
         self._context = contextvars.copy_context()
 
     @property
@@ -115,21 +115,21 @@ class ServerHost:
         sender: routing.Sender,
         is_new: bool = False,
     ) -> AsyncIterator[tuple[CompletionClient, Awaitable[Watch]]]:
-        """Gives a rank a client of one model's servers, and their watch to await: then they are
-        ready.
+        """Yields a client of one model's servers, and an awaitable that returns their watch once
+        they are ready.
 
         Args:
-            is_new: no request of the run has been answered yet.
+            is_new: whether no request of the run has been answered yet.
 
         Raises:
-            ServerStartFailed, ServerRefused, ConfigError: see ``InferenceServer.start`` and
-                ``ready_endpoints``.
+            ServerStartFailed, ServerRefused, ConfigError: the servers cannot start, or no endpoint
+                answers.
         """
         running = self._running.get(config.name)
         if running is None:
             servers = self._context.copy().run(ModelServers, config)
             ready = asyncio.get_running_loop().create_future()
-            # It begins once this rank has joined below.
+            # The servers start after this rank has joined below.
             serve = self._serve(servers, ready, rank, is_new)
             serving = asyncio.create_task(serve, context=self._context.copy())
             running = self._running[config.name] = _Running(servers, ready, serving)
@@ -149,7 +149,7 @@ class ServerHost:
     async def _serve(
         self, servers: ModelServers, ready: asyncio.Future[Watch], rank: int, is_new: bool
     ) -> None:
-        """Runs the servers until ``close``. What keeps them from starting goes to all ranks."""
+        """Runs the servers until ``close``. All ranks receive the error of a failed start."""
         config = servers.config
         logger.info(f"{config.said}Requests: {config.places} (max_concurrent_generations).")
         if config.server_type == "endpoint":
@@ -163,7 +163,7 @@ class ServerHost:
         except Exception as error:
             if ready.done():
                 raise
-            # Later ranks fail, too: these servers' leases are gone.
+            # Later ranks also fail: the leases of these servers are gone.
             ready.set_exception(error)
         finally:
             await servers.close()

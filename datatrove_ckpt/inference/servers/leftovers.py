@@ -1,4 +1,4 @@
-"""Records the servers on this node, and ends those that a killed run has left behind.
+"""Records the servers on this node, and ends the servers that a killed run has left behind.
 
 If a runner and its guardian are killed together, their server's record remains. The next start on
 the node then kills the processes of the guardian's session whose output is the recorded log.
@@ -35,7 +35,7 @@ class ServerRecord:
     since the boot).
 
     Attributes:
-        guardian: its process id is also the number of the server's session.
+        guardian: guardian process; its id is also the number of the server's session.
         log: device and inode of the server's log.
     """
 
@@ -69,7 +69,7 @@ class ServerRecord:
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """Reads a record; None if the file holds none."""
+        """Reads a record; returns None if the file holds none."""
         try:
             content: JsonObject = json.loads(path.read_bytes())
             for key in ("runner", "guardian", "log"):
@@ -79,7 +79,7 @@ class ServerRecord:
             return None
 
     def owns(self, process: Process) -> bool:
-        """Whether a process provably belongs to this server."""
+        """Returns whether a process provably belongs to this server."""
         if process.session != self.guardian[0]:
             return False
         for number in (1, 2):
@@ -95,7 +95,7 @@ class ServerRecord:
 
 
 def kill_session(session: int, name: str) -> None:
-    """Kills what is left of the session of a guardian that was killed.
+    """Kills the remaining session of a guardian that was killed.
 
     The kernel does not reuse the number of a session that has processes.
     """
@@ -103,9 +103,9 @@ def kill_session(session: int, name: str) -> None:
 
 
 def _kill_all(is_target: Callable[[Process], bool], name: str) -> list[str]:
-    """Kills a server's processes until none is found: a dying process may fork.
+    """Kills a server's processes until none remains: a dying process may fork.
 
-    Returns each as "process 7 (name)".
+    Returns descriptions such as "process 7 (name)".
     """
     killed: dict[int, str] = {}
     deadline = time.monotonic() + _KILL_SECONDS
@@ -163,7 +163,7 @@ def runtime_folder(part: str = "") -> Path:
     """Returns a private folder of this user, one for each ``part``.
 
     Raises:
-        ConfigError: another user has made it.
+        ConfigError: the folder belongs to another user.
     """
     folder = Path(tempfile.gettempdir()) / (
         f"datatrove-ckpt-{os.getuid()}" + (f"-{part}" if part else "")

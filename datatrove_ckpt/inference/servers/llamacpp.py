@@ -1,4 +1,4 @@
-"""``python -m datatrove_ckpt.inference.servers.llamacpp``: the process of the embedded engine.
+"""Runs the embedded engine as a process (``python -m datatrove_ckpt.inference.servers.llamacpp``).
 
 xllamacpp contains llama.cpp and its OpenAI server; its crash must not end the runner. The API key
 comes from DATATROVE_CKPT_API_KEY.
@@ -17,7 +17,7 @@ from typing import Any
 
 from datatrove_ckpt.config.inference_config import API_KEY_VARIABLE, HOST, usable_cores
 
-# Of xllamacpp.CommonParams, which has no type hints.
+# xllamacpp.CommonParams, which has no type hints.
 CommonParams = Any
 
 
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def flags_set(params: CommonParams, arguments: list[str] | None) -> CommonParams:
-    """llama.cpp's settings. A wrong argument ends the process with exit code 2."""
+    """Returns llama.cpp's settings. A wrong argument ends the process with exit code 2."""
     usage = (
         "%(prog)s --model FILE --alias NAME --port PORT [--NAME=VALUE ...], the names of plain "
         "fields of common_params"
@@ -53,7 +53,7 @@ def flags_set(params: CommonParams, arguments: list[str] | None) -> CommonParams
     params.model_alias = {given.alias}
     params.hostnames = [HOST]
     params.n_parallel = given.parallel
-    # llama.cpp divides it among its parallel requests.
+    # llama.cpp divides the context among its parallel requests.
     params.n_ctx = given.context * params.n_parallel
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = given.threads
     params.endpoint_metrics = True

@@ -7,8 +7,8 @@ either process, however it ends.
     to the workers     "start": (re)start your part of the engine    closed: the head node has ended
     to the head node   nothing
 
-The head node trusts no connection, so the port needs no key: it notices by its own part of the
-engine that another part has ended, and restarts the server, on all nodes. When a worker's process
+The head node trusts no connection, so the port needs no key. If a part of the engine ends, the head
+node's own part fails, and the head node restarts the server on all nodes. When a worker's process
 ends, ``srun --kill-on-bad-exit`` ends the others, and the same command resumes.
 """
 
@@ -27,7 +27,7 @@ from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.process.shutdown import Shutdown
 
 _START = b"s"
-# Seconds of silence, seconds between probes, failed probes: a host that loses power closes no
+# Seconds of silence, seconds between probes, and failed probes: a host that loses power closes no
 # connection.
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
@@ -73,7 +73,7 @@ class HeadNode:
         if self._started:
             worker.write(_START)
         with contextlib.suppress(OSError):
-            while await reader.read(1 << 16):  # whatever arrives is ignored
+            while await reader.read(1 << 16):  # received bytes are ignored
                 pass
         self._workers.discard(worker)
         worker.close()
@@ -82,7 +82,7 @@ class HeadNode:
 async def follow_head(
     config: InferenceConfig, rank: int, nodes: NodeGroup, shutdown: Shutdown
 ) -> None:
-    """Serves until the head node ends, also during its drain."""
+    """Serves this node's part of the model until the head node ends, also during a drain."""
     serving = asyncio.create_task(run_worker_node(config, rank, nodes))
     stopping = asyncio.create_task(shutdown.requested())
     await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -135,7 +135,7 @@ async def _report_death(server: InferenceServer) -> None:
 async def _connect(
     config: InferenceConfig, nodes: NodeGroup
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-    """Connects to the head node. Returns None if the head node failed, or has no document left."""
+    """Connects to the head node; returns None if it failed, or has no documents."""
     window = config.server_ready_max_attempts * config.server_ready_delay_sec
     head = nodes.hosts[0]
     port = config.master_port + 1

@@ -1,4 +1,4 @@
-"""InferenceServer: one server that this process launches.
+"""Launches one server, and checks whether it is ready and healthy.
 
 Every engine runs under a guardian (``guardian.py``) on 127.0.0.1, with a free port, a fresh API key
 in its environment, and a log file. It is ready when GET /v1/models answers 200.
@@ -52,10 +52,10 @@ NO_ANSWER = "does not answer"
 # Outside Linux's ephemeral ports (32768 to 60999): an engine may bind its port late.
 _PORTS = range(10_000, 32_768)
 _PORT_TRIES = 100
-_last_ports: deque[int] = deque(maxlen=100)  # a server needs a while until it listens
+_last_ports: deque[int] = deque(maxlen=100)  # a server does not listen immediately
 _PROBE_TIMEOUT = 5.0  # seconds
 _SAY_EVERY = 30.0  # seconds
-_FLAG = re.compile(r"--([\w-]+)=")  # as ``arguments`` joins those of users
+_FLAG = re.compile(r"--([\w-]+)=")  # the form in which ``arguments`` joins flags
 _TAKE_OVER_TIMEOUT = 15.0  # seconds
 
 
@@ -68,13 +68,13 @@ class InferenceServer:
     """A server that this process launches.
 
     Args:
-        rank, replica: appear in the name of the log file.
-        nodes: the nodes that serve the model together, including this node.
-        on_launch: called at each launch: the other nodes launch their parts, too.
+        rank, replica: numbers in the name of the log file.
+        nodes: nodes that serve the model together, including this node.
+        on_launch: function that is called at each launch, so that other nodes launch their parts.
 
     Attributes:
-        url: without /v1; empty while the server is not started.
-        restarted_at: ``time.monotonic`` of its restart, for all ranks.
+        url: URL without /v1; empty while the server is not started.
+        restarted_at: monotonic times of its recent restarts, for all ranks.
     """
 
     config: InferenceConfig
@@ -104,15 +104,15 @@ class InferenceServer:
         return self._process is not None and self._process.returncode is None
 
     async def take_over(self) -> bool:
-        """Lets a server that an earlier rank started serve this one.
+        """Takes over a server that an earlier rank started.
 
         Returns:
-            False if it does not run, or is not well: then it is stopped.
+            False if the server does not run, or is not healthy: then it is stopped.
         """
         if self._process is None:
             return False
         problem: str | None = "has ended"
-        if self.is_running:  # on a busy machine an answer takes its time
+        if self.is_running:  # on a busy machine an answer may be slow
             problem = await self.problem(_TAKE_OVER_TIMEOUT)
         server = f"server {self.replica} (log {self._log_path})"
         if problem is not None:
@@ -146,7 +146,7 @@ class InferenceServer:
         """Creates the process, without waiting until it is ready."""
         port = free_port()
         key = Secret(secrets.token_urlsafe(32))
-        # It looks for files and packages, perhaps on a slow shared disk.
+        # This searches for files and packages, perhaps on a slow shared disk.
         self._command = await in_own_thread(
             self.config.engine.launch, self.config, port, key, self.nodes
         )
@@ -161,7 +161,7 @@ class InferenceServer:
                 self._command.argv,
                 self._command.environment({**os.environ, **self.lease.env}),
                 log,
-                self.lease.locks,  # held until the last process of the server has ended
+                self.lease.locks,  # held until the server's last process has ended
                 self.config.server_stop_timeout_sec,
             )
             await in_own_thread(leftovers.ServerRecord.create, self.name, self._process.pid, log)
@@ -215,7 +215,7 @@ class InferenceServer:
                 )
             failures += 1
             pause = min(self.config.server_ready_delay_sec, retrying.READY.wait(failures))
-            with contextlib.suppress(TimeoutError):  # after a crash the rest is not waited for
+            with contextlib.suppress(TimeoutError):  # a crash ends the wait
                 async with asyncio.timeout(min(pause, window - seconds)):
                     await self._process.wait()
         logger.info(f"{self.config.said}{name} server ready on {self.url} after {seconds:.1f} s")
@@ -228,7 +228,7 @@ class InferenceServer:
         return models.status == 200 and await self.problem(_PROBE_TIMEOUT) is None
 
     async def problem(self, seconds: float) -> str | None:
-        """Returns None if the server reports itself healthy, else what is wrong."""
+        """Returns the server's problem; None if it reports itself healthy."""
         url = HiddenUrl(f"{self.url}/{self.config.engine.health_path}")
         try:
             status = (await get(url, self.api_key, seconds)).status
@@ -237,7 +237,7 @@ class InferenceServer:
                 return NO_ANSWER
             return f"gives {error.kind}"
         except TooManyOpenFiles:
-            return None  # says nothing about the server
+            return None  # this is no problem of the server
         if status >= 500:
             return f"answers HTTP {status}"
         return None
@@ -248,7 +248,9 @@ class InferenceServer:
         return ""
 
     async def _explained(self, what: str, exit_code: int | None = None) -> _StartAttemptFailed:
-        """Returns ``what`` is wrong, with the cause if it is known, command and end of the log."""
+        """Returns an error with the problem, its cause if known, the command and the end of the
+        log.
+        """
         log = await in_own_thread(self._log)
         cause = find_cause(exit_code, log)
         lines = [f"The {self.config.server_type} server {what}."]
@@ -265,7 +267,7 @@ class InferenceServer:
         return str(await self._explained(what, exit_code))
 
     async def watch(self) -> int:
-        """Returns the exit code once the server died, not if it was stopped."""
+        """Returns the exit code once the server has died. Never returns if it was stopped."""
         process = self._process
         if process is None:
             await wait_until_cancelled()
@@ -282,12 +284,12 @@ class InferenceServer:
 
     async def stop(self) -> None:
         self.request_stop()
-        # Cancelled here, it waits in the next call.
+        # After a cancellation here, the next call waits.
         await in_own_thread(self._wait_until_stopped)
         self.stop_blocking()
 
     def stop_blocking(self) -> None:
-        """Stops without an event loop, after ``request_stop``."""
+        """Stops the server without an event loop, after ``request_stop``."""
         self._wait_until_stopped()
         if self._process is not None:
             leftovers.remove_record(self._process.pid)
@@ -305,7 +307,7 @@ class InferenceServer:
         leftovers.kill_session(self._process.pid, self.name)
 
     def request_stop(self) -> None:
-        """``stop`` or ``stop_blocking`` should follow."""
+        """Requests a stop; ``stop`` or ``stop_blocking`` should follow."""
         if self._process is not None:
             self._process.request_stop()
 
@@ -313,14 +315,14 @@ class InferenceServer:
 def free_port() -> int:
     """Returns a free port of 127.0.0.1 that was not chosen lately.
 
-    Chosen by ``secrets``: with a user's seed of ``random``, all ranks would choose the same ports.
+    ``secrets`` chooses: with a user's seed of ``random``, all ranks would choose the same ports.
     """
     for _ in range(_PORT_TRIES):
         port = secrets.choice(_PORTS)
         if port in _last_ports:
             continue
         with socket.socket() as probe:
-            # Ports in TIME_WAIT are free for servers, too.
+            # Ports in TIME_WAIT are also free for servers.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((HOST, port))

@@ -1,4 +1,4 @@
-"""What the log of a server says: what it does, and why it has not started.
+"""Reads the log of a server: finds its last line, and the cause of a failed start.
 
 Engines bury the cause in tracebacks, and each wrong guess costs a start-up on a GPU node.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 from datatrove_ckpt.common.formatting import as_line, cut
 from datatrove_ckpt.config.inference_config import ENGINES, Engine, KnownFailure
 
-# At the end of the log: vLLM prints the cause well before its last traceback.
+# Bytes at the end of the log: vLLM prints the cause well before its last traceback.
 _SEARCHED_BYTES = 256 * 1024
 _MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 _EXTRAS = {engine.package: engine.name for engine in ENGINES.values()}
@@ -53,7 +53,7 @@ _COMMON = (
     (Engine.TOO_FEW_GPUS, r"invalid device ordinal|no cuda gpus are available"),
     (Engine.GPU_FULL, r"cuda out of memory|outofmemoryerror"),
 )
-# Causes of all engines: a user's script may start any.
+# Causes of all engines: a user's script may start any engine.
 _CAUSES = (*(cause for engine in ENGINES.values() for cause in engine.causes), *_COMMON)
 
 
@@ -81,9 +81,7 @@ def find_cause(exit_code: int | None, log: str) -> KnownFailure | None:
 
 
 def read_log(path: Path, start: int) -> str:
-    """Returns what was written to the log since byte ``start``, or its end; empty if there is no
-    log.
-    """
+    """Returns the log from byte ``start``, at most its end; empty if there is no log."""
     try:
         with path.open("rb") as log:
             size = log.seek(0, 2)
@@ -94,9 +92,7 @@ def read_log(path: Path, start: int) -> str:
 
 
 def last_line(log: str) -> str:
-    """Returns the last line that says something, fit for a terminal; of a progress bar its last
-    state.
-    """
+    """Returns the last line with text, fit for a terminal; for a progress bar its last state."""
     for line in reversed(log.replace("\r", "\n").split("\n")):
         shown = as_line(_ESCAPE.sub("", line)).strip()
         if shown:

@@ -1,8 +1,9 @@
-"""``python .../sglang_launch.py ARGUMENTS``: SGLang's server, with a key in no process list or log.
+"""Starts SGLang's server with a key that is in no process list or log.
 
 SGLang takes its key only from ``--api-key`` or a file, and logs all its settings. So this script
-puts the key from DATATROVE_CKPT_API_KEY into the parsed settings. It imports nothing of this
-package: with ``server_python`` it runs in another environment.
+(``python .../sglang_launch.py ARGUMENTS``) puts the key from DATATROVE_CKPT_API_KEY into the parsed
+settings. With ``server_python`` the script runs in another environment, so it does not import this
+package.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ _VARIABLE = "DATATROVE_CKPT_API_KEY"  # config.inference_config.API_KEY_VARIABLE
 class Hidden(str):
     """A string that is printed as ``***`` with the settings that contain it.
 
-    Pickled for the engine's other processes, it is empty: only the process that answers HTTP has
-    it.
+    A pickle for the engine's other processes has an empty string: only the process that answers
+    HTTP has the key.
     """
 
     __slots__ = ()

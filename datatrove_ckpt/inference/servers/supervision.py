@@ -1,4 +1,4 @@
-"""Launched servers: keeps those of one model running, and restarts one that dies or hangs."""
+"""Keeps the launched servers of a model running, and restarts a server that dies or hangs."""
 
 import asyncio
 import time
@@ -39,18 +39,18 @@ class ServerSupervisor:
     Requests that were in flight are then sent again. A server counts as dead when
 
     - its process ends;
-    - its health address answers 5xx or refuses connections, probed after failures that may be the
-      server's fault, and every few seconds while requests are in flight: vLLM's HTTP process may
-      outlive its engine;
-    - it has requests, and for ``hang_timeout`` seconds it answered none and counted no tokens, or
-      for ``hang_after``, once it has answered.
+    - its health address answers 5xx or refuses connections. The address is probed after failures
+      that may be the server's fault, and every few seconds while requests are in flight: vLLM's
+      HTTP process may outlive its engine;
+    - it has requests, and for ``hang_timeout`` seconds (``hang_after``, once it has answered) it
+      answered none and counted no tokens.
 
     It may be restarted ``server_max_restarts`` times within an hour, apart from deaths that are
     attributed to a request.
 
     Args:
-        server: an earlier rank may have started it.
-        shutdown: the rank's: after a requested stop the server is not restarted.
+        server: the server, which an earlier rank may have started.
+        shutdown: the rank's shutdown; after a requested stop the server is not restarted.
     """
 
     server: InferenceServer
@@ -89,18 +89,18 @@ class ServerSupervisor:
     async def stop(self) -> None:
         await self.model_servers.disconnect(self.target)
         with self.shutdown.closing():
-            # It has no time to stop by itself.
+            # The server has no time to stop by itself.
             is_late = self.shutdown.is_fast or self.shutdown.late
             await (self.server.kill() if is_late else self.server.stop())
 
     async def supervise(self) -> NoReturn:
-        """Raises ServerDied once the server may not be restarted again."""
+        """Restarts the server after each death. Raises ServerDied after too many restarts."""
         while True:
             cause = await self._until_death()
             self._tell("death", cause)
             await self.model_servers.disconnect(self.target)
             if self.shutdown.is_stopping:
-                # A cluster signals the server, too, which may end before us.
+                # A cluster also signals the server, which may end before us.
                 logger.info(f"{self._name} has ended. It is not restarted, because the run ends.")
                 await wait_until_cancelled()
             logger.warning(
@@ -154,7 +154,7 @@ class ServerSupervisor:
                 return
 
     def _next_backoff(self, cause: str) -> float:
-        """Raises ServerDied after too many restarts within the window."""
+        """Returns the seconds before a restart. Raises ServerDied after too many restarts."""
         now = time.monotonic()
         allowed = self.config.server_max_restarts
         while self._recent_restarts and self._recent_restarts[0] < now - _RESTART_WINDOW_SECONDS:
@@ -190,7 +190,7 @@ class ServerSupervisor:
             last = await self._check_progress(last, min(interval, 5.0))
 
     async def _check_progress(self, last: Metrics | None, seconds: float) -> Metrics | None:
-        """Marks the server dead if it hangs. Returns its metrics; None without any, or requests."""
+        """Marks the server dead if it hangs. Returns metrics; None without metrics or requests."""
         metrics = None
         if self.target.attempts:
             metrics = await read_metrics(self.target, self.config.engine.metrics, seconds)
@@ -213,16 +213,16 @@ class ServerSupervisor:
         return metrics
 
     async def probe(self, since: float, until_proof: bool) -> None:
-        """Returns once the server is known to be alive. If it is dead, the waiting attempts are
+        """Returns when the server is known to be alive. If it is dead, the waiting attempts are
         aborted.
 
         A vLLM that received SIGTERM answers 500 to new requests, and reports itself healthy. So the
-        proof of health is an answer to an attempt that started after ``since``, or that the server
-        still runs after the time that a SIGTERM leaves it.
+        proof of health is an answer to an attempt that started after ``since``, or a server that
+        still runs after ``server_drain_sec``.
 
         Args:
-            since: when the failed attempt started.
-            until_proof: wait for that proof.
+            since: start time of the failed attempt.
+            until_proof: wait for the proof.
         """
         if not self._watching or self._death_cause.done():
             return
@@ -259,7 +259,8 @@ async def launched_servers(
 ) -> AsyncIterator[Callable[[], Awaitable[None]]]:
     """Runs the servers of a model in this block. After a good end, they may stay for the next rank.
 
-    Yields a function to await: it raises ServerDied once none is left, and none may be restarted.
+    Yields an async function that raises ServerDied once no server remains, and none may be
+    restarted.
     """
     config = model_servers.config
     async with AsyncExitStack() as stack:
@@ -270,7 +271,7 @@ async def launched_servers(
             on_launch = head.start_workers
         servers, leases = await models.get(config)
         for server in servers:
-            # It may differ from the earlier rank's in what is no part of the command.
+            # Settings that are not in the command may differ from the earlier rank's.
             server.config = config
             server.rank = rank
         servers = servers or [

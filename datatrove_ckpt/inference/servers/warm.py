@@ -1,16 +1,17 @@
-"""Warm servers: the servers of a successful rank, kept for the next rank of this process
+"""Keeps the servers of a successful rank warm for the next rank of this process
 (``reuse_servers``).
 
-For processes that run ranks in turn, each with its own event loop and ``ServerHost``: datatrove's
-executors, Jobs, and pipelines with several runners.
+Datatrove's executors, Jobs, and pipelines with several runners run ranks in turn, each with its own
+event loop and ``ServerHost``.
 
     a rank's end                    its servers become warm (``RankModels.keep``), if the rank
                                     succeeds (``one_rank``)
-    the next rank needs a server    it gets the warm ones (``take``) if its settings are equal and
-                                    each is healthy; otherwise the warm ones are stopped first
+    the next rank needs a server    it gets the warm servers (``RankModels.get``) if its settings
+                                    are equal and each server is healthy; else these are stopped
+                                    first
     an error, a stop request        warm servers are stopped
-    the process ends                it stops them and waits; if it is killed, the guardians stop
-                                    them
+    the process ends                it stops warm servers and waits; if it is killed, the
+                                    guardians stop them
 
 Servers that serve a model on several nodes are not kept: their other parts belong to processes that
 end with the rank. A fork of this process has no warm servers: it would stop its parent's.
@@ -41,7 +42,7 @@ from datatrove_ckpt.process.shutdown import Shutdown
 
 @dataclass
 class ServerSet:
-    """The servers of one model. ``settings``: see ``server_settings``."""
+    """The servers of one model. ``settings``: hash of ``server_settings``."""
 
     settings: str
     servers: list[InferenceServer]
@@ -50,7 +51,7 @@ class ServerSet:
 # A signal handler may close the servers while its thread holds the lock.
 _lock = threading.RLock()
 _warm: dict[str, ServerSet] = {}
-_of_parents: list[ServerSet] = []  # a collected process object complains that its process runs
+_of_parents: list[ServerSet] = []  # Python warns of a collected object of a running process
 
 
 def _forget() -> None:
@@ -75,15 +76,15 @@ def _end_with_process(pid: int) -> None:
 
 
 def server_settings(config: InferenceConfig, gpus: Sequence[int]) -> str:
-    """Hashes everything that the servers of a rank depend on, but the content of files.
+    """Hashes everything that the servers of a rank depend on, except the content of files.
 
     Args:
-        gpus: how many each model before this one needs; they are divided in this order.
+        gpus: number of GPUs of each earlier model; the GPUs are divided in this order.
 
     Raises:
-        ConfigError, ServerStartFailed: see ``Engine.launch``.
+        ConfigError, ServerStartFailed: ``Engine.launch`` fails.
     """
-    # Any port, but one for all.
+    # Any port, but always the same.
     command = config.engine.launch(config, 1, Secret(""))
     parts = (
         command.argv,
@@ -98,7 +99,7 @@ def server_settings(config: InferenceConfig, gpus: Sequence[int]) -> str:
 
 
 def _keep(servers: ServerSet) -> bool:
-    """Returns False if the servers cannot be kept: then the caller must stop them."""
+    """Keeps servers for the next rank. Returns False if the caller must stop them."""
     model = servers.servers[0].config.name
     with _lock:
         if model in _warm or not any(server.is_running for server in servers.servers):
@@ -122,8 +123,8 @@ def one_rank(shutdown: Shutdown) -> Iterator[None]:
 def close_warm_servers() -> None:
     """Stops the servers that this process keeps for its next rank, and waits for their end.
 
-    Call it before ``os._exit``, or before other work after the last rank. Any thread may call it at
-    any time.
+    Call this before ``os._exit``, or before other work after the last rank. Any thread may call it
+    at any time.
     """
     _stop(_take_all().values())
 
@@ -145,14 +146,14 @@ def _take_all() -> dict[str, ServerSet]:
 
 
 class RankModels:
-    """Gives a rank's models the servers of the rank before, or leases for new servers.
+    """Provides a rank's models with the servers of the rank before, or leases for new servers.
 
     All models are served together: two ranks that each hold the GPUs of one model would wait for
     each other.
 
     Args:
-        configs: of all models of the rank, in their order.
-        keeps: servers may come from the rank before, and pass on to the next rank.
+        configs: configs of all models of the rank, in their order.
+        keeps: whether servers may come from the rank before, and stay for the next rank.
     """
 
     def __init__(self, configs: Iterable[InferenceConfig], keeps: bool) -> None:
@@ -164,10 +165,11 @@ class RankModels:
         self._leases: dict[str, list[GpuLease]] | None = None
 
     async def get(self, config: InferenceConfig) -> tuple[list[InferenceServer], list[GpuLease]]:
-        """Returns servers of the rank before, or leases for new servers. They belong to the caller.
+        """Returns servers of the rank before, or leases for new servers. The caller must close
+        them.
 
         Raises:
-            ConfigError, ServerStartFailed: see ``lease_gpus`` and ``Engine.launch``.
+            ConfigError, ServerStartFailed: ``lease_gpus`` or ``Engine.launch`` fails.
         """
         async with self._lock:
             if self._leases is None:
@@ -180,7 +182,7 @@ class RankModels:
         return settings is not None and _keep(ServerSet(settings, servers))
 
     def close(self) -> None:
-        """Releases what no model took."""
+        """Keeps or stops unused servers, and releases unused leases."""
         for servers in self._warm.values():
             if not _keep(servers):
                 _stop([servers])
@@ -202,6 +204,6 @@ class RankModels:
     def _settings_of(self, config: InferenceConfig) -> str | None:
         if NodeGroup.from_environment().count > 1 or not config.reuse_servers or not self._keeps:
             return None
-        # Without locks the models before it decide which GPUs a model gets.
+        # Without locks a model's GPUs depend on the models before it.
         before = takewhile(lambda one: one is not config, self._configs)
         return server_settings(config, [one.gpus_each * one.replicas for one in before])

@@ -1,4 +1,4 @@
-"""Settings: ``InferenceConfig``, the parameters of requests, and paths."""
+"""The settings of inference: ``InferenceConfig``, the parameters of requests, and paths."""
 
 from datatrove_ckpt.config import engines as engines
 from datatrove_ckpt.config.inference_config import InferenceConfig

@@ -1,4 +1,4 @@
-"""Endpoints: servers that run already, with what their providers allow and charge."""
+"""The settings of endpoints (servers that run already), with their providers' limits and prices."""
 
 import re
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ class EndpointConfig:
         api_key_env: the environment variable with the endpoint's key.
         model: the name of the run's model there. None: ``model_name_or_path``.
         requests_per_minute: the provider's limit, for each process of the run.
-        tokens_per_minute: the same of prompt and completion tokens together.
-        prices: as ``InferenceConfig`` has them. None: the ``prices`` of the config.
+        tokens_per_minute: the same for prompt and completion tokens together.
+        prices: prices, in the form of ``InferenceConfig.prices``. None: the config's prices.
         weight: share of the requests, in relation to the other endpoints. None: the endpoint gets
             the requests for which those before it in the list have no room.
 
@@ -56,7 +56,7 @@ def check_variable(name: str | None) -> None:
 
 
 def check_url(url: str, setting: str) -> None:
-    """Raises ConfigError if the URL cannot be used, or has a secret, as executor.json has it."""
+    """Raises ConfigError if the URL cannot be used, or has a secret that files would show."""
     # A variable is checked where the task runs.
     if not _ENDPOINT.fullmatch(url):
         raise ConfigError(
@@ -79,10 +79,10 @@ def check_url(url: str, setting: str) -> None:
 
 
 def read_prices(prices: JsonObject | str | None, model: str) -> JsonObject | None:
-    """Returns the prices of a model, checked. ``prices``: may name a file of them.
+    """Checks and returns the prices of a model. ``prices``: prices, or the name of a file.
 
     Raises:
-        ConfigError: they cannot be, or the file cannot be read, or has no such model.
+        ConfigError: the prices are wrong, or the file cannot be read, or lacks the model.
     """
     if isinstance(prices, str):
         import yaml  # type: ignore[import-untyped]  # slow

@@ -1,6 +1,6 @@
-"""Parameters of requests, such as ``temperature``: refuses impossible ones, and known ones with a
-typing error. Also what becomes of an answer that loops, refuses or is cut off: ``on_loop`` and so
-on may send its request again with other parameters.
+"""Checks parameters of requests, such as ``temperature``: refuses impossible values, and names with
+a typing error. Also parses the policies for answers that loop, refuse or are cut off (``on_loop``
+and so on), which may send a request again with other parameters.
 """
 
 import difflib
@@ -19,7 +19,7 @@ from datatrove_ckpt.errors import ConfigError
 # OPT_NON_STR_KEYS because the keys of logit_bias are integers.
 PAYLOAD_JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
-# All servers refuse others. Upper limits of the temperature differ.
+# All servers refuse other types. Upper limits of the temperature differ.
 _KINDS: dict[str, Any] = {
     "max_tokens": setting_types.Count | None,
     "max_completion_tokens": setting_types.Count | None,
@@ -29,11 +29,11 @@ _KINDS: dict[str, Any] = {
 }
 _MISTYPED = 0.88  # share of equal letters in a name with one typing error
 _EXTRAS = frozenset({"extra_body", "extra_headers", "extra_query"})
-# A header field, unless it says how the body is to be read.
+# A header field, unless it decides how the body is read.
 _FIELD = re.compile(
     r"(?ai)(?!(accept-encoding|content-length|transfer-encoding):)[!#$%&'*+.^`|~\w-]+: [\t -~]*"
 )
-# Common parameters of vLLM, SGLang, llama.cpp and OpenAI, and those with similar names.
+# Common parameters of vLLM, SGLang, llama.cpp and OpenAI, and parameters with similar names.
 REQUEST_PARAMETERS = frozenset(
     """
     add_generation_prompt add_special_tokens allowed_token_ids bad_words best_of cache_salt
@@ -62,7 +62,7 @@ _NEVER_CHANGED = ("messages", "prompt", "model", "n", "extra_body", "extra_heade
 
 
 def max_tokens_of(params: JsonObject) -> int:
-    """0: they have no such limit."""
+    """Returns the token limit of the parameters; 0 if they have none."""
     limits = (params.get(name) for name in TOKEN_LIMITS)
     return max((limit for limit in limits if isinstance(limit, int)), default=0)
 
@@ -74,7 +74,7 @@ def merged(
     client sends them.
 
     Raises:
-        ConfigError: one of the three cannot be sent. ``key`` is what the payload is called there.
+        ConfigError: one of the three cannot be sent. ``key`` is the payload's name in the error.
     """
     if _EXTRAS.isdisjoint(payload):
         return payload, {}
@@ -123,10 +123,10 @@ def refuse_unsendable(
 
 
 def refuse_near_misses(params: Collection[str], key: str) -> None:
-    """Many servers ignore what they do not know, as ``max_token``.
+    """Refuses names with a typing error, such as ``max_token``: many servers ignore them.
 
     Raises:
-        ConfigError: a parameter is not known, and is a known one with a typing error.
+        ConfigError: a parameter is unknown, and differs from a known name by a typing error.
     """
     if REQUEST_PARAMETERS.issuperset(params):
         return
@@ -142,7 +142,7 @@ def refuse_near_misses(params: Collection[str], key: str) -> None:
 
 @lru_cache(maxsize=1000)
 def _near_miss(name: str) -> str:
-    """Returns the hint for a parameter that is refused, or ""."""
+    """Returns the hint for a refused parameter, or ""."""
     if name in REQUEST_PARAMETERS:
         return ""
     known = {_bare(one): one for one in REQUEST_PARAMETERS}
@@ -155,7 +155,7 @@ def _bare(name: str) -> str:
 
 
 def check_generation_params(key: str, params: JsonObject) -> None:
-    """``key`` names the setting in the error.
+    """Checks parameters of requests. ``key``: name of the setting in the error.
 
     Raises:
         ConfigError: no request can succeed with these parameters.
@@ -170,12 +170,12 @@ def check_generation_params(key: str, params: JsonObject) -> None:
 
 
 class AnswerPolicy(NamedTuple):
-    """What becomes of a bad answer.
+    """The policy for a bad answer.
 
     Attributes:
-        retries: further requests, at most.
-        params: what is set in the payload of these requests.
-        then: what becomes of an answer that is still bad.
+        retries: maximum number of further requests.
+        params: parameters in the payload of these requests.
+        then: treatment of an answer that is still bad.
     """
 
     retries: int
@@ -184,10 +184,10 @@ class AnswerPolicy(NamedTuple):
 
 
 def answer_policy(setting: str, value: BadAnswerSetting) -> AnswerPolicy:
-    """Returns what a setting says.
+    """Parses the policy of a setting.
 
     Raises:
-        ConfigError: it cannot work.
+        ConfigError: the policy cannot work.
     """
     if value == "retry":
         value = {"retry": 1}

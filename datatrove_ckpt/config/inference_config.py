@@ -1,10 +1,8 @@
-"""InferenceConfig: datatrove 0.10's fields, defaults and checks, then ours. Errors name the field.
+"""The settings of models and servers: datatrove 0.10's fields, defaults and checks, then ours.
 
-``Engine`` describes a ``server_type``; see ``engines``.
-
-``EngineApi`` describes how engines are asked for embeddings, classes and scores.
-``inference.client.responses`` reads all forms of answers, whatever the engine: an endpoint may be
-any.
+``Engine`` describes a ``server_type`` (package ``engines``), and ``EngineApi`` the requests for
+embeddings, classes and scores. ``inference.client.responses`` parses all forms of answers, because
+an endpoint may be any engine.
 """
 
 from __future__ import annotations
@@ -47,19 +45,19 @@ from datatrove_ckpt.config.generation_params import (
 )
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
 
-# The first one that an answer is a case of applies: loops are often cut off.
+# The first setting that fits an answer applies: loops are often cut off.
 _MOST_COST = 1 << 43  # of an answer, in billionths: sums of a million answers fit into 64 bits
 _BAD_ANSWERS = ("on_loop", "on_refusal", "on_cut_off")
 
 
 @dataclass(frozen=True)
 class EngineApi:
-    """One way of an engine.
+    """An API of an engine.
 
     Attributes:
-        path: "/v1/..." is below the API's URL, any other below the server's.
-        names: of the payload's keys, in the order of the arguments of ``generate``'s method.
-        fixed: what each payload has, too. A payload's own value comes first.
+        path: path; "/v1/..." is below the API's URL, all other paths are below the server's.
+        names: names of the payload's keys, in the order of the arguments of ``generate``'s method.
+        fixed: further keys of each payload. A payload's own value comes first.
     """
 
     path: str
@@ -73,7 +71,7 @@ class EngineApi:
 
 @dataclass
 class InferenceConfig:
-    """How to reach the model: which server, how to launch it, and how to send requests to it.
+    """The settings of a model: its server, the launch of the server, and the requests to it.
 
     The fields up to ``server_start_max_retries`` are those of datatrove's ``InferenceConfig``; the
     others are ours. In brackets: what another value does to a run that has begun. ``identity``: it
@@ -101,9 +99,9 @@ class InferenceConfig:
             share it. "auto": as many as keep a short queue in the engine, and their documents in
             its cache (vLLM, SGLang, also as an endpoint). Without metrics it starts with 16, and
             follows the server's answers and limits, up to 500.
-        max_concurrent_documents (free): documents in work, per task. None: they follow the
-            requests: as many as all servers have places for, // rollouts per document, times
-            ``texts_per_request``, but at most 10,000 for that.
+        max_concurrent_documents (free): documents in work, per task. None: the places of all
+            servers // rollouts per document, times ``texts_per_request``, but at most 10,000 for
+            that product.
         request_timeout (free): seconds for one attempt of a request, also at an endpoint that
             hangs. None: 3600.
         model_kwargs (identity): more flags of the server: ``{"enforce-eager": True, "seed": 1}``.
@@ -217,10 +215,10 @@ class InferenceConfig:
     on_loop: BadAnswerSetting = "keep"
     on_refusal: BadAnswerSetting = "keep"
 
-    # No fields. Those of (identity) and (request) that came later: a run's identity has them where
-    # they differ from their default, so that runs that began before them go on.
+    # No fields. Later fields of (identity) and (request): a run's identity has them only where they
+    # differ from their default, so that earlier runs continue.
     compared = ("seed", "accept_null_finish_reason", *_BAD_ANSWERS)
-    # These tell a model of several about the others. See ``models.py``.
+    # Facts about the other models of a run, set by ``models.py``.
     name = ""
     models = tuple[str, ...]()
     neighbours = 0  # other models' servers on these cores
@@ -249,7 +247,7 @@ class InferenceConfig:
                     )
         if self.max_concurrent_documents is not None:
             self.limits_documents = True
-        else:  # scripts of datatrove's read a number
+        else:  # datatrove's scripts read a number
             requests = self.max_concurrent_generations
             if requests == "auto":
                 requests = REQUESTS_WITHOUT_METRICS
@@ -267,7 +265,7 @@ class InferenceConfig:
         self.engine.check(self)
         # Every user of the node can read command lines.
         for name, value in (self.model_kwargs or {}).items():
-            # Models have tokens, too: "<|end|>", "[SEP]".
+            # Models also have tokens: "<|end|>", "[SEP]".
             is_text = isinstance(value, str) and not value.startswith(("<", "["))
             if is_text and names_secret(name):
                 raise ConfigError(
@@ -335,7 +333,7 @@ class InferenceConfig:
 
     @property
     def urls(self) -> list[str]:
-        """Those of ``endpoint_url``, with ``${NAME}`` not replaced."""
+        """The URLs of ``endpoint_url``, with ``${NAME}`` not replaced."""
         urls = self.endpoint_url or []
         if isinstance(urls, str):
             urls = [urls]
@@ -343,9 +341,9 @@ class InferenceConfig:
 
     @property
     def endpoints_by_name(self) -> dict[str, EndpointConfig]:
-        """The endpoints by their URLs, as the settings have them, without a query. A further
-        one with the same URL has its place in the list after it. Those of ``endpoint_url``, which
-        may be set later, have equal weights.
+        """The endpoints by their URLs in the settings, without a query. The name of a further
+        endpoint with the same URL ends in its number. Endpoints of ``endpoint_url``, which may be
+        set later, have equal weights.
         """
         if self.endpoints is None:
             urls = self.urls
@@ -369,21 +367,21 @@ class InferenceConfig:
 
     @cached_property
     def other_models(self) -> list[str]:
-        """The names of the model in ``endpoints``, but for ``model_name_or_path``."""
+        """The names of the model in ``endpoints``, except ``model_name_or_path``."""
         if self.endpoints is None:
             return []
         models = {str(one.model) for one in self.endpoints_by_name.values()}
         return sorted(models - {self.model_name_or_path})
 
     def prices_at(self, endpoint: str) -> JsonObject:
-        """Returns the prices of an endpoint, by its name, or of the first one that has prices."""
+        """Returns the prices of an endpoint by its name, or of the first endpoint with prices."""
         found = self.prices
         if self.endpoints is not None:
             ends = self._named_endpoints
             found = next((one.prices for one in ends.values() if one.prices), None)
             if endpoint in ends:
                 found = ends[endpoint].prices
-        assert not isinstance(found, str)  # it is read
+        assert not isinstance(found, str)  # the file was read
         return found or {}
 
     @property
@@ -404,7 +402,7 @@ class InferenceConfig:
 
     @property
     def answer_policies(self) -> dict[str, AnswerPolicy]:
-        """The policies that do something, by their settings, in the order in which they apply."""
+        """The policies that have an effect, by their settings, in the order in which they apply."""
         policies = {name: answer_policy(name, getattr(self, name)) for name in _BAD_ANSWERS}
         return {name: one for name, one in policies.items() if one.retries or one.then != "keep"}
 
@@ -414,13 +412,13 @@ class InferenceConfig:
 
     @property
     def said(self) -> str:
-        """Stands before a message about one of several models: "judge: "."""
+        """The prefix of a message about one of several models: "judge: "."""
         if self.name:
             return f"{self.name}: "
         return ""
 
     def server_name(self, server: int | str) -> str:
-        """Within the rank: "0", or "judge 0"."""
+        """Returns the server's name within the rank: "0", or "judge 0"."""
         return f"{self.name} {server}".lstrip()
 
     @property
@@ -431,12 +429,12 @@ class InferenceConfig:
 
     @property
     def follows_metrics(self) -> bool:
-        """Whether the requests in flight at each server follow what it shows of itself."""
+        """True if the number of requests in flight at each server follows its metrics."""
         return self.max_concurrent_generations == "auto" and self.engine.metrics is not None
 
     @property
     def places(self) -> str:
-        """What ``max_concurrent_generations`` means, for a person."""
+        """The meaning of ``max_concurrent_generations``, in words."""
         number = self.max_concurrent_generations
         if number != "auto":
             return f"up to {number * self.servers:,} at once"
@@ -446,7 +444,7 @@ class InferenceConfig:
 
     @property
     def servers(self) -> int:
-        """The servers that a task launches, or the endpoint's URLs."""
+        """The number of servers that a task launches, or of endpoints."""
         if self.server_type == "endpoint":
             return len(self.endpoints_by_name)
         return self.replicas
@@ -492,8 +490,8 @@ class InferenceConfig:
 
 
 _MOST_TEXTS = 10_000
-# Under ``max_concurrent_generations: auto``, at each server: at first, and at most without metrics,
-# which is datatrove's default.
+# Requests at each server under ``max_concurrent_generations: auto``: at first, and at most without
+# metrics, which is datatrove's default.
 FIRST_LIMIT = 16
 REQUESTS_WITHOUT_METRICS = 500
 
@@ -514,12 +512,12 @@ Variables = dict[str, str | Secret]
 
 
 class EngineCommand(NamedTuple):
-    """How to launch a server.
+    """The command that launches a server.
 
     Attributes:
-        argv: the command line; holds no secret.
+        argv: command line; holds no secret.
         env: additions to the environment; may hold the API key, so it is never shown.
-        takes_key: the server checks the API key.
+        takes_key: whether the server checks the API key.
     """
 
     argv: tuple[str, ...]
@@ -527,8 +525,8 @@ class EngineCommand(NamedTuple):
     takes_key: bool = True
 
     def environment(self, ours: Mapping[str, str]) -> dict[str, str]:
-        """Returns our environment with that of the server, whose key is revealed only here, and
-        without the key of mirrors.
+        """Returns our environment with the server's additions, but without the key of mirrors. The
+        API key is revealed only here.
         """
         found = dict(ours)
         found.pop(MIRROR_KEY_VARIABLE, None)
@@ -542,8 +540,8 @@ class NodeGroup:
     """The nodes that serve one model together.
 
     Attributes:
-        rank: this node's number; 0 is the head node.
-        hosts: of all nodes, the head node's first.
+        rank: number of this node; 0 is the head node.
+        hosts: hosts of all nodes, the head node's first.
     """
 
     rank: int = 0
@@ -551,9 +549,10 @@ class NodeGroup:
 
     @classmethod
     def from_environment(cls) -> Self:
-        """DATATROVE_NODE_RANK is -1 if each task has one node.
+        """Reads the nodes of this task from datatrove's variables.
 
-        DATATROVE_NODE_IPS may then name other tasks' nodes.
+        DATATROVE_NODE_RANK is -1 if each task has one node. DATATROVE_NODE_IPS may then name other
+        tasks' nodes.
         """
         rank = int(os.environ.get("DATATROVE_NODE_RANK", "-1"))
         hosts = tuple(
@@ -574,7 +573,7 @@ SINGLE_NODE = NodeGroup()
 
 
 class EngineLaunch(NamedTuple):
-    """``found``: what ``Engine.find`` has returned."""
+    """The input of ``Engine.command``. ``found``: result of ``Engine.find``."""
 
     config: InferenceConfig
     found: str | None
@@ -587,7 +586,7 @@ class EngineLaunch(NamedTuple):
         return self.config.server_python or sys.executable
 
     def sizes(self, tp: str, dp: str, pp: str) -> dict[str, object]:
-        """Returns the flags of these names, where there is some parallelism."""
+        """Returns the flags with these names for each parallelism above 1."""
         sizes = {
             tp: self.config.tp,
             dp: self.config.dp,
@@ -622,9 +621,9 @@ class EngineLaunch(NamedTuple):
         env: Variables | None = None,
         takes_key: bool = True,
     ) -> EngineCommand:
-        """Returns the program with the flags of ours that the user does not set, then the user's.
+        """Returns the command with our flags that the user does not set, then the user's flags.
 
-        Those are written as ``--name=value``, which a value like "-1" needs.
+        The user's flags have the form ``--name=value``, which a value like "-1" needs.
         """
         argv = list(start)
         for name, value in flags.items():
@@ -639,7 +638,7 @@ class EngineLaunch(NamedTuple):
 
 
 def _flag(name: str, value: object) -> list[str]:
-    """Returns a flag and its value in datatrove's mapping."""
+    """Returns a flag and its value, converted as in datatrove."""
     if value is None:
         return []
     if value is True:
@@ -654,8 +653,9 @@ def _flag(name: str, value: object) -> list[str]:
 class MetricNames(NamedTuple):
     """The names at /metrics.
 
-    ``tokens``: counters that grow while the engine works, at a long prompt, too. ``cache_usage``:
-    share of the KV cache that is taken; "" if the engine does not show it.
+    Attributes:
+        tokens: counters that grow while the engine works, also at a long prompt.
+        cache_usage: used share of the KV cache; "" if the engine does not show it.
     """
 
     running: str
@@ -665,7 +665,7 @@ class MetricNames(NamedTuple):
     cache_usage: str = ""
 
     def are_in(self, page: str) -> bool:
-        """Whether a server shows them. A router of servers shows a part."""
+        """Returns whether a page has these names. A router of servers shows only a part."""
         return all(name in page for name in (self.running, self.waiting, self.tokens[0]))
 
 
@@ -677,27 +677,27 @@ class KnownFailure(NamedTuple):
 
 
 class Engine:
-    """One value of ``server_type``. A subclass sets what differs, and has no state.
+    """One value of ``server_type``. A subclass sets the differences, and has no state.
 
     Attributes:
-        package: the Python package it needs, which our extra of the engine's name installs; "":
+        package: Python package that it needs, which our extra of the engine's name installs; "":
             none.
-        takes_interpreter: ``server_python`` may start it.
-        is_known: which program answers is known. Another one may give no finish_reason, and nobody
-            knows its request fields for structured output.
-        health_path: of the URL that answers 5xx, or nothing, when the server is dead.
-        is_canned: its answers are canned: no model made them.
-        leases_gpus: ranks on one node share out their GPUs by locks.
-        metrics: None: it has none.
-        task_flags: ``model_kwargs`` that a task of the short form needs, by its name.
-        ways: how to ask for what is no text, by the names of ``generate``'s methods. One that is
-            missing it lacks. ``inference.client.responses`` must know the form of the answers.
-            These are vLLM's.
-        drain_seconds: it can finish its requests after a SIGTERM, and gets at least so long.
-        causes: of failed starts, each with a pattern in its log, ignoring case; the four above are
-            those of several engines.
-        address_flags: of its address and key, which ``model_kwargs`` may not name.
-        answering_flags: that change its answers, so they belong to the run's identity.
+        takes_interpreter: whether ``server_python`` may start it.
+        is_known: whether the program that answers is known. An unknown program may give no
+            finish_reason, and its request fields for structured output are unknown.
+        health_path: path of the URL that answers 5xx, or not at all, when the server is dead.
+        is_canned: whether its answers are canned, not made by a model.
+        leases_gpus: whether ranks on one node divide their GPUs by locks.
+        metrics: names of its metrics; None: it has none.
+        task_flags: ``model_kwargs`` that a task of the short form needs, by the task's name.
+        ways: APIs for other answers than texts, by the names of ``generate``'s methods; the engine
+            lacks the other methods. ``inference.client.responses`` must parse the answers. The
+            default is vLLM's.
+        drain_seconds: minimum time to finish its requests after a SIGTERM, if it can.
+        causes: causes of failed starts, each with a pattern in its log, ignoring case; the four
+            above apply to several engines.
+        address_flags: flags of its address and key, which ``model_kwargs`` may not name.
+        answering_flags: flags that change its answers, so they belong to the run's identity.
     """
 
     PORT_TAKEN = KnownFailure(
@@ -760,7 +760,7 @@ class Engine:
     )
 
     def check(self, config: InferenceConfig) -> None:
-        """Raises ConfigError for settings with which it cannot start."""
+        """Raises ConfigError for settings with which the engine cannot start."""
         for name in config.model_kwargs or {}:
             if name.replace("_", "-") in self.address_flags:
                 raise ConfigError(
@@ -773,7 +773,7 @@ class Engine:
         """Returns a path that ``command`` needs, or None. Checks that the engine is installed.
 
         Raises:
-            ServerStartFailed: it is not; the message says what to install.
+            ServerStartFailed: the engine is missing; the message names the package to install.
             ConfigError: a file that ``config`` names does not exist.
         """
         if self.package and config.server_python is None:
@@ -781,16 +781,16 @@ class Engine:
         return None
 
     def command(self, launch: EngineLaunch) -> EngineCommand:
-        """A pure function."""
+        """Returns the command that launches a server, without side effects."""
         raise NotImplementedError
 
     def launch(
         self, config: InferenceConfig, port: int, api_key: Secret, nodes: NodeGroup = SINGLE_NODE
     ) -> EngineCommand:
-        """Returns how to launch a server.
+        """Returns the command that launches a server.
 
         Raises:
-            ConfigError, ServerStartFailed: see ``find``.
+            ConfigError, ServerStartFailed: ``find`` fails.
         """
         python = config.server_python
         if python is not None and shutil.which(python) is None:
@@ -801,7 +801,7 @@ class Engine:
         return self.command(EngineLaunch(config, self.find(config), port, api_key, nodes))
 
     def gpus_per_server(self, config: InferenceConfig) -> int:
-        """Tp * dp * pp, unless model_kwargs says otherwise."""
+        """Returns tp * dp * pp; flags in model_kwargs override each."""
         given = dashed_names(config.model_kwargs)
 
         def size(default: int, *names: str) -> int:
@@ -815,8 +815,8 @@ class Engine:
         return tp * pp * size(config.dp, "data-parallel-size", "dp-size", "dp")
 
     def form_fields(self, kind: str, value: FormValue) -> JsonObject | str:
-        """Returns the payload keys that make it keep to a form, or why there are none. By default
-        those of OpenAI's API.
+        """Returns the payload keys that enforce a form, by default of OpenAI's API; or the reason
+        if there are none.
 
         Args:
             kind: "json_schema", "regex" or "choice".
@@ -834,7 +834,7 @@ class Engine:
         return f"OpenAI's API takes no {kind}; use {instead}"
 
     def lacks(self, way: str) -> str:
-        """Returns why ``generate`` has no such method with this engine; "" if it has."""
+        """Returns the error if ``generate`` lacks this method with the engine; else ""."""
         if way in self.ways:
             return ""
         having = ", ".join(engine.name for engine in ENGINES.values() if way in engine.ways)
@@ -860,7 +860,7 @@ _DEV = Path("/dev")
 
 
 def visible_gpus() -> list[str]:
-    """Returns names of GPUs as in CUDA_VISIBLE_DEVICES."""
+    """Returns the names of the GPUs, as in CUDA_VISIBLE_DEVICES."""
     listed = os.environ.get(VISIBLE_GPUS)
     if listed is not None:
         return [
@@ -877,4 +877,4 @@ def dashed_names(kwargs: Kwargs | None) -> Kwargs:
 
 
 ENGINES: dict[str, Engine] = {}
-"""By ``server_type``. ``config.engines`` fills it."""
+"""The engines by ``server_type``. ``config.engines`` fills it."""

@@ -1,8 +1,8 @@
-"""Several models in one rollout: ``config={"writer": InferenceConfig(...), "judge":
-InferenceConfig(...)}``.
+"""Checks the configs of several models in one rollout: ``config={"writer": InferenceConfig(...),
+"judge": InferenceConfig(...)}``.
 
-The first is the rollout's ``generate``, the others are ``generate.judge`` and so on, each with its
-own servers.
+The first model is the rollout's ``generate``, the others are ``generate.judge`` and so on. Each
+model has its own servers.
 """
 
 import copy
@@ -31,7 +31,7 @@ def models_of(
 ) -> dict[str, InferenceConfig]:
     """Returns the models by name, in their order. A config that is no mapping gets the name "".
 
-    Several models are copies, each with its name and those of the others.
+    The configs of several models are copies, each with its name and the names of all models.
 
     Raises:
         ConfigError: a name or a setting is not allowed.
@@ -64,7 +64,7 @@ def models_of(
 
 
 def _refuse_settings_of_rank(models: Mapping[str, InferenceConfig]) -> None:
-    """Raises ConfigError if another model than the first one has a setting of the whole rank."""
+    """Raises ConfigError if a model after the first has a setting of the whole rank."""
     first, *others = models
     for name in others:
         for setting in _SETTINGS_OF_RANK:

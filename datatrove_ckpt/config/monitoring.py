@@ -1,4 +1,4 @@
-"""MonitoringConfig: what a run tells other systems while it works."""
+"""The settings by which other systems can watch a run."""
 
 from dataclasses import dataclass
 
@@ -6,14 +6,14 @@ from datatrove_ckpt.common.formatting import missing_package
 from datatrove_ckpt.common.setting_types import Port, check
 from datatrove_ckpt.errors import ConfigError
 
-# Of which job it is.
+# Folder names that do not identify a job.
 _TELL_NOTHING = {"checkpoint", "checkpoints", "ckpt", "ckpts", "ck", "output", "outputs", "out"}
 
 
 @dataclass
 class MonitoringConfig:
-    """What a run tells other systems while it works. All of it is off by default, and none of it
-    can stop the run.
+    """Settings by which other systems can watch a run. They are off by default, and cannot stop the
+    run.
 
     Attributes:
         run_name: the job's name. None: that of the checkpoints' folder (of the folder above, if it
@@ -35,16 +35,14 @@ class MonitoringConfig:
         check(MonitoringConfig, vars(self))
 
     def check_packages(self) -> None:
-        """Raises:
-        ConfigError: the package is not installed.
-        """
+        """Raises ConfigError if the package is not installed."""
         missing = missing_package("prometheus_client")
         if self.metrics_port is not None and missing is not None:
             raise ConfigError(f"monitoring.metrics_port: {missing}")
 
 
 def name_of_folder(folder: str) -> str:
-    """Returns the name of a run by its folder of checkpoints or output: see ``run_name``."""
+    """Returns a run's name (``run_name``) from its folder of checkpoints or output."""
     parts = [part for part in folder.split("/") if part]
     telling = [part for part in parts if part.lower() not in _TELL_NOTHING]
     return (telling or parts or ["run"])[-1]

@@ -8,13 +8,13 @@ from datatrove_ckpt.common.redaction import VARIABLE, refuse_tilde
 from datatrove_ckpt.errors import ConfigError
 
 COMMAND_FILE = "command.txt"
-"""In the ``logging_dir``: the last command of ``run``."""
+"""The file in the ``logging_dir`` with the last command of ``run``."""
 
 
 def expand_path(setting: str, path: str) -> Path:
     """Returns the path on this node: ``~``, ``$NAME`` and ``${NAME}`` as in a shell, then absolute.
 
-    Call it where the task runs: on another node a variable may have another value.
+    Call this where the task runs: on another node a variable may have another value.
 
     Raises:
         ConfigError: a variable is not set here, or there is no such home folder.

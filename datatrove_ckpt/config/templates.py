@@ -1,4 +1,4 @@
-"""Templates of prompts.
+"""Parses and fills templates of prompts.
 
 Only the template is parsed, never a document, so braces in a document have no meaning.
 """
@@ -21,7 +21,7 @@ _FIELD = re.compile(
     rf"metadata\[([^\[\]{{}}]+)\]|(?!metadata(?:$|\[\D)|text[.\[]|id[.\[])([^\W\d]\w*(?:{_PART})*)"
 )
 _OWN = ("text", "id")
-_NULLS: set[str] = set()  # of which this process has said that they may be null
+_NULLS: set[str] = set()  # columns of which this process has warned
 _ALLOWED = (
     "allowed are {text}, {id}, {KEY} and {metadata[KEY]} for a key of the metadata, {KEY[0].NAME} "
     "for a part of it, and {{ or }} for a brace; beside [[DOCUMENT]] for the text, braces have no "
@@ -34,13 +34,13 @@ BARE = ("{text}", _DOCUMENT)
 
 @lru_cache(maxsize=64)
 def parse(template: str, setting: str = "prompt") -> tuple[tuple[str, str, str], ...]:
-    """(literal, name, metadata key) for each part of a template. A literal has no name; that of
-    ``{KEY}`` is "key".
+    """Returns (literal, name, metadata key) for each part of a template. A literal has no name; the
+    name of ``{KEY}`` is "key".
 
     ``str.format`` would reach Python's objects: ``{text.__class__}``.
 
     Raises:
-        ConfigError: it is broken, or has a name that is not allowed.
+        ConfigError: the template is broken, or has a name that is not allowed.
     """
     parts: list[tuple[str, str, str]] = []
     if _DOCUMENT in template:
@@ -80,7 +80,7 @@ def parse(template: str, setting: str = "prompt") -> tuple[tuple[str, str, str],
 
 
 def check_template(template: str, setting: str = "prompt") -> None:
-    """Raises ConfigError if it is broken, or says the same to every document."""
+    """Raises ConfigError if a template is broken, or has no value of the document."""
     if not any(name for _, name, _ in parse(template, setting)):
         raise ConfigError(
             f"{setting}: nothing is filled in, so every document would get the same prompt; "
@@ -97,7 +97,7 @@ def fill(template: str, document: Document, text: str, **others: str) -> str:
     ``{KEY}``.
 
     Raises:
-        ConfigError: the document lacks one of the values.
+        ConfigError: the document lacks a value.
     """
     return "".join(
         literal or _lookup(name, key, document, text, others)
@@ -149,7 +149,7 @@ def _lookup(name: str, key: str, document: Document, text: str, others: dict[str
 
 @lru_cache(maxsize=256)
 def _parts(name: str, key: str) -> tuple[str | int, ...]:
-    """Returns the way to a value of the metadata: keys, and places in lists."""
+    """Returns the path to a value of the metadata: keys, and indices of lists."""
     if name == "metadata":
         return (key,)
     found = re.findall(r"\[([^\]]+)\]|([^.\[]+)", key)

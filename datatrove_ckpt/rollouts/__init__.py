@@ -1,4 +1,4 @@
-"""What a rollout is, and ready-made rollouts for YAML files.
+"""The types of rollouts, and ready-made rollouts for YAML files.
 
 A ready-made rollout's class and ``vars`` are part of the run's identity. So its attributes are
 plain values, also those from the model's files (``ReadyMade.for_config``); each process parses a
@@ -52,6 +52,6 @@ __all__ = [
 ]
 
 for _named in [globals()[name] for name in __all__]:
-    # Not the aliases Payload and Rollout.
+    # The aliases Payload and Rollout are excluded.
     if getattr(_named, "__module__", "").startswith(__name__):
         _named.__module__ = __name__

@@ -1,4 +1,4 @@
-"""Answers of a given form: a JSON schema, a regular expression, or one of several texts.
+"""Requests and checks answers in a form: a JSON schema, a regular expression, or a list of texts.
 
 Each engine gets the form in its own field (``Engine.form_fields``). Every answer is also checked,
 because it may be cut off, and an endpoint may ignore the field.
@@ -27,20 +27,20 @@ FENCE = re.compile(r"```\w*\n(.*)\n```", re.DOTALL)
 
 
 def is_cut_off(finish_reason: str | None) -> bool:
-    """Whether an answer reached max_tokens, or the end of the model's context."""
+    """Returns whether an answer reached max_tokens, or the end of the model's context."""
     return finish_reason is not None and finish_reason.lower() in CUT_OFF
 
 
 class InvalidAnswer(ValueError):
-    """No answer to a request had the form that was asked for."""
+    """Reports that no answer to a request had the required form."""
 
 
 class AnswerForm(NamedTuple):
-    """What an answer must be.
+    """The required form of an answer.
 
     Attributes:
-        kind: json_schema, regex or choice; "": anything.
-        value: of the setting of this name.
+        kind: json_schema, regex or choice; "": any form.
+        value: value of the setting ``kind``.
     """
 
     kind: str
@@ -66,7 +66,7 @@ class AnswerForm(NamedTuple):
         """Returns the payload keys that enforce the form.
 
         Raises:
-            ConfigError: the engine has none for it.
+            ConfigError: the engine has no keys for the form.
         """
         check_value("engine", one_of([*_WITH_FIELDS, "openai", "none"]), engine)
         if not self.kind or engine == "none":
@@ -81,7 +81,7 @@ class AnswerForm(NamedTuple):
         return found
 
     def read(self, answer: InferenceResult) -> tuple[str, str]:
-        """Returns the answer's text without what surrounds it, and what is wrong with it, or ""."""
+        """Returns the answer's text, without a code fence if needed, and its problem or ""."""
         text = str(answer.text).strip()
         problem = self._problem(text)
         fenced = FENCE.fullmatch(text)
@@ -101,11 +101,11 @@ class AnswerForm(NamedTuple):
 
 
 def engine_of(server_type: str, form: AnswerForm) -> str:
-    """Returns the engine for the form. Raises ConfigError if it must be known and is not."""
+    """Returns the engine for the form. Raises ConfigError if the engine must be known."""
     if ENGINES[server_type].is_known:
         return server_type
     if form.kind == "json_schema":
-        return "openai"  # vLLM, SGLang and llama.cpp take its field, too
+        return "openai"  # vLLM, SGLang and llama.cpp also take its field
     given = {name: ENGINES[name].form_fields(form.kind, form.value) for name in _WITH_FIELDS}
     *first, last = (name for name, fields in given.items() if isinstance(fields, dict))
     raise ConfigError(
@@ -136,7 +136,7 @@ def _validator(schema: bytes) -> Any:
         raise ConfigError(
             f"json_schema: is not a JSON schema: {error.json_path}: {error.message}."
         ) from None
-    return kind(content, registry=Registry())  # without one, a $ref would be downloaded
+    return kind(content, registry=Registry())  # without a registry, a $ref would be downloaded
 
 
 def _problem(validator: Any, text: str) -> str:

@@ -1,4 +1,4 @@
-"""The requests of batch files, and the lines of the output in OpenAI's form."""
+"""Sends the requests of batch files, and writes output lines in OpenAI's form."""
 
 # No postponed annotations: the YAML loader evaluates them.
 
@@ -19,8 +19,8 @@ _LINE = "batch_line"
 
 @dataclass
 class BatchRollout:
-    """Sends a document of ``BatchReader`` as it is written. What becomes of it is a line of the
-    output, written by ``batch_line``: a rejected request has its error there.
+    """Sends a document of ``BatchReader`` unchanged. ``batch_line`` writes the answer, or the error
+    of a rejected request, as a line of the output.
     """
 
     async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:

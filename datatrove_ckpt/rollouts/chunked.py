@@ -1,6 +1,6 @@
-"""Several requests per document, one for each of its parts.
+"""Sends a request for each part of a document.
 
-The text is split where it hurts least.
+The text is split after paragraphs, sentences or words, in this order.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from datatrove_ckpt.rollouts.answer_form import is_cut_off
 from datatrove_ckpt.rollouts.interface import Generate, Payload, chat_payload, generate_all
 from datatrove_ckpt.rollouts.settings import ReadyMade
 
-# Where a text may be split, best first: after a blank line, a sentence, a word.
+# Boundaries at which a text may be split, best first: blank line, sentence, word.
 _BOUNDARIES = (
     re.compile(r"\n[ \t]*\n\s*"),
     re.compile(r"[.!?…][\"'”’)\]]*\s+|[。！？]"),  # noqa: RUF001 (ends of Chinese and Japanese sentences)
@@ -30,14 +30,14 @@ _BOUNDARIES = (
 
 @dataclass
 class _Splitter:
-    """Splits a text at ``limit`` units, such as tokens. ``starts``: where each unit begins."""
+    """Splits a text at ``limit`` units, such as tokens. ``starts``: start of each unit."""
 
     _text: str
     _limit: int
     _starts: Sequence[int]
 
     def fits(self, start: int, end: int) -> bool:
-        """Whether the part fits, without white space at its end."""
+        """Returns whether the part fits, without white space at its end."""
         while end > start and self._text[end - 1].isspace():
             end -= 1
         return bisect_left(self._starts, end) - bisect_left(self._starts, start) <= self._limit
@@ -68,10 +68,10 @@ class _Splitter:
 
 
 def split_text(text: str, limit: int, starts: Sequence[int] | None = None) -> list[str]:
-    """Returns the text in parts of at most this size. At least one part, which may be empty.
+    """Returns the text in parts of at most ``limit`` units: at least one part, which may be empty.
 
     Args:
-        starts: where each token begins: the limit is in tokens. None: it is in characters.
+        starts: start of each token, if the limit is in tokens; None: the limit is in characters.
     """
     splitter = _Splitter(text, limit, range(len(text)) if starts is None else starts)
     parts: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Rollouts whose answer is no text: a vector, or the probabilities of labels."""
+"""Rollouts with other answers than texts: a vector, or the probabilities of labels."""
 
 # No postponed annotations: the YAML loader evaluates them.
 
@@ -166,7 +166,7 @@ class ClassifyRollout(_NoText):
             )
 
     def _check_threshold(self, classes: int) -> None:
-        # A model with one class may have any number, as may several with such params.
+        # A model with one class may give any number, as may models with such params.
         if (
             self.threshold is not None
             and classes > 1
@@ -185,7 +185,7 @@ class ClassifyRollout(_NoText):
         if self.keep is not None:
             self._check_kept(scores)
             scores = {kept: scores[kept] for kept in self.keep}
-            label = max(scores, key=scores.__getitem__)  # of equal ones the first
+            label = max(scores, key=scores.__getitem__)  # the first of equal labels
             score = scores[label]
         # Servers calculate in float32: their 0.7 is 0.699999988.
         if self.threshold is not None and np.float32(score) < np.float32(self.threshold):

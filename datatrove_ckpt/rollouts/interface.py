@@ -1,4 +1,4 @@
-"""What a rollout is: the types of its arguments, and the simplest one."""
+"""The types of a rollout and its arguments, and the simplest rollout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIELDS = ("text", "id", "media")
 if TYPE_CHECKING:  # datatrove has no types
 
     class Document(Protocol):
-        """What a rollout receives: datatrove's Document."""
+        """datatrove's Document, the first argument of a rollout."""
 
         __dataclass_fields__: ClassVar[dict[str, Any]]
         text: str
@@ -30,18 +30,18 @@ if TYPE_CHECKING:  # datatrove has no types
         metadata: JsonObject
 
     class InferenceResult(Protocol):
-        """What ``generate`` returns: datatrove's InferenceResult, and what else the server gave.
+        """The result of ``generate``: datatrove's InferenceResult with more fields of the answer.
 
         Attributes:
-            usage: numbers of tokens, as the server says.
-            tool_calls, logprobs: of the first choice, as the server sent them.
-            choices: all of ``n``, each with text, finish_reason, reasoning, tool_calls and
-                logprobs, and with its refusal if it is one; empty for one choice that is none.
-            answer: of a path that is no completion, the whole JSON answer without its id and time;
-                else None.
-            response_id, model: as the server sent them. They are not in the output: two runs never
-                have the same.
-            endpoint: the endpoint that answered, if the config has ``endpoints``; else "".
+            usage: the server's numbers of tokens.
+            tool_calls, logprobs: fields of the first choice, unchanged.
+            choices: all ``n`` choices, each with text, finish_reason, reasoning, tool_calls and
+                logprobs, and with its refusal if there is one; empty for a single choice without a
+                refusal.
+            answer: JSON answer without id and time, for a path that is no completion; else None.
+            response_id, model: the server's values. They are not in the output: they differ in each
+                run.
+            endpoint: name of the endpoint that answered, if the config has ``endpoints``; else "".
         """
 
         __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -69,9 +69,9 @@ class Classification:
     """The answer of ``generate.classify``.
 
     Attributes:
-        label: the most probable one.
-        score: its probability; of a model with one class, such as a grade, the model's number.
-        scores: the same of each label.
+        label: the most probable label.
+        score: its probability; for a model with one class, such as a grade, the model's number.
+        scores: score of each label.
     """
 
     label: str
@@ -80,9 +80,11 @@ class Classification:
 
 
 class CallFailed(Exception):
-    """A call of ``generate.once`` that has failed, now or in an earlier attempt.
+    """Reports a call of ``generate.once`` that failed, now or in an earlier attempt.
 
-    ``kind``: the name of the error's class.
+    Attributes:
+        kind: name of the error's class.
+        text: text of the error.
     """
 
     def __init__(self, kind: str, text: str) -> None:
@@ -97,30 +99,30 @@ class CallFailed(Exception):
 class Generate(Protocol):
     """The second argument of a rollout: sends one request.
 
-    Its methods ask for what is no text. A server_type that lacks one stops the task with a
-    ConfigError. Each raises as the call itself does, and its answer is cached and retried like one
-    of the call. ``params`` are further keys of the payload, such as ``dimensions``;
+    Its methods request other answers than texts. A method that the server_type lacks stops the task
+    with a ConfigError. Methods raise the errors of the call itself, and their answers are cached
+    and retried in the same way. ``params`` are further keys of the payload, such as ``dimensions``;
     default_generation_params are for completions.
     """
 
     async def __call__(
         self, payload: Payload, *, path: str | None = None, whole: bool = False
     ) -> InferenceResult:
-        """Returns the answer to the payload, to which the model and ``default_generation_params``
-        are added.
+        """Returns the answer to the payload, after adding the model and
+        ``default_generation_params``.
 
-        ``extra_body``, ``extra_headers`` and ``extra_query`` become what the OpenAI client makes of
-        them. Header fields do not count for the cache: an access token may change.
+        ``extra_body``, ``extra_headers`` and ``extra_query`` have the effect that they have in the
+        OpenAI client. Header fields do not count for the cache: an access token may change.
 
-        ``path``: another one of the server, such as "/v1/embeddings" or "/tokenize"; "/v1/..." is
-        below the API's URL, any other one below the server's. An answer that is no completion is a
-        JSON object, in ``answer``, and has no text; no defaults are added to its payload. A payload
-        has another answer for each path.
+        Await the call before the rollout returns: a later answer is not counted, and may be lost.
 
-        ``whole``: a payload's own model stays, and ``answer`` is all that the server sent, with id
-        and time.
-
-        To be awaited before the rollout returns: a later answer is not counted, and may be lost.
+        Args:
+            path: another path of the server, such as "/v1/embeddings" or "/tokenize". "/v1/..." is
+                below the API's URL, all other paths are below the server's. If the answer is no
+                completion, it is a JSON object in ``answer``, without a text, and its payload gets
+                no defaults. A payload has a separate answer for each path.
+            whole: keep a payload's own model, and put the server's whole answer into ``answer``,
+                with id and time.
 
         Raises:
             datatrove's InferenceError: this request cannot be answered.
@@ -129,16 +131,16 @@ class Generate(Protocol):
         """
 
     def __getattr__(self, name: str, /) -> Generate:
-        """``generate.judge``: the same for the model of that name, where ``config`` names
-        several.
+        """Returns ``generate`` for the model of this name (``generate.judge``), if ``config`` names
+        several models.
         """
 
     async def embed(self, texts: str | Sequence[str], /, **params: object) -> Floats:
-        """Returns a vector of each text, as an array of the shape (texts, dimensions); of one text
+        """Returns a vector of each text, as an array of the shape (texts, dimensions); for one text
         (dimensions,).
 
-        Each text is a request of its own, or shares one with others: see
-        ``InferenceConfig.texts_per_request``.
+        Each text has its own request, or shares it with other texts
+        (``InferenceConfig.texts_per_request``).
         """
 
     async def classify(
@@ -147,13 +149,13 @@ class Generate(Protocol):
         """Returns the class of a text. ``labels``: names of the model's classes in its order
         (``id2label``).
 
-        vLLM and SGLang name the most probable one only. So without ``labels`` the keys of
-        ``scores`` are "0", "1", ...; of a model whose classes have no names, "LABEL_0", "LABEL_1",
+        vLLM and SGLang name only the most probable class. So without ``labels`` the keys of
+        ``scores`` are "0", "1", ...; if the model's classes have no names, "LABEL_0", "LABEL_1",
         ....
         """
 
     async def score(self, query: str, texts: Sequence[str], /) -> Floats:
-        """Returns how well each text fits the query, as a cross-encoder or reranker says: an array
+        """Returns the scores of a cross-encoder or reranker for each text and the query: an array
         of the shape (texts,).
         """
 
@@ -167,33 +169,33 @@ class Generate(Protocol):
         keep_errors: type[Exception] | tuple[type[Exception], ...] = (),
         **kwargs: object,
     ) -> Any:
-        """Calls ``function(*args, **kwargs)``, a coroutine function or a plain one, which runs in a
-        thread. Its result is saved like an answer, and is not asked for again after a kill; but a
-        call that was in flight is made again.
+        """Calls ``function(*args, **kwargs)``: a coroutine function, or a plain function, which
+        runs in a thread. The result is saved like an answer. After a kill, only a call that was in
+        flight is made again.
 
         Args:
-            name: of the call. Name, arguments and the rollout's code tell calls apart; equal ones
-                of a rollout, their order.
+            name: name of the call. Calls are identified by name, arguments and the rollout's code,
+                and equal calls of a rollout by their order.
             args, kwargs: JSON values.
-            time_limit: in seconds. A thread cannot be stopped: its result is thrown away.
-            keep_errors: these errors of the function are saved, too, and raised as ``CallFailed``.
+            time_limit: limit in seconds. A thread cannot be stopped: its result is dropped.
+            keep_errors: errors of the function that are also saved, and raised as ``CallFailed``.
 
         Returns:
-            The result as JSON has it: a tuple comes back as a list. At most 100 MB.
+            The result after a conversion to JSON and back: a tuple becomes a list. At most 100 MB.
 
         Raises:
-            CallFailed: an error that is kept.
+            CallFailed: the function raised an error of ``keep_errors``.
             TimeoutError: the call took too long.
             DocumentNotSerializable: the result is too large, or no JSON.
         """
 
     def url(self) -> AbstractAsyncContextManager[str]:
-        """Serves an OpenAI-compatible address, for agents that take a ``base_url``; any key will
-        do. What is asked there (chat, completions, other paths) is a request of this document for
-        the model of the run. Streams are replayed from whole answers.
+        """Serves an OpenAI-compatible address, for agents that take a ``base_url``, with any key.
+        Each call of the agent (chat, completions, other paths) becomes a request of this document
+        to the run's model. Streams are replayed from whole answers.
 
-        An agent that blocks belongs into a thread (``asyncio.to_thread``). One that puts the time
-        into its prompts asks, and pays, again after a kill.
+        An agent that blocks must run in a thread (``asyncio.to_thread``). If an agent puts the time
+        into its prompts, its requests are sent, and paid for, again after a kill.
         """
 
 
@@ -211,8 +213,8 @@ async def chat(document: Document, generate: Generate, **shared: Any) -> Inferen
 
 
 async def generate_all(generate: Generate, payloads: Sequence[Payload]) -> list[InferenceResult]:
-    """Returns all answers. If a request fails, waits for the others: the request cache keeps their
-    answers for a retry.
+    """Returns all answers. If a request fails, first waits for the others: the request cache saves
+    their answers for a retry.
     """
     results = await asyncio.gather(
         *(generate(payload) for payload in payloads), return_exceptions=True

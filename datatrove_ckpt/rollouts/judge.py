@@ -1,4 +1,4 @@
-"""A model that scores documents or answers: the judge."""
+"""Lets a model, the judge, score documents or answers."""
 
 # No postponed annotations: the YAML loader evaluates them.
 
@@ -20,7 +20,7 @@ from datatrove_ckpt.rollouts.prompt import PromptRollout
 from datatrove_ckpt.rollouts.prompt_source import prompt_source
 
 _ANSWER = ("", "key", "answer")
-# The whole number: no part of "3,5" or "1e-3" is one.
+# The whole number: no part of "3,5" or "1e-3" is a number.
 _FIRST = re.compile(r"[-+−]?(?:(?<![\w.])\.)?\d+(?:[.,'_]\d+)*(?:[eE][-+−]?\d+)?")  # noqa: RUF001 (a minus)
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)")
 
@@ -48,7 +48,7 @@ class JudgeRollout(PromptRollout):
     ``answer_attempts`` and ``invalid_answer`` are for both.
 
     Raises:
-        ConfigError: as PromptRollout, or settings with which nothing can be judged.
+        ConfigError: a setting that PromptRollout refuses, or with which nothing can be judged.
     """
 
     prompt: str | None = None  # type: ignore[assignment]
@@ -169,8 +169,8 @@ class JudgeRollout(PromptRollout):
         return with_media(chat_payload(None, content, params), parts)
 
     def _score(self, said: str) -> float | None:
-        """Returns the score in what is said after a <think> block, which only a pattern for it
-        reads.
+        """Returns the score of a judgement. A <think> block is skipped, unless the pattern contains
+        "think>".
         """
         if "think>" not in (self.score_pattern or ""):
             said = said.rpartition("</think>")[2].partition("<think>")[0]

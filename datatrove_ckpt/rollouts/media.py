@@ -1,4 +1,4 @@
-"""Pictures, sound and files of documents as parts of a message, in OpenAI's form.
+"""Makes parts of a message from pictures, sound and files of documents, in OpenAI's form.
 
 The first bytes, never a name, decide a part's type. A part refers to the bytes, which become base64
 during sending (``inference/client/body.py``), and a hash in the cache key.
@@ -34,7 +34,7 @@ from datatrove_ckpt.rollouts.interface import Payload
 from datatrove_ckpt.rollouts.prompt_source import Messages
 
 MEDIA = "media"
-"""``images`` of a document's own media, and not of a column."""
+"""The value of ``images`` for a document's own media, instead of a column."""
 
 _STARTS = (
     (b"\x89PNG\r\n\x1a\n", "image/png"),
@@ -58,8 +58,8 @@ _BUDGETS: WeakKeyDictionary[asyncio.AbstractEventLoop, ByteBudget] = WeakKeyDict
 
 
 class InvalidMedia(ValueError):
-    """A document's picture, sound or file is missing or damaged, or of a type that cannot be
-    sent.
+    """Reports a picture, sound or file of a document that is missing, damaged or of a type that
+    cannot be sent.
     """
 
 
@@ -67,9 +67,9 @@ class MediaData:
     """Bytes in a payload, in the place of their base64.
 
     Attributes:
-        kind: their type, such as "image/png".
-        prefix: what stands before the base64, such as "data:image/png;base64,".
-        key: stands for them in the cache key.
+        kind: type of the bytes, such as "image/png".
+        prefix: text before the base64, such as "data:image/png;base64,".
+        key: replacement of the bytes in the cache key.
     """
 
     __slots__ = ("data", "key", "kind", "prefix")
@@ -85,7 +85,7 @@ class MediaData:
 
 
 def media_key(value: object) -> orjson.Fragment:
-    """Orjson's ``default`` for the hash of a payload. No text in JSON has a NUL.
+    """Encodes media for the hash of a payload, as orjson's ``default``. No text in JSON has a NUL.
 
     Raises:
         TypeError: JSON cannot express the value.
@@ -109,7 +109,7 @@ def split_media(payload: Payload, option: int) -> tuple[list[bytes], list[bytes]
 
 
 def kind_of(data: bytes) -> str | None:
-    """Returns the type by the first bytes, such as "image/png"; None: it cannot be sent."""
+    """Returns the type by the first bytes, such as "image/png"; None if it cannot be sent."""
     if data[:4] == b"RIFF":
         return _RIFF.get(data[8:12])
     if data[:2] == b"BM" and data[6:10] == bytes(4):
@@ -123,15 +123,15 @@ def media_part(data: bytes, filename: str = "document.pdf", key: str = "") -> Pa
     """Returns a part of a message: ``{"role": "user", "content": [{"type": "text", "text": ...},
     media_part(data)]}``.
 
-    A request with it takes the memory of ``data`` and not that of its base64.
+    A request with the part takes the memory of ``data``, and not of its base64.
 
     Args:
         data: a picture (PNG, JPEG, GIF, WebP, BMP, TIFF), sound (WAV, MP3, FLAC, OGG) or PDF.
-        filename: for the model, of a PDF.
-        key: stands for the data in the request's cache key; "": its hash.
+        filename: name of a PDF for the model.
+        key: replacement of the data in the request's cache key; "": the data's hash.
 
     Raises:
-        InvalidMedia: it is none of these.
+        InvalidMedia: the data has another type.
     """
     try:
         return _made_part(data, filename, key)
@@ -187,11 +187,11 @@ class _Medium(NamedTuple):
 
 
 def values_of(document: Document, images: str) -> list[object]:
-    """Returns the document's media, or those in a metadata column.
+    """Returns the document's media, or the media in a metadata column.
 
     Raises:
         ConfigError: there is no such column.
-        InvalidMedia: there is nothing in it.
+        InvalidMedia: the column is empty.
     """
     if images == MEDIA:
         value = document.media
@@ -247,7 +247,7 @@ def _from_text(text: str, is_url: bool = False) -> _Medium:
 
 
 class MediaSettings(Protocol):
-    """How a rollout takes a document's media: see ``PromptRollout``."""
+    """The settings of a rollout for media; ``PromptRollout`` documents them."""
 
     images: str | None
     max_image_side: int | None
@@ -266,7 +266,8 @@ def check_media(settings: MediaSettings) -> None:
 
 @asynccontextmanager
 async def parts_of(document: Document, settings: MediaSettings) -> AsyncIterator[list[Payload]]:
-    """The parts for a document's media. The files' bytes count against a budget until the end.
+    """Yields the parts for a document's media. The files' bytes count against a budget until the
+    end.
 
     Raises:
         ConfigError: a document names a file, and no folder is set.
@@ -347,7 +348,7 @@ def check_url(url: str, allowed: list[str] | None) -> None:
 
 
 def check_message_urls(messages: Messages, allowed: list[str] | None) -> None:
-    """``check_url`` for the parts of a document's messages."""
+    """Raises InvalidMedia if a document's messages have a URL that a server may not fetch."""
     contents = (message.get("content") for message in messages)
     for part in [part for one in contents if isinstance(one, list) for part in one]:
         for name in {"image_url", "audio_url", "video_url"}.intersection(part):
@@ -379,10 +380,11 @@ def _part(medium: _Medium, settings: MediaSettings) -> Payload:
 
 
 def _open_at(medium: _Medium, settings: MediaSettings) -> tuple[AbstractFileSystem, str]:
-    """Returns file system and path. Documents are not trusted: no name leaves the folder.
+    """Returns file system and path of a document's file. Documents are not trusted.
 
     Raises:
-        InvalidMedia: it does, or to a FIFO, a socket, a device or a folder.
+        InvalidMedia: the path leads out of the folder, or to a FIFO, a socket, a device or a
+            folder.
     """
     folder = str(settings.media_folder)
     filesystem, root = url_to_fs(folder)
@@ -392,7 +394,7 @@ def _open_at(medium: _Medium, settings: MediaSettings) -> tuple[AbstractFileSyst
     inside = posixpath.normpath(path)
     found = f"{root.rstrip('/')}/{inside}"
     refused = inside.startswith(("/", "..")) or "://" in path
-    if isinstance(filesystem, LocalFileSystem):  # others have no symbolic links
+    if isinstance(filesystem, LocalFileSystem):  # other file systems have no symbolic links
         real = Path(os.path.realpath(found))
         refused |= not real.is_relative_to(os.path.realpath(root)) or (
             real.exists() and not real.is_file()
@@ -405,7 +407,7 @@ def _open_at(medium: _Medium, settings: MediaSettings) -> tuple[AbstractFileSyst
 
 
 def _sizes(files: Iterable[_Medium], settings: MediaSettings) -> int:
-    """Returns the files' bytes. A missing file counts 0, and fails when read."""
+    """Returns the files' bytes. A missing file counts as 0, and fails when it is read."""
     total = 0
     for medium in files:
         with suppress(Exception):
@@ -445,11 +447,11 @@ def check_pillow() -> None:
 def resized(data: bytes, side: int) -> bytes:
     """Returns the picture, with at most ``side`` pixels on its longest side.
 
-    JPEG stays JPEG, all others become PNG. Of several frames the first one is taken. Equal pictures
-    give equal bytes with one release of Pillow.
+    JPEG stays JPEG, all other types become PNG, with only the first frame. Equal pictures give
+    equal bytes with one release of Pillow.
 
     Raises:
-        InvalidMedia: it is damaged.
+        InvalidMedia: the picture is damaged.
     """
     from PIL import Image, ImageOps
 

@@ -1,4 +1,4 @@
-"""One request per document, made from a template."""
+"""Sends one request per document, made from a template."""
 
 # No postponed annotations: the YAML loader evaluates them.
 
@@ -106,7 +106,9 @@ class PromptRollout(OneRequest):
             check_pillow()
         super().__post_init__()
         if self.max_chars is None:
-            del self.max_chars  # the class has it, and the identity of older runs stays the same
+            del (
+                self.max_chars
+            )  # the class has the default, and the identity of older runs stays the same
         elif self.max_chars <= sum(len(literal) for literal, _, _ in parse(template)):
             raise ConfigError(
                 f"max_chars: must be greater than the length of {name}; it is {self.max_chars!r}."
@@ -124,9 +126,7 @@ class PromptRollout(OneRequest):
             self.chat_texts = True
 
     def as_before(self) -> Self:
-        """Returns a copy that sends the JSON of a chat as one message, as runs
-        that began before did.
-        """
+        """Returns a copy that sends the JSON of a chat as one message, as earlier releases did."""
         copied = copy.copy(self)
         vars(copied).pop("chat_texts", None)
         return copied
@@ -136,10 +136,7 @@ class PromptRollout(OneRequest):
         check_media(self)
 
     def media_parts(self, document: Document) -> AbstractAsyncContextManager[list[Payload]]:
-        """Returns the parts of the message beside the text.
-
-        Files that are read for them count until the end.
-        """
+        """Returns the media parts of the message. The bytes of their files count until the end."""
         if self.images is None:
             return nullcontext([])
         return parts_of(document, self)
@@ -207,11 +204,11 @@ class CompletionRollout(OneRequest):
 
 
 def for_config(rollout_fn: Rollout, config: InferenceConfig) -> Rollout:
-    """Returns the rollout as a run with this config calls it.
+    """Returns the rollout that a run with this config calls.
 
     Raises:
-        ConfigError: its payloads are for the other kind of request; or see
-            ``ReadyMade.for_config``.
+        ConfigError: its payloads are for the other kind of request, or ``ReadyMade.for_config``
+            refuses the config.
     """
     chats = None
     if rollout_fn is chat:

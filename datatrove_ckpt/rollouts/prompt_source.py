@@ -1,4 +1,4 @@
-"""What a rollout makes its request from: the document's text or one of its columns."""
+"""Reads the source of a rollout's request: the document's text or a column."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ Messages = list[JsonObject]
 
 
 class MessagesText(str):
-    """A list of messages as JSON, for the output.
-
-    Further rollouts of the document still find the list.
-    """
+    """A list of messages as JSON, for the output, which keeps the list for further rollouts."""
 
     messages: Messages
 
@@ -33,7 +30,7 @@ def prompt_source(document: Document, column: str | None) -> str | Messages:
     A list in ``document.text`` becomes JSON: the text of an output must be a text.
 
     Raises:
-        ConfigError: the column is missing or null, or a list holds something else than messages.
+        ConfigError: the column is missing or null, or a list holds other items than messages.
     """
     if column is None:
         text: object = document.text
@@ -59,7 +56,7 @@ def prompt_source(document: Document, column: str | None) -> str | Messages:
 
 
 def chat_in(text: str) -> Messages | None:
-    """Returns the messages that a text has as JSON, as in CSV files; None if it is no such list."""
+    """Parses messages from a JSON text, as in CSV files; returns None if it has none."""
     if not text.lstrip().startswith("["):
         return None
     try:

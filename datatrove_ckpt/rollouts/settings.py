@@ -1,4 +1,4 @@
-"""Base classes of the ready-made rollouts: their settings, and requests for answers in a form."""
+"""Base classes of the ready-made rollouts: settings, and requests for answers in a form."""
 
 # No postponed annotations: the YAML loader evaluates them.
 
@@ -106,10 +106,11 @@ class ReadyMade:
                 del given[setting.name]
 
     def for_config(self, config: InferenceConfig) -> Self:
-        """Returns a copy that fits the config and the model's files, which its identity then names.
+        """Returns a copy that fits the config and the model's files, which are then in its
+        identity.
 
         Raises:
-            ConfigError: a file of the model is missing, or the settings do not go together.
+            ConfigError: a file of the model is missing, or the settings contradict each other.
         """
         fitted = copy.copy(self)
         fitted._fit(config)
@@ -145,7 +146,7 @@ class ReadyMade:
             self._counter()
 
     def _counter(self) -> TokenCounter:
-        """Returns the tokenizer. May read a file: call it in a thread."""
+        """Returns the tokenizer. May read a file, so call this in a thread."""
         if self.counted_by is None:
             if self.tokenizer is None:
                 raise ConfigError(
@@ -157,7 +158,7 @@ class ReadyMade:
         return load_counter(str(name), revision, self.tokenizer_hash)
 
     def _text_of(self, document: Document) -> str:
-        """Raises ConfigError if the document has messages instead of a text."""
+        """Returns the document's text. Raises ConfigError if it has messages instead."""
         source = prompt_source(document, self.prompt_column)
         if isinstance(source, list):
             raise ConfigError(
@@ -191,8 +192,8 @@ class WholeText(ReadyMade):
             self.prompt_tokens = self._left_for_the_prompt(config)
 
     def _left_for_the_prompt(self, config: InferenceConfig) -> int:
-        """Returns the number of tokens for the prompt. Here, answers take no tokens."""
-        return max(1, config.model_max_context - 8)  # for special tokens, such as [CLS]
+        """Returns the number of tokens for the prompt. By default, answers take no tokens."""
+        return max(1, config.model_max_context - 8)  # 8 for special tokens, such as [CLS]
 
     async def _filled_text(self, template: str, document: Document) -> str:
         """Returns the template with the document's values, for a request that takes one text."""
@@ -318,7 +319,7 @@ class OneRequest(WholeText):
             return value
         try:
             return orjson.loads(value)
-        except ValueError:  # a canned answer, or an old one
+        except ValueError:  # a canned answer, or an answer of an old run
             return value
 
     async def _ask_until(
@@ -329,11 +330,11 @@ class OneRequest(WholeText):
         generate: Generate,
         payload: Payload,
     ) -> InferenceResult | None:
-        """Does what ``_ask`` does, for any form.
+        """Returns a valid answer, as ``_ask``, for any form.
 
         Args:
-            read: extracts the text of an answer. Also returns what is wrong with it, or "".
-            form: the name of the setting with the form.
+            read: function that returns the text of an answer, and its problem or "".
+            form: name of the setting with the form.
             shows: whether a further attempt shows the model its invalid answer.
         """
         last = ""
@@ -343,7 +344,7 @@ class OneRequest(WholeText):
             if not problem:
                 result.text = text
                 return result
-            result.is_invalid = True  # type: ignore[attr-defined]  # of our Result
+            result.is_invalid = True  # type: ignore[attr-defined]  # a field of our Result
             cut_off = is_cut_off(result.finish_reason)
             if cut_off and ends_in_blanks(result.text):
                 problem = "it ends in blanks up to max_tokens"

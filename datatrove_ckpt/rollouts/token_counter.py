@@ -24,7 +24,7 @@ def _find_file(model: str, revision: str | None) -> Path:
 
     Args:
         model: a folder, a file, or a repository of the hub.
-        revision: of the repository; None: the default branch.
+        revision: revision of the repository; None: the default branch.
 
     Raises:
         ConfigError: there is no such file, or it cannot be downloaded.
@@ -47,7 +47,7 @@ def _find_file(model: str, revision: str | None) -> Path:
         return Path(hf_hub_download(model, _TOKENIZER, revision=revision))
     except ImportError:
         raise ConfigError(f"tokenizer: {missing_package('huggingface_hub')}") from None
-    except Exception as error:  # of the client, the network and the disk
+    except Exception as error:  # errors of the client, the network and the disk
         where = f"{model!r}"
         if revision is not None:
             where += f" at {revision!r}"
@@ -62,14 +62,14 @@ class TokenCounter(NamedTuple):
     """A loaded tokenizer.
 
     Attributes:
-        digest: of the file ``tokenizer.json``.
+        digest: hash of the file ``tokenizer.json``.
     """
 
     tokenizer: Any
     digest: str
 
     def count(self, text: str) -> int:
-        """Returns number of tokens, without those that a chat template adds."""
+        """Returns the number of tokens, without tokens that a chat template adds."""
         return len(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def starts(self, text: str) -> list[int]:
@@ -80,10 +80,10 @@ def load_counter(name: str, revision: str | None, expected: str | None = None) -
     """Returns the tokenizer of a model, read once.
 
     Args:
-        expected: the digest that it had when the run was made.
+        expected: digest of the tokenizer when the run was made.
 
     Raises:
-        ConfigError: the tokenizer is missing, unreadable, or not the expected one.
+        ConfigError: the tokenizer is missing or unreadable, or has another digest.
     """
     with _loading:  # threads wait for the first load
         counter = _load(name, revision)
@@ -107,11 +107,13 @@ def _load(name: str, revision: str | None) -> TokenCounter:
         tokenizer = Tokenizer.from_str(data.decode("utf-8"))
     except ConfigError as error:
         raise ConfigError(f"{error} {_ADVICE}.") from None
-    except Exception as error:  # of the disk, and of the library, which raises plain Exceptions
+    except (
+        Exception
+    ) as error:  # errors of the disk, and of the library, which raises plain Exceptions
         raise ConfigError(
             f"tokenizer: {_TOKENIZER} of {name!r} is broken: {error_text(error)}. {_ADVICE}."
         ) from None
-    tokenizer.no_truncation()  # a model for short texts has one in its file
+    tokenizer.no_truncation()  # a model for short texts sets a truncation in its file
     tokenizer.no_padding()
     return TokenCounter(tokenizer, xxhash.xxh3_128_hexdigest(data))
 
@@ -120,7 +122,7 @@ def cut_to_chars(fill: Callable[[str], str], text: str, times: int, limit: int) 
     """Returns the text, cut so that ``fill(text)`` has at most ``limit`` characters.
 
     Args:
-        times: how often the text is in the template.
+        times: number of times that the text is in the template.
     """
     if len(fill(text)) <= limit:
         return text
@@ -128,7 +130,7 @@ def cut_to_chars(fill: Callable[[str], str], text: str, times: int, limit: int) 
 
 
 def fits_for_sure(content: str, limit: int) -> bool:
-    """Whether the content is too short to need a count: a token has at least one byte."""
+    """Returns whether the content needs no count: a token has at least one byte."""
     return len(content) <= limit and (
         content.isascii() or len(content.encode("utf-8", "replace")) <= limit
     )
@@ -158,7 +160,7 @@ def cut_to_tokens(
 
 
 def _end_of(text: str, room: int, counter: TokenCounter) -> int:
-    size = 8 * (room + 8)  # few tokens are longer
+    size = 8 * (room + 8)  # 8 characters: few tokens are longer
     while True:
         starts = counter.starts(text[:size])
         if len(starts) > room:

@@ -1,6 +1,7 @@
 """The engines: the values of ``server_type``.
 
-Each is one file, and one row here. The short form takes the first installed one that leases GPUs.
+Each engine is one file, and one row here. The short form takes the first installed engine that
+leases GPUs.
 """
 
 from datatrove_ckpt.config.engines.llamacpp import Llamacpp

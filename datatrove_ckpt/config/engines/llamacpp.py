@@ -26,7 +26,7 @@ _PACKAGE_SCHEME = "package://"
 HUB_SCHEME = "hf://"
 # The first of these in a repository is used.
 _QUANTISED = ("Q4_K_M", "Q4_0", "Q4_1", "Q5_K_M", "Q8_0", "F16", "BF16", "")
-_WAYS = {  # it serves no classes
+_WAYS = {  # llama.cpp serves no classes
     "embed": Engine.EMBED,
     "score": EngineApi("/v1/rerank", ("query", "documents")),
 }
@@ -40,7 +40,7 @@ class Llamacpp(Engine):
     metrics = MetricNames(
         "llamacpp:requests_processing",
         "llamacpp:requests_deferred",
-        "",  # it preempts nothing
+        "",  # llama.cpp preempts nothing
         (
             "llamacpp:tokens_predicted_total",
             "llamacpp:prompt_tokens_total",
@@ -56,11 +56,11 @@ class Llamacpp(Engine):
         return str(resolve_model_path(config.model_name_or_path))
 
     def command(self, launch: EngineLaunch) -> EngineCommand:
-        """The servers of a rank divide the cores: more threads than cores slow all of them.
+        """Divides the cores among the servers of a rank: more threads than cores would slow them.
 
         llama.cpp refuses to embed a text that is longer than ``n-ubatch``. With a cache for each
-        request it would cut a batch into pieces, and take the mean over the last one: wrong
-        vectors, and no error. ``kv-unified`` does not.
+        request it would cut a batch into pieces, and take the mean over the last piece: wrong
+        vectors, and no error. ``kv-unified`` prevents this.
         """
         config = launch.config
         start = (sys.executable, "-m", "datatrove_ckpt.inference.servers.llamacpp")
@@ -147,7 +147,7 @@ def _download(repo: str, file: str | None) -> Path:
                     found = next((one for one in files if kind in one.upper()), None)
                     if found:
                         return Path(hf_hub_download(name, found))
-    except Exception as error:  # the client's are of several kinds
+    except Exception as error:  # the client raises several kinds
         cause = str(error).partition("\n")[0]
         raise ConfigError(
             f"{repo} cannot be fetched from the Hugging Face hub: "

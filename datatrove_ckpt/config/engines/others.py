@@ -1,4 +1,4 @@
-"""The user's script, canned answers, and servers that run already."""
+"""Engines without a package: the user's script, canned answers, and servers that run already."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ from datatrove_ckpt.errors import ConfigError
 
 class AnyProgram(Engine):
     is_known = False
-    health_path = "v1/models"  # which each must have, and /health need not be there
+    health_path = "v1/models"  # which each server must have; /health may be missing
 
 
 class Custom(AnyProgram):

@@ -90,7 +90,7 @@ class Vllm(Engine):
         return on_path
 
     def command(self, launch: EngineLaunch) -> EngineCommand:
-        """``--served-model-name``: requests and answers name the model as the config does."""
+        """Names the model as the config does (``--served-model-name``)."""
         config = launch.config
         nodes = launch.nodes
         flags: dict[str, object] = {

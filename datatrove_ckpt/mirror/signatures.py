@@ -64,20 +64,20 @@ class ManifestSigner:
         if not self.is_on:
             if signed is not None:
                 raise ConfigError(
-                    f"{MIRROR_KEY_VARIABLE} is not set, but {url} is sealed with a key. Export "
+                    f"{MIRROR_KEY_VARIABLE} is not set, but {url} is signed with a key. Export "
                     "the key where the tasks run. To go on without a key, remove the mirror, and "
                     "continue from the local folder."
                 )
         elif signed is None:
             raise CheckpointCorrupt(
-                f"{url} is not sealed, although {MIRROR_KEY_VARIABLE} is set: anybody who can "
+                f"{url} is not signed, although {MIRROR_KEY_VARIABLE} is set: anybody who can "
                 "write to the mirror may have made it. If it was made before you had a key, and "
                 "you trust it, start once without the key, and then with it: what is uploaded "
-                "from then on is sealed. Otherwise remove this version."
+                "from then on is signed. Otherwise remove this version."
             )
         elif not hmac.compare_digest(self._digest(name, signed[1] + b"}").encode(), signed[2]):
             raise CheckpointCorrupt(
-                f"{url} is not sealed with the key in {MIRROR_KEY_VARIABLE}, or not for this "
+                f"{url} is not signed with the key in {MIRROR_KEY_VARIABLE}, or not for this "
                 "task and version: it was made with another key, changed, or moved there. Set the "
                 "key that made it, or remove this version."
             )

@@ -691,7 +691,7 @@ def test_a_mirror_writes_only_files_of_a_checkpoint(stopped, ram):
     assert_restored(stopped)
 
 
-# seals -------------------------------------------------------------------------------------------
+# signatures --------------------------------------------------------------------------------------
 
 
 def refused_restore(job, message, error=CheckpointCorrupt):
@@ -703,9 +703,9 @@ def test_a_sealed_mirror_restores_with_its_key_only(key, stopped, monkeypatch):
     assert all(b'"hmac":"' in path.read_bytes() for path in manifests(stopped))
     assert_restored(stopped)
     monkeypatch.setenv(MIRROR_KEY_VARIABLE, "another key of the user")
-    refused_restore(stopped, f"{manifests(stopped)[-1].name} is not sealed with the key in")
+    refused_restore(stopped, f"{manifests(stopped)[-1].name} is not signed with the key in")
     monkeypatch.delenv(MIRROR_KEY_VARIABLE)
-    refused_restore(stopped, f"{MIRROR_KEY_VARIABLE} is not set, but .* is sealed", ConfigError)
+    refused_restore(stopped, f"{MIRROR_KEY_VARIABLE} is not set, but .* is signed", ConfigError)
     assert not stopped.rank.exists()
 
 
@@ -722,7 +722,7 @@ def test_a_node_without_the_key_does_not_continue_a_sealed_mirror(
 def test_a_seal_holds_for_one_content_one_version_and_one_rank(key, stopped):
     newest = manifests(stopped)[-1]
     content = newest.read_bytes()
-    wrong = "is not sealed with the key in .* changed, or moved there"
+    wrong = "is not signed with the key in .* changed, or moved there"
 
     rewrite(newest, lambda content: content["run"].update(model="evil"))
     refused_restore(stopped, wrong)
@@ -767,7 +767,7 @@ def test_a_mirror_from_before_the_key_is_restored_without_it(job, monkeypatch):
     job.run_until("text 2")
     unsealed = manifests(job)[-1]
     monkeypatch.setenv(MIRROR_KEY_VARIABLE, KEY)
-    refused_restore(job, f"{unsealed.name} is not sealed, although .* start once without the key")
+    refused_restore(job, f"{unsealed.name} is not signed, although .* start once without the key")
     monkeypatch.delenv(MIRROR_KEY_VARIABLE)
     restored_folder(job)
     monkeypatch.setenv(MIRROR_KEY_VARIABLE, KEY)
@@ -777,7 +777,7 @@ def test_a_mirror_from_before_the_key_is_restored_without_it(job, monkeypatch):
     forged = manifests(job)[-1].with_name("generation-00009999-00000000000000ff.json")
     forged.write_bytes(manifests(job)[-1].read_bytes())
     rewrite(forged, lambda content: content.pop("hmac"))
-    refused_restore(job, f"{forged.name} is not sealed")
+    refused_restore(job, f"{forged.name} is not signed")
     forged.unlink()
     assert_restored(job)
 

@@ -49,7 +49,7 @@ def report(arguments: argparse.Namespace) -> int:
         _topics(state),
         [
             table("Steps", _COLUMNS, [*_rows(state)]),
-            table("Ranks", ("rank", "step", "last sign", "host"), signs),
+            table("Ranks", ("rank", "step", "last heartbeat", "host"), signs),
         ],
     )
     return write_page(arguments.output, Path(state.folder), written, "a training")
@@ -140,8 +140,8 @@ def _ranks(state: TrainingState) -> Iterator[tuple[str, str]]:
     first = signs[0]
     yield (
         "ranks",
-        f"{len(signs)} of {first['ranks']}, the last sign {newest} ago; the oldest {oldest} ago at "
-        f"step {first['step']}, rank {first['rank']} on {first['host']}",
+        f"{len(signs)} of {first['ranks']}, the last heartbeat {newest} ago; the oldest {oldest} "
+        f"ago at step {first['step']}, rank {first['rank']} on {first['host']}",
     )
     variables = {f"{each}={value}" for sign in signs for each, value in sign["variables"].items()}
     if variables:

@@ -731,7 +731,7 @@ METRICS = {
         "Answers of these documents: all, and the bad ones by what is wrong with them."
     ),
     "rank_finish_reasons reason": "Answers of these documents by finish_reason.",
-    "input_done_ratio": "Part of the rank's input that is done, from 0 to 1; missing if not known.",
+    "input_done_ratio": "Part of the task's input that is done, from 0 to 1; missing if not known.",
     "tasks_with_input": "Tasks of the run that have an input; missing if not known.",
     "rank_cost": (
         "Cost of all attempts' answers, at the prices of the settings; missing without them."

@@ -99,7 +99,7 @@ class InferenceConfig:
             share it. "auto": as many as keep a short queue in the engine, and their documents in
             its cache (vLLM, SGLang, also as an endpoint). Without metrics it starts with 16, and
             follows the server's answers and limits, up to 500.
-        max_concurrent_documents (free): documents in work, per task. None: the places of all
+        max_concurrent_documents (free): documents in work, per task. None: the capacity of all
             servers // rollouts per document, times ``texts_per_request``, but at most 10,000 for
             that product.
         request_timeout (free): seconds for one attempt of a request, also at an endpoint that

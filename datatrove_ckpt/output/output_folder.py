@@ -208,7 +208,7 @@ class OutputFolder:
         moved = ""
         output = None
         if not found.sizes:
-            moved = "The folder is empty: was it moved? Set the output folder to its new place. "
+            moved = "The folder is empty: was it moved? Set the output folder to its new location. "
             output = self.where  # the folder may be gone, and then repair wants it named
         repair = repair_command(str(self.root), logging_dir=self._logging_dir, output=output)
         retry = ""

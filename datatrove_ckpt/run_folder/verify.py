@@ -374,8 +374,8 @@ def check_output(report: VerifyReport) -> Iterator[Problem]:
         if not (is_there or is_named or report.folder.exists("")):
             raise errors.OutputFailed(
                 f"the output folder {report.output} does not exist. If it was moved, give its "
-                "place with --output; if it is lost, give the same folder with --output, and all "
-                "its files count as missing."
+                "location with --output; if it is lost, give the same folder with --output, and "
+                "all its files count as missing."
             )
     except (errors.OutputMismatch, errors.OutputFailed) as refusal:
         kind = "owner" if isinstance(refusal, errors.OutputMismatch) else "output"

@@ -416,7 +416,7 @@ def test_status_has_the_last_sign_of_each_rank_and_the_variables_of_nccl(
         Path(folder, f".rank-0000{rank}").write_text(text)
     Path(folder, ".rank-00008").write_text('{"at": ')
     shown = command("status", str(folder)).out
-    found = re.search("ranks      2 of 2, the last sign .+ ago; the oldest (.+)", shown)
+    found = re.search("ranks      2 of 2, the last heartbeat .+ ago; the oldest (.+)", shown)
     assert found[1] == "16.7 h ago at step 43, rank 1 on node7"
     assert "NCCL       NCCL_DEBUG=INFO NCCL_DEBUG=WARN TORCH_NCCL_AUTH_TOKEN=***" in shown
     page = command("report", str(folder), "-o", "-").out

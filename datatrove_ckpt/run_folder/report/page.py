@@ -125,7 +125,7 @@ def _charts(ranks: Iterable[Sequence[ProgressRecord]]) -> Iterator[Markup]:
     places = _held(begun, edges, "places")
     if places.any():
         busy = _share(_held(begun, edges, "in_flight"), places)
-        yield chart("Busy places at the servers, %", edges, {"places with a request": busy})
+        yield chart("Capacity in use at the servers, %", edges, {"capacity in use": busy})
     cost = grown(lambda line: line.total.cost) / 1e9
     if cost.any():
         yield chart("Cost per hour", edges, {"cost per hour": 3600 * cost / seconds})
@@ -213,7 +213,7 @@ def _attempts(ranks: Iterable[RankStatus]) -> Markup:
     )
     if len(newest) < len(ended):
         note += f" These are the last {len(newest)} of {len(ended)}."
-    columns = ("task", "started", "last sign of life", "how it ended", "where", "in flight#")
+    columns = ("task", "started", "last heartbeat", "how it ended", "where", "in flight#")
     rows = []
     for rank, one in newest:
         times = (clock(one.started), clock(one.last_seen))

@@ -10,7 +10,7 @@ each run forgets where the previous run ended.
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -495,14 +495,13 @@ class _InputPass:
     inputs: InputFiles
     start: ReaderStart
     shard: list[int]
+    digest: InputDigest = field(default_factory=InputDigest)
+    yielded: int = 0
+    yielded_before: int = 0
+    omitted: int = 0
+    file_position: FilePosition = ()
 
     def __post_init__(self) -> None:
-        # Defaults of the class would make each access slower.
-        self.digest = InputDigest()
-        self.yielded = 0
-        self.yielded_before = 0
-        self.omitted = 0
-        self.file_position: FilePosition = ()
         reader = self.reader
         state = reader._checked_state(self.start.state, self.shard)
         if state is not None:

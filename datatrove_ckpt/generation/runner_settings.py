@@ -123,7 +123,7 @@ class RunnerSettings(PipelineStep):
         self.hub_pace = CommitPace(self.hub_commit_seconds, self.hub_commits_per_hour)
         self.monitoring = self.monitoring or MonitoringConfig()
         self._check_settings()
-        left = self.code().made.left
+        left = self.code().made.not_compared
         if left and self.checkpoints_local_dir is not None:
             logger.warning(
                 f"rollout: a resume does not notice when these change: {'; '.join(left)}. They "

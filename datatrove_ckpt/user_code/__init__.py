@@ -1,1 +1,1 @@
-"""Which code of the user made the answers, and how it travels to other processes."""
+"""The user's code: its identity, and its transport to other processes."""

@@ -1,8 +1,8 @@
-"""What the user's code adds to a run's identity. Source that the code reaches describes it
+"""Adds the user's code to a run's identity, as a description of the source that it reaches
 (``description``).
 
 Functions that a pickle holds by value (of the script, nested, lambdas) are described as they were
-when the job was made; imported functions as this process has imported them.
+when the job was made; imported functions are described as this process has imported them.
 """
 
 import re
@@ -26,9 +26,9 @@ from datatrove_ckpt.user_code.statements import digest
 
 _PROCESS = secrets.token_hex(8)
 _VERSION = 7
-"""Version of the description, in ``run.json``.
+"""Version of the description, in ``run.json``. Each version describes code in another way.
 
-Release 0.1.0 wrote none. What code is differs between versions.
+Release 0.1.0 wrote no version.
 """
 _CONSTANTS = (str, int, float, bytes, type(None))
 _NOTHING = CodeDescription({}, {}, {}, [], frozenset(), [])
@@ -37,21 +37,15 @@ _SETTING = re.compile(r"(rollout_fn|shared_context)\.(?!.* code$)")
 
 @dataclass(frozen=True)
 class CodeIdentity:
-    """What the user's code adds to a run's identity.
-
-    Made with a step, and pickled with it.
-    """
+    """The part of a run's identity that describes the user's code. It is pickled with its step."""
 
     made: CodeDescription
     process: str = ""
-    """The process that described the code.
-
-    One that it forked is the same, since it has the same functions.
-    """
+    """The process that described the code. Its forks have the same functions, and the same name."""
     version: int = 3
     """Version of the description. Pickles of version 3 hold no number."""
     things: tuple[object, ...] = ()
-    """What is described. A pickle holds these objects and the step's as the same ones."""
+    """The described objects. A pickle with the step holds each object once."""
     given: dict[str, Any] | None = None
     """Texts and numbers of the shared context, which a program may replace in its dictionary."""
 
@@ -74,10 +68,10 @@ def code_identity(
     """Describes the user's code.
 
     Args:
-        when_made: this function's result in the process that made the job, for what was pickled by
-            value. None: the job is being made now.
-        output_writer: its adapter is code of the user, too.
-        rollout_version: replaces the description.
+        when_made: this function's result in the process that made the job, for code that was
+            pickled by value. None: the job is being made now.
+        output_writer: the writer, whose adapter is also code of the user.
+        rollout_version: text of the user that replaces the description.
     """
     if rollout_version is not None:
         named = _NOTHING._replace(fields={"rollout_version": rollout_version})
@@ -87,12 +81,17 @@ def code_identity(
         if when_made.made is None:  # version 5 and before: the code could not be described
             return CodeIdentity(_NOTHING, version=2)
         return when_made
-    things = (rollout_fn, shared_context, output_writer)
+    objects = (rollout_fn, shared_context, output_writer)
     shared = shared_context if isinstance(shared_context, dict) else {}
-    given = {name: one for name, one in shared.items() if isinstance(one, _CONSTANTS)}
+    constants = {
+        name: setting for name, setting in shared.items() if isinstance(setting, _CONSTANTS)
+    }
     if when_made is not None and (
-        when_made.given != given
-        or any(now is not then for now, then in zip(things, when_made.things, strict=False))
+        when_made.given != constants
+        or any(
+            current is not recorded
+            for current, recorded in zip(objects, when_made.things, strict=False)
+        )
     ):
         when_made = None
     if when_made is not None and when_made.process == _PROCESS:
@@ -107,24 +106,24 @@ def code_identity(
         before = when_made.made
     try:
         made = _shown(describe(described, before), output_writer)
-    except Exception as error:  # the user's objects may do anything when they are looked at
+    except Exception as error:  # the user's objects may raise any error
         raise ConfigError(
             f"its code could not be described, so a resume could not compare it: {error!r}. Set "
             "rollout_version to a text that you change with the code.",
             setting="rollout_fn",
         ) from error
-    # The object holds settings when the step is made, and state later.
+    # The objects hold settings when the step is made, and state later.
     if when_made is not None:
         made.fields.update(
             {name: value for name, value in when_made.fields.items() if _SETTING.match(name)}
         )
-    return CodeIdentity(made, _PROCESS, _VERSION, things, given)
+    return CodeIdentity(made, _PROCESS, _VERSION, objects, constants)
 
 
 def code_of(thing: object) -> dict[str, str]:
     """Hashes the user's code that begins at a function or class. Empty for code of packages.
 
-    Bytecode differs between Pythons, so its name says which.
+    Bytecode differs between Python versions, so its name contains the version.
     """
     try:
         fields = {} if _is_of_pipeline(thing) else describe({"step": thing}).fields
@@ -143,31 +142,31 @@ def _is_of_pipeline(thing: object) -> bool:
 
 
 def _of_writer(writer: object) -> dict[str, object]:
-    found: dict[str, object] = {}
+    described: dict[str, object] = {}
     adapter = getattr(writer, "adapter", None)
     adapter = getattr(adapter, "__func__", adapter)
     if adapter is not None and not _is_of_pipeline(adapter):
-        found["output_writer.adapter"] = adapter
+        described["output_writer.adapter"] = adapter
     if writer is not None and not _is_of_pipeline(type(writer)):
-        found["output_writer"] = type(writer)
-    return found
+        described["output_writer"] = type(writer)
+    return described
 
 
 def _shown(made: CodeDescription, writer: object) -> CodeDescription:
     """Removes secrets and long texts: the identity is written to run.json and executor.json."""
-    found = redaction.environment_secrets(redaction.is_surely_secret).values()
-    fields, own = (
+    secrets = redaction.environment_secrets(redaction.is_surely_secret).values()
+    fields, by_value = (
         {
             name: _short(
-                value if name.endswith(" code") else redaction.without_secrets(name, value, found)
+                value if name.endswith(" code") else redaction.without_secrets(name, value, secrets)
             )
-            for name, value in each.items()
+            for name, value in described.items()
         }
-        for each in (made.fields, made.own)
+        for described in (made.fields, made.by_value)
     )
     if getattr(writer, "expand_metadata", False):
         fields["output_writer.expand_metadata"] = True
-    return made._replace(fields=fields, own=own)
+    return made._replace(fields=fields, by_value=by_value)
 
 
 def _short(value: object) -> object:

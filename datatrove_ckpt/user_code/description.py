@@ -85,9 +85,9 @@ class CodeInputs(NamedTuple):
     variables: dict[str, str]
 
 
-def inspect_objects(things: Mapping[str, object]) -> CodeInputs:
-    given = CodeInputs({}, [], {})
-    waiting: list[tuple[str, Any, Any]] = [(label, thing, None) for label, thing in things.items()]
+def inspect_objects(objects: Mapping[str, object]) -> CodeInputs:
+    inputs = CodeInputs({}, [], {})
+    waiting: list[tuple[str, Any, Any]] = [(label, thing, None) for label, thing in objects.items()]
     seen: dict[int, object] = {}
     for label, thing, owner in waiting:
         if id(thing) in seen or len(seen) > 5000 or _PACING.match(type(thing).__module__):
@@ -95,12 +95,12 @@ def inspect_objects(things: Mapping[str, object]) -> CodeInputs:
         is_given = "." not in label
         root = _root(label, thing)
         if root is not None:
-            given.roots.append(root)
+            inputs.roots.append(root)
         if isinstance(owner, types.FunctionType) and isinstance(thing, dict | argparse.Namespace):
-            given.variables[label] = owner.__code__.co_name
+            inputs.variables[label] = owner.__code__.co_name
         elif not is_given or not isinstance(thing, dict):
             with suppress(TypeError, RecursionError):
-                given.fields[label] = plain(thing)
+                inputs.fields[label] = plain(thing)
                 continue
         seen[id(thing)] = thing  # keeps the object alive, so that its id stays unique
         parts: Mapping[Any, object] = {}
@@ -109,14 +109,14 @@ def inspect_objects(things: Mapping[str, object]) -> CodeInputs:
         is_opened = isinstance(thing, dict | functools.partial | types.MethodType)
         is_whole = root is None and not is_opened and (is_given or not parts)
         if is_whole or isinstance(thing, _BASES):
-            given.fields[label] = written(thing)
+            inputs.fields[label] = written(thing)
         waiting += [(f"{label}.{name}".rstrip("."), part, thing) for name, part in parts.items()]
-    return given
+    return inputs
 
 
 @functools.cache
 def is_of_user(file: str) -> bool:
-    """Returns whether a file is not of an installed package, the standard library or datatrove."""
+    """Whether a file belongs to no installed package, the standard library or datatrove."""
     if CELL.match(file):
         return True
     pipeline = (getattr(sys.modules.get(name), "__file__", None) for name in PIPELINE)
@@ -141,10 +141,10 @@ def _root(label: str, thing: Any) -> CodeRoot | None:
         codes = [getattr(member, "__code__", None) for member in vars(thing).values()]
         files = [getattr(sys.modules.get(thing.__module__), "__file__", None)]
         files += [code.co_filename for code in codes if code is not None]
-    known = [file for file in files if file is not None]
-    if not known:
+    paths = [file for file in files if file is not None]
+    if not paths:
         return None
-    file = next(filter(is_of_user, known), known[0])
+    file = next(filter(is_of_user, paths), paths[0])
     if not file.startswith("<"):
         file = os.path.abspath(file)  # noqa: PTH100
     # The package of a rollout is the user's even if it is installed.
@@ -163,11 +163,11 @@ def plain(value: Any) -> object:
 
     Raises:
         TypeError: the value is not of plain types.
-        RecursionError: it holds itself.
+        RecursionError: the value contains itself.
     """
     kind = type(value)
     if kind is str:
-        return value.encode("utf-8", "backslashreplace").decode()  # of half of a pair
+        return value.encode("utf-8", "backslashreplace").decode()  # half of a surrogate pair
     if isinstance(value, PurePath):
         return f"path {value}"
     if value is None or kind is bool or (kind is int and abs(value) < 2**53):
@@ -178,10 +178,12 @@ def plain(value: Any) -> object:
         return f"{kind.__name__} {value!r}"
     if kind is dict:
         names = [name if type(name) is str else f"{type(name).__name__} {name}" for name in value]
-        content = {name: plain(item) for name, item in zip(names, value.values(), strict=True)}
+        items_by_name = {
+            name: plain(item) for name, item in zip(names, value.values(), strict=True)
+        }
         if names != sorted(names):
-            content["(order)"] = ", ".join(names)
-        return content
+            items_by_name["(order)"] = ", ".join(names)
+        return items_by_name
     if kind not in _CONTAINERS:
         raise TypeError(kind)
     items = [plain(item) for item in value]
@@ -211,7 +213,6 @@ def written(value: Any) -> object:
 
 
 def _parts(thing: Any, is_users: bool) -> Mapping[Any, object]:
-    """Returns the parts of an object by name."""
     if isinstance(thing, functools.partial):
         return {"": thing.func, **dict(enumerate(thing.args)), **thing.keywords}
     if isinstance(thing, types.MethodType | types.BuiltinMethodType):
@@ -226,10 +227,10 @@ def _parts(thing: Any, is_users: bool) -> Mapping[Any, object]:
     if isinstance(thing, Mapping):
         parts |= {str(name): part for name, part in thing.items()}
     elif isinstance(thing, _CONTAINERS):
-        content: Iterable[object] = thing
+        elements: Iterable[object] = thing
         if isinstance(thing, set | frozenset):
-            content = sorted(thing, key=repr)
-        parts |= dict(enumerate(content))
+            elements = sorted(thing, key=repr)
+        parts |= dict(enumerate(elements))
     if is_users or isinstance(thing, _NAMESPACES) or hasattr(thing, "__wrapped__"):
         state = object.__getstate__(thing)
         for attributes in state if isinstance(state, tuple) else (state,):
@@ -238,15 +239,15 @@ def _parts(thing: Any, is_users: bool) -> Mapping[Any, object]:
 
 
 def cells(function: types.FunctionType) -> list[tuple[str, object]]:
-    found = []
+    values = []
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         with suppress(ValueError):
-            found.append((name, cell.cell_contents))
-    return found
+            values.append((name, cell.cell_contents))
+    return values
 
 
 def type_name(cls: type) -> str:
-    """Module and name, without private modules such as ``pathlib._local`` of Python 3.13."""
+    """Returns module and name, without private modules such as Python 3.13's ``pathlib._local``."""
     module = str(cls.__module__)
     if module.partition(".")[0] in sys.stdlib_module_names:
         module = re.sub(r"\._.*", "", module)
@@ -286,38 +287,38 @@ _PATH = re.compile(r"(?!.*\*\*)(?:[\w ./*-]{0,199}\w|[\w ./-]{0,199}\w/\*)")
 _MODULE = re.compile(r"[^\W\d]\w*(\.\w+)*")
 _one_at_a_time = threading.RLock()
 USED = "uses."
-"""The beginning of the fields about code that a rollout uses."""
+"""Prefix of the fields about code that a rollout uses."""
 
 
 class CodeDescription(NamedTuple):
-    """Describes the user's code.
+    """The description of the user's code.
 
     Attributes:
-        notes: the place of each field's code, and the names that lead to it.
-        own: the fields of the code that a pickle holds by value.
+        notes: location of each field's code, and the names that lead to it.
+        by_value: fields of the code that a pickle holds by value.
         imported: file (relative to ``sys.path``), name and field of other code.
-        known: the words because of which hints or subclasses are described.
-        left: the fields that are not compared.
+        triggers: words in the code because of which hints or subclasses are described.
+        not_compared: fields that are not compared.
     """
 
     fields: dict[str, object]
     notes: dict[str, str]
-    own: dict[str, object]
+    by_value: dict[str, object]
     imported: list[tuple[str, str, str]]
-    known: frozenset[str]
-    left: list[str]
+    triggers: frozenset[str]
+    not_compared: list[str]
 
 
 class NameBinding(NamedTuple):
     """The statements that bind or change a name.
 
     Attributes:
-        label: the name of its field.
-        way: the names that lead from the rollout to it.
+        label: name of its field.
+        route: names that lead from the rollout to this name.
     """
 
     label: str
-    way: tuple[str, ...]
+    route: tuple[str, ...]
     statements: list[Statement]
 
 
@@ -325,17 +326,17 @@ class _Walk:
     """Follows names through the user's code, from its roots.
 
     Args:
-        known: words that make it describe hints and docstrings, or subclasses of a class.
-        roots: the functions, classes and modules from which it starts.
+        triggers: words because of which hints and docstrings, or subclasses, are described.
+        roots: functions, classes and modules from which the walk starts.
     """
 
-    def __init__(self, known: frozenset[str], roots: list[CodeRoot]) -> None:
-        self._documented = not known.isdisjoint(_HINTS)
-        self._subclasses = not known.isdisjoint(_SUBCLASSES)
+    def __init__(self, triggers: frozenset[str], roots: list[CodeRoot]) -> None:
+        self._documented = not triggers.isdisjoint(_HINTS)
+        self._subclasses = not triggers.isdisjoint(_SUBCLASSES)
         self._main = str(getattr(sys.modules["__main__"], "__file__", ""))
         self._roots = {home(root.file) for root in roots}
         self.by_value = {self._main, *(home(root.file) for root in roots if is_detached(root))}
-        self._place = functools.cache(_find)
+        self._find_module = functools.cache(_find)
         self.words: set[str] = set()
         self.units: dict[Key, NameBinding] = {}
         self.bytecode: dict[str, object] = {}
@@ -364,15 +365,15 @@ class _Walk:
                 modules = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
                 modules += [f"{module}.{name}" for name in names]
                 for name in modules:
-                    imported = self._file(self._place(source.folder, level, name))
+                    imported = self._file(self._find_module(source.folder, level, name))
                     if imported:
                         self._importers.setdefault(imported, set()).add(path)
                         waiting.append(imported)
 
-    def _file(self, place: str) -> str:
-        """Returns the user's file of a module; empty if there is none."""
-        for file in (f"{place}/__init__.py", f"{place}.py"):
-            if place and (file in self._roots or is_of_user(file)) and os.path.isfile(file):  # noqa: PTH113
+    def _file(self, module_path: str) -> str:
+        """Returns the user's file of a module; empty if the module is not the user's."""
+        for file in (f"{module_path}/__init__.py", f"{module_path}.py"):
+            if module_path and (file in self._roots or is_of_user(file)) and os.path.isfile(file):  # noqa: PTH113
                 return file
         return ""
 
@@ -380,7 +381,7 @@ class _Walk:
 
     def _keys(self, statement: Statement, chain: Chain) -> list[Key]:
         """Returns the files and names that a name may refer to, through all imports."""
-        imports = [found for found in statement.imports if found.bound == chain[0]]
+        imports = [imported for imported in statement.imports if imported.bound == chain[0]]
         return [*dict.fromkeys(self._follow(statement.source.path, chain, imports, set()))]
 
     def _follow(
@@ -391,14 +392,21 @@ class _Walk:
         bound = source.bound(chain[0])
         if bound:
             yield file, chain[0]
-        imports = imports + [one for each in bound for one in each.imports if one.bound == chain[0]]
+        imports = imports + [
+            imported
+            for statement in bound
+            for imported in statement.imports
+            if imported.bound == chain[0]
+        ]
         if not bound and not imports:
-            imports = [one for each in source.bound("*") for one in each.imports]
-        for one in imports:
-            names = one.names + (chain if one.bound == "*" else chain[1:])
-            place = self._place(source.folder, one.level, one.module)
-            while place:
-                inner = self._file(place)
+            imports = [
+                imported for statement in source.bound("*") for imported in statement.imports
+            ]
+        for imported in imports:
+            names = imported.names + (chain if imported.bound == "*" else chain[1:])
+            module_path = self._find_module(source.folder, imported.level, imported.module)
+            while module_path:
+                inner = self._file(module_path)
                 if not names:
                     if inner:
                         yield inner, ""
@@ -406,19 +414,19 @@ class _Walk:
                 if inner:
                     self._load(inner)
                     yield from ((inner, names[0]), (inner, "__getattr__"))
-                    if one.bound == "*":
+                    if imported.bound == "*":
                         yield from ((file, "*"), (inner, "__all__"))
                     if (inner, names) not in seen:
                         yield from self._follow(inner, names, [], seen)
                         if self.sources[inner].bound(names[0]):
                             break
-                place = f"{place}/{names[0]}"
+                module_path = f"{module_path}/{names[0]}"
                 names = names[1:]
 
     def _changes(self, file: str) -> dict[Key, list[Statement]]:
         """Returns the names, in all files, that the statements of a file change."""
         if file not in self._changed:
-            found = self._changed[file] = {}
+            statements_by_key = self._changed[file] = {}
             for statement in self.sources[file].statements:
                 chains = statement.changes | statement.passed
                 if self._subclasses:
@@ -427,11 +435,15 @@ class _Walk:
                     for key in self._keys(statement, chain):
                         bound = self.sources[key[0]].bound(key[1])
                         # A statement that uses a name of a module does not change its import.
-                        unchanged = [one for one in bound if one.imports and not one.is_definition]
+                        unchanged = [
+                            binding
+                            for binding in bound
+                            if binding.imports and not binding.is_definition
+                        ]
                         if chain in statement.passed:
-                            unchanged += [one for one in bound if one.is_definition]
+                            unchanged += [binding for binding in bound if binding.is_definition]
                         if not bound or len(unchanged) < len(bound):
-                            found.setdefault(key, []).append(statement)
+                            statements_by_key.setdefault(key, []).append(statement)
         return self._changed[file]
 
     # the walk --------------------------------------------------------------------------------
@@ -455,24 +467,28 @@ class _Walk:
         top = root.name.partition(".")[0]
         code = getattr(root.thing, "__code__", None)
         line = getattr(code, "co_firstlineno", 0)
-        around = [one for one in source.statements if one.file == root.file and line in one.lines]
+        enclosing = [
+            statement
+            for statement in source.statements
+            if statement.file == root.file and line in statement.lines
+        ]
         if "<" in root.name and code is not None:  # one of the functions in a statement
-            numbers = [str(statement.number_of(code)) for statement in around]
+            numbers = [str(statement.number_of(code)) for statement in enclosing]
             self.bytecode[f"{root.label} function"] = " ".join([root.name, *numbers])
-        if around and (top == "<lambda>" or not source.bound(top)):
-            top = around[-1].alias
+        if enclosing and (top == "<lambda>" or not source.bound(top)):
+            top = enclosing[-1].alias
         self._go((file, top), root.label, (root.label,))
 
-    def _go(self, key: Key, label: str, way: tuple[str, ...]) -> None:
-        self._queue.append((key, label, way))
+    def _go(self, key: Key, label: str, route: tuple[str, ...]) -> None:
+        self._queue.append((key, label, route))
 
     def run(self) -> None:
         while self._queue:
-            key, label, way = self._queue.popleft()
+            key, label, route = self._queue.popleft()
             if key not in self.units:
-                self._visit(key, label, way)
+                self._visit(key, label, route)
 
-    def _visit(self, key: Key, label: str, way: tuple[str, ...]) -> None:
+    def _visit(self, key: Key, label: str, route: tuple[str, ...]) -> None:
         file, name = key
         self._load(file)
         statements = [*self.sources[file].bound(name)]
@@ -485,32 +501,38 @@ class _Walk:
                     statements += changing
                 else:
                     for statement in changing:
-                        self._go((path, statement.alias), label, (*way, name))
-        kept = [one for one in dict.fromkeys(statements) if one.is_definition or not one.is_pacing]
-        self.units[key] = NameBinding(label, way, kept)
-        for statement in kept:
+                        self._go((path, statement.alias), label, (*route, name))
+        compared = [
+            candidate
+            for candidate in dict.fromkeys(statements)
+            if candidate.is_definition or not candidate.is_pacing
+        ]
+        self.units[key] = NameBinding(label, route, compared)
+        for statement in compared:
             self.words |= statement.words
             if statement.is_import and name:
                 continue  # ``_follow`` has resolved the names that are imported
-            for found in self._mentioned(statement):
-                shown = found[1] or Path(found[0]).stem
-                self._go(found, USED + shown, (*way, shown))
+            for mentioned in self._mentioned(statement):
+                last_name = mentioned[1] or Path(mentioned[0]).stem
+                self._go(mentioned, USED + last_name, (*route, last_name))
 
     def _mentioned(self, statement: Statement) -> list[Key]:
         chains = [*statement.chains, *((name,) for name in sorted(statement.binds))]
-        found = [key for chain in chains for key in self._keys(statement, chain)]
+        keys = [key for chain in chains for key in self._keys(statement, chain)]
         if not statement.is_import and not statement.words.isdisjoint(_WHOLE):
             # Names do not show what such a statement reaches.
             texts = sorted(filter(_MODULE.fullmatch, statement.texts))
-            files = [self._file(self._place(statement.source.folder, 0, text)) for text in texts]
-            found += [(file, "") for file in (statement.source.path, *files) if file]
-        return [*dict.fromkeys(found)]
+            files = [
+                self._file(self._find_module(statement.source.folder, 0, text)) for text in texts
+            ]
+            keys += [(file, "") for file in (statement.source.path, *files) if file]
+        return [*dict.fromkeys(keys)]
 
     def resume(self, before: CodeDescription) -> None:
         """Continues from the names of modules that code in a pickle uses."""
-        for place, name, label in before.imported:
-            self._load(_on_path(place))
-            self._go((_on_path(place), name), label, (label,))
+        for relative_path, name, label in before.imported:
+            self._load(_on_path(relative_path))
+            self._go((_on_path(relative_path), name), label, (label,))
 
     # fields ----------------------------------------------------------------------------------
 
@@ -522,27 +544,27 @@ class _Walk:
         """Returns the names and attributes that the code changes while it runs."""
         return {name for statement in self.statements for name in statement.mutated}
 
-    def fields(self, own: bool, taken: Mapping[str, object]) -> dict[str, object]:
-        """Returns the fields of code that a pickle holds by value (``own``), or of other code."""
+    def fields(self, by_value: bool, used_labels: Mapping[str, object]) -> dict[str, object]:
+        """Returns the fields of code that a pickle holds ``by_value``, or of other code."""
         texts: dict[str, set[tuple[str, ...]]] = {}
         fields: dict[str, object] = {}
         for (path, name), unit in self.units.items():
-            if (path in self.by_value) is not own:
+            if (path in self.by_value) is not by_value:
                 continue
             if not name and "getsource" in self.words:
-                content = "".join(self.sources[path].texts.values())
-                texts.setdefault(f"{USED}source of {Path(path).name}", set()).add((content,))
+                described_text = "".join(self.sources[path].texts.values())
+                texts.setdefault(f"{USED}source of {Path(path).name}", set()).add((described_text,))
             for statement in unit.statements:
                 fields |= self._from_outside(statement)
-                place = Path(statement.source.path)
-                order = place.name, place.parent.name, f"{statement.index:9}"
+                source_path = Path(statement.source.path)
+                order = source_path.name, source_path.parent.name, f"{statement.index:9}"
                 if text := self._text(statement):
                     texts.setdefault(f"{unit.label} code", set()).add((*order, text))
                 for file in self._text_files(statement):
-                    content = file.read_bytes().hex()
-                    texts.setdefault(f"{USED}file {file.name}", set()).add((content,))
+                    described_text = file.read_bytes().hex()
+                    texts.setdefault(f"{USED}file {file.name}", set()).add((described_text,))
         for label, parts in texts.items():
-            name = f"{label} (2)" if label in taken else label
+            name = f"{label} (2)" if label in used_labels else label
             fields[name] = f"source {digest(*(part[-1] for part in sorted(parts)))}"
         return fields
 
@@ -550,8 +572,8 @@ class _Walk:
         notes: dict[str, str] = {}
         for unit in self.units.values():
             for first in unit.statements[:1]:
-                way = " -> ".join(dict.fromkeys(unit.way))
-                note = f"{unit.way[-1]} in {first.file}, line {first.line}: {way}"
+                route = " -> ".join(dict.fromkeys(unit.route))
+                note = f"{unit.route[-1]} in {first.file}, line {first.line}: {route}"
                 notes.setdefault(f"{unit.label} code", note)
         return notes
 
@@ -559,18 +581,18 @@ class _Walk:
         """Returns the text to compare, without the user's module that a name is imported from."""
         if statement.is_import:
             first = statement.imports[0]
-            place = self._place(statement.source.folder, first.level, first.module)
-            if place and is_of_user(place):
+            module_path = self._find_module(statement.source.folder, first.level, first.module)
+            if module_path and is_of_user(module_path):
                 return "" if first.names in ((), (first.bound,)) else f"{first.bound}={first.names}"
         return statement.text
 
     def _from_outside(self, statement: Statement) -> dict[str, object]:
         """Returns values of the environment and of the command line."""
-        found: dict[str, object] = {}
+        fields: dict[str, object] = {}
         if not self.words.isdisjoint({"environ", "getenv"}):
             for text in statement.texts_at_import & os.environ.keys():
                 if not _MACHINE.match(text):
-                    found[f"{USED}environment {text}"] = f"hash {digest(os.environ[text])}"
+                    fields[f"{USED}environment {text}"] = f"hash {digest(os.environ[text])}"
         if isinstance(statement.node, ast.Assign) and not statement.words.isdisjoint(_OUTSIDE):
             variables = {
                 getattr(module, "__file__", None): vars(module)
@@ -580,8 +602,8 @@ class _Walk:
                 value = variables.get(statement.file, {}).get(name)
                 for part, inner in getattr(value, "__dict__", {"": value}).items():
                     if not self.words.isdisjoint({part, "vars", "__dict__"}) or part == "":
-                        found[f"{USED}{name}.{part}".rstrip(".")] = written(inner)
-        return found
+                        fields[f"{USED}{name}.{part}".rstrip(".")] = written(inner)
+        return fields
 
     @functools.cached_property
     def _written(self) -> set[str]:
@@ -599,23 +621,25 @@ class _Walk:
                 for file in map(Path, islice(glob.iglob(pattern), 1000)):  # noqa: PTH207
                     try:
                         size = file.stat().st_size
-                    except OSError:  # the file is gone, as those of an ended process in /proc
+                    except OSError:  # removed, such as files of an ended process in /proc
                         continue
                     if file.is_file() and 0 < size < 2**20:
                         yield file  # files of /proc have no size
 
     @functools.cached_property
     def _folders(self) -> list[Path]:
-        """Returns the folders of all statements, and the folders below that their texts name."""
-        named = {text for one in self.statements for text in one.texts if _PATH.fullmatch(text)}
-        found = {Path(one.file).parent for one in self.statements} | {Path.cwd()}
+        """Returns the folders of all statements, and the subfolders that their texts name."""
+        texts = set[str]().union(*(statement.texts for statement in self.statements))
+        names = [*filter(_PATH.fullmatch, texts)]
+        folders = {Path(statement.file).parent for statement in self.statements} | {Path.cwd()}
         for _ in range(3):
-            found |= {*filter(Path.is_dir, (one / text for one in found for text in named))}
-        return sorted(found)
+            paths = (folder / name for folder in folders for name in names)
+            folders |= {*filter(Path.is_dir, paths)}
+        return sorted(folders)
 
     def unstable(self) -> set[str]:
         """Returns the names of variables whose values differ at each start."""
-        found: set[str] = set()
+        unstable_names: set[str] = set()
         parsed = [source for source in self.sources.values() if "statements" in vars(source)]
         values = [
             value
@@ -624,13 +648,13 @@ class _Walk:
             for value in statement.assigned
         ]
         for names, called, words in values:
-            if not (called.isdisjoint(_UNSTABLE) and words.isdisjoint(found)):
-                found |= names
-        return found
+            if not (called.isdisjoint(_UNSTABLE) and words.isdisjoint(unstable_names)):
+                unstable_names |= names
+        return unstable_names
 
 
 def home(file: str) -> str:
-    """Returns the file of a statement. All cells of a notebook are one file."""
+    """Returns the file of a statement. All cells of a notebook count as one file."""
     return NOTEBOOK if CELL.match(file) else file
 
 
@@ -652,7 +676,7 @@ def _find(folder: str, level: int, module: str) -> str:
 
 
 def is_detached(root: CodeRoot) -> bool:
-    """Returns whether a pickle brought the code by value into a program without its file."""
+    """Whether a pickle brought the code by value into a program without its file."""
     space = getattr(root.thing, "__globals__", vars(root.thing))
     module = sys.modules.get(str(space.get("__name__", space.get("__module__"))))
     return getattr(module, "__file__", None) != root.file
@@ -663,9 +687,9 @@ def _off_path(file: str) -> str:
     return os.path.relpath(file, max(bases, key=len)) if bases else file
 
 
-def _on_path(place: str) -> str:
-    files = (os.path.abspath(os.path.join(base, place)) for base in sys.path)  # noqa: PTH100, PTH118
-    return next(filter(os.path.isfile, files), place)
+def _on_path(relative_path: str) -> str:
+    files = (os.path.abspath(os.path.join(base, relative_path)) for base in sys.path)  # noqa: PTH100, PTH118
+    return next(filter(os.path.isfile, files), relative_path)
 
 
 _first: dict[tuple[int, ...], tuple[object, CodeInputs]] = {}
@@ -673,46 +697,46 @@ _first: dict[tuple[int, ...], tuple[object, CodeInputs]] = {}
 
 
 def describe(
-    things: Mapping[str, object], before: CodeDescription | None = None
+    objects: Mapping[str, object], before: CodeDescription | None = None
 ) -> CodeDescription:
     """Describes functions and objects.
 
     Args:
-        things: the functions and objects, by the name of their field.
+        objects: the functions and objects, by the name of their field.
         before: the description of the code that a pickle holds by value.
     """
-    things = {label: thing for label, thing in things.items() if thing is not None}
+    objects = {label: thing for label, thing in objects.items() if thing is not None}
     with _one_at_a_time, _deep():
-        given = inspect_objects(things)
-        first = _first.setdefault(tuple(map(id, things.values())), (things, given))[1]
-        roots = given.roots
-        known: frozenset[str] = frozenset()
+        inputs = inspect_objects(objects)
+        first = _first.setdefault(tuple(map(id, objects.values())), (objects, inputs))[1]
+        roots = inputs.roots
+        triggers: frozenset[str] = frozenset()
         if before is not None:
             roots = []
-            known = before.known
+            triggers = before.triggers
         while True:
-            walk = _Walk(known, roots)
+            walk = _Walk(triggers, roots)
             if before is not None:
                 walk.resume(before)
             walk.run()
-            now = known | (walk.words & (_HINTS | _SUBCLASSES))
+            all_triggers = triggers | (walk.words & (_HINTS | _SUBCLASSES))
             mutated = walk.mutated()
-            kept = roots
+            described_roots = roots
             if before is None:
-                kept = _as_first(given.roots, first.roots, mutated)
-            if now == known and [*map(id, kept)] == [*map(id, roots)]:
+                described_roots = _as_first(inputs.roots, first.roots, mutated)
+            if all_triggers == triggers and [*map(id, described_roots)] == [*map(id, roots)]:
                 break
-            known = now
-            roots = kept
+            triggers = all_triggers
+            roots = described_roots
         if before is not None:
-            fields = before.own | walk.fields(False, before.own)
+            fields = before.by_value | walk.fields(False, before.by_value)
             return before._replace(fields=fields, notes=before.notes | walk.notes())
-        fields = dict(_as_first([*given.fields.items()], [*first.fields.items()], mutated))
-        return _description(walk, given._replace(fields=fields), known)
+        fields = dict(_as_first([*inputs.fields.items()], [*first.fields.items()], mutated))
+        return _description(walk, inputs._replace(fields=fields), triggers)
 
 
-def _as_first(given: list[Any], first: list[Any], mutated: set[str]) -> list[Any]:
-    """Replaces the given parts that the code changes while it runs by those that were seen first.
+def _as_first(parts: list[Any], first_parts: list[Any], mutated: set[str]) -> list[Any]:
+    """Replaces parts that the code changes while it runs with the parts of the first description.
 
     Each part begins with its label.
     """
@@ -720,41 +744,41 @@ def _as_first(given: list[Any], first: list[Any], mutated: set[str]) -> list[Any
     def is_mutated(part: Any) -> bool:
         return not mutated.isdisjoint(part[0].split(".")[1:])
 
-    return [*filterfalse(is_mutated, given), *filter(is_mutated, first)]
+    return [*filterfalse(is_mutated, parts), *filter(is_mutated, first_parts)]
 
 
-def _description(walk: _Walk, given: CodeInputs, known: frozenset[str]) -> CodeDescription:
+def _description(walk: _Walk, inputs: CodeInputs, triggers: frozenset[str]) -> CodeDescription:
     statements = walk.statements
     unstable = walk.unstable()
-    names = walk.words.union(*(one.texts for one in statements))
+    names = walk.words.union(*(statement.texts for statement in statements))
     partly = set()
-    for label, function in given.variables.items():
+    for label, function in inputs.variables.items():
         variable = label.rpartition(".")[2]
-        if not any(one.takes_all(function, variable) for one in statements):
+        if not any(statement.takes_all(function, variable) for statement in statements):
             partly.add(label)
-    own = {**walk.fields(True, {}), **walk.bytecode}
-    left = []
-    for label, value in given.fields.items():
+    by_value = {**walk.fields(True, {}), **walk.bytecode}
+    not_compared = []
+    for label, value in inputs.fields.items():
         if not unstable.isdisjoint(label.split(".")[1:]):
-            left.append(label)
+            not_compared.append(label)
         elif label.rpartition(".")[0] not in partly or label.rpartition(".")[2] in names:
-            own[label] = value
+            by_value[label] = value
     imported = [
         (_off_path(file), name, unit.label)
         for (file, name), unit in walk.units.items()
         if file not in walk.by_value
     ]
-    fields = own | walk.fields(False, own)
-    for root in given.roots:
+    fields = by_value | walk.fields(False, by_value)
+    for root in inputs.roots:
         if "." not in root.label and not any(label.startswith(root.label) for label in fields):
             raise ValueError(f"the source of {root.name} is not in {root.file}")
-    return CodeDescription(fields, walk.notes(), own, imported, known, left)
+    return CodeDescription(fields, walk.notes(), by_value, imported, triggers, not_compared)
 
 
 @contextmanager
 def _deep() -> Iterator[None]:
     limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(max(limit, 20_000))  # hundreds of elifs are a tree as deep
+    sys.setrecursionlimit(max(limit, 20_000))  # hundreds of elifs make a tree of this depth
     try:
         yield
     finally:

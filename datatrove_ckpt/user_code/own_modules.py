@@ -1,9 +1,9 @@
-"""The user's own modules, for machines without them: imported from beside the script or this
-folder.
+"""Collects the user's own modules, for machines without them: modules that were imported from the
+script's folder or the working folder.
 
-name.py                            itself
-a package, one with __init__.py    all its files: also templates and tables
-one without (a namespace package)  its .py files: such a folder may hold all that a user has
+name.py                            the file
+a package (with __init__.py)       all its files: also templates and tables
+a namespace package                its .py files: such a folder may hold all files of a user
 hidden files, environments         never
 """
 
@@ -27,21 +27,21 @@ _NO_CODE = {"__pycache__", "site-packages"}
 
 
 def own_modules() -> dict[str, dict[str, Path]]:
-    """Returns the files of each module, by their names from the folder that it lies in."""
-    found: dict[str, dict[str, Path]] = {}
-    here = {Path(folder).absolute() for folder in [*sys.path[:1], str(Path.cwd())]}
+    """Returns the files of each module, by their paths below the folder that holds the module."""
+    modules: dict[str, dict[str, Path]] = {}
+    user_folders = {Path(folder).absolute() for folder in [*sys.path[:1], str(Path.cwd())]}
     for name in sorted({name.partition(".")[0] for name in [*sys.modules]} - {"datatrove_ckpt"}):
-        for place in places_of(name):
+        for path in places_of(name):
             if (
-                place.parent in here
-                and place.name in (name, f"{name}.py")
-                and not is_installed(place)
+                path.parent in user_folders
+                and path.name in (name, f"{name}.py")
+                and not is_installed(path)
             ):
-                files = [place] if place.suffix else _files(place)
-                found.setdefault(name, {}).update(
-                    {file.relative_to(place.parent).as_posix(): file for file in files}
+                files = [path] if path.suffix else _files(path)
+                modules.setdefault(name, {}).update(
+                    {file.relative_to(path.parent).as_posix(): file for file in files}
                 )
-    return found
+    return modules
 
 
 def places_of(name: str) -> list[Path]:
@@ -51,13 +51,13 @@ def places_of(name: str) -> list[Path]:
     spec = getattr(sys.modules.get(name), "__spec__", None)
     if not isinstance(spec, ModuleSpec):
         return []
-    places = [*(spec.submodule_search_locations or ())] or [spec.origin or ""] * spec.has_location
-    return [Path(place).absolute() for place in places]
+    paths = [*(spec.submodule_search_locations or ())] or [spec.origin or ""] * spec.has_location
+    return [Path(path).absolute() for path in paths]
 
 
-def is_installed(place: Path) -> bool:
-    by_pip = {"site-packages", "dist-packages"} & {*place.parts}
-    return bool(by_pip) or place.is_relative_to(sysconfig.get_path("stdlib"))
+def is_installed(path: Path) -> bool:
+    by_pip = {"site-packages", "dist-packages"} & {*path.parts}
+    return bool(by_pip) or path.is_relative_to(sysconfig.get_path("stdlib"))
 
 
 def _files(package: Path) -> Iterator[Path]:
@@ -72,13 +72,13 @@ def _files(package: Path) -> Iterator[Path]:
         if "__init__.py" in names or str(Path(folder).parent) in regular:
             regular.add(folder)
         for name in sorted(names):
-            kept = name.endswith(".py") or (folder in regular and not name.endswith(".pyc"))
-            if kept and not name.startswith(".") and (file := Path(folder, name)).is_file():
+            is_needed = name.endswith(".py") or (folder in regular and not name.endswith(".pyc"))
+            if is_needed and not name.startswith(".") and (file := Path(folder, name)).is_file():
                 yield file
 
 
 _SAME = ("datatrove", "dill", "huggingface_hub")
-_MOST_BYTES = 10 * 2**20  # of the user's own modules
+_MAX_BYTES = 10 * 2**20  # of the user's own modules
 
 
 def version() -> str:
@@ -86,19 +86,19 @@ def version() -> str:
 
 
 def required(*extras: str) -> list[str]:
-    """Returns what the package requires, with these extras. Packages that read pickles have this
-    machine's versions.
+    """Returns the requirements of this package with these extras. Packages that read pickles have
+    this machine's versions.
 
     Raises:
-        ConfigError: the client of the hub is missing here.
+        ConfigError: huggingface_hub is not installed.
     """
-    found = []
-    for one in importlib.metadata.requires("datatrove-ckpt") or []:
-        extra = re.search(r"extra == ['\"](\w+)", one)
+    requirements = []
+    for requirement in importlib.metadata.requires("datatrove-ckpt") or []:
+        extra = re.search(r"extra == ['\"](\w+)", requirement)
         if extra is None or extra[1] in extras:
-            found.append(one.partition(";")[0].strip() if extra else one)
+            requirements.append(requirement.partition(";")[0].strip() if extra else requirement)
     try:
-        return [*found, *(f"{name}=={importlib.metadata.version(name)}" for name in _SAME)]
+        return [*requirements, *(f"{name}=={importlib.metadata.version(name)}" for name in _SAME)]
     except importlib.metadata.PackageNotFoundError as error:
         raise ConfigError(
             "JobsPipelineExecutor needs huggingface_hub: pip install 'datatrove-ckpt[hub]'"
@@ -127,16 +127,18 @@ def bundle() -> bytes:
 
 
 def own_files() -> dict[str, bytes]:
-    """Raises:
-    ConfigError: the user's own modules are too large, or one holds what may be a secret.
+    """Returns the content of the user's own modules, by path.
+
+    Raises:
+        ConfigError: the modules are too large, or a module may hold a secret.
     """
     files = {name: path for module in own_modules().values() for name, path in module.items()}
     sizes = {path: path.stat().st_size for path in files.values()}
-    if (total := sum(sizes.values())) > _MOST_BYTES:
+    if (total := sum(sizes.values())) > _MAX_BYTES:
         largest = max(sizes, key=lambda path: sizes[path])
         raise ConfigError(
             "the imported modules and packages beside the script or in the "
-            f"working folder have {byte_size(total)}, and at most {byte_size(_MOST_BYTES)} go "
+            f"working folder have {byte_size(total)}, and at most {byte_size(_MAX_BYTES)} go "
             f"along with the jobs. The largest file is {largest} ({byte_size(sizes[largest])}). "
             "Move data out of the packages; what jobs need of it, to a URL.",
             setting="executor",

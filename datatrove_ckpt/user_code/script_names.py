@@ -38,15 +38,15 @@ _collecting = threading.local()
 
 
 class ScriptNames(NamedTuple):
-    """Part of a pickle.
+    """The names of a script, as a part of a pickle.
 
     Attributes:
-        left: why names stay behind, by name.
+        left_out: names that are not pickled, with the reasons.
     """
 
     file: str | None
     values: dict[str, object]
-    left: dict[str, str]
+    left_out: dict[str, str]
 
 
 def collect(*things: object) -> ScriptNames | None:
@@ -61,41 +61,41 @@ def collect(*things: object) -> ScriptNames | None:
     if is_by_ray or getattr(_collecting, "on", False):
         return None
     main = sys.modules["__main__"]
-    found = ScriptNames(getattr(main, "__file__", None), {}, {})
+    script_names = ScriptNames(getattr(main, "__file__", None), {}, {})
     with _not_collecting():
-        look = _PickleScan("")
-        with suppress(Exception):  # the pickle itself says why it cannot be made
-            look.pickle(things)
-        if look.found:
+        scan = _PickleScan("")
+        with suppress(Exception):  # the pickle itself raises the error
+            scan.pickle(things)
+        if scan.secrets:
             raise ConfigError(
                 "rollout, shared_context or config: what is pickled with the job holds what looks "
-                f"like a secret: {', '.join(look.found)}. It would be in a file that others may "
+                f"like a secret: {', '.join(scan.secrets)}. It would be in a file that others may "
                 "read, so nothing was written. Leave it out, and let the rollout read it where the "
                 "task runs, from an environment variable, for example."
             )
-        waiting = sorted(look.names)
+        waiting = sorted(scan.names)
         for name in waiting:
             value = vars(main)[name]
-            look = _PickleScan(name)
-            if reason := _stays(look, value):
-                found.left[name] = reason
+            scan = _PickleScan(name)
+            if reason := _stays(scan, value):
+                script_names.left_out[name] = reason
             else:
-                found.values[name] = value
-                waiting += sorted(look.names - {*waiting})
+                script_names.values[name] = value
+                waiting += sorted(scan.names - {*waiting})
     if waiting:
-        return found
+        return script_names
     return None
 
 
-def _stays(look: _PickleScan, value: object) -> str:
+def _stays(scan: _PickleScan, value: object) -> str:
     if isinstance(value, types.ModuleType):
         return ""
     try:
-        look.pickle(value)
+        scan.pickle(value)
     except Exception as error:  # whatever the value's own __reduce__ raises
         return f"it cannot be pickled ({type(error).__name__}: {error})"
-    if look.found:
-        return f"it holds what looks like a secret ({', '.join(look.found)})"
+    if scan.secrets:
+        return f"it holds what looks like a secret ({', '.join(scan.secrets)})"
     return ""
 
 
@@ -126,7 +126,7 @@ def _not_collecting(stops: bool = True) -> Iterator[None]:
 
 
 def warn_left_out(names: ScriptNames) -> None:
-    for name, reason in names.left.items():
+    for name, reason in names.left_out.items():
         logger.warning(
             f"The script's {name} is not pickled with the job, because {reason}. If the rollout "
             "needs it, let it read it where the task runs (from an environment variable, for "
@@ -135,80 +135,82 @@ def warn_left_out(names: ScriptNames) -> None:
 
 
 class _PickleScan:
-    """Looks at each object that a pickle writes: for secrets, by the place where another object
-    holds it, and for the script's names that functions use.
+    """Scans each object that a pickle writes: for secrets, which it names by the attribute that
+    holds them, and for the script's names that functions use.
     """
 
     def __init__(self, name: str) -> None:
-        self.found: dict[str, None] = {}
+        self.secrets: dict[str, None] = {}
         self.names: set[str] = set()
         self._name = name
-        self._objects: dict[int, object] = {}  # kept, so that no other object gets the id of one
-        self._places: dict[int, str] = {}
+        self._objects: dict[int, object] = {}  # kept alive, so that ids stay unique
+        self._attribute_paths: dict[int, str] = {}
         self._functions: dict[int, types.FunctionType] = {}
         self._variables = redaction.environment_secrets(redaction.is_surely_secret)
 
     def pickle(self, value: object) -> None:
-        """Raises:
-        Exception: it cannot be pickled; whatever a ``__reduce__`` raises.
+        """Pickles a value to nowhere, and scans each object.
+
+        Raises:
+            Exception: the value cannot be pickled; any error of a ``__reduce__``.
         """
         import dill  # type: ignore[import-untyped]
 
         self._check("", {self._name: value})
         with Path(os.devnull).open("wb") as nowhere:
             pickler = dill.Pickler(nowhere)
-            pickler.persistent_id = self._look  # called with each object that is written
+            pickler.persistent_id = self._scan  # called with each object that is written
             pickler.dump(value)
 
-    def _look(self, thing: Any) -> None:
+    def _scan(self, value: Any) -> None:
         # The code of a function that is not written by its name; functions may share it.
-        if function := self._functions.get(id(thing)):
+        if function := self._functions.get(id(value)):
             self._check(function.__qualname__, _variables(function))
-        if id(thing) in self._objects:
+        if id(value) in self._objects:
             return
-        self._objects[id(thing)] = thing
-        place = self._places.get(id(thing), self._name)
-        if isinstance(thing, str | bytes | bytearray):
-            self._check_text(place, thing)
-        elif isinstance(thing, dict):
-            if thing.get("__name__") not in sys.modules:
-                self._check(place, thing)
-        elif isinstance(thing, types.FunctionType):
-            self._functions[id(thing.__code__)] = thing
+        self._objects[id(value)] = value
+        attribute_path = self._attribute_paths.get(id(value), self._name)
+        if isinstance(value, str | bytes | bytearray):
+            self._check_text(attribute_path, value)
+        elif isinstance(value, dict):
+            if value.get("__name__") not in sys.modules:
+                self._check(attribute_path, value)
+        elif isinstance(value, types.FunctionType):
+            self._functions[id(value.__code__)] = value
             script = vars(sys.modules["__main__"])
-            if thing.__globals__ is script:
-                used = loaded_names(thing.__code__) & script.keys()
+            if value.__globals__ is script:
+                used = loaded_names(value.__code__) & script.keys()
                 self.names |= {name for name in used if not name.startswith("__")}
-        elif isinstance(thing, functools.partial):
-            names = getattr(getattr(thing.func, "__code__", None), "co_varnames", ())
-            given = dict(zip(names, thing.args, strict=False))
-            self._check("functools.partial", given | thing.keywords)
-        elif isinstance(thing, redaction.Veil):
-            self._places[id(thing.value)] = thing.name
-        elif isinstance(thing, tuple) and hasattr(thing, "_asdict"):
-            self._check(type(thing).__qualname__, thing._asdict())
-        elif hasattr(thing, "__dict__"):
-            self._places[id(vars(thing))] = type(thing).__qualname__
+        elif isinstance(value, functools.partial):
+            names = getattr(getattr(value.func, "__code__", None), "co_varnames", ())
+            arguments = dict(zip(names, value.args, strict=False))
+            self._check("functools.partial", arguments | value.keywords)
+        elif isinstance(value, redaction.Veil):
+            self._attribute_paths[id(value.value)] = value.name
+        elif isinstance(value, tuple) and hasattr(value, "_asdict"):
+            self._check(type(value).__qualname__, value._asdict())
+        elif hasattr(value, "__dict__"):
+            self._attribute_paths[id(vars(value))] = type(value).__qualname__
 
     def _check(self, owner: str, values: dict[Any, object]) -> None:
         for name, value in values.items():
             parts = [value]
             if isinstance(value, list | tuple | set | frozenset):
                 parts += value
-            place = f"{owner}.{name}".lstrip(".")
+            attribute_path = f"{owner}.{name}".lstrip(".")
             for part in parts:
-                self._places.setdefault(id(part), place)
+                self._attribute_paths.setdefault(id(part), attribute_path)
                 if redaction.is_surely_secret(str(name), part):
-                    self.found[place] = None
+                    self.secrets[attribute_path] = None
 
-    def _check_text(self, place: str, text: str | bytes | bytearray) -> None:
+    def _check_text(self, attribute_path: str, text: str | bytes | bytearray) -> None:
         if redaction.is_surely_secret("", text):
-            self.found[place] = None
+            self.secrets[attribute_path] = None
         if isinstance(text, str):
             text = text.encode("utf-8", "surrogatepass")
         for name, value in self._variables.items():
             if value.encode() in text:
-                self.found[f"the value of the environment variable {name}"] = None
+                self.secrets[f"the value of the environment variable {name}"] = None
 
 
 def _variables(function: types.FunctionType) -> dict[str, object]:

@@ -1,11 +1,11 @@
-"""Parses the user's files into top-level statements: what each binds, changes and mentions.
+"""Parses the user's files into top-level statements: the names that each binds, changes, mentions.
 
 Files are found and parsed, never imported, and nothing is run. The cells of a notebook are one
 file. Texts of statements are equal on all Python versions.
 
 ``ast`` in CPython 3.11 counts its recursion in a variable of the whole interpreter, so two threads
-that parse at once fail with ``SystemError``. So all parsing happens here, behind one lock, and is
-retried, because other code (loguru) may parse, too.
+that parse at the same time fail with ``SystemError``. So all parsing happens here, behind one lock,
+and is retried, because other code (loguru) may also parse.
 
 This module and ``description`` import only the standard library: a test runs them on every Python.
 """
@@ -29,7 +29,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 Chain = tuple[str, ...]
-"""A name, and the attributes that are taken of it: ``("words", "TABLE")``."""
+"""A name and the attributes that follow it: ``("words", "TABLE")``."""
 _IMPORT = ast.Import | ast.ImportFrom
 _DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _ASSIGNMENT = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr
@@ -48,7 +48,7 @@ _PACING = frozenset(
     add_argument getLogger setLevel
     """.split()  # noqa: SIM905
 )
-"""Calls whose results change no answer, and which people adapt to a machine."""
+"""Calls that change no answer, and that people adapt to a machine."""
 _WRITING = frozenset(
     "FileHandler dump makedirs mkdir touch write write_bytes write_text writelines".split()  # noqa: SIM905
 )
@@ -74,7 +74,7 @@ _lock = threading.RLock()
 
 
 def parse(source: str) -> ast.Module:
-    """``ast.parse`` for several threads."""
+    """Parses a module, like ``ast.parse``, but for several threads."""
     tree: ast.Module = _compile(source, ast.PyCF_ONLY_AST)
     return tree
 
@@ -118,8 +118,8 @@ def write_tree(node: Any) -> str:
     """Returns a syntax tree as ASCII text."""
     if isinstance(node, list):
         # {**x} has a key that is absent, {None: x} has the constant None.
-        parts = [one for one in node if not isinstance(one, ast.Pass)]
-        return f"[{','.join('_' if one is None else write_tree(one) for one in parts)}]"
+        parts = [element for element in node if not isinstance(element, ast.Pass)]
+        return f"[{','.join('_' if element is None else write_tree(element) for element in parts)}]"
     if isinstance(node, ast.Constant):
         return write_constant(node.value)
     if not isinstance(node, ast.AST):
@@ -127,7 +127,7 @@ def write_tree(node: Any) -> str:
     name = type(node).__name__
     if name in ("JoinedStr", "TemplateStr"):  # the second is new in Python 3.14
         return _write_parts(name, getattr(node, "values", []))
-    # Empty fields are left out: newer versions have more of them.
+    # Empty fields are omitted: newer Python versions have more of them.
     written = {
         field: write_tree(part)
         for field, part in ast.iter_fields(node)
@@ -140,13 +140,13 @@ def write_tree(node: Any) -> str:
 
 def _write_parts(name: str, parts: list[Any]) -> str:
     """Writes an f-string. Some versions split its texts."""
-    if name == "JoinedStr" and all(isinstance(one, ast.Constant) for one in parts):
-        return write_constant("".join(str(one.value) for one in parts))  # f"text" is "text"
+    if name == "JoinedStr" and all(isinstance(part, ast.Constant) for part in parts):
+        return write_constant("".join(str(part.value) for part in parts))  # f"text" is "text"
     written = [
-        str(one.value).encode("utf-8", "surrogatepass").hex()
-        if isinstance(one, ast.Constant)
-        else write_tree(one)
-        for one in parts
+        str(part.value).encode("utf-8", "surrogatepass").hex()
+        if isinstance(part, ast.Constant)
+        else write_tree(part)
+        for part in parts
     ]
     return f"({name} {''.join(written)})"
 
@@ -161,8 +161,8 @@ def write_constant(value: object) -> str:
         return f"set({','.join(sorted(map(write_constant, value)))})"
     if isinstance(value, types.CodeType):
         names = (value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars)
-        content = (value.co_code, value.co_exceptiontable, *names, value.co_consts)
-        return f"code{write_constant(content)}"
+        fields = (value.co_code, value.co_exceptiontable, *names, value.co_consts)
+        return f"code{write_constant(fields)}"
     return ascii(value)
 
 
@@ -195,8 +195,8 @@ class Import(NamedTuple):
     """An import of one name.
 
     Attributes:
-        bound: the name in the file that imports; ``*`` for all.
-        names: what is taken of the module; empty: the module itself, or all of it.
+        bound: name in the importing file; ``*`` for all names.
+        names: imported name of the module; empty for the module itself, or for all its names.
     """
 
     bound: str
@@ -209,16 +209,16 @@ class Statement:
     """A top-level statement.
 
     Args:
-        documented: docstrings and hints count.
+        documented: whether docstrings and hints count.
 
     Attributes:
-        source: its file, or the notebook of its cell.
-        binds: the names of the file that it binds.
-        changes: chains of what it changes: ``D[k] = v``, ``D.update()``, ``@render.register``.
-        passed: chains of what it passes to a call, which may change it.
+        source: file of the statement, or the notebook of its cell.
+        binds: names that it binds in the file.
+        changes: chains that it changes: ``D[k] = v``, ``D.update()``, ``@render.register``.
+        passed: chains that it passes to a call, which may change them.
         bases: chains of the classes that it extends.
         words: all names in it.
-        texts: its strings; ``*`` stands for what an f-string fills in.
+        texts: its strings; ``*`` stands for the values in an f-string.
         texts_at_import: its strings outside of functions' bodies.
     """
 
@@ -242,7 +242,7 @@ class Statement:
         bodies = [line for function in functions for line in function.body]
         inside = {part for line in bodies for part in ast.walk(line)}
         self.texts_at_import = {*map(_pattern, {*self._nodes} - inside)}
-        self.imports = [taken for line in self._of(_IMPORT) for taken in _imports(line)]
+        self.imports = [imported for line in self._of(_IMPORT) for imported in _imports(line)]
         self.binds = self._binds()
         keywords = [keyword.value for keyword in getattr(node, "keywords", ())]
         self.bases = _chains_of([*getattr(node, "bases", ()), *keywords])
@@ -255,8 +255,8 @@ class Statement:
         self.passed = _chains_of(passed) - self.changes
 
     def _changed_parts(self) -> list[Any]:
-        """Returns attributes and items that it sets or deletes, and what calls such as ``append``
-        change.
+        """Returns attributes and items that it sets, deletes, or changes by a call such as
+        ``append``.
         """
         changed = [part for part in self._of(_PART) if not isinstance(part.ctx, ast.Load)]
         for call in self._calls:
@@ -267,9 +267,9 @@ class Statement:
         return changed
 
     def _calls_for_effect(self) -> list[ast.Call]:
-        """Returns the calls whose result is not used: they may change what they get.
+        """Returns the calls whose result is not used: they may change their arguments.
 
-        Not those of builtins, and none in a definition, which does not run yet.
+        Omits calls of builtins, and calls in a definition, which does not run yet.
         """
         if self.is_definition:
             return []
@@ -278,20 +278,20 @@ class Statement:
         return [call for call in calls if not hasattr(builtins, name_of(call))]
 
     def number_of(self, code: types.CodeType) -> int:
-        """Returns which of the functions of its name in the statement has this code; -1 for
-        none.
+        """Returns the number of the function with this code among the functions of the same name in
+        the statement; -1 if there is no such function.
         """
         codes = nested_codes(compile_tree([self.node]))
-        places = [[*other.co_positions()] for other in codes if other.co_name == code.co_name]
-        place = [*code.co_positions()]
-        return places.index(place) if place in places else -1
+        positions = [[*other.co_positions()] for other in codes if other.co_name == code.co_name]
+        position = [*code.co_positions()]
+        return positions.index(position) if position in positions else -1
 
     def _of(self, kind: Any) -> list[Any]:
         return [node for node in self._nodes if isinstance(node, kind)]
 
     @property
     def alias(self) -> str:
-        """A name of the statement, which may bind none."""
+        """A name of the statement, for statements that bind no name."""
         return f"<{self.index}>"
 
     @functools.cached_property
@@ -308,7 +308,7 @@ class Statement:
         if self.is_definition:
             return {self.node.name, *names}
         names |= {*map(name_of, self._of(_DEFINITION))}
-        names |= {taken.bound for taken in self.imports}
+        names |= {imported.bound for imported in self.imports}
         stored = [node for node in self._nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
         names |= {*map(name_of, stored)}
         if "globals" in self.words:
@@ -319,19 +319,19 @@ class Statement:
 
     @functools.cached_property
     def chains(self) -> list[Chain]:
-        """Returns the names of the file that it mentions, with what it takes of them."""
+        """Returns the names of the file that it mentions, with the attributes that follow."""
         if self.is_import:
             return []
-        known = loaded_names(compile_tree([self.node]))
-        known |= {taken.bound for taken in self.imports}
+        file_names = loaded_names(compile_tree([self.node]))
+        file_names |= {taken.bound for taken in self.imports}
         inside = {id(attribute.value) for attribute in self._of(ast.Attribute)}
         chains = [chain_of(node) for node in self._of(ast.expr) if id(node) not in inside]
-        return [*dict.fromkeys(chain for chain in chains if chain and chain[0] in known)]
+        return [*dict.fromkeys(chain for chain in chains if chain and chain[0] in file_names)]
 
     @property
     def mutated(self) -> set[str]:
-        """Returns names and attributes that it changes while it runs, except where objects are
-        made.
+        """Returns names and attributes that its functions change, except functions that build
+        objects.
         """
         functions = self._of(ast.FunctionDef)
         builders = [function for function in functions if function.name in _BUILDERS]
@@ -343,17 +343,17 @@ class Statement:
     @property
     def written(self) -> set[str]:
         """Returns the names in its calls that write files."""
-        found: set[str] = set()
+        names: set[str] = set()
         for call in self._calls:
             opens = name_of(call) == "open" and not _MODES.isdisjoint(map(_pattern, call.args))
             if opens or name_of(call) in _WRITING:
-                found |= identifiers_of(call)
-        return found
+                names |= identifiers_of(call)
+        return names
 
     @property
     def files(self) -> set[str]:
-        """Returns strings that may name a file that it reads. A statement that writes files names
-        none.
+        """Returns strings that may name a file that it reads; none for a statement that writes
+        files.
         """
         if self.written:
             return set()
@@ -363,30 +363,30 @@ class Statement:
 
     @property
     def assigned(self) -> list[tuple[set[str], set[str], set[str]]]:
-        """Returns names that it binds anywhere inside, what their values call, and their words."""
-        found: list[tuple[set[str], set[str], set[str]]] = []
+        """Returns names that it binds anywhere inside, the calls in their values, and all words."""
+        values: list[tuple[set[str], set[str], set[str]]] = []
         for node in self._of(_ASSIGNMENT | ast.keyword | _DEFINITION):
             targets = [*getattr(node, "targets", ()), getattr(node, "target", None)]
             names = {name_of(node)}.union(*map(identifiers_of, filter(None, targets)))
             calls = {name_of(part) for part in ast.walk(node) if isinstance(part, ast.Call)}
-            found.append((names - {""}, calls, identifiers_of(node)))
-        return found
+            values.append((names - {""}, calls, identifiers_of(node)))
+        return values
 
     def takes_all(self, function: str, variable: str) -> bool:
-        """Returns whether functions of a name take more than parts of a variable."""
+        """Whether functions of this name use more than parts of a variable."""
         for node in self._of(_FUNCTIONS):
             if getattr(node, "name", "<lambda>") != function:
                 continue
             inside = [*ast.walk(node)]
             names = [name for name in inside if getattr(name, "id", "") == variable]
             parts = [part for part in inside if isinstance(part, _PART)]
-            taken = {
+            partly_used = {
                 part.value
                 for part in parts
                 if isinstance(getattr(part, "slice", part), ast.Constant | ast.Attribute)
                 and name_of(part) not in _MAPPING
             }
-            if not taken.issuperset(names):
+            if not partly_used.issuperset(names):
                 return True
         return False
 
@@ -399,19 +399,19 @@ def name_of(node: Any) -> str:
 
 
 def _pattern(node: Any) -> str:
-    """Returns a string; ``*`` stands for what an f-string fills in."""
+    """Returns the string of a node; ``*`` stands for the values in an f-string."""
     if isinstance(node, ast.JoinedStr):
-        return "".join(_pattern(one) or "*" for one in node.values)
+        return "".join(_pattern(part) or "*" for part in node.values)
     value = getattr(node, "value", None)
     return value if isinstance(node, ast.Constant) and isinstance(value, str) else ""
 
 
 def identifiers_of(node: ast.AST) -> set[str]:
-    return {name_of(one) for one in ast.walk(node)} - {""}
+    return {name_of(part) for part in ast.walk(node)} - {""}
 
 
 def chain_of(node: Any) -> Chain:
-    """``("a", "b")`` for ``a.b``, ``a.b[0]`` and ``a.b().c``."""
+    """Returns the chain of a node: ``("a", "b")`` for ``a.b``, ``a.b[0]`` and ``a.b().c``."""
     attributes: Chain = ()
     while not isinstance(node, ast.Name):
         if isinstance(node, ast.Attribute):
@@ -448,7 +448,7 @@ def _imports(node: ast.Import | ast.ImportFrom) -> Iterator[Import]:
 
 
 class CodeSource:
-    """A file of the user, or the cells of a notebook. It is parsed when that is needed."""
+    """A file of the user, or the cells of a notebook. It is parsed on first use."""
 
     def __init__(self, path: str, documented: bool) -> None:
         self.path = path
@@ -461,7 +461,7 @@ class CodeSource:
         self.texts = {file: "".join(linecache.getlines(file)) for file in files}
 
     def holds(self, name: str) -> bool:
-        """Returns whether the text of the file has this word."""
+        """Whether the text of the file has this word."""
         word = re.compile(rf"\b{re.escape(name)}\b")
         return any(name in text and word.search(text) for text in self.texts.values())
 
@@ -469,12 +469,12 @@ class CodeSource:
         """Yields level, module and names of all imports in the text, without parsing it."""
         for text in self.texts.values():
             for dots, module, names, modules in _IMPORT_LINE.findall(text):
-                for one in [module, *re.findall(r"\w[\w.]*", modules)]:
-                    if one or dots:
-                        yield len(dots), one, re.findall(r"\w+", names)
+                for name in [module, *re.findall(r"\w[\w.]*", modules)]:
+                    if name or dots:
+                        yield len(dots), name, re.findall(r"\w+", names)
 
     def is_of(self, code: types.CodeType) -> bool:
-        """Returns whether this is the source of a function: it may be edited, or not be there."""
+        """Whether this is the source of a function: it may have been edited or removed."""
         text = self.texts.get(code.co_filename)
         changed_at = 0.0
         with suppress(OSError):  # an archive, or a cell of a notebook
@@ -486,33 +486,35 @@ class CodeSource:
 
     @functools.cached_property
     def statements(self) -> list[Statement]:
-        found: list[Statement] = []
+        statements: list[Statement] = []
         for file, text in self.texts.items():
-            # What cannot be parsed cannot be imported.
+            # A file that cannot be parsed cannot be imported.
             with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
                 body = parse(text).body
-                found += [Statement(self, file, node, self._documented) for node in _apart(body)]
-        # A definition that a later one of its name replaces before it is used does not count.
+                statements += [
+                    Statement(self, file, node, self._documented) for node in _apart(body)
+                ]
+        # A definition that a later definition of its name replaces before its use does not count.
         replaced: set[str] = set()
-        kept: list[Statement] = []
-        for index, statement in reversed([*enumerate(found)]):
+        counted: list[Statement] = []
+        for index, statement in reversed([*enumerate(statements)]):
             statement.index = index
             if not statement.is_definition or statement.changes:
                 replaced -= statement.words
             if statement.is_definition and statement.node.name in replaced:
                 continue
-            kept.insert(0, statement)
+            counted.insert(0, statement)
             if statement.is_definition:
                 replaced.add(statement.node.name)
-        return kept
+        return counted
 
     @functools.cached_property
     def _named(self) -> dict[str, list[Statement]]:
-        found: dict[str, list[Statement]] = {}
+        statements_by_name: dict[str, list[Statement]] = {}
         for statement in self.statements:
             for name in (statement.alias, *statement.binds):
-                found.setdefault(name, []).append(statement)
-        return found
+                statements_by_name.setdefault(name, []).append(statement)
+        return statements_by_name
 
     def bound(self, name: str) -> list[Statement]:
         if name == "":
@@ -523,7 +525,7 @@ class CodeSource:
 
 
 def _apart(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yields top-level statements: each name of an import, and what the main block runs."""
+    """Yields top-level statements: each name of an import, and the statements of the main block."""
     for node in body:
         if isinstance(node, _IMPORT):
             for alias in node.names:

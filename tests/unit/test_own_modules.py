@@ -78,7 +78,7 @@ def test_those_in_the_working_folder_go_along_and_installed_ones_do_not(
 
 
 def test_what_is_too_large_or_secret_is_refused(write, monkeypatch):
-    monkeypatch.setattr("datatrove_ckpt.user_code.own_modules._MOST_BYTES", 2**10)
+    monkeypatch.setattr("datatrove_ckpt.user_code.own_modules._MAX_BYTES", 2**10)
     write("own_b/__init__.py", "own_b/small.txt")
     write("own_b/table.bin", content="\n" * 2**10)
     importlib.import_module("own_b")

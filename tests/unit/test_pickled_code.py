@@ -139,8 +139,8 @@ def script(tmp_path, monkeypatch):
 def test_the_names_that_a_function_of_the_script_uses_are_found(script):
     found = script_names.collect(functools.partial(script.rollout))
     assert sorted(found.values) == ["PROMPT", "Words", "helper", "json"]
-    ((name, why),) = found.left.items()
-    assert (name, why[:34]) == ("lock", "it cannot be pickled (TypeError: c")
+    ((name, reason),) = found.left_out.items()
+    assert (name, reason[:34]) == ("lock", "it cannot be pickled (TypeError: c")
     assert found.file == script.__file__
 
 

@@ -3,15 +3,15 @@
 Start at ``base.py`` (SeekingReader: files, resuming, positions, for all formats) and
 ``positions.py`` (how a position gets from a document to the checkpoint and back).
 
-A position is the reader's place right after a document. Its state is plain JSON below 1 kB. In a
-pipeline ``InferenceRunner`` takes positions from documents, and returns a saved state through
-``Reading``. Elsewhere use ``state_dict()`` and ``load_state_dict()``, as in torchdata:
+A position is the reader's state right after a document, as plain JSON below 1 kB. In a pipeline
+``InferenceRunner`` takes positions from documents, and returns a saved state through ``Reading``.
+Elsewhere use ``state_dict()`` and ``load_state_dict()``, as in torchdata:
 
     state = reader.state_dict()        # after any document
     reader.load_state_dict(state)      # the next run() yields the documents after it
 
-``docs/readers.md`` has what each reader skips, which inputs continue an old input, and what differs
-from datatrove's.
+``docs/readers.md`` lists the lines that each reader skips, the inputs that continue an old input,
+and the differences from datatrove's readers.
 """
 
 from datatrove_ckpt.readers.base import DamagedLine, SeekingReader, Stateful
@@ -33,7 +33,7 @@ READERS: tuple[type[SeekingReader], ...] = (
     HuggingFaceDatasetReader,
     BatchReader,
 )
-"""The classes that YAML files name in short, and the short form chooses from."""
+"""The classes that have short names in YAML files, and that the short form can choose."""
 
 __all__ = [
     "READERS",

@@ -1,8 +1,9 @@
-"""Arrow IPC: files with a footer, and streams, as ``datasets`` writes them.
+"""Reads Arrow IPC: files with a footer, and streams, as ``datasets`` writes them.
 
 A part is a slice of a record batch. Local files are mapped into memory, so a slice costs its own
-pages. A batch with compressed buffers, or of a remote file, is read as a whole; of a remote file
-with a footer, in the wanted columns. A stream's batches are found by the messages before them.
+pages. A batch with compressed buffers, or of a remote file, is read as a whole; only the requested
+columns of a remote file with a footer are read. A stream's batches are found by the messages before
+them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from datatrove_ckpt.readers.block_file import FileIndex, Group, TableFile, chang
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.input_progress import FileProgress
 
-_FILE_MARK = b"ARROW1"
+_FILE_MAGIC = b"ARROW1"
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
@@ -45,8 +46,10 @@ class ArrowBlocks(TableFile):
         self.schema = self._reader.schema
 
     def index(self) -> FileIndex:
-        """Raises ConfigError for a stream of which no batch can be read without the dictionaries
-        before it.
+        """Counts the rows of each record batch.
+
+        Raises:
+            ConfigError: the file is a stream with dictionaries, which every later batch needs.
         """
         with naming_damage(self.name):
             return self._index_of(self._groups())
@@ -67,7 +70,7 @@ class ArrowBlocks(TableFile):
                 yield number, batch.num_rows, batch.nbytes
 
     def _batches(self, first: int, extent: FileProgress) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Yields the record batches with their numbers, of a file from the ``first`` on."""
+        """Yields record batches with their numbers; of a file with a footer, from ``first`` on."""
         if not self._is_stream:
             count = self._reader.num_record_batches
             extent.starts = [number / max(1, count) for number in range(count + 1)]
@@ -81,13 +84,13 @@ class ArrowBlocks(TableFile):
         _check_end_of_stream(self._source)
 
     def _groups(self) -> Iterator[Group]:
-        """Yields the record batches, whose rows pyarrow knows only with the batch itself."""
+        """Yields the sizes of record batches. pyarrow must read each batch to count its rows."""
         start = number = 0
         if not self._is_stream:
-            self._source.seek(len(_FILE_MARK))
-            # The mark is padded by 2 bytes in most files with a footer, by 58 in those of Rust.
+            self._source.seek(len(_FILE_MAGIC))
+            # The magic bytes are padded by 2 bytes in most files with a footer, by 58 in Rust's.
             padded = self._source.read(2**8)
-            start = (len(_FILE_MARK) + len(padded) - len(padded.lstrip(b"\0"))) // 8 * 8
+            start = (len(_FILE_MAGIC) + len(padded) - len(padded.lstrip(b"\0"))) // 8 * 8
         while self._is_stream or number < self._reader.num_record_batches:
             self._source.seek(start)
             try:
@@ -121,7 +124,7 @@ class ArrowBlocks(TableFile):
             chosen = tuple(columns)
         key = (part, chosen)
         if self._last[0] != key:
-            self.drop_buffers()  # not two batches at once
+            self.drop_buffers()  # so that memory never holds two batches
             batch = self._batch(part, chosen)
             if batch.num_rows != self.groups[part].rows:
                 raise changed_error(self.name)
@@ -146,17 +149,16 @@ class ArrowBlocks(TableFile):
 
 
 def is_stream(file: IO[bytes], name: str) -> bool:
-    """Returns whether an opened file is an Arrow stream, as ``datasets`` writes it, and no file
-    with a footer.
+    """Whether an open file is an Arrow stream, as ``datasets`` writes it, without a footer.
 
     Raises:
-        InputError: the file is neither.
+        InputError: the file is no Arrow file.
     """
-    begin = file.read(len(_FILE_MARK))
+    begin = file.read(len(_FILE_MAGIC))
     file.seek(0)
     if begin[:4] == b"\xff\xff\xff\xff":
         return True
-    if begin and not _FILE_MARK.startswith(begin):
+    if begin and not _FILE_MAGIC.startswith(begin):
         raise InputError(
             f"The input file {name!r} is no Arrow file: it begins with {begin!r}. If it was one, "
             "replace it by a complete copy; else move it out of the input, or choose the files by "
@@ -166,8 +168,11 @@ def is_stream(file: IO[bytes], name: str) -> bool:
 
 
 def _check_end_of_stream(file: IO[bytes]) -> None:
-    """Raises EOFError where pyarrow sees nothing: at a stream cut between two batches, and before a
-    second stream.
+    """Checks the end of a stream, because pyarrow does not: it may be cut between two batches, or
+    be followed by a second stream.
+
+    Raises:
+        EOFError: the end is missing, or other bytes follow it.
     """
     if file.read(1):
         raise EOFError("other bytes follow the end of its stream")

@@ -1,4 +1,4 @@
-"""Batch files of OpenAI's form: a request for each line.
+"""Reads batch files of OpenAI's form: each line is a request.
 
 {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
 """
@@ -25,7 +25,8 @@ _URLS = (
     *(f"{prefix}/{name}" for name in ("classify", "rerank", "score") for prefix in ("", "/v1")),
     "/v2/rerank",
 )
-_CHECKED = 100_000  # lines, which takes a second and 10 MB; OpenAI takes 50,000 in a file
+# Checking so many lines takes a second and 10 MB; OpenAI accepts 50,000 in a file.
+_CHECKED_LINES = 100_000
 
 
 class BatchReader(JsonlReader):
@@ -49,20 +50,20 @@ class BatchReader(JsonlReader):
         super().__init__(data_folder, *arguments, max_skipped=max_skipped, **options)
 
     def check(self) -> None:
-        """Reads the first 100,000 lines of all files together.
+        """Checks the first 100,000 lines of all files together.
 
         Raises:
-            ConfigError: one of them is no request, or has the ``custom_id`` of another one.
+            ConfigError: a line is no request, or has the ``custom_id`` of an earlier line.
         """
         strict = copy.deepcopy(self)
         strict.max_skipped = 0
-        left = _CHECKED
+        remaining = _CHECKED_LINES
         earlier = set[str]()
         for name in list_input(self).names:
             try:
                 requests = strict.documents_of(name, strict.blocks(name, ()))
-                for request, position in islice(requests, left):
-                    left -= 1
+                for request, position in islice(requests, remaining):
+                    remaining -= 1
                     custom_id = getattr(request, "id", "")
                     if custom_id in earlier:
                         raise ConfigError(
@@ -85,8 +86,8 @@ class BatchReader(JsonlReader):
             except TypeError as error:
                 problem = f"its body cannot be sent as it is written: {error}"
         if problem:
-            where = f"line {int(id_in_file) + 1}"
-            document = self.skip_damaged(source_file, where, BadRow(problem))
+            line = f"line {int(id_in_file) + 1}"
+            document = self.skip_damaged(source_file, line, BadRow(problem))
             document.metadata["custom_id"] = name
             return document
         return PositionedDocument(text, name, metadata={"url": data["url"]})
@@ -102,7 +103,7 @@ class BatchReader(JsonlReader):
 
 
 def _problem(data: Row) -> str:
-    """Returns why a line is no request that can be sent; "" if it is one."""
+    """Returns why a line is no request that can be sent; "" for a request."""
     body = data.get("body")
     if not isinstance(data.get("custom_id"), str) or not data["custom_id"]:
         return "it has no custom_id that is a text"

@@ -1,6 +1,6 @@
-"""A file as parts that can be read alone, and the rows of a part, for each format.
+"""Base classes for files that consist of parts, each of which can be read alone.
 
-A reader of a pipeline reads a file forward, from any place, without an index (``blocks``). A
+A reader of a pipeline reads a file forward, from any position, without an index (``blocks``). A
 training counts the rows of each part once (``index``), and reads rows by their numbers (``read``).
 """
 
@@ -33,7 +33,8 @@ BlockRows: TypeAlias = "pa.Table | list[Row | None]"
 class Group(NamedTuple):
     """A row group, record batch, or other part of a file that can be read alone.
 
-    ``start``: its offset in the content, for formats that seek.
+    Attributes:
+        start: offset in the content, for formats that seek.
     """
 
     rows: int
@@ -46,9 +47,9 @@ class FileIndex:
     """The parts of one file.
 
     Attributes:
-        groups: in the order of the file.
-        sequential: a part can be read only after the earlier parts.
-        schema: Arrow's, serialized; empty for JSONL.
+        groups: the parts, in the order of the file.
+        sequential: whether a part can be read only after the earlier parts.
+        schema: serialized Arrow schema; empty for JSONL.
     """
 
     groups: tuple[Group, ...]
@@ -66,11 +67,11 @@ class BlockFile(ABC):
     name: str
     groups: tuple[Group, ...]
     expected: Sequence[int] = ()
-    """The parts that are read next, in their order."""
+    """Numbers of the parts that will be read next, in order."""
 
     @abstractmethod
     def blocks(self, file_position: FilePosition, extent: FileProgress) -> Iterator[RowBlock]:
-        """Yields the rows after a place, and notes the share of the file that was read."""
+        """Yields the rows after a position, and records the share of the file that was read."""
 
     @abstractmethod
     def index(self) -> FileIndex:
@@ -99,7 +100,7 @@ class BlockFile(ABC):
             CheckpointMismatch: the file has changed since its rows were counted.
         """
 
-    def drop_buffers(self) -> None:  # noqa: B027 (most files keep nothing)
+    def drop_buffers(self) -> None:  # noqa: B027 (most files keep no buffers)
         """Frees memory that would make the next part faster to read."""
 
     @abstractmethod
@@ -123,20 +124,20 @@ class TableFile(BlockFile):
         self,
         file_position: FilePosition,
         extent: FileProgress,
-        most: int = 1000,
+        max_rows: int = 1000,
         columns: Sequence[str] | None = None,
     ) -> Iterator[RowBlock]:
         first, row = file_position[:2] or (0, 0)
         with naming_damage(self.name):
             for part, rows, size in self._parts(first, extent):
-                where = f"row {{}} of group {part + 1}"
-                step = max(1, min(most, rows * _PART_BYTES // max(1, size)))
+                label = f"row {{}} of group {part + 1}"
+                step = max(1, min(max_rows, rows * _PART_BYTES // max(1, size)))
                 for start in range(row, rows, step):
                     table = self._read(part, start, min(step, rows - start), columns)
                     numbers = range(start + 1, rows + 1)
-                    places = zip(repeat(part), numbers)
+                    positions = zip(repeat(part), numbers)
                     read = _python_rows(table, self.name)
-                    yield RowBlock(where, zip(read, repeat(None), places, numbers))
+                    yield RowBlock(label, zip(read, repeat(None), positions, numbers))
                 row = 0
 
     @abstractmethod
@@ -175,15 +176,15 @@ def open_input(folder: DataFolder, name: str) -> IO[bytes]:
         return cast("IO[bytes]", RetryingFile(file, name))
 
 
-def check_columns(found: Sequence[str], wanted: Sequence[str] | None, name: str) -> None:
-    """Raises ConfigError if a file lacks a column, which pyarrow would silently omit."""
-    if wanted is None:
+def check_columns(existing: Sequence[str], needed: Sequence[str] | None, name: str) -> None:
+    """Raises ConfigError if a file lacks a column: pyarrow would silently omit it."""
+    if needed is None:
         return
-    missing = [column for column in wanted if column not in found]
+    missing = [column for column in needed if column not in existing]
     if missing:
         raise ConfigError(
             f"The input file {name!r} has no column {', '.join(map(repr, missing))}. It has "
-            f"{', '.join(map(repr, found[:20]))}. Name columns that all files have."
+            f"{', '.join(map(repr, existing[:20]))}. Name columns that all files have."
         )
 
 

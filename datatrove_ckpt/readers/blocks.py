@@ -1,6 +1,6 @@
-"""An input as blocks of rows, each of which can be read alone.
+"""Divides an input into blocks of rows, each of which can be read alone.
 
-A block is a row group or record batch, or a slice of one, so that its memory does not grow with the
+A block is a row group or record batch, or a slice of it, so that its memory does not grow with the
 groups of a file.
 
     blocks = BlockInput(ParquetReader("corpus"))
@@ -38,7 +38,7 @@ from datatrove_ckpt.readers.parquet_blocks import ParquetBlocks
 from datatrove_ckpt.readers.positions import Row
 from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
 
-# The limits of a block. A larger row is a block of its own.
+# The limits of a block. A larger row becomes a block.
 MAX_ROWS = 2**16
 MAX_BYTES = 2**24
 
@@ -48,9 +48,9 @@ class Block:
     """Consecutive rows of one file.
 
     Attributes:
-        file: the number of the file, in the reader's order.
-        first: the number of the first row in the file.
-        bytes: their rough size in memory, with all columns.
+        file: number of the file, in the reader's order.
+        first: number of the first row in the file.
+        bytes: rough size of the rows in memory, with all columns.
     """
 
     file: int
@@ -63,13 +63,13 @@ class BlockInput:
     """The blocks of a reader's files, in their order. Files stay open while they are read.
 
     Args:
-        reader: its ``limit``, ``skip`` and shuffle do not count.
+        reader: the reader of the files. Its ``limit``, ``skip`` and shuffle are ignored.
 
     Attributes:
         names: the files, in the reader's order.
         sequential: numbers of the compressed JSONL files, whose blocks need all earlier blocks.
-        gives_dicts: the rows of a block are a list instead of a table.
-        gives_views: rows keep a mapped file, or a whole record batch, in memory.
+        gives_dicts: whether the rows of a block are a list instead of a table.
+        gives_views: whether rows keep a mapped file, or a whole record batch, in memory.
 
     Raises:
         ConfigError: a file is an Arrow stream with dictionaries.
@@ -82,8 +82,8 @@ class BlockInput:
         self.names = self.inputs.names
         self._opened: OrderedDict[int, BlockFile] = OrderedDict()
         self._process = os.getpid()
-        self._keys: set[str] = set()  # columns that some line of JSONL had
-        self._schemas: dict[bytes, bytes] = {}  # each kept once
+        self._keys: set[str] = set()  # columns that a line of JSONL had
+        self._schemas: dict[bytes, bytes] = {}  # so that equal schemas are one object
         self._size = 4
         self._index = self._index_files()
         self.sequential = frozenset(
@@ -109,8 +109,8 @@ class BlockInput:
         """Reads the rows of a block.
 
         Args:
-            columns: None: all. A line of JSONL may lack some, and has None there.
-            unified: the types that the rows get.
+            columns: names of columns; None: all. A line of JSONL without such a key has None.
+            unified: types to which the rows are converted.
 
         Raises:
             ConfigError: a file has no such column.
@@ -130,10 +130,9 @@ class BlockInput:
         if columns is None:
             return rows
         if not self._keys.issuperset(columns):
-            # Keys that no line of the first block has are refused. Later blocks may lack a key that
-            # few lines have.
-            found = {key: None for row in rows if row for key in row}
-            check_columns([*found, *self._keys.difference(found)], columns, name)
+            # A key must occur in the first block that is read. Later blocks may lack rare keys.
+            keys = {key: None for row in rows if row for key in row}
+            check_columns([*keys, *self._keys.difference(keys)], columns, name)
             self._keys.update(columns)
         return [row and {column: row.get(column) for column in columns} for row in rows]
 
@@ -148,7 +147,7 @@ class BlockInput:
         return UnifiedSchema(schemas.items(), columns)
 
     def expect(self, file: int, blocks: Iterable[Block]) -> None:
-        """Names the blocks that are read next: small ones are read together."""
+        """Announces the blocks that are read next, so that small blocks are read together."""
         opened = self._file(file)
         opened.expected = sorted({opened.part_of(block.first)[0] for block in blocks})
 
@@ -168,17 +167,17 @@ class BlockInput:
             kind = f"{self._reader.format}/{options}/{jsonl.PART_BYTES}"
             counts = RowCounts(self.inputs, kind)
             self._counts = counts
-            known = list(threads.map(counts.get, numbers))
-            if None not in known:
-                return [index for index in known if index is not None]
+            indexes = list(threads.map(counts.get, numbers))
+            if None not in indexes:
+                return [index for index in indexes if index is not None]
             logger.info(
-                f"One process counts the rows of {plural(known.count(None), 'file')} in "
+                f"One process counts the rows of {plural(indexes.count(None), 'file')} in "
                 f"{self.inputs.folder.path}, once."
             )
             with counts.counting():
 
                 def count(number: int) -> FileIndex:
-                    index = known[number] or counts.get(number)
+                    index = indexes[number] or counts.get(number)
                     if index is None:
                         index = self._index_file(number)
                         counts.put(number, index)
@@ -243,27 +242,28 @@ def _cut(files: Sequence[FileIndex], size: int) -> Iterator[Block]:
 
 _VERSION = 3
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
-"""Names that file systems have for the time of the last change."""
+"""Names of file systems for the time of the last change."""
 
 
 class RowCounts:
-    """Keeps the numbers of rows of files, so that the next process need not read the files again.
+    """Stores the numbers of rows of files, so that the next process need not read the files again.
 
-    Counting JSONL reads all of it. The counts of each file are a small file in the folder
-    ``$DATATROVE_CKPT_CACHE`` (empty: none are kept), or else ``datatrove-ckpt/rows`` in the user's
-    cache folder. If nodes share the folder, the first node counts. Its name changes with size, time
-    of change and sample of the counted file (``InputFiles.sample``). Reading notices a wrong count.
-    The files may be deleted at any time.
+    Counting JSONL reads all of it. The counts of each file are stored in a small file in the folder
+    ``$DATATROVE_CKPT_CACHE`` (empty: no counts are stored), or else ``datatrove-ckpt/rows`` in the
+    user's cache folder. If nodes share the folder, the first node counts. The small file's name
+    changes with size, time of change and sample of the counted file (``InputFiles.sample``).
+    Reading notices a wrong count. The files may be deleted at any time.
 
-    ``kind``: what the counts depend on beside the files, such as the format.
+    Args:
+        kind: format and settings that affect the counts.
     """
 
     def __init__(self, inputs: InputFiles, kind: str) -> None:
         self._inputs = inputs
         self._source = f"{_VERSION}/{kind}/{inputs.folder.resolve_paths('')}"
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        own = os.environ.get("DATATROVE_CKPT_CACHE", str(cache / "datatrove-ckpt/rows"))
-        self._folder = Path(own) if own else None
+        folder = os.environ.get("DATATROVE_CKPT_CACHE", str(cache / "datatrove-ckpt/rows"))
+        self._folder = Path(folder) if folder else None
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -292,9 +292,9 @@ class RowCounts:
         if path is None:
             return None
         with suppress(OSError, KeyError, TypeError, ValueError):
-            found = orjson.loads(path.read_bytes())
-            groups = tuple(Group(*group) for group in found["groups"])
-            return FileIndex(groups, found["sequential"], b64decode(found["schema"]))
+            fields = orjson.loads(path.read_bytes())
+            groups = tuple(Group(*group) for group in fields["groups"])
+            return FileIndex(groups, fields["sequential"], b64decode(fields["schema"]))
         return None
 
     def put(self, number: int, index: FileIndex) -> None:
@@ -303,38 +303,35 @@ class RowCounts:
             return
         schema = b64encode(index.schema).decode()
         groups = [list(group) for group in index.groups]
-        content = {"groups": groups, "sequential": index.sequential, "schema": schema}
+        fields = {"groups": groups, "sequential": index.sequential, "schema": schema}
         # Nodes may share the folder, and process ids.
         part = path.with_suffix(f".{uuid.uuid4().hex}")
         with suppress(OSError):
-            part.write_bytes(orjson.dumps(content))
+            part.write_bytes(orjson.dumps(fields))
             part.replace(path)
 
     def _path(self, number: int) -> Path | None:
-        """Returns the file of the counts; None if the file system tells nothing that changes with
-        the content.
+        """Returns the file of the counts; None if the file system reports no value that changes
+        with the content.
         """
         info = self._inputs.info(number)
         changed = next((str(info[name]) for name in _TIMES if info.get(name)), "")
         sample = self._inputs.sample(number)
         if self._folder is None or not (changed or sample):
             return None
-        known = (self._inputs.names[number], str(self._inputs.size(number)), changed, sample)
-        return (
-            self._folder / f"{xxh3_128_hexdigest('/'.join((self._source, *known)).encode())}.json"
-        )
+        key = (self._inputs.names[number], str(self._inputs.size(number)), changed, sample)
+        return self._folder / f"{xxh3_128_hexdigest('/'.join((self._source, *key)).encode())}.json"
 
 
 class UnifiedSchema:
-    """One schema for all files of an input, whose columns may have other types in each.
+    """One schema for all files of an input, whose column types may differ.
 
-    Unified within a shuffled window, a row's type would depend on its neighbours, and on where a
-    run was resumed. So the types of all files count.
+    If only the rows of a shuffled window were unified, a row's type would depend on its neighbours,
+    and on where a run was resumed. So the types of all files count.
 
     Args:
         schemas: each serialized schema, and a file that has it.
-        columns: the columns that are read, which all files must have; None: all columns of all
-            files.
+        columns: columns that are read and that all files must have; None: all columns of all files.
 
     Raises:
         ConfigError: a file lacks a column, or the types of a column cannot be unified.
@@ -343,10 +340,10 @@ class UnifiedSchema:
     def __init__(self, schemas: Iterable[tuple[bytes, str]], columns: Sequence[str] | None) -> None:
         unified = pa.schema([])
         for serialized, name in schemas:
-            found = pa.ipc.read_schema(pa.py_buffer(serialized))
-            wanted = found.names if columns is None else columns
-            check_columns(found.names, wanted, name)
-            schema = pa.schema([(column, found.field(column).type) for column in wanted])
+            file_schema = pa.ipc.read_schema(pa.py_buffer(serialized))
+            needed = file_schema.names if columns is None else columns
+            check_columns(file_schema.names, needed, name)
+            schema = pa.schema([(column, file_schema.field(column).type) for column in needed])
             if not unified.names:
                 unified = schema
             elif schema != unified:
@@ -367,7 +364,7 @@ class UnifiedSchema:
         schema = self._schema
         if table.column_names == schema.names and table.schema.types == schema.types:
             return table
-        # Casts do not add the fields of a struct, as this does.
+        # Unlike a cast, this adds missing fields of a struct.
         tables = [_decoded(table), schema.empty_table()]
         try:
             return pa.concat_tables(tables, promote_options="permissive").select(schema.names)

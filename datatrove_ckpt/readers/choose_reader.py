@@ -1,4 +1,4 @@
-"""The reader of the files of a folder, or of a dataset on the Hugging Face hub."""
+"""Chooses the reader for the files of a folder, or of a dataset on the Hugging Face hub."""
 
 import base64
 from collections.abc import Iterable
@@ -21,41 +21,44 @@ _READERS = {suffix: kind for kind in _KINDS for suffix in kind.suffixes.split()}
 def folder_reader(folder: str | PathLike[str], glob_pattern: str | None) -> FilesReader:
     folder = fspath(folder)
     names = list_input(JsonlReader(folder, glob_pattern=glob_pattern)).names
-    if not any(names):  # a file has one, which is empty
+    if not any(names):  # for a file, the listing has one empty name
         raise ConfigError(
             f"{folder!r} is no folder with files. Give a folder, and glob_pattern for some of its "
             "files."
         )
-    if "state.json" in names:  # of save_to_disk, whose map() leaves cache-*.arrow behind
+    if "state.json" in names:  # written by save_to_disk; map() leaves cache-*.arrow behind
         return IpcReader(folder, glob_pattern="data-*.arrow")
     ending = _ending(names, folder)
     return _READERS[ending](folder, glob_pattern=glob_pattern or f"**/*{ending}*")
 
 
 def hub_reader(path: str, name: str | None, split: str, revision: str | None) -> FilesReader:
-    given = {"name": name, "split": split, "revision": revision}
-    options = {key: value for key, value in given.items() if value is not None}
+    arguments = {"name": name, "split": split, "revision": revision}
+    options = {key: value for key, value in arguments.items() if value is not None}
     dataset = HuggingFaceDatasetReader(
         path, dataset_options=options, streaming=True, text_key=None
     ).list_dataset()
     root = f"hf://datasets/{path}@{dataset.commit}"
-    others = [url for url in dataset.urls if not url.startswith(root)]
-    if others:
-        raise ConfigError(f"{others[0]} is not a file of a dataset on the hub. Use from_folder.")
+    other_urls = [url for url in dataset.urls if not url.startswith(root)]
+    if other_urls:
+        raise ConfigError(
+            f"{other_urls[0]} is not a file of a dataset on the hub. Use from_folder."
+        )
     names = [url.removeprefix(f"{root}/") for url in dataset.urls]
     listed = base64.b64encode("\n".join(names).encode()).decode()
     reader = _READERS[_ending(names, path)]
     return reader(root, paths_file=f"data:text/plain;base64,{listed}")
 
 
-def _ending(names: Iterable[str], where: str) -> str:
-    """Returns the end of the names of files that readers read, without that of a compression."""
-    found = _READERS.keys() & {uncompressed(name).suffix for name in names}
-    if len(found) > 1:
-        found.discard(".json")  # describes the others
-    if len(found) != 1:
+def _ending(names: Iterable[str], location: str) -> str:
+    """Returns the suffix of the files that readers can read, without a compression's suffix."""
+    suffixes = _READERS.keys() & {uncompressed(name).suffix for name in names}
+    if len(suffixes) > 1:
+        suffixes.discard(".json")  # usually describes the other files
+    if len(suffixes) != 1:
         raise ConfigError(
-            f"{where!r} has {' and '.join(sorted(found)) or 'no'} files to read, and one kind of "
-            f"{', '.join(_READERS)} is needed. Name them by a pattern, or convert them to Parquet."
+            f"{location!r} has {' and '.join(sorted(suffixes)) or 'no'} files to read, and one "
+            f"kind of {', '.join(_READERS)} is needed. Name them by a pattern, or convert them to "
+            "Parquet."
         )
-    return found.pop()
+    return suffixes.pop()

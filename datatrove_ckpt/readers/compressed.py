@@ -1,4 +1,4 @@
-"""Compressed files as streams of bytes, with errors that name a damaged or cut-off file.
+"""Opens compressed files as streams of bytes, with errors that name a damaged or cut-off file.
 
 fsspec's zstd stream ends without an error in the middle of a frame, and after the first of several
 frames. So zstd is decompressed here. gzip, bz2 and xz streams notice a missing end, but their
@@ -32,8 +32,8 @@ _LIBRARIES = {"zstandard", "isal", "backports", "compression", "lz4", "snappy", 
 def codec_of(name: str, compression: str | None) -> str | None:
     if compression != "infer":
         return compression
-    found: str | None = infer_compression(name)
-    return found or _CODECS_BY_SUFFIX.get(PurePosixPath(name).suffix)
+    codec: str | None = infer_compression(name)
+    return codec or _CODECS_BY_SUFFIX.get(PurePosixPath(name).suffix)
 
 
 def uncompressed(name: str) -> PurePosixPath:
@@ -91,10 +91,10 @@ def naming_damage(name: str) -> Iterator[None]:
 
 
 class DecompressedFile(io.BufferedReader):
-    """The content of a compressed file. ``stored``: the file itself."""
+    """The content of a compressed file. ``stored`` is the compressed file."""
 
     def __init__(self, content: io.RawIOBase, stored: IO[bytes]) -> None:
-        super().__init__(content, 2**16)  # what is read ahead counts as read
+        super().__init__(content, 2**16)  # bytes that are read ahead count as read
         self.stored = stored
 
 
@@ -110,11 +110,11 @@ def open_content(folder: DataFolder, name: str, compression: str | None) -> Iter
             stack.enter_context(naming_damage(name))
             # Decompressors may return less than requested, and may lack readline().
             file = stack.enter_context(DecompressedFile(_decompressed(file, codec, name), file))
-        yield file  # a file of 0 bytes is empty, also where its compression would need a header
+        yield file  # a file of 0 bytes is empty, although its compression would need a header
 
 
 class _ZstdFile(io.RawIOBase):
-    """All frames of a zstd file.
+    """Decompresses all frames of a zstd file.
 
     Raises:
         EOFError: the file ends within a frame.
@@ -143,7 +143,7 @@ class _ZstdFile(io.RawIOBase):
         return size
 
     def _fill(self) -> bool:
-        """Decompresses the next bytes, perhaps none. Returns False at the end of the file."""
+        """Decompresses the next bytes, perhaps to nothing. Returns False at the end of the file."""
         data = b""
         if self._frame.eof:
             data = self._frame.unused_data

@@ -1,4 +1,4 @@
-"""CSV as datatrove reads it, but for what Python's defaults lose in silence.
+"""Reads CSV as datatrove does, without the silent losses of Python's defaults.
 
 A ``FilePosition`` is (rows, hash of these rows). A resume reads the file from its beginning, and
 compares the hash.
@@ -145,8 +145,8 @@ def _rows(lines: Iterable[str], file: str, delimiter: str) -> Iterator[tuple[int
                 "the same command again."
             ) from error
         except csv.Error as error:
-            what = f"a cell that cannot be read ({error})"
-            raise _odd_row(file, what, line) from error
+            problem = f"a cell that cannot be read ({error})"
+            raise _odd_row(file, problem, line) from error
         if cells is None:
             return
         if has_ended:  # only an open quote asks for a line after the last one

@@ -1,12 +1,12 @@
-"""A dataset of the library ``datasets`` as input of a ``SeekingReader``: its shards are the files.
+"""Presents a dataset of the library ``datasets`` as files of a ``SeekingReader``: its shards.
 
-A streaming dataset consists of shards, mostly files. A map-style dataset is one file, whose rows
-can be indexed. As in datatrove's reader, a rank has every n-th shard if a stream has several, else
-every n-th row.
+A streaming dataset consists of shards, mostly files. A map-style dataset counts as one file, whose
+rows can be indexed. As in datatrove's reader, a rank has every n-th shard if a stream has several,
+else every n-th row.
 
-A place in a shard is the number of the rank's rows before it. A resumed stream skips earlier
+A position in a shard is the number of the rank's rows before it. A resumed stream skips earlier
 shards, and then rows (``IterableDataset.skip``), which the dataset reads. Only public parts of
-``datasets`` are used. Its ``state_dict`` is not: a state that was taken in ``iter(batch_size)``
+``datasets`` are used, but not its ``state_dict``: a state that was taken in ``iter(batch_size)``
 continues some rows early with another batch size.
 """
 
@@ -31,7 +31,7 @@ _SAMPLED_ROWS = 32
 
 
 class DatasetFiles:
-    """Stands for datatrove's ``DataFolder`` in messages and in checks of settings."""
+    """Replaces datatrove's ``DataFolder`` in messages and in checks of settings."""
 
     fs = None
     storage_options: JsonObject = {}  # noqa: RUF012 (always empty)
@@ -40,7 +40,7 @@ class DatasetFiles:
         self.path = dataset
 
     def is_local(self) -> bool:
-        return False  # only the dataset knows its files
+        return False  # the files are known only once the dataset is open
 
     def isdir(self, path: str) -> bool:
         return True
@@ -50,7 +50,7 @@ class DatasetFiles:
 
 
 class DatasetInputs(InputFiles):
-    """The shards of an opened dataset, or those of one rank. A ``Dataset`` is one shard."""
+    """The shards of an opened dataset, or of one rank. A ``Dataset`` is one shard."""
 
     def __init__(
         self,
@@ -60,9 +60,11 @@ class DatasetInputs(InputFiles):
         token: str | bool | None,
         commit: str | None,
     ) -> None:
-        """Args:
-        dataset: a ``Dataset`` or ``IterableDataset``, which have no types.
-        files: a stream's files; None: the dataset is map-style.
+        """Names the shards.
+
+        Args:
+            dataset: a ``Dataset`` or ``IterableDataset``, which have no types.
+            files: a stream's files; None: the dataset is map-style.
         """
         self.dataset = dataset
         self.token = token
@@ -94,33 +96,33 @@ class DatasetInputs(InputFiles):
             return {"size": int(self.dataset.data.nbytes)}
         name = self.names[index]
         if name not in self._infos:
-            self._infos |= self._look_up(index)
+            self._infos |= self._fetch_infos(index)
         return self._infos[name]
 
     def size_for_people(self, index: int) -> int:
-        return self.size(index)  # of the hub's files, the reader looks up all in one go anyway
+        return self.size(index)  # the reader also needs the sizes, with all files of the hub
 
     @cached_property
     def _sample(self) -> str:
-        """Hash of some rows of a map-style dataset."""
+        """The hash of some rows of a map-style dataset."""
         count = len(self.dataset)
-        content = []
+        sampled_rows = []
         if count:
             rows = sorted(
                 {number * (count - 1) // (_SAMPLED_ROWS - 1) for number in range(_SAMPLED_ROWS)}
             )
-            content = self.dataset.with_format("arrow")[rows].to_pylist()
+            sampled_rows = self.dataset.with_format("arrow")[rows].to_pylist()
         columns = self.dataset.column_names
-        return str(xxh3_64_hexdigest(repr((count, columns, content)).encode()))
+        return str(xxh3_64_hexdigest(repr((count, columns, sampled_rows)).encode()))
 
     def fingerprint(self, index: int) -> str:
         """Hashes some rows, or the file's beginning and end, or returns the hub's own hash."""
         if self.is_map:
             return self._sample
         info = self.info(index)
-        known = (info.get("lfs") or {}).get("sha256") or info.get("blob_id")
-        if known:
-            return str(known)
+        hub_hash = (info.get("lfs") or {}).get("sha256") or info.get("blob_id")
+        if hub_hash:
+            return str(hub_hash)
         size = self.size(index)
         if size == 0:
             return ""
@@ -131,33 +133,33 @@ class DatasetInputs(InputFiles):
     def sample(self, index: int) -> str:
         return self.fingerprint(index)
 
-    def _look_up(self, index: int) -> dict[str, JsonObject]:
-        """Looks up a shard, and with a shard on the hub all shards in its folder, in one request.
+    def _fetch_infos(self, index: int) -> dict[str, JsonObject]:
+        """Looks up a shard; for a shard on the hub all shards in its folder, in one request.
 
-        A shard without a file, or on a server that tells no size, has size 0.
+        A shard without a file, or on a server that reports no size, has size 0.
         """
         name = self.names[index]
         url = _innermost(self.urls[index])
         if "/" not in url:
             return {name: {"size": 0}}
-        found = _HUB_FILE.fullmatch(url)
+        match = _HUB_FILE.fullmatch(url)
         fs, path = _file_system(url, self.token)
         try:
-            if found is None:
+            if match is None:
                 return {name: retrying.READING.run(lambda: fs.info(path), url)}
             listed = retrying.READING.run(
                 lambda: fs.ls(path.rpartition("/")[0], expand_info=False), url
             )
         except Exception as error:
             # An HTTP server may refuse HEAD.
-            if found is None and not isinstance(error, FileNotFoundError):
+            if match is None and not isinstance(error, FileNotFoundError):
                 return {name: {"size": 0}}
-            if found is None or (
+            if match is None or (
                 retrying.http_status(error) is None and not isinstance(error, OSError)
             ):
                 raise
             raise InputError(
-                explain_hub_error(found["repository"], error, found["commit"])
+                explain_hub_error(match["repository"], error, match["commit"])
             ) from error
         infos = {f"hf://{info['name']}": info for info in listed}
         if url not in infos:
@@ -166,8 +168,8 @@ class DatasetInputs(InputFiles):
         return {name: infos[path] for name, path in paths.items() if path in infos}
 
     def batches(self, index: int, first: int, size: int) -> Iterator[dict[str, list[object]]]:
-        """Yields the rank's rows of one shard from its ``first``-th on, in batches as
-        ``dataset.iter`` makes them.
+        """Yields the rank's rows of one shard from number ``first`` on, in batches of
+        ``dataset.iter``.
         """
         number, shares = self.row_shard
         if self.is_map:
@@ -185,10 +187,10 @@ class DatasetInputs(InputFiles):
 
 
 def commit_of(url: str) -> str | None:
-    found = _HUB_FILE.fullmatch(_innermost(url))
-    if found is None:
+    match = _HUB_FILE.fullmatch(_innermost(url))
+    if match is None:
         return None
-    return found["commit"]
+    return match["commit"]
 
 
 def _innermost(url: str) -> str:
@@ -196,7 +198,7 @@ def _innermost(url: str) -> str:
 
 
 def without_commit(url: str) -> str:
-    """Removes the commit, because a new commit may leave a file as it is."""
+    """Removes the commit, because a new commit may leave the file unchanged."""
     return re.sub(r"(hf://datasets/[^@]+)@[^/]+/", r"\1/", url)
 
 
@@ -213,5 +215,5 @@ def _file_system(url: str, token: str | bool | None) -> tuple[AbstractFileSystem
     options = {}
     if url.startswith("hf://") and token is not None:
         options["token"] = token
-    found: tuple[AbstractFileSystem, str] = url_to_fs(url, **options)
-    return found
+    result: tuple[AbstractFileSystem, str] = url_to_fs(url, **options)
+    return result

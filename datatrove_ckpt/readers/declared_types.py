@@ -1,4 +1,4 @@
-"""Types that a user declares of the columns of JSON lines and CSV, which have few or none."""
+"""Converts columns of JSON lines and CSV to the types that a user declares."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BYTES = ("binary", "large_binary", "binary_view")
 
 @dataclass
 class DeclaredTypes:
-    """``names``: Arrow's, by column."""
+    """The declared types of columns, as Arrow's ``names`` by column."""
 
     names: dict[str, str]
     _kinds: dict[str, pa.DataType] = field(default_factory=dict)
@@ -55,29 +55,35 @@ class DeclaredTypes:
 
 
 def _converted(value: object, kind: pa.DataType) -> object:
-    """Raises ValueError, or an error of Arrow, ...: the value would not come back equal."""
-    given = value
+    """Converts a value.
+
+    Raises:
+        ValueError, or an error of Arrow: the conversion would change the value.
+    """
+    plain = value
     if isinstance(value, int | float) and str(kind) in _TEXTS:
-        given = json.dumps(value)  # Arrow writes 1.0 as 1
+        plain = json.dumps(value)  # Arrow writes 1.0 as 1
     elif isinstance(value, int) and value >= 2**63:
-        given = str(value)
-    scalar = pa.scalar(given).cast(kind)
-    found = scalar.as_py()
-    if isinstance(found, bool):
-        fits = isinstance(value, str) or value == found
-    elif isinstance(found, int | float):
-        fits = _is_equal(Decimal(value if isinstance(value, bool) else str(value)), found)
+        plain = str(value)
+    scalar = pa.scalar(plain).cast(kind)
+    converted = scalar.as_py()
+    if isinstance(converted, bool):
+        is_equal = isinstance(value, str) or value == converted
+    elif isinstance(converted, int | float):
+        is_equal = _is_equal(Decimal(value if isinstance(value, bool) else str(value)), converted)
     else:  # no part of a time is lost
-        fits = pa.scalar(found, kind).equals(scalar)
-    if not fits:
-        raise ValueError(f"it would be {found!r}")
-    return found
+        is_equal = pa.scalar(converted, kind).equals(scalar)
+    if not is_equal:
+        raise ValueError(f"it would be {converted!r}")
+    return converted
 
 
-def _is_equal(given: Decimal, found: float) -> bool:
-    """A float may round a fraction, but not to 0 or infinity."""
-    exact = Decimal(found)
-    if given in (exact, Decimal(repr(found))) or (given.is_nan() and exact.is_nan()):
+def _is_equal(exact_value: Decimal, converted: float) -> bool:
+    """Whether a float is the value, or rounds its fraction, but not to 0 or infinity."""
+    exact = Decimal(converted)
+    if exact_value in (exact, Decimal(repr(converted))) or (
+        exact_value.is_nan() and exact.is_nan()
+    ):
         return True
-    is_fraction = given.is_finite() and given != given.to_integral_value()
+    is_fraction = exact_value.is_finite() and exact_value != exact_value.to_integral_value()
     return is_fraction and exact.is_finite() and bool(exact)

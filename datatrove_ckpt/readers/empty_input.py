@@ -1,6 +1,4 @@
-"""Explains an input that has content but no document: its first row, and which setting to
-change.
-"""
+"""Explains an input that has content but no document: its first row, and the setting to change."""
 
 import codecs
 import csv
@@ -21,10 +19,7 @@ from datatrove_ckpt.readers.input_progress import FileProgress
 from datatrove_ckpt.readers.parquet_blocks import ParquetBlocks
 
 MAX_LINE_BYTES = 2**28
-"""Limit of a JSONL line or CSV field, in bytes.
-
-A compressed file of zeros is one line, a thousand times as large.
-"""
+"""Limit of a JSONL line or CSV field, in bytes. A small compressed file of zeros is a huge line."""
 # Python's own limit, for the whole process, is 128 kB.
 csv.field_size_limit(MAX_LINE_BYTES)
 _ARRAY_ADVICE = "Write one object per line (jq -c '.[]' FILE), or move the file out of the folder."
@@ -32,17 +27,17 @@ _RUN_AGAIN = "Correct that, and run the same command again."
 
 
 class NoDocuments(InputError):
-    """No row of a file is a document, and its content tells why."""
+    """No row of a file is a document, and the content shows why."""
 
 
 def refuse_file_without_documents(reader: BaseDiskReader, name: str, damaged: bool) -> None:
     """Refuses a file that is not empty, of a reader that found no document at all.
 
     Args:
-        damaged: one of its lines was no JSON object.
+        damaged: whether a line was no JSON object.
 
     Raises:
-        NoDocuments: always, but for a file without rows, or whose rows have an empty text.
+        NoDocuments: always, except for a file without rows, or whose rows have an empty text.
     """
     folder = reader.data_folder.path
     text = explain(reader, name, damaged)
@@ -78,7 +73,7 @@ def explain(reader: BaseDiskReader, name: str, damaged: bool = False) -> str:
         else:
             file = ArrowBlocks(reader.data_folder, name)
         with closing(file):
-            for block in file.blocks((), FileProgress(), most=1):
+            for block in file.blocks((), FileProgress(), max_rows=1):
                 for row, _, _, _ in block.rows:
                     return _explain_row(reader, name, cast("JsonObject", row), damaged)
         return ""

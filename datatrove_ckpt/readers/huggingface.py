@@ -1,7 +1,7 @@
-"""HuggingFaceDatasetReader: by shard and row in a stream, by index in a map-style dataset.
+"""HuggingFaceDatasetReader seeks by shard and row in a stream, by index in a map-style dataset.
 
 A ``FilePosition`` is (rows of the rank in this shard so far,). A resume begins at a whole batch of
-the shard, counted from its beginning: if the dataset has no features, missing columns are filled up
+the shard, counted from its beginning: if the dataset has no features, missing columns are filled
 within a batch.
 """
 
@@ -93,8 +93,8 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         shuffle_files: bool = False,
         load_from_disk: bool = False,
     ) -> None:
-        given = dict(locals())
-        huggingface.HuggingFaceDatasetReader.__init__(**given)
+        arguments = dict(locals())
+        huggingface.HuggingFaceDatasetReader.__init__(**arguments)
         if isinstance(self.dataset_options.get("token"), str):
             raise ConfigError(
                 "dataset_options: a token does not belong there, because it is pickled with the "
@@ -116,7 +116,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
 
     @property
     def chosen(self) -> str:
-        """The part of ``dataset_options`` that decides which rows there are, as JSON."""
+        """The part of ``dataset_options`` that decides which rows are read, as JSON."""
         options = {}
         if not self.load_from_disk:
             options = {
@@ -138,7 +138,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
             yield self.dataset, features.arrow_schema
 
     def shares_rows(self, shards: int) -> bool:
-        """Returns whether the tasks share a dataset of so many shards by rows instead of shards."""
+        """Whether the tasks share a dataset with this number of shards by rows, not by shards."""
         return self.load_from_disk or not self.streaming or shards <= 1
 
     def preview(self) -> HuggingFaceDatasetReader:
@@ -213,7 +213,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
             ) from error
 
     def list_dataset(self, commit: str | None = None) -> DatasetInputs:
-        """Opens the dataset at the commit of a saved position, or else at that of the job.
+        """Opens the dataset at the commit of a saved position, or else at the commit of the job.
 
         Raises:
             InputError: the dataset cannot be opened, or has no such split or column.
@@ -226,7 +226,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
             )
         except (CkptError, ImportError):
             raise
-        except Exception as error:  # whatever datasets, the hub and file systems raise
+        except Exception as error:  # any error of datasets, the hub or file systems
             raise InputError(explain_hub_error(self.dataset, error, commit)) from error
         if isinstance(dataset, dict):
             raise InputError(
@@ -246,7 +246,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         return inputs
 
     def _load(self, commit: str | None) -> tuple[Any, list[str] | None]:
-        """Returns the dataset, or one for each split, and the files of a stream."""
+        """Returns the dataset, or a dict with a dataset for each split, and a stream's files."""
         from datasets import load_dataset, load_dataset_builder, load_from_disk
 
         if self.load_from_disk:
@@ -274,37 +274,37 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
             return None
 
         def resolve() -> str | None:
-            return commit or self._ask_for_commit(repository, revision)
+            return commit or self._request_commit(repository, revision)
 
         revisions = job_revisions()
         if revisions is None:
             return resolve()
-        kept = revisions.commit(repository, revision, resolve)
-        return commit or kept
+        recorded = revisions.commit(repository, revision, resolve)
+        return commit or recorded
 
-    def _ask_for_commit(self, repository: str, revision: str) -> str | None:
+    def _request_commit(self, repository: str, revision: str) -> str | None:
         from huggingface_hub import HfApi
 
         api = HfApi(token=self.dataset_options.get("token"))
         try:
-            ask = partial(api.dataset_info, repository, revision=revision)
-            found = retrying.OPENING.run(
-                ask, f"The dataset {repository} cannot be found on the hub"
+            request_info = partial(api.dataset_info, repository, revision=revision)
+            info = retrying.OPENING.run(
+                request_info, f"The dataset {repository} cannot be found on the hub"
             )
         except Exception as error:
             if type(error).__name__ == "OfflineModeIsEnabled":
                 return None  # datasets may have it in its cache
             raise InputError(explain_hub_error(self.dataset, error)) from error
-        return str(found.sha)
+        return str(info.sha)
 
     def _repository(self) -> str | None:
-        """Returns the dataset's name on the hub; None if it is elsewhere.
+        """Returns the dataset's name on the hub; None if the dataset is elsewhere.
 
-        ``load_dataset`` looks in this order.
+        The order is that ``load_dataset`` uses.
         """
         name = str(self.dataset).removeprefix("hf://datasets/")
         is_local = name == self.dataset and Path(name).exists()
-        # A format's name, as "json", needs one of these.
+        # The name of a format, such as "json", needs one of these options.
         is_format = "/" not in name and not self.dataset_options.keys().isdisjoint(_FILES)
         if self.load_from_disk or is_local or is_format or name.count("/") > 1:
             return None
@@ -314,8 +314,8 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         columns = dataset.column_names
         if columns is None or not self.has_default_adapter() or self.text_key in (None, *columns):
             return
-        shown = ", ".join(map(repr, columns[:20]))
+        column_names = ", ".join(map(repr, columns[:20]))
         raise NoDocuments(
             f"The dataset {self.dataset!r} has no column {self.text_key!r}. Its columns are "
-            f"{shown}. Set text_key to one of them, or to null if the rollout needs no text."
+            f"{column_names}. Set text_key to one of them, or to null if the rollout needs no text."
         )

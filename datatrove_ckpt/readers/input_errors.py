@@ -15,7 +15,7 @@ def explain_hub_error(dataset: str, error: BaseException, commit: str | None = N
     """Explains why a dataset cannot be opened or looked up.
 
     Args:
-        commit: the one that the run reads; None: not known yet.
+        commit: the commit that the run reads; None: not known yet.
     """
     if commit and type(error).__name__ == "RevisionNotFoundError":
         return (
@@ -51,8 +51,8 @@ def naming_hub_input(folder: DataFolder, name: str = "", missing: bool = True) -
 
     Args:
         name: the file that is read; "": the folder is listed.
-        missing: ``FileNotFoundError`` and ``PermissionError`` count, too, which the client raises
-            for a folder.
+        missing: whether ``FileNotFoundError`` and ``PermissionError`` count, which the client
+            raises for a folder.
     """
     try:
         yield
@@ -82,38 +82,38 @@ def naming_hub_input(folder: DataFolder, name: str = "", missing: bool = True) -
 
 
 def refuse_equal_names(names: Sequence[str], file: str) -> None:
-    """Raises InputError if two columns have one name."""
+    """Raises InputError if two columns have the same name."""
     if len({*names}) == len(names):
         return
-    name = next(one for one in names if names.count(one) > 1)
-    places = ", ".join(str(number) for number, one in enumerate(names, 1) if one == name)
+    name = next(other for other in names if names.count(other) > 1)
+    numbers = ", ".join(str(number) for number, other in enumerate(names, 1) if other == name)
     raise InputError(
-        f"The input file {file!r} has several columns named {name!r}: numbers {places}. "
+        f"The input file {file!r} has several columns named {name!r}: numbers {numbers}. "
         "Rename or remove all but one, and run the same command again."
     )
 
 
 def _described(folder: DataFolder, name: str) -> str:
-    where = folder.resolve_paths("")
+    folder_url = folder.resolve_paths("")
     if name:
-        return f"The input file {name!r} in {where}"
-    return f"The input {where!r}"
+        return f"The input file {name!r} in {folder_url}"
+    return f"The input {folder_url!r}"
 
 
-def _explain_folder(what: str, error: BaseException) -> str:
+def _explain_folder(subject: str, error: BaseException) -> str:
     refused = hub_refusal(error)
     if refused:
-        return f"{what} cannot be read: {refused}."
-    what += f" cannot be read: {one_line(error)}."
+        return f"{subject} cannot be read: {refused}."
+    subject += f" cannot be read: {one_line(error)}."
     kind = type(error).__name__
     if "Revision" in kind or "(revision not found)" in str(error):
-        return f"{what} Correct the branch, tag or commit after the @ in the input's URL."
+        return f"{subject} Correct the branch, tag or commit after the @ in the input's URL."
     if "EntryNotFound" in kind or isinstance(error, _MISSING) or http_status(error) == 404:
         return (
-            f"{what} Correct the input's URL, or restore what is gone; for a private or "
+            f"{subject} Correct the input's URL, or restore what is gone; for a private or "
             "gated repository, set HF_TOKEN to a token of an account that may read it."
         )
     return (
-        f"{what} Check the network, HF_ENDPOINT and https://status.huggingface.co, and run the "
+        f"{subject} Check the network, HF_ENDPOINT and https://status.huggingface.co, and run the "
         "same command again."
     )

@@ -1,7 +1,7 @@
-"""The size of a rank's input, and how much of it lies before a document, for percent and time left.
+"""Measures a rank's input, and the part before a document, for percentages and the remaining time.
 
-The unit is stored bytes, because a listing has them; the format converts its places to bytes. This
-opens no file, and costs nothing per document.
+The unit is stored bytes, because a listing has them; each format converts its positions to bytes.
+No file is opened, and documents cost nothing.
 """
 
 import math
@@ -20,7 +20,7 @@ _MEASURED = 1000
 
 
 class MeasuredInputs(Protocol):
-    """See ``inputs.InputFiles``."""
+    """The part of ``inputs.InputFiles`` that is needed to measure an input."""
 
     names: Sequence[str]
     tasks: int | None
@@ -30,16 +30,16 @@ class MeasuredInputs(Protocol):
 
 @dataclass(slots=True, eq=False)
 class FileProgress:
-    """One file of an input, and which part of it a place is. A format fills it in when it opens the
-    file.
+    """Converts positions in one file of an input to bytes. The format sets the fields when it opens
+    the file.
 
     Attributes:
         before: bytes of the files before this file.
-        per: bytes for each unit of a place's first number; None: not known.
-        starts: for places of group and row: which part of the file lies before each group, from 0
-            to 1, with a last 1.
-        lengths: rows of a group, as far as they are known.
-        end: where the reading of a file that may grow ended; None before the end.
+        per: bytes for each unit of a position's first number; None: unknown.
+        starts: share of the file before each group, from 0 to 1, with a last 1, if positions are
+            group and row.
+        lengths: rows of each group, as far as they are known.
+        end: offset at which the reading of a file that may grow ended; None before the end.
     """
 
     before: float = 0.0
@@ -49,14 +49,14 @@ class FileProgress:
     lengths: dict[int, int] = field(default_factory=dict)
     end: int | None = None
 
-    def progress(self, place: tuple[int, ...]) -> float:
-        if not place:
+    def progress(self, position: tuple[int, ...]) -> float:
+        if not position:
             return self.before
-        number = place[0]
+        number = position[0]
         inside = 0.0
         if 0 <= number < len(self.starts) - 1:
             start, end = self.starts[number : number + 2]
-            part = place[1] / max(1, self.lengths.get(number, place[1]))
+            part = position[1] / max(1, self.lengths.get(number, position[1]))
             inside = self.size * (start + (end - start) * min(1.0, part))
         elif self.per is not None:
             inside = number * self.per
@@ -65,24 +65,24 @@ class FileProgress:
 
 @dataclass(eq=False)
 class InputProgress:
-    """The input of one reader in one rank.
+    """The size of the input of one reader in one rank, and the progress in it.
 
     Args:
         limit: the reader's limit; -1: none.
-        is_near: a size costs no request.
+        is_near: whether a size costs no request.
     """
 
     inputs: MeasuredInputs
     _limit: int
     _is_near: bool
     total: float | None = None
-    """In bytes; None: not known, or not yet: see ``measure``."""
+    """Size in bytes; None: unknown, or not measured yet (``measure``)."""
     measuring: threading.Thread | None = None
-    """Looks the sizes up; None: this was not needed yet, or took no thread."""
+    """Thread that measures; None: not needed yet, or measured without a thread."""
     _is_measured: bool = False
 
     def measure(self) -> None:
-        """Looks the sizes up once, in a thread if that may take long."""
+        """Reads the sizes once, in a thread if this may take long."""
         if self._is_measured:
             return
         self._is_measured = True
@@ -95,18 +95,20 @@ class InputProgress:
             self.measuring.start()
 
     def _measure(self) -> None:
-        # The reader raises a better error when it comes to the file.
+        # The reader raises a better error when it opens the file.
         with suppress(Exception):
             count = len(self.inputs.names)
-            most = _MEASURED if self._is_near else 50
-            chosen = range(0, count, max(1, -(-count // most)))
+            max_measured = _MEASURED if self._is_near else 50
+            chosen = range(0, count, max(1, -(-count // max_measured)))
             sizes = [self.inputs.size_for_people(index) for index in chosen]
             if not count or any(sizes):
                 self.total = sum(sizes) * count / max(1, len(sizes))
 
-    def progress(self, file: FileProgress, place: tuple[int, ...], documents: int) -> InputPosition:
+    def progress(
+        self, file: FileProgress, position: tuple[int, ...], documents: int
+    ) -> InputPosition:
         self.measure()
-        done = file.progress(place)
+        done = file.progress(position)
         coarse = file.per is None and not file.starts
         total = self.total
         if coarse and len(self.inputs.names) < 20:

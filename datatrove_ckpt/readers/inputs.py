@@ -1,8 +1,8 @@
-"""Checks that an input is still the one that a position was made for.
+"""Lists the files of an input, and checks that they are still the input of a position.
 
-A state is too small for ten thousand names and sizes. It keeps an ``InputDigest`` of finished
+A state is too small for ten thousand names and sizes. It holds an ``InputDigest`` of finished
 files, and name, size and a hash of the first (and last) 64 kB of the current file. Finished files
-are not read again, which would cost what seeking saves.
+are not read again, because this would take the time that seeking saves.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from datatrove_ckpt.readers.shard_record import FileRecord, ReaderRecord
 from datatrove_ckpt.readers.step_records import plain_settings
 
 _SAMPLE = 2**16
-# File systems' names for a value that changes with a file's content.
+# Names of file systems for a value that changes with a file's content.
 _TAGS = (
     "ETag",
     "etag",
@@ -46,8 +46,8 @@ _TAGS = (
 
 
 def position_mismatch(problem: str, advice: str = "Restore it") -> CheckpointMismatch:
-    """Returns the error for a position that does not fit its input: the way out is other folders in
-    a pipeline, no state in a training.
+    """Returns the error for a position that does not match its input. The remedy is other folders
+    in a pipeline, and to drop the state in a training.
     """
     if in_pipeline():
         return CheckpointMismatch(f"{problem} {advice}.", starts_over="with old results")
@@ -63,13 +63,11 @@ class InputFiles:
     """
 
     row_shard = ALL_ROWS
-    """(index, count): the reader's rank reads every ``count``-th row of these files, from ``index``
-    on.
-    """
+    """Index and count: the rank reads every ``count``-th row of these files, from ``index`` on."""
     commit: str | None = None
     """The commit of a dataset on the hub."""
     tasks: int | None = None
-    """Ranks from this one on have no files. None: not known."""
+    """Number of the first rank without files. None: unknown."""
 
     def __init__(
         self, folder: DataFolder, names: Sequence[str], infos: dict[str, JsonObject] | None = None
@@ -79,7 +77,7 @@ class InputFiles:
         self._infos = infos or {}
 
     def info(self, index: int) -> JsonObject:
-        """Returns size, time of change, ETag..., depending on the file system.
+        """Returns size, time of change, ETag and other values, depending on the file system.
 
         Raises:
             InputError: the file is a FIFO, a socket or a device.
@@ -99,13 +97,13 @@ class InputFiles:
         return int(self.info(index)["size"] or 0)
 
     def size_for_people(self, index: int) -> int:
-        """Returns the size without keeping it, in any thread."""
+        """Returns the size without storing it. Any thread may call this."""
         name = self.names[index]
         info = self._infos.get(name) or self._remote(self.folder.info, name)
         return int(info["size"] or 0)
 
     def note_size(self, index: int, size: int | None) -> None:
-        """Replaces the size by the bytes that were read; None, after a limit, by the current
+        """Replaces the size with the number of bytes read; after a limit (None), with the current
         size.
         """
         if size != self.size(index):
@@ -117,9 +115,9 @@ class InputFiles:
     def fingerprint(self, index: int) -> str:
         """Returns ``fingerprint`` of the file, or the hub's own hash, which costs no download."""
         if is_on_hub(self.folder):
-            known = self.info(index).get("blob_id")
-            if known:
-                return str(known)
+            hub_hash = self.info(index).get("blob_id")
+            if hub_hash:
+                return str(hub_hash)
         size = self.size(index)
         return str(self._remote(fingerprint, self.folder, self.names[index], size))
 
@@ -128,7 +126,7 @@ class InputFiles:
             return retrying.READING.run(partial(call, *arguments), self.folder.path)
 
     def sample(self, index: int) -> str:
-        """Returns a value that changes with the content; empty without such a value or file."""
+        """Returns a value that changes with the content; "" if there is no such value or file."""
         info = self.info(index)
         if not self.folder.is_local():
             return next((str(info[tag]) for tag in _TAGS if info.get(tag)), "")
@@ -148,26 +146,34 @@ class InputFiles:
         return digest
 
     def check_all(self, before: ReaderState) -> None:
-        """Raises CheckpointMismatch unless a digest's state is of exactly these files."""
-        now = self.digest(len(self.names))
-        if not now.is_of(before):
+        """Checks that a digest's state is of exactly these files.
+
+        Raises:
+            CheckpointMismatch: files have changed, or were added or removed.
+        """
+        current = self.digest(len(self.names))
+        if not current.is_of(before):
             raise position_mismatch(
                 f"The input has changed: there were {before['files']} files of {before['bytes']} "
-                f"bytes, and there are {now.files} of {now.bytes} bytes."
+                f"bytes, and there are {current.files} of {current.bytes} bytes."
             )
 
     def known_size(self, index: int) -> int:
-        """Raises CheckpointMismatch if the file, which existed when the state was made, is gone."""
+        """Returns the size of a file that existed when the state was made.
+
+        Raises:
+            CheckpointMismatch: the file is missing.
+        """
         try:
             return self.size(index)
         except FileNotFoundError as error:
             raise position_mismatch(f"The input file {self.names[index]!r} is gone.") from error
 
     def check_before(self, state: ReaderState) -> InputDigest:
-        """Returns the digest of the files before the state's current one.
+        """Returns the digest of the files before the state's current file.
 
         Raises:
-            CheckpointMismatch: one of these files has changed, or the current one is gone.
+            CheckpointMismatch: a file before it has changed, or the current file is missing.
         """
         before = state["before"]
         current = state["file"]["name"]
@@ -205,7 +211,7 @@ class InputDigest:
         return {"files": self.files, "bytes": self.bytes, "all": f"{self.all:016x}"}
 
     def is_of(self, state: ReaderState) -> bool:
-        """States of earlier releases hold more keys."""
+        """Whether a state is of this digest. States of earlier releases hold more keys."""
         return self.state().items() <= state.items()
 
     def __str__(self) -> str:
@@ -213,7 +219,7 @@ class InputDigest:
 
 
 def fingerprint(folder: DataFolder, name: str, size: int) -> str:
-    """Hashes a file's first and last 64 kB, where gzip and Parquet describe the content."""
+    """Hashes a file's first and last 64 kB, in which gzip and Parquet describe the content."""
     sample = b""
     if size:
         sample = folder.cat_file(name, start=0, end=min(size, _SAMPLE))
@@ -242,7 +248,7 @@ def metadata_hash(metadata: JsonObject | None) -> str:
 
 
 MISSING = -1
-"""The size of a file that a list names and that does not exist."""
+"""Size of a file that a list names, but that does not exist."""
 _OPTIONS = ("text_key", "id_key", "limit", "skip")
 
 
@@ -292,7 +298,7 @@ def _record(inputs: InputFiles, index: int) -> FileRecord:
 
 
 def check_reachable(folder: DataFolder) -> None:
-    """Contacts a remote input. Errors that no retry can fix are left to the listing.
+    """Contacts a remote input. Ignores errors that no retry can fix: the listing raises them.
 
     Raises:
         InputError, OSError: the input could not be reached for a minute.
@@ -302,13 +308,13 @@ def check_reachable(folder: DataFolder) -> None:
             retrying.OPENING.run(
                 partial(folder.info, ""), f"The input {folder.resolve_paths('')} cannot be reached"
             )
-        except Exception as error:  # whatever the file systems' libraries raise
+        except Exception as error:  # any error of a file system's library
             if retrying.OPENING.is_transient(error):
                 raise
 
 
 class InputFolder(DataFolder):  # type: ignore[misc]  # datatrove has no types
-    """Lists only input."""
+    """A folder that lists only input, without internal and hidden files."""
 
     cachable = False
 
@@ -317,12 +323,12 @@ class InputFolder(DataFolder):  # type: ignore[misc]  # datatrove has no types
         reader.data_folder = cls(reader.data_folder.path, reader.data_folder.fs)
 
     def glob(self, path: str, **options: Any) -> dict[str, JsonObject]:
-        """Takes only ``path`` as a pattern, also if the folder's own name has *, ? or [."""
+        """Lists files by the pattern ``path``, without a pattern in the folder's own name."""
         if not has_magic(self.path):
             return dict(super().glob(path, **options))
-        fits = re.compile(glob_translate(path)).match
-        found = self.find("", **options | {"maxdepth": None}).items()
-        return {name: info for name, info in found if fits(name)}
+        matches = re.compile(glob_translate(path)).match
+        infos = self.find("", **options | {"maxdepth": None}).items()
+        return {name: info for name, info in infos if matches(name)}
 
     def list_files(self, *arguments: Any, **options: Any) -> list[str]:
         names = super().list_files(*arguments, **options)
@@ -330,7 +336,7 @@ class InputFolder(DataFolder):  # type: ignore[misc]  # datatrove has no types
 
 
 def refuse_pointer(begin: bytes, name: str) -> None:
-    """Raises InputError if a file begins as a pointer of Git LFS."""
+    """Raises InputError if a file begins like a pointer of Git LFS."""
     if begin.startswith(b"version https://git-lfs.github.com/spec/"):
         raise InputError(
             f"The input file {name!r} is a pointer of Git LFS, and not the file itself. Run `git "
@@ -339,9 +345,9 @@ def refuse_pointer(begin: bytes, name: str) -> None:
 
 
 def refuse_pointers(inputs: InputFiles) -> None:
-    """Raises InputError if one of the first files of a local folder is a pointer of Git LFS."""
+    """Raises InputError if one of the first 10,000 files of a folder is a pointer of Git LFS."""
     for index, name in enumerate(inputs.names[:10_000]):
-        if 0 < inputs.size(index) <= 1024:  # Git LFS takes no longer file for a pointer
+        if 0 < inputs.size(index) <= 1024:  # Git LFS accepts no larger pointer
             refuse_pointer(inputs.folder.cat_file(name), name)
 
 
@@ -349,18 +355,18 @@ def list_input(reader: BaseDiskReader, afresh: bool = True, of_rank: bool = Fals
     """Lists all files of a reader's input, in datatrove's order.
 
     Args:
-        afresh: ignore cached listings.
-        of_rank: accept special files among those of other ranks.
+        afresh: whether to ignore cached listings.
+        of_rank: whether to accept special files, which may be another rank's.
 
     Raises:
-        InputError: one of the files in the folder is a FIFO, a socket or a device.
+        InputError: a file in the folder is a FIFO, a socket or a device.
         OSError: the folder or the list cannot be read.
     """
     folder = reader.data_folder
     pattern = reader.glob_pattern
     if hasattr(reader, "list_dataset"):  # HuggingFaceDatasetReader
-        found: InputFiles = reader.list_dataset()
-        return found
+        dataset_inputs: InputFiles = reader.list_dataset()
+        return dataset_inputs
     if reader.paths_file:
         return InputFiles(folder, list(get_shard_from_paths_file(reader.paths_file, 0, 1)))
     if afresh:
@@ -370,20 +376,22 @@ def list_input(reader: BaseDiskReader, afresh: bool = True, of_rank: bool = Fals
         # As in DataFolder.list_files: one request in all.
         options["expand_info"] = False
     if not pattern:
-        ask = partial(folder.find, "", **options)
+        list_folder = partial(folder.find, "", **options)
     else:
         if not has_magic(pattern):
             pattern = f"*{pattern}"
-        ask = partial(InputFolder(folder.path, folder.fs).glob, pattern, **options)
+        list_folder = partial(InputFolder(folder.path, folder.fs).glob, pattern, **options)
     with naming_hub_input(folder):
-        listed = retrying.READING.run(ask, f"The input {folder.resolve_paths('')} cannot be listed")
+        listed = retrying.READING.run(
+            list_folder, f"The input {folder.resolve_paths('')} cannot be listed"
+        )
     files = (name for name, info in listed.items() if info["type"] != "directory")
     names = sorted(name for name in files if is_input(name, pattern))
-    # A listing does not follow symbolic links, and calls them "other".
-    known = {name: listed[name] for name in names if listed[name]["type"] != "other"}
-    inputs = InputFiles(folder, names, known)
+    # A listing does not follow symbolic links: their type is "other".
+    infos = {name: listed[name] for name in names if listed[name]["type"] != "other"}
+    inputs = InputFiles(folder, names, infos)
     for index, name in enumerate(names):
-        if name not in known and not of_rank:
+        if name not in infos and not of_rank:
             with suppress(FileNotFoundError):
                 inputs.info(index)
     return inputs

@@ -1,4 +1,4 @@
-r"""JSONL: plain files by byte offset, compressed ones by decompressing without parsing.
+r"""Reads JSONL: seeks in plain files by byte offset, in compressed files by decompressing to it.
 
 Files are read as bytes, 1 MiB and the rest of its last line at a time. ``bytes.splitlines`` splits
 as datatrove's text mode does: at ``\n``, ``\r\n`` or a lone ``\r``. All lines are counted, also
@@ -104,13 +104,13 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         except orjson.JSONDecodeError as error:
             if not line.strip():
                 return None
-            if line.startswith(codecs.BOM_UTF8):  # of the file, or of one that was appended to it
+            if line.startswith(codecs.BOM_UTF8):  # of the file, or of an appended file
                 return self.parse_row(line.removeprefix(codecs.BOM_UTF8), name)
             refuse_pointer(line, name)
-            if _opens_array(line.strip()):  # else each line but the last one would be damaged
+            if _opens_array(line.strip()):  # else each line except the last would be damaged
                 refuse_array(self, name)
-            why = _SPREAD if line.strip() == b"{" else error
-            return BadRow(why, line[:60].decode(errors="replace").rstrip())
+            problem = _SPREAD if line.strip() == b"{" else error
+            return BadRow(problem, line[:60].decode(errors="replace").rstrip())
         if not isinstance(data, dict):
             if _holds_objects(data):  # else a whole file would be one damaged line
                 refuse_array(self, name)
@@ -136,7 +136,7 @@ def _decode_media(media: Any) -> None:
     """Decodes the base64 in datatrove's media objects, and leaves other values to the adapter.
 
     Raises:
-        DocumentNotSerializable: it is no base64.
+        DocumentNotSerializable: a value is no base64.
     """
     for entry in media:
         if isinstance(entry, dict) and isinstance(entry.get("media_bytes"), str):
@@ -167,21 +167,21 @@ def _read_exactly(file: IO[bytes], count: int, name: str) -> bytes:
 
 
 def _read_parts(file: IO[bytes], name: str) -> Iterator[bytes]:
-    """Yields the content from the file's place on, in parts that end with a line, or with the file.
+    """Yields the content from the file's offset on, in parts that end with a line, or the file.
 
     Raises:
         InputError: a line is too long.
     """
     while part := file.read(PART_BYTES):
         if not part.endswith(b"\n"):
-            rest = read_line(file)
-            if len(rest) >= MAX_LINE_BYTES:
+            line_end = read_line(file)
+            if len(line_end) >= MAX_LINE_BYTES:
                 raise InputError(
                     f"A line of the input file {name!r} is longer than {MAX_LINE_BYTES} bytes, so "
                     "the file is damaged, or no JSONL. Replace it by a complete copy, or move it "
                     "out of the folder."
                 )
-            part += rest
+            part += line_end
         yield part
 
 
@@ -189,12 +189,12 @@ def _line_blocks(file: IO[bytes], name: str) -> Iterator[tuple[list[bytes], int]
     """Yields the lines of each part, and their size."""
     unfinished = b""
     for part in _read_parts(file, name):
-        content = unfinished + part
-        lines = content.splitlines(keepends=True)
+        data = unfinished + part
+        lines = data.splitlines(keepends=True)
         unfinished = b""
         if not part.endswith(b"\n"):  # another process may be writing the line
             unfinished = lines.pop()
-        yield lines, len(content) - len(unfinished)
+        yield lines, len(data) - len(unfinished)
     if unfinished:
         yield [unfinished], len(unfinished)
 
@@ -216,9 +216,9 @@ def _read_late_line_end(file: IO[bytes], offset: int) -> bytes:
 class LineBlocks(BlockFile):
     """A file as parts of about 1 MiB of whole lines.
 
-    The lines are counted once, and read again from the noted places. A row is a line that is not
-    blank, even if it is damaged, which only parsing shows. A compressed file stays open, so parts
-    in order are decompressed once.
+    The lines are counted once, and read again from the recorded offsets. A row is a line that is
+    not blank, even if it is damaged, which only parsing shows. A compressed file stays open, so
+    parts in order are decompressed once.
     """
 
     def __init__(self, reader: JsonlReader, name: str) -> None:
@@ -270,7 +270,7 @@ class LineBlocks(BlockFile):
                 yield row, number - 1, after, number
 
     def check(self, file_position: FilePosition) -> None:
-        """Raises CheckpointMismatch if the content before a place is not what was read."""
+        """Raises CheckpointMismatch if the content before a position has changed."""
         offset, _, start, line_hash, _ = file_position
         with self._open() as file:
             head = self._skip(file, start)
@@ -291,7 +291,7 @@ class LineBlocks(BlockFile):
             )
 
     def _skip(self, file: IO[bytes], offset: int) -> bytes:
-        """Goes from the beginning of the content to ``offset``. Returns at most its first 64 kB."""
+        """Skips the content before ``offset``, and returns at most its first 64 kB."""
         folder = self._reader.data_folder
         if self._is_plain and offset > _HEAD and not folder.is_local():
             # A remote file would download a block at its beginning, 50 MB on S3.
@@ -301,9 +301,9 @@ class LineBlocks(BlockFile):
         if self._is_plain:
             file.seek(offset)
             return head
-        left = offset - len(head)
-        while left > 0:
-            left -= len(_read_exactly(file, min(left, _SKIP_BYTES), self.name))
+        remaining = offset - len(head)
+        while remaining > 0:
+            remaining -= len(_read_exactly(file, min(remaining, _SKIP_BYTES), self.name))
         return head
 
     def index(self) -> FileIndex:
@@ -347,7 +347,7 @@ class LineBlocks(BlockFile):
         self._offset = group.start + len(part)
         self._loaded_bytes = part
         lines = _split(part)
-        # A line end that has moved across the end of the part is a change, too.
+        # A line end that has moved across the end of the part is also a change.
         is_whole = part.endswith(b"\n") or number == len(self.groups) - 1
         if len(part) != group.bytes or len(lines) != group.rows or not is_whole:
             raise changed_error(self.name)
@@ -363,18 +363,18 @@ class LineBlocks(BlockFile):
         parsed = self._reader.parse_row(line, self.name)
         if not isinstance(parsed, BadRow):
             return parsed
-        place = self.groups[number].start + self._loaded_bytes.find(line)
-        self._reader.skip_damaged(self.name, f"the line at byte {place}", parsed, in_training=True)
+        offset = self.groups[number].start + self._loaded_bytes.find(line)
+        self._reader.skip_damaged(self.name, f"the line at byte {offset}", parsed, in_training=True)
         return None
 
 
 def _count_lines(part: bytes) -> int:
     """Counts the lines that are not blank. Splits only parts with blank lines or carriage returns,
-    which few files have.
+    because few files have any.
     """
-    content = np.frombuffer(part, dtype=np.uint8)
-    firsts = content[np.flatnonzero(content[:-1] == ord("\n")) + 1]
-    if b"\r" in part or content[0] <= ord(" ") or (firsts <= ord(" ")).any():
+    data = np.frombuffer(part, dtype=np.uint8)
+    firsts = data[np.flatnonzero(data[:-1] == ord("\n")) + 1]
+    if b"\r" in part or data[0] <= ord(" ") or (firsts <= ord(" ")).any():
         return len(_split(part))
     return len(firsts) + 1
 

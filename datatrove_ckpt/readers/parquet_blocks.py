@@ -1,4 +1,4 @@
-"""Parquet, by row group and row.
+"""Reads Parquet by row group and row.
 
 A part is a slice of a row group. pyarrow reads row groups from their beginning, so earlier rows are
 decoded in small batches, and dropped. Most slices continue after the slice before. A call takes
@@ -23,21 +23,26 @@ _BUFFER_BYTES = 2**20
 
 @dataclass(eq=False)
 class _GroupReading:
-    """The rows of some row groups. ``starts``: the first row of each group. ``row``: the next."""
+    """Reads the rows of some row groups, in order.
+
+    Attributes:
+        starts: number of the first row of each group.
+        row: number of the next row.
+    """
 
     columns: Sequence[str] | None
     starts: dict[int, int]
     _batches: Iterator[pa.RecordBatch]
     row: int = 0
-    _rest: pa.RecordBatch | None = None
+    _remainder: pa.RecordBatch | None = None
 
     def read(self, rows: int) -> Iterator[pa.RecordBatch]:
         while rows:
-            batch = self._rest or next(self._batches)
+            batch = self._remainder or next(self._batches)
             part = batch.slice(0, rows)
-            self._rest = None
+            self._remainder = None
             if batch.num_rows > rows:
-                self._rest = batch.slice(rows)
+                self._remainder = batch.slice(rows)
             self.row = self.row + part.num_rows
             rows = rows - part.num_rows
             yield part
@@ -47,7 +52,7 @@ class ParquetBlocks(TableFile):
     """One Parquet file.
 
     Attributes:
-        size: bytes of a row in memory, in quarters of its bytes by the file's footer.
+        size: bytes of a row in memory, in quarters of its bytes in the file's footer.
     """
 
     size = 4
@@ -75,7 +80,11 @@ class ParquetBlocks(TableFile):
         return self._index_of(self._groups)
 
     def use(self, index: FileIndex) -> None:
-        """Raises CheckpointMismatch if the file has other parts."""
+        """Sets the index that ``read`` needs.
+
+        Raises:
+            CheckpointMismatch: the file has other parts.
+        """
         if index.groups != self._groups:
             raise changed_error(self.name)
         super().use(index)
@@ -119,7 +128,7 @@ class ParquetBlocks(TableFile):
 
     def _begin(self, group: int, columns: Sequence[str] | None) -> _GroupReading:
         sizes = self._groups[group]
-        # Rows keep all of a batch in memory.
+        # A row keeps its whole batch in memory.
         rows = min(2**14, max(1, 2**23 * sizes.rows // max(1, self.size * sizes.bytes)))
         starts = {group: 0}
         end = sizes.rows

@@ -1,8 +1,8 @@
 """Finds the readers of files in a pipeline through its generators: each holds its step and the
 generator before it.
 
-For readers that do not seek, it notes files, and refuses an input without documents. It cannot
-count skipped rows.
+For readers that do not seek, it records files, and refuses an input without documents. Their
+skipped rows are not counted.
 """
 
 import types
@@ -23,8 +23,8 @@ from datatrove_ckpt.readers.step_records import StepRecord
 
 
 def steps_before(documents: Iterable[Document]) -> Iterator[tuple[Any, str, dict[str, Any]]]:
-    """Yields the steps that make these documents, the last one first: step (None: a function),
-    name, arguments.
+    """Yields the steps that make these documents, from the last step to the first: step (None for a
+    function), name, arguments.
     """
     while isinstance(documents, types.GeneratorType) and documents.gi_frame is not None:
         names = documents.gi_frame.f_locals
@@ -41,15 +41,14 @@ class PipelineReaders:
     read.
 
     Args:
-        pipeline: the steps as the executor has them (see ``describe_pipeline``); None if that is
-            not known.
+        pipeline: the executor's steps (see ``describe_pipeline``); None: unknown.
     """
 
     def __init__(
         self, documents: Iterable[Document], pipeline: Sequence[StepRecord] | None
     ) -> None:
         self._pipeline = None if pipeline is None else list(pipeline)
-        found = [
+        readers = [
             (step, names)
             for step, _, names in steps_before(documents)
             if isinstance(step, BaseDiskReader)
@@ -58,26 +57,25 @@ class PipelineReaders:
             step
             if isinstance(step, SeekingReader)
             else _PlainReader(step, names["rank"], names["world_size"])
-            for step, names in reversed(found)
+            for step, names in reversed(readers)
         ]
 
     @property
     def count(self) -> int:
-        """The number of readers of files; 1 if none is known, because a step may hide it."""
+        """The number of readers of files; 1 if no reader is found, because a step may hide it."""
         return max(1, len(self._readers))
 
     def start(self) -> None:
-        """Notes the files of the readers that do not seek, before anything is read.
-
-        Raises OSError.
+        """Records the files of the readers that do not seek, before anything is read. Raises
+        OSError.
         """
         for reader in self._readers:
             if isinstance(reader, _PlainReader):
                 reader.start()
 
     def finish(self, reading: Reading) -> ShardRecord | None:
-        """Returns what was read, after the last document; None if neither readers nor the pipeline
-        are known.
+        """Returns the record of the input after the last document; None if neither readers nor the
+        pipeline are known.
 
         Raises:
             InputError: a reader that does not seek found no document, although its files have

@@ -1,4 +1,4 @@
-"""How a position gets from a reader to the checkpoint, and how a saved position finds its reader.
+"""Carries positions from readers to the checkpoint, and saved positions to their readers.
 
 A document carries its position in a slot that is no dataclass field: filters pass it on, and
 writers do not see it. It costs one tuple per document; only saving builds the state.
@@ -28,10 +28,10 @@ from datatrove_ckpt.readers.shard_record import ReaderRecord
 ReaderState = JsonObject
 """The state of a reader."""
 
-PLAIN_INTEGER = 2**53 - 1  # every JSON reader keeps integers up to this one exactly
+PLAIN_INTEGER = 2**53 - 1  # the largest integer that every JSON reader keeps exactly
 
 FilePosition = tuple[int, ...]
-"""A place in a file, right after a document; () is the file's beginning.
+"""A position in a file, right after a document; () is the file's beginning.
 
 Each format defines its numbers.
 """
@@ -41,7 +41,7 @@ Each format defines its numbers.
 class FileState:
     """The part of a state that all documents of one file share.
 
-    ``input`` and ``file``: their sizes, if known.
+    ``input`` and ``file`` measure the progress, if it is known.
     """
 
     shared: ReaderState
@@ -67,15 +67,15 @@ class FileState:
 
 
 Position = tuple[int, int, FileState, FilePosition, SkippedLines]
-"""Number of the reader, number of documents it has yielded, file, place in the file, lines skipped
-so far.
+"""Number of the reader, number of documents it has yielded, file, position in the file, lines
+skipped so far.
 
 Within one run, ``<`` orders positions as they were read: the first two numbers decide.
 """
 
 
 class PositionedDocument(Document):  # type: ignore[misc, unused-ignore]
-    """A document with the position right after it. Equal to a plain one with the same fields."""
+    """A document with the position right after it. Equal to a ``Document`` with the same fields."""
 
     __slots__ = ("position",)
     __hash__ = None  # type: ignore[assignment]
@@ -103,11 +103,11 @@ def position_state(document: Document) -> ReaderState | None:
 
 @dataclass(eq=False, repr=False)
 class Reading:
-    """One run of a pipeline, as its readers see it. Enter it in the thread that reads, around every
+    """One run of a pipeline, for its readers. Enter it in the thread that reads, around every
     ``next``.
 
     Args:
-        state: where to resume, from ``position_state``; None to start at the beginning.
+        state: position at which to resume, from ``position_state``; None: the beginning.
         revisions: the commits of datasets that the job reads; None outside of a job.
     """
 
@@ -120,12 +120,12 @@ class Reading:
 
     @property
     def resumed(self) -> bool:
-        """Whether the readers resumed from the state, after the first ``next``. False: none of them
+        """Whether the readers resumed from the state, after the first ``next``. False if no reader
         can seek.
 
         Raises:
-            CheckpointMismatch: a reader yielded nothing because a later one should resume, but
-                there is no later one.
+            CheckpointMismatch: a reader yielded nothing because a later reader should resume, but
+                there is no later reader.
         """
         if self._skipped_a_reader and not self._resumed:
             raise CheckpointMismatch(
@@ -172,13 +172,12 @@ class Reading:
 
 @dataclass(slots=True)
 class ReaderStart:
-    """How one reader starts.
+    """The start of one reader, and its record at the end.
 
     Attributes:
-        number: of the reader in the pipeline, from 0.
-        earlier: the digest of each finished reader's input, in order.
-        finished_digest: the digest of this reader's input, if it finished before the save; else
-            None.
+        number: number of the reader in the pipeline, from 0.
+        earlier: digest of each finished reader's input, in order.
+        finished_digest: digest of this reader's input, if it finished before the save; else None.
         skipped: lines skipped so far by this reader and earlier readers.
         skipped_in: files with skipped lines, and whether a line was damaged.
         record: makes the record of the reader's input, once it has finished.
@@ -193,7 +192,7 @@ class ReaderStart:
     record: Callable[[], ReaderRecord] | None = None
 
     def note_skipped(self, name: str, before: SkippedLines, has_documents: bool) -> None:
-        """Notes skipped lines at the end of a file, and warns of a file without documents."""
+        """Records skipped lines at the end of a file, and warns of a file without documents."""
         if self.skipped == before:
             return
         self.skipped_in[name] = self.skipped.damaged > before.damaged
@@ -207,7 +206,7 @@ class ReaderStart:
 
 
 def start_reader(loaded: ReaderState | None) -> ReaderStart:
-    """Decides how a reader starts. ``loaded``: the state from its ``load_state_dict``."""
+    """Returns the start of a reader whose ``load_state_dict`` has received the state ``loaded``."""
     if not _thread.readings:
         return ReaderStart(state=loaded, skipped=saved_skipped(loaded))
     start = _thread.readings[-1].start_reader()
@@ -242,28 +241,28 @@ _thread = _ThreadReadings()
 
 
 Row = dict[str, Any]
-"""A row of the input, as JSON or Arrow gives it: values of any type."""
+"""A row of the input, from JSON or Arrow: values of any type."""
 
 
 class BadRow(NamedTuple):
-    """Why a line or row cannot be read. ``begin``: of its text."""
+    """A line or row that cannot be read: the error, and the beginning of its text."""
 
     error: object
     begin: str = ""
 
 
 ReadRow = tuple[Row | BadRow | None, int | None, FilePosition, int]
-"""A row, the default id of its document, the place right after it, and its number for people.
+"""A row, the default id of its document, the position right after it, and its number for people.
 
-A row that is None is an empty text. An id that is None is the number of documents before: a place
-of the file does not have this number yet.
+A row that is None is an empty text. An id that is None becomes the number of documents before, if
+positions of the file do not have this number.
 """
 
 
 class RowBlock(NamedTuple):
     """Consecutive rows of one file, which are read before the next block.
 
-    ``where``: names a row for people, with its number.
+    ``where`` names a row for people, with {} for its number.
     """
 
     where: str
@@ -271,7 +270,7 @@ class RowBlock(NamedTuple):
 
 
 FileRead = Iterator[tuple[Document | SkippedLines, FilePosition]]
-"""The documents of one file, or why a line or row is none, each with the place right after it."""
+"""The documents or skipped lines of one file, each with the position right after it."""
 
 ALL_ROWS = (0, 1)
-"""Every first row of a file, from row 0 on."""
+"""The share of rows that is all rows: every first row, from row 0 on."""

@@ -1,4 +1,4 @@
-"""The commits of hub datasets that all ranks of a job read.
+"""Records the commits of hub datasets that all ranks of a job read.
 
 A branch moves, so ranks that start at different times would read different files. So the first rank
 records the commit of a branch or tag in the job's checkpoint folder. The file is made by a hard
@@ -28,29 +28,32 @@ class Revisions:
     _folder: Path
 
     def commit(self, dataset: str, revision: str, resolve: Callable[[], str | None]) -> str | None:
-        """Returns the commit that this job reads as ``revision`` of the dataset. Asks the hub only
-        once per job: ``resolve`` returns the commit, or None if the hub is offline.
+        """Returns the commit that this job reads as ``revision`` of the dataset.
+
+        Args:
+            resolve: requests the commit from the hub, once per job. Returns None if the hub is
+                offline.
 
         Raises:
-            CheckpointCorrupt: the kept commit cannot be read.
+            CheckpointCorrupt: the recorded commit cannot be read.
         """
         path = self._folder / f"dataset_{xxh3_64_hexdigest(f'{dataset}@{revision}'.encode())}.json"
-        kept = self._read(path)
-        if kept is not None:
-            return kept
-        found = resolve()
-        if found is None:
+        recorded = self._read(path)
+        if recorded is not None:
+            return recorded
+        commit = resolve()
+        if commit is None:
             return None
-        content = {"dataset": dataset, "revision": revision, "commit": found}
+        fields = {"dataset": dataset, "revision": revision, "commit": commit}
         files.keep_first(
-            path, orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+            path, orjson.dumps(fields, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
         )
         return self._read(path)
 
     def _read(self, path: Path) -> str | None:
         try:
-            content = orjson.loads(path.read_bytes())
-            commit = content["commit"]
+            fields = orjson.loads(path.read_bytes())
+            commit = fields["commit"]
             if is_commit(commit):
                 return str(commit)
         except FileNotFoundError:

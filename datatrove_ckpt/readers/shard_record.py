@@ -1,4 +1,4 @@
-"""What a rank has read, in its checkpoint's ``shard.json``: files, readers, steps, skipped lines.
+"""Records the input of a rank in ``shard.json``: files, readers, steps, skipped lines.
 
 A finished rank is never run again, so its input may not change. The record keeps each file's name,
 size and a sample: a hash of the first and last 64 kB of a local file, the ETag (or the like) of a
@@ -28,9 +28,9 @@ class FileRecord(NamedTuple):
 
 @dataclass
 class ReaderRecord:
-    """What one reader has read.
+    """The input of one reader.
 
-    ``limited``: it stopped at its ``limit``, so files after these do not matter.
+    If the reader stopped at its ``limit`` (``limited``), files after these do not matter.
     """
 
     options: JsonObject = field(default_factory=dict)
@@ -40,10 +40,7 @@ class ReaderRecord:
 
 @dataclass
 class ShardRecord:
-    """The content of ``shard.json``.
-
-    ``pipeline``: the steps before the runner, as the executor has them, if known.
-    """
+    """The content of ``shard.json``. ``pipeline`` has the executor's steps, if they are known."""
 
     readers: list[ReaderRecord] = field(default_factory=list)
     skipped: SkippedLines = SkippedLines()
@@ -53,32 +50,29 @@ class ShardRecord:
         readers = [
             asdict(reader) | {"files": list(map(list, reader.files))} for reader in self.readers
         ]
-        content: JsonObject = {"skipped": self.skipped.numbers(), "readers": readers}
+        fields: JsonObject = {"skipped": self.skipped.numbers(), "readers": readers}
         if self.pipeline is not None:
-            content["pipeline"] = list(map(asdict, self.pipeline))
-        return content
+            fields["pipeline"] = list(map(asdict, self.pipeline))
+        return fields
 
     @classmethod
     def read(cls, path: Path) -> ShardRecord | None:
-        """Reads the record; None if an earlier release wrote it, or the rank has not read all of
-        its input.
+        """Reads the record. Returns None if an earlier release wrote it, or the rank has not read
+        all of its input.
 
         Raises:
             CheckpointCorrupt: the file cannot be read.
         """
         try:
-            content = checksummed_lines.read_shard(path)
-            if (
-                "readers" not in content
-                or content.get("version") != checksummed_lines.SHARD_VERSION
-            ):
+            fields = checksummed_lines.read_shard(path)
+            if "readers" not in fields or fields.get("version") != checksummed_lines.SHARD_VERSION:
                 return None
-            record = cls(skipped=SkippedLines.of_numbers(content["skipped"]))
-            for reader in content["readers"]:
+            record = cls(skipped=SkippedLines.of_numbers(fields["skipped"]))
+            for reader in fields["readers"]:
                 files = list(itertools.starmap(FileRecord, reader["files"]))
                 record.readers.append(ReaderRecord(**(reader | {"files": files})))
-            if "pipeline" in content:
-                record.pipeline = [StepRecord(**step) for step in content["pipeline"]]
+            if "pipeline" in fields:
+                record.pipeline = [StepRecord(**step) for step in fields["pipeline"]]
             return record
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointCorrupt(

@@ -26,8 +26,8 @@ STATELESS_PACKAGES = (
 
 @dataclass
 class StepRecord:
-    """One step: package and class; "reader"; the name of a function; or "documents" for a list of
-    documents.
+    """One step. Its name is package and class, "reader", the name of a function, or "documents" for
+    a list of documents.
     """
 
     name: str
@@ -65,21 +65,18 @@ def _describe_listed(step: object, code_of: Callable[[object], dict[str, str]]) 
     package = cls.__module__.partition(".")[0]
     settings = {}
     if cls.__module__.startswith(STATELESS_PACKAGES):
-        own = {
+        step_settings = {
             name: value
             for name, value in vars(step).items()
             if name not in ("name", "type", "stats")
         }
-        settings = plain_settings(own)
+        settings = plain_settings(step_settings)
     return StepRecord(f"{package}.{cls.__qualname__}", settings | code)
 
 
 def plain_settings(values: Mapping[str, object]) -> JsonObject:
-    """Keeps the values that JSON can express, without secrets.
-
-    A long value is replaced by its hash.
-    """
-    found: JsonObject = {}
+    """Returns the values that JSON can express, without secrets. Hashes replace long values."""
+    settings: JsonObject = {}
     for name, value in values.items():
         if name.startswith("_") or any(True for _ in secrets_among(name, value)):
             continue
@@ -90,19 +87,19 @@ def plain_settings(values: Mapping[str, object]) -> JsonObject:
         except orjson.JSONEncodeError:
             continue
         if len(data) <= 200:
-            found[name] = orjson.loads(data)
+            settings[name] = orjson.loads(data)
         else:
-            found[name] = f"<{len(data)} bytes, hash {xxh3_64_hexdigest(data)}>"
-    return found
+            settings[name] = f"<{len(data)} bytes, hash {xxh3_64_hexdigest(data)}>"
+    return settings
 
 
-def differences(then: Sequence[StepRecord], now: Sequence[StepRecord]) -> list[str]:
-    """Lists what differs, step by step. Settings that only one of both has are not compared."""
-    if [step.name for step in then] != [step.name for step in now]:
-        return [f"then: {_names(then)}", f"now: {_names(now)}"]
+def differences(recorded: Sequence[StepRecord], current: Sequence[StepRecord]) -> list[str]:
+    """Lists the differences, step by step. Settings that only one side has are not compared."""
+    if [step.name for step in recorded] != [step.name for step in current]:
+        return [f"then: {_names(recorded)}", f"now: {_names(current)}"]
     return [
         f"{old.name}, {key}: {value!r} -> {new.settings[key]!r}"
-        for old, new in zip(then, now, strict=True)
+        for old, new in zip(recorded, current, strict=True)
         for key, value in old.settings.items()
         if key in new.settings and new.settings[key] != value
     ]

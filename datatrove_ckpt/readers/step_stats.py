@@ -1,11 +1,11 @@
-"""The stats of the steps before the runner, over all attempts of a rank.
+"""Adds up the stats of the steps before the runner, over all attempts of a rank.
 
 After a resume that seeks, these steps see only the remaining documents. So a saved position holds
-their stats right after its document, and the next attempt adds its own. After a resume that counts,
-they see all documents again.
+their stats right after its document, and the next attempt adds its stats. After a resume that
+counts, they see all documents again.
 
 The last position holds the stats at the end of the input (``ended``). A retry of dead letters does
-not run these steps, and takes their stats from ``shard.json``.
+not run these steps, and reads their stats from ``shard.json``.
 """
 
 import math
@@ -39,7 +39,7 @@ class StepStats:
         self._steps: list[Any] = steps[::-1]
         self._earlier = [MetricStatsDict() for _ in steps]
         self._ended = False
-        self._known = True
+        self._are_known = True
         for step in self._steps:
             step.stats = Stats(step.stats.name)
 
@@ -49,8 +49,10 @@ class StepStats:
 
     def resume(self, state: ReaderState) -> None:
         saved = state.get(STATS)
-        self._known = saved is not None and [name for name, _ in saved["steps"]] == self._names()
-        if saved is not None and self._known:
+        self._are_known = (
+            saved is not None and [name for name, _ in saved["steps"]] == self._names()
+        )
+        if saved is not None and self._are_known:
             self._earlier = [_from_json(metrics) for _, metrics in saved["steps"]]
             self._ended = saved["ended"]
         elif self._steps:
@@ -60,17 +62,18 @@ class StepStats:
             )
 
     def at_end(self, read: int) -> ReaderState:
-        """Returns the final stats for ``shard.json``; empty if they are not known."""
-        if not self._known:
+        """Returns the final stats for ``shard.json``; empty if they are unknown."""
+        if not self._are_known:
             return {}
         return {STATS: self._state(True, self._totals(read))}
 
     def saved(self, ended: bool = False) -> ReaderState | None:
-        """Returns the stats of all attempts so far; None if they are not known.
+        """Returns the stats of all attempts so far; None if they are unknown.
 
-        ``ended``: the input has ended.
+        Args:
+            ended: whether the input has ended.
         """
-        if not self._known:
+        if not self._are_known:
             return None
         return self._state(ended, self._sums())
 
@@ -79,8 +82,8 @@ class StepStats:
         return {"ended": ended, "steps": list(map(list, steps))}
 
     def finish(self, read: int) -> None:
-        """Gives the steps the stats of all attempts, after ``read`` documents of this attempt, at
-        the end of input.
+        """Sets the steps' stats to the sums over all attempts, at the end of the input, of which
+        this attempt has read ``read`` documents.
         """
         for step, total in zip(self._steps, self._totals(read), strict=True):
             step.stats.stats = total
@@ -102,8 +105,8 @@ class StepStats:
 
 
 def _to_json(metrics: MetricStatsDict) -> ReaderState:
-    """Leaves out metrics with a number that is not finite, which JSON cannot hold."""
-    found = {}
+    """Converts metrics, except metrics with a number that is not finite, which JSON cannot hold."""
+    numbers_by_name = {}
     for name, metric in list(metrics.items()):
         numbers = (
             metric.total,
@@ -114,8 +117,8 @@ def _to_json(metrics: MetricStatsDict) -> ReaderState:
             metric.max,
         )
         if metric.n and all(map(math.isfinite, numbers)):
-            found[str(name)] = [*map(_plain, numbers), metric.unit]
-    return found
+            numbers_by_name[str(name)] = [*map(_plain, numbers), metric.unit]
+    return numbers_by_name
 
 
 def _plain(number: SupportsFloat) -> float:
@@ -124,8 +127,8 @@ def _plain(number: SupportsFloat) -> float:
     return float(number)
 
 
-def _from_json(content: ReaderState) -> MetricStatsDict:
-    found = {}
-    for name, (total, n, mean, variance, low, high, unit) in content.items():
-        found[name] = MetricStats(total, n, mean, low, high, variance, unit)
-    return MetricStatsDict(init=found)
+def _from_json(fields: ReaderState) -> MetricStatsDict:
+    stats = {}
+    for name, (total, n, mean, variance, low, high, unit) in fields.items():
+        stats[name] = MetricStats(total, n, mean, low, high, variance, unit)
+    return MetricStatsDict(init=stats)

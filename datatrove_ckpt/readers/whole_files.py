@@ -1,7 +1,7 @@
-"""Files that are documents: a text is one, and so is a picture, and each page of a PDF.
+"""Reads whole files as documents: a text, a picture, or each page of a PDF.
 
-A ``FilePosition`` is (documents of the file that were read,). Their content is not kept, so the
-base compares the file by size and fingerprint.
+A ``FilePosition`` is (documents of the file that were read,). Their content is not stored, so the
+base class compares the file by size and fingerprint.
 """
 
 import io
@@ -45,14 +45,14 @@ class TextReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ig
         if file_position:
             return
         with open_content(self.data_folder, name, self.compression) as file:
-            content = file.read(MAX_LINE_BYTES + 1)
-        if len(content) > MAX_LINE_BYTES:
+            data = file.read(MAX_LINE_BYTES + 1)
+        if len(data) > MAX_LINE_BYTES:
             raise InputError(
                 f"The input file {name!r} is longer than {MAX_LINE_BYTES} bytes. Split it, or move "
                 "it out of the folder, and run the same command again."
             )
         try:
-            text = content.decode("utf-8-sig")
+            text = data.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise InputError(
                 f"The input file {name!r} is no text in UTF-8: {error}. Save it as UTF-8, or move "
@@ -144,7 +144,7 @@ class PageReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ig
 
 @contextmanager
 def _pdfium(name: str) -> Iterator[None]:
-    """Lets in one thread at a time: PDFium crashes with several, and tasks overlap."""
+    """Admits one thread at a time: tasks overlap, and PDFium crashes with several threads."""
     import pypdfium2
 
     with _LOCK:
@@ -157,5 +157,5 @@ def _pdfium(name: str) -> Iterator[None]:
             ) from None
 
 
-def _media(name: str, content: bytes) -> list[Row]:
-    return [{"id": name, "type": MediaType.IMAGE, "url": "", "media_bytes": content}]
+def _media(name: str, data: bytes) -> list[Row]:
+    return [{"id": name, "type": MediaType.IMAGE, "url": "", "media_bytes": data}]

@@ -149,7 +149,7 @@ def test_beyond_the_lines_that_are_checked_such_a_line_has_its_error(server, run
     """In files elsewhere, too."""
     refused = [one for one in REFUSED if "earlier" not in one[1]]
     write(request("0"), *(bad for bad, _ in refused), request("2"))
-    monkeypatch.setattr(batch_files, "_CHECKED", 0)
+    monkeypatch.setattr(batch_files, "_CHECKED_LINES", 0)
     run()
     first, *found, last = results()
     assert first["error"] is last["error"] is None

@@ -743,7 +743,7 @@ def right(writers):
 
 def unasked(client):
     """How many answers without a request it has received."""
-    return client.servers.router.targets[0].transports[client.way.path].unasked
+    return client.servers.router.targets[0].transports[client.api.path].unasked
 
 
 async def test_answers_without_a_request_close_their_connection_and_stop_the_run_at_the_third():

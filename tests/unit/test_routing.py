@@ -140,7 +140,7 @@ async def test_requests_wait_while_the_caches_are_full_and_open_documents_go_fir
 async def test_a_server_that_others_fill_takes_a_quarter_of_its_requests():
     made = router(1, 100)
     made.targets[0].usage_each = 0.01
-    made.targets[0].others = 1000
+    made.targets[0].foreign = 1000
     sent = 0
     while made.take(request()) is not None:
         sent += 1
@@ -155,7 +155,7 @@ async def test_a_server_without_requests_takes_a_document_whatever_its_metrics_s
     made = router(2, 100)
     for target in made.targets:
         target.usage_each = usage_each
-        target.others = others
+        target.foreign = others
     made.admit(resized=True)
     first = made.take(request(order=1))
     second = made.take(request(order=2))
@@ -171,7 +171,7 @@ async def test_no_request_waits_for_a_home_while_a_server_without_requests_shows
     home = await made.acquire(request("one"))
     other = made.targets[1 - made.targets.index(home)]
     other.usage_each = 1.0
-    other.others = 8
+    other.foreign = 8
     made.admit(resized=True)
     for _ in range(7):
         await made.acquire(request("one"))

@@ -154,7 +154,7 @@ class Outage:
         self._seen_at = math.inf
         self._quiet = 0.0
         self._longest = 0.0
-        self._said = f"{model}: " if model else ""
+        self._prefix = f"{model}: " if model else ""
         # Log lines belong to all ranks that share the servers.
         self._context = contextvars.copy_context()
         # Infinite while requests are answered.
@@ -233,25 +233,25 @@ class Outage:
             return
         self._next_line_at = self.clock() + 60.0
         self._is_shown = True
-        what = "is unreachable" if self.unreachable else "gives no answers"
+        state = "is unreachable" if self.unreachable else "gives no answers"
         first = ""
         if self.unreachable and not self.answers:
             first = " Nothing has answered there yet: is the address right, and the server started?"
         self._log(
             "WARNING",
-            f"The server {what} ({cut(cause, 300)}); waiting, {self.seconds:.0f} s of "
+            f"The server {state} ({cut(cause, 300)}); waiting, {self.seconds:.0f} s of "
             f"{self.patience:g} s (server_patience_seconds). Then the task stops; finished work is "
             f"saved.{first}",
         )
 
     def _log(self, level: str, line: str) -> None:
-        self._context.run(logger.log, level, f"{self._said}{line}")
+        self._context.run(logger.log, level, f"{self._prefix}{line}")
 
     def next_line(self) -> float:
         """Returns seconds until the next line is due; infinite while requests are answered."""
         return self._next_line_at - self.clock()
 
-    def left(self) -> float:
+    def remaining(self) -> float:
         """Returns seconds until the patience ends; infinite while requests are answered."""
         return self._since + self.patience - self.clock()
 
@@ -301,7 +301,7 @@ class RequestClock:
             self._seconds += now - self._at
         self._at = now
         self._answers = self._outage.answers
-        if self.beside >= max_attempts and self.left(failure) <= 0:
+        if self.beside >= max_attempts and self.remaining(failure) <= 0:
             raise RequestFailed(
                 f"Given up after {self._attempts} attempts: for {self._seconds:.0f} s this request "
                 f"failed while others were answered (request_max_attempts={max_attempts}, "
@@ -338,15 +338,15 @@ class RequestClock:
             error.is_documents = True
             raise error
 
-    def next_way(self, way: Api, failure: RetryableError) -> Api:
+    def next_api(self, api: Api, failure: RetryableError) -> Api:
         """Returns the API of the next attempt; the tiers share the patience equally."""
         if not self._tiers or (failure.unreachable and not failure.timed_out):
-            return way
+            return api
         waited = (self._outage.clock() - self._began_at) / self._outage.patience
         tier = min(int(waited * len(self._tiers)), len(self._tiers) - 1)
-        return way._replace(tiers=self._tiers[tier:])
+        return api._replace(tiers=self._tiers[tier:])
 
-    def left(self, failure: RetryableError) -> float:
+    def remaining(self, failure: RetryableError) -> float:
         return self._outage.patience * (10 if failure.server_is_limited else 1) - self._seconds
 
 
@@ -380,18 +380,18 @@ class ModelServers:
         Raises:
             ConfigError: a URL cannot be used.
         """
-        for one in endpoints:
-            if one.api_key is not None and one.url.has_credentials:
+        for endpoint in endpoints:
+            if endpoint.api_key is not None and endpoint.url.has_credentials:
                 raise ConfigError(
-                    f"{one.url} contains credentials, and an API key is set, too. Remove one.",
+                    f"{endpoint.url} contains credentials, and an API key is set, too. Remove one.",
                     setting="endpoint_url",
                 )
         self.router.has_homes = self.config.endpoints is None
-        for order, one in enumerate(endpoints):
+        for order, endpoint in enumerate(endpoints):
             target = self.router.add()
-            settings = one.config
+            settings = endpoint.config
             if self.config.endpoints is not None:
-                target.name = one.name
+                target.name = endpoint.name
             target.model = settings.model or self.config.model_name_or_path
             if settings.weight is None:
                 target.order = order
@@ -400,17 +400,17 @@ class ModelServers:
             if settings.requests_per_minute or settings.tokens_per_minute:
                 target.limits = limits_of(settings)
                 self.router.has_limits = True
-            self.mark_up(target, one.url, one.api_key)
+            self.mark_up(target, endpoint.url, endpoint.api_key)
 
     async def close(self) -> None:
         for target in self.router.targets:
             target.up = False
             await _close(target)
 
-    def tell(self, what: str, name: str, url: str | None, why: str) -> None:
+    def report(self, event: str, name: str, url: str | None, cause: str) -> None:
         for sender in self.router.senders:
             if sender.on_server is not None:
-                sender.on_server(what, name, url, why)
+                sender.on_server(event, name, url, cause)
 
     def mark_up(self, target: Target, url: HiddenUrl, api_key: Secret | None) -> None:
         """Sends requests to this URL from now on: a restarted server has a new port and key."""
@@ -436,14 +436,14 @@ class ModelServers:
             await asyncio.sleep(0)
         await _close(target)
 
-    def transport(self, target: Target, way: Api) -> Transport:
+    def transport(self, target: Target, api: Api) -> Transport:
         """Returns the connections to a server, which hold the key."""
-        if (found := target.transports.get(way.path)) is None:
+        if (transport := target.transports.get(api.path)) is None:
             assert target.url is not None
             proxied = self.config.server_type == "endpoint"
-            found = Transport(target.url.api(way.path), target.api_key, self.timeout, proxied)
-            target.transports[way.path] = found
-        return found
+            transport = Transport(target.url.api(api.path), target.api_key, self.timeout, proxied)
+            target.transports[api.path] = transport
+        return transport
 
     @property
     def timeout(self) -> float:
@@ -454,7 +454,9 @@ class ModelServers:
         if self.config.server_type == "endpoint":
             name = "The server"
             if len(self.router.targets) > 1:
-                name = ", ".join(str(one.url) for one in self.router.targets if one.attempts)
+                name = ", ".join(
+                    str(target.url) for target in self.router.targets if target.attempts
+                )
             self.outage.look(self.oldest_in_flight(), self.timeout, name)
 
     def oldest_in_flight(self) -> float:
@@ -495,7 +497,7 @@ class CompletionClient:
         self.sender = sender
         self.answers = self.without_reason = self.in_flight = self.pausing = self.cancelled = 0
         self.outage = servers.outage
-        self.way = default_api(servers.config)
+        self.api = default_api(servers.config)
         self._config = servers.config
         self._router = servers.router
         self._router.senders.append(self.sender)
@@ -517,7 +519,7 @@ class CompletionClient:
         return self._router.waiting_of(self.sender) + self.pausing
 
     async def complete(
-        self, body: AnyBody, way: Api | None = None, request: Request | None = None
+        self, body: AnyBody, api: Api | None = None, request: Request | None = None
     ) -> Completion:
         """Returns the answer to one request.
 
@@ -532,7 +534,7 @@ class CompletionClient:
                 TooManyOpenFiles: the table of this module has the causes.
             ServerDied: no server remains, and none may be restarted.
         """
-        way = way or self.way
+        api = api or self.api
         request = request or Request(self.sender)
         work = self.sender.work
         began_at = self.outage.clock()
@@ -551,7 +553,7 @@ class CompletionClient:
                     if target.limits is not None:
                         target.limits.not_counted(request.counted)
                     continue
-                return await self._attempt(target, request, body, way)
+                return await self._attempt(target, request, body, api)
             except AttemptLost:
                 alone = len(request.deaths) > deaths and request.deaths[-1].in_flight == 1
                 if was_quarantined and alone and not request.may_not_be_sent:
@@ -579,7 +581,7 @@ class CompletionClient:
                 if request.may_not_be_sent:
                     work.resent += 1
                     continue
-                clock = clock or RequestClock(self.outage, began_at, answers, way.tiers, request)
+                clock = clock or RequestClock(self.outage, began_at, answers, api.tiers, request)
                 failure = error
                 delay = await self._held_after(error, target, clock)
             finally:
@@ -588,7 +590,7 @@ class CompletionClient:
             if request.is_shared and clock.beside >= 2 and not failure.server_is_well:
                 raise MustDivide
             await self._wait(delay, failure)
-            way = clock.next_way(way, failure)
+            api = clock.next_api(api, failure)
 
     async def _held_after(
         self, error: RetryableError, target: Target, clock: RequestClock
@@ -608,7 +610,7 @@ class CompletionClient:
             return 0.0
         if target.cooldown_until > time.monotonic() and self._router.has_other(target):
             return 0.0
-        asked = min(error.asked_wait or 0.0, clock.left(error))
+        asked = min(error.asked_wait or 0.0, clock.remaining(error))
         delay = retrying.SERVER.wait(failures, asked)
         if target.pace is None or not error.server_is_limited:
             return delay
@@ -619,8 +621,8 @@ class CompletionClient:
         """Stops sending requests to an endpoint that refuses them, if there are other endpoints;
         else raises the refusal.
         """
-        others = [one for one in self._router.targets if one.up and one is not target]
-        if self._config.server_type != "endpoint" or not others:
+        alternatives = [other for other in self._router.targets if other.up and other is not target]
+        if self._config.server_type != "endpoint" or not alternatives:
             raise refusal
         if target.up:
             target.up = False
@@ -628,11 +630,11 @@ class CompletionClient:
 
     async def _wait(self, seconds: float, failure: RetryableError) -> None:
         """Sleeps until the next attempt, at most until the patience with an outage ends."""
-        bounded = self.outage.left() > 0
-        while seconds > 0 and not (bounded and self.outage.left() <= 0):
+        bounded = self.outage.remaining() > 0
+        while seconds > 0 and not (bounded and self.outage.remaining() <= 0):
             pause = seconds
             if bounded:
-                pause = min(pause, self.outage.left())
+                pause = min(pause, self.outage.remaining())
             if failure.asked_wait:  # without it attempts are frequent enough to show the line
                 pause = min(pause, self.outage.next_line())
             await self._pause(pause)
@@ -647,17 +649,17 @@ class CompletionClient:
             self.pausing -= 1
 
     async def _attempt(
-        self, target: Target, request: Request, body: AnyBody, way: Api
+        self, target: Target, request: Request, body: AnyBody, api: Api
     ) -> Completion:
         if not target.up:
             raise AttemptLost
-        transport = self.servers.transport(target, way)
+        transport = self.servers.transport(target, api)
         transport.check()
         attempt = target.start_attempt(request)
         self.in_flight += 1
         self.sender.work.sent += 1
         try:
-            answer = await self._send(target, transport, request, body, attempt.started_at, way)
+            answer = await self._send(target, transport, request, body, attempt.started_at, api)
         except (RetryableError, CkptError):
             if not attempt.lost:
                 raise
@@ -689,18 +691,18 @@ class CompletionClient:
         request: Request,
         body: AnyBody,
         started_at: float,
-        way: Api,
+        api: Api,
     ) -> Completion:
-        if way.tiers:
-            body = with_field(body, b"service_tier", way.tiers[0])
-        if way.lacks_model:
+        if api.tiers:
+            body = with_field(body, b"service_tier", api.tiers[0])
+        if api.lacks_model:
             body = with_field(body, b"model", target.model)
         try:
-            response = await post(transport, body, self._config.model_name_or_path, way.extras)
-            answer = way.parse(response.body)
-            if way.tiers and not answer.service_tier:
-                answer.service_tier = way.tiers[0]
-            if answer.answer is None or way.generates:
+            response = await post(transport, body, self._config.model_name_or_path, api.extras)
+            answer = api.parse(response.body)
+            if api.tiers and not answer.service_tier:
+                answer.service_tier = api.tiers[0]
+            if answer.answer is None or api.generates:
                 self._check_reason(answer, target)
             transport.is_read = True
             target.mark_alive(started_at)
@@ -717,7 +719,7 @@ class CompletionClient:
             self.outage.answered()
             raise
         except RetryableError as failure:
-            remember_sent(way.extras)  # the answer may quote them
+            remember_sent(api.extras)  # the answer may quote them
             if isinstance(failure, UnexpectedResponse):
                 failure.quoted = response.body.decode(errors="replace")
             failure.quote()
@@ -731,12 +733,12 @@ class CompletionClient:
                 target.limits.not_counted(request.counted)
             if target.pace is not None and failure.server_is_limited:
                 target.pace.refused(started_at, failure.asked_wait or 0.0)
-            self._rest(target, failure)
+            self._cool_down(target, failure)
             if target.probe is not None and not failure.server_is_well:
                 await target.probe(started_at, failure.status not in retrying.BUSY)
             raise
 
-    def _rest(self, target: Target, failure: RetryableError) -> None:
+    def _cool_down(self, target: Target, failure: RetryableError) -> None:
         """Makes a failed server rest, so that other servers get the next requests."""
         if not target.up:
             return

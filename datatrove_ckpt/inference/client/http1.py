@@ -423,8 +423,8 @@ class _Tunnel(asyncio.Protocol):
 
 def _id_of(answer: bytes) -> bytes:
     """Returns the answer's id field; b"" if it has none."""
-    found = _ID.search(answer)
-    return found[0] if found else b""
+    match = _ID.search(answer)
+    return match[0] if match else b""
 
 
 @lru_cache(maxsize=1)
@@ -470,8 +470,8 @@ class Transport:
         self._method = method
         self._proxy = proxy_of(url) if proxied else None
         self._peer = self._proxy or url
-        for known in (url, self._peer):
-            remember(*known.secrets)
+        for address in (url, self._peer):
+            remember(*address.secrets)
         self._headers = headers_for(url, api_key)
         self._head = self._head_for(url, self._headers)
         self._loop = asyncio.get_running_loop()
@@ -571,10 +571,10 @@ class Transport:
             )
         self.check()
 
-    def report_unexpected_bytes(self, what: str) -> None:
+    def report_unexpected_bytes(self, description: str) -> None:
         if not self.unasked:
             logger.warning(
-                f"{self.url} has sent {what}. The last answer on that "
+                f"{self.url} has sent {description}. The last answer on that "
                 "connection is dropped and requested again, unless a document has it already. "
                 "From now on, each request to this server has a connection of its own."
             )
@@ -638,12 +638,12 @@ class Transport:
             async with asyncio.timeout(self._connect_timeout), self._connecting:
                 # The address that accepted the last connection goes first; each gets a share of the
                 # time.
-                *others, last = sorted(
+                *first, last = sorted(
                     await self._resolve(), key=lambda address: address != self._last_connected
                 )
-                for address in others:
+                for address in first:
                     with contextlib.suppress(OSError):
-                        async with asyncio.timeout(self._connect_timeout / (1 + len(others))):
+                        async with asyncio.timeout(self._connect_timeout / (1 + len(first))):
                             return await self._connect_to(address)
                 return await self._connect_to(last)
         except TimeoutError:

@@ -113,10 +113,10 @@ class BatchProvider:
         """Returns a value of the provider as one line without secrets."""
         return " ".join(redact(str(value)).split())[:_SHOWN]
 
-    async def upload(self, content: IO[bytes], name: str) -> str:
+    async def upload(self, lines: IO[bytes], name: str) -> str:
         form = aiohttp.FormData()
         form.add_field("purpose", "batch")
-        form.add_field("file", content, filename=name, content_type="application/jsonl")
+        form.add_field("file", lines, filename=name, content_type="application/jsonl")
         return self._id(await self._ask("POST", "files", data=form))
 
     async def delete(self, file: str) -> None:
@@ -124,13 +124,13 @@ class BatchProvider:
         with suppress(ProviderObjectMissing):
             await self._ask("DELETE", f"files/{file}")
 
-    async def create(self, batch: RequestedBatch, content: IO[bytes] | None) -> RemoteBatch:
+    async def create(self, batch: RequestedBatch, lines: IO[bytes] | None) -> RemoteBatch:
         """Creates a batch, which costs money from here on.
 
         After a ``RetryableError`` the batch may exist: find it before it is created again.
 
         Args:
-            content: lines of its requests, unless it ``takes_files``.
+            lines: its requests, unless it ``takes_files``.
         """
         body = {
             "input_file_id": batch.file,
@@ -140,11 +140,11 @@ class BatchProvider:
         }
         return self._batch(await self._ask("POST", self._path, json=body))
 
-    async def find(self, batch: RequestedBatch, known: Set[str]) -> RemoteBatch | None:
+    async def find(self, batch: RequestedBatch, known_ids: Set[str]) -> RemoteBatch | None:
         """Searches for a batch in the provider's list of all batches.
 
         Args:
-            known: ids of other batches.
+            known_ids: ids of other batches.
 
         Raises:
             CreationUnknown: another batch must end first.
@@ -156,18 +156,18 @@ class BatchProvider:
             data = page.get("data")
             if not isinstance(data, list):
                 return None
-            listed = [one for one in map(_object, data) if one.get("id")]
+            listed = [entry for entry in map(_object, data) if entry.get("id")]
             # A provider may ignore the query, and return one page for ever.
-            new = [one for one in listed if str(one["id"]) not in seen]
-            for one in new:
-                if await self._is(one, batch, known):
-                    return self._batch(one)
-                seen.add(str(one["id"]))
+            new = [entry for entry in listed if str(entry["id"]) not in seen]
+            for entry in new:
+                if await self._is(entry, batch, known_ids):
+                    return self._batch(entry)
+                seen.add(str(entry["id"]))
             if not new or page.get("has_more") is False:
                 return None
             query[self._after] = str(new[-1]["id"])
 
-    async def _is(self, listed: JsonObject, batch: RequestedBatch, known: Set[str]) -> bool:
+    async def _is(self, listed: JsonObject, batch: RequestedBatch, known_ids: Set[str]) -> bool:
         metadata = _object(listed.get("metadata"))
         is_named = metadata.get("datatrove_ckpt") == batch.tag
         return is_named or listed.get("input_file_id") == batch.file
@@ -187,24 +187,24 @@ class BatchProvider:
         """
         async with aclosing(self._lines(file)) as lines:
             async for line in lines:
-                content = _loads(line)
-                if isinstance(content, dict):
-                    yield self._answer(content)
+                parsed = _loads(line)
+                if isinstance(parsed, dict):
+                    yield self._answer(parsed)
                 elif line.strip():
                     logger.warning(
                         "A line of a batch's answers is not JSON, and counts as missing."
                     )
 
-    def _answer(self, content: JsonObject) -> BatchAnswer:
-        response = _object(content.get("response"))
-        error = content.get("error")
+    def _answer(self, line: JsonObject) -> BatchAnswer:
+        response = _object(line.get("response"))
+        error = line.get("error")
         body = response.get("body", response)
         status = _number(response.get("status_code"))
         if _object(error).get("code") in _NEVER_SENT:
             status = 0
         elif status is None:
             status = 200 if body else 500
-        return BatchAnswer(content.get("custom_id"), status, body or error)
+        return BatchAnswer(line.get("custom_id"), status, body or error)
 
     def _batch(self, answer: JsonObject) -> RemoteBatch:
         files = [self.clean(answer.get(name) or "") for name in ("output_file_id", "error_file_id")]
@@ -223,22 +223,22 @@ class BatchProvider:
         return self.clean(answer["id"])
 
     async def _lines(self, file: str) -> AsyncGenerator[bytes]:
-        rest = bytearray()
+        partial = bytearray()
         async with self._exchange("GET", file, allow_redirects=True) as response:
             if response.status != 200:
                 raise RetryableError(f"HTTP {response.status} in place of a file")
             async for block in response.content.iter_chunked(_BLOCK):
                 *lines, last = block.split(b"\n")
                 for line in lines:
-                    rest += line
-                    yield bytes(rest)
-                    rest.clear()
-                rest += last
-        if rest:
-            yield bytes(rest)
+                    partial += line
+                    yield bytes(partial)
+                    partial.clear()
+                partial += last
+        if partial:
+            yield bytes(partial)
 
-    async def _ask(self, method: str, path: str, **content: object) -> JsonObject:
-        async with self._exchange(method, path, allow_redirects=False, **content) as response:
+    async def _ask(self, method: str, path: str, **options: object) -> JsonObject:
+        async with self._exchange(method, path, allow_redirects=False, **options) as response:
             answer = _loads(await response.read())
         if not isinstance(answer, dict):
             raise RetryableError(f"the answer of {self.url.api(path)} is no JSON object")
@@ -246,14 +246,14 @@ class BatchProvider:
 
     @asynccontextmanager
     async def _exchange(
-        self, method: str, path: str, **content: object
+        self, method: str, path: str, **options: object
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         url = self.url.api(quote(path))
         try:
             async with self._session.request(
                 method,
                 url.reveal(),
-                **content,  # type: ignore[arg-type]
+                **options,  # type: ignore[arg-type]
             ) as response:
                 if not 200 <= response.status < 300:
                     await self._refuse(response, url, path)
@@ -296,29 +296,29 @@ class MessageBatches(BatchProvider):
     takes_files = False
     _path = MESSAGES.removeprefix("/v1/") + "/batches"
     _after = "after_id"
-    _others: Set[str] = frozenset()
+    _foreign_ids: Set[str] = frozenset()
     _undecided = ""
 
     async def delete(self, file: str) -> None:
         """Does nothing: there is no file, so a late request to create a batch is not stopped."""
 
-    async def create(self, batch: RequestedBatch, content: IO[bytes] | None) -> RemoteBatch:
-        assert content is not None
-        requests = _tagged(content, batch.tag[:TAG_DIGITS].encode())
+    async def create(self, batch: RequestedBatch, lines: IO[bytes] | None) -> RemoteBatch:
+        assert lines is not None
+        requests = _tagged(lines, batch.tag[:TAG_DIGITS].encode())
         headers = {"Content-Type": "application/json"}
         return self._batch(await self._ask("POST", self._path, data=requests, headers=headers))
 
-    async def find(self, batch: RequestedBatch, known: Set[str]) -> RemoteBatch | None:
+    async def find(self, batch: RequestedBatch, known_ids: Set[str]) -> RemoteBatch | None:
         self._undecided = ""
-        found = await super().find(batch, known)
-        if found is None and self._undecided:
+        remote = await super().find(batch, known_ids)
+        if remote is None and self._undecided:
             raise CreationUnknown(self._undecided)
-        return found
+        return remote
 
-    async def _is(self, listed: JsonObject, batch: RequestedBatch, known: Set[str]) -> bool:
+    async def _is(self, listed: JsonObject, batch: RequestedBatch, known_ids: Set[str]) -> bool:
         remote = self._batch(listed)
         requests = remote.lines + _total(listed, "processing")
-        if remote.id in known | self._others or requests != batch.requests:
+        if remote.id in known_ids | self._foreign_ids or requests != batch.requests:
             return False
         if listed.get("archived_at"):
             return False
@@ -328,13 +328,13 @@ class MessageBatches(BatchProvider):
                     async for answer in answers:
                         if str(answer.custom_id).startswith(batch.tag[:TAG_DIGITS]):
                             return True
-                        self._others |= {remote.id}
+                        self._foreign_ids |= {remote.id}
                         return False
         self._undecided = remote.id
         return False
 
-    def _answer(self, content: JsonObject) -> BatchAnswer:
-        result = _object(content.get("result"))
+    def _answer(self, line: JsonObject) -> BatchAnswer:
+        result = _object(line.get("result"))
         kind = result.get("type")
         error = _object(result.get("error"))
         error = _object(error.get("error")) or error
@@ -343,7 +343,7 @@ class MessageBatches(BatchProvider):
             status = 200
         elif kind in _NEVER_SENT:
             status = 0
-        return BatchAnswer(content.get("custom_id"), status, result.get("message") or error)
+        return BatchAnswer(line.get("custom_id"), status, result.get("message") or error)
 
     def _batch(self, answer: JsonObject) -> RemoteBatch:
         # Not ``results_url``: the key must not go to another host.
@@ -353,10 +353,10 @@ class MessageBatches(BatchProvider):
         return RemoteBatch(name, status, (f"{self._path}/{name}/results",), lines=lines)
 
 
-async def _tagged(content: IO[bytes], tag: bytes) -> AsyncGenerator[bytes]:
+async def _tagged(file: IO[bytes], tag: bytes) -> AsyncGenerator[bytes]:
     """Yields the body that creates a batch, with the tag before each custom id."""
     before = b'{"requests":['
-    while lines := await asyncio.to_thread(content.readlines, _BLOCK):
+    while lines := await asyncio.to_thread(file.readlines, _BLOCK):
         for line in lines:
             yield b"%s%s%s-%s" % (before, CUSTOM_ID, tag, line[len(CUSTOM_ID) : -1])
             before = b","

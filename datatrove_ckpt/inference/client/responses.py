@@ -185,19 +185,19 @@ def api_for_path(path: str) -> Api:
         )
     below = path.removeprefix("/v1/").rstrip("/")
     return next(
-        (way for way in (CHAT, COMPLETIONS) if way.path == below), Api(below, parse_other, below)
+        (api for api in (CHAT, COMPLETIONS) if api.path == below), Api(below, parse_other, below)
     )
 
 
-def with_raw_response(way: Api) -> Api:
+def with_raw_response(api: Api) -> Api:
     """Returns the API whose answers also contain the server's whole answer."""
 
     def parse(raw: bytes) -> Completion:
-        completion = way.parse(raw)
+        completion = api.parse(raw)
         completion.answer = _answer(raw)
         return completion
 
-    return way._replace(parse=parse, name=f"{way.name} whole")
+    return api._replace(parse=parse, name=f"{api.name} whole")
 
 
 def parse_other(raw: bytes) -> Completion:
@@ -217,8 +217,8 @@ def parse_other(raw: bytes) -> Completion:
     )
 
 
-def other_than_text(answer: JsonObject, kept: JsonObject) -> Completion:
-    completion = Completion("", "stop", _clean_usage(answer.get("usage")), answer=kept)
+def other_than_text(answer: JsonObject, values: JsonObject) -> Completion:
+    completion = Completion("", "stop", _clean_usage(answer.get("usage")), answer=values)
     _name(completion, answer)
     return completion
 
@@ -246,7 +246,7 @@ def _read_text(choice: JsonObject) -> tuple[object, object, object, object]:
         # As in a chat's answer: a key for each token would become a column of a table.
         choice["logprobs"] = {
             **logprobs,
-            "top_logprobs": [_listed(one) for one in logprobs["top_logprobs"]],
+            "top_logprobs": [_listed(top) for top in logprobs["top_logprobs"]],
         }
     return choice["text"] or "", "", None, None
 
@@ -257,10 +257,10 @@ def _listed(top: object) -> object:
     return top
 
 
-def api_for_payload(way: Api, payload: JsonObject) -> Api:
+def api_for_payload(api: Api, payload: JsonObject) -> Api:
     """Returns the API for this payload, which refuses answers that lack a required part."""
     if _ASKS.isdisjoint(payload):
-        return way
+        return api
     number = payload.get("n")
     logprobs = payload.get("logprobs")
     tool_choice = payload.get("tool_choice")
@@ -268,17 +268,17 @@ def api_for_payload(way: Api, payload: JsonObject) -> Api:
     must_call = tool_choice not in (None, "auto", "none")
 
     def parse(raw: bytes) -> Completion:
-        completion = way.parse(raw)
+        completion = api.parse(raw)
         choices = completion.choices or [_as_choice(completion)]
         if several:
-            found = len(choices)
-            if found == 1:
+            choice_count = len(choices)
+            if choice_count == 1:
                 raise ServerRefused(
                     f"The payload asks for n={number} choices, and the answer has one: the server "
                     "ignores n."
                 )
-            if found != number:
-                raise RetryableError(f"the answer has {found} of {number} choices")
+            if choice_count != number:
+                raise RetryableError(f"the answer has {choice_count} of {number} choices")
         for choice in choices:
             if logprobs and choice["text"] and not any((choice["logprobs"] or {}).values()):
                 raise RetryableError("the payload asks for logprobs, and the answer has none")
@@ -292,7 +292,7 @@ def api_for_payload(way: Api, payload: JsonObject) -> Api:
                 )
         return completion
 
-    return way._replace(parse=parse)
+    return api._replace(parse=parse)
 
 
 def _completion(raw: bytes, read: _Read) -> Completion:
@@ -306,10 +306,12 @@ def _completion(raw: bytes, read: _Read) -> Completion:
         if completion.refusal:
             completion.choices = [_as_choice(completion)]
     else:
-        if not all(isinstance(one, dict) and type(one.get("index")) is int for one in choices):
+        if not all(
+            isinstance(choice, dict) and type(choice.get("index")) is int for choice in choices
+        ):
             raise RetryableError("one of the answer's choices is none, or has no index")
         in_order = sorted(choices, key=itemgetter("index"))
-        if [one["index"] for one in in_order] != [*range(len(choices))]:
+        if [choice["index"] for choice in in_order] != [*range(len(choices))]:
             raise RetryableError("the indices of the answer's choices are not 0, 1, 2 and so on")
         all_read = [_choice(choice, usage, read) for choice in in_order]
         completion = all_read[0]
@@ -398,8 +400,8 @@ def _joined(content: object) -> object:
     texts = [part.get("text", "") for part in parts if part.get("type", "text") == "text"]
     if not all(isinstance(text, str) for text in texts):
         return None
-    others = [part for part in parts if part.get("type", "text") not in ("text", *_THOUGHTS)]
-    if parts and not others:
+    other_parts = [part for part in parts if part.get("type", "text") not in ("text", *_THOUGHTS)]
+    if parts and not other_parts:
         return "".join(texts)
     return content
 
@@ -408,8 +410,8 @@ def _thoughts(content: object) -> str:
     parts = []
     if isinstance(content, list):
         parts = [part for part in content if isinstance(part, dict)]
-    found = [_joined(part.get(part["type"])) for part in parts if part.get("type") in _THOUGHTS]
-    return "".join(text for text in found if isinstance(text, str))
+    texts = [_joined(part.get(part["type"])) for part in parts if part.get("type") in _THOUGHTS]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 # Higher counts are wrong, and their sums would overflow 64 bits.
@@ -508,8 +510,8 @@ def parse_json(raw: bytes) -> object:
         return orjson.loads(memoryview(raw))  # orjson takes no subclass of bytes
     except orjson.JSONDecodeError:
         # Python's parser accepts more: NaN becomes null, a lone surrogate U+FFFD.
-        found = json.loads(bytes(raw).decode("utf-8-sig"), parse_constant=lambda name: None)
-        text = json.dumps(found, ensure_ascii=False).encode("utf-16", "surrogatepass")
+        parsed = json.loads(bytes(raw).decode("utf-8-sig"), parse_constant=lambda name: None)
+        text = json.dumps(parsed, ensure_ascii=False).encode("utf-16", "surrogatepass")
         return orjson.loads(text.decode("utf-16", "replace"))
 
 
@@ -536,13 +538,13 @@ class Base64(str):
 
 
 def to_base64(values: Floats, text: str | None = None) -> Base64:
-    kept = Base64(
+    encoded = Base64(
         base64.b64encode(np.ascontiguousarray(values, _FLOAT32).data).decode()
         if text is None
         else text
     )
-    kept.values = values
-    return kept
+    encoded.values = values
+    return encoded
 
 
 def from_base64(text: str) -> Floats:
@@ -610,12 +612,12 @@ def _rows(raw: bytes, count: int) -> tuple[JsonObject, list[JsonObject]]:
 
 
 def _read(raw: bytes) -> tuple[JsonObject, list[JsonObject]]:
-    found = read_json(raw)
+    parsed = read_json(raw)
     answer: JsonObject = {}
-    if isinstance(found, list):
-        answer = {"results": found, "usage": {"prompt_tokens": sum(map(_prompt_tokens, found))}}
-    elif isinstance(found, dict):
-        answer = found
+    if isinstance(parsed, list):
+        answer = {"results": parsed, "usage": {"prompt_tokens": sum(map(_prompt_tokens, parsed))}}
+    elif isinstance(parsed, dict):
+        answer = parsed
     rows = next(
         (answer[name] for name in ("data", "results") if isinstance(answer.get(name), list)), None
     )

@@ -165,7 +165,7 @@ class Request:
 
     Attributes:
         texts: hashes of its leading texts; None before a router has received it.
-        known: hash of the longest leading text that an earlier request had.
+        known_text: hash of the longest leading text that an earlier request had.
         deaths: deaths of servers at which it was in flight.
         age: seconds in flight at the first death.
         counted: share of its attempt in the limits of its endpoint, if the endpoint has limits.
@@ -178,7 +178,7 @@ class Request:
     body: AnyBody = b""
     is_suspect: bool = False
     texts: Sequence[int] | None = None
-    known: int = 0
+    known_text: int = 0
     is_shared: bool = False
     deaths: list[ServerDeath] = field(default_factory=list)
     age: float = 0.0
@@ -268,7 +268,7 @@ class Target:
         limit: maximum number of requests in flight.
         pace: object that adapts the limit; None: the limit is fixed, or follows the metrics.
         usage_each: mean share of the KV cache that a running request takes.
-        others: number of requests in flight of other clients.
+        foreign: number of requests in flight of other clients.
         load: used share of its limit, or of its KV cache. At 1 it is full.
         reserved: whether it serves quarantined requests, once the others are answered.
         cooldown_until: time until which other servers get the requests, because requests failed.
@@ -297,7 +297,7 @@ class Target:
     limit: float = math.inf
     pace: AdaptiveLimit | None = None
     usage_each: float = 0.0
-    others: float = 0.0
+    foreign: float = 0.0
     load: float = 0.0
     in_flight: int = 0
     attempts: set[Attempt] = field(default_factory=set)
@@ -317,8 +317,8 @@ class Target:
         self.load = 0.0
         # Metrics of an idle engine may be old: a request must come to see new ones.
         if self.in_flight:
-            others = min(self.others, _MOST_OTHERS * self.in_flight)
-            cache = (self.in_flight + others) * self.usage_each / _FULL
+            foreign = min(self.foreign, _MOST_OTHERS * self.in_flight)
+            cache = (self.in_flight + foreign) * self.usage_each / _FULL
             self.load = max(self.in_flight / self.limit, cache)
 
     @property
@@ -358,13 +358,13 @@ class AdaptiveLimit:
         self.seconds = 0.0  # duration of the last answer
         self._target = target
         self._growth = 1.0  # growth of the limit with each answer
-        self._most = float(REQUESTS_WITHOUT_METRICS)
+        self._max_limit = float(REQUESTS_WITHOUT_METRICS)
         self._halved_at = 0.0
         self._is_proven = True  # a request that was sent after the halving was answered
         self._was_refused = False  # the last request
         self._tokens = 0.0  # mean tokens of a request
         # Requests until the reset, requests that each reset adds, and the time of this knowledge.
-        self._left = math.inf
+        self._remaining = math.inf
         self._resets_at = 0.0
         self._gain = math.inf
         self._every = 0.0
@@ -376,12 +376,12 @@ class AdaptiveLimit:
         """Returns 0 if a request may be sent now, else the seconds to wait."""
         now = time.monotonic()
         if now >= self._resets_at:
-            self._left += self._gain
+            self._remaining += self._gain
             self._resets_at = now + self._every
-        if self._left < 1:
+        if self._remaining < 1:
             self._target.cooldown_until = self._resets_at
             return self._resets_at - now
-        self._left -= 1
+        self._remaining -= 1
         return 0.0
 
     def answered(self, sent_at: float, tokens: float, quotas: Sequence[Quota]) -> None:
@@ -391,7 +391,7 @@ class AdaptiveLimit:
         self.seconds = time.monotonic() - sent_at
         self._tokens += (tokens - self._tokens) * _WEIGHT
         if target.in_flight >= target.limit:
-            target.limit = min(target.limit + self._growth, self._most)
+            target.limit = min(target.limit + self._growth, self._max_limit)
         if quotas and sent_at >= self._known_at - _TOGETHER:
             self._note(sent_at, quotas)
 
@@ -402,15 +402,15 @@ class AdaptiveLimit:
         # Without the answered request itself.
         since = self._known_at - _TOGETHER
         sent_later = sum(other.started_at >= since for other in self._target.attempts) - 1
-        self._left = math.inf
+        self._remaining = math.inf
         for quota in quotas:
             lowest = min(quota, self._lowest.get(quota.of_tokens, quota))
             self._lowest[quota.of_tokens] = lowest
             each = max(1.0, self._tokens) if quota.of_tokens else 1.0
-            left = lowest.left / each - sent_later
-            if left < self._left:
-                self._left = left
-                self._most = min(REQUESTS_WITHOUT_METRICS, quota.limit / each)
+            remaining = lowest.left / each - sent_later
+            if remaining < self._remaining:
+                self._remaining = remaining
+                self._max_limit = min(REQUESTS_WITHOUT_METRICS, quota.limit / each)
                 # A bucket fills at most by this, because later requests use it.
                 self._gain = max(1.0, (quota.limit - quota.left) / each)
                 self._every = min(quota.seconds, SERVER.longest_advice) + _MARGIN
@@ -422,7 +422,7 @@ class AdaptiveLimit:
         """
         now = time.monotonic()
         if asked and self._was_refused:
-            self._left = 0.0
+            self._remaining = 0.0
             self._gain = math.inf
             self._known_at = now
             self._resets_at = now + min(asked, SERVER.longest_advice)
@@ -558,11 +558,11 @@ class Router:
         return sum(request.sender is sender for request, _ in self._all_waiting())
 
     def oldest_of(self, sender: Sender) -> Attempt | None:
-        own = []
+        attempts = []
         for target in self.targets:
-            attempts = list(target.attempts)  # a copy, because other threads also call this
-            own += [attempt for attempt in attempts if attempt.request.sender is sender]
-        return min(own, key=lambda attempt: attempt.started_at, default=None)
+            copied = list(target.attempts)  # a copy, because other threads also call this
+            attempts += [attempt for attempt in copied if attempt.request.sender is sender]
+        return min(attempts, key=lambda attempt: attempt.started_at, default=None)
 
     @property
     def capacity(self) -> int:
@@ -579,13 +579,13 @@ class Router:
         if request.texts is None:
             request.texts = ()
             if len(self.targets) > 1 and self.has_homes:
-                request.texts, request.known = self._prefixes.find(request.body)
+                request.texts, request.known_text = self._prefixes.find(request.body)
         if request.may_not_be_sent or (request.deaths and request.is_quarantined):
             return None
         later = self._waiting[WINDOW - 1 : WINDOW]
         if later and (request.sender.order, request.order) > later[0][:2]:
             return None
-        target = self._room().choose(self._prefixes.homes(request.known))
+        target = self._room().choose(self._prefixes.homes(request.known_text))
         if target is not None:
             self._assign(target, request)
         return target
@@ -640,7 +640,7 @@ class Router:
         number = 0
         while number < min(WINDOW, len(waiting)) and room.best is not None:
             _, _, _, request, place = waiting[number]
-            chosen = room.choose(self._prefixes.homes(request.known))
+            chosen = room.choose(self._prefixes.homes(request.known_text))
             # A request that may not be sent waits until its rank cancels it.
             is_wanted = not place.done() and not request.may_not_be_sent
             if is_wanted and chosen is None:
@@ -843,11 +843,11 @@ def _leading_hashes(body: AnyBody) -> list[int]:
     if isinstance(body, RequestBody):
         body = body.with_media_hashed()
     start = next((at for at in map(body.find, _STARTS) if at >= 0), 0)
-    left = len(body) - start
+    length = len(body) - start
     hashes: list[int] = []
     last = 0
     for begin, end in _PIECES:
-        if end > left:
+        if end > length:
             break
         last = xxhash.xxh3_64_intdigest(body[start + begin : start + end], last)
         hashes.append(last)

@@ -24,7 +24,7 @@ class HiddenUrl:
     """A URL that is printed without user, password, query and fragment.
 
     Args:
-        shown: name of the URL in an error.
+        name: name of the URL in an error.
 
     Raises:
         ConfigError: the text is no URL.
@@ -32,11 +32,11 @@ class HiddenUrl:
 
     __slots__ = ("_url",)
 
-    def __init__(self, url: str | URL, shown: str = "it") -> None:
+    def __init__(self, url: str | URL, name: str = "it") -> None:
         self._url = url if isinstance(url, URL) else _parsed(url)
         if not self._url.host:
             raise ConfigError(
-                f"{shown} is not a URL. Write http://HOST:PORT or "
+                f"{name} is not a URL. Write http://HOST:PORT or "
                 "https://HOST. In a user, a password or a query, write %2F for /, %40 for @, and "
                 "%23 for #.",
                 setting="endpoint_url",
@@ -82,8 +82,8 @@ class HiddenUrl:
         sends.
         """
         url = self._url
-        found = [value or name for name, value in url.query.items() if name != "api-version"]
-        for text in (*found, url.password or url.user or ""):
+        values = [value or name for name, value in url.query.items() if name != "api-version"]
+        for text in (*values, url.password or url.user or ""):
             yield text
             yield text.replace(" ", "+")
         if url.user:
@@ -132,9 +132,9 @@ def beside(
     case.
     """
     added = {name.title(): value for name, value in extras["extra_headers"].items()}
-    kept = {name: value for name, value in headers.items() if name.title() not in added}
+    other_headers = {name: value for name, value in headers.items() if name.title() not in added}
     url = HiddenUrl(url.reveal().update_query(extras["extra_query"]))
-    return url, {**kept, **added}
+    return url, {**other_headers, **added}
 
 
 def proxy_of(url: HiddenUrl) -> HiddenUrl | None:

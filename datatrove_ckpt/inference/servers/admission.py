@@ -42,22 +42,22 @@ class Metrics:
 
 def parse_metrics(names: MetricNames, text: str) -> Metrics | None:
     running, waiting, preemptions, tokens, usage = names
-    found = defaultdict[str, float](float)
+    sums = defaultdict[str, float](float)
     caches = 0  # a KV cache for each of a server's ``dp``
     for line in text.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
         if name and name in (running, waiting, preemptions, usage, *tokens):
             number, *_ = line[len(name) :].rpartition("}")[2].split()  # a time may follow
-            found[name] += float(number)
+            sums[name] += float(number)
             caches += name == usage
-    if not found or not all(map(math.isfinite, found.values())):
+    if not sums or not all(map(math.isfinite, sums.values())):
         return None
     return Metrics(
-        found[running],
-        found[waiting],
-        sum(found[name] for name in tokens),
-        found[preemptions],
-        found[usage] / max(1, caches),
+        sums[running],
+        sums[waiting],
+        sum(sums[name] for name in tokens),
+        sums[preemptions],
+        sums[usage] / max(1, caches),
     )
 
 
@@ -168,7 +168,7 @@ async def adapt_admission(
     read_at = time.monotonic()
     tokens: float | None = None
     falls = 0
-    why = "shows no metrics at /metrics"
+    reason = "shows no metrics at /metrics"
     while True:
         await asyncio.sleep(_SAMPLE_SECONDS)
         metrics = await read_metrics(target, names, _METRICS_TIMEOUT)
@@ -178,13 +178,13 @@ async def adapt_admission(
             tokens = metrics.tokens
             # A restart also lets the counter fall, once.
             if falls == 2:
-                why = "shows the metrics of several servers in turn, as a load balancer does"
+                reason = "shows the metrics of several servers in turn, as a load balancer does"
                 break
             admission.update(metrics, target.in_flight)
             target.limit = admission.limit
             # Space that no request uses may belong to transfers to other servers.
             target.usage_each = metrics.cache_usage / (metrics.running or math.inf)
-            target.others = max(0.0, metrics.running + metrics.waiting - target.in_flight)
+            target.foreign = max(0.0, metrics.running + metrics.waiting - target.in_flight)
         elif time.monotonic() - read_at < _WAIT_FOR_METRICS_SECONDS:
             continue
         elif tokens is None:
@@ -194,12 +194,12 @@ async def adapt_admission(
         router.admit(resized=True)
     target.pace = AdaptiveLimit(target)
     target.usage_each = 0.0
-    target.others = 0.0
+    target.foreign = 0.0
     router.admit(resized=True)
     logger.warning(
-        f"{name} {why}, so max_concurrent_generations: auto starts with {FIRST_LIMIT} requests at "
-        f"once and goes up to {REQUESTS_WITHOUT_METRICS}. Let the server show its own metrics, or "
-        "set a number."
+        f"{name} {reason}, so max_concurrent_generations: auto starts with {FIRST_LIMIT} requests "
+        f"at once and goes up to {REQUESTS_WITHOUT_METRICS}. Let the server show its own "
+        "metrics, or set a number."
     )
     await wait_until_cancelled()
 

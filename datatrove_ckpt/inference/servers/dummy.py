@@ -33,8 +33,8 @@ def make_app(latency: float, api_key: str | None) -> web.Application:
 
     @web.middleware
     async def check_key(request: web.Request, handler: _Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization")
-        if api_key and request.path != "/health" and given != f"Bearer {api_key}":
+        authorization = request.headers.get("Authorization")
+        if api_key and request.path != "/health" and authorization != f"Bearer {api_key}":
             return web.json_response({"error": "Invalid API key"}, status=401)
         return await handler(request)
 
@@ -44,7 +44,7 @@ def make_app(latency: float, api_key: str | None) -> web.Application:
         if latency:
             await asyncio.sleep(latency)
         tokens = len(body) // 4
-        given: JsonObject = {"id": "dummy", "model": payload.get("model", "dummy-model")}
+        answered: JsonObject = {"id": "dummy", "model": payload.get("model", "dummy-model")}
         if request.path in _ROWS:
             name, row = _ROWS[request.path]
             texts = payload.get(name)
@@ -53,7 +53,7 @@ def make_app(latency: float, api_key: str | None) -> web.Application:
             number = len(texts) if isinstance(texts, list) else 1
             rows = [{"index": index, **row} for index in range(number)]
             usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-            return web.json_response({**given, "object": "list", "data": rows, "usage": usage})
+            return web.json_response({**answered, "object": "list", "data": rows, "usage": usage})
         kind = "text_completion"
         content: JsonObject = {"text": TEXT}
         if request.path == "/v1/chat/completions":
@@ -61,7 +61,7 @@ def make_app(latency: float, api_key: str | None) -> web.Application:
             content = {"message": {"role": "assistant", "content": TEXT}}
         usage = {"prompt_tokens": tokens, "completion_tokens": 100, "total_tokens": tokens + 100}
         choice = {"index": 0, **content, "finish_reason": "stop"}
-        return web.json_response({**given, "object": kind, "choices": [choice], "usage": usage})
+        return web.json_response({**answered, "object": kind, "choices": [choice], "usage": usage})
 
     # By default bodies of more than one MiB, such as images, are refused.
     app = web.Application(middlewares=[check_key], client_max_size=1 << 30)
@@ -90,9 +90,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="datatrove_ckpt.inference.servers.dummy")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--latency-ms", type=float, default=0.0, help="time each answer takes")
-    known = parser.parse_args(arguments)
-    app = make_app(known.latency_ms / 1000, os.environ.get(API_KEY_VARIABLE))
-    web.run_app(app, host=HOST, port=known.port, access_log=None, print=None, shutdown_timeout=1.0)
+    options = parser.parse_args(arguments)
+    app = make_app(options.latency_ms / 1000, os.environ.get(API_KEY_VARIABLE))
+    web.run_app(
+        app, host=HOST, port=options.port, access_log=None, print=None, shutdown_timeout=1.0
+    )
     return 0
 
 

@@ -54,13 +54,17 @@ def endpoints_of(config: InferenceConfig) -> list[EndpointAccess]:
         ConfigError: an endpoint_url is not a URL, or the key is not set.
     """
     return [
-        EndpointAccess(name, one, _with_environment(one.url), config.endpoint_api_key(one))
-        for name, one in config.endpoints_by_name.items()
+        EndpointAccess(
+            name, endpoint, _with_environment(endpoint.url), config.endpoint_api_key(endpoint)
+        )
+        for name, endpoint in config.endpoints_by_name.items()
     ]
 
 
 async def ask_endpoints(config: InferenceConfig) -> list[EndpointProbe]:
-    return await asyncio.gather(*(_ask(one.url, one.api_key) for one in endpoints_of(config)))
+    return await asyncio.gather(
+        *(_ask(endpoint.url, endpoint.api_key) for endpoint in endpoints_of(config))
+    )
 
 
 async def ready_endpoints(
@@ -94,16 +98,16 @@ async def ready_endpoints(
         if all(answer.refused for answer in answers):
             raise ServerRefused(f"{answers[0].url} {answers[0].cause}.")
         asked = [*zip(endpoints, answers, strict=True)]
-        causes = [f"{one.url}: {answer.cause}" for one, answer in asked if answer.cause]
+        causes = [f"{endpoint.url}: {answer.cause}" for endpoint, answer in asked if answer.cause]
         if len(causes) < len(answers):
             if causes:
                 logger.warning(
-                    f"{config.said}{len(causes)} of {len(answers)} endpoints do not answer: "
+                    f"{config.log_prefix}{len(causes)} of {len(answers)} endpoints do not answer: "
                     f"{'; '.join(causes)}. Those that refuse get no requests, nor do those whose "
                     "path has no version: their API may be there or below /v1."
                 )
             outage.patience = config.server_patience_seconds
-            return [one._replace(url=answer.api) for one, answer in asked if answer.api]
+            return [endpoint._replace(url=answer.api) for endpoint, answer in asked if answer.api]
         failures = failures + 1
         advice = ""
         outage.patience = ready_window(config)
@@ -112,7 +116,7 @@ async def ready_endpoints(
             advice = " To wait for a server that starts later: server_patience_seconds: 1800."
         outage.begin(": HTTP " not in causes[0], started)
         delay = retrying.ENDPOINT.wait(failures)
-        if delay > outage.left():
+        if delay > outage.remaining():
             each = "".join(f"  {cause}\n" for cause in causes)
             raise ServerStartFailed(
                 f"No endpoint was ready within {outage.patience:g} s:\n{each}Check that the "
@@ -138,9 +142,9 @@ async def _ask(url: HiddenUrl, api_key: Secret | None) -> EndpointProbe:
     try:
         response = await get(target, api_key, _PROBE_TIMEOUT, proxied=True)
         if api is None and response.status not in (200, *retrying.SERVER.retried):
-            found = await get(below.api("models"), api_key, _PROBE_TIMEOUT, proxied=True)
-            if found.status in (200, *retrying.SERVER.retried):
-                response = found
+            below_response = await get(below.api("models"), api_key, _PROBE_TIMEOUT, proxied=True)
+            if below_response.status in (200, *retrying.SERVER.retried):
+                response = below_response
                 url = below
                 target = below.api("models")
     except ExchangeFailed as error:
@@ -174,13 +178,13 @@ async def _other_scheme(target: HiddenUrl) -> str:
 def _listed(body: bytes) -> dict[str, object] | None:
     try:
         data = orjson.loads(memoryview(body))["data"]
-        found = {
-            str(one["id"]): one.get("max_model_len")
-            for one in data
-            if isinstance(one, dict) and "id" in one
+        lengths = {
+            str(model["id"]): model.get("max_model_len")
+            for model in data
+            if isinstance(model, dict) and "id" in model
         }
         if isinstance(data, list):
-            return found
+            return lengths
         return None
     except (ValueError, TypeError, KeyError):
         return None

@@ -79,8 +79,8 @@ async def _share_gpus(
     is_local = os.environ.get("DATATROVE_EXECUTOR", "LOCAL") == "LOCAL"
     ranks_share_them = is_local and any(config.engine.leases_gpus for config in configs)
     divided = sum(config.replicas for config in configs) > 1
-    given = any(config.gpus is not None for config in configs)
-    if not visible or not leases or not (ranks_share_them or divided or given):
+    is_set = any(config.gpus is not None for config in configs)
+    if not visible or not leases or not (ranks_share_them or divided or is_set):
         return
     needed = sum(config.gpus_each * config.replicas for config in configs)
     if needed > len(visible):
@@ -88,12 +88,12 @@ async def _share_gpus(
             f"gpus: the servers of a task need {needed} GPUs (gpus, or tp * dp * pp for each of "
             f"replicas), and this task sees {len(visible)} ({VISIBLE_GPUS}={','.join(visible)})."
         )
-    left = iter([(name, -1) for name in visible])
+    free = iter([(name, -1) for name in visible])
     if ranks_share_them:
         configs = [one for one in configs if one.name in leases]
-        left = iter(await _lock_gpus(visible, sum(one.gpus_each * one.replicas for one in configs)))
+        free = iter(await _lock_gpus(visible, sum(one.gpus_each * one.replicas for one in configs)))
     for config in configs:
-        servers = [list(islice(left, config.gpus_each)) for _ in range(config.replicas)]
+        servers = [list(islice(free, config.gpus_each)) for _ in range(config.replicas)]
         for lease, share in zip(leases.get(config.name, ()), servers, strict=False):
             lease.env[VISIBLE_GPUS] = ",".join(name for name, _ in share)
             for _, lock in share:

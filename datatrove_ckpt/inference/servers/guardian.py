@@ -64,12 +64,12 @@ def process_table() -> list[Process]:
         except OSError:
             continue
         # Count from the last parenthesis: the name may contain spaces and parentheses.
-        pid, _, rest = stat.partition(b" (")
-        name, _, rest = rest.rpartition(b") ")
-        state, parent, _group, session, *more = rest.split()
-        shown = name.decode(errors="replace")
+        pid, _, fields = stat.partition(b" (")
+        name, _, fields = fields.rpartition(b") ")
+        state, parent, _group, session, *more = fields.split()
+        text = name.decode(errors="replace")
         table.append(
-            Process(int(pid), int(parent), int(session), state in b"ZX", int(more[15]), shown)
+            Process(int(pid), int(parent), int(session), state in b"ZX", int(more[15]), text)
         )
     return table
 
@@ -187,10 +187,10 @@ class Guardian:
             grace = self.stop_timeout
             if os.getppid() != self._runner:
                 grace = min(grace, _ORPHAN_TIMEOUT)
-            left = terminated_at + grace - time.monotonic()
-            if left <= 0:
+            seconds = terminated_at + grace - time.monotonic()
+            if seconds <= 0:
                 return
-            select.select([self._wakeup_read], [], [], min(left, _PARENT_CHECK))
+            select.select([self._wakeup_read], [], [], min(seconds, _PARENT_CHECK))
             self._drain_wakeups()
             self._reap()
 

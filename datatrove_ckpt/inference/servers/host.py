@@ -53,11 +53,11 @@ async def _connected(servers: ModelServers, is_new: bool) -> AsyncIterator[Watch
     endpoints = await ready_endpoints(config, servers.outage, is_new)
     servers.add_endpoints(endpoints)
     if config.endpoints is not None:
-        open_ones = {one.name for one in endpoints}
+        open_ones = {endpoint.name for endpoint in endpoints}
         for name in config.endpoints_by_name.keys() - open_ones:
             servers.router.senders[0].count_error("left out at the start", name)
-    for index, one in enumerate(endpoints):
-        servers.tell("ready", config.server_name(index), str(one.url), "")
+    for index, endpoint in enumerate(endpoints):
+        servers.report("ready", config.server_name(index), str(endpoint.url), "")
     following: list[asyncio.Task[None]] = []
     if config.max_concurrent_generations == "auto":
         for target in servers.router.targets:
@@ -102,9 +102,9 @@ class ServerHost:
 
     @property
     def has_room(self) -> bool:
-        routers = [one.servers.router for one in self._running.values()]
+        routers = [running.servers.router for running in self._running.values()]
         return routers != [] and all(
-            one.in_flight < one.capacity and not one.waiting for one in routers
+            router.in_flight < router.capacity and not router.waiting for router in routers
         )
 
     @asynccontextmanager
@@ -136,12 +136,12 @@ class ServerHost:
         client = CompletionClient(running.servers, sender)
         try:
             if running.ready.done() and sender.on_server is not None:  # others have seen the start
-                what = "reused"
+                event = "reused"
                 if config.server_type == "endpoint":
-                    what = "ready"
+                    event = "ready"
                 for index, target in enumerate(running.servers.router.targets):
                     if target.up:
-                        sender.on_server(what, config.server_name(index), str(target.url), "")
+                        sender.on_server(event, config.server_name(index), str(target.url), "")
             yield client, asyncio.shield(running.ready)
         finally:
             client.leave()
@@ -151,13 +151,13 @@ class ServerHost:
     ) -> None:
         """Runs the servers until ``close``. All ranks receive the error of a failed start."""
         config = servers.config
-        logger.info(f"{config.said}Requests: {config.places} (max_concurrent_generations).")
+        logger.info(f"{config.log_prefix}Requests: {config.places} (max_concurrent_generations).")
         if config.server_type == "endpoint":
-            kept = _connected(servers, is_new)
+            running = _connected(servers, is_new)
         else:
-            kept = launched_servers(rank, servers, self._shutdown, self._models)
+            running = launched_servers(rank, servers, self._shutdown, self._models)
         try:
-            async with kept as watch:
+            async with running as watch:
                 ready.set_result(watch)
                 await self._ends_well.wait()
         except Exception as error:
@@ -171,10 +171,10 @@ class ServerHost:
     async def close(self, ends_well: bool = False) -> None:
         if ends_well:
             self._ends_well.set()
-        for one in self._running.values():
-            if not ends_well or not one.ready.done():
-                one.serving.cancel()
+        for running in self._running.values():
+            if not ends_well or not running.ready.done():
+                running.serving.cancel()
         await asyncio.gather(
-            *(one.serving for one in self._running.values()), return_exceptions=True
+            *(running.serving for running in self._running.values()), return_exceptions=True
         )
         self._models.close()

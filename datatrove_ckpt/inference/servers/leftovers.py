@@ -71,10 +71,10 @@ class ServerRecord:
     def read(cls, path: Path) -> Self | None:
         """Reads a record; returns None if the file holds none."""
         try:
-            content: JsonObject = json.loads(path.read_bytes())
+            record: JsonObject = json.loads(path.read_bytes())
             for key in ("runner", "guardian", "log"):
-                content[key] = tuple(content[key])
-            return cls(**content)
+                record[key] = tuple(record[key])
+            return cls(**record)
         except (OSError, ValueError, TypeError, KeyError):
             return None
 

@@ -48,21 +48,21 @@ def flags_set(params: CommonParams, arguments: list[str] | None) -> CommonParams
     parser.add_argument("--context", type=int, default=2048)  # tokens of a request
     parser.add_argument("--parallel", type=int, default=1)
     parser.add_argument("--threads", type=int, default=usable_cores())
-    given, fields = parser.parse_known_args(arguments)
-    params.model.path = given.model
-    params.model_alias = {given.alias}
+    settings, fields = parser.parse_known_args(arguments)
+    params.model.path = settings.model
+    params.model_alias = {settings.alias}
     params.hostnames = [HOST]
-    params.n_parallel = given.parallel
+    params.n_parallel = settings.parallel
     # llama.cpp divides the context among its parallel requests.
-    params.n_ctx = given.context * params.n_parallel
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = given.threads
+    params.n_ctx = settings.context * params.n_parallel
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = settings.threads
     params.endpoint_metrics = True
     params.ui = False
     params.verbosity = 2  # warnings and errors; 3, the default, logs a page per request
     key = os.environ.pop(API_KEY_VARIABLE, None)
     if key:
         params.api_keys = [key]
-    params.port = given.port
+    params.port = settings.port
     for field in fields:
         try:
             _set(params, field)
@@ -82,7 +82,9 @@ def _set(params: CommonParams, field: str) -> None:
     kind = type(getattr(params, name))
     if issubclass(kind, Enum):
         prefix = f"{kind.__name__.upper()}_"
-        values = {key.removeprefix(prefix).lower(): one for key, one in kind.__members__.items()}
+        values = {
+            key.removeprefix(prefix).lower(): member for key, member in kind.__members__.items()
+        }
         value = values.get(text.lower())
     elif kind in (int, float, str):
         value = kind(text)

@@ -117,12 +117,12 @@ class InferenceServer:
         server = f"server {self.replica} (log {self._log_path})"
         if problem is not None:
             logger.warning(
-                f"{self.config.said}Task {self.rank} cannot take over {server}: it {problem}. It "
-                "is started anew."
+                f"{self.config.log_prefix}Task {self.rank} cannot take over {server}: it "
+                f"{problem}. It is started anew."
             )
             await self.kill()
             return False
-        logger.debug(f"{self.config.said}Task {self.rank} takes over {server}.")
+        logger.debug(f"{self.config.log_prefix}Task {self.rank} takes over {server}.")
         return True
 
     async def start(self) -> None:
@@ -198,27 +198,29 @@ class InferenceServer:
             is_ready = await self.is_ready()
             seconds = time.monotonic() - started_at
             if (code := self._process.returncode) is not None:
-                what = f"exited with code {code} after {seconds:.1f} s, before it was ready"
-                raise await self._explained(what, code)
+                problem = f"exited with code {code} after {seconds:.1f} s, before it was ready"
+                raise await self._explained(problem, code)
             if is_ready:
                 break
             if seconds >= window:
                 settings = "server_ready_max_attempts * server_ready_delay_sec"
-                what = f"did not become ready within {window:g} s ({settings})"
-                raise await self._explained(what)
+                problem = f"did not become ready within {window:g} s ({settings})"
+                raise await self._explained(problem)
             if seconds >= say_at:  # silence during minutes of loading looks like a hang
                 say_at += _SAY_EVERY
                 line = last_line(await in_own_thread(self._log))
                 logger.info(
-                    f"{self.config.said}The {name} server is starting, {seconds:.0f} s of at most "
-                    f"{window:.0f} s. Last line of its log ({self._log_path}): {line}"
+                    f"{self.config.log_prefix}The {name} server is starting, {seconds:.0f} s of at "
+                    f"most {window:.0f} s. Last line of its log ({self._log_path}): {line}"
                 )
             failures += 1
             pause = min(self.config.server_ready_delay_sec, retrying.READY.wait(failures))
             with contextlib.suppress(TimeoutError):  # a crash ends the wait
                 async with asyncio.timeout(min(pause, window - seconds)):
                     await self._process.wait()
-        logger.info(f"{self.config.said}{name} server ready on {self.url} after {seconds:.1f} s")
+        logger.info(
+            f"{self.config.log_prefix}{name} server ready on {self.url} after {seconds:.1f} s"
+        )
 
     async def is_ready(self) -> bool:
         try:
@@ -247,13 +249,13 @@ class InferenceServer:
             return hide(read_log(self._log_path, self._log_start))
         return ""
 
-    async def _explained(self, what: str, exit_code: int | None = None) -> _StartAttemptFailed:
+    async def _explained(self, problem: str, exit_code: int | None = None) -> _StartAttemptFailed:
         """Returns an error with the problem, its cause if known, the command and the end of the
         log.
         """
         log = await in_own_thread(self._log)
         cause = find_cause(exit_code, log)
-        lines = [f"The {self.config.server_type} server {what}."]
+        lines = [f"The {self.config.server_type} server {problem}."]
         if cause is not None:
             lines.append(f"Cause: {cause.text}")
         lines.append(f"Command: {redacted_command(self._command.argv)}")
@@ -263,8 +265,8 @@ class InferenceServer:
         failure.is_permanent = cause is not None and cause.permanent
         return failure
 
-    async def report(self, what: str, exit_code: int | None = None) -> str:
-        return str(await self._explained(what, exit_code))
+    async def report(self, problem: str, exit_code: int | None = None) -> str:
+        return str(await self._explained(problem, exit_code))
 
     async def watch(self) -> int:
         """Returns the exit code once the server has died. Never returns if it was stopped."""
@@ -338,10 +340,10 @@ def free_port() -> int:
 
 def redacted_command(argv: tuple[str, ...]) -> str:
     """Returns the command line, without the values of flags that are named like secrets."""
-    shown: list[str] = []
+    parts: list[str] = []
     for part in argv:
         flag = _FLAG.match(part)
         if flag is not None and may_name_secret(flag[1]):
             part = f"--{flag[1]}={HIDDEN}"
-        shown.append(part)
-    return " ".join(shown)
+        parts.append(part)
+    return " ".join(parts)

@@ -94,7 +94,7 @@ def read_log(path: Path, start: int) -> str:
 def last_line(log: str) -> str:
     """Returns the last line with text, fit for a terminal; for a progress bar its last state."""
     for line in reversed(log.replace("\r", "\n").split("\n")):
-        shown = as_line(_ESCAPE.sub("", line)).strip()
-        if shown:
-            return cut(shown, 200)
+        text = as_line(_ESCAPE.sub("", line)).strip()
+        if text:
+            return cut(text, 200)
     return ""

@@ -61,7 +61,9 @@ class ServerSupervisor:
         self.target = self.model_servers.router.add(self.probe)
         self.restarts = 0
         self.config = self.model_servers.config
-        self._name = f"{self.config.said}Server {self.server.replica} of task {self.server.rank}"
+        self._name = (
+            f"{self.config.log_prefix}Server {self.server.replica} of task {self.server.rank}"
+        )
         self._death = routing.ServerDeath("")
         self._death_cause: asyncio.Future[str]
         self._recent_restarts = self.server.restarted_at
@@ -80,10 +82,10 @@ class ServerSupervisor:
         self._death_cause = asyncio.get_running_loop().create_future()
         self.model_servers.mark_up(self.target, HiddenUrl(self.server.url), self.server.api_key)
 
-    def _tell(self, what: str, why: str = "") -> None:
-        url = self.server.url if what in ("ready", "reused") else None
-        self.model_servers.tell(
-            what, self.config.server_name(self.server.replica), url, why.partition("\n")[0]
+    def _tell(self, event: str, cause: str = "") -> None:
+        url = self.server.url if event in ("ready", "reused") else None
+        self.model_servers.report(
+            event, self.config.server_name(self.server.replica), url, cause.partition("\n")[0]
         )
 
     async def stop(self) -> None:
@@ -294,7 +296,9 @@ async def launched_servers(
             for supervisor in supervisors:
                 model_servers.router.mark_dead(supervisor.target, "the run ends")
             if ends_well and models.keep(servers):
-                await asyncio.gather(*(model_servers.disconnect(one.target) for one in supervisors))
+                await asyncio.gather(
+                    *(model_servers.disconnect(supervisor.target) for supervisor in supervisors)
+                )
             else:
                 try:
                     await asyncio.gather(*(supervisor.stop() for supervisor in supervisors))
@@ -304,18 +308,19 @@ async def launched_servers(
 
 
 async def _supervise(supervisors: list[ServerSupervisor], router: routing.Router) -> None:
-    left = len(supervisors)
+    running = len(supervisors)
 
     async def supervise(supervisor: ServerSupervisor) -> None:
-        nonlocal left
+        nonlocal running
         try:
             await supervisor.supervise()
         except ServerDied as error:
-            left -= 1
-            if not left:
+            running -= 1
+            if not running:
                 raise
             logger.error(
-                f"{error}\nThe run goes on without this server, with {left} of {len(supervisors)}."
+                f"{error}\nThe run goes on without this server, with {running} of "
+                f"{len(supervisors)}."
             )
 
     try:
@@ -327,7 +332,7 @@ async def _supervise(supervisors: list[ServerSupervisor], router: routing.Router
 
 async def _run_all(work: Iterable[Awaitable[None]]) -> None:
     """Raises the first error, without an exception group, and cancels the others."""
-    tasks = [asyncio.ensure_future(one) for one in work]
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in work]
     try:
         await asyncio.gather(*tasks)
     finally:

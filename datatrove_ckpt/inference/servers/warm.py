@@ -130,7 +130,7 @@ def close_warm_servers() -> None:
 
 
 def _stop(sets: Collection[ServerSet]) -> None:
-    servers = [server for one in sets for server in one.servers]
+    servers = [server for server_set in sets for server in server_set.servers]
     for server in servers:
         server.request_stop()
     for server in servers:
@@ -192,18 +192,18 @@ class RankModels:
     async def _find(self) -> dict[str, list[GpuLease]]:
         for config in self._configs:
             self._settings[config.name] = await in_own_thread(self._settings_of, config)
-        others = []
+        unfit = []
         for name, warm in _take_all().items():
             if warm.settings == self._settings.get(name):
                 self._warm[name] = warm
                 continue
-            others.append(warm)
-        await in_own_thread(_stop, others)
+            unfit.append(warm)
+        await in_own_thread(_stop, unfit)
         return await lease_gpus(self._configs, self._warm)
 
     def _settings_of(self, config: InferenceConfig) -> str | None:
         if NodeGroup.from_environment().count > 1 or not config.reuse_servers or not self._keeps:
             return None
         # Without locks a model's GPUs depend on the models before it.
-        before = takewhile(lambda one: one is not config, self._configs)
-        return server_settings(config, [one.gpus_each * one.replicas for one in before])
+        before = takewhile(lambda model: model is not config, self._configs)
+        return server_settings(config, [model.gpus_each * model.replicas for model in before])

@@ -91,8 +91,8 @@ def read_prices(prices: JsonObject | str | None, model: str) -> JsonObject | Non
         try:
             table = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, yaml.YAMLError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise ConfigError(f"prices: {path.absolute()} cannot be read: {why}.") from None
+            cause = getattr(error, "strerror", None) or error
+            raise ConfigError(f"prices: {path.absolute()} cannot be read: {cause}.") from None
         if not isinstance(table, dict) or model not in table:
             models = ", ".join(map(str, table or ())) or "nothing"
             raise ConfigError(f"prices: {path.absolute()} has no model {model!r}; it has {models}.")

@@ -145,9 +145,9 @@ def _near_miss(name: str) -> str:
     """Returns the hint for a refused parameter, or ""."""
     if name in REQUEST_PARAMETERS:
         return ""
-    known = {_bare(one): one for one in REQUEST_PARAMETERS}
-    near = difflib.get_close_matches(_bare(name), known, cutoff=_MISTYPED)
-    return did_you_mean(name.lower(), map(known.__getitem__, near), 0)
+    names = {_bare(param): param for param in REQUEST_PARAMETERS}
+    near = difflib.get_close_matches(_bare(name), names, cutoff=_MISTYPED)
+    return did_you_mean(name.lower(), map(names.__getitem__, near), 0)
 
 
 def _bare(name: str) -> str:
@@ -175,12 +175,12 @@ class AnswerPolicy(NamedTuple):
     Attributes:
         retries: maximum number of further requests.
         params: parameters in the payload of these requests.
-        then: treatment of an answer that is still bad.
+        fallback: treatment of an answer that is still bad.
     """
 
     retries: int
     params: JsonObject
-    then: _Then
+    fallback: _Then
 
 
 def answer_policy(setting: str, value: BadAnswerSetting) -> AnswerPolicy:
@@ -195,11 +195,11 @@ def answer_policy(setting: str, value: BadAnswerSetting) -> AnswerPolicy:
         return AnswerPolicy(0, {}, value)
     params = dict(value)
     retries = params.pop("retry", None)
-    then = params.pop("then", "keep")
+    fallback = params.pop("then", "keep")
     setting_types.check_value(f"{setting}.retry", setting_types.Count, retries)
-    setting_types.check_value(f"{setting}.then", _Then, then)
+    setting_types.check_value(f"{setting}.then", _Then, fallback)
     for name in _NEVER_CHANGED:
         if name in params:
             raise ConfigError("a retry cannot change it.", setting=f"{setting}.{name}")
     check_generation_params(setting, params)
-    return AnswerPolicy(retries, params, then)
+    return AnswerPolicy(retries, params, fallback)

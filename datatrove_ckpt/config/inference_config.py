@@ -233,9 +233,9 @@ class InferenceConfig:
         self._check_choices()
         self._check_gpus()
         check_generation_params("default_generation_params", self.default_generation_params)
-        given = {"default_generation_params": self.default_generation_params}
-        given |= {name: policy.params for name, policy in self.answer_policies.items()}
-        for setting, params in given.items():
+        params_by_setting = {"default_generation_params": self.default_generation_params}
+        params_by_setting |= {name: policy.params for name, policy in self.answer_policies.items()}
+        for setting, params in params_by_setting.items():
             for name in TOKEN_LIMITS:
                 tokens = params.get(name) or 0
                 if self.server_type != "endpoint" and tokens >= self.model_max_context:
@@ -313,23 +313,23 @@ class InferenceConfig:
                 )
         if self.server_type != "endpoint":
             raise ConfigError('needs server_type "endpoint".', setting="endpoints")
-        found = []
-        known = [one.name for one in fields(EndpointConfig)]
-        for index, given in enumerate(self.endpoints):
+        endpoints = []
+        names = [endpoint.name for endpoint in fields(EndpointConfig)]
+        for index, entry in enumerate(self.endpoints):
             try:
-                if not isinstance(given, Mapping):
-                    check_value("", EndpointConfig, given)
-                    given = vars(given)
-                for name in given:
-                    check_value("", one_of(known), name)
-                one = EndpointConfig(**{"url": None, **given})
-                prices = read_prices(one.prices, one.model or self.model_name_or_path)
-                found.append(replace(one, prices=prices))
+                if not isinstance(entry, Mapping):
+                    check_value("", EndpointConfig, entry)
+                    entry = vars(entry)
+                for name in entry:
+                    check_value("", one_of(names), name)
+                endpoint = EndpointConfig(**{"url": None, **entry})
+                prices = read_prices(endpoint.prices, endpoint.model or self.model_name_or_path)
+                endpoints.append(replace(endpoint, prices=prices))
             except ConfigError as error:
                 raise ConfigError(f"endpoints[{index}]: {error}") from None
-        if len({one.weight is None for one in found}) > 1:
+        if len({endpoint.weight is None for endpoint in endpoints}) > 1:
             raise ConfigError("either all have a weight, or none.", setting="endpoints")
-        self.endpoints = found
+        self.endpoints = endpoints
 
     @property
     def urls(self) -> list[str]:
@@ -356,37 +356,37 @@ class InferenceConfig:
 
     def _named(self, endpoints: Iterable[object]) -> dict[str, EndpointConfig]:
         model = self.model_name_or_path
-        found: dict[str, EndpointConfig] = {}
-        for one in endpoints:
-            assert isinstance(one, EndpointConfig)
-            url = one.url.partition("?")[0]
-            name = f"{url} {len(found) + 1}" if url in found else url
-            prices = self.prices if one.prices is None else one.prices
-            found[name] = replace(one, model=one.model or model, prices=prices)
-        return found
+        named: dict[str, EndpointConfig] = {}
+        for endpoint in endpoints:
+            assert isinstance(endpoint, EndpointConfig)
+            url = endpoint.url.partition("?")[0]
+            name = f"{url} {len(named) + 1}" if url in named else url
+            prices = self.prices if endpoint.prices is None else endpoint.prices
+            named[name] = replace(endpoint, model=endpoint.model or model, prices=prices)
+        return named
 
     @cached_property
     def other_models(self) -> list[str]:
         """The names of the model in ``endpoints``, except ``model_name_or_path``."""
         if self.endpoints is None:
             return []
-        models = {str(one.model) for one in self.endpoints_by_name.values()}
+        models = {str(endpoint.model) for endpoint in self.endpoints_by_name.values()}
         return sorted(models - {self.model_name_or_path})
 
     def prices_at(self, endpoint: str) -> JsonObject:
         """Returns the prices of an endpoint by its name, or of the first endpoint with prices."""
-        found = self.prices
+        prices = self.prices
         if self.endpoints is not None:
             ends = self._named_endpoints
-            found = next((one.prices for one in ends.values() if one.prices), None)
+            prices = next((end.prices for end in ends.values() if end.prices), None)
             if endpoint in ends:
-                found = ends[endpoint].prices
-        assert not isinstance(found, str)  # the file was read
-        return found or {}
+                prices = ends[endpoint].prices
+        assert not isinstance(prices, str)  # the file was read
+        return prices or {}
 
     @property
     def has_all_prices(self) -> bool:
-        priced = [one.prices for one in self.endpoints_by_name.values()]
+        priced = [endpoint.prices for endpoint in self.endpoints_by_name.values()]
         return all(priced or [self.prices])
 
     def cost(self, tokens: Tokens, tier: str, endpoint: str) -> int:
@@ -404,14 +404,18 @@ class InferenceConfig:
     def answer_policies(self) -> dict[str, AnswerPolicy]:
         """The policies that have an effect, by their settings, in the order in which they apply."""
         policies = {name: answer_policy(name, getattr(self, name)) for name in _BAD_ANSWERS}
-        return {name: one for name, one in policies.items() if one.retries or one.then != "keep"}
+        return {
+            name: policy
+            for name, policy in policies.items()
+            if policy.retries or policy.fallback != "keep"
+        }
 
     @property
     def engine(self) -> Engine:
         return ENGINES[self.server_type]
 
     @property
-    def said(self) -> str:
+    def log_prefix(self) -> str:
         """The prefix of a message about one of several models: "judge: "."""
         if self.name:
             return f"{self.name}: "
@@ -479,11 +483,11 @@ class InferenceConfig:
         else:
             return None
         if not key.reveal().isprintable() or key.reveal() != key.reveal().strip():
-            where = "api_key: the key"
+            source = "api_key: the key"
             if endpoint.api_key_env:
-                where = f"api_key_env: the value of {endpoint.api_key_env}"
+                source = f"api_key_env: the value of {endpoint.api_key_env}"
             raise ConfigError(
-                f"{where} holds a space at an end, a line break or another control character. "
+                f"{source} holds a space at an end, a line break or another control character. "
                 "Remove it."
             )
         return key
@@ -528,11 +532,11 @@ class EngineCommand(NamedTuple):
         """Returns our environment with the server's additions, but without the key of mirrors. The
         API key is revealed only here.
         """
-        found = dict(ours)
-        found.pop(MIRROR_KEY_VARIABLE, None)
+        variables = dict(ours)
+        variables.pop(MIRROR_KEY_VARIABLE, None)
         for name, value in self.env.items():
-            found[name] = value.reveal() if isinstance(value, Secret) else value
-        return found
+            variables[name] = value.reveal() if isinstance(value, Secret) else value
+        return variables
 
 
 @dataclass(frozen=True)
@@ -573,10 +577,10 @@ SINGLE_NODE = NodeGroup()
 
 
 class EngineLaunch(NamedTuple):
-    """The input of ``Engine.command``. ``found``: result of ``Engine.find``."""
+    """The input of ``Engine.command``. ``path``: result of ``Engine.find``."""
 
     config: InferenceConfig
-    found: str | None
+    path: str | None
     port: int
     api_key: Secret
     nodes: NodeGroup
@@ -617,7 +621,7 @@ class EngineLaunch(NamedTuple):
         self,
         start: tuple[str, ...],
         flags: Mapping[str, object],
-        given: Kwargs,
+        user_flags: Kwargs,
         env: Variables | None = None,
         takes_key: bool = True,
     ) -> EngineCommand:
@@ -627,9 +631,9 @@ class EngineLaunch(NamedTuple):
         """
         argv = list(start)
         for name, value in flags.items():
-            if name not in given:
+            if name not in user_flags:
                 argv += _flag(name, value)
-        for name, value in given.items():
+        for name, value in user_flags.items():
             if value is not None:
                 argv.append("=".join(_flag(name, value)))
         if env is None:
@@ -802,15 +806,15 @@ class Engine:
 
     def gpus_per_server(self, config: InferenceConfig) -> int:
         """Returns tp * dp * pp; flags in model_kwargs override each."""
-        given = dashed_names(config.model_kwargs)
+        flags = dashed_names(config.model_kwargs)
 
         def size(default: int, *names: str) -> int:
-            return int(next((given[name] for name in names if name in given), default))
+            return int(next((flags[name] for name in names if name in flags), default))
 
         tp = size(config.tp, "tensor-parallel-size", "tp-size", "tp")
         pp = size(config.pp, "pipeline-parallel-size", "pp-size")
         # SGLang: data parallel inside the tensor parallel group.
-        if given.get("enable-dp-attention"):
+        if flags.get("enable-dp-attention"):
             return tp * pp
         return tp * pp * size(config.dp, "data-parallel-size", "dp-size", "dp")
 

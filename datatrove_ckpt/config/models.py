@@ -65,8 +65,8 @@ def models_of(
 
 def _refuse_settings_of_rank(models: Mapping[str, InferenceConfig]) -> None:
     """Raises ConfigError if a model after the first has a setting of the whole rank."""
-    first, *others = models
-    for name in others:
+    first, *later = models
+    for name in later:
         for setting in _SETTINGS_OF_RANK:
             default = InferenceConfig.__dataclass_fields__[setting].default
             if getattr(models[name], setting) not in (default, getattr(models[first], setting)):
@@ -88,7 +88,7 @@ def _checked(place: str, config: object) -> InferenceConfig:
             f"{place}: takes an InferenceConfig(...), and not a {type(config).__name__}."
         )
     # A config of datatrove may have more settings.
-    given = {name: value for name, value in vars(config).items() if name in _SETTINGS}
-    checked = InferenceConfig(**given)
+    settings = {name: value for name, value in vars(config).items() if name in _SETTINGS}
+    checked = InferenceConfig(**settings)
     checked.limits_documents = False  # datatrove always sets max_concurrent_documents
     return checked

@@ -28,13 +28,13 @@ def expand_path(setting: str, path: str) -> Path:
                 setting=setting,
             )
     try:
-        found = Path(os.path.expandvars(path)).expanduser().absolute()
+        expanded = Path(os.path.expandvars(path)).expanduser().absolute()
     except RuntimeError:
         raise ConfigError(
             f"{path!r}: there is no such home folder. Write the path out.", setting=setting
         ) from None
-    refuse_tilde(setting, path, found)
-    return found
+    refuse_tilde(setting, path, expanded)
+    return expanded
 
 
 def existing_part(path: Path) -> Path:

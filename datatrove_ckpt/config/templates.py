@@ -92,15 +92,15 @@ def times_text(template: str) -> int:
     return sum(name == "text" for _, name, _ in parse(template))
 
 
-def fill(template: str, document: Document, text: str, **others: str) -> str:
-    """Returns the template with the document's values. ``others`` come before the metadata for
+def fill(template: str, document: Document, text: str, **values: str) -> str:
+    """Returns the template with the document's values. ``values`` come before the metadata for
     ``{KEY}``.
 
     Raises:
         ConfigError: the document lacks a value.
     """
     return "".join(
-        literal or _lookup(name, key, document, text, others)
+        literal or _lookup(name, key, document, text, values)
         for literal, name, key in parse(template)
     )
 
@@ -119,13 +119,13 @@ def lacks(document: Document, setting: str, key: str) -> ConfigError:
     )
 
 
-def _lookup(name: str, key: str, document: Document, text: str, others: dict[str, str]) -> str:
+def _lookup(name: str, key: str, document: Document, text: str, values: dict[str, str]) -> str:
     if name == "text":
         return text
     if name == "id":
         return str(document.id)
-    if name == "key" and key in others:
-        return others[key]
+    if name == "key" and key in values:
+        return values[key]
     value: Any = document.metadata
     for part in _parts(name, key):
         if isinstance(value, str):  # a part of it would be a character
@@ -152,5 +152,5 @@ def _parts(name: str, key: str) -> tuple[str | int, ...]:
     """Returns the path to a value of the metadata: keys, and indices of lists."""
     if name == "metadata":
         return (key,)
-    found = re.findall(r"\[([^\]]+)\]|([^.\[]+)", key)
-    return tuple(int(inner) if inner.isdecimal() else inner or name for inner, name in found)
+    matches = re.findall(r"\[([^\]]+)\]|([^.\[]+)", key)
+    return tuple(int(inner) if inner.isdecimal() else inner or name for inner, name in matches)

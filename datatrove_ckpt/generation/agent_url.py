@@ -71,10 +71,10 @@ class _AgentRequests:
 
     async def cancel(self) -> None:
         """Ends the requests whose clients have gone: their answers would not be counted."""
-        left = [asked.task for asked in self._asked]
-        for task in left:
+        tasks = [asked.task for asked in self._asked]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _abandoned(self, path: str, body: bytes) -> asyncio.Task[Any] | None:
         for asked in self._asked:
@@ -106,8 +106,8 @@ async def serve(generate: Any, model_name: str) -> AsyncIterator[str]:
             body = orjson.dumps({"object": "list", "data": [model]})
             return web.Response(body=body, content_type="application/json")
         if not path.startswith(f"{secret}/v1/") or request.method != "POST":
-            what = f"{request.method} {redact(path.removeprefix(secret))}"
-            return _refusal(404, f"{what} has no answer here; POST below /v1/ has")
+            call = f"{request.method} {redact(path.removeprefix(secret))}"
+            return _refusal(404, f"{call} has no answer here; POST below /v1/ has")
         try:
             body = await request.content.read()
             payload = orjson.loads(body)

@@ -19,7 +19,7 @@ from datatrove_ckpt.rollouts import Payload
 _BAD = {"on_loop": "is looping", "on_refusal": "is a refusal", "on_cut_off": "is cut off"}
 
 
-async def acceptable(requests: RolloutRequests, payload: Payload, way: Api, whole: bool) -> Result:
+async def acceptable(requests: RolloutRequests, payload: Payload, api: Api, whole: bool) -> Result:
     """Returns the answer, or the answer of a retry, by the policies for bad answers.
 
     Raises:
@@ -32,12 +32,12 @@ async def acceptable(requests: RolloutRequests, payload: Payload, way: Api, whol
     policies = requests.model.policies
     retries = Counter[str]()
     try:
-        digest = requests.digest(payload, way)
+        digest = requests.digest(payload, api)
     except ConfigError as error:
         raise failed(error, payload) from error
     # Not the order of the retries, which depends on the order of parallel answers.
     first = answers.next_key(requests.rollout_idx, f"first {digest}")
-    result = await requests.answered(payload, way, whole)
+    result = await requests.answered(payload, api, whole)
     defaults = requests.config.default_generation_params
     changed = dict(payload.get("extra_body", defaults.get("extra_body")) or {})
     while setting := requests.rank.quality.first_case(policies, result):
@@ -47,12 +47,12 @@ async def acceptable(requests: RolloutRequests, payload: Payload, way: Api, whol
         retries[setting] += 1
         if not policy.params.keys().isdisjoint(TOKEN_LIMITS):
             # A limit under the other name would win, or be refused beside the new one.
-            given = {*defaults, *payload, *changed}
-            changed |= dict.fromkeys(given.intersection(TOKEN_LIMITS))
+            names = {*defaults, *payload, *changed}
+            changed |= dict.fromkeys(names.intersection(TOKEN_LIMITS))
         changed |= policy.params
         payload = {**payload, "extra_body": changed}
         try:
-            retried = await requests.answered(payload, way, whole, (*first,))
+            retried = await requests.answered(payload, api, whole, (*first,))
         except InferenceError as error:
             if not isinstance(error.error, RequestRejected):
                 raise
@@ -60,10 +60,10 @@ async def acceptable(requests: RolloutRequests, payload: Payload, way: Api, whol
                 f"{setting}: a retry was rejected, so the answer before it counts: {error.error}"
             )
             break
-        answers.results = [one for one in answers.results if one is not result]
+        answers.results = [answer for answer in answers.results if answer is not result]
         result = retried
-    if not setting or policies[setting].then == "keep":
+    if not setting or policies[setting].fallback == "keep":
         return result
     bad = BadAnswer(f"the answer {_BAD[setting]}.", setting=setting)
-    bad.is_dropped = policies[setting].then == "drop"
+    bad.is_dropped = policies[setting].fallback == "drop"
     raise failed(named(bad, requests.config.name), payload)

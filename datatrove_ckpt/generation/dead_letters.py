@@ -58,7 +58,7 @@ def dead_letter(
         payload_hashes: payload hash of the last request of each rollout.
     """
     document = source.document
-    kept = source.as_read or as_read(document).data
+    encoded = source.as_read or as_read(document).data
     earlier: Letter = getattr(document, "letter", {})
     head: Letter = {
         "ordinal": earlier.get("ordinal", ordinal),
@@ -70,7 +70,7 @@ def dead_letter(
         "payload_hashes": [digest for digest in payload_hashes if digest],
         "traceback": redact(safe_text("".join(traceback.format_exception(error)))),
     }
-    return b'%s,"document":%s}' % (orjson.dumps(head)[:-1], kept)
+    return b'%s,"document":%s}' % (orjson.dumps(head)[:-1], encoded)
 
 
 def read_letters(path: Path) -> Iterator[Letter]:
@@ -151,12 +151,12 @@ def next_retry(root: Path, rank: int) -> DeadLetterRetry | None:
             return retry
         folders.append(retry.folder)
         last = number
-    taken = retried_dead_letters(root, rank)
+    retried = retried_dead_letters(root, rank)
     letters = [
         letter
         for each in folders
         for letter in read_letters(each / layout.DEAD_LETTERS)
-        if _attempt_of(letter) not in taken
+        if _attempt_of(letter) not in retried
     ]
     if not letters:
         return None

@@ -37,7 +37,7 @@ class DocumentAnswers:
         failure: error that stops the rank.
         hashes, payloads: hash and payload of the last request of each rollout.
         requests: number of ended requests of each rollout.
-        found: number of requests and calls of each rollout that earlier attempts have saved.
+        reused: number of requests and calls of each rollout that earlier attempts have saved.
         tokens: prompt and completion tokens of each answer in turn.
         failed: number of requests without an answer.
         order, is_suspect: the fields of ``routing.Request``.
@@ -64,7 +64,7 @@ class DocumentAnswers:
         self.hashes = [""] * rollouts
         self.payloads: list[Payload] = [{}] * rollouts
         self.requests = [0] * rollouts
-        self.found = [0] * rollouts
+        self.reused = [0] * rollouts
         self.tokens: list[int] = []
         self.reasons: dict[str, int] = {}
         self.results: list[Result] = []
@@ -76,12 +76,12 @@ class DocumentAnswers:
             self._cached = asyncio.wrap_future(self._rank.checkpoint.lookup(self.slot))
         return await asyncio.shield(self._cached)
 
-    async def kept(self, key: AnswerKey) -> CachedAnswer | None:
+    async def saved(self, key: AnswerKey) -> CachedAnswer | None:
         """Returns the saved answer of one request or call; None if there is none."""
         if not self.slot.cached:
             return None
         answer = (await self.cached()).get(key)
-        self.found[key.rollout_idx] += answer is not None
+        self.reused[key.rollout_idx] += answer is not None
         return answer
 
     def fail(self, failure: CkptError) -> None:
@@ -99,16 +99,16 @@ class DocumentAnswers:
         return self.failure is not None or self._rank.has_ended or self._rank.shutdown.aborted
 
     def finished(
-        self, outcome: Outcome, fingerprint: str, document: bytes, kept: int = 0
+        self, outcome: Outcome, fingerprint: str, document: bytes, valid: int = 0
     ) -> FinishedDocument:
-        """Returns the document's journal line. ``kept``: number of rollouts with a result."""
+        """Returns the document's journal line. ``valid``: number of rollouts with a result."""
         requests = self.requests
         tokens = self.tokens
         work = None  # the usual case is a shorter line: see FinishedDocument.work
         usual = 1 if outcome == "written" else 0
-        is_usual = len(requests) == 1 and requests[0] <= 1 and not self.failed and kept == usual
+        is_usual = len(requests) == 1 and requests[0] <= 1 and not self.failed and valid == usual
         if not is_usual:  # copies, because cancelled rollouts may still count
-            work = DocumentWork(kept, self.failed, requests.copy(), tokens.copy())
+            work = DocumentWork(valid, self.failed, requests.copy(), tokens.copy())
         return FinishedDocument(
             self.slot.ordinal,
             outcome,
@@ -135,7 +135,7 @@ class DocumentAnswers:
         self._rank.observer.own.cached += 1
         self.tokens += token_counts(result.usage or {})[:2]
 
-    def count(self, rollout_idx: int, result: Result, way: Api, question: str = "") -> None:
+    def count(self, rollout_idx: int, result: Result, api: Api, question: str = "") -> None:
         """Counts an answer and its faults. ``question``: the last message."""
         choices = choices_of(result)
         self.results.append(result)
@@ -148,7 +148,7 @@ class DocumentAnswers:
         faults: list[str] = []
         result.faults = faults
         is_empty = False
-        if way.generates:
+        if api.generates:
             quality = self._rank.quality
             for choice in choices:
                 text = choice["text"]
@@ -162,12 +162,12 @@ class DocumentAnswers:
                 self.reasons[fault] = self.reasons.get(fault, 0) + 1
             if is_cut:
                 faults.append("cut_off")
-        elif way.is_shared and result.answer is not None:
+        elif api.is_shared and result.answer is not None:
             is_empty = not result.answer["embeddings"][0].strip("A=")  # zeros in base64
         self.empty += is_empty
         if is_empty:
             faults.append("empty")
-        if way.generates:
+        if api.generates:
             for fault in faults:
                 self._rank.observer.example(fault, self.doc_id, str(result.text))
             quality.note(bool(faults))
@@ -196,10 +196,12 @@ class DocumentAnswers:
         """
         results = self.results
         reasons = {reason for result in results for reason in result.reasons}
-        found = {fault for result in results for fault in result.faults}
+        fault_names = {fault for result in results for fault in result.faults}
         if any(result.is_invalid for result in results):
-            found.add(INVALID)
-        faults = [name for name in DocumentCounts().bad if name in found and name != REPEATING]
+            fault_names.add(INVALID)
+        faults = [
+            name for name in DocumentCounts().bad if name in fault_names and name != REPEATING
+        ]
         tokens = sum(token_counts(result.usage or {})[1] for result in results)
         endpoints = {getattr(result, "endpoint", "") for result in results} - {""}
         return {

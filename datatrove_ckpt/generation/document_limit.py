@@ -24,11 +24,13 @@ def most_documents(configs: list[InferenceConfig]) -> int:
     if config.limits_documents and config.max_concurrent_documents is not None:
         return config.max_concurrent_documents
     texts = [
-        one.texts_for(requests_at_once(one.max_concurrent_generations, one.servers))
-        for one in configs
+        model_config.texts_for(
+            requests_at_once(model_config.max_concurrent_generations, model_config.servers)
+        )
+        for model_config in configs
     ]
     documents = max(1, sum(texts) // config.rollouts_per_document)
-    if any(one.servers > 1 for one in configs):
+    if any(model_config.servers > 1 for model_config in configs):
         documents += WINDOW
     return documents
 
@@ -43,14 +45,14 @@ class DocumentLimit:
 
     def __init__(self, configs: list[InferenceConfig], media: ByteBudget) -> None:
         config = configs[0]
-        self._most = most_documents(configs)
+        self._max_documents = most_documents(configs)
         self._rollouts = config.rollouts_per_document
         self._models: dict[Sender, tuple[InferenceConfig, Router]] = {}
-        self._size = self._most
+        self._size = self._max_documents
         self._is_fixed = config.limits_documents
         self._elsewhere = 0  # documents that do other work than requests
         if not self._is_fixed:
-            self._size = min(self._most, max(1, FIRST_LIMIT // self._rollouts))
+            self._size = min(self._max_documents, max(1, FIRST_LIMIT // self._rollouts))
         self._in_work = 0
         self._room: asyncio.Future[None] | None = None
         self._bytes = media
@@ -66,7 +68,7 @@ class DocumentLimit:
                 ended, _ = await asyncio.wait([self._room], timeout=_IDLE_SECONDS)
                 if not ended and self._is_idle():
                     self._elsewhere += self._size
-                    self._size = min(self._most, 2 * self._size)
+                    self._size = min(self._max_documents, 2 * self._size)
             else:
                 await self._room
         self._room = None
@@ -100,8 +102,8 @@ class DocumentLimit:
         places = texts // self._rollouts
         if any(len(each.targets) > 1 for _, each in self._models.values()):
             places += WINDOW
-        self._size = min(self._most, max(1, places) + self._elsewhere)
-        sender.may_grow = self._size < self._most
+        self._size = min(self._max_documents, max(1, places) + self._elsewhere)
+        sender.may_grow = self._size < self._max_documents
         if self._in_work < self._size:
             self._wake()
 

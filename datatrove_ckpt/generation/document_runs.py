@@ -63,7 +63,7 @@ class DocumentRuns:
         requests = self.requests
         self._checkpoint = requests.checkpoint
         self._shutdown = requests.shutdown
-        self._own = requests.observer.own
+        self._counts = requests.observer.own
         self._rollouts = range(requests.model.config.rollouts_per_document)
         self.parked = 0
         self._dropped = 0
@@ -72,8 +72,8 @@ class DocumentRuns:
     async def run(self, source: SourceDocument, slot: ChunkSlot) -> None:
         try:
             self._checkpoint.finish(slot, await self._run_document(source, slot))
-            self._own.documents += 1
-            if self._dropped == _SUSPICIOUS_DROPS == self._own.documents:
+            self._counts.documents += 1
+            if self._dropped == _SUSPICIOUS_DROPS == self._counts.documents:
                 logger.warning(
                     f"The rollout dropped all of {_SUSPICIOUS_DROPS} documents. {WHY_DROPPED}"
                 )
@@ -96,9 +96,9 @@ class DocumentRuns:
         answers = DocumentAnswers(self.requests, slot, source.id, len(self._rollouts))
         if isinstance(document, RetriedDocument):
             answers.is_suspect = document.letter["kind"] == RequestFailed.__name__
-        taken = self.failures.taken_letter(source, slot.ordinal)
-        if taken is not None:
-            return answers.finished("dead", source.fingerprint, taken)
+        retried_letter = self.failures.retried_letter(source, slot.ordinal)
+        if retried_letter is not None:
+            return answers.finished("dead", source.fingerprint, retried_letter)
         try:
             return await self._finished(source, slot, answers)
         except (Exception, asyncio.CancelledError) as raised:
@@ -147,15 +147,15 @@ class DocumentRuns:
         self._raise_if_stopping(answers)
         if answers.parked:
             raise DocumentParked
-        kept = [result for result in results if result is not None]
+        valid_results = [result for result in results if result is not None]
         self.results.put_added(document, answers)
-        data = await self.results.encode(document, kept, slot.chunk.index, source.id)
+        data = await self.results.encode(document, valid_results, slot.chunk.index, source.id)
         if self.results.may_wait:
             self._raise_if_stopping(answers)
         is_dropped = data == DROPPED
         self._dropped += is_dropped
         return answers.finished(
-            "dropped" if is_dropped else "written", source.fingerprint, data, len(kept)
+            "dropped" if is_dropped else "written", source.fingerprint, data, len(valid_results)
         )
 
     def _raise_if_stopping(self, answers: DocumentAnswers) -> None:

@@ -61,11 +61,11 @@ class _Text:
 
 @dataclass(eq=False)
 class _TextBatch:
-    """The texts of one shared request. ``rest``: the payload without its input."""
+    """The texts of one shared request. ``payload``: without its input."""
 
     client: CompletionClient
-    rest: JsonObject
-    way: Api
+    payload: JsonObject
+    api: Api
     texts: list[_Text]
     waiting: int = 0
     task: asyncio.Task[None] | None = None
@@ -75,27 +75,27 @@ class EmbeddingBatches:
     """The shared requests of one rank to one model.
 
     Args:
-        most: maximum number of texts in a request.
+        max_texts: maximum number of texts in a request.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_texts: int) -> None:
+        self._max_texts = max_texts
         self._filling: dict[bytes, _TextBatch] = {}
 
     async def complete(
-        self, client: CompletionClient, payload: Payload, way: Api, waiter: Waiter
+        self, client: CompletionClient, payload: Payload, api: Api, waiter: Waiter
     ) -> Completion:
         """Returns the answer to one text, with the errors of ``CompletionClient.complete``."""
         loop = asyncio.get_running_loop()
-        key = orjson.dumps([way.path, {**payload, "input": None}, way.extras], option=PAYLOAD_JSON)
+        key = orjson.dumps([api.path, {**payload, "input": None}, api.extras], option=PAYLOAD_JSON)
         # A copy of the rest: the rollout may change its payload.
         if (batch := self._filling.get(key)) is None:
-            batch = self._filling[key] = _TextBatch(client, orjson.loads(key)[1], way, [])
+            batch = self._filling[key] = _TextBatch(client, orjson.loads(key)[1], api, [])
             loop.call_later(_LONGEST, self._send, key, batch)
         text = _Text(payload["input"], waiter, loop.create_future())
         batch.texts.append(text)
         batch.waiting += 1
-        if len(batch.texts) >= self._most:
+        if len(batch.texts) >= self._max_texts:
             self._send(key, batch)
         try:
             return await text.answer
@@ -119,13 +119,13 @@ async def _run(batch: _TextBatch, texts: list[_Text], request: Request) -> None:
         return
     request.is_shared = len(texts) > 1
     request.is_suspect = any(text.waiter.is_suspect for text in texts)
-    way = batch.way._replace(parse=partial(parse_embeddings, count=len(texts)))
-    content: str | list[str] = texts[0].text
+    api = batch.api._replace(parse=partial(parse_embeddings, count=len(texts)))
+    inputs: str | list[str] = texts[0].text
     if request.is_shared:
-        content = [text.text for text in texts]
-    request.body = trim(orjson.dumps({**batch.rest, "input": content}))
+        inputs = [text.text for text in texts]
+    request.body = trim(orjson.dumps({**batch.payload, "input": inputs}))
     try:
-        completion = await batch.client.complete(request.body, way, request)
+        completion = await batch.client.complete(request.body, api, request)
     except (RequestRejected, RequestFailed, MustDivide) as error:
         if request.is_shared:
             await asyncio.gather(

@@ -81,8 +81,8 @@ def _way_out(error: BaseException) -> tuple[str, list[Mapping[str, object]]]:
         context = int(too_long[1] or 0)
         asked = max_tokens_of(payload)
         prompt = 1
-        if found := _PROMPT_TOKENS.search(rejected.body):
-            prompt = int(found[1])
+        if prompt_match := _PROMPT_TOKENS.search(rejected.body):
+            prompt = int(prompt_match[1])
         if asked + prompt > context > prompt:
             lower = min(context // 2, context - prompt)
             way = (
@@ -121,18 +121,20 @@ def offer_skipping(error: BaseException) -> None:
         error.changes = [{"skip_bad_requests": True}, *error.changes]
 
 
-def unanswered(doc_id: str, ordinal: int, error: CkptError, others: int) -> CkptError:
+def unanswered(doc_id: str, ordinal: int, error: CkptError, answered_requests: int) -> CkptError:
     """Returns the error that stops the rank after a server failed for a request of this
     document.
 
     Args:
-        others: number of answered requests, once no further request can be answered.
+        answered_requests: number of answered requests, once no further request can be answered.
     """
     document = describe_document(doc_id, ordinal)
     is_away = isinstance(error, ServerUnavailable)
     facts = str(error)
-    if others and (is_away or (isinstance(error, ServerRefused) and error.status in OF_ONE_TEXT)):
-        facts = f"{error.args[0]} {plural(others, 'other request')} had answers."
+    if answered_requests and (
+        is_away or (isinstance(error, ServerRefused) and error.status in OF_ONE_TEXT)
+    ):
+        facts = f"{error.args[0]} {plural(answered_requests, 'other request')} had answers."
     elif is_away:
         return ServerUnavailable(f"{error} One of the requests that wait is that of {document}.")
     elif not isinstance(error, RequestFailed):

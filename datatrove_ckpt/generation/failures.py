@@ -37,15 +37,15 @@ class FailurePolicy:
 
     Attributes:
         dead: number of dead letters of all attempts.
-        taken: dead letters that retries have taken, as lines. Their documents are not processed
+        retried: dead letters that retries have taken, as lines. Their documents are not processed
             here.
     """
 
     step: RunnerSettings
     dead: int
-    taken: dict[LetterAttempt, bytes]
+    retried: dict[LetterAttempt, bytes]
 
-    def taken_letter(self, source: SourceDocument, ordinal: int) -> bytes | None:
+    def retried_letter(self, source: SourceDocument, ordinal: int) -> bytes | None:
         """Returns the dead letter if a retry has taken it, so that the document is not processed.
 
         Raises:
@@ -53,11 +53,11 @@ class FailurePolicy:
         """
         earlier: Letter = getattr(source.document, "letter", {})
         ordinal = earlier.get("ordinal", ordinal)
-        line = self.taken.get((ordinal, earlier.get("attempts", 0) + 1))
-        if line is not None and (taken := orjson.loads(line)["id"]) != source.id:
+        line = self.retried.get((ordinal, earlier.get("attempts", 0) + 1))
+        if line is not None and (other_id := orjson.loads(line)["id"]) != source.id:
             raise errors.CheckpointMismatch(
                 f"Document {ordinal} of this task is {safe_repr(source.id)}, but a retry of "
-                f"dead letters has {safe_repr(taken)} under this number: the input was changed "
+                f"dead letters has {safe_repr(other_id)} under this number: the input was changed "
                 "since. Restore it.",
                 starts_over="with old results",
             )

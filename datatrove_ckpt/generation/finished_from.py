@@ -139,8 +139,8 @@ def _all_settings(run: Json) -> list[Json]:
 
 
 def _listed(places: Places) -> list[str]:
-    given = [places] if isinstance(places, str | Path) else places
-    return [str(place) for place in given]
+    listed = [places] if isinstance(places, str | Path) else places
+    return [str(place) for place in listed]
 
 
 def _expanded(place: str) -> str:
@@ -154,9 +154,9 @@ def _runs(place: str) -> list[Json]:
     from datatrove_ckpt.mirror.restore import read_job  # few runs need it
 
     place = _expanded(_OF_TASK.sub("", place))
-    kept = read_job(place) or read_job(f"{place}/checkpoints")
-    if kept:
-        return [kept]
+    job = read_job(place) or read_job(f"{place}/checkpoints")
+    if job:
+        return [job]
     # A folder that was moved or copied as a whole has its own checkpoints beside its output.
     folder, _, name = place.rstrip("/").rpartition("/")
     beside: Json = {}
@@ -288,13 +288,13 @@ class FinishedDocuments:
     def _read(self) -> None:
         file = self._file
         places = _listed(self._places)
-        found = [old for place in places for old in self._files(place)]
-        self._are_cells = any(form is CSV for _, _, form in found)
+        files = [old for place in places for old in self._files(place)]
+        self._are_cells = any(form is CSV for _, _, form in files)
         names = ", ".join(places)
         keys = array("Q")
         offsets = array("Q")
         with explained("write a temporary file in", self._folder):
-            for old in found:
+            for old in files:
                 for document in self._documents(*old):
                     digest = _digest(document.id, document.text)
                     document.text = ""
@@ -304,25 +304,27 @@ class FinishedDocuments:
                     file.write(b"".join((digest, len(data).to_bytes(_LENGTH_BYTES), data)))
             file.flush()
         causes = [f"{number} {cause}" for cause, number in self._causes.items()]
-        why = ""
+        problem = ""
         # Single documents have fewer results where a rollout returned None.
         if 0 < self._most_results < self._rollouts:
-            most = plural(self._most_results, "result")
-            why = f"no document has over {most}, and rollouts_per_document is {self._rollouts}"
+            results = plural(self._most_results, "result")
+            problem = (
+                f"no document has over {results}, and rollouts_per_document is {self._rollouts}"
+            )
         elif not keys and "${rank}" not in names:
-            why = "; ".join(causes) or "no rows"
-        if why:
+            problem = "; ".join(causes) or "no rows"
+        if problem:
             raise ConfigError(
-                f"finished_from: nothing in {names} can be taken over: {why}. Name the old run's "
-                "output folder and its checkpoints; metadata_key and rollouts_per_document must be "
-                "that run's."
+                f"finished_from: nothing in {names} can be taken over: {problem}. Name the old "
+                "run's output folder and its checkpoints; metadata_key and rollouts_per_document "
+                "must be that run's."
             )
         order = np.argsort(np.frombuffer(keys, np.uint64), kind="stable")
         self._keys = np.frombuffer(keys, np.uint64)[order]
         self._offsets = np.frombuffer(offsets, np.uint64)[order]
         number = plural(len(np.unique(self._keys)), "finished document")
         logger.info(
-            f"finished_from: {names} has {number} in {plural(len(found), 'file')}, which need no "
+            f"finished_from: {names} has {number} in {plural(len(files), 'file')}, which need no "
             "request."
         )
         for cause in causes:
@@ -336,7 +338,7 @@ class FinishedDocuments:
         folder = get_datafolder(_expanded(path))
         if "${rank}" not in place and not folder.exists(""):
             raise ConfigError(f"finished_from: {place} does not exist.")
-        found = []
+        files = []
         for name in folder.list_files(glob_pattern=pattern):
             parts = name.split("/")
             if parts[-1] == LOCK and folder.is_local():
@@ -347,19 +349,19 @@ class FinishedDocuments:
                         f"finished_from: {name_holder(holder)} works on the old run, in "
                         f"{lock.parent}. Stop it, and run the same command again."
                     )
-            known = format_of_file(name)
+            file_format = format_of_file(name)
             if (
-                known is not None
+                file_format is not None
                 and parts[-1] not in CHECKPOINT_LINES
                 and not any(part[0] == "." for part in parts)
             ):
-                found.append((folder, name, known))
-        if not found:
+                files.append((folder, name, file_format))
+        if not files:
             logger.warning(f"finished_from: {place} names no file of documents.")
-        return found
+        return files
 
     def _documents(self, folder: DataFolder, name: str, form: Format) -> Iterator[Document]:
-        where = folder.resolve_paths(name)
+        path = folder.resolve_paths(name)
         try:
             with form.open(folder, name) as file:
                 for row, line in form.rows(file):
@@ -374,7 +376,7 @@ class FinishedDocuments:
             ] += 1
         except OSError as error:
             raise InputError(
-                f"finished_from: {where} cannot be read ({safe_text(error)}). Run the same command "
+                f"finished_from: {path} cannot be read ({safe_text(error)}). Run the same command "
                 "again when it can."
             ) from error
 
@@ -422,18 +424,20 @@ def _key(digest: bytes) -> int:
 
 def _lost(as_read: Json, old: Json) -> list[str]:
     # A table has ``metadata_text`` for a key ``text``, and may lack a column of nulls.
-    kept = {*old, *FIELDS, "file_path"}
-    return [name for name in as_read if name not in kept and as_read[name] is not None]
+    old_names = {*old, *FIELDS, "file_path"}
+    return [name for name in as_read if name not in old_names and as_read[name] is not None]
 
 
 def _is_same(as_read: object, old: object) -> bool:
     """Compares values as JSON, without Parquet's nulls for the keys of other rows."""
     option = orjson.OPT_SERIALIZE_NUMPY
     try:
-        one, other = (orjson.dumps(value, default=str, option=option) for value in (as_read, old))
+        read_json, old_json = (
+            orjson.dumps(value, default=str, option=option) for value in (as_read, old)
+        )
     except TypeError:  # integers beyond 64 bits
         return str(as_read) == str(old)
-    return _without_nulls(orjson.loads(one)) == _without_nulls(orjson.loads(other))
+    return _without_nulls(orjson.loads(read_json)) == _without_nulls(orjson.loads(old_json))
 
 
 def _without_nulls(value: object) -> object:

@@ -49,13 +49,15 @@ def check_answer(step: RunnerSettings, document: Document) -> None:
     settings = dict.fromkeys(step.added_columns.values(), owner)
     if step.answer_column is not None:
         settings |= {step.answer_column: "answer", step.metadata_key: "metadata_key"}
-    taken = [name for name in settings if name in document.metadata]
-    if taken:
-        given = {"answer": step.answer_column, "metadata_key": step.metadata_key}
-        others = {setting: f"{given[setting]}_2" for setting in map(settings.__getitem__, taken)}
+    names = [name for name in settings if name in document.metadata]
+    if names:
+        current = {"answer": step.answer_column, "metadata_key": step.metadata_key}
+        replacements = {
+            setting: f"{current[setting]}_2" for setting in map(settings.__getitem__, names)
+        }
         raise ConfigError(
-            f"{settings[taken[0]]}: document {document.id!r} has {' and '.join(map(repr, taken))} "
+            f"{settings[names[0]]}: document {document.id!r} has {' and '.join(map(repr, names))} "
             "in its metadata already, perhaps of an earlier run, and this run would replace "
-            f"that. Give other names: {' and '.join(map(' '.join, others.items()))}.",
-            changes=[others],
+            f"that. Give other names: {' and '.join(map(' '.join, replacements.items()))}.",
+            changes=[replacements],
         )

@@ -65,7 +65,7 @@ class BoundGenerate:
     ) -> Coroutine[object, None, Result]:
         """Checks the arguments before any await, while the caller's frame is on the stack."""
         requests = self._requests
-        way = requests.model.usual
+        api = requests.model.usual
         if type(payload) is not dict and not isinstance(payload, Mapping):
             kind = type(payload).__name__
             return self._refused(
@@ -77,16 +77,16 @@ class BoundGenerate:
             )
         try:
             if path is not None:
-                way = api_for_path(path)
-            if way.generates and not whole:
+                api = api_for_path(path)
+            if api.generates and not whole:
                 refuse_near_misses(payload, "payload")
         except ValueError as problem:
             return self._refused(str(problem).rstrip("."))
         if whole:
-            way = with_raw_response(way)
-        if requests.model.policies and way.generates:
-            return acceptable(requests, payload, way, whole)
-        return requests.answered(payload, way, whole)
+            api = with_raw_response(api)
+        if requests.model.policies and api.generates:
+            return acceptable(requests, payload, api, whole)
+        return requests.answered(payload, api, whole)
 
     def _refused(self, wrong: str) -> Coroutine[object, None, NoReturn]:
         answers = self._requests.answers
@@ -129,7 +129,7 @@ class BoundGenerate:
                 f"must be JSON: {error}. Give the function what is no JSON in another way"
             )
         key = answers.next_key(requests.rollout_idx, digest)
-        saved = await answers.kept(key)
+        saved = await answers.saved(key)
         if saved is None:
             answers.request_started()
             try:
@@ -150,9 +150,9 @@ class BoundGenerate:
         if not answers.slot.cached:
             return
         number = self._requests.rollout_idx
-        kept = sum(key.rollout_idx == number for key in await answers.cached())
-        found = answers.found[number]
-        if found < kept and found < answers.requests[number]:
+        saved = sum(key.rollout_idx == number for key in await answers.cached())
+        reused = answers.reused[number]
+        if reused < saved and reused < answers.requests[number]:
             warn_once(
                 f"Document {answers.doc_id!r}: its agent has not asked for answers that an earlier "
                 "attempt has saved, and has asked other questions, which were paid for. Are time "

@@ -54,9 +54,9 @@ def input_types(documents: Iterable[Document], folder: Path, writer: DiskWriter)
         shared = folder.parent / layout.COLUMNS
         if (folder / layout.COMMITS).exists() or not _is_made(documents, shared):
             return NO_TYPES
-        _kept(shared)
+        _read_schema(shared)
         files.keep_first(path, shared.read_bytes())
-    types = {field.name: field.type for field in _kept(path)}
+    types = {field.name: field.type for field in _read_schema(path)}
     if not writer.expand_metadata:
         return types
     return {name.removeprefix(_METADATA): kind for name, kind in types.items()}
@@ -80,7 +80,7 @@ def _is_made(documents: Iterable[Document], shared: Path) -> bool:
     return bool(types)
 
 
-def _kept(path: Path) -> Schema:
+def _read_schema(path: Path) -> Schema:
     try:
         return pa.ipc.read_schema(pa.py_buffer(path.read_bytes()))
     except pa.ArrowException as error:
@@ -124,14 +124,14 @@ def _found_types(documents: Iterable[Document]) -> dict[str, DataType]:
 
 def _columns(reader: SeekingReader, schema: Schema) -> Iterator[tuple[str, DataType]]:
     """Yields each column's path in a document, as datatrove's adapter fills it, and its type."""
-    own = {reader.text_key or "text": "text", reader.id_key: "id", "media": None}
+    document_fields = {reader.text_key or "text": "text", reader.id_key: "id", "media": None}
     metadata: dict[str, DataType] = {}
     for field in schema:
         kind = field.type
         if pa.types.is_dictionary(kind):  # an index of 8 bits may be too small for all files
             kind = pa.dictionary(pa.int32(), kind.value_type)
-        path = own.get(field.name, field.name)
-        if field.name in own:
+        path = document_fields.get(field.name, field.name)
+        if field.name in document_fields:
             if path is not None:
                 yield path, kind
         elif field.name == "metadata" and pa.types.is_struct(kind):

@@ -45,7 +45,7 @@ class RunReader:
         self._guard = threading.Lock()
         self._interval = Interval("auto", _LOOKS)
         self._began_at = self._next_look = 0.0
-        self._found: dict[str, RunTotals] = {}
+        self._by_folder: dict[str, RunTotals] = {}
 
     def read(self, without: str = "", anew: bool = True) -> RunTotals:
         """Returns the sums over all tasks.
@@ -60,16 +60,16 @@ class RunReader:
             # Many tasks that start together share a poll.
             if is_due or (anew and self._began_at < asked):
                 self._began_at = time.monotonic()
-                found: dict[str, RunTotals] = {}
+                by_folder: dict[str, RunTotals] = {}
                 for reader in self._readers:
                     for name, totals in reader.read().items():
-                        found[name] = totals | found.get(name, NO_TOTALS)
-                self._found = found
+                        by_folder[name] = totals | by_folder.get(name, NO_TOTALS)
+                self._by_folder = by_folder
                 ended = time.monotonic()
                 self._interval.took(ended - self._began_at)
                 self._next_look = ended + self._interval.seconds
-            found = self._found
-        return sum((found[name] for name in found if name != without), NO_TOTALS)
+            by_folder = self._by_folder
+        return sum((by_folder[name] for name in by_folder if name != without), NO_TOTALS)
 
 
 class MirrorTotals(TotalsReader):
@@ -127,13 +127,13 @@ class LimitWatch:
     """Stops one task when the run has reached its limits.
 
     Attributes:
-        others: totals of the other tasks at the last poll.
+        other_totals: totals of the other tasks at the last poll.
     """
 
     step: RunnerSettings
     checkpoint: OpenCheckpoint
     shutdown: Shutdown
-    others: RunTotals = NO_TOTALS
+    other_totals: RunTotals = NO_TOTALS
 
     def __post_init__(self) -> None:
         self._limits = self.step.limits
@@ -146,7 +146,7 @@ class LimitWatch:
         until = self._limits.until
         if until is None:
             return False
-        return self.others.written + self.checkpoint.most_written > until
+        return self.other_totals.written + self.checkpoint.most_written > until
 
     def look(self) -> None:
         """Stops the task if the run has reached a limit, unless the task has committed everything.
@@ -154,11 +154,11 @@ class LimitWatch:
         Called on the event loop, after each answer and at intervals.
         """
         if self.is_on:
-            own = self.checkpoint.totals
-            if self._limits.of_usage and self.checkpoint.own.requests and not own.tokens:
+            totals = self.checkpoint.totals
+            if self._limits.of_usage and self.checkpoint.own.requests and not totals.tokens:
                 text = "cannot end this run: the server's answers have no usage. Set until."
                 self.shutdown.finish(ConfigError(text, setting=self._limits.of_usage))
-            reached = self._limits.reached(self.others + own)
+            reached = self._limits.reached(self.other_totals + totals)
             if reached is not None and not self.checkpoint.all_committed:
                 self.shutdown.finish(reached)
 
@@ -166,7 +166,7 @@ class LimitWatch:
         reader = _reader_of(self.step)
         name = str(self.checkpoint.folder.relative_to(reader.root))
         while True:
-            self.others = await asyncio.to_thread(reader.read, name, anew=False)
+            self.other_totals = await asyncio.to_thread(reader.read, name, anew=False)
             looked = time.monotonic()
             while time.monotonic() < looked + _LOOKS.shortest:
                 self.look()

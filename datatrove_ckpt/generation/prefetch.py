@@ -377,14 +377,16 @@ class DocumentSource:
         else:
             with self._reading:
                 self._skip_by_reading(point)
-            why = (
+            reason = (
                 "this reader cannot seek. Those of datatrove_ckpt.readers can, with the same "
                 "arguments"
             )
             if self._stateful_steps:
                 steps = ", ".join(self._stateful_steps)
-                why = f"{steps} may keep state from one document to the next. If not, set seek=True"
-            how = f"by reading them, because {why}"
+                reason = (
+                    f"{steps} may keep state from one document to the next. If not, set seek=True"
+                )
+            how = f"by reading them, because {reason}"
         seconds = time.monotonic() - started
         logger.info(f"Skipped {point.next_ordinal} finished documents in {seconds:.2f} s, {how}.")
 

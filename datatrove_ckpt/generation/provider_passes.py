@@ -137,13 +137,12 @@ class ProviderPasses:
 
     async def _stop_when_requested(self) -> None:
         await self._shutdown.requested()
-        logger.warning(
-            f"{_said(await self._open())} They stay there; the same command collects the answers."
-        )
+        batches = _open_text(await self._open())
+        logger.warning(f"{batches} They stay there; the same command collects the answers.")
         self._shutdown.raise_preempted()
 
     async def _settle(self, no_wait: bool) -> None:
-        logger.info(_said(await self._open()))
+        logger.info(_open_text(await self._open()))
         while batches := await self._open():
             has_advanced = False
             for batch in batches:
@@ -162,7 +161,9 @@ class ProviderPasses:
                 continue
             created = all(batch.id or batch.number in self._undecided for batch in batches)
             if no_wait and created:
-                raise WaitsForBatches(f"{_said(batches)} The same command collects the answers.")
+                raise WaitsForBatches(
+                    f"{_open_text(batches)} The same command collects the answers."
+                )
             await asyncio.sleep(POLL_SECONDS if created else min(POLL_SECONDS, LOOK_SECONDS))
 
     async def _provider(self, batch: Batch) -> BatchProvider:
@@ -222,15 +223,15 @@ class ProviderPasses:
         if not path.exists():  # another node has it
             await self._note(batch, "dropped")
             return True
-        with await asyncio.to_thread(path.open, "rb") as content:
+        with await asyncio.to_thread(path.open, "rb") as lines:
             if not provider.takes_files:
-                return await self._create(provider, batch, content)
-            file = await provider.upload(content, f"{batch.tag}.jsonl")
+                return await self._create(provider, batch, lines)
+            file = await provider.upload(lines, f"{batch.tag}.jsonl")
         await self._note(batch, "uploaded", file=file)
         return True
 
     async def _create(
-        self, provider: BatchProvider, batch: Batch, content: IO[bytes] | None = None
+        self, provider: BatchProvider, batch: Batch, lines: IO[bytes] | None = None
     ) -> bool:
         await self._note(batch, "creating")
         until = time.monotonic() + LIST_LAG_SECONDS * provider.takes_files
@@ -239,7 +240,7 @@ class ProviderPasses:
             await asyncio.to_thread(self._checkpoint.lease.check_spending)
             try:
                 try:
-                    remote = await provider.create(batch, content)
+                    remote = await provider.create(batch, lines)
                 except ServerRefused as refused:
                     # A new file may not be found yet; later, it may be gone.
                     if refused.status not in (400, 404) or time.monotonic() > until:
@@ -247,14 +248,14 @@ class ProviderPasses:
                         raise
                     await asyncio.sleep(LOOK_SECONDS)
                     # A gateway may refuse what its provider has created.
-                    remote = await provider.find(batch, await self._known())
+                    remote = await provider.find(batch, await self._known_ids())
             except RetryableError as error:  # even a gateway's 429 may follow a created batch
                 logger.warning(f"Whether batch {batch.number} was created is looked up: {error}")
                 return False
         await self._created(batch, remote)
         return True
 
-    async def _known(self) -> set[str]:
+    async def _known_ids(self) -> set[str]:
         return await self._change(lambda rank: {each.id for each in rank.batches.batches.values()})
 
     async def _created(self, batch: Batch, remote: RemoteBatch) -> None:
@@ -265,10 +266,10 @@ class ProviderPasses:
 
     async def _find(self, provider: BatchProvider, batch: Batch) -> bool:
         """Searches the provider's list for a batch that may have been created."""
-        now = time.monotonic()
-        since = self._unknown_since.setdefault(batch.number, now)
+        checked_at = time.monotonic()
+        since = self._unknown_since.setdefault(batch.number, checked_at)
         try:
-            remote = await provider.find(batch, await self._known())
+            remote = await provider.find(batch, await self._known_ids())
         except CreationUnknown as other:
             if batch.number not in self._undecided:
                 logger.info(
@@ -281,7 +282,7 @@ class ProviderPasses:
             del self._unknown_since[batch.number]
             await self._created(batch, remote)
             return True
-        if now - since < LIST_LAG_SECONDS:
+        if checked_at - since < LIST_LAG_SECONDS:
             return False
         # Without its file, a late request to create the batch fails.
         await provider.delete(batch.file)
@@ -301,8 +302,8 @@ class ProviderPasses:
         """Handles a batch that failed as a whole, which costs nothing. Returns False if it is
         retried.
         """
-        others = [one for one in await self._open() if one.id]
-        if len(others) > 1 and "token_limit_exceeded" in remote.errors:
+        open_batches = [other for other in await self._open() if other.id]
+        if len(open_batches) > 1 and "token_limit_exceeded" in remote.errors:
             await self._note(batch, "uploaded", id="")
             return False
         await self._note(batch, "dropped")
@@ -323,7 +324,7 @@ class ProviderPasses:
             ServerRefused: lines were missing for ``server_patience_seconds``, or name no request.
         """
         rows: list[CachedRequest] = []
-        found: set[RequestId] = set()
+        answered: set[RequestId] = set()
         strange = ""
         gone = ""
         for file in remote.files:
@@ -334,9 +335,9 @@ class ProviderPasses:
                         if request is None:
                             strange = provider.clean(answer.custom_id)[:100]
                         elif (
-                            request not in found or answer.status == 200
+                            request not in answered or answer.status == 200
                         ):  # a failure does not replace an answer
-                            found.add(request)
+                            answered.add(request)
                             rows += _rows(provider, request, answer, batch)
                         if len(rows) >= 500:
                             await self._change(RankFiles.write_batch, rows)
@@ -349,7 +350,7 @@ class ProviderPasses:
         if strange:
             logger.warning(f"Batch {remote.id} has answers that are not of this run: {strange}")
         config = self._configs[batch.model]
-        is_strange = strange != "" and not found
+        is_strange = strange != "" and not answered
         if is_strange and config.provider_batches:
             raise ServerRefused(
                 f"Batch {remote.id}: no answer has the custom_id of a request, but all have others "
@@ -358,16 +359,16 @@ class ProviderPasses:
                 "requests are sent, and paid for, again."
             )
         lines = min(remote.lines, batch.requests)
-        is_short = bool(gone) or (len(found) < lines and not is_strange)
+        is_short = bool(gone) or (len(answered) < lines and not is_strange)
         if is_short:
             missing = (
-                f"Batch {remote.id} is {remote.status}, and the provider gives {len(found)} of "
+                f"Batch {remote.id} is {remote.status}, and the provider gives {len(answered)} of "
                 f"{plural(lines, 'line')} of its answers, which were paid for. {gone}"
             )
             if remote.status not in ENDED or await self._is_awaited(batch, missing):
                 return False
-        if len(found) < batch.requests and (is_short or remote.status not in UNSENT):
-            await self._change(_fail_others, batch, found)
+        if len(answered) < batch.requests and (is_short or remote.status not in UNSENT):
+            await self._change(_fail_others, batch, answered)
         await self._note(batch, "read")
         if is_short:
             raise ServerRefused(
@@ -392,10 +393,10 @@ class ProviderPasses:
         return await self._change(lambda rank: rank.batches.open())
 
 
-def _fail_others(rank: RankFiles, batch: Batch, found: set[RequestId]) -> None:
+def _fail_others(rank: RankFiles, batch: Batch, answered: set[RequestId]) -> None:
     rows = []
     for request in rank.batches.requests(batch.number):
-        if request in found:
+        if request in answered:
             continue
         # An earlier poll may have saved its answer.
         answer = rank.cache.answers(request.ordinal).get(request.key)
@@ -420,7 +421,7 @@ def _rows(
     return [batch.row(request, FAILURE, f"HTTP {status}: {text}")]
 
 
-def _said(batches: list[Batch]) -> str:
+def _open_text(batches: list[Batch]) -> str:
     requests = sum(batch.requests for batch in batches)
     names = ", ".join(batch.id or f"number {batch.number}" for batch in batches[:5])
     return f"Batches are open, with {plural(requests, 'request')} of this task: {names}."

@@ -72,7 +72,7 @@ class AnswerQuality:
 
     def __init__(self, refusals: Sequence[str] = ()) -> None:
         self._refusals = [phrase.casefold() for phrase in refusals]
-        self._known: set[int] = set()
+        self._hashes: set[int] = set()
         self._seen = 0
         self._bad = 0
 
@@ -90,36 +90,38 @@ class AnswerQuality:
     def faults(self, choice: JsonObject, prompt: str) -> list[str]:
         """Returns each fault of an answer once. ``prompt``: the last message."""
         text = _text_of(choice)
-        found = self._clear_faults(choice, text)
+        faults = self._clear_faults(choice, text)
         length = len(text)
         if length < _LONG:
-            return found
+            return faults
         if 2 * length >= len(prompt) and text in prompt:
-            found.append(COPYING)
+            faults.append(COPYING)
         number = hash(text)
-        if number in self._known:
-            found.append(REPEATING)
-        elif len(self._known) < _KNOWN:
-            self._known.add(number)
-        return found
+        if number in self._hashes:
+            faults.append(REPEATING)
+        elif len(self._hashes) < _KNOWN:
+            self._hashes.add(number)
+        return faults
 
     def first_case(self, settings: Iterable[str], answer: Result) -> str:
         """Returns the first setting that applies to a choice of the answer, or ""."""
         choices = choices_of(answer)
-        found = {fault for one in choices for fault in self._clear_faults(one, _text_of(one))}
-        if any(is_cut_off(_reason_of(one)) for one in choices):
-            found.add("on_cut_off")
-        return next((one for one in settings if _FAULT_OF.get(one, one) in found), "")
+        faults = {
+            fault for choice in choices for fault in self._clear_faults(choice, _text_of(choice))
+        }
+        if any(is_cut_off(_reason_of(choice)) for choice in choices):
+            faults.add("on_cut_off")
+        return next((name for name in settings if _FAULT_OF.get(name, name) in faults), "")
 
     def _clear_faults(self, choice: JsonObject, text: str) -> list[str]:
         """Returns the faults of a text alone, without blanks at its start."""
         reason = _reason_of(choice)
-        found = []
+        faults = []
         if reason == "repetition" or is_looping(text):  # the reason of vLLM's repetition_detection
-            found.append(LOOPING)
+            faults.append(LOOPING)
         if self._is_refusal(choice, text, reason):
-            found.append(REFUSING)
-        return found
+            faults.append(REFUSING)
+        return faults
 
     def _is_refusal(self, choice: JsonObject, text: str, reason: str) -> bool:
         if _REFUSAL.match(text, 0, _BEGINNING) or reason in _REFUSAL_REASONS:

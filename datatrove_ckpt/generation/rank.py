@@ -238,7 +238,7 @@ class _Run:
         with manager.lock() as locked, ExitStack() as undo:
             documents = self._open_source(data)
             undo.callback(documents.close)
-            others = sum_rank(rank, self.root, folder)
+            other_work = sum_rank(rank, self.root, folder)
             old = None
             with preemption.interruptible():
                 is_new = locked.is_first and is_kept
@@ -248,8 +248,8 @@ class _Run:
                 # Dead letters have other numbers.
                 if not locked.is_finished and not step.retry_dead_letters:
                     if step.answers_from:
-                        place = expand_path("answers_from", step.answers_from)
-                        old = open_old_answers(place, rank, identity)
+                        path = expand_path("answers_from", step.answers_from)
+                        old = open_old_answers(path, rank, identity)
                     old = with_samples(root, rank, servers_digest(step.models), old)
             check_moved = preemption.interruptible()(output_folder.check_moved)
             lease = locked.take(check_moved, old)
@@ -258,7 +258,7 @@ class _Run:
             output_folder, rank, folder, prefix, is_new, lease, step.hub_pace, step.rows
         )
         checkpoint = OpenCheckpoint(manager, lease, output)
-        return self._process(data, documents, checkpoint, others, output)
+        return self._process(data, documents, checkpoint, other_work, output)
 
     def _open_source(self, documents: Iterable[Document]) -> DocumentSource:
         step = self.step
@@ -288,7 +288,7 @@ class _Run:
         data: Iterable[Document],
         documents: DocumentSource,
         checkpoint: OpenCheckpoint,
-        others: CompletedWork,
+        other_work: CompletedWork,
         output: ChunkOutput,
     ) -> bool:
         """Runs one pass. Returns whether requests were parked, so that another pass must follow."""
@@ -314,8 +314,8 @@ class _Run:
                 trial = WriterTrial(step.output_writer, types, step.rows)
             results = ResultEncoder(step, output.names, trial)
             main = self._generate(documents, checkpoint, progress, results)
-            who = f"The rollout {name_of(step.rollout_fn)}, or a task that it started,"
-            with preemption.watched(checkpoint.flush), no_exit(who, shutdown):
+            subject = f"The rollout {name_of(step.rollout_fn)}, or a task that it started,"
+            with preemption.watched(checkpoint.flush), no_exit(subject, shutdown):
                 host = host_loop()
                 again = (event_loop if host is None else host).run(main)
             if step.checkpoints_local_dir is not None and not again:
@@ -337,7 +337,7 @@ class _Run:
             done = checkpoint.done
             if step.retry_dead_letters:
                 done = done.of_retry()
-            fill_stats(step.stats, others + done, rank_folder(self.root, rank))
+            fill_stats(step.stats, other_work + done, rank_folder(self.root, rank))
             is_early = shutdown.is_requested or isinstance(shutdown.failure, LimitReached)
             if is_early and not completed:
                 self._log_stop(checkpoint, progress.own.documents)

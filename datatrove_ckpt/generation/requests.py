@@ -67,7 +67,7 @@ class RolloutRequests:
             self.answers.count(self.rollout_idx, result, self.model.usual)
 
     async def answered(
-        self, payload: Payload, way: Api, whole: bool = False, retry_of: tuple[object, ...] = ()
+        self, payload: Payload, api: Api, whole: bool = False, retry_of: tuple[object, ...] = ()
     ) -> Result:
         """Returns the cached answer, or sends the payload.
 
@@ -83,7 +83,7 @@ class RolloutRequests:
         if self.answers.have_ended:
             await wait_until_cancelled()
         config = self.config
-        generates = way.generates
+        generates = api.generates
         answers = self.answers
         rollout_idx = self.rollout_idx
         model = config.model_name_or_path
@@ -97,33 +97,33 @@ class RolloutRequests:
         try:
             sent, extras = merged(payload)
             if extras:
-                way = way._replace(extras=extras)
-            if way.path in _IN_TIERS and type(sent.get("service_tier")) is list:
-                way = way._replace(tiers=sent.pop("service_tier"))  # the client adds a tier
-            digest = self.digest(sent, way, retry_of)
+                api = api._replace(extras=extras)
+            if api.path in _IN_TIERS and type(sent.get("service_tier")) is list:
+                api = api._replace(tiers=sent.pop("service_tier"))  # the client adds a tier
+            digest = self.digest(sent, api, retry_of)
         except errors.ConfigError as error:
             raise failed(error, payload) from error
         key = answers.next_key(rollout_idx, digest)
         if config.seed is not None and generates and "seed" not in sent:
             sent["seed"] = request_seed(config.seed, answers.slot.ordinal, answers.doc_id, *key)
-            key = key._replace(payload_hash=self.digest(sent, way, retry_of))
+            key = key._replace(payload_hash=self.digest(sent, api, retry_of))
         # Before any await: the rollout may change its payload while it waits.
         if config.other_models and sent.get("model") == config.model_name_or_path:
-            way = way._replace(lacks_model=True)  # the client adds the endpoint's name
+            api = api._replace(lacks_model=True)  # the client adds the endpoint's name
             sent = {name: value for name, value in sent.items() if name != "model"}
         body = body_of(sent)
         answers.hashes[rollout_idx] = key.payload_hash
         answers.payloads[rollout_idx] = payload
-        answer = await answers.kept(key)
+        answer = await answers.saved(key)
         try:
             result = None if answer is None else _from_cache(answer, config)
             if result is None:
                 if generates:
-                    way = api_for_payload(way, sent)
-                result = await self._send(key, body, sent, payload, way, answer)
+                    api = api_for_payload(api, sent)
+                result = await self._send(key, body, sent, payload, api, answer)
             else:
                 answers.count_cached(result)
-                self._check_size(result, sent, way)
+                self._check_size(result, sent, api)
             if config.accept_null_finish_reason and generates and result.finish_reason:
                 raise self._disproved(result.finish_reason)
         except (errors.RequestRejected, InferenceError) as error:
@@ -133,7 +133,7 @@ class RolloutRequests:
                 answers.rejections.append(error)
                 raise failed(error, payload) from error
             raise
-        answers.count(rollout_idx, result, way, question_of(payload))
+        answers.count(rollout_idx, result, api, question_of(payload))
         return result
 
     async def _send(
@@ -142,7 +142,7 @@ class RolloutRequests:
         body: AnyBody,
         sent: Payload,
         payload: Payload,
-        way: Api,
+        api: Api,
         cached: CachedAnswer | None,
     ) -> Result:
         rank = self.rank
@@ -153,7 +153,7 @@ class RolloutRequests:
             if cached is not None and cached.error_message is not None:
                 answers.is_suspect = True
             if cached is not None or model.config.provider_batches:
-                completion = await self._batched(key, body, way, cached)
+                completion = await self._batched(key, body, api, cached)
             if completion is None:
                 answers.request_started()
                 try:
@@ -161,13 +161,13 @@ class RolloutRequests:
                         client = model.client.result()
                     else:
                         client = await rank.observer.until(model.config.name, model.client)
-                    if model.batches is not None and way.is_shared:
-                        completion = await model.batches.complete(client, sent, way, answers)
+                    if model.batches is not None and api.is_shared:
+                        completion = await model.batches.complete(client, sent, api, answers)
                     else:
                         request = Request(
                             client.sender, answers.doc_id, answers.order, body, answers.is_suspect
                         )
-                        completion = await client.complete(body, way, request)
+                        completion = await client.complete(body, api, request)
                 finally:
                     answers.request_finished()
         except errors.CkptError as error:
@@ -176,7 +176,7 @@ class RolloutRequests:
             completion.service_tier = str(sent["service_tier"] or "")
         tokens = rank.observer.answered(completion, model.config)
         rank.limits.look()
-        self._check_size(completion, sent, way)
+        self._check_size(completion, sent, api)
         fields = _fields(completion, sent)
         source = {"response_id": completion.response_id, "model": completion.model}
         if completion.endpoint:
@@ -209,7 +209,7 @@ class RolloutRequests:
         raise stopped from error
 
     async def _batched(
-        self, key: AnswerKey, body: AnyBody, way: Api, cached: CachedAnswer | None
+        self, key: AnswerKey, body: AnyBody, api: Api, cached: CachedAnswer | None
     ) -> Completion | None:
         """Returns the answer of a batch; None if the request must be sent now.
 
@@ -229,7 +229,7 @@ class RolloutRequests:
             cause = fields.get(FAILURE)
             if ANSWER in fields:
                 try:
-                    completion = way.parse(orjson.dumps(fields[ANSWER]))
+                    completion = api.parse(orjson.dumps(fields[ANSWER]))
                     if completion.finish_reason or config.accept_null_finish_reason:
                         completion.service_tier = BATCH  # its price
                         return completion
@@ -247,32 +247,32 @@ class RolloutRequests:
                 )
         rank = self.rank
         if config.provider_batches:
-            if way.path.startswith("/") or way.extras:
+            if api.path.startswith("/") or api.extras:
                 raise errors.ConfigError(
                     "provider_batches: a batch has requests to paths below /v1, without "
                     "extra_headers and extra_query."
                 )
             await rank.wait_for_storage()
-            content = b"".join(body) if isinstance(body, RequestBody) else body
+            encoded = b"".join(body) if isinstance(body, RequestBody) else body
             slot = answers.slot
             request_id = RequestId(slot.chunk.index, slot.ordinal, key, attempts + 1)
-            request = ParkedRequest(config.name, f"/v1/{way.path}", request_id, content)
+            request = ParkedRequest(config.name, f"/v1/{api.path}", request_id, encoded)
             rank.checkpoint.park(request)
             answers.park()
             await wait_until_cancelled()
         return None
 
-    def digest(self, payload: Payload, way: Api, retry_of: tuple[object, ...] = ()) -> str:
+    def digest(self, payload: Payload, api: Api, retry_of: tuple[object, ...] = ()) -> str:
         """Hashes the payload, with API and model under names that no request has.
 
         The usual API and a single model add nothing.
         """
-        if not NOT_ANSWERING.isdisjoint(payload) and way.path in _IN_TIERS:
+        if not NOT_ANSWERING.isdisjoint(payload) and api.path in _IN_TIERS:
             payload = {name: value for name, value in payload.items() if name not in NOT_ANSWERING}
-        if way.name != self.model.usual.name:
-            payload = {**payload, "$way": way.name}
-        if way.extras and way.extras["extra_query"]:
-            payload = {**payload, "$query": way.extras["extra_query"]}
+        if api.name != self.model.usual.name:
+            payload = {**payload, "$way": api.name}
+        if api.extras and api.extras["extra_query"]:
+            payload = {**payload, "$query": api.extras["extra_query"]}
         if retry_of:
             payload = {**payload, "$retry": retry_of}
         if self.config.name:
@@ -297,9 +297,9 @@ class RolloutRequests:
         )
         return self._stopped(error)
 
-    def _check_size(self, answered: Completion | Result, payload: Payload, way: Api) -> None:
+    def _check_size(self, answered: Completion | Result, payload: Payload, api: Api) -> None:
         """Stops the rank, before a vector is cached, if its size differs from earlier vectors."""
-        if not way.is_shared:
+        if not api.is_shared:
             return
         assert answered.answer is not None
         size = len(answered.answer["embeddings"][0]) * 3 // 16  # base64 of float32
@@ -325,12 +325,12 @@ class RolloutRequests:
         answers = self.answers
         rank = self.rank
         # The number of answered requests, if only documents that may be at fault remain.
-        others = 0
+        answered_requests = 0
         if rank.all_started and self.model.client.done():
             client = self.model.client.result()
             if len(rank.documents) <= client.sender.most_at_fault:
-                others = client.answers
-        answers.fail(unanswered(answers.doc_id, answers.slot.ordinal, error, others))
+                answered_requests = client.answers
+        answers.fail(unanswered(answers.doc_id, answers.slot.ordinal, error, answered_requests))
         return RolloutServerError(error)
 
     async def keep(self, key: AnswerKey, answer: CachedAnswer) -> None:

@@ -75,7 +75,7 @@ class ResultEncoder:
                 document.metadata.setdefault(name, values[ending])
 
     async def encode(
-        self, document: Document, kept: list[object], chunk_index: int, doc_id: str
+        self, document: Document, results: list[object], chunk_index: int, doc_id: str
     ) -> bytes:
         """Returns the document with its results; ``DROPPED`` if it has none.
 
@@ -84,8 +84,8 @@ class ResultEncoder:
         """
         if not self._has_media:
             self._drop_media(document)
-        document.metadata[self.key] = kept
-        if not kept or (self._has_column and not put_answer(self._step, document, kept)):
+        document.metadata[self.key] = results
+        if not results or (self._has_column and not put_answer(self._step, document, results)):
             return DROPPED
         self._names.check(document, chunk_index)
         data = encode_finished(document, self.key)

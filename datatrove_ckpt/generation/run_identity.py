@@ -57,9 +57,9 @@ def run_identity(
     fields: JsonObject = {"identity_version": code.version}
     fields |= _fields_of_models(models) | code.fields | output
     # The run's answers may come from endpoints that are no longer in the list.
-    for name, found in begun.items():
+    for name, begun_models in begun.items():
         if without_model(name) == ENDPOINT_MODELS:
-            fields[name] = sorted({*found, *fields.get(name, ())})
+            fields[name] = sorted({*begun_models, *fields.get(name, ())})
     if b'"extra_body":' in orjson.dumps(fields):
         fields["extra_body"] = "merged"
         notes["extra_body"] = "before, the server got it as a key of that name"
@@ -90,14 +90,16 @@ def answering_flags(engine: Engine, model_kwargs: Mapping[str, object] | None) -
 
 def _fields_of_models(models: Mapping[str, InferenceConfig]) -> JsonObject:
     """Returns the fields of all models; fields of later models begin with the model's name."""
-    first, *others = models
+    first, *later = models
     fields = _config_fields(models[first])
-    if others:
-        fields["models"] = [first, *others]
-    for name in others:
-        found = _config_fields(models[name])
+    if later:
+        fields["models"] = [first, *later]
+    for name in later:
+        config_fields = _config_fields(models[name])
         fields |= {
-            f"{name}.{field}": found[field] for field in found if field != "rollouts_per_document"
+            f"{name}.{field}": config_fields[field]
+            for field in config_fields
+            if field != "rollouts_per_document"
         }
     return fields
 

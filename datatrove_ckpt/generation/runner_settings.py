@@ -123,10 +123,10 @@ class RunnerSettings(PipelineStep):
         self.hub_pace = CommitPace(self.hub_commit_seconds, self.hub_commits_per_hour)
         self.monitoring = self.monitoring or MonitoringConfig()
         self._check_settings()
-        left = self.code().made.not_compared
-        if left and self.checkpoints_local_dir is not None:
+        names = self.code().made.not_compared
+        if names and self.checkpoints_local_dir is not None:
             logger.warning(
-                f"rollout: a resume does not notice when these change: {'; '.join(left)}. They "
+                f"rollout: a resume does not notice when these change: {'; '.join(names)}. They "
                 "differ at each start or machine, or cannot be known."
             )
 
@@ -138,7 +138,7 @@ class RunnerSettings(PipelineStep):
             raise ConfigError("rollouts_per_document: must be 1 for a batch file; see n.")
         self._check_names()
         self._check_limits()
-        self.tells_endpoints = any(one.endpoints for one in self.models.values())
+        self.tells_endpoints = any(model.endpoints for model in self.models.values())
         local = self.checkpoints_local_dir
         check_writer(self.output_writer, checkpoints=local is not None)
         if local is None:
@@ -166,7 +166,7 @@ class RunnerSettings(PipelineStep):
 
     def _check_limits(self) -> None:
         if self.max_cost is not None and not all(
-            one.has_all_prices for one in self.models.values()
+            model.has_all_prices for model in self.models.values()
         ):
             raise ConfigError(
                 "needs the prices of a million tokens. Add what your provider takes, such as "
@@ -174,7 +174,7 @@ class RunnerSettings(PipelineStep):
                 setting="max_cost",
             )
         for name, value in asdict(self.limits).items():
-            if value is not None and any(one.provider_batches for one in self.models.values()):
+            if value is not None and any(model.provider_batches for model in self.models.values()):
                 raise ConfigError(
                     "cannot stop provider_batches, which are sent as a whole. Set limit of the "
                     "reader.",
@@ -214,7 +214,7 @@ class RunnerSettings(PipelineStep):
         return {}
 
     def _check_without_checkpoints(self) -> None:
-        given = {
+        dependent = {
             "provider_batches": any(model.provider_batches for model in self.models.values()),
             "on_document_error": self.on_document_error != "stop" or self.retry_dead_letters,
             "answers_from": self.answers_from,
@@ -222,7 +222,7 @@ class RunnerSettings(PipelineStep):
             **dict.fromkeys(self.settings_for_letters, True),
             **asdict(self.limits),
         }
-        for name, value in given.items():
+        for name, value in dependent.items():
             if value:
                 raise ConfigError("needs checkpoints_local_dir; set that, too.", setting=name)
 
@@ -255,7 +255,7 @@ class RunnerSettings(PipelineStep):
             name
             for model in self.models.values()
             for name, policy in model.answer_policies.items()
-            if policy.then == "dead_letter"
+            if policy.fallback == "dead_letter"
         ]
 
     @property
@@ -287,9 +287,9 @@ class RunnerSettings(PipelineStep):
         """Returns how many requests may be in flight at once, and how many servers there are."""
         models = self.models.values()
         requests = sum(
-            requests_at_once(one.max_concurrent_generations, one.servers) for one in models
+            requests_at_once(model.max_concurrent_generations, model.servers) for model in models
         )
-        return requests, sum(one.servers for one in models)
+        return requests, sum(model.servers for model in models)
 
     @property
     def checkpoints_root(self) -> Path:
@@ -313,7 +313,7 @@ class RunnerSettings(PipelineStep):
     def may_share_servers(self) -> bool:
         """Whether ranks of this process may share servers. Tasks on several nodes have one rank."""
         return NodeGroup.from_environment().count == 1 and all(
-            one.reuse_servers for one in self.models.values()
+            model.reuse_servers for model in self.models.values()
         )
 
     def identity(self, world_size: int) -> RunIdentity:
@@ -325,7 +325,7 @@ class RunnerSettings(PipelineStep):
             keys["explode"] = True
         if self.quality:
             keys["quality"] = True
-        acts = any("on_refusal" in one.answer_policies for one in self.models.values())
+        acts = any("on_refusal" in model.answer_policies for model in self.models.values())
         if self.quality or (acts and self.refusals):
             keys["refusals"] = [*self.refusals]
         if getattr(self.rollout_fn, "chat_texts", None):  # also beside rollout_version

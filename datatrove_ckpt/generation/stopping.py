@@ -74,8 +74,8 @@ async def stop_when_requested(
     else:
         for task in serving:  # a model may need minutes to load
             task.cancel()
-    own = observer.own
-    lost_before = own.lost
+    counts = observer.own
+    lost_before = counts.lost
     # 1. Requests in flight are answered, and complete chunks published, until the deadline.
     try:
         shutdown.late = not await shutdown.wait_for(_drain(requests, models))
@@ -83,7 +83,7 @@ async def stop_when_requested(
             shutdown.parent.late |= shutdown.late
     finally:
         in_flight = sum(client.in_flight for client in clients)
-        shutdown.given_up = in_flight + own.lost - lost_before
+        shutdown.given_up = in_flight + counts.lost - lost_before
     # 2. Other documents end unrecorded. ``abort`` comes before the cancellations, because a
     # cancelled rollout is no failure.
     shutdown.abort()
@@ -110,9 +110,9 @@ def _log_drain(requests: RankContext, in_flight: int) -> None:
     if shutdown.is_finishing:
         logger.info(f"{shutdown.failure} Still answered: {running}.")
     elif shutdown.failure is None or in_flight or calls:
-        why = shutdown.cause or f"The task has failed ({type(shutdown.failure).__name__})"
+        cause = shutdown.cause or f"The task has failed ({type(shutdown.failure).__name__})"
         logger.warning(
-            f"{why}: {running} in flight have {shutdown.drain_seconds:g} s to be "
+            f"{cause}: {running} in flight have {shutdown.drain_seconds:g} s to be "
             "answered; a further signal, or cancellation, ends the wait at once."
         )
 

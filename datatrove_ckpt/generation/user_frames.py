@@ -33,9 +33,11 @@ def user_frame_of(error: BaseException) -> str:
     places = [(frame.f_code, line) for frame, line in walk_tb(first_failure(error).__traceback__)]
     if not places or is_package_code(places[-1][0]):
         return ""
-    others = [place for place in places if not is_package_code(place[0])]
-    own = [place for place in others if not place[0].co_filename.startswith(_INSTALLED)]
-    return _place(*(own or others)[-1])
+    outside_places = [place for place in places if not is_package_code(place[0])]
+    user_places = [
+        place for place in outside_places if not place[0].co_filename.startswith(_INSTALLED)
+    ]
+    return _place(*(user_places or outside_places)[-1])
 
 
 def user_call_site() -> str:
@@ -70,7 +72,7 @@ def is_package_code(code: CodeType) -> bool:
 def _place(code: CodeType, line: int) -> str:
     path = Path(code.co_filename)
     here = Path.cwd()
-    shown = path
+    relative_path = path
     if path.is_relative_to(here):
-        shown = path.relative_to(here)
-    return f", in {shown}, line {line} ({code.co_name})"
+        relative_path = path.relative_to(here)
+    return f", in {relative_path}, line {line} ({code.co_name})"

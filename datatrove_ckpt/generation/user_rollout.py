@@ -121,13 +121,15 @@ def shared_arguments(context: SharedContext, preemption: Preemption) -> Iterator
     # manager first.
     with ExitStack() as stack:
         with no_exit("shared_context", preemption.shutdown), preemption.interruptible():
-            given: object = context
-            if not isinstance(given, AbstractContextManager) and callable(given):
-                given = given()
-            if isinstance(given, AbstractContextManager):
-                given = stack.enter_context(given)
-        if given is None:
-            given = {}
-        if not isinstance(given, dict):
-            raise ConfigError(f"shared_context: gave a {type(given).__name__} instead of a dict.")
-        yield given
+            arguments: object = context
+            if not isinstance(arguments, AbstractContextManager) and callable(arguments):
+                arguments = arguments()
+            if isinstance(arguments, AbstractContextManager):
+                arguments = stack.enter_context(arguments)
+        if arguments is None:
+            arguments = {}
+        if not isinstance(arguments, dict):
+            raise ConfigError(
+                f"shared_context: gave a {type(arguments).__name__} instead of a dict."
+            )
+        yield arguments

@@ -73,12 +73,12 @@ class AnswerForm(NamedTuple):
             return {}
         if engine == "openai":
             engine = "endpoint"
-        found = ENGINES[engine].form_fields(self.kind, self.value)
-        if isinstance(found, str):
+        keys = ENGINES[engine].form_fields(self.kind, self.value)
+        if isinstance(keys, str):
             raise ConfigError(
-                f"{self.kind}: {found}, or set engine: none, so that answers are only checked."
+                f"{self.kind}: {keys}, or set engine: none, so that answers are only checked."
             )
-        return found
+        return keys
 
     def read(self, answer: InferenceResult) -> tuple[str, str]:
         """Returns the answer's text, without a code fence if needed, and its problem or ""."""
@@ -95,7 +95,7 @@ class AnswerForm(NamedTuple):
             return _problem(_validator(orjson.dumps(self.value)), text)
         if self.kind == "regex" and re.fullmatch(self.value, text) is None:
             return f"it does not match the regular expression {self.value}"
-        if self.kind == "choice" and text not in [one.strip() for one in self.value]:
+        if self.kind == "choice" and text not in [choice.strip() for choice in self.value]:
             return f"it is not one of {', '.join(self.value)}"
         return ""
 
@@ -106,8 +106,10 @@ def engine_of(server_type: str, form: AnswerForm) -> str:
         return server_type
     if form.kind == "json_schema":
         return "openai"  # vLLM, SGLang and llama.cpp also take its field
-    given = {name: ENGINES[name].form_fields(form.kind, form.value) for name in _WITH_FIELDS}
-    *first, last = (name for name, fields in given.items() if isinstance(fields, dict))
+    fields_by_engine = {
+        name: ENGINES[name].form_fields(form.kind, form.value) for name in _WITH_FIELDS
+    }
+    *first, last = (name for name, fields in fields_by_engine.items() if isinstance(fields, dict))
     raise ConfigError(
         f"{form.kind}: engines have different fields for it, and behind server_type "
         f"{server_type!r} may be any of them. Set engine: {', '.join(first)} or {last}; or none, "
@@ -128,15 +130,15 @@ def _validator(schema: bytes) -> Any:
         from referencing import Registry
     except ImportError:
         raise ConfigError(f"json_schema: {missing_package('jsonschema')}") from None
-    content = orjson.loads(schema)
-    kind = validator_for(content)
+    parsed = orjson.loads(schema)
+    kind = validator_for(parsed)
     try:
-        kind.check_schema(content)
+        kind.check_schema(parsed)
     except SchemaError as error:
         raise ConfigError(
             f"json_schema: is not a JSON schema: {error.json_path}: {error.message}."
         ) from None
-    return kind(content, registry=Registry())  # without a registry, a $ref would be downloaded
+    return kind(parsed, registry=Registry())  # without a registry, a $ref would be downloaded
 
 
 def _problem(validator: Any, text: str) -> str:

@@ -176,15 +176,15 @@ class ClassifyRollout(_NoText):
 
     async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:
         text = await self._filled_text(self.prompt, document)
-        found = await generate.classify(text, self.labels, **(self.params or {}))
-        label = found.label
-        score = found.score
-        scores = found.scores
+        answer = await generate.classify(text, self.labels, **(self.params or {}))
+        label = answer.label
+        score = answer.score
+        scores = answer.scores
         if all(0 <= number <= 1 for number in scores.values()):
             self._check_threshold(len(scores))
         if self.keep is not None:
             self._check_kept(scores)
-            scores = {kept: scores[kept] for kept in self.keep}
+            scores = {name: scores[name] for name in self.keep}
             label = max(scores, key=scores.__getitem__)  # the first of equal labels
             score = scores[label]
         # Servers calculate in float32: their 0.7 is 0.699999988.

@@ -168,34 +168,34 @@ class JudgeRollout(PromptRollout):
             params = {"temperature": 0}
         return with_media(chat_payload(None, content, params), parts)
 
-    def _score(self, said: str) -> float | None:
+    def _score(self, text: str) -> float | None:
         """Returns the score of a judgement. A <think> block is skipped, unless the pattern contains
         "think>".
         """
         if "think>" not in (self.score_pattern or ""):
-            said = said.rpartition("</think>")[2].partition("<think>")[0]
+            text = text.rpartition("</think>")[2].partition("<think>")[0]
         if self.score_pattern is not None:
-            matches = list(re.finditer(self.score_pattern, said))
-            said = ""
+            matches = list(re.finditer(self.score_pattern, text))
+            text = ""
             if matches:
-                said = matches[-1][min(1, matches[-1].re.groups)] or ""
-        found = _FIRST.search(said)
-        if found is None:
+                text = matches[-1][min(1, matches[-1].re.groups)] or ""
+        match = _FIRST.search(text)
+        if match is None:
             return None
-        number = found[0].replace("−", "-")  # noqa: RUF001
+        number = match[0].replace("−", "-")  # noqa: RUF001
         if _NUMBER.fullmatch(number):
             return float(number)
         return None
 
     def _read_score(self, answer: InferenceResult) -> tuple[str, str]:
-        said = str(answer.text)
+        text = str(answer.text)
         if is_cut_off(answer.finish_reason):
-            return said, "it is cut off; the judge needs more max_tokens"
-        score = self._score(said)
+            return text, "it is cut off; the judge needs more max_tokens"
+        score = self._score(text)
         if score is None and self.score_pattern is None:
-            return said, "it has no number"
+            return text, "it has no number"
         if score is None:
-            return said, "it has no number where score_pattern looks for it"
+            return text, "it has no number where score_pattern looks for it"
         bounds = []
         if self.lowest is not None:
             bounds.append(f"at least {self.lowest:g}")
@@ -204,5 +204,5 @@ class JudgeRollout(PromptRollout):
         is_low = self.lowest is not None and score < self.lowest
         is_high = self.highest is not None and score > self.highest
         if is_low or is_high:
-            return said, f"its score is {score:g}, and must be {' and '.join(bounds)}"
-        return said, ""
+            return text, f"its score is {score:g}, and must be {' and '.join(bounds)}"
+        return text, ""

@@ -97,15 +97,15 @@ def media_key(value: object) -> orjson.Fragment:
 
 def split_media(payload: Payload, option: int) -> tuple[list[bytes], list[bytes]]:
     """Returns a payload's JSON before, between and after its media, and the media's bytes."""
-    found: list[bytes] = []
+    media: list[bytes] = []
 
     def place(value: object) -> orjson.Fragment:
         if not isinstance(value, MediaData):
             return media_key(value)
-        found.append(value.data)
+        media.append(value.data)
         return orjson.Fragment(b'"%s\0"' % value.prefix.encode())
 
-    return orjson.dumps(payload, option=option, default=place).split(b"\0"), found
+    return orjson.dumps(payload, option=option, default=place).split(b"\0"), media
 
 
 def kind_of(data: bytes) -> str | None:
@@ -166,7 +166,7 @@ def with_media(payload: Payload, parts: Sequence[Payload]) -> Payload:
     if not parts:
         return payload
     messages = list(payload["messages"])
-    users = [number for number, one in enumerate(messages) if one["role"] == "user"]
+    users = [number for number, message in enumerate(messages) if message["role"] == "user"]
     if not users:
         users = [len(messages)]
         messages.append({"role": "user"})
@@ -231,9 +231,9 @@ def _medium(value: object) -> _Medium:
 
 def _from_text(text: str, is_url: bool = False) -> _Medium:
     if text.startswith("data:"):
-        head, _, content = text.partition(",")
+        head, _, encoded = text.partition(",")
         try:
-            data = base64.b64decode(content, validate=True)
+            data = base64.b64decode(encoded, validate=True)
         except ValueError as error:
             raise InvalidMedia(f"({head},...) is damaged: {error}") from None
         return _Medium(name=head, data=data)
@@ -277,7 +277,7 @@ async def parts_of(document: Document, settings: MediaSettings) -> AsyncIterator
         _named(number, value)
         for number, value in enumerate(values_of(document, settings.images or MEDIA), 1)
     ]
-    files = [one for one in media if one.data is None and one.path]
+    files = [medium for medium in media if medium.data is None and medium.path]
     if files and settings.media_folder is None:
         raise ConfigError(
             f"media_folder: document {document.id!r} names a file, {files[0].path!r}. Set "
@@ -287,10 +287,10 @@ async def parts_of(document: Document, settings: MediaSettings) -> AsyncIterator
     in_thread = (
         bool(files)
         or settings.max_image_side
-        or any(not isinstance(one.data, bytes) for one in media)
+        or any(not isinstance(medium.data, bytes) for medium in media)
     )
     if not in_thread:
-        yield [_part(one, settings) for one in media]
+        yield [_part(medium, settings) for medium in media]
         return
     budget = _BUDGETS.setdefault(asyncio.get_running_loop(), ByteBudget(media_bytes()))
     held = 0
@@ -314,7 +314,7 @@ async def _made_in_thread(media: list[_Medium], settings: MediaSettings) -> list
     attempts = retrying.FailureCounter(retrying.READING)
     while True:
         try:
-            return await asyncio.to_thread(lambda: [_part(one, settings) for one in media])
+            return await asyncio.to_thread(lambda: [_part(medium, settings) for medium in media])
         except (InvalidMedia, ConfigError):
             raise
         except Exception as error:
@@ -336,9 +336,9 @@ def _named(number: int, value: object) -> _Medium:
 def check_url(url: str, allowed: list[str] | None) -> None:
     """Raises InvalidMedia for a URL that a server may not fetch. ``allowed``: ``media_urls``."""
     host = url
-    found = _URL.match(url)
-    if found:
-        host = found[1].lower()
+    match = _URL.match(url)
+    if match:
+        host = match[1].lower()
     if not {host, "*"}.intersection(allowed or ()):
         raise InvalidMedia(
             "names a URL, which the server would fetch, and media_urls does not allow "
@@ -350,7 +350,7 @@ def check_url(url: str, allowed: list[str] | None) -> None:
 def check_message_urls(messages: Messages, allowed: list[str] | None) -> None:
     """Raises InvalidMedia if a document's messages have a URL that a server may not fetch."""
     contents = (message.get("content") for message in messages)
-    for part in [part for one in contents if isinstance(one, list) for part in one]:
+    for part in [part for parts in contents if isinstance(parts, list) for part in parts]:
         for name in {"image_url", "audio_url", "video_url"}.intersection(part):
             url = part[name]
             if isinstance(url, dict):
@@ -392,10 +392,10 @@ def _open_at(medium: _Medium, settings: MediaSettings) -> tuple[AbstractFileSyst
     for start in (root, folder):
         path = path.removeprefix(start.rstrip("/") + "/")
     inside = posixpath.normpath(path)
-    found = f"{root.rstrip('/')}/{inside}"
+    full_path = f"{root.rstrip('/')}/{inside}"
     refused = inside.startswith(("/", "..")) or "://" in path
     if isinstance(filesystem, LocalFileSystem):  # other file systems have no symbolic links
-        real = Path(os.path.realpath(found))
+        real = Path(os.path.realpath(full_path))
         refused |= not real.is_relative_to(os.path.realpath(root)) or (
             real.exists() and not real.is_file()
         )
@@ -403,7 +403,7 @@ def _open_at(medium: _Medium, settings: MediaSettings) -> tuple[AbstractFileSyst
         raise InvalidMedia(
             f"lies outside of media_folder, which is {folder}, or is no regular file"
         )
-    return filesystem, found
+    return filesystem, full_path
 
 
 def _sizes(files: Iterable[_Medium], settings: MediaSettings) -> int:
@@ -492,11 +492,11 @@ def _as_png(image: Any) -> bytes:
 def without_bytes(value: object) -> object:
     """Returns a sent column without its bytes; paths, URLs and other values stay."""
     if isinstance(value, list | tuple):
-        return [without_bytes(one) for one in value]
+        return [without_bytes(item) for item in value]
     if isinstance(value, dict):
         return {
-            name: None if name in ("bytes", "media_bytes") else without_bytes(one)
-            for name, one in value.items()
+            name: None if name in ("bytes", "media_bytes") else without_bytes(item)
+            for name, item in value.items()
         }
     if isinstance(value, str | int | float) and not str(value).startswith("data:"):
         return value

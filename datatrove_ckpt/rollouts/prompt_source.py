@@ -45,11 +45,11 @@ def prompt_source(document: Document, column: str | None) -> str | Messages:
     if isinstance(value, list):
         return _checked(document, column, value)
     if value is None or isinstance(value, dict):
-        shown = "a mapping"
+        kind = "a mapping"
         if value is None:
-            shown = "null"
+            kind = "null"
         raise ConfigError(
-            f"prompt_column: {column!r} of document {document.id!r} is {shown}, and neither a text "
+            f"prompt_column: {column!r} of document {document.id!r} is {kind}, and neither a text "
             "nor a list of messages. Filter such documents out before the InferenceRunner."
         )
     return str(value)
@@ -60,11 +60,11 @@ def chat_in(text: str) -> Messages | None:
     if not text.lstrip().startswith("["):
         return None
     try:
-        found = orjson.loads(text)
+        messages = orjson.loads(text)
     except ValueError:
         return None
-    if found and all(_is_message(one) for one in found):
-        return list(found)
+    if messages and all(_is_message(message) for message in messages):
+        return list(messages)
     return None
 
 
@@ -82,5 +82,5 @@ def _checked(document: Document, place: str, value: Messages) -> Messages:
     return value
 
 
-def _is_message(one: object) -> bool:
-    return isinstance(one, dict) and isinstance(one.get("role"), str)
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str)

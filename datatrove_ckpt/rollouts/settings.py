@@ -99,11 +99,11 @@ class ReadyMade:
         return getattr(self, self._token_setting) is not None
 
     def _leave_out_defaults(self) -> None:
-        given = vars(self)
+        values = vars(self)
         for setting in dataclasses.fields(self):
             may_omit = setting.kw_only or not setting.init
-            if may_omit and given.get(setting.name, setting) == setting.default:
-                del given[setting.name]
+            if may_omit and values.get(setting.name, setting) == setting.default:
+                del values[setting.name]
 
     def for_config(self, config: InferenceConfig) -> Self:
         """Returns a copy that fits the config and the model's files, which are then in its
@@ -252,12 +252,12 @@ class OneRequest(WholeText):
     @property
     def form(self) -> AnswerForm:
         forms = ("json_schema", "regex", "choice")
-        given = [name for name in forms if getattr(self, name) is not None]
-        if len(given) > 1:
+        names = [name for name in forms if getattr(self, name) is not None]
+        if len(names) > 1:
             raise ConfigError(
-                f"{given[0]}: is set together with {given[1]}; an answer has one form."
+                f"{names[0]}: is set together with {names[1]}; an answer has one form."
             )
-        name = given[0] if given else ""
+        name = names[0] if names else ""
         return AnswerForm(name, getattr(self, name, None))
 
     def _fit(self, config: InferenceConfig) -> None:
@@ -286,15 +286,15 @@ class OneRequest(WholeText):
                 "max_prompt_tokens: auto is what the context leaves beside the answer, but "
                 "nothing says how long that may be. Set max_tokens."
             )
-        left = config.model_max_context - int(answer)
+        room = config.model_max_context - int(answer)
         if config.use_chat:
-            left -= 64  # reserved for the chat template
-        if left < 1:
+            room -= 64  # reserved for the chat template
+        if room < 1:
             raise ConfigError(
                 f"max_prompt_tokens: max_tokens of {answer} leaves no room for a prompt in "
                 f"model_max_context, which is {config.model_max_context}."
             )
-        return left
+        return room
 
     def _params(self) -> Payload:
         if not self.form.kind or self.form_for == CANNED:
@@ -368,12 +368,12 @@ def value_of(result: object) -> object:
 def _with_error(payload: Payload, answer: str, problem: str) -> Payload:
     if "messages" not in payload:
         return payload
-    said = (
+    request = (
         f"That answer is not valid: {problem}. Answer again, correctly and completely, and "
         "write nothing else."
     )
     more: list[JsonObject] = [
         {"role": "assistant", "content": answer},
-        {"role": "user", "content": said},
+        {"role": "user", "content": request},
     ]
     return {**payload, "messages": [*payload["messages"], *more]}

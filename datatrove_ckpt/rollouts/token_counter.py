@@ -48,13 +48,13 @@ def _find_file(model: str, revision: str | None) -> Path:
     except ImportError:
         raise ConfigError(f"tokenizer: {missing_package('huggingface_hub')}") from None
     except Exception as error:  # errors of the client, the network and the disk
-        where = f"{model!r}"
+        repository = f"{model!r}"
         if revision is not None:
-            where += f" at {revision!r}"
+            repository += f" at {revision!r}"
         raise ConfigError(
-            f"tokenizer: {_TOKENIZER} of {where} is in no folder of that name, and the hub does "
-            f"not give it ({error_text(error).splitlines()[0][:200]}). Correct the name, or give "
-            "the path of a folder that has it."
+            f"tokenizer: {_TOKENIZER} of {repository} is in no folder of that name, and the hub "
+            f"does not give it ({error_text(error).splitlines()[0][:200]}). Correct the name, or "
+            "give the path of a folder that has it."
         ) from error
 
 
@@ -129,11 +129,9 @@ def cut_to_chars(fill: Callable[[str], str], text: str, times: int, limit: int) 
     return _whole_lines(text, max(0, limit - len(fill(""))) // max(times, 1))
 
 
-def fits_for_sure(content: str, limit: int) -> bool:
+def fits_for_sure(text: str, limit: int) -> bool:
     """Returns whether the content needs no count: a token has at least one byte."""
-    return len(content) <= limit and (
-        content.isascii() or len(content.encode("utf-8", "replace")) <= limit
-    )
+    return len(text) <= limit and (text.isascii() or len(text.encode("utf-8", "replace")) <= limit)
 
 
 def cut_to_tokens(

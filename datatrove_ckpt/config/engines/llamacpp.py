@@ -66,19 +66,19 @@ class Llamacpp(Engine):
         start = (sys.executable, "-m", "datatrove_ckpt.inference.servers.llamacpp")
         requests = config.max_concurrent_generations
         flags = {
-            "model": launch.found,
+            "model": launch.path,
             "alias": config.model_name_or_path,
             "port": launch.port,
             "context": config.model_max_context,
             "parallel": _MAX_SLOTS if requests == "auto" else min(requests, _MAX_SLOTS),
             "threads": max(1, usable_cores() // (config.replicas + config.neighbours)),
         }
-        given = dict(launch.flags)
-        if given.get("embedding"):
-            given.setdefault("n-batch", config.model_max_context)
-            given.setdefault("n-ubatch", config.model_max_context)
-            given.setdefault("kv-unified", True)
-        return launch.command(start, flags, given)
+        user_flags = dict(launch.flags)
+        if user_flags.get("embedding"):
+            user_flags.setdefault("n-batch", config.model_max_context)
+            user_flags.setdefault("n-ubatch", config.model_max_context)
+            user_flags.setdefault("kv-unified", True)
+        return launch.command(start, flags, user_flags)
 
     def form_fields(self, kind: str, value: FormValue) -> JsonObject | str:
         if kind == "json_schema":  # its /v1/completions knows no response_format
@@ -86,7 +86,7 @@ class Llamacpp(Engine):
         if kind == "regex":
             return "llama.cpp takes no regex; use choice or json_schema"
         escapes = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r"})
-        choices = [f'"{one.translate(escapes)}"' for one in value]
+        choices = [f'"{text.translate(escapes)}"' for text in value]
         return {"grammar": f"root ::= {' | '.join(choices)}"}
 
 
@@ -100,9 +100,9 @@ def resolve_model_path(model: str) -> Path:
     Raises:
         ConfigError: there is no such file, package or model.
     """
-    found = re.fullmatch(rf"{HUB_SCHEME}([^/]+/[^/]+)(?:/(.+))?", model)
-    if found is not None:
-        return _download(found[1], found[2])
+    hub_name = re.fullmatch(rf"{HUB_SCHEME}([^/]+/[^/]+)(?:/(.+))?", model)
+    if hub_name is not None:
+        return _download(hub_name[1], hub_name[2])
     if model.startswith(_PACKAGE_SCHEME):
         name, _, file = model.removeprefix(_PACKAGE_SCHEME).partition("/")
         spec = None
@@ -141,12 +141,12 @@ def _download(repo: str, file: str | None) -> Path:
                     files = [file]
                 else:
                     files = sorted(
-                        one for one in HfApi().list_repo_files(name) if one.endswith(".gguf")
+                        path for path in HfApi().list_repo_files(name) if path.endswith(".gguf")
                     )
                 for kind in _QUANTISED:
-                    found = next((one for one in files if kind in one.upper()), None)
-                    if found:
-                        return Path(hf_hub_download(name, found))
+                    file_name = next((path for path in files if kind in path.upper()), None)
+                    if file_name:
+                        return Path(hf_hub_download(name, file_name))
     except Exception as error:  # the client raises several kinds
         cause = str(error).partition("\n")[0]
         raise ConfigError(

@@ -42,10 +42,10 @@ class Custom(AnyProgram):
         return script
 
     def command(self, launch: EngineLaunch) -> EngineCommand:
-        given = dict(launch.config.model_kwargs or {})
-        del given["server_script"]
-        start = (launch.python, str(launch.found))
-        return launch.command(start, {"port": launch.port}, given)
+        user_flags = dict(launch.config.model_kwargs or {})
+        del user_flags["server_script"]
+        start = (launch.python, str(launch.path))
+        return launch.command(start, {"port": launch.port}, user_flags)
 
 
 class Dummy(Engine):

@@ -52,7 +52,7 @@ class SGLang(Engine):
         config = launch.config
         nodes = launch.nodes
         start = (launch.python, str(_LAUNCHER), "--model-path", config.model_name_or_path)
-        given = launch.flags
+        user_flags = launch.flags
         flags: dict[str, object] = {
             "host": HOST,
             "port": launch.port,
@@ -63,23 +63,23 @@ class SGLang(Engine):
             "trust-remote-code": config.trust_remote_code or None,
             **launch.sizes("tp-size", "dp-size", "pp-size"),
         }
-        if launch.schema and not any(name.startswith("constrained-json") for name in given):
+        if launch.schema and not any(name.startswith("constrained-json") for name in user_flags):
             flags["constrained-json-disable-any-whitespace"] = True  # see Vllm.command
         if nodes.count > 1:
             flags |= {
                 "node-rank": nodes.rank,
                 "dist-init-addr": f"{nodes.hosts[0]}:{config.master_port}",
             }
-        takes_key = int(given.get("tokenizer-worker-num") or 1) == 1
+        takes_key = int(user_flags.get("tokenizer-worker-num") or 1) == 1
         env: Variables = {"USE_TF": "0", "TRANSFORMERS_NO_TF": "1"}
         if takes_key:
             env |= launch.key_variable
-        return launch.command(start, flags, given, env, takes_key)
+        return launch.command(start, flags, user_flags, env, takes_key)
 
     def form_fields(self, kind: str, value: FormValue) -> JsonObject | str:
         if kind == "choice":
             # ``re.escape`` also escapes blanks, which engines need not know.
-            literals = [re.sub(r"([.^$*+?{}\[\]\\|()])", r"\\\1", one) for one in value]
+            literals = [re.sub(r"([.^$*+?{}\[\]\\|()])", r"\\\1", text) for text in value]
             return {"regex": "(" + "|".join(literals) + ")"}
         if kind == "regex":
             return {"regex": value}

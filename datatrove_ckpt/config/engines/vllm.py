@@ -127,20 +127,20 @@ class Vllm(Engine):
             "VLLM_NO_USAGE_STATS": "1",  # vLLM would report model and hardware to its developers
             "VLLM_API_KEY": launch.api_key,
         }
-        given = dict(launch.flags)
-        if nodes.count > 1 and str(given.get(_RAY[0])).lower() == _RAY[1]:
-            del given[_RAY[0]]  # vLLM's own nodes need no Ray cluster
+        user_flags = dict(launch.flags)
+        if nodes.count > 1 and str(user_flags.get(_RAY[0])).lower() == _RAY[1]:
+            del user_flags[_RAY[0]]  # vLLM's own nodes need no Ray cluster
         start: tuple[str, ...] = (
             launch.python,
             "-m",
             "vllm.entrypoints.openai.api_server",
             "--model",
         )
-        if launch.found:
-            start = (launch.found, "serve")
+        if launch.path:
+            start = (launch.path, "serve")
         elif nodes.count > 1:  # the module of the server alone does not know --headless
             start = (launch.python, "-m", "vllm.entrypoints.cli.main", "serve")
-        return launch.command((*start, config.model_name_or_path), flags, given, env)
+        return launch.command((*start, config.model_name_or_path), flags, user_flags, env)
 
     def form_fields(self, kind: str, value: FormValue) -> JsonObject | str:
         return {"structured_outputs": {"json" if kind == "json_schema" else kind: value}}

@@ -546,7 +546,7 @@ def export() -> None:
         default="datatrove-ckpt",
     ),
     _argument(
-        "NAME", "the job's name there; default: that of its folder", "--name", dest="name_of_run"
+        "NAME", "the run's name there; default: that of its folder", "--name", dest="name_of_run"
     ),
 )
 def track() -> None:

@@ -16,7 +16,7 @@ class MonitoringConfig:
     run.
 
     Attributes:
-        run_name: the job's name. None: that of the checkpoints' folder (of the folder above, if it
+        run_name: the run's name. None: that of the checkpoints' folder (of the folder above, if it
             is called checkpoints, ck or the like), or else of the output folder.
         metrics_port: port of ``/metrics``, for each process the first free one from here on. Needs
             the extra ``metrics``.

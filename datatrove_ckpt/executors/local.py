@@ -170,7 +170,7 @@ class OwnExecutor(PipelineExecutor):  # type: ignore[misc]  # datatrove has no t
         named = "".join(f"\n  task {rank}: {why}" for rank, why in sorted(causes.items()))
         return kind(
             f"{len(causes)} of {self.world_size} tasks are not complete, because they were given "
-            f"up:{named}\nCorrect the cause, and run the job again, not as a worker, to resume."
+            f"up:{named}\nCorrect the cause, and start the run again, not as a worker, to resume."
         )
 
 
@@ -443,7 +443,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                 workers = [other.process for other in claims.others() if not other.runs_all]
             except (OSError, CkptError) as error:
                 logger.warning(
-                    f"Whether workers have tasks of this job cannot be seen: {error}. Start none "
+                    f"Whether workers have tasks of this run cannot be seen: {error}. Start none "
                     "beside it."
                 )
             if not workers:
@@ -451,7 +451,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                 return
         names = ", ".join(workers)
         logger.info(
-            f"Workers have tasks of this job: {names}. This command takes tasks as one of them, in "
+            f"Workers have tasks of this run: {names}. This command takes tasks as one of them, in "
             "one process."
         )
         self._take_and_run(ranks, screen, done)

@@ -125,7 +125,7 @@ class RemoteMirror:
         return StorageFailed(
             f"Nothing could be uploaded to the mirror {self.url} ({self._failure}). The task's "
             "first output, and each batch at a provider, wait for that: if this node were lost, "
-            "nothing would tell them from another job's. Every answer is saved on this node. "
+            "nothing would tell them from another run's. Every answer is saved on this node. "
             "Correct that (network, credentials, room), or remove the setting "
             "checkpoints_remote_dir, and run the same command again."
         )

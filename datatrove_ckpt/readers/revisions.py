@@ -62,7 +62,7 @@ class Revisions:
             pass
         raise CheckpointCorrupt(
             path,
-            " should name the commit of the dataset that this job reads, and cannot be read. "
+            " should name the commit of the dataset that this run reads, and cannot be read. "
             "Restore it from a copy, or write the commit as `revision` into dataset_options and "
             "remove the file.",
         )

@@ -177,7 +177,7 @@ def _compare_markers(runner: RunnerPlan, folder: Path, skipped: list[int]) -> di
             f"{markers} marks {name_tasks(missing)} as complete, but {holds} checkpoint that shows "
             "it, so nothing shows that the documents are in the output. If the checkpoints were "
             "moved or deleted, bring them back; if they are on another machine, run this command "
-            "there. If the markers are of another job, choose another folder for the logs. To "
+            "there. If the markers are of another run, choose another folder for the logs. To "
             "process these tasks from the start, delete their markers "
             f"({markers}/{missing[0]:05d} ...) and output files."
         )

@@ -316,7 +316,7 @@ def _check_settings(report: VerifyReport) -> Iterator[Problem]:
     for number, changes in found.by_rank.items():
         rank = ranks[number]
         differences = "; ".join(line for change in changes for line in change.lines)
-        message = f"was run with other settings than the job: {differences}."
+        message = f"has other settings than the run: {differences}."
         yield Problem("identity", message, *rank.key, path=str(rank.folder / layout.RUN))
 
 
@@ -530,7 +530,7 @@ def _check_uncommitted(report: VerifyReport, paths: Iterable[str]) -> Iterator[P
                 published = published_by(key.rank)
                 if published is not None and path not in published:
                     advice = (
-                        "Another job has written it, or another node that has continued the task: "
+                        "Another run has written it, or another node that has continued the task: "
                         "if the run has a mirror, verify that, and keep the file until then. Else "
                         "choose another output folder, bring the lost checkpoint back, or move the "
                         "file out of the folder."

@@ -235,7 +235,7 @@ def judge(half, server, said, mutation):
     said("status", folder, code=None)
     text = said("verify", folder, "--output", folder / "output", code=None)
     assert "Traceback" not in text, name
-    assert "Another job has written it" not in text, f"{name}: disowns output: {text}"
+    assert "Another run has written it" not in text, f"{name}: disowns output: {text}"
     said("repair", folder, "--dry-run", "--output", folder / "output", code=None)
     before = outputs(folder / "output")
     try:

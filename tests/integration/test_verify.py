@@ -210,7 +210,7 @@ OTHER_DAMAGE = {
             model="other",
             accepted_changes=[{"field": "model", "old": "fake", "new": "a third"}],
         ),
-        ['task 1: was run with other settings than the job: model: "other" -> "fake".'],
+        ['task 1: has other settings than the run: model: "other" -> "fake".'],
     ),
     "one too many": (
         lambda job: [edit_settings(job, rank, tasks=1) for rank in range(2)],
@@ -302,7 +302,7 @@ def test_changes_that_were_accepted_between_two_ranks_are_no_problem(tmp_path, s
     for rank in range(2):
         edit_settings(tmp_path, rank, accepted_changes=[])
     (tmp_path / "checkpoints/job.json").unlink()
-    assert "was run with other settings than the job" in said("verify", tmp_path, code=1)
+    assert "has other settings than the run" in said("verify", tmp_path, code=1)
 
 
 def test_status_and_verify_work_while_a_run_is_on_and_its_rank_is_not_repaired(

@@ -1,11 +1,11 @@
-"""The Arrow type of Python values, and the type that holds the values of two types unchanged.
+"""Finds the Arrow type of Python values, and the type that holds the values of two types unchanged.
 
 Arrow's inference and ``unify_schemas`` change values silently: True beside 0.5 becomes 1.0, a time
-beside a date loses the time of day, a time zone beside none is dropped, text beside bytes becomes
-bytes. So only these are united: no value with anything, integers of any widths, integers with
-floats (Arrow refuses integers that a float cannot hold), decimals, bytes of any length, dates and
-times of any unit, times of any two zones (as UTC), dictionaries with their values, and dicts, maps
-and lists of these.
+beside a date loses the time of day, a time zone beside a time without a zone is dropped, text
+beside bytes becomes bytes. So only these are united: no value with anything, integers of any
+widths, integers with floats (Arrow refuses integers that a float cannot hold), decimals, bytes of
+any length, dates and times of any unit, times of any two zones (as UTC), dictionaries with their
+values, and dicts, maps and lists of these.
 """
 
 import math
@@ -40,7 +40,7 @@ _UUID = "extension<arrow.uuid>"
 
 
 class TypeConflict(Exception):
-    """Two types of one column, which is a path as in ``metadata.scores[]``."""
+    """Two types of one column, whose name is a path as in ``metadata.scores[]``."""
 
     def __init__(self, column: str, old: object, new: object) -> None:
         super().__init__(column, old, new)
@@ -52,20 +52,20 @@ class TypeConflict(Exception):
         return f"column {self.column!r} has values of the types {self.old} and {self.new}"
 
 
-def type_of(values: list[object], column: str, given: Types = NO_TYPES) -> DataType:
+def type_of(values: list[object], column: str, input_types: Types = NO_TYPES) -> DataType:
     """Returns the type of a column with these values.
 
     Args:
-        given: types of the input, which a column has as long as they hold its values.
+        input_types: types of the input's columns, which are used if they hold the values.
 
     Raises:
-        TypeConflict: there is none without changing a value.
-        ValueError, TypeError: a value has no type at all. Arrow's errors are of these kinds.
+        TypeConflict: no type holds all values unchanged.
+        ValueError, TypeError: a value has no type. Arrow's errors are of these kinds.
     """
-    if column in given and holds(given[column], values):
-        return given[column]
+    if column in input_types and holds(input_types[column], values):
+        return input_types[column]
     by_type_alone = {bool: pa.bool_(), float: pa.float64(), str: pa.string(), bytes: pa.binary()}
-    found = pa.null()
+    unified = pa.null()
     kinds = dict.fromkeys(map(type, values))  # no set: order counts
     for kind in kinds:
         if kind is type(None):
@@ -74,15 +74,17 @@ def type_of(values: list[object], column: str, given: Types = NO_TYPES) -> DataT
         of_kind = values
         if len(kinds) > 1 and plain not in by_type_alone:
             of_kind = [value for value in values if type(value) is kind]
-        found = unify_types(
-            found, by_type_alone.get(plain) or _type_of_one(plain, of_kind, column, given), column
+        unified = unify_types(
+            unified,
+            by_type_alone.get(plain) or _type_of_one(plain, of_kind, column, input_types),
+            column,
         )
-    return found
+    return unified
 
 
-def _type_of_one(kind: type, values: list[Any], column: str, given: Types) -> DataType:
+def _type_of_one(kind: type, values: list[Any], column: str, input_types: Types) -> DataType:
     if kind is dict:
-        return _struct(values, column, given)
+        return _struct(values, column, input_types)
     if all(map(is_vector, values)):
         sizes = set(map(len, values))
         if len(sizes) == 1:
@@ -101,20 +103,20 @@ def _type_of_one(kind: type, values: list[Any], column: str, given: Types) -> Da
     if isinstance(values[0], time) and any(value.tzinfo is not None for value in values):
         raise ValueError(f"{column}: Arrow has no times of day with a time zone")
     zones = {str(getattr(value, "tzinfo", None)): value for value in values}
-    found = pa.null()
+    unified = pa.null()
     if len(zones) == 1:
-        found = pa.infer_type(values)
+        unified = pa.infer_type(values)
     else:
         for value in zones.values():
-            found = unify_types(found, pa.infer_type([value]), column)
+            unified = unify_types(unified, pa.infer_type([value]), column)
     # Arrow infers microseconds also for pandas' nanoseconds.
     if any(getattr(value, "nanosecond", 0) for value in values):
-        return pa.timestamp("ns", found.tz)
-    return found
+        return pa.timestamp("ns", unified.tz)
+    return unified
 
 
 def holds(kind: DataType, values: Collection[Any]) -> bool:
-    """Whether a column of the type gives each value back, also with its Python type."""
+    """Whether a column of the type returns each value unchanged, with its Python type."""
     if _UUID in str(kind) and str(kind) != _UUID:
         return False  # Arrow makes no lists and structs of them from values
     try:
@@ -124,11 +126,11 @@ def holds(kind: DataType, values: Collection[Any]) -> bool:
 
 
 def altered_values(kind: DataType, values: Collection[Any], loosely: bool = False) -> list[Any]:
-    """Returns values that a column of the type does not give back.
+    """Returns the values that a column of the type would change.
 
     Args:
-        loosely: an equal value of another type is accepted (2.0 as an integer, midnight as a date),
-            and a shorter float.
+        loosely: whether to accept an equal value of another type (2.0 as an integer, midnight as a
+            date), and a shorter float.
 
     Raises:
         ArrowException, ValueError, TypeError, OverflowError: Arrow refuses a value.
@@ -151,63 +153,63 @@ def altered_values(kind: DataType, values: Collection[Any], loosely: bool = Fals
         if np.array_equal(column.to_numpy(), numbers, equal_nan=True):
             return []
         return values
-    kept = column.to_pylist()
-    if not pa.types.is_nested(kind) and set(map(type, kept)) == python_types and kept == values:
+    stored = column.to_pylist()
+    if not pa.types.is_nested(kind) and set(map(type, stored)) == python_types and stored == values:
         return []
-    pairs = zip(values, kept, strict=True)
+    pairs = zip(values, stored, strict=True)
     return [value for value, back in pairs if not _is_same(value, back, loosely)]
 
 
 def to_arrow(kind: DataType, values: list[Any]) -> Any:
-    """Returns an Arrow array of the values. Raises what Arrow raises."""
+    """Returns an Arrow array of the values. Raises Arrow's errors."""
     if has_other_form(kind):
         values = [for_arrow(value, kind) for value in values]
     return pa.array(values, kind)
 
 
-def _is_same(value: Any, kept: Any, loosely: bool) -> bool:
+def _is_same(value: Any, stored: Any, loosely: bool) -> bool:
     if isinstance(value, np.ndarray) and loosely:
-        if is_vector(value) and isinstance(kept[0], float):
+        if is_vector(value) and isinstance(stored[0], float):
             return True
         value = value.tolist()
-    if isinstance(kept, dict):
+    if isinstance(stored, dict):
         if not isinstance(value, dict):
             return False
-        lost = [value[key] for key in value.keys() - kept.keys()]
+        lost = [value[key] for key in value.keys() - stored.keys()]
         if lost and not (loosely and lost == [None] * len(lost)):
             return False
-        return all(_is_same(value.get(key), item, loosely) for key, item in kept.items())
+        return all(_is_same(value.get(key), item, loosely) for key, item in stored.items())
     if isinstance(value, dict) and loosely:
         value = list(value.items())
-    if isinstance(value, _LISTS) and isinstance(kept, list | tuple):
-        pairs = zip(value, kept, strict=True)
-        return len(value) == len(kept) and all(_is_same(*pair, loosely) for pair in pairs)
-    if isinstance(kept, UUID):
-        return bool(str(value) == str(kept))
-    if type(value) is int and type(kept) is float:
-        return abs(value) <= 2**53 and value == kept
+    if isinstance(value, _LISTS) and isinstance(stored, list | tuple):
+        pairs = zip(value, stored, strict=True)
+        return len(value) == len(stored) and all(_is_same(*pair, loosely) for pair in pairs)
+    if isinstance(stored, UUID):
+        return bool(str(value) == str(stored))
+    if type(value) is int and type(stored) is float:
+        return abs(value) <= 2**53 and value == stored
     if loosely:
-        return _is_equal(value, kept)
+        return _is_equal(value, stored)
     # pandas has subclasses of these.
-    same_type = type(value) is type(kept) or any(
-        isinstance(value, base) and isinstance(kept, base) for base in (datetime, timedelta)
+    same_type = type(value) is type(stored) or any(
+        isinstance(value, base) and isinstance(stored, base) for base in (datetime, timedelta)
     )
-    return same_type and bool(value == kept or (value != value and kept != kept))
+    return same_type and bool(value == stored or (value != value and stored != stored))
 
 
-def _is_equal(value: Any, kept: Any) -> bool:
-    if isinstance(value, float) and isinstance(kept, float):
-        return math.isinf(value) or not math.isinf(kept)
+def _is_equal(value: Any, stored: Any) -> bool:
+    if isinstance(value, float) and isinstance(stored, float):
+        return math.isinf(value) or not math.isinf(stored)
     if hasattr(value, "item") and not hasattr(value, "__len__"):  # a number of numpy
         value = value.item()
-    if isinstance(value, bool) != isinstance(kept, bool):
+    if isinstance(value, bool) != isinstance(stored, bool):
         return False
-    if isinstance(value, str) and isinstance(kept, bytes):
-        return value.encode() == kept
-    if isinstance(kept, datetime) != isinstance(value, datetime):
+    if isinstance(value, str) and isinstance(stored, bytes):
+        return value.encode() == stored
+    if isinstance(stored, datetime) != isinstance(value, datetime):
         value = _at_midnight(value)
-        kept = _at_midnight(kept)
-    return bool(value == kept) or (value != value and kept != kept)
+        stored = _at_midnight(stored)
+    return bool(value == stored) or (value != value and stored != stored)
 
 
 def _at_midnight(value: Any) -> Any:
@@ -217,9 +219,7 @@ def _at_midnight(value: Any) -> Any:
 
 
 def for_arrow(value: Any, kind: DataType) -> Any:
-    """Returns the value with what Arrow takes alone, and JSON keeps in another form: tuples for the
-    pairs of maps, and UUIDs.
-    """
+    """Returns the value in Arrow's form, if JSON has another: pairs of maps as tuples, UUIDs."""
     if value is None or not has_other_form(kind):
         return value
     if isinstance(value, str) and str(kind) == _UUID:
@@ -248,7 +248,9 @@ def is_text(kind: DataType) -> bool:
 
 
 def is_vector(value: object) -> bool:
-    """Whether it becomes a fixed-size list among others of its length, such as an embedding."""
+    """Whether a value is a vector, such as an embedding: vectors of one length become a fixed-size
+    list.
+    """
     return (
         isinstance(value, np.ndarray)
         and value.ndim == 1
@@ -261,7 +263,7 @@ def is_any_list(kind: DataType) -> bool:
     return str(kind).partition("<")[0].endswith(("list", "list_view"))
 
 
-def _struct(values: list[dict[object, object]], column: str, given: Types) -> DataType:
+def _struct(values: list[dict[object, object]], column: str, input_types: Types) -> DataType:
     columns: dict[object, list[object]] = {}
     for value in values:
         for key, item in value.items():
@@ -269,7 +271,7 @@ def _struct(values: list[dict[object, object]], column: str, given: Types) -> Da
     for key in columns:
         if not isinstance(key, str):
             raise TypeError(f"{column}: keys of dicts must be texts, not {type(key).__name__}")
-    types = {key: type_of(items, f"{column}.{key}", given) for key, items in columns.items()}
+    types = {key: type_of(items, f"{column}.{key}", input_types) for key, items in columns.items()}
     if types.keys() >= {"tool_calls", "logprobs", "choices"}:
         for key, kind in _of_whole_results().items():
             with suppress(TypeConflict):  # a server with other forms
@@ -279,24 +281,22 @@ def _struct(values: list[dict[object, object]], column: str, given: Types) -> Da
 
 @cache
 def _of_whole_results() -> dict[str, DataType]:
-    """Returns what a WholeResult has beside its text. A chunk's values may all be empty, without a
-    type.
-    """
+    """Returns the types of a WholeResult's fields, because all values of a chunk may be empty."""
     token = {"token": None, "logprob": 0.0, "bytes": [0]}
     tokens = [token | {"top_logprobs": [token]}]
     logprobs = {"content": tokens, "refusal": tokens}
     calls = [{"id": None, "type": None, "function": {"name": None, "arguments": None}}]
-    said = {"text": None, "finish_reason": None, "reasoning": None}
-    choices = [said | {"tool_calls": calls, "logprobs": logprobs, "refusal": None}]
+    text_fields = {"text": None, "finish_reason": None, "reasoning": None}
+    choices = [text_fields | {"tool_calls": calls, "logprobs": logprobs, "refusal": None}]
     whole = {"tool_calls": calls, "logprobs": logprobs, "choices": choices}
     return {name: type_of([value], name) for name, value in whole.items()}
 
 
 def unify_types(old: DataType, new: DataType, column: str) -> DataType:
-    """Returns the type that holds the values of both. None stands for no type.
+    """Returns the type that holds the values of both types. None stands for no type.
 
     Raises:
-        TypeConflict: there is none.
+        TypeConflict: no type holds them unchanged.
     """
     if old is None or old.equals(new) or pa.types.is_null(old):
         return new
@@ -359,7 +359,7 @@ def _unite_leaves(old: DataType, new: DataType) -> DataType | None:
 
 
 def with_float32(value: Any, kind: DataType) -> Any:
-    """Returns the value with numbers and vectors of float32 as numpy's: writers keep that type."""
+    """Returns the value with float32 numbers and vectors as numpy's: writers keep that type."""
     if value is None:
         return None
     if pa.types.is_struct(kind):

@@ -17,8 +17,8 @@ datasets 5.2):
   file it turns numbers, dates and booleans of later files into text, and does not load with bytes.
   The field's metadata marks it.
 - A later file may lack columns, or keys of dicts, and may hold integers where the first has floats.
-- The opposite order cannot be known when the first file is written. Only a ``schema`` given to the
-  writer helps. Such a chunk causes a warning, and ``verify --full`` names both files.
+- The opposite order cannot be known when the first file is written. Only a writer with a ``schema``
+  avoids it. Such a chunk causes a warning, and ``verify --full`` names both files.
 - Types that cannot be united, such as text and integers, stop the rank before the second type is
   published.
 
@@ -91,20 +91,20 @@ class ChunkWriter:
         self, writer: DiskWriter, rank: int, names: FileNames, rows: RowsOf = one_row
     ) -> None:
         self.columns = RankColumns()
-        self._given = NO_TYPES
+        self._input_types = NO_TYPES
         self._writer = writer
         self._decode: Callable[[bytes], Document] = decode
         self._rank = rank
         self._names = names
         self._rows_of = rows
 
-    def resume(self, committed: Iterable[CommittedFile], given: Types) -> None:
+    def resume(self, committed: Iterable[CommittedFile], input_types: Types) -> None:
         """Reads the types of the first committed file, if it is on a disk.
 
         Args:
-            given: types of the input's columns, by their paths in the writer's rows.
+            input_types: types of the input's columns, by their paths in the writer's rows.
         """
-        self._given = given
+        self._input_types = input_types
         folder = self._writer.output_folder
         if not infers_schema(self._writer) or not folder.is_local():
             return
@@ -118,12 +118,12 @@ class ChunkWriter:
     def write(
         self, staged: StagedFiles, chunk_index: int, documents: Iterable[FinishedDocument]
     ) -> None:
-        """Writes and closes the files. ``documents`` is read several times if their schema is not
-        known.
+        """Writes and closes the files. Iterates ``documents`` several times if their schema is
+        unknown.
 
         Raises:
-            OutputFailed: a document cannot be written, or its types cannot be united with those of
-                others.
+            OutputFailed: a document cannot be written, or its types cannot be united with the types
+                of other documents.
             StorageFailed: the disk refused a write.
         """
         before = self.columns.known
@@ -140,9 +140,9 @@ class ChunkWriter:
     def _write_csv(
         self, staged: StagedFiles, chunk_index: int, documents: Iterable[FinishedDocument]
     ) -> None:
-        """Writes files that have the columns of the input, and of all documents of the chunk."""
+        """Writes files with the columns of the input, and of all documents of the chunk."""
         writer = self._copy(staged)
-        columns = dict.fromkeys(self._given)
+        columns = dict.fromkeys(self._input_types)
         for row in self._rows(writer, documents):
             columns |= dict.fromkeys(row)
         writer.columns = [*columns]
@@ -154,20 +154,21 @@ class ChunkWriter:
         schema = self.columns.guess
         is_written = schema is not None and self._fits(schema, staged, chunk_index, documents)
         if not is_written:
-            types = ColumnTypes(self._given)
+            types = ColumnTypes(self._input_types)
             writer = self._copy(staged)
             writer.adapter = ArrowRowAdapter(writer, types.add)
             for _ in self._rows(writer, documents):
                 pass
             schema = types.schema()
         try:
-            found = self.columns.add(chunk_index, schema)
+            mismatches = self.columns.add(chunk_index, schema)
         except TypeConflict as error:
             raise _NotWritten from error
-        if found:
+        if mismatches:
             columns = "; ".join(
-                f"column {one.column!r} is {one.first} in one file, and {one.later} in a later one"
-                for one in found
+                f"column {mismatch.column!r} is {mismatch.first} in one file, and {mismatch.later} "
+                "in a later one"
+                for mismatch in mismatches
             )
             logger.warning(
                 f"{columns} (seen at chunk {chunk_index} of task {self._rank}). Loaders take the "
@@ -185,7 +186,7 @@ class ChunkWriter:
         documents: Iterable[FinishedDocument],
     ) -> bool:
         """Writes the chunk with the previous chunk's schema, unless its own schema differs."""
-        types = ColumnTypes(self._given)
+        types = ColumnTypes(self._input_types)
         writer = self._copy(staged, schema, types.add)
         with suppress(_NotWritten):
             self._write(staged, chunk_index, documents, writer)
@@ -233,46 +234,50 @@ class ChunkWriter:
         chunk_index: int,
         documents: Iterable[FinishedDocument],
         error: _NotWritten,
-        known: dict[str, DataType],
+        types_before: dict[str, DataType],
     ) -> OutputFailed:
         cause = error.__cause__
-        what = f"Chunk {chunk_index}"
-        why = f"{type(cause).__name__}: {cause}"
+        subject = f"Chunk {chunk_index}"
+        reason = f"{type(cause).__name__}: {cause}"
         advice = (
             "Fix the writer (its adapter, its schema; new code of it needs accept_changes=True)"
         )
         writer = self._copy(None)
         culprit = None
         with suppress(Exception):  # of a user's adapter; other writers have no schema
-            culprit = self._name_culprit(writer, documents, known)
+            culprit = self._name_culprit(writer, documents, types_before)
         if culprit is not None:
-            why = culprit
+            reason = culprit
             advice = ONE_TYPE
         elif error.finished is not None:
             name = "(unreadable)"
             with suppress(Exception):
                 name = repr(decode(error.finished.document).id)
-            what = f"Document {name} (number {error.finished.ordinal} of this task)"
+            subject = f"Document {name} (number {error.finished.ordinal} of this task)"
         return OutputFailed(
-            f"{what} could not be written by {type(self._writer).__name__}: {why}. {advice}. The "
-            "chunk's journal is kept: run the same command again, and no request is sent twice."
+            f"{subject} could not be written by {type(self._writer).__name__}: {reason}. {advice}. "
+            "The chunk's journal is kept: run the same command again, and no request is sent twice."
         )
 
     def _name_culprit(
-        self, writer: DiskWriter, documents: Iterable[FinishedDocument], known: dict[str, DataType]
+        self,
+        writer: DiskWriter,
+        documents: Iterable[FinishedDocument],
+        types_before: dict[str, DataType],
     ) -> str | None:
-        """Returns which document cannot be written, and why; None if every row alone can.
+        """Names the first document that cannot be written, with the reason; None if every row alone
+        can be written.
 
         Args:
-            known: the types of the chunks before, if the writer has no schema.
+            types_before: types of the chunks before, if the writer has no schema.
         """
-        types = ColumnTypes(self._given)
-        types.types = dict(known)
+        types = ColumnTypes(self._input_types)
+        types.types = dict(types_before)
         check: Callable[[list[Row]], None] = types.add
-        where = "it or one before it"
+        other = "it or one before it"
         if writer.schema is not None:
             check = partial(check_rows, schema=writer.schema)
-            where = "the writer's schema"
+            other = "the writer's schema"
         for finished in documents:
             for row in self._rows_of(self._decode(finished.document)):
                 name = f"document {safe_repr(row.id)} (number {finished.ordinal} of this task)"
@@ -280,7 +285,7 @@ class ChunkWriter:
                     check([writer.adapter(row)])
                 except TypeConflict as error:
                     columns = f"column {error.column!r} is {error.new} there, and {error.old} in"
-                    return f"{name}: {columns} {where}"
+                    return f"{name}: {columns} {other}"
                 except Exception as error:
                     return f"{name}: {safe_text(error)}"
         return None
@@ -294,23 +299,23 @@ class ChunkWriter:
         """Returns a fresh copy of the user's writer, which writes to the staging folder.
 
         Args:
-            staged: None: only its adapter is used.
-            schema: that of the chunk, if the writer has none.
-            show: gets the rows in batches.
+            staged: file manager for the copy; None: only the adapter is used.
+            schema: schema of the chunk, if the writer has no schema.
+            show: called with the rows in batches.
         """
-        # A deep copy: writers keep counters, batches and open files. The user's writer has nothing
-        # open.
+        # A deep copy: writers have counters, batches and open files. The user's writer has no open
+        # files.
         original = self._writer.output_mg
         fresh: DiskWriter = copy.deepcopy(self._writer, {id(original): staged or original})
         self._decode = decode_for(fresh)
-        own = [name for name in ("text", "id") if name in self._given]
-        if own:
+        columns = [name for name in ("text", "id") if name in self._input_types]
+        if columns:
             adapter = fresh.adapter
 
             def with_empty_fields(document: Document) -> Row:
-                # datatrove's adapter leaves them out, and the files of a table have equal columns.
+                # datatrove's adapter omits empty fields, but all files need equal columns.
                 row: Row = adapter(document)
-                return {name: getattr(document, name) for name in own} | row
+                return {name: getattr(document, name) for name in columns} | row
 
             fresh.adapter = with_empty_fields
         if staged is None or not formats.PARQUET.is_written_by(fresh):
@@ -327,10 +332,10 @@ class ChunkWriter:
 
 
 class ArrowRowAdapter:
-    """The adapter of a ParquetWriter's copy: shows its rows, and returns them for Arrow.
+    """The adapter of a ParquetWriter's copy: converts its rows for Arrow.
 
     Args:
-        show: gets the rows in batches, perhaps after they are written to the staged file.
+        show: called with the rows in batches, perhaps after they are written to the staged file.
     """
 
     def __init__(self, writer: DiskWriter, show: Callable[[list[Row]], object] | None) -> None:
@@ -356,7 +361,7 @@ class ArrowRowAdapter:
         }
 
     def end(self) -> None:
-        """Shows the last rows."""
+        """Calls ``show`` with the last rows."""
         rows = self._rows
         self._rows = []
         if self._show is not None and rows:
@@ -424,37 +429,42 @@ class ColumnTypes:
     """Collects the types of rows.
 
     Args:
-        given: types of the input's columns, by their paths in the rows.
+        input_types: types of the input's columns, by their paths in the rows.
 
     Attributes:
-        types: of each column.
+        types: type of each column.
     """
 
-    def __init__(self, given: Types = NO_TYPES) -> None:
+    def __init__(self, input_types: Types = NO_TYPES) -> None:
         self.types: dict[str, DataType] = {}
-        self._given = given
+        self._input_types = input_types
 
     def add(self, rows: list[Row]) -> None:
-        """Raises TypeConflict, what ``type_of`` raises, or ValueError: values are too deep."""
+        """Adds the types of some rows.
+
+        Raises:
+            TypeConflict, ValueError, TypeError: see ``type_of``; ValueError also if values are too
+                deep.
+        """
         for name in dict.fromkeys(name for row in rows for name in row):
-            kind = type_of([row.get(name) for row in rows], name, self._given)
+            kind = type_of([row.get(name) for row in rows], name, self._input_types)
             self.types[name] = unify_types(self.types.get(name), kind, name)
             levels = _levels(self.types[name])
-            if levels > _MOST_LEVELS:
+            if levels > _MAX_LEVELS:
                 raise ValueError(
                     f"values in column {name!r} have {levels} levels of Parquet's (a list has "
-                    f"two), and no reader opens a file of more than {_MOST_LEVELS}"
+                    f"two), and no reader opens a file of more than {_MAX_LEVELS}"
                 )
 
     def schema(self) -> Schema:
         return pa.schema([_writable(pa.field(name, kind)) for name, kind in self.types.items()])
 
 
-_MOST_LEVELS = 99  # of pyarrow's readers; its writers have no limit
+_MAX_LEVELS = 99  # of pyarrow's readers; its writers have no limit
 
 
 def _levels(kind: DataType) -> int:
-    """Returns how many groups and leaves of a Parquet schema are above each other in a type."""
+    """Returns the depth of a type in a Parquet schema, in groups and leaves."""
     if pa.types.is_dictionary(kind):
         return 1
     parts = [kind.field(number).type for number in range(kind.num_fields)]
@@ -464,7 +474,7 @@ def _levels(kind: DataType) -> int:
 
 
 def _writable(field: Field) -> Field:
-    """Returns the field with text for no type, and a key in a dict without keys."""
+    """Returns the field with text in place of null types, and a key in a dict without keys."""
     kind = field.type
     if pa.types.is_null(kind):
         return pa.field(field.name, pa.string(), metadata=_NO_VALUE)
@@ -506,10 +516,10 @@ def read_schema(folder: DataFolder, path: str) -> Schema | None:
 
 
 class SchemaMismatch(NamedTuple):
-    """A column by which a file does not fit after a first one.
+    """A column because of which a file does not load after an earlier file.
 
     Attributes:
-        column: a path as in ``metadata.scores[]``.
+        column: path as in ``metadata.scores[]``.
         first, later: its type in each file, ``missing`` or ``without a value``.
     """
 
@@ -525,16 +535,20 @@ ONE_TYPE = (
 )
 
 
-def schema_mismatches(first: Schema, later: Schema, inside: str = "") -> list[SchemaMismatch]:
-    """Returns why a file does not load after another one. ``inside``: a struct's column, a dot."""
-    known = {field.name: field for field in first}
-    found: list[SchemaMismatch] = []
+def schema_mismatches(first: Schema, later: Schema, prefix: str = "") -> list[SchemaMismatch]:
+    """Returns the columns because of which a file does not load after another file.
+
+    Args:
+        prefix: path of the struct that contains the fields, with a dot.
+    """
+    first_fields = {field.name: field for field in first}
+    mismatches: list[SchemaMismatch] = []
     for field in later:
-        if field.name in known:
-            found += _misfits(known[field.name], field, f"{inside}{field.name}")
+        if field.name in first_fields:
+            mismatches += _misfits(first_fields[field.name], field, f"{prefix}{field.name}")
         else:
-            found.append(SchemaMismatch(f"{inside}{field.name}", "missing", str(field.type)))
-    return found
+            mismatches.append(SchemaMismatch(f"{prefix}{field.name}", "missing", str(field.type)))
+    return mismatches
 
 
 def _misfits(first: Field, later: Field, column: str) -> Iterator[SchemaMismatch]:
@@ -585,16 +599,16 @@ class RankColumns:
         self._warned: set[str] = set()
 
     def start(self, chunk_index: int, schema: Schema) -> None:
-        """``schema``: of the first file that earlier attempts committed."""
+        """Sets the schema of the first file that earlier attempts committed."""
         self._first = [(chunk_index, schema)]
         self.known = raw_types(schema)
 
     def add(self, chunk_index: int, schema: Schema) -> list[SchemaMismatch]:
-        """Adds a chunk. Returns why it and the first chunk do not load as one, once for each
-        column.
+        """Adds a chunk. Returns the columns because of which it and the first chunk do not load as
+        one dataset, each column once.
 
         Raises:
-            TypeConflict: it can never be one dataset with the chunks before.
+            TypeConflict: the chunk can never be one dataset with the chunks before.
         """
         # A new dict: ``_name_culprit`` needs the types of the chunks before.
         raw = raw_types(schema).items()
@@ -604,16 +618,15 @@ class RankColumns:
         self.guess = schema
         both = sorted([*self._first, (chunk_index, schema)], key=itemgetter(0))
         self._first = both[:1]
-        found = schema_mismatches(both[0][1], both[-1][1])
-        new = [misfit for misfit in found if misfit.column not in self._warned]
-        self._warned.update(misfit.column for misfit in new)
+        mismatches = schema_mismatches(both[0][1], both[-1][1])
+        new = [mismatch for mismatch in mismatches if mismatch.column not in self._warned]
+        self._warned.update(mismatch.column for mismatch in new)
         return new
 
 
 def check_rows(rows: list[Row], schema: Schema) -> None:
-    """Raises TypeConflict for rows that do not fit.
-
-    Columns that the schema does not name are left out.
+    """Raises TypeConflict for rows that do not match the schema. Columns outside the schema are
+    ignored.
     """
     for field in schema:
         values = [row.get(field.name) for row in rows]
@@ -621,12 +634,12 @@ def check_rows(rows: list[Row], schema: Schema) -> None:
             raise TypeConflict(field.name, f"{field.type} not null", "without a value")
         try:
             lost = altered_values(field.type, values, loosely=True)
-        except (ValueError, TypeError, OverflowError) as error:  # as Arrow's own are
-            found = f"{_name(values[0], field.name)} ({safe_text(error)})"
-            raise TypeConflict(field.name, field.type, found) from error
+        except (ValueError, TypeError, OverflowError) as error:  # includes Arrow's own errors
+            problem = f"{_name(values[0], field.name)} ({safe_text(error)})"
+            raise TypeConflict(field.name, field.type, problem) from error
         if lost:
-            found = f"{_name(lost[0], field.name)} (it would change)"
-            raise TypeConflict(field.name, field.type, found)
+            problem = f"{_name(lost[0], field.name)} (it would change)"
+            raise TypeConflict(field.name, field.type, problem)
 
 
 def _name(value: object, column: str) -> str:
@@ -640,11 +653,11 @@ class ChunkOutput:
     """Writes the chunks of one rank, one after the other.
 
     Args:
-        folder: its writer is never opened itself.
+        folder: the output folder. Its writer is never opened itself.
         scratch: the rank's checkpoint, below which files are staged.
-        prefix: stands before the chunk index in the names of a retry's files.
-        is_new: ``OutputFolder.refuse_existing`` has looked at the folder, and refused nothing.
-        pace: when files that are uploaded to the hub are committed.
+        prefix: text before the chunk index in the names of a retry's files.
+        is_new: whether ``OutputFolder.refuse_existing`` has checked the folder.
+        pace: times at which files that are uploaded to the hub are committed.
         rows: makes rows of a document.
     """
 
@@ -669,41 +682,42 @@ class ChunkOutput:
         self._rank = rank
         self._scratch = scratch
         self._writing = ChunkWriter(folder.writer, rank, self.names, rows)
-        self._taken: dict[str, tuple[str, int]] = {}
+        self._used_names: dict[str, tuple[str, int]] = {}
         self._has_published = False
         self._target = make_target(folder, rank, scratch, lease, pace)
         self.placement: Placement = self._target
         """Puts the files of written chunks in place."""
 
     def check_complete(self) -> None:
-        """Call it when all chunks are committed.
+        """Checks the folder, once all chunks are committed.
 
-        Raises OutputMismatch if the folder is not as the commits say.
+        Raises:
+            OutputMismatch: the folder differs from the commits.
         """
         commits = self._commits()
-        found = self._look(commits)
-        self._folder.refuse_foreign(self._rank, found, commits, is_complete=True)
+        listing = self._look(commits)
+        self._folder.refuse_foreign(self._rank, listing, commits, is_complete=True)
 
     def _commits(self) -> RankCommits:
         return RankCommits(self._folder.root, self._rank, read=self._lease.read_rank)
 
     def _look(self, commits: RankCommits, others: bool = True) -> OutputListing:
         committed = self._folder.by_name([commits])
-        found = self._folder.look(committed, self._rank, others)
-        self._target.settle(commits, found)
-        self._folder.refuse_lost(committed, found)
-        return found
+        listing = self._folder.look(committed, self._rank, others)
+        self._target.settle(commits, listing)
+        self._folder.refuse_lost(committed, listing)
+        return listing
 
-    def prepare(self, given: Types = NO_TYPES) -> None:
-        """Compares the folder with the commits, and removes what earlier processes staged.
+    def prepare(self, input_types: Types = NO_TYPES) -> None:
+        """Compares the folder with the commits, and removes the staged files of earlier processes.
 
         Args:
-            given: types of the input's columns, by their paths in the writer's rows.
+            input_types: types of the input's columns, by their paths in the writer's rows.
 
         Raises:
-            OutputMismatch: the folder is not as the commits say, or belongs to another run.
-            StorageFailed, OutputFailed: the folder cannot be written to. Checked before the first
-                request.
+            OutputMismatch: the folder differs from the commits, or belongs to another run.
+            StorageFailed, OutputFailed: the folder cannot be written to. This is checked before the
+                first request.
         """
         if not self._is_new:
             self._folder.check_access()
@@ -713,42 +727,42 @@ class ChunkOutput:
         others = not self._is_new and (is_elsewhere or not self._intents.is_kept)
         commits = self._commits()
         if others or commits.files:
-            found = self._look(commits, others)
+            listing = self._look(commits, others)
             if others:
-                self._refuse_strangers(commits, found)
-        self._writing.resume(commits.files, given)
+                self._refuse_strangers(commits, listing)
+        self._writing.resume(commits.files, input_types)
         if self.names.fields:  # otherwise the chunk index alone distinguishes names
-            self._taken = {one.path: (one.root, one.chunk_index) for one in commits.files}
+            self._used_names = {file.path: (file.root, file.chunk_index) for file in commits.files}
         if not self._is_new:
             self._folder.claim()
         if not self._intents.is_kept:
             self._intents.add({})
         self._target.prepare()
-        # The looks at the output took their time, and what is staged may be a new owner's.
+        # Listing the output took time, and the staged files may be a new owner's.
         self._lease.files.fence.check(thorough=True)
         files.disk.remove_tree(self._target.staging.parent)
         for folder in (self._target.staging.parent, self._target.staging):
             files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
 
-    def _refuse_strangers(self, commits: RankCommits, found: OutputListing) -> None:
+    def _refuse_strangers(self, commits: RankCommits, listing: OutputListing) -> None:
         """Refuses foreign files; without intents, all files of a rank are its own."""
-        uncommitted = found.by_rank[self._rank]
+        uncommitted = listing.by_rank[self._rank]
         if not uncommitted:
             return
-        self._folder.refuse_foreign(self._rank, found, commits)
+        self._folder.refuse_foreign(self._rank, listing, commits)
         names = {name for root, name in uncommitted if root == self._retry}
         if not self._intents.is_kept:
             # One write, because a crash between two would make the rest foreign.
             self._intents.add({name: self._target.hash_of(name) for name in names})
             return
         intended = names & self._intents.names
-        others = [
+        other_names = [
             name
             for name in intended
             if self._target.hash_of(name) not in self._intents.hashes(name)
         ]
-        if others:
-            raise other_content(self._folder.where, sorted(others))
+        if other_names:
+            raise other_content(self._folder.location, sorted(other_names))
         # With another output_filename, their documents are written to other files.
         remove_output(
             self._folder.writer.output_folder,
@@ -761,15 +775,15 @@ class ChunkOutput:
         self.placement.stop()
 
     def finish(self) -> None:
-        """Call it when nothing is staged any more."""
+        """Removes the staging folder, once nothing is staged."""
         files.disk.remove_tree(self._target.staging.parent)
         self._target.finish()
 
     def write_chunk(
         self, chunk_index: int, documents: Iterable[FinishedDocument]
     ) -> list[OutputFile]:
-        """Writes and publishes a chunk (steps 2 and 3 of a commit). Returns its files; see
-        ``placement``.
+        """Writes and publishes a chunk (steps 2 and 3 of a commit), and returns its files.
+        ``placement`` may put them in place later.
 
         Raises:
             OutputFailed: a document cannot be written, or the output folder refuses it. The journal
@@ -785,7 +799,7 @@ class ChunkOutput:
             mine = (self._retry, chunk_index)
             names = staged.finished if self.names.fields else ()
             for name in names:
-                owner = self._taken.setdefault(plain(name), mine)
+                owner = self._used_names.setdefault(plain(name), mine)
                 if owner != mine:
                     raise OutputFailed(
                         f"Chunks {owner[1]} and {chunk_index} of task {self._rank} would both "

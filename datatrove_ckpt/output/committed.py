@@ -1,4 +1,4 @@
-"""The files that are in an output folder, and those that a checkpoint's commits name.
+"""Compares the files in an output folder with the files that a checkpoint's commits name.
 
 Names, sizes and stamps (time of change and inode, or ETag) are compared, and on the hub the hashes
 of its listings. Only files whose stamp differs from their commit are read.
@@ -39,14 +39,14 @@ from datatrove_ckpt.output.hub import HubFile, HubFolder, is_missing_repository
 from datatrove_ckpt.output.interruptible_calls import InterruptibleCalls
 
 Info = Mapping[str, Any]
-"""What a file system of fsspec tells of a file."""
+"""The attributes of a file, from a file system of fsspec."""
 
 
 _LIST_SECONDS = 600.0
 
 LAG_LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0)
-"""Seconds before each further look at files that the hub does not show yet: it may list a folder as
-it was before its newest commits.
+"""Seconds before each further lookup of files that the hub does not show yet: its listing may lag
+behind its newest commits.
 """
 
 
@@ -55,7 +55,7 @@ class OutputListing:
     """The files in an output folder.
 
     Attributes:
-        sizes: in bytes, by path; None: the store does not return a size.
+        sizes: size in bytes by path; None: the store does not return a size.
         touched: committed files whose stamp differs from their commit.
         altered: committed files whose content differs from their commit.
         by_rank: files that the template may have named, and no commit names, each with the folder
@@ -102,17 +102,17 @@ def list_output(
     may have named.
 
     Args:
-        rank: only look for other files of this rank.
-        others: look for other files at all. Without them the hub needs one request for 500 names.
+        rank: the rank whose other files are listed; None: all ranks.
+        others: whether to list other files. Without them the hub needs one request for 500 names.
     """
     template = writer.output_filename
-    mark = "\0"
-    values = dict.fromkeys(template.get_identifiers(), mark)
+    placeholder = "\0"
+    values = dict.fromkeys(template.get_identifiers(), placeholder)
     if rank is not None:
         values["rank"] = f"{rank:05d}"
     # The common start of all names. Folders below may be parts of the names.
-    head, _, rest = template.substitute(values).partition(mark)
-    everywhere = "/" in rest or bool(fields_of_documents(template))
+    head, _, after = template.substitute(values).partition(placeholder)
+    everywhere = "/" in after or bool(fields_of_documents(template))
     base, start = posixpath.split(head)
     if base:
         head = start if plain(base) == "." else f"{plain(base)}/{start}"
@@ -137,20 +137,20 @@ def listed(
 
     Raises:
         OutputFailed: the folder cannot be listed.
-        Stopping: the calls were stopped.
+        PublicationStopped: the calls were stopped.
     """
-    found = calls.retry("cannot be listed", look, policy, _LIST_SECONDS)
+    listing = calls.retry("cannot be listed", look, policy, _LIST_SECONDS)
     hub = calls.hub
     if hub is None:
-        return found
+        return listing
     for seconds in LAG_LOOKS:
-        files = [file for file in files if not found.is_right(file)]
+        files = [file for file in files if not listing.is_right(file)]
         if not files:
             break
         calls.sleep(seconds)
         newest = partial(hub.newest, [plain(file.path) for file in files])
-        found.show(calls.retry("cannot be listed", newest, policy, _LIST_SECONDS))
-    return found
+        listing.show(calls.retry("cannot be listed", newest, policy, _LIST_SECONDS))
+    return listing
 
 
 def list_files(
@@ -161,47 +161,47 @@ def list_files(
     others: bool = True,
     without: str = "",
 ) -> OutputListing:
-    """Lists a folder: the committed files, and at least the others whose names start with ``head``.
-    Raises OSError.
+    """Lists the committed files of a folder, and at least the other files whose names start with
+    ``head``. Raises OSError.
 
     Args:
-        everywhere: also those in the folders below that.
-        without: a local folder that is left out.
+        everywhere: whether to list subfolders.
+        without: a local folder that is not listed.
     """
-    found = OutputListing()
+    listing = OutputListing()
     hub = HubFolder.of(folder)
     if folder.is_local():
         root = Path(folder.resolve_paths(""))
         for name, status in _scan(root, head, everywhere, without):
-            found.note(name, status.st_size, local_stamp(status), committed.get(name))
-        # These are behind a link, or of an earlier template.
-        for name in [name for name in committed if name not in found.sizes]:
+            listing.note(name, status.st_size, local_stamp(status), committed.get(name))
+        # Files behind a link, or of an earlier template.
+        for name in [name for name in committed if name not in listing.sizes]:
             with suppress(FileNotFoundError, NotADirectoryError):
                 status = (root / name).stat()
-                found.note(name, status.st_size, local_stamp(status), committed[name])
+                listing.note(name, status.st_size, local_stamp(status), committed[name])
     elif hub is not None:
         base = posixpath.dirname(head)
         with file_system_call():
             if others:
                 for name, file in hub.below(base).files().items():
-                    found.hub_files[posixpath.join(base, name)] = file
-            missing = [name for name in committed if name not in found.hub_files]
-            found.hub_files |= hub.look_up(missing)
-        for name, file in found.hub_files.items():
-            found.note(name, file.size, file.stamp, committed.get(name))
+                    listing.hub_files[posixpath.join(base, name)] = file
+            missing = [name for name in committed if name not in listing.hub_files]
+            listing.hub_files |= hub.look_up(missing)
+        for name, file in listing.hub_files.items():
+            listing.note(name, file.size, file.stamp, committed.get(name))
     else:
         with file_system_call():
             folder.invalidate_cache()
             remote = _find(folder, head)
-            # These come from an earlier template.
+            # Files of an earlier template.
             if any(name not in remote and not name.startswith(head) for name in committed):
                 remote |= _find(folder, "")
         for name, info in remote.items():
-            found.note(name, info.get("size"), remote_stamp(info), committed.get(name))
-    return found
+            listing.note(name, info.get("size"), remote_stamp(info), committed.get(name))
+    return listing
 
 
-# File systems' names for a value that changes with a file, the surest first.
+# Names of file systems for a value that changes with a file, the most reliable first.
 _TAGS = (
     "ETag",
     "etag",
@@ -216,7 +216,7 @@ _TAGS = (
 
 
 def remote_stamp(info: Info) -> int:
-    """See ``OutputFile``."""
+    """Returns the stamp of a remote file (see ``OutputFile``)."""
     return stamp_of(next((str(info[tag]) for tag in _TAGS if info.get(tag)), ""))
 
 
@@ -227,13 +227,15 @@ def local_stamp(status: os.stat_result) -> int:
 def content_hash(folder: DataFolder, path: str) -> str:
     hub = HubFolder.of(folder)
     if hub is None or hub.is_bucket:
-        options = {} if hub is None else {"block_size": 0}  # else an old listing has its size
+        options = (
+            {} if hub is None else {"block_size": 0}
+        )  # else the size of an old listing is used
         with folder.open(path, "rb", **options) as file:
             return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-    content = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128()
     for block in hub.blocks(path, 1 << 20):
-        content.update(block)
-    return str(content.hexdigest())
+        digest.update(block)
+    return str(digest.hexdigest())
 
 
 def _scan(
@@ -241,22 +243,22 @@ def _scan(
 ) -> Iterator[tuple[str, os.stat_result]]:
     """Yields files whose names start with ``head``.
 
-    Only these are examined: a shared folder may hold a million files, and each stat be a request.
+    Other files cost no stat: a shared folder may hold a million files, and a stat may be a request.
     """
     base, start = posixpath.split(head)
     waiting = [base]
     while waiting:
         name = waiting.pop()
         try:
-            found = os.scandir(root / name)
+            entries = os.scandir(root / name)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except PermissionError:
             if name == base:
                 raise
             continue
-        with found:
-            for entry in found:  # no list: a million take 200 MB
+        with entries:
+            for entry in entries:  # no list: a million entries take 200 MB
                 if name == base and not entry.name.startswith(start):
                     continue
                 path = posixpath.join(name, entry.name)
@@ -284,7 +286,7 @@ def file_problem(file: OutputFile, size: int | None) -> tuple[str, str]:
     """Returns the kind and the description of a file's problem.
 
     Args:
-        size: its size now, in bytes; None: it does not exist.
+        size: current size in bytes; None: the file does not exist.
     """
     if size is None:
         return "missing", "is missing"
@@ -294,10 +296,10 @@ def file_problem(file: OutputFile, size: int | None) -> tuple[str, str]:
     return kind, f"is {kind}: it has {size} bytes instead of {file.size}"
 
 
-def other_content(where: str, names: Sequence[str]) -> OutputMismatch:
+def other_content(location: str, names: Sequence[str]) -> OutputMismatch:
     """Returns the refusal to replace files that this rank has not published."""
     return OutputMismatch(
-        f"{where} has other content, which this task has not published, under these names: "
+        f"{location} has other content, which this task has not published, under these names: "
         f"{first_names(names)}. Nothing was overwritten. Probably another run writes to the same "
         "folder with the same output_filename. Stop one of the runs, and start it anew with "
         "folders of its own. The other one goes on with the same command, once files that are "
@@ -311,14 +313,16 @@ STRAY_ADVICE = (
     "Documents may be in the output twice. Move such files out of the output folder, or delete "
     "them if nothing else needs them"
 )
-"""What to do about files of a template that no commit names."""
+"""Advice for files of a template that no commit names."""
 
 
 @dataclass(slots=True)
 class CommittedFile(OutputFile):
-    """A file of a commit, with its plain path, without its hash, because a job may have millions.
+    """A file of a commit, with its plain path. It has no hash, because a job may have millions of
+    files.
 
-    ``root``: the folder of the retry that wrote it, or "".
+    Attributes:
+        root: folder of the retry that wrote the file, or "".
     """
 
     root: str = ""
@@ -331,16 +335,16 @@ class CommittedFile(OutputFile):
 
 
 class RankCommits:
-    """What the checkpoint of a rank, and of its retries, record about output files. Raises
+    """Reads the output files that the commits of a rank, and of its retries, name. Raises
     CheckpointError.
 
     Args:
         retries: ``retry_folders(root)``; None: list them.
-        read: ``read_rank``, the method of the rank's lease, or what else uses the ledgers.
+        read: ``read_rank``, or the method of the rank's lease.
 
     Attributes:
-        unfinished: root and index of the chunks with a journal: their output may be there, and is
-            made again.
+        unfinished: root and index of the chunks with a journal: their output may exist, and is
+            written again.
     """
 
     def __init__(
@@ -361,44 +365,44 @@ class RankCommits:
             folder = layout.rank_folder(checkpoint, rank)
             if not folder.is_dir():
                 continue
-            found = read(folder, Include.COMMITS)
-            if found.damage is not None:
-                raise found.damage
-            for commit in found.commits.values():
-                place = (found.root, rank, commit.chunk_index)
+            summary = read(folder, Include.COMMITS)
+            if summary.damage is not None:
+                raise summary.damage
+            for commit in summary.commits.values():
+                chunk = (summary.root, rank, commit.chunk_index)
                 for file in commit.files:
-                    kept = CommittedFile(
-                        plain(file.path), file.size, "", file.hub_hash, file.stamp, 0, *place
+                    committed = CommittedFile(
+                        plain(file.path), file.size, "", file.hub_hash, file.stamp, 0, *chunk
                     )
-                    self.files.append(kept)
-            if not found.root:
-                self.has_run = bool(found.run)
-                self.is_finished = found.is_finished
-            self.unfinished |= {(found.root, index) for index in found.open_chunks}
+                    self.files.append(committed)
+            if not summary.root:
+                self.has_run = bool(summary.run)
+                self.is_finished = summary.is_finished
+            self.unfinished |= {(summary.root, index) for index in summary.open_chunks}
 
 
 def published_names(root: Path, rank: int) -> set[str] | None:
-    """Returns the names of all files that a rank and its retries may have published; None: a part
-    of them is not known.
+    """Returns the names of all files that a rank and its retries may have published; None if they
+    are not all known.
 
-    Commits are read after the intents, so the rank may be at work.
+    Commits are read after the intents, so the rank may be running.
     """
     folders = layout.folders_of(root, rank)
     intents = [PublishIntents(folder) for folder in folders if folder.is_dir()]
-    if not all(one.is_kept for one in intents):
+    if not all(intent.is_kept for intent in intents):
         return None
     committed = {plain(file.path) for file in RankCommits(root, rank).files}
-    return committed.union(*(one.names for one in intents))
+    return committed.union(*(intent.names for intent in intents))
 
 
 def has_commits(root: Path) -> bool:
-    """Whether a task has committed a chunk."""
+    """Whether any rank has committed a chunk."""
     logs = root.glob(f"*/{layout.COMMITS}")
     return any(log.stat().st_size for log in logs)
 
 
-def first_names(names: Sequence[str], most: int = 3) -> str:
-    shown = list(names[:most])
-    if len(names) > most:
-        shown.append(f"and {len(names) - most} more")
-    return "; ".join(shown)
+def first_names(names: Sequence[str], max_names: int = 3) -> str:
+    texts = list(names[:max_names])
+    if len(names) > max_names:
+        texts.append(f"and {len(names) - max_names} more")
+    return "; ".join(texts)

@@ -1,4 +1,4 @@
-"""CSV files: a line of column names, then a row for each document."""
+"""Writes CSV files: a line of column names, then a row for each document."""
 
 import csv
 import io
@@ -21,7 +21,7 @@ class CsvWriter(DiskWriter):  # type: ignore[misc]  # datatrove has no types
         expand_metadata: save each metadata entry in a column.
 
     Attributes:
-        columns: of the files that are written next; empty: those of a file's first row.
+        columns: columns of the next files; empty: the columns of a file's first row.
     """
 
     default_output_filename = "${rank}.csv"
@@ -46,31 +46,34 @@ class CsvWriter(DiskWriter):  # type: ignore[misc]  # datatrove has no types
             self._written[filename] = self.columns or [*document]
             file_handler.write(line(self._written[filename]))
         columns = self._written[filename]
-        others = [name for name in document if name not in columns]
-        if others:
-            raise ValueError(f"the column {others[0]!r} is not in the first line of {filename}")
+        new_columns = [name for name in document if name not in columns]
+        if new_columns:
+            raise ValueError(
+                f"the column {new_columns[0]!r} is not in the first line of {filename}"
+            )
         file_handler.write(line([document.get(name) for name in columns]))
 
 
 def line(values: Sequence[object]) -> str:
-    """Returns a line of a CSV file. Raises TypeError: see ``cell``."""
+    """Returns a line of a CSV file. Raises TypeError as ``cell`` does."""
     text = io.StringIO()
-    # Until Python 3.13 only characters of the line's end put a cell with them in quotes.
+    # Until Python 3.13, a line break puts a cell in quotes only if it is in the line's end.
     csv.writer(text, lineterminator="\r\n").writerow(map(cell, values))
     return text.getvalue().removesuffix("\r\n") + "\n"
 
 
 def text_of(value: object) -> str:
-    """Returns the text that a reader of CSV gets for a value."""
+    """Returns the text that a reader of CSV reads for a value."""
     if value is None:
         return ""
     return str(cell(value))
 
 
 def cell(value: object) -> object:
-    """Returns what stands in a cell: JSON of a list or a dictionary.
+    """Returns the content of a cell; for a list or a dictionary its JSON.
 
-    Raises TypeError: a value has no form in CSV. A set has none: its order is by chance.
+    Raises:
+        TypeError: a value has no form in CSV, such as a set, whose order is random.
     """
     if isinstance(value, dict | list | tuple | set | frozenset | np.ndarray):
         options = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY

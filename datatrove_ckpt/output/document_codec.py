@@ -1,14 +1,14 @@
-"""Converts a document to bytes and back, types included: the journal keeps what datatrove's writers
-can write.
+"""Converts a document to bytes and back, types included: the journal keeps all values that
+datatrove's writers can write.
 
 A value that is no plain JSON is wrapped as ``{"$py": [type, value]}``: dates, bytes, sets,
 decimals, numpy values, NaN and infinity (null in JSON), ``InferenceResult``, and a user's dict with
-a "$py" key. Tuples come back as lists, as with any JSON. Pickle was rejected, because loading it
-may run foreign code. A usual finished document needs no wrapper: see ``encode_finished``.
+a "$py" key. Tuples become lists, as with any JSON. Pickle was rejected, because loading it may run
+foreign code. A usual finished document needs no wrapper: see ``encode_finished``.
 
-Documents get to a user's writer without copies. datatrove's default adapter copies everything with
-``dataclasses.asdict`` (half of the cost of publishing, measured). A document from a journal has no
-other owner, and is read with dicts in place of dataclasses.
+A user's writer receives documents without copies. datatrove's default adapter copies everything
+with ``dataclasses.asdict`` (half of the cost of publishing, measured). A document from a journal
+has no other owner, and is read with dicts in place of dataclasses.
 """
 
 import base64
@@ -46,7 +46,7 @@ from datatrove_ckpt.output.file_names import FileNames, OurTemplate
 _NAMES = frozenset({"text", "id", "media"})
 _Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 _Convert = Callable[[Any], object]
-"""Any: the functions of a type accept only values of that type."""
+"""Converts a value. Any: the functions of a type accept only values of this type."""
 
 TAG = "$py"
 _TAG_BYTES = b'"$py":'
@@ -70,17 +70,17 @@ _OPTIONS = (
 
 
 class Result(InferenceResult):  # type: ignore[misc]  # datatrove has no types
-    """datatrove's result, with what an answer has beside it.
+    """datatrove's result, with more fields of the answer.
 
-    That is not written: the id differs in each run.
+    These are not written: the id differs in each run.
 
     Attributes:
-        reasons, faults: its finish_reasons, and what is wrong with it.
-        is_invalid: set by a rollout: the answer has not the form that was asked for.
+        reasons, faults: finish_reasons and faults of the answer.
+        is_invalid: set by a rollout whose answer does not have the requested form.
     """
 
     __slots__ = ("endpoint", "faults", "model", "reasons", "response_id")
-    # Orjson looks for it in the class itself.
+    # Orjson reads it from the class itself.
     __dataclass_fields__ = InferenceResult.__dataclass_fields__
     tool_calls: Sequence[JsonObject] = ()
     logprobs: JsonObject | None = None
@@ -118,11 +118,13 @@ for _kind in RESULTS:
 def result_of(
     fields: JsonObject, plain: type[InferenceResult] = InferenceResult
 ) -> InferenceResult:
-    """Returns the result that has these fields; ``plain``: its class if the fields are datatrove's
-    alone.
+    """Returns the result that has these fields.
+
+    Args:
+        plain: class of the result if it has only datatrove's fields.
 
     Raises:
-        TypeError: the fields are those of something else.
+        TypeError: the fields are not a result's.
     """
     if "tool_calls" in fields:
         return WholeResult(**fields)
@@ -132,14 +134,11 @@ def result_of(
 
 
 Other = Callable[[object], object]
-"""What to write for a value that has no form of its own: plain JSON.
-
-It may raise, and then the document is refused.
-"""
+"""Returns plain JSON for a value without a JSON form. If it raises, the document is refused."""
 
 
 class NotEncodable(TypeError):
-    """A value that has no form here."""
+    """A value has no JSON form."""
 
 
 class _Dataclass(Protocol):
@@ -155,7 +154,7 @@ def encode(document: Document) -> bytes:
     """
     try:
         return dump(document_fields(document), _refuse)
-    except Exception as error:  # of a user's ``__repr__``, too
+    except Exception as error:  # also an error of a user's ``__repr__``
         name = safe_repr(getattr(document, "id", None))
         raise DocumentNotSerializable(
             f"Document {name} holds a value that cannot be kept: "
@@ -189,7 +188,7 @@ def encode_finished(document: Document, key: str) -> bytes:
 def _is_usual(document: Document) -> bool:
     if not isinstance(document.text, str) or not isinstance(document.id, str):
         return False
-    if not document.text or not document.id:  # JsonlWriter leaves out what is empty
+    if not document.text or not document.id:  # JsonlWriter omits empty fields
         return False
     return (
         isinstance(document.metadata, dict)
@@ -200,8 +199,8 @@ def _is_usual(document: Document) -> bool:
 
 
 def line_of(data: bytes, expand_metadata: bool = False) -> bytes | None:
-    """Returns the line that ``JsonlWriter`` writes of an encoded document, if that is known without
-    parsing it.
+    """Returns the line that ``JsonlWriter`` writes for an encoded document; None if the document
+    must be parsed for that.
     """
     if not data.endswith(_RESULTS_END):
         return None
@@ -209,16 +208,16 @@ def line_of(data: bytes, expand_metadata: bool = False) -> bytes | None:
     if not expand_metadata:
         return line + b"}\n"
     # Quotes inside texts and ids are escaped.
-    own, _, metadata = line.partition(b',"metadata":{')
-    return b"%b,%b\n" % (own, metadata)
+    document_fields, _, metadata = line.partition(b',"metadata":{')
+    return b"%b,%b\n" % (document_fields, metadata)
 
 
 def dump(fields: dict[str, object], other: Other) -> bytes:
-    """Returns a document's fields as ``encode`` writes them. ``other`` replaces the values that
-    have no form of their own.
+    """Returns a document's fields as JSON; ``other`` replaces values without a JSON form.
 
     Raises:
-        Exception: what ``other`` or a user's class raises, or why the fields cannot be written.
+        Exception: any error of ``other`` or of a user's class.
+        NotEncodable, TypeError: the fields cannot be written.
     """
     encoder = _Encoder(other)
     try:
@@ -250,12 +249,12 @@ def document_fields(document: Document) -> dict[str, object]:
 
 
 def is_plain(data: bytes, with_usual: bool = False) -> bool:
-    """Whether an encoded document holds nothing but JSON and InferenceResults: then every writer
-    can write it.
+    """Whether an encoded document holds only JSON and InferenceResults, so that every writer can
+    write it.
 
     Args:
-        with_usual: numbers and vectors of numpy, and values of tables that some column of Arrow
-            holds, count as JSON.
+        with_usual: whether numbers and vectors of numpy, and values that a column of Arrow holds,
+            count as JSON.
     """
     if data.endswith(_RESULTS_END):
         return True
@@ -274,14 +273,14 @@ def has_nan(value: object) -> bool:
         values = value
     else:
         return _has_other_nan(value)
-    for one in values:
-        kind = type(one)
+    for item in values:
+        kind = type(item)
         if kind in _NEVER_NAN:
             continue
         if kind is float:
-            if one - one != 0:
+            if item - item != 0:
                 return True
-        elif has_nan(one):
+        elif has_nan(item):
             return True
     return False
 
@@ -312,14 +311,12 @@ def decode(data: bytes) -> Document:
 
 
 def decode_plain(data: bytes) -> Document:
-    """Like ``decode``, with dicts in place of results and media, as ``dataclasses.asdict`` makes
-    them.
-    """
+    """Decodes a document, with results and media as dicts, as from ``dataclasses.asdict``."""
     return _plain(data, _PLAIN_READERS)
 
 
 def decode_json(data: bytes) -> Document:
-    """Like ``decode_plain``, with what orjson lacks in the forms of files of JSON."""
+    """Decodes a document like ``decode_plain``, with JSON forms of the types that orjson lacks."""
     document = _plain(data, _JSON_READERS)
     for media in document.media or ():
         if media["media_bytes"] is not None:  # the writer encodes them
@@ -328,15 +325,15 @@ def decode_json(data: bytes) -> Document:
 
 
 def decode_rows(data: bytes) -> Document:
-    """Like ``decode_plain``, with lists of rows in place of arrays of several dimensions, for
-    Arrow.
+    """Decodes a document like ``decode_plain``, with lists of rows in place of arrays of several
+    dimensions, for Arrow.
     """
     return _plain(data, _ROW_READERS)
 
 
 def as_json(array: _Array) -> object:
-    """Returns the array for orjson, in the shortest digits of its type; the array itself without
-    such a form.
+    """Returns the array's JSON for orjson, in the shortest digits of its type; the array itself if
+    it has no JSON.
     """
     try:
         return orjson.Fragment(orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY))
@@ -415,7 +412,7 @@ def field_names(kind: type[_Dataclass]) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind))
 
 
-# (name, type, to JSON, from JSON). The first type that fits is used, so subclasses come before
+# (name, type, to JSON, from JSON). The first type that matches is used, so subclasses come before
 # their bases.
 _TYPES: list[tuple[str, type, _Convert, _Convert]] = [
     ("result", InferenceResult, _fields, result_of),
@@ -457,7 +454,7 @@ _ROW_READERS = _PLAIN_READERS | {"array": lambda value: _rows(_view(value))}
 
 
 class _Encoder:
-    """orjson's ``default`` hook, which counts the values that it wrapped."""
+    """Wraps values as orjson's ``default`` hook, and counts them."""
 
     __slots__ = ("_other", "wrapped")
 
@@ -486,7 +483,7 @@ def _refuse(value: object) -> NoReturn:
 
 def as_plain(value: object) -> object:
     """Returns the nearest JSON type: for enums, paths, subclasses, other dataclasses."""
-    if type(value) in _PLAIN_TYPES:  # first: True is an int, too
+    if type(value) in _PLAIN_TYPES:  # first: True is also an int
         return value
     if isinstance(value, enum.Enum):
         return value.value
@@ -495,7 +492,7 @@ def as_plain(value: object) -> object:
     if isinstance(value, np.generic | np.ndarray | InferenceResult | Media):
         return value
     if isinstance(value, datetime.datetime) and value != value:
-        return None  # pandas.NaT, which JsonlWriter writes as null, too
+        return None  # pandas.NaT, which JsonlWriter also writes as null
     if isinstance(value, pathlib.PurePath | uuid.UUID):
         return str(value)
     for base in _PLAIN_TYPES:
@@ -507,7 +504,7 @@ def as_plain(value: object) -> object:
 
 
 def _wrapped(value: object) -> dict[str, list[object]] | None:
-    # Only pandas knows them.
+    # Only pandas has nanoseconds.
     if isinstance(value, datetime.datetime) and getattr(value, "nanosecond", False):
         return {TAG: ["timestamp", value.isoformat()]}
     if isinstance(value, datetime.timedelta) and getattr(value, "nanoseconds", False):
@@ -522,9 +519,10 @@ def _wrapped(value: object) -> dict[str, list[object]] | None:
 
 
 def wrap_deep(value: object, other: Other = _refuse, depth: int = _DEEPEST) -> object:
-    """Returns the same structure, from plain JSON values only.
+    """Returns an equal structure of plain JSON values.
 
-    Raises ``NotEncodable`` also for a container that holds itself.
+    Raises:
+        NotEncodable: a value has no JSON form, or a container contains itself.
     """
     value = as_plain(value)
     if value is None or isinstance(value, str | bool):
@@ -583,7 +581,7 @@ def document_of(row: JsonObject) -> Document:
 
 # Not ".": fsspec keeps the folder that it was during this import.
 _DEFAULT = JsonlWriter("/", "${rank}").adapter.__func__
-"""The adapter of a writer that was given none."""
+"""datatrove's default adapter."""
 _DOCUMENT_FIELDS = field_names(Document)
 
 
@@ -592,16 +590,16 @@ def has_default_adapter(writer: DiskWriter) -> bool:
 
 
 def is_usual(writer: DiskWriter) -> bool:
-    """Whether the writer makes rows of documents as datatrove's do."""
+    """Whether the writer makes rows of documents as datatrove's writers do."""
     return has_default_adapter(writer) and type(writer).write is DiskWriter.write
 
 
 def decode_for(writer: DiskWriter) -> Callable[[bytes], Document]:
-    """Returns how to read the documents that this writer gets. Replaces datatrove's default
+    """Returns the function that decodes documents for this writer. Replaces datatrove's default
     adapter.
 
-    datatrove's JsonlWriter takes no arrays, and gets them as JSON; its ParquetWriter takes those of
-    one dimension.
+    datatrove's JsonlWriter accepts no arrays, and receives them as JSON; its ParquetWriter accepts
+    arrays of one dimension.
     """
     is_json = formats.JSONL.is_written_by(writer)
     if is_usual(writer):
@@ -628,7 +626,7 @@ def _json_row(adapter: Callable[[Document], Row], document: Document) -> Row:
 
 
 def for_orjson(value: object) -> object:
-    """Returns a value of a row with what orjson lacks in the forms of files of JSON."""
+    """Returns a value of a row, with JSON forms of the types that orjson lacks."""
     if isinstance(value, dict):
         return {key: for_orjson(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -656,46 +654,46 @@ def one_row(document: Document) -> Iterable[Document]:
 
 
 def exploded(document: Document, *, column: str, key: str) -> Iterator[Document]:
-    """Yields a row for each item in a column of the metadata: ``n``, and the keys of an item that
-    is a dictionary, are columns beside the document's. A name that is taken gets ``column`` in
-    front.
+    """Yields a row for each item in a column of the metadata. ``n``, and the keys of an item that
+    is a dictionary, become columns beside the document's columns. A name that is in use is prefixed
+    with ``column``.
 
     Args:
-        key: of the whole results, which the first row has alone.
+        key: key of the whole results, which only the first row has.
     """
     metadata = document.metadata
     items = metadata.pop(column)
-    taken = {*metadata, *_NAMES}
+    used_names = {*metadata, *_NAMES}
     for n, item in enumerate(items):
         row = {**metadata}
         fields = item if isinstance(item, dict) else {column: item}
         for field, value in [("n", n), *fields.items()]:
             name = str(field)
-            while name in taken or name in row:
+            while name in used_names or name in row:
                 name = f"{column}_{name}"
             row[name] = value
-        media = [copy.copy(one) for one in document.media or ()]  # a writer changes them
+        media = list(map(copy.copy, document.media or ()))  # a writer changes them
         yield Document(document.text, f"{document.id}/{n}", media, row)
         metadata.pop(key, None)
 
 
 def number_column(row: Row, number: str, column: str, key: str) -> str | None:
-    """Returns the name of ``n`` in a row of ``exploded``, after which the item's own columns come;
-    None if there is none.
+    """Returns the name of the column ``n`` in a row of ``exploded``, which the item's columns
+    follow; None if there is no such column.
 
     Args:
-        row: the metadata as it was written, or a row with their columns.
-        number: the row's, as text.
+        row: the metadata as it was written, or a row with its columns.
+        number: number of the row, as text.
     """
     names = [*row]
-    own = names
+    item_names = names
     results = row.get(key)  # an array, perhaps
     # The first row has the whole results, in CSV as text, as the last of the document's own.
     if results is not None and not (isinstance(results, str) and not results):
-        own = names[names.index(key) + 1 :]
+        item_names = names[names.index(key) + 1 :]
     name = "n"
     while name in row:
-        if name in own and str(row[name]) == number:
+        if name in item_names and str(row[name]) == number:
             return name
         name = f"{column}_{name}"
     return None
@@ -708,11 +706,11 @@ def write_for(
     chunk_index: int,
     rows: RowsOf = one_row,
 ) -> Callable[[bytes], object]:
-    """Returns what writes an encoded document, in the cheapest way that gives the same bytes as
-    ``DiskWriter.write``.
+    """Returns the function that writes an encoded document, in the cheapest way with the same bytes
+    as ``DiskWriter.write``.
 
     Args:
-        writer: a copy, whose stats end with it: they cost as much as the rest.
+        writer: a copy of the user's writer. Its stats are switched off: they would double the cost.
     """
     filled = ""
     if not names.fields:
@@ -747,7 +745,7 @@ def _count_nothing(*numbers: object) -> None:
 
 
 def writes_media(writer: DiskWriter) -> bool:
-    """Whether the writer may save the bytes of media: by its setting, or by code of its own."""
+    """Whether the writer may save the bytes of media, by its setting or by the user's code."""
     return not is_usual(writer) or bool(getattr(writer, "save_media_bytes", True))
 
 
@@ -755,7 +753,9 @@ def _plain_adapter(writer: DiskWriter, document: Document) -> Row:
     data = {}
     for name in _DOCUMENT_FIELDS:
         value = getattr(document, name)
-        if value or (name == "id" and value == 0):  # datatrove's leaves out an id of 0, too
+        if value or (
+            name == "id" and value == 0
+        ):  # unlike datatrove's adapter, which omits an id of 0
             data[name] = value
     if writer.expand_metadata and "metadata" in data:
         data |= data.pop("metadata")

@@ -1,8 +1,8 @@
-"""Identifies a document before its rollout by its bytes as it was read, whatever it holds.
+"""Encodes a document before its rollout, so that its bytes identify it, whatever it holds.
 
 A document may come with an image, a tensor or a file that the rollout removes. A text replaces each
-value that ``documents.encode`` cannot write: its type, and a hash of content that is equal after
-each start:
+value that ``document_codec.encode`` cannot write: its type, and a hash of content that is equal
+after each start:
 
 - PIL images: mode, size and pixels of the first frame. Most images have no encoded bytes any more.
 - numpy arrays of objects or records, torch tensors: type, shape and content
@@ -42,8 +42,8 @@ class EncodedInput(NamedTuple):
     """A document as it was read.
 
     Attributes:
-        data: its fields as JSON, for its fingerprint and a dead letter.
-        size: bytes of memory that the document takes, roughly, with images and tensors.
+        data: fields as JSON, for its fingerprint and a dead letter.
+        size: rough size in memory, in bytes, with images and tensors.
     """
 
     data: bytes
@@ -53,7 +53,7 @@ class EncodedInput(NamedTuple):
 def as_read(document: Document) -> EncodedInput:
     """Encodes any document, and never fails. Equal documents give equal bytes in any process.
 
-    A lone surrogate survives. A container that holds itself is cut off where it repeats.
+    A lone surrogate survives. A container that contains itself is cut off where it repeats.
     """
     describe = _ValueDescription()
     try:
@@ -67,9 +67,9 @@ def as_read(document: Document) -> EncodedInput:
 
 
 class _ValueDescription:
-    """Describes values of a document that cannot be kept. Never raises.
+    """Describes values of a document that cannot be encoded. Never raises.
 
-    ``wrap`` makes plain JSON from anything: surrogates, keys of any type, containers that hold
+    ``wrap`` makes plain JSON from any value: surrogates, keys of any type, containers that contain
     themselves.
     """
 
@@ -101,10 +101,10 @@ class _ValueDescription:
             return safe_text(encoded.get("path")).rpartition("/")[2]
         if isinstance(value, np.ndarray | np.generic):
             if value.dtype.hasobject:
-                content = self._items(value.ravel().tolist())
+                described = self._items(value.ravel().tolist())
             else:
-                content = self._hash(value.tobytes())
-            return f"{value.dtype} {value.shape} {content}"
+                described = self._hash(value.tobytes())
+            return f"{value.dtype} {value.shape} {described}"
         return ""
 
     def _image(self, image: Any) -> str:

@@ -1,7 +1,7 @@
 """StagedFiles replaces datatrove's file manager in a writer, and decides when files appear.
 
 Unlike datatrove's manager, it can abandon incomplete files. Bytes depend on the documents only:
-the gzip header gets no time.
+the gzip header has no time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from datatrove_ckpt.errors import OutputFailed
 
 
 def missing_codec(compression: str | None, filename: str) -> str | None:
-    """Returns what to install for a file's compression; None if it is there."""
+    """Returns the advice to install a file's compression; None if it is installed."""
     if compression == "infer" and filename.endswith(".zst"):
         compression = "zstd"
     elif compression == "infer":
@@ -34,10 +34,10 @@ def missing_codec(compression: str | None, filename: str) -> str | None:
 
 
 class StagedFiles(OutputFileManager):  # type: ignore[misc]
-    """Writes files below a staging folder, and keeps each complete one with its hash.
+    """Writes files below a staging folder, and hashes them.
 
     Attributes:
-        last: the file that a writer got last, to write a row.
+        last: the file that a writer requested last, to write a row.
     """
 
     last: OutputStream
@@ -82,7 +82,7 @@ class StagedFiles(OutputFileManager):  # type: ignore[misc]
 
 
 class OutputStream:
-    """An open file as a writer sees it: binary or text, compressed or not."""
+    """An open file for a writer: binary or text, compressed or not."""
 
     def __init__(self, path: Path, filename: str, manager: StagedFiles) -> None:
         self._file = files.HashedFile(path)
@@ -90,12 +90,12 @@ class OutputStream:
         self._manager = manager
         self._buffered = io.BufferedWriter(self._file, 1 << 20)
         compressed = _compressed(self._buffered, filename, manager.compression)
-        # Any: binary or text, as the writer's mode says.
+        # Any: binary or text, depending on the writer's mode.
         self._stream: Any = compressed
         if "b" not in manager.mode:
             self._stream = io.TextIOWrapper(compressed, encoding="utf-8", newline="\n")
 
-    def __getattr__(self, name: str) -> Any:  # what a writer uses of a file
+    def __getattr__(self, name: str) -> Any:  # all other methods of a file
         return getattr(self._stream, name)
 
     def count_row(self) -> None:
@@ -111,7 +111,7 @@ class OutputStream:
         self._manager.finished[self._filename] = self._file
 
     def abandon(self) -> None:
-        """Closes the descriptor first, so that buffered bytes cannot reach the file."""
+        """Drops the file. The descriptor is closed first, so that no buffered bytes reach it."""
         self._file.close()
         self._stream = io.BytesIO()  # for pyarrow's writer, which ends when it is collected
 

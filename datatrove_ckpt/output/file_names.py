@@ -1,8 +1,8 @@
-"""The names of output files: filled in from documents, checked, and recognised in a listing.
+"""Fills in the names of output files from documents, checks them, and recognises them in a listing.
 
-``${rank}``, ``${chunk_index}`` and ``${id}`` of a template are ours. Other fields come from
-untrusted metadata: the name must stay inside the output folder, outside our folders, and fit a file
-system; "/" in a value makes a subfolder.
+``${rank}``, ``${chunk_index}`` and ``${id}`` of a template are filled in by this package. Other
+fields come from untrusted metadata: the name must stay inside the output folder, outside the
+folders of this package, and be valid on file systems; "/" in a value makes a subfolder.
 """
 
 import posixpath
@@ -21,7 +21,7 @@ from datatrove_ckpt.output.formats import FORMATS
 
 STAGING = layout.OUTPUT_STAGING
 
-_MOST_BYTES_OF_A_PART = 255  # of Linux, macOS and Windows
+_MAX_PART_BYTES = 255  # of Linux, macOS and Windows
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
 
 _OTHERS = ".json .ndjson .arrow .csv .tsv .txt .warc .gz .gzip .zst .zstd .bz2 .xz .lz4 .snappy"
@@ -38,9 +38,11 @@ def fields_of_documents(template: Template) -> list[str]:
 
 
 class FileNames:
-    """The names of one rank's output files. ``prefix`` stands before the chunk index.
+    """The names of one rank's output files.
 
-    No document may name a file in ``checkpoints``, which is ``checkpoints_local_dir``.
+    Args:
+        prefix: text before the chunk index.
+        checkpoints: ``checkpoints_local_dir``, in which no document may name a file.
     """
 
     def __init__(
@@ -66,16 +68,13 @@ class FileNames:
             self.fill(values | self.keywords(document, chunk_index))
 
     def keywords(self, document: Document, chunk_index: int) -> dict[str, str]:
-        found = {"chunk_index": self.chunk_field(chunk_index)}
+        keywords = {"chunk_index": self.chunk_field(chunk_index)}
         if "id" in self.fields:
-            found["id"] = document.id
-        return found
+            keywords["id"] = document.id
+        return keywords
 
     def fill(self, values: Mapping[str, object]) -> str:
-        """Returns the name that the template gives with these values and this rank.
-
-        Raises InvalidFileName.
-        """
+        """Returns the template's name for these values and this rank. Raises InvalidFileName."""
         try:
             name = Template(self.template).substitute(values, rank=f"{self.rank:05d}")
         except KeyError as error:
@@ -86,13 +85,14 @@ class FileNames:
             ) from error
         problem = self._problem(values, name) if self.fields else None
         if problem:
-            shown = ", ".join(f"{field} = {safe_repr(values[field])}" for field in self.fields)
+            values_text = ", ".join(
+                f"{field} = {safe_repr(values[field])}" for field in self.fields
+            )
             raise InvalidFileName(
-                f"Document {values['id']!r}: with its {shown}, output_filename {self.template!r} "
-                f"gives the file name {safe_repr(name)}, which {problem}. Correct the documents (a "
-                "step before this one can), or choose "
-                'another output_filename. on_document_error="dead_letter" sets such documents '
-                "aside."
+                f"Document {values['id']!r}: with its {values_text}, output_filename "
+                f"{self.template!r} gives the file name {safe_repr(name)}, which {problem}. "
+                "Correct the documents (a step before this one can), or choose another "
+                'output_filename. on_document_error="dead_letter" sets such documents aside.'
             )
         return name
 
@@ -106,11 +106,8 @@ class FileNames:
         if _odd_parts(name) > _odd_parts(self.template):
             return 'leaves the output folder, or has an empty part, "." or ".."'
         longest = max(map(len, parts)) + self._number
-        if longest > _MOST_BYTES_OF_A_PART:
-            return (
-                f"has a part of {longest} bytes; {_MOST_BYTES_OF_A_PART} is the limit of file "
-                "systems"
-            )
+        if longest > _MAX_PART_BYTES:
+            return f"has a part of {longest} bytes; {_MAX_PART_BYTES} is the limit of file systems"
         folded = tuple(plain(name).casefold().split("/"))
         if any(folded[: len(reserved)] == reserved for reserved in self._reserved):
             return "is in a folder of the checkpoint or of files that are being written"
@@ -118,10 +115,10 @@ class FileNames:
 
 
 class OurTemplate(Template):
-    """Stands for a writer's ``output_filename``, which datatrove fills twice for each document.
+    """Replaces a writer's ``output_filename``, which datatrove fills twice for each document.
 
     Args:
-        filled: the name for all documents; "": each has its own.
+        filled: the name for all documents; "": the name is filled in for each document.
     """
 
     def __init__(self, names: FileNames, filled: str) -> None:
@@ -147,22 +144,21 @@ def _odd_parts(name: str) -> int:
 
 
 def plain(name: str) -> str:
-    found = posixpath.normpath(name)
-    if found == name:
+    normalized = posixpath.normpath(name)
+    if normalized == name:
         return name  # no second copy: there may be a million
-    return found
+    return normalized
 
 
 # recognising names -------------------------------------------------------------------------------
 
 
 def output_pattern(template: str, any_writer: bool = False) -> re.Pattern[str]:
-    """Returns a pattern for the names that a writer's ``output_filename`` gives. Chunks of a retry
-    are named retry1_00000.
+    """Returns a pattern for the names of a writer's ``output_filename``. Chunks of a retry have
+    names such as retry1_00000.
 
     Args:
-        any_writer: also names that datatrove's own InferenceRunner gives, and those with other
-            endings.
+        any_writer: whether to match names of datatrove's own InferenceRunner, and other endings.
     """
     numbers = {"rank": _RANK, "chunk_index": _RETRY + _CHUNK}
     endings = ""
@@ -193,7 +189,7 @@ def output_pattern(template: str, any_writer: bool = False) -> re.Pattern[str]:
 
 def stem(template: str) -> str:
     """Returns the template without the endings of formats and compressions, which writers may add
-    or leave out.
+    or omit.
     """
     return _ENDINGS.sub("", plain(template))
 
@@ -209,14 +205,14 @@ def rank_and_chunk(match: re.Match[str]) -> tuple[layout.RankAddress, int]:
 
 
 def writer_name(writer: DiskWriter) -> str:
-    """Returns the class with its module; of datatrove and this package without, whose modules may
-    move.
+    """Returns the class with its module; for classes of datatrove and this package, whose modules
+    may move, with the package.
     """
     kind = type(writer)
-    place = kind.__module__
-    package = place.partition(".")[0]
+    module = kind.__module__
+    package = module.partition(".")[0]
     if package in ("datatrove", "datatrove_ckpt"):
-        place = package
-    if place == "__mp_main__":
-        place = "__main__"
-    return f"{place}.{kind.__qualname__}"
+        module = package
+    if module == "__mp_main__":
+        module = "__main__"
+    return f"{module}.{kind.__qualname__}"

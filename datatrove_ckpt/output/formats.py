@@ -1,7 +1,7 @@
-"""The formats of output files that can be read again.
+"""Describes the formats of output files that can be read again.
 
-Other files are written, published and compared by their hashes all the same. Every command imports
-this module: a format imports what it needs in its methods.
+Files of other formats are also written, published and compared by their hashes. Every command
+imports this module, so a format imports its libraries in its methods.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ _BLOCK = 1 << 20  # bytes
 
 
 class Format:
-    """What the files of one writer hold: a row for each document.
+    """The format of the files of one writer, with a row for each document.
 
     Attributes:
-        writer: the class, as YAML files name it.
-        suffix: of file names, before that of a compression; the short form leaves its dot out.
-        compressions: their suffixes in the short form; none if it is compressed by itself.
-        loader: its name in ``datasets.load_dataset``, with ``load_options``, as code.
+        writer: name of the class in YAML files.
+        suffix: suffix of file names, before the suffix of a compression. The short form omits the
+            dot.
+        compressions: suffixes in the short form; none if the format compresses its content.
+        loader: name in ``datasets.load_dataset``, with ``load_options``, as code.
     """
 
     writer: str
@@ -49,8 +50,10 @@ class Format:
     load_options: str = ""
 
     def settings(self, has_columns: bool) -> JsonObject:
-        """Returns the writer's settings in the short form. ``has_columns``: each key of the
-        metadata is one; not in older runs.
+        """Returns the writer's settings in the short form.
+
+        Args:
+            has_columns: whether each key of the metadata is a column, unlike in older runs.
         """
         return {"expand_metadata": has_columns, "compression": "infer"}
 
@@ -59,14 +62,14 @@ class Format:
         return getattr(import_module(self.module), self.writer)
 
     def is_written_by(self, writer: DiskWriter) -> bool:
-        """Whether the writer has no other method for rows than the format's class."""
+        """Whether the writer is the format's class, or writes rows by its methods."""
         ours = self.writer_class
         if not isinstance(writer, ours):
             return False
         kind = type(writer)
         return all(
-            getattr(kind, one, None) is getattr(ours, one, None)
-            for one in ("_write", "_write_batch")
+            getattr(kind, method, None) is getattr(ours, method, None)
+            for method in ("_write", "_write_batch")
         )
 
     def open(self, folder: DataFolder, path: str) -> Any:
@@ -83,7 +86,10 @@ class Format:
 
     def rows(self, file: IO[bytes], with_media: bool = False) -> ParsedRows:
         """Yields each row with its line; None for a torn line. The line is empty if the format has
-        no lines. ``with_media``: also the column of media of a table.
+        no lines.
+
+        Args:
+            with_media: whether to read the media column of a table.
         """
         raise NotImplementedError
 
@@ -128,10 +134,10 @@ class Parquet(Format):
         from datatrove_ckpt.output.arrow_types import with_float32
 
         with pq.ParquetFile(file) as parquet:
-            wanted = [name for name in parquet.schema_arrow.names if with_media or name != "media"]
+            columns = [name for name in parquet.schema_arrow.names if with_media or name != "media"]
             has_float32 = "float" in str(parquet.schema_arrow)
-            size = 10 if "media" in wanted else 1000
-            for batch in parquet.iter_batches(size, columns=wanted):
+            size = 10 if "media" in columns else 1000
+            for batch in parquet.iter_batches(size, columns=columns):
                 kind = pa.struct(list(batch.schema))
                 for row in batch.to_pylist():
                     if has_float32:
@@ -140,7 +146,7 @@ class Parquet(Format):
 
 
 class Csv(Format):
-    """Cells are read as texts; but for the results, which are JSON."""
+    """CSV files: cells are read as texts, except the results, which are JSON."""
 
     writer = "CsvWriter"
     module = "datatrove_ckpt.output.csv_writer"
@@ -163,7 +169,7 @@ class Csv(Format):
 
 
 def from_cell(results: object) -> object:
-    """Returns the results that a cell of CSV has as JSON; others as they are."""
+    """Returns the results of a CSV cell, which is JSON; other values unchanged."""
     if isinstance(results, str):
         with suppress(orjson.JSONDecodeError):
             return loads(results.encode())
@@ -179,18 +185,24 @@ BY_NAME = {
     for one in FORMATS
     for compression in ("", *one.compressions)
 }
-"""By the names of the short form."""
+"""The formats by their names in the short form."""
 
 
 def is_known(writer: str) -> bool:
-    """Whether the writer that ``run.json`` names has a format.
-
-    Early versions left the package out.
-    """
+    """Whether the writer in a ``run.json`` has a format. Early versions omitted the package."""
     return any(
-        writer in (f"{one.module.partition('.')[0]}.{one.writer}", one.writer) for one in FORMATS
+        writer
+        in (f"{known_format.module.partition('.')[0]}.{known_format.writer}", known_format.writer)
+        for known_format in FORMATS
     )
 
 
 def format_of_file(name: str) -> Format | None:
-    return next((one for one in FORMATS if f"{one.suffix}." in f"{name.rpartition('/')[2]}."), None)
+    return next(
+        (
+            known_format
+            for known_format in FORMATS
+            if f"{known_format.suffix}." in f"{name.rpartition('/')[2]}."
+        ),
+        None,
+    )

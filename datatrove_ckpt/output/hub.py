@@ -1,8 +1,8 @@
-"""A folder on the Hugging Face hub: its repository, and the files in it.
+"""Reads and writes a folder on the Hugging Face hub: its repository, and the files in it.
 
-Listings come from ``HfApi``, because ``HfFileSystem`` keeps listings for the life of the process.
-The hub's own listing may be one commit behind. The client reads the token, HF_TOKEN or the saved
-login, for each call.
+Listings come from ``HfApi``, because ``HfFileSystem`` caches listings until the process ends. The
+hub's own listing may be one commit behind. The client reads the token, HF_TOKEN or the saved login,
+for each call.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class HubFile:
     """A file on the hub.
 
     Attributes:
-        size: in bytes.
+        size: number of bytes.
         oid: SHA-256, in hexadecimal, of a file in LFS or Xet; None in git and in a bucket.
         blob: git's own hash of the file's entry; None in a bucket.
-        stamp: in a bucket, ``OutputFile.stamp`` from the hash of the content in Xet; else 0.
+        stamp: ``OutputFile.stamp`` from Xet's hash of the content, for a file in a bucket; else 0.
     """
 
     size: int
@@ -62,16 +62,13 @@ class HubFile:
         return self.oid or self.blob or ""
 
     def holds(self, size: int, digest: str) -> bool:
-        """Whether this is the file with that size and hash, as far as the hub tells.
-
-        ``digest``: see ``OutputFile``.
-        """
-        listed = None
+        """Whether the file has this size and ``OutputFile.hub_hash``, as far as the hub shows."""
+        listed_hash = None
         if len(digest) == 64:  # SHA-256
-            listed = self.oid
+            listed_hash = self.oid
         elif self.oid is None:
-            listed = self.blob
-        return self.size == size and (not digest or listed in (None, digest))
+            listed_hash = self.blob
+        return self.size == size and (not digest or listed_hash in (None, digest))
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ class HubFolder:
     Attributes:
         kind: "dataset", "model", "space" or "bucket".
         repo: "OWNER/NAME".
-        revision: a branch, a tag or a commit; None: main. A bucket has none.
+        revision: a branch, a tag or a commit; None: main, or a bucket.
         path: the folder in the repository; "" for its root.
         endpoint: URL of the hub; None: HF_ENDPOINT, or the public hub.
     """
@@ -94,19 +91,19 @@ class HubFolder:
 
     @classmethod
     def parse(cls, url: str, endpoint: str | None = None) -> HubFolder:
-        """Reads ``hf://[datasets/|models/|spaces/|buckets/]OWNER/NAME[@REVISION][/FOLDER]``.
+        """Parses ``hf://[datasets/|models/|spaces/|buckets/]OWNER/NAME[@REVISION][/FOLDER]``.
 
         Raises:
             ConfigError: the URL names no repository.
         """
         kind = "model"
-        rest = url.removeprefix(HUB).strip("/")
-        first, _, after = rest.partition("/")
+        path_and_name = url.removeprefix(HUB).strip("/")
+        first, _, after = path_and_name.partition("/")
         if first in _KINDS:
             kind = _KINDS[first]
-            rest = after
-        owner, _, rest = rest.partition("/")
-        name, at, path = rest.partition("@")
+            path_and_name = after
+        owner, _, path_and_name = path_and_name.partition("/")
+        name, at, path = path_and_name.partition("@")
         revision = None
         if at and "/" not in name and kind != BUCKET:
             match = _REVISION.match(path)
@@ -114,7 +111,7 @@ class HubFolder:
                 revision = unquote(match[0])
                 path = path[match.end() :]
         else:
-            name, _, path = rest.partition("/")
+            name, _, path = path_and_name.partition("/")
         if not owner or not name or (at and revision is None and "@" in name):
             raise ConfigError(
                 f"{url!r} names no repository. Write hf://datasets/OWNER/NAME, then @REVISION if "
@@ -124,9 +121,7 @@ class HubFolder:
 
     @classmethod
     def of(cls, folder: DataFolder) -> HubFolder | None:
-        """Returns the folder on the hub that a datatrove folder stands for; None if it is
-        elsewhere.
-
+        """Returns the folder on the hub of a datatrove folder; None if the folder is elsewhere.
         Raises ConfigError.
         """
         if folder.is_local():
@@ -148,7 +143,7 @@ class HubFolder:
 
     @property
     def is_bucket(self) -> bool:
-        """A bucket has no commits and no revisions."""
+        """Whether the folder is in a bucket, which has no commits and no revisions."""
         return self.kind == BUCKET
 
     @property
@@ -192,8 +187,7 @@ class HubFolder:
         return replace(self, path=self.full_name(name))
 
     def files(self) -> dict[str, HubFile]:
-        """Lists all files below the folder, by their names in it; none if it does not exist.
-
+        """Lists all files below the folder, by their names in it; none if the folder is missing.
         Raises OSError.
         """
         from huggingface_hub.errors import EntryNotFoundError
@@ -224,12 +218,13 @@ class HubFolder:
             return {}
 
     def commit(self, operations: Sequence[Any], message: str, head: str | None = None) -> None:
-        """Commits to the branch; with ``head``, only if that is its newest commit.
-
-        Raises OSError.
+        """Commits to the branch; with ``head``, only if this is its newest commit.
 
         Args:
-            operations: huggingface_hub's, to add and delete.
+            operations: objects of huggingface_hub that add and delete files.
+
+        Raises:
+            OSError: the hub refuses the commit.
         """
         self.api().create_commit(
             self.repo,
@@ -247,10 +242,7 @@ class HubFolder:
         return head
 
     def remove(self, paths: Sequence[str], message: str, head: str | None = None) -> None:
-        """Removes files, by their paths in the repository, which must exist.
-
-        ``head``: see ``commit``.
-        """
+        """Removes existing files, by their paths in the repository; ``head`` as in ``commit``."""
         from huggingface_hub import CommitOperationDelete
 
         if self.is_bucket:
@@ -270,17 +262,17 @@ class HubFolder:
             revision=self.revision,
             endpoint=self.endpoint,
         )
-        # A ".gz" must arrive as it is.
+        # A ".gz" must arrive without decompression.
         headers = build_hf_headers(library_name="datatrove-ckpt") | {"Accept-Encoding": "identity"}
         with get_session().stream("GET", url, headers=headers, timeout=_READ_SECONDS) as response:
             hf_raise_for_status(response)
             yield from response.iter_bytes(size)
 
-    def history(self, known: CommitHistory) -> CommitHistory:
-        """Returns the branch's newest commit, and those of the last hour. Raises OSError."""
+    def history(self, earlier: CommitHistory) -> CommitHistory:
+        """Returns the branch's newest commit, and the commits of the last hour. Raises OSError."""
         from huggingface_hub import hf_raise_for_status
 
-        places = {commit.oid: place for place, commit in enumerate(known.made)}
+        numbers = {commit.oid: place for place, commit in enumerate(earlier.made)}
         url: str | None = f"{self.api_url}/commits/{quote(self.branch, safe='')}"
         now = 0.0
         made: list[MadeCommit] = []
@@ -292,8 +284,8 @@ class HubFolder:
             if date:  # the clock of this machine may be wrong
                 now = parsedate_to_datetime(date).timestamp()
             for item in response.json():
-                if item["id"] in places:
-                    return CommitHistory(now, (*made, *known.made[places[item["id"]] :]))
+                if item["id"] in numbers:
+                    return CommitHistory(now, (*made, *earlier.made[numbers[item["id"]] :]))
                 made.append(
                     MadeCommit(
                         item["id"], datetime.fromisoformat(item["date"]).timestamp(), item["title"]
@@ -305,32 +297,32 @@ class HubFolder:
         return CommitHistory(now, tuple(made))
 
     def newest(self, names: Sequence[str]) -> dict[str, HubFile]:
-        """Looks the files up at the newest commit: a branch's name may lag."""
+        """Returns the existing files at the newest commit: a branch's name may lag behind."""
         if self.is_bucket:
             return self.look_up(names)
         return self.look_up(names, self.head())
 
     def look_up(self, names: Sequence[str], revision: str | None = None) -> dict[str, HubFile]:
         """Returns the existing files, without listing the folder. Raises OSError."""
-        found: dict[str, HubFile] = {}
+        files: dict[str, HubFile] = {}
         for start in range(0, len(names), _PATHS_AT_ONCE):
-            wanted = {self.full_name(name): name for name in names[start : start + _PATHS_AT_ONCE]}
+            name_of = {self.full_name(name): name for name in names[start : start + _PATHS_AT_ONCE]}
             entries: Iterable[Any]
             if self.is_bucket:
-                entries = self.api().get_bucket_paths_info(self.repo, list(wanted))
+                entries = self.api().get_bucket_paths_info(self.repo, list(name_of))
             else:
                 revision = revision or self.revision
                 entries = self.api().get_paths_info(
-                    self.repo, list(wanted), revision=revision, repo_type=self.kind
+                    self.repo, list(name_of), revision=revision, repo_type=self.kind
                 )
             for entry in entries:
-                if hasattr(entry, "size") and entry.path in wanted:  # a file
-                    found[wanted[entry.path]] = _hub_file(entry)
-        return found
+                if hasattr(entry, "size") and entry.path in name_of:  # a file
+                    files[name_of[entry.path]] = _hub_file(entry)
+        return files
 
 
 def get(url: str) -> Any:
-    """Sends a request for which the hub's client has no method, with its httpx."""
+    """Sends a request for which the hub's client has no method, with the client's session."""
     from huggingface_hub import get_session
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
@@ -348,7 +340,7 @@ def _hub_file(entry: Any) -> HubFile:  # RepoFile or BucketFile
 
 
 def hub_failure(error: BaseException) -> str:
-    """Returns one line without the token, which a proxy may have quoted."""
+    """Describes an error in one line, without the token, which a proxy may have quoted."""
     from huggingface_hub import get_token
 
     remember(get_token() or "")
@@ -356,9 +348,9 @@ def hub_failure(error: BaseException) -> str:
     if status in (409, 412):
         return f"another process committed at the same moment (HTTP {status})"
     text = library_line(error)
-    said = getattr(error, "server_message", None)
-    if said:
-        text = f"the hub answers {status}, {said}"
+    message = getattr(error, "server_message", None)
+    if message:
+        text = f"the hub answers {status}, {message}"
     return " ".join(redact(text).split()).rstrip(".")
 
 

@@ -28,19 +28,19 @@ def check_access(
     calls: InterruptibleCalls | None = None,
     only_look: bool = False,
 ) -> str:
-    """Returns what was found, for people, when the folder can be written to. Waits for a hub that
-    refuses for now.
+    """Returns a sentence for people once the folder can be written to. Waits while the hub refuses
+    temporarily.
 
     Args:
-        private: how to make a missing repository; None: do not make it.
+        private: whether a missing repository is made private; None: do not make it.
         only_look: make nothing, and wait for seconds only.
 
     Raises:
         OutputFailed: the folder cannot be written to.
-        Stopping: ``calls`` were stopped.
+        PublicationStopped: ``calls`` were stopped.
     """
 
-    def ask() -> str:
+    def check() -> str:
         found = _ask(folder)
         if found is not None:
             return found
@@ -50,11 +50,11 @@ def check_access(
     if only_look:
         policy = retrying.HUB_PROBE
     calls = calls or InterruptibleCalls(folder.url, folder)
-    return calls.retry("cannot be written to", ask, policy, _ANSWER_SECONDS)
+    return calls.retry("cannot be written to", check, policy, _ANSWER_SECONDS)
 
 
 def _ask(folder: HubFolder) -> str | None:
-    """Returns what was found; None: there is no such repository."""
+    """Returns a sentence about the repository; None if it does not exist."""
     from huggingface_hub import constants, get_token, hf_raise_for_status
     from huggingface_hub.errors import BucketNotFoundError
 

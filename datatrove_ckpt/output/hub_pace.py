@@ -21,12 +21,12 @@ _RANK = re.compile(r": rank (\d+), chunks? ")
 
 
 def commit_title(files: str, rank: int, chunks: str) -> str:
-    """Returns a title that tells other ranks whose commit it is. ``files``: "3 files"."""
+    """Returns the title of a commit, which shows its rank to others; ``files`` is "3 files"."""
     return f"Add {files}: rank {rank}, chunks {chunks}"
 
 
 class MadeCommit(NamedTuple):
-    """``at``: Unix seconds, by the hub's clock."""
+    """A commit on the hub, made ``at`` this time of the hub's clock, in Unix seconds."""
 
     oid: str
     at: float
@@ -34,11 +34,12 @@ class MadeCommit(NamedTuple):
 
 
 class CommitHistory(NamedTuple):
-    """What the hub shows of a branch.
+    """The newest commits of a branch on the hub.
 
     Attributes:
         now: the hub's clock, in Unix seconds.
-        made: its commits of the last hour, and the newest one however old it is. Newest first.
+        made: commits of the last hour, and at least the newest commit, from the newest to the
+            oldest.
     """
 
     now: float = 0.0
@@ -57,33 +58,35 @@ class CommitHistory(NamedTuple):
 
 @dataclass(frozen=True)
 class CommitPace:
-    """When a rank commits.
+    """Decides when a rank commits.
 
     Args:
-        seconds: how long uploaded files wait for more files of their rank.
-        per_hour: everybody's commits to the repository in any hour, beyond which every rank waits.
+        seconds: time that uploaded files wait for more files of their rank.
+        per_hour: number of commits of all users to the repository in an hour after which every rank
+            waits.
     """
 
     seconds: float = 300.0
     per_hour: int = 112
 
     def seconds_of_next(self) -> float:
-        """The wait for the next commit, varied so that ranks do not commit together."""
+        """Returns the wait for the next commit, varied so that ranks do not commit together."""
         return self.seconds * random.uniform(0.5, 1)
 
     def seconds_until_turn(self, history: CommitHistory, ends: bool = False) -> float:
-        """Returns the seconds until the rank should look again; 0: it may commit now.
+        """Returns the seconds after which the rank should check again; 0 if it may commit now.
 
-        ``ends``: the rank has nothing else left to do.
+        Each commit that becomes older than an hour permits another commit. If n ranks have
+        committed, each waits for a random moment among the next n such moments.
 
-        Each commit that becomes older than an hour makes room for one commit. If n ranks have
-        committed, each waits for one of the next n such moments, drawn by chance.
+        Args:
+            ends: whether the rank has nothing else to do.
         """
         made = history.of_last_hour[::-1]
-        most = self.per_hour
+        max_commits = self.per_hour
         if not ends:
-            most = math.ceil(self.per_hour / 2)
-        over = len(made) - most
+            max_commits = math.ceil(self.per_hour / 2)
+        over = len(made) - max_commits
         if over < 0:
             return 0.0
         competing = {"".join(_RANK.findall(commit.title)) for commit in made}

@@ -1,8 +1,8 @@
-"""datatrove's writers for the hub, without their own uploads.
+"""Replaces datatrove's writers for the hub with writers without uploads of their own.
 
 ``HuggingFaceDatasetWriter`` and ``HuggingFaceBucketWriter`` upload and commit when they are closed,
-so a chunk could not be published in one step. Parquet writers with a folder on the hub take over
-their settings, and their class names, which are in the run's identity.
+so a chunk could not be published in one step. Parquet writers with a folder on the hub replace
+them, with their settings and their class names, which are in the run's identity.
 """
 
 from inspect import signature
@@ -17,7 +17,7 @@ _DATATROVE = "datatrove.pipeline.writers.huggingface"
 
 
 class HuggingFaceDatasetWriter(ParquetWriter):  # type: ignore[misc]
-    """Writes to a dataset repository. ``private``: how it is made if it is missing."""
+    """Writes to a dataset repository. If it is missing, it is made ``private`` or public."""
 
     private: bool
 
@@ -29,10 +29,10 @@ class HuggingFaceBucketWriter(ParquetWriter):  # type: ignore[misc]
 
 
 def with_our_uploads(writer: DiskWriter) -> DiskWriter:
-    """Returns the writer, or what stands for one of datatrove's writers for the hub.
+    """Returns the writer, or the replacement of datatrove's writer for the hub.
 
     Raises:
-        ConfigError: a class derived from one of these, or a bucket that is to be emptied first.
+        ConfigError: the writer's class is derived from datatrove's, or would empty a bucket first.
     """
     kinds = [kind.__name__ for kind in type(writer).__mro__ if kind.__module__ == _DATATROVE]
     if not {"HuggingFaceDatasetWriter", "HuggingFaceBucketWriter"}.intersection(kinds):
@@ -65,6 +65,6 @@ def _take_over(writer: DiskWriter, kind: type[ParquetWriter], folder: HubFolder)
     settings["output_folder"] = folder.url
     settings["output_filename"] = writer.output_filename.template
     settings["adapter"] = getattr(writer.adapter, "__func__", writer.adapter)
-    taken = kind(**settings)
-    taken.private = writer.private
-    return taken
+    replacement = kind(**settings)
+    replacement.private = writer.private
+    return replacement

@@ -1,4 +1,4 @@
-"""Calls into libraries that cannot be stopped: a rank that stops leaves their threads behind."""
+"""Runs library calls that cannot be stopped: a rank that stops leaves their threads behind."""
 
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -30,22 +30,22 @@ def storage_advice(error: BaseException) -> str:
 
 
 class InterruptibleCalls:
-    """Calls for one folder, and pauses, that end when ``stop`` is called, from any thread.
+    """Runs calls and pauses for one folder, which end when any thread calls ``stop``.
 
     Args:
-        where: the folder, for messages.
+        location: the folder, for messages.
         hub: the folder, if it is on the hub.
     """
 
-    def __init__(self, where: str, hub: HubFolder | None = None) -> None:
+    def __init__(self, location: str, hub: HubFolder | None = None) -> None:
         self.hub = hub
-        self.where = where
+        self.location = location
         self._explain: Callable[[BaseException], str] = retrying.failure_line
         self._advice: Callable[[BaseException], str] = storage_advice
         if hub is not None:
             self._explain = hub_failure
             self._advice = hub.advice
-        self._stopped: Future[Any] = Future()  # Any: it is waited for with any result
+        self._stopped: Future[Any] = Future()  # Any, because ``wait`` needs futures of one type
 
     @property
     def stopped(self) -> bool:
@@ -60,12 +60,12 @@ class InterruptibleCalls:
         wait([self._stopped], timeout=seconds)
 
     def run(self, call: Callable[[], T], at_most_seconds: float | None = None) -> T:
-        """Calls in a thread of its own.
+        """Runs the call in a dedicated thread.
 
         Raises:
-            Stopping: ``stop`` was called before the call returned.
-            TimeoutError: the call took too long. What it does may still happen.
-            OSError: whatever the library raised.
+            PublicationStopped: ``stop`` was called before the call returned.
+            TimeoutError: the call took too long. It may still have its effect.
+            OSError: an error of the library.
         """
 
         def run() -> T:
@@ -84,23 +84,23 @@ class InterruptibleCalls:
 
     def retry(
         self,
-        what: str,
+        problem: str,
         call: Callable[[], T],
         policy: retrying.RetryPolicy | None = None,
         at_most_seconds: float | None = None,
         lease: RankLease | None = None,
     ) -> T:
-        """Calls until the call works, fails permanently, or has failed for too long.
+        """Retries the call until it succeeds, fails permanently, or has failed for too long.
 
         Args:
-            what: failed; the folder stands before it.
-            policy: None: ``STORAGE``, on the hub ``HUB_LOOK``.
-            at_most_seconds: for one call; None: any number, on the hub the policy's patience.
+            problem: description of the failure, which follows the folder in messages.
+            policy: retry policy; None: ``STORAGE``, on the hub ``HUB_LOOK``.
+            at_most_seconds: limit of one call; None: no limit, on the hub the policy's patience.
             lease: checked before each further attempt.
 
         Raises:
-            OutputFailed: its cause is the last error.
-            Stopping: ``stop`` was called.
+            OutputFailed: the call failed; the cause is the last error.
+            PublicationStopped: ``stop`` was called.
         """
 
         def pause(seconds: float) -> None:
@@ -114,12 +114,12 @@ class InterruptibleCalls:
         stoppable = replace(policy or retrying.STORAGE, sleep=pause)
         run = partial(self.run, call, at_most_seconds)
         try:
-            return stoppable.run(run, f"{self.where}: {what}", self._explain)
+            return stoppable.run(run, f"{self.location}: {problem}", self._explain)
         except OSError as error:
-            raise self.failed(what, error) from error
+            raise self.failed(problem, error) from error
 
-    def failed(self, what: str, error: OSError) -> OutputFailed:
-        """Returns the error for a call that is not tried again."""
-        kept = "Nothing that was saved is lost: run the same command again."
+    def failed(self, problem: str, error: OSError) -> OutputFailed:
+        """Returns the error for a call that is not retried."""
+        advice = "Nothing that was saved is lost: run the same command again."
         explained = f"{self._explain(error)}. {self._advice(error)}"
-        return OutputFailed(f"{self.where}: {what}: {explained} {kept}")
+        return OutputFailed(f"{self.location}: {problem}: {explained} {advice}")

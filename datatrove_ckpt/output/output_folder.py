@@ -1,13 +1,13 @@
-"""OutputFolder: whose an output folder is, and which files are in it.
+"""OutputFolder checks to which run an output folder belongs, and which files are in it.
 
 It writes no output and needs no lease: most refusals come before a rank is taken.
 
-Whose is a file? A record beside the folder names the run to which the folder belongs (``owner``).
-In the folder, the template and the rank in a file's name show which rank may have written it. It is
-that rank's own file if a commit names it, and, until the rank is complete, if an intent to publish
-does, or the chunk in its name is not committed yet. Every other file of its name is refused: when a
-rank starts, resumes and is complete, and before a job. Committed files that are missing, or have
-another content, are refused likewise.
+A record beside the folder names the run to which the folder belongs (``owner``). In the folder, the
+template and the rank in a file's name show which rank may have written the file. The file belongs
+to this rank if a commit names it; until the rank is complete also if an intent to publish names it,
+or the chunk in its name is not committed yet. All other files with the rank's names are refused:
+when a rank starts, resumes and is complete, and before a job. Committed files that are missing, or
+have another content, are also refused.
 """
 
 import shlex
@@ -51,8 +51,9 @@ class OutputFolder:
     """The output folder of one step. Each refusal is an OutputMismatch.
 
     Args:
-        run: see ``RunOrigin``; ``root`` and ``mirror``, too.
-        logging_dir: the executor's, for the command that repairs; None: no marker was written.
+        root, mirror, run: see ``RunOrigin``.
+        logging_dir: the executor's ``logging_dir``, for the repair command; None: no marker was
+            written.
     """
 
     def __init__(
@@ -66,10 +67,9 @@ class OutputFolder:
         self.writer = writer
         self.root = root
         self.hub = HubFolder.of(writer.output_folder)
-        self.where = str(writer.output_folder.resolve_paths(""))
-        self.calls = InterruptibleCalls(self.where, self.hub)
-        """All calls and pauses for the folder, also those of a target. ``ChunkOutput.stop`` ends
-        them.
+        self.location = str(writer.output_folder.resolve_paths(""))
+        self.calls = InterruptibleCalls(self.location, self.hub)
+        """Runs all calls and pauses for the folder and its target. ``ChunkOutput.stop`` ends them.
         """
         self._template = writer.output_filename.template
         self._owner = OutputOwnership(
@@ -82,7 +82,7 @@ class OutputFolder:
         """The names that the present ``output_filename`` may give."""
 
     def check_access(self) -> None:
-        """Call it before the folder is listed."""
+        """Checks that the hub's folder can be written to, before it is listed."""
         if self.hub is not None:
             private = None
             if not has_commits(self.root):  # else a new repository would lack committed files
@@ -92,27 +92,28 @@ class OutputFolder:
     def claim(self) -> None:
         claim = partial(self._owner.claim, self._is_unused)
         if self.writer.output_folder.is_local():
-            with explained("read", Path(self.where).absolute()):
+            with explained("read", Path(self.location).absolute()):
                 claim()
         else:
             self.calls.retry("cannot be claimed for this run", claim)
 
     def refuse_existing(self, rank: int, retry: str) -> None:
-        """Call it before the first start of a rank.
-
-        Raises OutputMismatch for files that this rank would write.
+        """Checks the folder before the first start of a rank, and claims it.
 
         Args:
-            retry: the folder of a retry that starts, or "".
+            retry: folder of a retry that starts, or "".
+
+        Raises:
+            OutputMismatch: files exist that this rank would write.
         """
         self.check_access()
-        found = self.look(self.by_name([RankCommits(self.root, rank)]), rank)
-        self.refuse_foreign(rank, found, root=retry)
+        listing = self.look(self.by_name([RankCommits(self.root, rank)]), rank)
+        self.refuse_foreign(rank, listing, root=retry)
         self.claim()
 
     def check_moved(self) -> None:
-        """Call it before the first start of a job with another output folder. Compares names and
-        sizes.
+        """Checks names and sizes of committed files, before a job first starts with another output
+        folder.
 
         Raises:
             OutputMismatch: committed files are not in this folder, or it belongs to another run.
@@ -125,13 +126,13 @@ class OutputFolder:
     def by_name(self, commits: Iterable[RankCommits]) -> dict[str, CommittedFile]:
         """Returns the committed files by their paths. Refuses two commits that name one file."""
         committed: dict[str, CommittedFile] = {}
-        for one in chain.from_iterable(rank_commits.files for rank_commits in commits):
-            other = committed.setdefault(one.path, one)
-            if other is not one:
+        for file in chain.from_iterable(rank_commits.files for rank_commits in commits):
+            other = committed.setdefault(file.path, file)
+            if other is not file:
                 raise OutputMismatch(
-                    f"{self.where}: {one.path} was written by {other.place} and by {one.place}. "
-                    f"One overwrote the other's documents: output_filename {self._template!r} "
-                    "gives both the same name. Choose one that begins with "
+                    f"{self.location}: {file.path} was written by {other.place} and by "
+                    f"{file.place}. One overwrote the other's documents: output_filename "
+                    f"{self._template!r} gives both the same name. Choose one that begins with "
                     "${rank}/${chunk_index}/.",
                     starts_over="anew",
                 )
@@ -148,12 +149,12 @@ class OutputFolder:
         """Lists the output folder, see ``list_output``. Refuses a folder of another run.
 
         Args:
-            contents: read the files that were touched.
-            policy: see ``InterruptibleCalls.retry``.
+            contents: whether to read files whose stamp has changed.
+            policy: retry policy, see ``InterruptibleCalls.retry``.
         """
         look = partial(self._look, committed, rank, others, contents)
         if self.writer.output_folder.is_local():
-            with explained("read", Path(self.where).absolute()):
+            with explained("read", Path(self.location).absolute()):
                 return look()
         return listed(self.calls, look, committed.values(), policy)
 
@@ -161,62 +162,62 @@ class OutputFolder:
         self, committed: Mapping[str, CommittedFile], rank: int | None, others: bool, contents: bool
     ) -> OutputListing:
         self._owner.check(self._is_unused)
-        found = list_output(self.writer, committed, rank, others)
+        listing = list_output(self.writer, committed, rank, others)
         if contents:
             commits_of = cache(read_commits)
-            for name in found.touched:
-                one = committed[name]
-                folder = layout.rank_folder(self.root / one.root, one.rank)
-                commit = commits_of(folder / layout.COMMITS)[one.chunk_index]
-                kept = next(file.xxh128 for file in commit.files if plain(file.path) == one.path)
-                content = ""
+            for name in listing.touched:
+                chunk = committed[name]
+                folder = layout.rank_folder(self.root / chunk.root, chunk.rank)
+                commit = commits_of(folder / layout.COMMITS)[chunk.chunk_index]
+                expected = next(file.xxh128 for file in commit.files if plain(file.path) == name)
+                actual = ""
                 with suppress(FileNotFoundError), file_system_call():
-                    content = content_hash(self.writer.output_folder, name)
-                if kept != content:
-                    found.altered.add(name)
+                    actual = content_hash(self.writer.output_folder, name)
+                if actual != expected:
+                    listing.altered.add(name)
         checkpoint = None
-        if self.root.is_relative_to(self.where):
-            checkpoint = f"{self.root.relative_to(self.where).as_posix()}/"
-        for name in found.sizes:
+        if self.root.is_relative_to(self.location):
+            checkpoint = f"{self.root.relative_to(self.location).as_posix()}/"
+        for name in listing.sizes:
             if name in committed:
                 continue
             match = self._any_writer.fullmatch(name)
             if match is not None and (checkpoint is None or not name.startswith(checkpoint)):
                 (root, number), _ = rank_and_chunk(match)
-                found.by_rank[number].append((root, name))
-        return found
+                listing.by_rank[number].append((root, name))
+        return listing
 
     def _is_unused(self) -> bool:
         return not any(
             self._any_writer.fullmatch(name) for name in list_output(self.writer, {}).sizes
         )
 
-    def refuse_lost(self, committed: Mapping[str, CommittedFile], found: OutputListing) -> None:
-        wrong = [one for one in committed.values() if not found.is_right(one)]
+    def refuse_lost(self, committed: Mapping[str, CommittedFile], listing: OutputListing) -> None:
+        wrong = [file for file in committed.values() if not listing.is_right(file)]
         if not wrong:
             return
         first = wrong[0]
         recorded = recorded_output(self.root)
         if recorded and stands_elsewhere(recorded, self.writer.output_folder):
             raise OutputMismatch(
-                f"{self.where} lacks output files that were committed, such as {first.path} "
+                f"{self.location} lacks output files that were committed, such as {first.path} "
                 f"({first.place}). They were written to {recorded}, and that folder still exists. "
                 "Nothing was changed. Set the output folder back to it; or copy all its "
                 "files to the new folder, and run the same command again."
             )
-        shown = [f"{one.path} {file_problem(one, found.size(one))[1]}" for one in wrong]
+        problems = [f"{file.path} {file_problem(file, listing.size(file))[1]}" for file in wrong]
         moved = ""
         output = None
-        if not found.sizes:
+        if not listing.sizes:
             moved = "The folder is empty: was it moved? Set the output folder to its new location. "
-            output = self.where  # the folder may be gone, and then repair wants it named
+            output = self.location  # the folder may be gone, and then repair wants it named
         repair = repair_command(str(self.root), logging_dir=self._logging_dir, output=output)
         retry = ""
-        if any(one.root for one in wrong):
+        if any(file.root for file in wrong):
             retry = ", and with retry_dead_letters when it is done"
         raise OutputMismatch(
-            f"{self.where}: output files differ from what was committed ({len(wrong)} of "
-            f"{len(committed)}): {first_names(shown)}. {moved}Put them back, or have them made "
+            f"{self.location}: output files differ from what was committed ({len(wrong)} of "
+            f"{len(committed)}): {first_names(problems)}. {moved}Put them back, or have them made "
             f"again: {repair}, then run the same command again{retry}. Files that nobody touched "
             f"were not read: datatrove-ckpt verify {shlex.quote(str(self.root))} --full does that."
         )
@@ -224,7 +225,7 @@ class OutputFolder:
     def refuse_foreign(
         self,
         rank: int,
-        found: OutputListing,
+        listing: OutputListing,
         commits: RankCommits | None = None,
         is_complete: bool = False,
         root: str = "",
@@ -232,15 +233,18 @@ class OutputFolder:
         """Refuses uncommitted files of a rank that are not its own.
 
         Args:
-            commits: of the rank; None: it starts for the first time, and no file is its own.
-            is_complete: all chunks of the rank are committed.
-            root: the folder of a retry that starts; "": the rank, and all its retries.
+            commits: commits of the rank; None: the rank starts for the first time, and no file is
+                its own.
+            is_complete: whether all chunks of the rank are committed.
+            root: folder of a retry that starts; "": the rank, and all its retries.
         """
-        own: Container[str] = ()
-        if commits is not None and found.by_rank[rank]:
-            own = self._own(commits, found, is_complete)
+        own_names: Container[str] = ()
+        if commits is not None and listing.by_rank[rank]:
+            own_names = self._own(commits, listing, is_complete)
         names = sorted(
-            name for retry, name in found.by_rank[rank] if root in ("", retry) and name not in own
+            name
+            for retry, name in listing.by_rank[rank]
+            if root in ("", retry) and name not in own_names
         )
         if not names:
             return
@@ -249,7 +253,7 @@ class OutputFolder:
         if self._mirror:  # without it, a folder that another node has continued is used as it is
             mirror = f" If the mirror {self._mirror} could not be read, keep them until it can be."
         raise OutputMismatch(
-            f"{self.where} holds {plural(len(names), 'file')} that output_filename "
+            f"{self.location} holds {plural(len(names), 'file')} that output_filename "
             f"{self._template!r} may have named, and that no commit of task {rank} names: "
             f"{first_names(names, 20)}. Another run wrote them (datatrove's own InferenceRunner, "
             "or one whose checkpoint was deleted), or they were copied there. "
@@ -258,21 +262,23 @@ class OutputFolder:
             "run of datatrove's own, choose other folders, and set finished_from to the old ones."
         )
 
-    def _own(self, commits: RankCommits, found: OutputListing, is_complete: bool) -> Container[str]:
-        """Returns the uncommitted files that a rank may have published: those of its intents; of a
-        complete rank, and without intents, by their names.
+    def _own(
+        self, commits: RankCommits, listing: OutputListing, is_complete: bool
+    ) -> Container[str]:
+        """Returns the uncommitted files that a rank may have published: the files of its intents;
+        for a complete rank, and without intents, the files with its names.
         """
         if not is_complete:
             published = published_names(self.root, commits.rank)
             if published is not None:
                 return published
-        own = []
-        for _, name in found.by_rank[commits.rank]:
+        own_names = []
+        for _, name in listing.by_rank[commits.rank]:
             match = self.ours.fullmatch(name)
             if match is None:
                 continue
             (root, _), chunk_index = rank_and_chunk(match)
-            # A complete rank, or a retry of it, has yet to commit these.
+            # The rank, or a retry of a complete rank, has yet to commit these.
             if not is_complete or (root, chunk_index) in commits.unfinished:
-                own.append(name)
-        return own
+                own_names.append(name)
+        return own_names

@@ -1,21 +1,21 @@
-"""The owner of an output folder: one run for each ``output_filename``, named by a small file beside
-the folder.
+"""Records the owner of an output folder, one run for each ``output_filename``, in a small file
+beside the folder (the record).
 
-The file is made before the first request, so that only one of several runs succeeds: by a link on a
-disk, a conditional PUT on S3 and Google Cloud Storage, a commit with its parent on the hub. On
-other stores and in buckets of the hub, the file is written, and read again a second later and at
+The record is made before the first request, so that only one of several runs succeeds: by a link on
+a disk, a conditional PUT on S3 and Google Cloud Storage, a commit with its parent on the hub. On
+other stores and in buckets of the hub, the record is written, and read again a second later and at
 the first publication: until then, two runs that start within that second may both continue.
 
-The file is not in the folder, because datatrove's readers take every file there for data. The root
-of a bucket or repository has no place beside it: there the file is hidden in it, and other readers
-skip it. If it cannot be written, only ``Target.publish`` separates two runs.
+The record is not in the folder, because datatrove's readers read every file there as data. There is
+nothing beside the root of a bucket or repository: there the record is a hidden file in the root,
+which other readers skip. If it cannot be written, only ``OutputTarget.publish`` separates two runs.
 
-A file that names another run refuses this run until a person removes the file, except for a removed
-run with checkpoints in this run's place.
+A record of another run refuses this run until a person removes the record, except for a removed run
+whose checkpoints were where this run has its checkpoints.
 
-A run is known by its mirror, or by its ``checkpoints_local_dir`` and its identity, as of its first
-start. The file ``home`` in that folder keeps them, in case the folder is moved or copied, or the
-settings change.
+A record identifies a run by its mirror, or by its ``checkpoints_local_dir`` and its identity, as of
+its first start. The file ``home`` in ``checkpoints_local_dir`` holds them, in case the folder is
+moved or copied, or the settings change.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ from datatrove_ckpt.errors import OutputMismatch
 from datatrove_ckpt.output.file_names import stem
 from datatrove_ckpt.output.hub import HubFolder, is_missing_repository
 
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 
 
 class OutputOwner(NamedTuple):
-    """A run, as the record of an output folder names it.
+    """A run in the record of an output folder.
 
     Attributes:
-        home: its mirror, or its ``checkpoints_local_dir``, as of the run's first start.
-        run: the hash of its identity at that time.
-        key: random, so that a later run in its place differs; "": not known.
-        host: where the record was written.
-        replaces: the key of the removed run in this place, if its record existed when this run
+        home: mirror of the run, or its ``checkpoints_local_dir``, as of its first start.
+        run: hash of its identity at that time.
+        key: random text, by which a later run with the same ``home`` differs; "": unknown.
+        host: host that wrote the record.
+        replaces: key of the removed run with the same ``home``, if its record existed when this run
             began.
     """
 
@@ -67,12 +67,12 @@ class OutputOwner(NamedTuple):
 
 
 class RunOrigin(NamedTuple):
-    """The places by which a run is known: where it began, and its settings now.
+    """The origin by which an owner record identifies a run.
 
     Attributes:
         root: ``checkpoints_local_dir``.
         mirror: ``checkpoints_remote_dir``.
-        run: the hash of the run's identity; None: any hash.
+        run: hash of the run's identity; None: any hash.
     """
 
     root: Path
@@ -98,31 +98,31 @@ class RunOrigin(NamedTuple):
         return OutputOwner(self.place, self.run or "", key, socket.gethostname(), replaces)
 
     def owns(self, owner: OutputOwner) -> bool:
-        kept = self.kept
-        own = kept or self.new_record()
-        if own.key and own.key == owner.key:
+        recorded = self.kept
+        record = recorded or self.new_record()
+        if record.key and record.key == owner.key:
             return True
-        if own.home != owner.home:
+        if record.home != owner.home:
             return False
-        if self.mirror is not None or (kept is not None and not kept.key):
+        if self.mirror is not None or (recorded is not None and not recorded.key):
             return True  # a mirror belongs to one run
         # A node with its own disk began the run, perhaps at the same moment.
-        is_same = own.run == owner.run or (kept is None and self.run is None)
-        return is_same and own.host != owner.host
+        is_same = record.run == owner.run or (recorded is None and self.run is None)
+        return is_same and record.host != owner.host
 
     def is_gone(self, owner: OutputOwner, is_unused: Callable[[], bool]) -> bool:
-        """Whether a record names an earlier run, whose checkpoints were here, and were removed or
+        """Whether a record names an earlier run whose checkpoints were here, and were removed or
         moved.
         """
-        kept = self.kept
-        if kept is not None:  # by another rank, or before a kill, and the record comes next
-            return bool(owner.key) and kept.replaces == owner.key
+        recorded = self.kept
+        if recorded is not None:  # written by another rank, or before a kill; the record comes next
+            return bool(owner.key) and recorded.replaces == owner.key
         if owner.home != str(self.root.absolute()):
             return False
         return owner.host == socket.gethostname() or is_unused()
 
     def keep(self, owner: OutputOwner) -> OutputOwner:
-        """Records the run, unless another rank has, and returns the record."""
+        """Records the run in ``home``, unless another rank has, and returns the record."""
         path = self.root / layout.HOME
         if not path.exists():
             files.keep_first(path, orjson.dumps(owner._asdict()), files.PRIVATE_FILE)
@@ -133,25 +133,24 @@ class OutputOwnership:
     """A run's claim on an output folder.
 
     Args:
-        template: the writer's ``output_filename``. Templates that differ in the ending alone have
+        template: the writer's ``output_filename``. Templates that differ only in the ending have
             one owner.
     """
 
-    def __init__(self, folder: DataFolder, template: str, homes: RunOrigin) -> None:
+    def __init__(self, folder: DataFolder, template: str, origin: RunOrigin) -> None:
         self._folder = folder
         self._template = template
-        self._homes = homes
+        self._origin = origin
         self._record = _record(
             folder, f"{layout.OWNER}{xxhash.xxh3_64_hexdigest(stem(template).encode())}"
         )
 
     def check(self, is_unused: Callable[[], bool] = lambda: False) -> bool:
-        """Returns whether this run owns the folder; False: it may become the owner. Changes
-        nothing.
+        """Whether this run owns the folder; False if it may become the owner. Changes nothing.
 
         Args:
             is_unused: returns whether the folder holds no file of the template. Then a removed run
-                that had its checkpoints in this place is no owner any more.
+                with the same ``home`` no longer owns the folder.
 
         Raises:
             OutputMismatch: another run owns the folder.
@@ -161,14 +160,14 @@ class OutputOwnership:
 
     def _compare(self, is_unused: Callable[[], bool]) -> tuple[bool, OutputOwner | None]:
         owner = self._record.read()
-        if owner is None or self._homes.owns(owner):
+        if owner is None or self._origin.owns(owner):
             return owner is not None, owner
-        if self._homes.is_gone(owner, is_unused):
+        if self._origin.is_gone(owner, is_unused):
             return False, owner
         raise self._refusal(owner)
 
     def claim(self, is_unused: Callable[[], bool]) -> None:
-        """Makes this run the owner, unless another run is. A second call only compares.
+        """Makes this run the owner, unless the folder has another. A second call only compares.
 
         A run without checkpoints cannot own a folder.
 
@@ -176,23 +175,23 @@ class OutputOwnership:
             OutputMismatch: another run owns the folder.
             OSError: the record can be neither read nor written.
         """
-        if self._homes.run is None:
+        if self._origin.run is None:
             return
         try:
             is_owned, owner = self._compare(is_unused)
             if is_owned and owner is not None:
-                self._homes.keep(owner)
+                self._origin.keep(owner)
                 return
             if owner is not None and not is_unused():
-                # All files are its own, unless a rank of this run has replaced the record.
-                homes = self._homes
-                if homes.mirror is None and homes.kept is None and self._record.read() == owner:
+                # All files belong to the owner, unless a rank of this run has replaced the record.
+                origin = self._origin
+                if origin.mirror is None and origin.kept is None and self._record.read() == owner:
                     raise self._refusal(owner)
             replaces = "" if owner is None else owner.key
-            kept = self._homes.keep(self._homes.new_record(secrets.token_hex(8), replaces))
+            recorded = self._origin.keep(self._origin.new_record(secrets.token_hex(8), replaces))
             if owner is not None:
                 self._record.remove()
-            self._record.create(orjson.dumps(kept._asdict()))
+            self._record.create(orjson.dumps(recorded._asdict()))
             self.check()
         except PermissionError as error:
             logger.warning(
@@ -202,9 +201,9 @@ class OutputOwnership:
             )
 
     def _refusal(self, owner: OutputOwner) -> OutputMismatch:
-        where = self._folder.resolve_paths("")
+        location = self._folder.resolve_paths("")
         return OutputMismatch(
-            f"{where} belongs to another run, with checkpoints in {owner.home} (host "
+            f"{location} belongs to another run, with checkpoints in {owner.home} (host "
             f"{owner.host}): both runs would write files that output_filename {self._template!r} "
             "names. Nothing was written. Choose another output folder for this run. If "
             "the other run is no more, or its output was moved away, remove its files there, and "
@@ -213,10 +212,7 @@ class OutputOwnership:
 
 
 def owners_of(folder: DataFolder) -> list[OutputOwner]:
-    """Returns the owners of a folder, one for each template that has a record.
-
-    Raises OSError.
-    """
+    """Returns the owners of a folder, one for each template with a record. Raises OSError."""
     pattern = folder.fs._strip_protocol(_record(folder, f"{layout.OWNER}*").place)
     with retrying.file_system_call():
         names = folder.fs.glob(pattern)
@@ -229,13 +225,13 @@ def owners_of(folder: DataFolder) -> list[OutputOwner]:
 
 def _record(folder: DataFolder, name: str) -> _OwnerRecord:
     if folder.is_local():
-        place = Path(folder.resolve_paths("")).resolve()
-        return _LocalRecord(place.with_name(f".{place.name}.{name}"))
+        location = Path(folder.resolve_paths("")).resolve()
+        return _LocalRecord(location.with_name(f".{location.name}.{name}"))
     hub = HubFolder.of(folder)
     if hub is None:
         root, slash, path = folder.path.rstrip("/").partition("/")  # a bucket, or nothing
-        place = folder.fs.unstrip_protocol(_beside(root + slash, path, name))
-        return _StoredRecord(str(place), folder.fs.storage_options)
+        location = folder.fs.unstrip_protocol(_beside(root + slash, path, name))
+        return _StoredRecord(str(location), folder.fs.storage_options)
     path = _beside("", hub.path, name)
     if hub.is_bucket:
         return _StoredRecord(f"hf://buckets/{hub.repo}/{path}", folder.fs.storage_options)
@@ -243,7 +239,7 @@ def _record(folder: DataFolder, name: str) -> _OwnerRecord:
 
 
 def _beside(root: str, path: str, name: str) -> str:
-    """Returns the path beside the root; a bucket's or repository's root has none."""
+    """Returns the path of a record beside a folder, or in the root of a bucket or repository."""
     parent, last = posixpath.split(path)
     if last:
         last = f".{last}"
@@ -263,7 +259,7 @@ class _OwnerRecord:
             return OutputOwner("(unknown: the record is damaged)", "", "damaged", "")
 
     def create(self, data: bytes) -> None:
-        """Writes the file, unless there is one. Raises OSError."""
+        """Writes the record, unless it exists. Raises OSError."""
         raise NotImplementedError
 
     def remove(self) -> None:
@@ -300,7 +296,7 @@ class _StoredRecord(_OwnerRecord):
         self.place = place
 
     def content(self) -> bytes | None:
-        return self._store.read(self._name, _MOST_BYTES)
+        return self._store.read(self._name, _MAX_BYTES)
 
     def create(self, data: bytes) -> None:
         self._store.create(self._name, data)
@@ -310,7 +306,7 @@ class _StoredRecord(_OwnerRecord):
 
 
 class _HubRecord(_OwnerRecord):
-    """Each commit names its parent, so of two runs only one makes the next commit."""
+    """A record in a repository. Each commit names its parent, so only one of two runs succeeds."""
 
     def __init__(self, hub: HubFolder, path: str) -> None:
         self._hub = replace(hub, path="")
@@ -319,14 +315,14 @@ class _HubRecord(_OwnerRecord):
 
     def content(self) -> bytes | None:
         try:
-            found = self._hub.look_up([self._path])
+            existing = self._hub.look_up([self._path])
         except OSError as error:
             if is_missing_repository(error):
                 return None
             raise
-        if not found:
+        if not existing:
             return None
-        return b"".join(self._hub.blocks(self._path, _MOST_BYTES))
+        return b"".join(self._hub.blocks(self._path, _MAX_BYTES))
 
     def create(self, data: bytes) -> None:
         from huggingface_hub import CommitOperationAdd
@@ -347,7 +343,7 @@ class _HubRecord(_OwnerRecord):
             commit(head=head)
         except OSError as error:
             status = retrying.http_status(error)
-            if status == 429 and not is_there:  # each commit of files compares, too
+            if status == 429 and not is_there:  # each commit of files also compares
                 raise PermissionError(str(error)) from error
             if status != 412:  # another rank or run was first
                 raise

@@ -1,4 +1,4 @@
-"""Where a rank's staged files are published: a local folder, a remote folder, or the hub.
+"""Publishes a rank's staged files: to a local folder, a remote folder, or the hub.
 
 A file appears complete or not at all. All files of a chunk are complete on the local disk before
 the first byte is sent.
@@ -15,15 +15,15 @@ the first byte is sent.
 Only S3 (s3fs) can list open uploads, and show without a trace whether it is writable. Other file
 systems need only ``put_file`` and ``info``.
 
-A rank's uploaded files are committed to the hub with few commits, in a thread of their own. They
-wait until the first file has waited for ``hub_commit_seconds`` or a part of it, or
-there are 100 files, or the rank has no more. While more files may come, they then wait for the
-rank's turn (``hub_pace``).
+A rank's uploaded files are committed to the hub with few commits, in a dedicated thread. They wait
+until the first file has waited for ``hub_commit_seconds`` or a part of it, or there are 100 files,
+or the rank has no more files. While more files may come, they then wait for the rank's turn
+(``hub_pace``).
 
     a kill before the commit       the next attempt writes the chunk again, and does not send
                                    content that the hub has
     a kill after the commit        the next attempt finds equal files there, and makes no commit
-    the commit's answer gets lost  the files are looked up before they are sent again
+    the commit's response is lost  the files are looked up before they are sent again
 
 The hub may lag behind its newest commit, so commits may be repeated harmlessly.
 
@@ -80,33 +80,32 @@ from datatrove_ckpt.output.output_folder import OutputFolder
 
 PART_BYTES = 8 << 20
 """Size of a part of a multipart upload. Files of twice this size and more are sent in parts. s3fs's
-own 50 MiB would send that much again after each reset, and hold ten parts of that size in memory.
+own 50 MiB would be sent again after each reset, and ten such parts be held in memory.
 """
 
 T = TypeVar("T")
 
 
 class OutputTarget(Placement):
-    """Where a rank's files are published. ``staging`` is the folder in which they are written
-    first.
+    """Publishes a rank's files, which are first written to the folder ``staging``.
 
-    A file that is there is replaced only if the rank's intents name its content. Targets differ in
+    An existing file is replaced only if the rank's intents name its content. Targets differ in
     ``create``, ``replace``, ``settle_names``, ``stamp`` and ``hash_of``.
     """
 
     def __init__(self, folder: DataFolder, scratch: Path) -> None:
         self._folder = folder
-        # Each process has a folder: a process that lost its rank must not touch the next one's
-        # files.
+        # Each process has a folder: a process that lost its rank must not touch the files of the
+        # next process.
         self.staging = scratch / layout.STAGING / secrets.token_hex(4)
 
     def publish(
         self, chunk_index: int, staged: StagedFiles, intents: PublishIntents
     ) -> list[OutputFile]:
-        """Publishes a chunk's files, all or none: they appear, or will after ``wait``.
+        """Publishes a chunk's files, all or none: they appear now, or after ``wait``.
 
         Raises:
-            OutputMismatch: a file is there with content that this rank has not published.
+            OutputMismatch: a file exists with content that this rank has not published.
             OutputFailed, StorageFailed: a file cannot be published.
         """
         finished = staged.finished.items()
@@ -118,8 +117,8 @@ class OutputTarget(Placement):
                 continue
             there = self.hash_of(name)
             if there not in intents.hashes(name):
-                for one in created:
-                    remove_file(self._folder, one)
+                for created_name in created:
+                    remove_file(self._folder, created_name)
                 raise other_content(self._folder.resolve_paths(""), [name])
             if there != file.hexdigest():
                 self.replace(file.path, name)
@@ -132,7 +131,7 @@ class OutputTarget(Placement):
         return published
 
     def create(self, staged: Path, name: str) -> bool:
-        """Publishes one file and returns True, unless a file has its name."""
+        """Publishes one file and returns True, unless its name exists."""
         raise NotImplementedError
 
     def replace(self, staged: Path, name: str) -> None:
@@ -145,24 +144,24 @@ class OutputTarget(Placement):
         raise NotImplementedError
 
     def hash_of(self, name: str) -> str:
-        """Returns the hash by which intents name the content that is there now."""
+        """Returns the hash of the file now at this name, as publish intents record it."""
         raise NotImplementedError
 
     def prepare(self) -> None:
-        """Called before the files that earlier processes staged are removed."""
+        """Prepares the target, before the staged files of earlier processes are removed."""
 
     def finish(self) -> None:
-        """Called when everything is published."""
+        """Cleans up, once everything is published."""
 
-    def settle(self, commits: RankCommits, found: OutputListing) -> None:
+    def settle(self, commits: RankCommits, listing: OutputListing) -> None:
         """Adds this process's published files to a listing that lags."""
 
 
 class LocalTarget(OutputTarget):
-    """A folder on a disk. A published file is a second name of the staged file: a name that exists
-    is refused.
+    """A folder on a disk. A file is published as a second name of the staged file, unless the name
+    exists.
 
-    Files are staged in the checkpoint's folder, where no reader of the output looks. If that is on
+    Files are staged in the checkpoint's folder, which no reader of the output reads. If it is on
     another file system, a copy beside the published files replaces the staged file.
     """
 
@@ -233,9 +232,9 @@ class RemoteTarget(OutputTarget):
         self._calls = calls
         self._creator = Creator(folder.fs)
 
-    def _retry(self, what: str, call: Callable[[], T]) -> T:
-        """Calls until it works."""
-        return self._calls.retry(what, call, lease=self._lease)
+    def _retry(self, problem: str, call: Callable[[], T]) -> T:
+        """Retries the call until it succeeds."""
+        return self._calls.retry(problem, call, lease=self._lease)
 
     def create(self, staged: Path, name: str) -> bool:
         if self._look_up(name):
@@ -246,10 +245,10 @@ class RemoteTarget(OutputTarget):
         self.upload(staged, name)
 
     def upload(self, local: Path, name: str, is_new: bool = False, **options: object) -> bool:
-        """Returns False if the file must be new, and its name is taken.
+        """Uploads a file. Returns False if the file must be new, and its name exists.
 
         Raises:
-            OutputFailed: the file could not be uploaded, or the remote one has another size.
+            OutputFailed: the file could not be uploaded, or the remote file has another size.
         """
         size = local.stat().st_size
         put = partial(self._put, local, name, is_new, **options)
@@ -296,11 +295,11 @@ class RemoteTarget(OutputTarget):
 
 
 class S3Target(RemoteTarget):
-    """A folder on S3, through s3fs. It makes no folders: s3fs would make a bucket of a misspelt
+    """A folder on S3, through s3fs. It makes no folders: s3fs would make a bucket with a misspelt
     name.
 
     Args:
-        probe: a name that only this rank of this run uses, for an upload that is never completed.
+        probe: name that only this rank of this run uses, for an upload that is never completed.
     """
 
     def __init__(
@@ -321,20 +320,22 @@ class S3Target(RemoteTarget):
         create = partial(self._call, "create_multipart_upload", self._probe)
         upload = self._retry("cannot be written to", create)["UploadId"]
         self._abort(self._probe, upload)
-        left = self.staging.parent
-        if left.exists():  # what was being uploaded is still staged
-            found = (path.relative_to(left).parts for path in left.rglob("*") if path.is_file())
-            self._abort_open_uploads({self._probe, *("/".join(parts[2:]) for parts in found)})
+        earlier = self.staging.parent
+        if earlier.exists():  # files that were being uploaded are still staged
+            paths = (
+                path.relative_to(earlier).parts for path in earlier.rglob("*") if path.is_file()
+            )
+            self._abort_open_uploads({self._probe, *("/".join(parts[2:]) for parts in paths)})
 
     def upload(self, local: Path, name: str, is_new: bool = False, **options: object) -> bool:
-        part = max(PART_BYTES, -(-local.stat().st_size // 10_000))  # S3's most parts
+        part = max(PART_BYTES, -(-local.stat().st_size // 10_000))  # S3's maximum number of parts
         is_uploaded = super().upload(local, name, is_new, chunksize=part, **options)
         if local.stat().st_size >= 2 * PART_BYTES:
             self._abort_open_uploads({name})  # of failed attempts
         return is_uploaded
 
     def info(self, name: str) -> Info:
-        head = self._call("head_object", name)  # ``info`` may answer from a cached listing
+        head = self._call("head_object", name)  # ``info`` may read a cached listing
         return {"size": head["ContentLength"], "ETag": head["ETag"]}
 
     def _abort_open_uploads(self, names: set[str]) -> None:
@@ -345,7 +346,7 @@ class S3Target(RemoteTarget):
             )
             page = self._retry("the open uploads could not be listed", find)
             for upload in page.get("Uploads", []):
-                if upload["Key"] == key:  # and no longer name
+                if upload["Key"] == key:  # not a longer name
                     self._abort(name, upload["UploadId"])
 
     def _abort(self, name: str, upload: str) -> None:
@@ -369,7 +370,7 @@ class S3Target(RemoteTarget):
 
 
 _ANSWER_SECONDS = 600.0
-"""How long the hub may take to answer a request. The client itself would wait for ever."""
+"""Limit of a request to the hub. The client itself would wait for ever."""
 
 
 class _TargetOnHub(RemoteTarget):
@@ -385,8 +386,8 @@ class _TargetOnHub(RemoteTarget):
         no_bars_in_logs()
         self._hub = hub
 
-    def _retry(self, what: str, call: Callable[[], T], seconds: float = _ANSWER_SECONDS) -> T:
-        return self._calls.retry(what, call, retrying.HUB, seconds, self._lease)
+    def _retry(self, problem: str, call: Callable[[], T], seconds: float = _ANSWER_SECONDS) -> T:
+        return self._calls.retry(problem, call, retrying.HUB, seconds, self._lease)
 
 
 class BucketTarget(_TargetOnHub):
@@ -399,10 +400,10 @@ class BucketTarget(_TargetOnHub):
         return True
 
     def info(self, name: str) -> Info:
-        found = self._hub.look_up([name])
-        if name not in found:
+        existing = self._hub.look_up([name])
+        if name not in existing:
             raise FileNotFoundError(name)
-        return vars(found[name])
+        return vars(existing[name])
 
     def stamp(self, name: str) -> int:
         # A new file may not be listed yet.
@@ -410,14 +411,14 @@ class BucketTarget(_TargetOnHub):
 
 
 MOST_FILES = 100
-"""Files in a commit. The hub advises fewer than 100 or so."""
+"""Limit of the files in a commit. The hub advises fewer than about 100."""
 
 MOST_BYTES = 32 * 2**20
-"""Bytes of small files that travel inside a commit."""
+"""Limit of the bytes of small files that are sent inside a commit."""
 
 
 class UploadedFile:
-    """A file whose content is on the hub, or goes there inside its commit."""
+    """A file whose content is on the hub, or is sent inside its commit."""
 
     def __init__(self, chunk_index: int, name: str, operation: Any) -> None:
         self.chunk_index = chunk_index
@@ -428,25 +429,23 @@ class UploadedFile:
         if self._is_regular:
             self.bytes_in_commit = operation.upload_info.size
         self.earlier: Collection[str] = ()
-        """The hashes of content that the rank may have published under this name, this one too."""
+        """Hashes of all content that the rank may have published under this name."""
 
     @cached_property
     def content_hash(self) -> str:
-        """The file's hash in the hub's listing: SHA-256, or git's hash outside of LFS."""
+        """Hash of the file in the hub's listing: SHA-256, or git's hash outside of LFS."""
         if not self._is_regular:
             return str(self.operation.upload_info.sha256.hex())
         with self.operation.as_file() as file:
-            content = file.read()
-        return hashlib.sha1(
-            b"blob %d\0" % len(content) + content, usedforsecurity=False
-        ).hexdigest()
+            data = file.read()
+        return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 
 
 class HubTarget(_TargetOnHub):
-    """A repository on the hub. What a rank has uploaded is committed in a thread of its own.
+    """A repository on the hub. A dedicated thread commits the uploaded files.
 
     Args:
-        pace: when the rank may commit.
+        pace: decides when the rank may commit.
     """
 
     def __init__(
@@ -467,12 +466,12 @@ class HubTarget(_TargetOnHub):
         self._seen: list[str | None] = [None]
         """The commits of the branch, in the order in which this process has seen them."""
         self._confirmed: dict[str, int] = {}
-        """By the names of committed files: how many commits had been seen before."""
+        """Number of commits seen before a file was committed, by its name."""
         self._uploaded: dict[int, tuple[list[UploadedFile], Path]] = {}
         self._queue: list[UploadedFile] = []
-        """What waits for a commit, oldest first."""
+        """Files that wait for a commit, oldest first."""
         self._chunks: dict[int, tuple[WaitingChunk, Path]] = {}
-        """The chunks of these files, with the folders in which they are staged."""
+        """Chunks of the waiting files, with their staging folders."""
         self._waiting_since = 0.0
         self._change = threading.Condition()
         self._hurried = False
@@ -483,9 +482,7 @@ class HubTarget(_TargetOnHub):
     def publish(
         self, chunk_index: int, staged: StagedFiles, intents: PublishIntents
     ) -> list[OutputFile]:
-        """See ``OutputTarget``. A repository has no file before a commit, which refuses other
-        content itself.
-        """
+        """Uploads a chunk's files. They appear with a commit, which refuses other content."""
         finished = staged.finished
         paths = {name: file.path for name, file in finished.items()}
         uploaded: list[UploadedFile] = []
@@ -495,7 +492,7 @@ class HubTarget(_TargetOnHub):
                 partial(self._preupload, chunk_index, paths),
                 seconds_to_send(paths.values()),
             )
-        # The client leaves them out of a commit without an error.
+        # The client silently omits such files from a commit.
         ignored = [file.name for file in uploaded if getattr(file.operation, "_should_ignore", 0)]
         if ignored:
             raise OutputFailed(
@@ -514,10 +511,10 @@ class HubTarget(_TargetOnHub):
         ]
 
     def _preupload(self, chunk_index: int, paths: Mapping[str, Path]) -> list[UploadedFile]:
-        """Reads the staged files, which must stay until they are committed, and does not send
-        content that the hub has. Raises OSError.
+        """Uploads the staged files, except content that the hub has. Raises OSError.
 
-        Small text files travel inside the commit, outside LFS.
+        The staged files must stay until they are committed. Small text files are sent inside the
+        commit, outside LFS.
         """
         from huggingface_hub import CommitOperationAdd
 
@@ -535,18 +532,20 @@ class HubTarget(_TargetOnHub):
         return [UploadedFile(chunk_index, *item) for item in added.items()]
 
     def hash_of(self, name: str) -> str:
-        found = self._retry("cannot be listed", partial(self._hub.look_up, [name]))
-        if name not in found:
+        existing = self._retry("cannot be listed", partial(self._hub.look_up, [name]))
+        if name not in existing:
             return ""
-        return found[name].hash
+        return existing[name].hash
 
-    def settle(self, commits: RankCommits, found: OutputListing) -> None:
-        """Trusts files whose commit by this process the hub does not show yet.
+    def settle(self, commits: RankCommits, listing: OutputListing) -> None:
+        """Adds files to a listing whose commit by this process the hub does not show yet.
 
-        Other missing files are gone: deleted, or the repository was made anew.
+        Other missing files are lost: they were deleted, or the repository was made again.
         """
-        lost = {one.path: one for one in commits.files if not found.is_right(one)}
-        waited_for = [name for name in lost if name in self._confirmed and name not in found.sizes]
+        lost = {file.path: file for file in commits.files if not listing.is_right(file)}
+        waited_for = [
+            name for name in lost if name in self._confirmed and name not in listing.sizes
+        ]
         if not waited_for:
             return
         head = self._calls.retry("cannot be listed", self._look_at_history, lease=self._lease).head
@@ -556,7 +555,7 @@ class HubTarget(_TargetOnHub):
                 f"{self._hub.url} does not show {plural(len(trusted), 'file')} yet "
                 "whose commit it has confirmed. Check them later with datatrove-ckpt verify."
             )
-            found.sizes |= {name: lost[name].size for name in trusted}
+            listing.sizes |= {name: lost[name].size for name in trusted}
 
     def wait(self, chunk_index: int, waiting: WaitingChunk) -> None:
         uploaded, folder = self._uploaded.pop(chunk_index)
@@ -581,7 +580,7 @@ class HubTarget(_TargetOnHub):
             self._change.notify_all()
 
     def stop(self) -> None:
-        """Ends the waits. A commit under way may still happen; the next attempt finds it."""
+        """Ends the waits. A running commit may still succeed; the next attempt finds it."""
         with self._change:
             self._change.notify_all()
 
@@ -646,30 +645,30 @@ class HubTarget(_TargetOnHub):
                 return
             self._commit_missing(batch, history.head)
         except OSError as error:
-            what = f"{plural(len(self._queue), 'file')} wait for a commit"
+            problem = f"{plural(len(self._queue), 'file')} wait for a commit"
             try:
-                self._calls.sleep(attempts.failed(f"{self._hub.url}: {what}", error))
+                self._calls.sleep(attempts.failed(f"{self._hub.url}: {problem}", error))
             except OSError:
-                raise self._calls.failed(what, error) from error
-            return  # the commit may have happened: the next attempt looks
+                raise self._calls.failed(problem, error) from error
+            return  # the commit may have succeeded: the next attempt checks
         attempts.succeeded()
         self._seconds = self._pace.seconds_of_next()
         with self._change:
             del self._queue[: len(batch)]
             self._waiting_since = time.monotonic()
-            left = {file.chunk_index for file in self._queue}
+            waiting_chunks = {file.chunk_index for file in self._queue}
         for file in batch:
             self._confirmed[plain(file.name)] = len(self._seen)
-            if file.chunk_index not in left:
-                left.add(file.chunk_index)
+            if file.chunk_index not in waiting_chunks:
+                waiting_chunks.add(file.chunk_index)
                 waiting, folder = self._chunks.pop(file.chunk_index)
                 files.disk.remove_tree(folder)
                 waiting.done()
 
     def _look_at_history(self) -> CommitHistory:
-        found = self._hub.history(self._history)
-        self._history = found._replace(made=found.made[:1] + tuple(found.of_last_hour[1:]))
-        self._seen += [commit.oid for commit in found.made if commit.oid not in self._seen]
+        history = self._hub.history(self._history)
+        self._history = history._replace(made=history.made[:1] + tuple(history.of_last_hour[1:]))
+        self._seen += [commit.oid for commit in history.made if commit.oid not in self._seen]
         return self._history
 
     def _commit_missing(self, added: list[UploadedFile], head: str | None) -> None:
@@ -681,24 +680,25 @@ class HubTarget(_TargetOnHub):
 
         Raises:
             OutputMismatch: a file has other content. Nothing was overwritten.
-            OSError: the hub refused, as if ``head`` is not the newest commit, or no answer came.
+            OSError: the hub refused, for example because ``head`` is not the newest commit, or did
+                not respond.
         """
         look_up = partial(self._hub.look_up, [file.name for file in added], head)
-        found = self._calls.run(look_up, _ANSWER_SECONDS)
-        others = [
+        existing = self._calls.run(look_up, _ANSWER_SECONDS)
+        other_names = [
             file.name
             for file in added
-            if file.name in found and found[file.name].hash not in file.earlier
+            if file.name in existing and existing[file.name].hash not in file.earlier
         ]
-        if others:
-            raise other_content(self._hub.url, others)
+        if other_names:
+            raise other_content(self._hub.url, other_names)
         # Copies, because the client refuses committed operations.
         operations = [
             copy.copy(file.operation)
             for file in added
-            if file.name not in found or found[file.name].hash != file.content_hash
+            if file.name not in existing or existing[file.name].hash != file.content_hash
         ]
-        if not operations:  # an earlier commit whose answer got lost
+        if not operations:  # an earlier commit succeeded, but its response was lost
             return
         chunks = ranges({file.chunk_index for file in added})
         title = commit_title(plural(len(added), "file"), self._rank, chunks)
@@ -706,7 +706,7 @@ class HubTarget(_TargetOnHub):
 
 
 def seconds_to_send(paths: Iterable[Path]) -> float:
-    """Returns how long a call may take that sends these files, at 50 kB a second."""
+    """Returns the time limit of a call that sends these files, at 50 kB a second."""
     return _ANSWER_SECONDS + sum(path.stat().st_size for path in paths) / 50_000
 
 
@@ -727,17 +727,17 @@ def make_target(
     return RemoteTarget(output, scratch, lease, folder.calls)
 
 
-_MOST_REMOVED = 1000  # files in a commit
+_MAX_REMOVED = 1000  # files in a commit
 
 
 def remove_output(folder: DataFolder, names: Sequence[str]) -> None:
-    """Removes those of the files that exist. Raises OutputFailed and StorageFailed."""
+    """Removes files that may exist. Raises OutputFailed and StorageFailed."""
     hub = HubFolder.of(folder)
     if hub is not None:
         calls = InterruptibleCalls(hub.url, hub)
-        for start in range(0, len(names), _MOST_REMOVED):
-            part = names[start : start + _MOST_REMOVED]
-            # Looked up at each attempt: the hub refuses to remove missing files.
+        for start in range(0, len(names), _MAX_REMOVED):
+            part = names[start : start + _MAX_REMOVED]
+            # Each attempt looks the files up again: the hub refuses to remove missing files.
             calls.retry(
                 f"{plural(len(part), 'file')} could not be removed", partial(_remove, hub, part)
             )
@@ -758,10 +758,10 @@ def remove_file(folder: DataFolder, name: str) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        where = folder.resolve_paths(name)
+        location = folder.resolve_paths(name)
         raise OutputFailed(
-            f"{where} could not be removed: {retrying.failure_line(error)}. Run the same command "
-            "again."
+            f"{location} could not be removed: {retrying.failure_line(error)}. Run the same "
+            "command again."
         ) from error
 
 

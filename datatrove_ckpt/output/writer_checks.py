@@ -1,7 +1,6 @@
-"""What is refused of a writer, and of its folder, before anything runs.
+"""Refuses a writer, or its folder, before anything runs.
 
-Folders that must differ are a step's output, its checkpoint, what the job reads, and what other
-steps write.
+A step's output must be outside its checkpoint, the job's input, and the output of other steps.
 """
 
 import posixpath
@@ -35,7 +34,8 @@ def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
     secret.
 
     Raises:
-        ConfigError: see the messages.
+        ConfigError: the writer has no file names, a secret in its folder, a compression that cannot
+            work, or file names that cannot be right.
     """
     template = getattr(getattr(writer, "output_filename", None), "template", None)
     if template is None:
@@ -99,13 +99,11 @@ def check_output_folder(writer: DiskWriter, checkpoints: str | None) -> None:
         )
 
 
-def refuse_own_output(name: str, step: object, place: str, writer: DiskWriter) -> None:
-    """Refuses output that a step of the pipeline would read at the next start.
-
-    Raises ConfigError.
+def refuse_own_output(name: str, step: object, writer_path: str, writer: DiskWriter) -> None:
+    """Refuses output that a step of the pipeline would read at the next start. Raises ConfigError.
 
     Args:
-        name, place: of the step, and of the writer, for people.
+        name, writer_path: names of the step and of the writer, for the message.
     """
     if (
         isinstance(step, BaseDiskReader)
@@ -113,8 +111,9 @@ def refuse_own_output(name: str, step: object, place: str, writer: DiskWriter) -
         and _reads(step, writer)
     ):
         raise ConfigError(
-            f"{place}: {_path(writer.output_folder)!r} is inside the folder that {name} reads, "
-            f"{_path(step.data_folder)!r}, so the next start would take this output for input. "
+            f"{writer_path}: {_path(writer.output_folder)!r} is inside the folder that {name} "
+            f"reads, {_path(step.data_folder)!r}, so the next start would take this output for "
+            "input. "
             f"Choose another {setting_name('output_folder')}, or let "
             f"{setting_name('glob_pattern')} leave out {_sample(writer)}."
         )
@@ -163,7 +162,7 @@ def _reads(reader: BaseDiskReader, writer: DiskWriter) -> bool:
     if not has_magic(pattern):
         pattern = f"*{pattern}"  # as datatrove does
     numbered = posixpath.join(posixpath.dirname(name), f"000_{posixpath.basename(name)}")
-    return any(re.match(glob_translate(pattern), one) for one in (name, numbered))
+    return any(re.match(glob_translate(pattern), candidate) for candidate in (name, numbered))
 
 
 def _sample(writer: DiskWriter) -> str:
@@ -176,7 +175,7 @@ def _sample(writer: DiskWriter) -> str:
 
 
 def _below(folder: DataFolder, other: DataFolder) -> str | None:
-    """Returns the path of ``other`` below the folder; "" if they are one, None if it is outside."""
+    """Returns the path of ``other`` below the folder; "" if they are equal, None if outside."""
     parent = _path(folder)
     child = _path(other)
     if child == parent:
@@ -199,16 +198,16 @@ def _path(folder: DataFolder) -> str:
 
 
 def stands_elsewhere(recorded: str, folder: DataFolder) -> bool:
-    """Whether the recorded output folder is another one than this, and exists."""
+    """Whether the recorded output folder is another folder, and exists."""
     other = get_datafolder(recorded)
     try:
         with file_system_call():
             if _path(other) == _path(folder):
                 return False
-            # Not ``exists``: on the hub it takes any error for a folder that is gone.
+            # Not ``exists``: on the hub it returns False for any error.
             other.info("")
             return True
     except FileNotFoundError:
         return False
     except OSError:
-        return True  # nothing shows that it is gone
+        return True  # the folder may exist

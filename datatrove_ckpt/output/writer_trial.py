@@ -22,7 +22,7 @@ from datatrove_ckpt.output.document_codec import RowsOf, decode_for, is_plain, i
 
 
 class _InMemory:
-    """Stands for a writer's file manager, and keeps nothing."""
+    """Replaces a writer's file manager, and discards all data."""
 
     def __init__(self, mode: str) -> None:
         self._is_binary = "b" in mode
@@ -42,13 +42,13 @@ class _InMemory:
 
 
 class WriterTrial:
-    """Tells whether the user's writer, which must never have been opened, can write a document.
+    """Checks whether the user's writer, which must never have been opened, can write a document.
 
-    A writer whose rows are those of datatrove's class makes only the row, 40 times as fast (30 us
-    for ten columns).
+    A writer with the rows of datatrove's class makes only the row, 40 times as fast (30 us for ten
+    columns).
 
     Args:
-        given: types of the input's columns, by their paths in the writer's rows.
+        input_types: types of the input's columns, by their paths in the writer's rows.
         rows: makes rows of a document.
 
     Attributes:
@@ -56,14 +56,14 @@ class WriterTrial:
     """
 
     def __init__(
-        self, writer: DiskWriter, given: arrow_types.Types, rows: RowsOf = one_row
+        self, writer: DiskWriter, input_types: arrow_types.Types, rows: RowsOf = one_row
     ) -> None:
         self._writer = writer
         self._rows = rows
-        self._given = given
+        self._input_types = input_types
         self._takes_usual = False  # not known yet
         self.is_quick = is_usual(writer) and any(
-            one.is_written_by(writer) for one in formats.FORMATS
+            output_format.is_written_by(writer) for output_format in formats.FORMATS
         )
         self._copied = self._copy()
 
@@ -101,7 +101,7 @@ class WriterTrial:
         for document in self._rows(decode(data)):
             if infers_schema(copied):
                 row = copied.adapter(document)
-                columns = ColumnTypes(self._given)
+                columns = ColumnTypes(self._input_types)
                 columns.add([row])
                 for name, kind in columns.types.items():
                     arrow_types.to_arrow(kind, [row[name]])

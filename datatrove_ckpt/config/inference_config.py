@@ -577,10 +577,10 @@ SINGLE_NODE = NodeGroup()
 
 
 class EngineLaunch(NamedTuple):
-    """The input of ``Engine.command``. ``path``: result of ``Engine.find``."""
+    """The input of ``Engine.command``. ``program``: result of ``Engine.find``."""
 
     config: InferenceConfig
-    path: str | None
+    program: str | None
     port: int
     api_key: Secret
     nodes: NodeGroup
@@ -608,9 +608,9 @@ class EngineLaunch(NamedTuple):
     def schema(self) -> str:
         """The known JSON schemas of the answers."""
         schema = self.config.answer_schema
-        asked = self.config.default_generation_params.get("response_format")
-        if asked is not None:
-            schema += json.dumps(asked)
+        response_format = self.config.default_generation_params.get("response_format")
+        if response_format is not None:
+            schema += json.dumps(response_format)
         return schema
 
     @property
@@ -837,12 +837,12 @@ class Engine:
             instead = "json_schema with an enum"
         return f"OpenAI's API takes no {kind}; use {instead}"
 
-    def lacks(self, way: str) -> str:
+    def lacks(self, method: str) -> str:
         """Returns the error if ``generate`` lacks this method with the engine; else ""."""
-        if way in self.ways:
+        if method in self.ways:
             return ""
-        having = ", ".join(engine.name for engine in ENGINES.values() if way in engine.ways)
-        return f"server_type {self.name!r} has no generate.{way}; these have: {having}"
+        having = ", ".join(engine.name for engine in ENGINES.values() if method in engine.ways)
+        return f"server_type {self.name!r} has no generate.{method}; these have: {having}"
 
     def require_package(self) -> None:
         if find_spec(self.package) is None:

@@ -23,7 +23,7 @@ _NO_RETRY = {"x-should-retry": "false"}
 """OpenAI's client obeys this header: the request has had its retries here."""
 
 
-class _Asked(NamedTuple):
+class _OpenRequest(NamedTuple):
     request: web.BaseRequest
     path: str
     body: bytes
@@ -43,7 +43,7 @@ class _AgentRequests:
     def __init__(self, generate: Any) -> None:
         self.refusal: InferenceError | None = None
         self._generate = generate
-        self._asked: list[_Asked] = []
+        self._open: list[_OpenRequest] = []
 
     async def result(
         self, request: web.BaseRequest, path: str, body: bytes, payload: JsonObject
@@ -56,8 +56,8 @@ class _AgentRequests:
         task = self._abandoned(path, body)
         if task is None:
             task = asyncio.create_task(self._generate(payload, path=path, whole=True))
-        asked = _Asked(request, path, body, task)
-        self._asked.append(asked)
+        opened = _OpenRequest(request, path, body, task)
+        self._open.append(opened)
         try:
             result = await task
         except InferenceError as error:
@@ -65,22 +65,22 @@ class _AgentRequests:
             raise
         finally:
             if request.transport is not None:
-                self._asked.remove(asked)
+                self._open.remove(opened)
         self.refusal = None
         return result
 
     async def cancel(self) -> None:
         """Ends the requests whose clients have gone: their answers would not be counted."""
-        tasks = [asked.task for asked in self._asked]
+        tasks = [opened.task for opened in self._open]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _abandoned(self, path: str, body: bytes) -> asyncio.Task[Any] | None:
-        for asked in self._asked:
-            if asked.request.transport is None and asked[1:3] == (path, body):
-                self._asked.remove(asked)
-                return asked.task
+        for opened in self._open:
+            if opened.request.transport is None and opened[1:3] == (path, body):
+                self._open.remove(opened)
+                return opened.task
         return None
 
 

@@ -27,12 +27,12 @@ async def warn_when_blocked() -> None:
                 if beat.wait(_BLOCKED_SECONDS):
                     beat.clear()
                     continue
-                place = runs_at(loop_thread)
-                if place not in _named:
-                    _named.add(place)
+                line = runs_at(loop_thread)
+                if line not in _named:
+                    _named.add(line)
                     logger.warning(
                         f"For {_BLOCKED_SECONDS:g} s, the rollout has blocked the event "
-                        f"loop{place}: nothing else is asked or answered until this returns. Put "
+                        f"loop{line}: nothing else is asked or answered until this returns. Put "
                         "what blocks into a thread: `await asyncio.to_thread(function, ...)`."
                     )
                 beat.wait()

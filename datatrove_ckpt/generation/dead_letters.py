@@ -59,7 +59,7 @@ def dead_letter(
     """
     document = source.document
     encoded = source.as_read or as_read(document).data
-    earlier: Letter = getattr(document, "letter", {})
+    earlier: Letter = getattr(document, "dead_letter", {})
     head: Letter = {
         "ordinal": earlier.get("ordinal", ordinal),
         "id": source.id,
@@ -170,8 +170,8 @@ def next_retry(root: Path, rank: int) -> DeadLetterRetry | None:
 class RetriedDocument(Document):  # type: ignore[misc]
     """A document that was a dead letter before."""
 
-    __slots__ = ("letter",)
+    __slots__ = ("dead_letter",)
 
     def __init__(self, document: Document, letter: Letter) -> None:
         super().__init__(document.text, document.id, document.media, document.metadata)
-        self.letter = letter
+        self.dead_letter = letter

@@ -99,10 +99,10 @@ class DocumentLimit:
         if is_full and not router.waiting and router.in_flight < router.capacity:
             self._elsewhere += 1
         texts = sum(config.texts_for(each.capacity) for config, each in self._models.values())
-        places = texts // self._rollouts
+        capacity = texts // self._rollouts
         if any(len(each.targets) > 1 for _, each in self._models.values()):
-            places += WINDOW
-        self._size = min(self._max_documents, max(1, places) + self._elsewhere)
+            capacity += WINDOW
+        self._size = min(self._max_documents, max(1, capacity) + self._elsewhere)
         sender.may_grow = self._size < self._max_documents
         if self._in_work < self._size:
             self._wake()

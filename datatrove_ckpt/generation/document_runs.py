@@ -95,7 +95,7 @@ class DocumentRuns:
         document = source.document
         answers = DocumentAnswers(self.requests, slot, source.id, len(self._rollouts))
         if isinstance(document, RetriedDocument):
-            answers.is_suspect = document.letter["kind"] == RequestFailed.__name__
+            answers.is_suspect = document.dead_letter["kind"] == RequestFailed.__name__
         retried_letter = self.failures.retried_letter(source, slot.ordinal)
         if retried_letter is not None:
             return answers.finished("dead", source.fingerprint, retried_letter)

@@ -49,62 +49,63 @@ def advice_for(
     error: BaseException, step: RunnerSettings
 ) -> tuple[str, list[Mapping[str, object]]]:
     """Returns the advice for a failed document, and the settings that it names."""
-    way, changes = _way_out(error)
+    advice, changes = _advice(error)
     if step.checkpoints_local_dir is None:
-        return way, changes
+        return advice, changes
     is_ready_made = type(step.rollout_fn).__module__ == InvalidAnswer.__module__
     if not step.accept_changes and not is_ready_made:
-        way += (
+        advice += (
             f" If you change the code of the rollout {name_of(step.rollout_fn)} for that, set "
             "accept_changes: what is done and paid is kept, and the new code works on the "
             "documents that are not done."
         )
-        return way, [_ACCEPTED, *changes]
+        return advice, [_ACCEPTED, *changes]
     if any(isinstance(cause, InvalidAnswer) for cause in causes(error)):
-        way = (
+        advice = (
             "These answers are saved, too, so the same command fails again. "
             f"{_WITHOUT_SUCH} A new run drops them with invalid_answer: drop."
         )
-        return way, [_AS_DEAD_LETTERS]
-    return way, changes
+        return advice, [_AS_DEAD_LETTERS]
+    return advice, changes
 
 
-def _way_out(error: BaseException) -> tuple[str, list[Mapping[str, object]]]:
+def _advice(error: BaseException) -> tuple[str, list[Mapping[str, object]]]:
     rejected = next((cause for cause in causes(error) if isinstance(cause, RequestRejected)), None)
     if rejected is None:
         if any(isinstance(cause, RequestFailed) for cause in causes(error)):
             return f"{_RUN_AGAIN} {_WITHOUT_SUCH}", [_AS_DEAD_LETTERS]
         return _RUN_AGAIN, []
-    way = ""
+    advice = ""
     payload = getattr(error, "payload", None) or {}
     if too_long := _TOO_LONG.search(rejected.body):
         context = int(too_long[1] or 0)
-        asked = max_tokens_of(payload)
+        max_tokens = max_tokens_of(payload)
         prompt = 1
         if prompt_match := _PROMPT_TOKENS.search(rejected.body):
             prompt = int(prompt_match[1])
-        if asked + prompt > context > prompt:
+        if max_tokens + prompt > context > prompt:
             lower = min(context // 2, context - prompt)
-            way = (
-                f"max_tokens is {asked}, and the model's context, which holds the prompt, too, "
-                f"{context}. To continue, lower it, to {lower} for example, and set accept_changes."
+            advice = (
+                f"max_tokens is {max_tokens}, and the model's context, which also holds the "
+                f"prompt, is {context}. To continue, lower it, to {lower} for example, and set "
+                "accept_changes."
             )
-            return way, [{"max_tokens": lower, **_ACCEPTED}]
-        way = (
+            return advice, [{"max_tokens": lower, **_ACCEPTED}]
+        advice = (
             "The prompt is longer than the model's context. ChunkedRollout splits long documents. "
         )
     if "schema" in rejected.body.lower() and "response_format" in payload:
-        way = (
+        advice = (
             "Correct the schema, and set accept_changes. A strict schema, as of OpenAI's API, "
             "requires each of its properties, with the type null if it may be missing, and has "
             "additionalProperties: false."
         )
-        return way, [_ACCEPTED]
+        return advice, [_ACCEPTED]
     fault = "If the server was at fault, correct it"
     if rejected.remembered:
         fault = "The server was not asked this time"
-    way += f"{fault}; to send the request again, set retry_errors."
-    return way, [{"retry_errors": True}]
+    advice += f"{fault}; to send the request again, set retry_errors."
+    return advice, [{"retry_errors": True}]
 
 
 def offer_skipping(error: BaseException) -> None:

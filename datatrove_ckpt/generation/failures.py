@@ -51,7 +51,7 @@ class FailurePolicy:
         Raises:
             CheckpointMismatch: the retry has another document of this number.
         """
-        earlier: Letter = getattr(source.document, "letter", {})
+        earlier: Letter = getattr(source.document, "dead_letter", {})
         ordinal = earlier.get("ordinal", ordinal)
         line = self.retried.get((ordinal, earlier.get("attempts", 0) + 1))
         if line is not None and (other_id := orjson.loads(line)["id"]) != source.id:
@@ -90,7 +90,7 @@ class FailurePolicy:
         name = describe_document(source.id, ordinal)
         cause = f"{cause_of(error).rstrip('.: ')}{user_frame_of(error)}"
         is_kept = self.step.checkpoints_local_dir is not None
-        is_letter = (
+        is_dead_letter = (
             self.step.on_document_error == "dead_letter"
             or (
                 is_kept
@@ -102,14 +102,14 @@ class FailurePolicy:
             )
             or (self.step.skip_bad_requests and is_bad_request(error, rejections))
         )
-        if isinstance(error, NotAwaitable) or not is_letter:
+        if isinstance(error, NotAwaitable) or not is_dead_letter:
             if isinstance(error, errors.CkptError) and not isinstance(
                 error, errors.UnexpectedExit | errors.RequestError
             ):
                 raise error
-            way, changes = advice_for(error, self.step)
+            advice, changes = advice_for(error, self.step)
             raise DocumentFailed(
-                f"D{name[1:]} failed: {cause}. The answers of other documents are saved. {way}",
+                f"D{name[1:]} failed: {cause}. The answers of other documents are saved. {advice}",
                 source.document,
                 failure_of(error),
                 getattr(error, "payload", None),

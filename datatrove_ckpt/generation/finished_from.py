@@ -79,7 +79,11 @@ class EarlierRuns:
     """
 
     def __init__(self, step: RunnerSettings, identity: RunIdentity) -> None:
-        runs = [(place, run) for place in _listed(step.finished_from or ()) for run in _runs(place)]
+        runs = [
+            (location, run)
+            for location in _listed(step.finished_from or ())
+            for run in _runs(location)
+        ]
         changes = [
             change
             for _, run in runs
@@ -110,8 +114,8 @@ class EarlierRuns:
                 changes=[{"accept_changes": True}],
             )
         unknown = [
-            place
-            for place, run in runs
+            location
+            for location, run in runs
             if run.get("accepted_changes") or not describe_alike(run, identity.fields)
         ]
         self.unchecked = ""
@@ -138,34 +142,34 @@ def _all_settings(run: Json) -> list[Json]:
     return [run, *earlier]
 
 
-def _listed(places: Places) -> list[str]:
-    listed = [places] if isinstance(places, str | Path) else places
-    return [str(place) for place in listed]
+def _listed(locations: Places) -> list[str]:
+    listed = [locations] if isinstance(locations, str | Path) else locations
+    return [str(location) for location in listed]
 
 
-def _expanded(place: str) -> str:
-    if "://" in place:
-        return place
-    return str(expand_path("finished_from", place))
+def _expanded(location: str) -> str:
+    if "://" in location:
+        return location
+    return str(expand_path("finished_from", location))
 
 
-def _runs(place: str) -> list[Json]:
+def _runs(location: str) -> list[Json]:
     """Returns the settings of the runs that wrote to a location; {} for a run that is not found."""
     from datatrove_ckpt.mirror.restore import read_job  # few runs need it
 
-    place = _expanded(_OF_TASK.sub("", place))
-    job = read_job(place) or read_job(f"{place}/checkpoints")
+    location = _expanded(_OF_TASK.sub("", location))
+    job = read_job(location) or read_job(f"{location}/checkpoints")
     if job:
         return [job]
     # A folder that was moved or copied as a whole has its own checkpoints beside its output.
-    folder, _, name = place.rstrip("/").rpartition("/")
+    folder, _, name = location.rstrip("/").rpartition("/")
     beside: Json = {}
     with suppress(PermissionError):  # checkpoints are private, and this may be another user
         beside = read_job(f"{folder or '.'}/checkpoints")
     if str(beside.get(OUTPUT_FOLDER)).rpartition("/")[2] == name:
         return [beside]
     runs: list[Json] = []
-    for owner in owners_of(get_datafolder(place)):
+    for owner in owners_of(get_datafolder(location)):
         run: Json = {}
         with suppress(PermissionError):
             if RunOrigin(Path(owner.home), None).kept in (
@@ -185,13 +189,13 @@ class FinishedDocuments:
     """Finds the old results of documents, in one thread; another thread may call ``close``.
 
     Args:
-        places: folders or URLs, which may end with a pattern of file names.
+        locations: folders or URLs, which may end with a pattern of file names.
         rollouts: maximum number of results of a document.
         folder: folder of the temporary file.
         keeps_metadata: the rollout removes no keys of the metadata.
     """
 
-    _places: Places
+    _locations: Places
     _rank: int
     _metadata_key: str
     _rollouts: int
@@ -287,10 +291,10 @@ class FinishedDocuments:
 
     def _read(self) -> None:
         file = self._file
-        places = _listed(self._places)
-        files = [old for place in places for old in self._files(place)]
+        locations = _listed(self._locations)
+        files = [old for location in locations for old in self._files(location)]
         self._are_cells = any(form is CSV for _, _, form in files)
-        names = ", ".join(places)
+        names = ", ".join(locations)
         keys = array("Q")
         offsets = array("Q")
         with explained("write a temporary file in", self._folder):
@@ -330,14 +334,14 @@ class FinishedDocuments:
         for cause in causes:
             logger.warning(f"finished_from: not taken over: {cause}.")
 
-    def _files(self, place: str) -> list[_OldFile]:
-        path = place.replace("${rank}", f"{self._rank:05d}")
+    def _files(self, location: str) -> list[_OldFile]:
+        path = location.replace("${rank}", f"{self._rank:05d}")
         pattern = None
         if "*" in path:
             path, _, pattern = path.rpartition("/")
         folder = get_datafolder(_expanded(path))
-        if "${rank}" not in place and not folder.exists(""):
-            raise ConfigError(f"finished_from: {place} does not exist.")
+        if "${rank}" not in location and not folder.exists(""):
+            raise ConfigError(f"finished_from: {location} does not exist.")
         files = []
         for name in folder.list_files(glob_pattern=pattern):
             parts = name.split("/")
@@ -357,7 +361,7 @@ class FinishedDocuments:
             ):
                 files.append((folder, name, file_format))
         if not files:
-            logger.warning(f"finished_from: {place} names no file of documents.")
+            logger.warning(f"finished_from: {location} names no file of documents.")
         return files
 
     def _documents(self, folder: DataFolder, name: str, form: Format) -> Iterator[Document]:

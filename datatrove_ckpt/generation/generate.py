@@ -166,9 +166,9 @@ class BoundGenerate:
             await self._check("embed", [texts])
             return from_base64((await self._ask("embed", (texts,), params))["embeddings"][0])
         await self._check("embed", texts)
-        asked = [self._ask("embed", (text,), params) for text in texts]
+        requests = [self._ask("embed", (text,), params) for text in texts]
         # Gathers all: if one fails, the request cache has the others for a retry.
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        answers = await asyncio.gather(*requests, return_exceptions=True)
         vectors = []
         for answer in answers:
             if isinstance(answer, BaseException):

@@ -74,7 +74,7 @@ def _is_made(documents: Iterable[Document], shared: Path) -> bool:
         for rank in layout.rank_numbers(root)
     ):
         return False
-    types = _found_types(documents)
+    types = _input_types(documents)
     if types:
         files.keep_first(shared, pa.schema(list(types.items())).serialize().to_pybytes())
     return bool(types)
@@ -92,11 +92,11 @@ def _read_schema(path: Path) -> Schema:
         ) from error
 
 
-def _found_types(documents: Iterable[Document]) -> dict[str, DataType]:
+def _input_types(documents: Iterable[Document]) -> dict[str, DataType]:
     steps = [step for step, _, _ in steps_before(documents)]
     readers = [step for step in steps if isinstance(step, SeekingReader)]
     types: dict[str, DataType] = {}
-    places: dict[str, str] = {}
+    files: dict[str, str] = {}
     changed: set[str] = set()
     for reader in reversed(readers):
         if not reader.has_default_adapter():
@@ -109,12 +109,12 @@ def _found_types(documents: Iterable[Document]) -> dict[str, DataType]:
                     if len(readers) == len(steps):
                         name = path.removeprefix(_METADATA)
                         raise InputError(
-                            f"The column {name!r} has the type {clash.old} in {places[path]!r} and "
+                            f"The column {name!r} has the type {clash.old} in {files[path]!r} and "
                             f"{clash.new} in {file!r}, which no column of a Parquet output can "
                             "hold. Convert the files to one type, or write output_format: jsonl."
                         ) from None
                     changed.add(path)  # a step may convert or remove it
-                places.setdefault(path, file)
+                files.setdefault(path, file)
     return {
         path: written
         for path, kind in types.items()

@@ -54,11 +54,11 @@ class RunReader:
             without: folder of a task that is not counted.
             anew: read the files now. Otherwise, the sums of the last poll may be returned.
         """
-        asked = time.monotonic()
+        called_at = time.monotonic()
         with self._guard:
             is_due = time.monotonic() >= self._next_look
             # Many tasks that start together share a poll.
-            if is_due or (anew and self._began_at < asked):
+            if is_due or (anew and self._began_at < called_at):
                 self._began_at = time.monotonic()
                 by_folder: dict[str, RunTotals] = {}
                 for reader in self._readers:

@@ -156,7 +156,7 @@ class ProviderPasses:
                     # A provider that takes no more batches takes them when others have ended.
                     self._outage.failed(error, lambda: math.inf)
                     # The wait after five failures.
-                    await asyncio.sleep(retrying.SERVER.wait(5, error.asked_wait))
+                    await asyncio.sleep(retrying.SERVER.wait(5, error.retry_after))
             if has_advanced:
                 continue
             created = all(batch.id or batch.number in self._undecided for batch in batches)

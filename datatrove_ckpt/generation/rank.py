@@ -262,7 +262,9 @@ class _Run:
 
     def _open_source(self, documents: Iterable[Document]) -> DocumentSource:
         step = self.step
-        makes_letters = step.on_document_error == "dead_letter" or bool(step.settings_for_letters)
+        makes_dead_letters = step.on_document_error == "dead_letter" or bool(
+            step.settings_for_letters
+        )
         finished = None
         if step.finished_from:
             finished = FinishedDocuments(
@@ -275,7 +277,7 @@ class _Run:
             )
         return DocumentSource(
             documents,
-            makes_letters or step.skip_bad_requests,
+            makes_dead_letters or step.skip_bad_requests,
             step.seek,
             step.steps_before,
             Revisions(self.root),

@@ -71,8 +71,8 @@ async def unsent_prompts(rollout_fn: Rollout, documents: Iterable[Document]) -> 
     return prompts
 
 
-def noting(rollout_fn: Rollout, asked: NotedRequests) -> Rollout:
-    """Wraps the rollout function, and records each document's requests in ``asked``.
+def noting(rollout_fn: Rollout, recorded: NotedRequests) -> Rollout:
+    """Wraps the rollout function, and records each document's requests in ``recorded``.
 
     Raises:
         ConfigError: a file that the rollout needs is missing here.
@@ -82,7 +82,7 @@ def noting(rollout_fn: Rollout, asked: NotedRequests) -> Rollout:
 
     async def rollout(document: Document, generate: Generate, **shared: object) -> object:
         return await rollout_fn(
-            document, _RecordingGenerate(generate, asked.setdefault(id(document), [])), **shared
+            document, _RecordingGenerate(generate, recorded.setdefault(id(document), [])), **shared
         )
 
     if isinstance(rollout_fn, PromptRollout):
@@ -95,16 +95,16 @@ class _RecordingGenerate:
     """Wraps a ``generate``, or a method or model of it, and records each question and answer."""
 
     _generate: Any
-    _noted: list[RecordedRequest]
+    _recorded: list[RecordedRequest]
     _model: str = ""
 
-    async def __call__(self, asked: object, /, *more: object, **settings: object) -> object:
-        request = RecordedRequest(_question(asked), _prompt(asked), model=self._model)
+    async def __call__(self, payload: object, /, *more: object, **settings: object) -> object:
+        request = RecordedRequest(_question(payload), _prompt(payload), model=self._model)
         request.started = time.monotonic()
-        self._noted.append(request)
+        self._recorded.append(request)
         answer: Any
         try:
-            answer = await self._generate(asked, *more, **settings)
+            answer = await self._generate(payload, *more, **settings)
         finally:
             request.ended = time.monotonic()
         request.answer_text = str(getattr(answer, "text", "") or answer)
@@ -120,7 +120,9 @@ class _RecordingGenerate:
     def __getattr__(self, name: str) -> Any:
         if name == "once":  # sends no request
             return self._generate.once
-        return _RecordingGenerate(getattr(self._generate, name), self._noted, self._model or name)
+        return _RecordingGenerate(
+            getattr(self._generate, name), self._recorded, self._model or name
+        )
 
 
 def _question(payload: Any) -> str:

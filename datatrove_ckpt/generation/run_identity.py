@@ -39,9 +39,9 @@ def run_identity(
     records_per_chunk: int,
     metadata_keys: JsonObject,
     world_size: int,
-    begun: JsonObject,
+    recorded: JsonObject,
 ) -> RunIdentity:
-    """Returns the identity of a run. ``begun``: the settings with which it began, or {}."""
+    """Returns the identity of a run. ``recorded``: the settings with which it began, or {}."""
     output = {
         **metadata_keys,
         "records_per_chunk": records_per_chunk,
@@ -57,9 +57,9 @@ def run_identity(
     fields: JsonObject = {"identity_version": code.version}
     fields |= _fields_of_models(models) | code.fields | output
     # The run's answers may come from endpoints that are no longer in the list.
-    for name, begun_models in begun.items():
+    for name, models_before in recorded.items():
         if without_model(name) == ENDPOINT_MODELS:
-            fields[name] = sorted({*begun_models, *fields.get(name, ())})
+            fields[name] = sorted({*models_before, *fields.get(name, ())})
     if b'"extra_body":' in orjson.dumps(fields):
         fields["extra_body"] = "merged"
         notes["extra_body"] = "before, the server got it as a key of that name"
@@ -71,16 +71,16 @@ def servers_digest(models: Mapping[str, InferenceConfig]) -> str:
     of_models = _fields_of_models(models)
     answering = {name: value for name, value in of_models.items() if affects_answers(name)}
     # The providers of ``endpoints`` have one model, whichever they are.
-    places = [(config.server_type, sorted(map(redact, config.urls))) for config in models.values()]
-    return digest(repr((sorted(answering.items()), places)))
+    servers = [(config.server_type, sorted(map(redact, config.urls))) for config in models.values()]
+    return digest(repr((sorted(answering.items()), servers)))
 
 
-def sent_chats_as_texts(begun: JsonObject) -> bool:
+def sent_chats_as_texts(recorded: JsonObject) -> bool:
     """Returns whether a run that has begun sent JSON in ``prompt_column`` as one message."""
     is_of_column = (
-        begun.get("rollout_fn.prompt_column") and begun.get("rollout_fn.prompt") in BARE
-    ) or "rollout_version" in begun
-    return bool(is_of_column) and CHAT_TEXTS not in begun
+        recorded.get("rollout_fn.prompt_column") and recorded.get("rollout_fn.prompt") in BARE
+    ) or "rollout_version" in recorded
+    return bool(is_of_column) and CHAT_TEXTS not in recorded
 
 
 def answering_flags(engine: Engine, model_kwargs: Mapping[str, object] | None) -> JsonObject:

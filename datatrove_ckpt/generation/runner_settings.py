@@ -199,14 +199,18 @@ class RunnerSettings(PipelineStep):
         """Keeps the form of chats and the output columns of a run that has begun: files with other
         columns would not load together.
         """
-        begun = self._begun()
+        recorded = self._recorded()
         prompt = self.rollout_fn
-        if isinstance(prompt, PromptRollout) and prompt.chat_texts and sent_chats_as_texts(begun):
+        if (
+            isinstance(prompt, PromptRollout)
+            and prompt.chat_texts
+            and sent_chats_as_texts(recorded)
+        ):
             self.rollout_fn = prompt.as_before()
-        if begun:
-            self.tells_endpoints = _ENDPOINT_COLUMN in begun
+        if recorded:
+            self.tells_endpoints = _ENDPOINT_COLUMN in recorded
 
-    def _begun(self) -> JsonObject:
+    def _recorded(self) -> JsonObject:
         """Returns the settings with which the run began; {} if it has not begun."""
         if self.checkpoints_local_dir is not None:
             with suppress(ConfigError, OSError):  # the start of the run reports it
@@ -333,7 +337,7 @@ class RunnerSettings(PipelineStep):
         if self.tells_endpoints:
             keys[_ENDPOINT_COLUMN] = True
         return run_identity(
-            self.code(), self.models, self.output_writer, chunk, keys, world_size, self._begun()
+            self.code(), self.models, self.output_writer, chunk, keys, world_size, self._recorded()
         )
 
     def changed(self, **settings: object) -> Self:
@@ -373,9 +377,9 @@ class RunnerSettings(PipelineStep):
         """
         self.code()
         state = {**self.__dict__}
-        held = {**state}
-        del held["_code_when_made"]  # hashes, under the names of the hashed values
-        names = script_names.collect(held)
+        described = {**state}
+        del described["_code_when_made"]  # hashes, under the names of the hashed values
+        names = script_names.collect(described)
         if names is not None:
             state["_script_names"] = names
         return state

@@ -30,14 +30,14 @@ def user_frame_of(error: BaseException) -> str:
 
     For an error of a library, this is the line of the user's call.
     """
-    places = [(frame.f_code, line) for frame, line in walk_tb(first_failure(error).__traceback__)]
-    if not places or is_package_code(places[-1][0]):
+    frames = [(frame.f_code, line) for frame, line in walk_tb(first_failure(error).__traceback__)]
+    if not frames or is_package_code(frames[-1][0]):
         return ""
-    outside_places = [place for place in places if not is_package_code(place[0])]
-    user_places = [
-        place for place in outside_places if not place[0].co_filename.startswith(_INSTALLED)
+    outside = [frame_line for frame_line in frames if not is_package_code(frame_line[0])]
+    user_frames = [
+        frame_line for frame_line in outside if not frame_line[0].co_filename.startswith(_INSTALLED)
     ]
-    return _place(*(user_places or outside_places)[-1])
+    return _line_text(*(user_frames or outside)[-1])
 
 
 def user_call_site() -> str:
@@ -49,7 +49,7 @@ def user_call_site() -> str:
         if str(frame.f_globals.get("__name__")).partition(".")[0] != datatrove_ckpt.__name__:
             if frame.f_code.co_filename.startswith(_INSTALLED):
                 return ""
-            return _place(frame.f_code, line)
+            return _line_text(frame.f_code, line)
     return ""
 
 
@@ -61,7 +61,7 @@ def runs_at(thread: int) -> str:
         if is_package_code(frame.f_code):
             return ""
         if not frame.f_code.co_filename.startswith(_INSTALLED):
-            return _place(frame.f_code, line)
+            return _line_text(frame.f_code, line)
     return ""
 
 
@@ -69,7 +69,7 @@ def is_package_code(code: CodeType) -> bool:
     return code.co_filename.startswith(_PACKAGE)
 
 
-def _place(code: CodeType, line: int) -> str:
+def _line_text(code: CodeType, line: int) -> str:
     path = Path(code.co_filename)
     here = Path.cwd()
     relative_path = path

@@ -169,9 +169,9 @@ class ChunkedRollout(ReadyMade):
                 payload = self._payload(document, part)
                 first = max(0, index - self.carried_parts)
                 for earlier, result in zip(parts[first:index], results[first:], strict=True):
-                    asked = {"role": "user", "content": fill(self.prompt, document, earlier)}
+                    question = {"role": "user", "content": fill(self.prompt, document, earlier)}
                     payload["messages"][-1:-1] = [
-                        asked,
+                        question,
                         {"role": "assistant", "content": result.text},
                     ]
             results.append(await generate(payload))

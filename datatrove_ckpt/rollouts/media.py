@@ -99,13 +99,13 @@ def split_media(payload: Payload, option: int) -> tuple[list[bytes], list[bytes]
     """Returns a payload's JSON before, between and after its media, and the media's bytes."""
     media: list[bytes] = []
 
-    def place(value: object) -> orjson.Fragment:
+    def placeholder(value: object) -> orjson.Fragment:
         if not isinstance(value, MediaData):
             return media_key(value)
         media.append(value.data)
         return orjson.Fragment(b'"%s\0"' % value.prefix.encode())
 
-    return orjson.dumps(payload, option=option, default=place).split(b"\0"), media
+    return orjson.dumps(payload, option=option, default=placeholder).split(b"\0"), media
 
 
 def kind_of(data: bytes) -> str | None:
@@ -293,20 +293,20 @@ async def parts_of(document: Document, settings: MediaSettings) -> AsyncIterator
         yield [_part(medium, settings) for medium in media]
         return
     budget = _BUDGETS.setdefault(asyncio.get_running_loop(), ByteBudget(media_bytes()))
-    held = 0
+    reserved = 0
     if files:
-        held = await asyncio.to_thread(_sizes, files, settings)
-    await budget.acquire(held)
+        reserved = await asyncio.to_thread(_sizes, files, settings)
+    await budget.acquire(reserved)
     try:
         parts = await _made_in_thread(media, settings)
         if files:  # a picture became smaller
             values = [value for part in parts for value in part[part["type"]].values()]
             needed = sum(len(value.data) for value in values if isinstance(value, MediaData))
-            budget.release(held - needed)
-            held = needed
+            budget.release(reserved - needed)
+            reserved = needed
         yield parts
     finally:
-        budget.release(held)
+        budget.release(reserved)
 
 
 async def _made_in_thread(media: list[_Medium], settings: MediaSettings) -> list[Payload]:

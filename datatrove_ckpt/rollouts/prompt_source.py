@@ -68,16 +68,16 @@ def chat_in(text: str) -> Messages | None:
     return None
 
 
-def _checked(document: Document, place: str, value: Messages) -> Messages:
+def _checked(document: Document, column: str, value: Messages) -> Messages:
     for number, message in enumerate(value):
         if not _is_message(message):
             raise ConfigError(
-                f"{place!r} of document {document.id!r} is a list, but item {number} is no "
+                f"{column!r} of document {document.id!r} is a list, but item {number} is no "
                 "message: messages have a role and a content."
             )
     if not value:
         raise ConfigError(
-            f"{place!r} of document {document.id!r} is an empty list: there is no message to send."
+            f"{column!r} of document {document.id!r} is an empty list: there is no message to send."
         )
     return value
 

@@ -515,7 +515,7 @@ def test_an_endpoint_that_hangs_is_told_once(log):
             outage.answered()
         if now == 3300:
             outage.begin(False, 3201)
-        outage.look(busy, 3600)
+        outage.check_silence(busy, 3600)
         assert round(outage.hangs) == hangs, now
     assert [line.split(" ")[0] for line in log] == ["WARNING", "INFO", "WARNING"]
     assert "has not answered for 121 s, and its requests took 5 s at most." in log[0]

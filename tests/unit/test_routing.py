@@ -126,7 +126,7 @@ async def test_a_server_that_comes_back_has_an_empty_cache():
 
 async def test_requests_wait_while_the_caches_are_full_and_open_documents_go_first():
     made = router(1, 100)
-    made.targets[0].usage_each = 0.1
+    made.targets[0].cache_share_per_request = 0.1
     for order in range(9):
         target = await made.acquire(request(order=order))
     new, later = await waiting(made, request(order=9), request(order=3))
@@ -139,8 +139,8 @@ async def test_requests_wait_while_the_caches_are_full_and_open_documents_go_fir
 
 async def test_a_server_that_others_fill_takes_a_quarter_of_its_requests():
     made = router(1, 100)
-    made.targets[0].usage_each = 0.01
-    made.targets[0].foreign = 1000
+    made.targets[0].cache_share_per_request = 0.01
+    made.targets[0].foreign_requests = 1000
     sent = 0
     while made.take(request()) is not None:
         sent += 1
@@ -154,8 +154,8 @@ async def test_a_server_without_requests_takes_a_document_whatever_its_metrics_s
     """Other clients may fill the cache for hours, and metrics may be old."""
     made = router(2, 100)
     for target in made.targets:
-        target.usage_each = usage_each
-        target.foreign = others
+        target.cache_share_per_request = usage_each
+        target.foreign_requests = others
     made.admit(resized=True)
     first = made.take(request(order=1))
     second = made.take(request(order=2))
@@ -170,8 +170,8 @@ async def test_no_request_waits_for_a_home_while_a_server_without_requests_shows
     made = router(2, 8)
     home = await made.acquire(request("one"))
     other = made.targets[1 - made.targets.index(home)]
-    other.usage_each = 1.0
-    other.foreign = 8
+    other.cache_share_per_request = 1.0
+    other.foreign_requests = 8
     made.admit(resized=True)
     for _ in range(7):
         await made.acquire(request("one"))
@@ -333,7 +333,7 @@ async def test_a_request_goes_when_an_answer_took_fewer_tokens_than_expected():
     (waits,) = await waiting(made, Request())
     assert not waits.done()
     for one in sent:
-        target.limits.answered(one.counted, 20)
+        target.limits.answered(one.quota_use, 20)
         made.release(target, one)
     await turns(5)
     assert waits.done()

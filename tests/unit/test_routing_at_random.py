@@ -65,8 +65,8 @@ class World:
     def resize(self):
         target = self.chance.choice(self.router.targets)
         target.limit = self.chance.choice([1, 2, 8, math.inf])
-        target.usage_each = self.chance.choice([0, 0.1, 0.5, 2.0])
-        target.foreign = self.chance.choice([0, 3, 100])
+        target.cache_share_per_request = self.chance.choice([0, 0.1, 0.5, 2.0])
+        target.foreign_requests = self.chance.choice([0, 3, 100])
         self.router.admit(resized=True)
 
     def cool_down(self):

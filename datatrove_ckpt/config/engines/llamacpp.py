@@ -66,7 +66,7 @@ class Llamacpp(Engine):
         start = (sys.executable, "-m", "datatrove_ckpt.inference.servers.llamacpp")
         requests = config.max_concurrent_generations
         flags = {
-            "model": launch.path,
+            "model": launch.program,
             "alias": config.model_name_or_path,
             "port": launch.port,
             "context": config.model_max_context,

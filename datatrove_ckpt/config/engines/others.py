@@ -44,7 +44,7 @@ class Custom(AnyProgram):
     def command(self, launch: EngineLaunch) -> EngineCommand:
         user_flags = dict(launch.config.model_kwargs or {})
         del user_flags["server_script"]
-        start = (launch.python, str(launch.path))
+        start = (launch.python, str(launch.program))
         return launch.command(start, {"port": launch.port}, user_flags)
 
 

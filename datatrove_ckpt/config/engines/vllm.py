@@ -136,8 +136,8 @@ class Vllm(Engine):
             "vllm.entrypoints.openai.api_server",
             "--model",
         )
-        if launch.path:
-            start = (launch.path, "serve")
+        if launch.program:
+            start = (launch.program, "serve")
         elif nodes.count > 1:  # the module of the server alone does not know --headless
             start = (launch.python, "-m", "vllm.entrypoints.cli.main", "serve")
         return launch.command((*start, config.model_name_or_path), flags, user_flags, env)

@@ -172,7 +172,7 @@ class Outage:
         self._since = self._next_line_at = math.inf
         self._is_shown = False
 
-    def look(self, busy: float, timeout: float, name: str = "The server") -> None:
+    def check_silence(self, busy: float, timeout: float, name: str = "The server") -> None:
         """Warns of an unusual silence, and sends nothing again: a slow endpoint, which may be paid,
         behaves alike.
 
@@ -407,7 +407,7 @@ class ModelServers:
             target.up = False
             await _close(target)
 
-    def report(self, event: str, name: str, url: str | None, cause: str) -> None:
+    def report_event(self, event: str, name: str, url: str | None, cause: str) -> None:
         for sender in self.router.senders:
             if sender.on_server is not None:
                 sender.on_server(event, name, url, cause)
@@ -424,7 +424,7 @@ class ModelServers:
             target.pace = AdaptiveLimit(target)
         else:
             target.limit = self.config.max_concurrent_generations
-        target.usage_each = 0.0
+        target.cache_share_per_request = 0.0
         target.failures = 0
         target.cooldown_until = 0.0
         target.up = True
@@ -457,7 +457,7 @@ class ModelServers:
                 name = ", ".join(
                     str(target.url) for target in self.router.targets if target.attempts
                 )
-            self.outage.look(self.oldest_in_flight(), self.timeout, name)
+            self.outage.check_silence(self.oldest_in_flight(), self.timeout, name)
 
     def oldest_in_flight(self) -> float:
         """Returns the age of the oldest attempt in seconds; 0 without requests in flight."""
@@ -551,7 +551,7 @@ class CompletionClient:
                     if not self._router.has_other(target):
                         await self._pause(seconds)
                     if target.limits is not None:
-                        target.limits.not_counted(request.counted)
+                        target.limits.not_counted(request.quota_use)
                     continue
                 return await self._attempt(target, request, body, api)
             except AttemptLost:
@@ -583,7 +583,7 @@ class CompletionClient:
                     continue
                 clock = clock or RequestClock(self.outage, began_at, answers, api.tiers, request)
                 failure = error
-                delay = await self._held_after(error, target, clock)
+                delay = await self._delay_after(error, target, clock)
             finally:
                 self._router.release(target, request)
             work.retries += not failure.unsent
@@ -592,7 +592,7 @@ class CompletionClient:
             await self._wait(delay, failure)
             api = clock.next_api(api, failure)
 
-    async def _held_after(
+    async def _delay_after(
         self, error: RetryableError, target: Target, clock: RequestClock
     ) -> float:
         """Counts a failure, and waits while the request keeps its place. Returns the seconds of the
@@ -610,8 +610,8 @@ class CompletionClient:
             return 0.0
         if target.cooldown_until > time.monotonic() and self._router.has_other(target):
             return 0.0
-        asked = min(error.asked_wait or 0.0, clock.remaining(error))
-        delay = retrying.SERVER.wait(failures, asked)
+        retry_after = min(error.retry_after or 0.0, clock.remaining(error))
+        delay = retrying.SERVER.wait(failures, retry_after)
         if target.pace is None or not error.server_is_limited:
             return delay
         await self._wait(max(delay, target.pace.seconds), error)
@@ -635,7 +635,7 @@ class CompletionClient:
             pause = seconds
             if bounded:
                 pause = min(pause, self.outage.remaining())
-            if failure.asked_wait:  # without it attempts are frequent enough to show the line
+            if failure.retry_after:  # without it attempts are frequent enough to show the line
                 pause = min(pause, self.outage.next_line())
             await self._pause(pause)
             seconds -= pause
@@ -677,7 +677,7 @@ class CompletionClient:
         answer.endpoint = target.name
         if target.limits is not None:
             tokens = token_counts(answer.usage)
-            target.limits.answered(request.counted, tokens.prompt + tokens.completion)
+            target.limits.answered(request.quota_use, tokens.prompt + tokens.completion)
         self.answers += 1
         self.without_reason += not answer.finish_reason
         target.answers += 1
@@ -707,8 +707,8 @@ class CompletionClient:
             transport.is_read = True
             target.mark_alive(started_at)
             target.failures = 0
-            if target.is_said:
-                target.is_said = False
+            if target.is_reported:
+                target.is_reported = False
                 logger.info(f"{target.url} answers again.")
             if target.pace is not None:
                 tokens = answer.usage.get("total_tokens") or 0  # null at some gateways
@@ -730,9 +730,9 @@ class CompletionClient:
             if failure.server_is_well:
                 target.mark_alive(started_at)
             if target.limits is not None and (failure.unsent or failure.server_is_limited):
-                target.limits.not_counted(request.counted)
+                target.limits.not_counted(request.quota_use)
             if target.pace is not None and failure.server_is_limited:
-                target.pace.refused(started_at, failure.asked_wait or 0.0)
+                target.pace.refused(started_at, failure.retry_after or 0.0)
             self._cool_down(target, failure)
             if target.probe is not None and not failure.server_is_well:
                 await target.probe(started_at, failure.status not in retrying.BUSY)
@@ -749,24 +749,24 @@ class CompletionClient:
         lasts = now - target.failing_since
         if failure.unreachable:
             seconds = max(_COOLDOWN, lasts)
-        elif target.fails or failure.server_is_limited:
-            asked = failure.asked_wait or 0.0
+        elif target.is_failing or failure.server_is_limited:
+            retry_after = failure.retry_after or 0.0
             if not self._router.has_other(target):
-                asked = min(_COOLDOWN, asked)
-            seconds = max(_SHORTEST_REST, lasts, asked)
+                retry_after = min(_COOLDOWN, retry_after)
+            seconds = max(_SHORTEST_REST, lasts, retry_after)
         else:
             return
         until = now + min(seconds, 30.0)
-        if target.limits is not None and failure.server_is_limited and not failure.asked_wait:
+        if target.limits is not None and failure.server_is_limited and not failure.retry_after:
             until = min(until, max(now + _SHORTEST_REST, target.limits.frees_at))
         target.cooldown_until = max(target.cooldown_until, until)
         if lasts < _SAY_AFTER or len(self._router.targets) < 2:
             return
-        if failure.refusal is not None and target.fails and self._router.has_other(target):
+        if failure.refusal is not None and target.is_failing and self._router.has_other(target):
             self._leave(target, failure.refusal)
-        elif not target.is_said and now - target.said_at >= _SAY_FAILS_AGAIN:
-            target.is_said = True
-            target.said_at = now
+        elif not target.is_reported and now - target.reported_at >= _SAY_FAILS_AGAIN:
+            target.is_reported = True
+            target.reported_at = now
             advice = ""
             if failure.server_is_limited and self._config.endpoints and target.limits is None:
                 advice = " If it limits requests, give the limits in endpoints."

@@ -271,13 +271,13 @@ class _Connection(asyncio.Protocol):
 
     Attributes:
         transport: asyncio's transport.
-        asked_at: loop time at which its request was sent.
+        sent_at: loop time at which its request was sent.
         last: hashes of the last request and its answer.
     """
 
     def __init__(self, owner: Transport) -> None:
         self.usable = True
-        self.asked_at = 0.0
+        self.sent_at = 0.0
         self.idle_since = 0.0
         self.last: tuple[object, int] = (None, 0)
         self._owner = owner
@@ -366,7 +366,7 @@ class _Connection(asyncio.Protocol):
         if response.status >= 300 or not reusable or self.transport.get_write_buffer_size():
             self._deliver()
             self.abort()
-        elif self._loop.time() - self.asked_at < SHORT:
+        elif self._loop.time() - self.sent_at < SHORT:
             self._deliver()
         else:
             self._loop.call_later(QUIET, self._deliver)
@@ -503,8 +503,8 @@ class Transport:
         if self._closed:
             connection.abort()
             raise ConnectionAbortedError("the client is closed")
-        connection.asked_at = self._loop.time()
-        self._in_flight[connection] = deadline = connection.asked_at + self._timeout
+        connection.sent_at = self._loop.time()
+        self._in_flight[connection] = deadline = connection.sent_at + self._timeout
         if self._timer is None:
             self._timer = self._loop.call_at(deadline, self._expire)
         try:

@@ -274,7 +274,7 @@ class BatchProvider:
         if status in retrying.SERVER.retried:
             raise RetryableError(
                 f"HTTP {status} from {url}: {text}",
-                asked_wait=retrying.retry_after(response.headers),
+                retry_after=retrying.retry_after(response.headers),
                 status=status,
             )
         refused = ServerRefused(

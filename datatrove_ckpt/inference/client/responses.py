@@ -86,7 +86,7 @@ class RetryableError(Exception):
     """Reports a failed attempt; another attempt may succeed.
 
     Attributes:
-        asked_wait: seconds of ``retrying.retry_after``.
+        retry_after: seconds of ``retrying.retry_after``.
         unreachable: whether there was no complete HTTP answer.
         unsent: whether there was no connection, so that the request was not sent.
         status: HTTP status; 0 if there was none, or if it was 2xx.
@@ -96,7 +96,7 @@ class RetryableError(Exception):
 
     cause: str
     _: KW_ONLY
-    asked_wait: float | None = None
+    retry_after: float | None = None
     unreachable: bool = False
     unsent: bool = False
     status: int = 0
@@ -498,9 +498,9 @@ def read_json(raw: bytes) -> object:
     return answer
 
 
-def _refuse_error(place: str, error: object) -> NoReturn:
+def _refuse_error(subject: str, error: object) -> NoReturn:
     raise RetryableError(
-        f"{place} says that it is an error", quoted=json.dumps(error, ensure_ascii=False)
+        f"{subject} says that it is an error", quoted=json.dumps(error, ensure_ascii=False)
     )
 
 

@@ -164,11 +164,11 @@ class Request:
         is_suspect: whether an earlier attempt of the rank has found its document at fault.
 
     Attributes:
-        texts: hashes of its leading texts; None before a router has received it.
-        known_text: hash of the longest leading text that an earlier request had.
+        prefix_hashes: hashes of its leading texts; None before a router has received it.
+        known_prefix: hash of the longest leading text that an earlier request had.
         deaths: deaths of servers at which it was in flight.
-        age: seconds in flight at the first death.
-        counted: share of its attempt in the limits of its endpoint, if the endpoint has limits.
+        age_at_first_death: seconds in flight at the first death.
+        quota_use: share of its attempt in the limits of its endpoint, if the endpoint has limits.
         is_shared: whether several texts share it. It is divided before it fails.
     """
 
@@ -177,16 +177,20 @@ class Request:
     order: int = 0
     body: AnyBody = b""
     is_suspect: bool = False
-    texts: Sequence[int] | None = None
-    known_text: int = 0
+    prefix_hashes: Sequence[int] | None = None
+    known_prefix: int = 0
     is_shared: bool = False
     deaths: list[ServerDeath] = field(default_factory=list)
-    age: float = 0.0
-    counted: QuotaUse = _NOTHING_SENT
+    age_at_first_death: float = 0.0
+    quota_use: QuotaUse = _NOTHING_SENT
 
     def copy(self) -> Request:
         return Request(
-            self.sender, self.document, self.order, deaths=list(self.deaths), age=self.age
+            self.sender,
+            self.document,
+            self.order,
+            deaths=list(self.deaths),
+            age_at_first_death=self.age_at_first_death,
         )
 
     @property
@@ -206,7 +210,7 @@ class Request:
         return sum(not death.attributed for death in self.deaths)
 
     def record_death(self, death: ServerDeath, age: float) -> None:
-        self.age = self.age if self.deaths else age
+        self.age_at_first_death = self.age_at_first_death if self.deaths else age
         self.deaths.append(death)
 
 
@@ -262,20 +266,20 @@ class Target:
         model: name of the model at this server.
         order: priority; requests go to the servers with the lowest order that have room.
         weight: share of the requests among servers with one order.
-        turn: counter that grows with each request, in inverse proportion to the weight.
+        virtual_time: counter that grows with each request, in inverse proportion to the weight.
         limits: limits of requests and tokens per minute; None: there are none.
         transports: connections by path.
         limit: maximum number of requests in flight.
         pace: object that adapts the limit; None: the limit is fixed, or follows the metrics.
-        usage_each: mean share of the KV cache that a running request takes.
-        foreign: number of requests in flight of other clients.
+        cache_share_per_request: mean share of the KV cache that a running request takes.
+        foreign_requests: number of requests in flight of other clients.
         load: used share of its limit, or of its KV cache. At 1 it is full.
         reserved: whether it serves quarantined requests, once the others are answered.
         cooldown_until: time until which other servers get the requests, because requests failed.
         failures: number of failures since its last answer.
         failing_since: time of the first of these failures.
-        is_said: whether the log has reported that it fails.
-        said_at: time of that log line.
+        is_reported: whether the log has reported that it fails.
+        reported_at: time of that log line.
         alive_at: time at which the server last worked, or got its first request after idling.
         accepted_at: start of the youngest attempt that it answered.
         gives_reasons: whether an answer had a finish_reason.
@@ -290,22 +294,22 @@ class Target:
     model: str = ""
     order: int = 0
     weight: float = 1.0
-    turn: float = 0.0
+    virtual_time: float = 0.0
     limits: MinuteLimits | None = None
     transports: dict[str, Transport] = field(default_factory=dict)
     up: bool = False
     limit: float = math.inf
     pace: AdaptiveLimit | None = None
-    usage_each: float = 0.0
-    foreign: float = 0.0
+    cache_share_per_request: float = 0.0
+    foreign_requests: float = 0.0
     load: float = 0.0
     in_flight: int = 0
     attempts: set[Attempt] = field(default_factory=set)
     cooldown_until: float = 0.0
     failures: int = 0
     failing_since: float = 0.0
-    is_said: bool = False
-    said_at: float = -math.inf
+    is_reported: bool = False
+    reported_at: float = -math.inf
     reserved: bool = False
     alive_at: float = 0.0
     accepted_at: float = 0.0
@@ -317,20 +321,20 @@ class Target:
         self.load = 0.0
         # Metrics of an idle engine may be old: a request must come to see new ones.
         if self.in_flight:
-            foreign = min(self.foreign, _MOST_OTHERS * self.in_flight)
-            cache = (self.in_flight + foreign) * self.usage_each / _FULL
+            foreign = min(self.foreign_requests, _MOST_OTHERS * self.in_flight)
+            cache = (self.in_flight + foreign) * self.cache_share_per_request / _FULL
             self.load = max(self.in_flight / self.limit, cache)
 
     @property
-    def fails(self) -> bool:
+    def is_failing(self) -> bool:
         """True if it fails at every request, not at a single request that is at fault."""
         return self.failures >= _FAILURES
 
-    def rests(self, now: float) -> bool:
+    def is_cooling_down(self, now: float) -> bool:
         """Returns whether the server gets no request now. A failing server gets one request at a
         time, after its cooldown.
         """
-        return self.cooldown_until > now or (self.in_flight > 0 and self.fails)
+        return self.cooldown_until > now or (self.in_flight > 0 and self.is_failing)
 
     def start_attempt(self, request: Request) -> Attempt:
         if not self.attempts:
@@ -416,16 +420,16 @@ class AdaptiveLimit:
                 self._every = min(quota.seconds, SERVER.longest_advice) + _MARGIN
                 self._resets_at = sent_at + self._every
 
-    def refused(self, sent_at: float, asked: float) -> None:
-        """Lowers the limit. Obeys ``asked`` (seconds) only after two refusals in a row: a single
-        request may be refused for its content.
+    def refused(self, sent_at: float, retry_after: float) -> None:
+        """Lowers the limit. Obeys ``retry_after`` (seconds) only after two refusals in a row: a
+        single request may be refused for its content.
         """
         now = time.monotonic()
-        if asked and self._was_refused:
+        if retry_after and self._was_refused:
             self._remaining = 0.0
             self._gain = math.inf
             self._known_at = now
-            self._resets_at = now + min(asked, SERVER.longest_advice)
+            self._resets_at = now + min(retry_after, SERVER.longest_advice)
         self._was_refused = True
         if self._is_proven:
             self._is_proven = False
@@ -477,14 +481,14 @@ class Availability:
                 opens_at = max(target.limits.opens_at, target.cooldown_until)
                 self.opens_at = min(self.opens_at, opens_at)
                 continue
-            if target.rests(now):
+            if target.is_cooling_down(now):
                 if load < 1 and (cooling is None or load < cooling.load):
                     cooling = target
                 continue
             self._awaited |= target.bit
             if load < 1:
                 self._free |= target.bit
-                busy = (target.order, load / target.weight, target.turn)
+                busy = (target.order, load / target.weight, target.virtual_time)
                 if self.best is None or busy < least:
                     least = busy
                     self.best = target
@@ -576,16 +580,16 @@ class Router:
         """
         if self._failure:
             raise ServerDied(self._failure)
-        if request.texts is None:
-            request.texts = ()
+        if request.prefix_hashes is None:
+            request.prefix_hashes = ()
             if len(self.targets) > 1 and self.has_homes:
-                request.texts, request.known_text = self._prefixes.find(request.body)
+                request.prefix_hashes, request.known_prefix = self._prefixes.find(request.body)
         if request.may_not_be_sent or (request.deaths and request.is_quarantined):
             return None
         later = self._waiting[WINDOW - 1 : WINDOW]
         if later and (request.sender.order, request.order) > later[0][:2]:
             return None
-        target = self._room().choose(self._prefixes.homes(request.known_text))
+        target = self._room().choose(self._prefixes.homes(request.known_prefix))
         if target is not None:
             self._assign(target, request)
         return target
@@ -595,7 +599,7 @@ class Router:
         if target is not None:
             return target
         future: TargetFuture = asyncio.get_running_loop().create_future()
-        self._prefixes.add(request.texts or (), 0)
+        self._prefixes.add(request.prefix_hashes or (), 0)
         self._enqueue(request, future)
         if len(self._waiting) >= WINDOW:  # cancelled requests may fill the window
             self.admit()
@@ -607,7 +611,7 @@ class Router:
             raise
 
     def release(self, target: Target, request: Request) -> None:
-        was_held = target.reserved or self.in_flight >= self._limit
+        was_full = target.reserved or self.in_flight >= self._limit
         stage = _stage(target.load)
         target.add_in_flight(-1)
         self.in_flight -= 1
@@ -617,7 +621,7 @@ class Router:
         # requests wait for the next minute, an answer with fewer tokens than expected, or the first
         # answer of a server that failed.
         is_changed = stage != _stage(target.load) or self.has_limits
-        if was_held or is_changed or not self._waiting:
+        if was_full or is_changed or not self._waiting:
             self.admit()
 
     def admit(self, resized: bool = False) -> None:
@@ -640,7 +644,7 @@ class Router:
         number = 0
         while number < min(WINDOW, len(waiting)) and room.best is not None:
             _, _, _, request, place = waiting[number]
-            chosen = room.choose(self._prefixes.homes(request.known_text))
+            chosen = room.choose(self._prefixes.homes(request.known_prefix))
             # A request that may not be sent waits until its rank cancels it.
             is_wanted = not place.done() and not request.may_not_be_sent
             if is_wanted and chosen is None:
@@ -669,7 +673,10 @@ class Router:
         """Returns whether another server takes requests now, or will when it has room."""
         now = time.monotonic()
         return any(
-            other is not target and other.up and not other.reserved and not other.rests(now)
+            other is not target
+            and other.up
+            and not other.reserved
+            and not other.is_cooling_down(now)
             for other in self.targets
         )
 
@@ -704,8 +711,8 @@ class Router:
             death.attributed = True
         released = self._quarantine.all()
         self._quarantine.clear()
-        for other, place in released:
-            self._enqueue(other, place)
+        for other, future in released:
+            self._enqueue(other, future)
         self.admit()
 
     def fail(self, cause: str) -> None:
@@ -714,13 +721,13 @@ class Router:
         waiting = self._all_waiting()
         self._waiting = []
         self._quarantine.clear()
-        for _, place in waiting:
-            place.set_exception(ServerDied(cause))
+        for _, future in waiting:
+            future.set_exception(ServerDied(cause))
 
     def _all_waiting(self) -> list[tuple[Request, TargetFuture]]:
-        waiting = [(request, place) for *_, request, place in self._waiting]
+        waiting = [(request, future) for *_, request, future in self._waiting]
         waiting += self._quarantine.all()
-        return [(request, place) for request, place in waiting if not place.done()]
+        return [(request, future) for request, future in waiting if not future.done()]
 
     def _enqueue(self, request: Request, future: TargetFuture) -> None:
         if request.is_quarantined:
@@ -734,14 +741,14 @@ class Router:
                 self.admit()
 
     def _assign(self, target: Target, request: Request) -> Target:
-        self._prefixes.add(request.texts or (), target.bit)
+        self._prefixes.add(request.prefix_hashes or (), target.bit)
         target.add_in_flight(1)
         if not self.has_homes:
             # A server that was down does not catch up.
-            self._turn = max(self._turn, target.turn)
-            target.turn = self._turn + 1 / target.weight
+            self._turn = max(self._turn, target.virtual_time)
+            target.virtual_time = self._turn + 1 / target.weight
         if target.limits is not None:
-            request.counted = target.limits.sent(len(request.body))
+            request.quota_use = target.limits.sent(len(request.body))
         self.in_flight += 1
         return target
 
@@ -888,7 +895,7 @@ class Quarantine:
 
     def add(self, request: Request, future: TargetFuture) -> None:
         self.arrivals += 1
-        heapq.heappush(self._waiting, (request.age, self.arrivals, request, future))
+        heapq.heappush(self._waiting, (request.age_at_first_death, self.arrivals, request, future))
         self._peak = max(self._peak, self.in_flight + len(self._waiting))
 
     def start_next(self) -> tuple[Request, TargetFuture]:
@@ -903,7 +910,7 @@ class Quarantine:
         self._group_limit += 1
 
     def all(self) -> list[tuple[Request, TargetFuture]]:
-        return [(request, place) for _, _, request, place in self._waiting]
+        return [(request, future) for _, _, request, future in self._waiting]
 
     def clear(self) -> None:
         self._waiting = []

@@ -105,7 +105,7 @@ def _error(response: Response, transport: Transport, model: str) -> RetryableErr
     text = " ".join(text.split())
     if status in retrying.SERVER.retried:
         return RetryableError(
-            f"HTTP {status} from {url}: {text}", asked_wait=response.wait, status=status
+            f"HTTP {status} from {url}: {text}", retry_after=response.wait, status=status
         )
     refused = ServerRefused(
         f"{url} answered HTTP {status} for model {model!r}. {_hint(status, transport, text)} "

@@ -183,18 +183,18 @@ async def adapt_admission(
             admission.update(metrics, target.in_flight)
             target.limit = admission.limit
             # Space that no request uses may belong to transfers to other servers.
-            target.usage_each = metrics.cache_usage / (metrics.running or math.inf)
-            target.foreign = max(0.0, metrics.running + metrics.waiting - target.in_flight)
+            target.cache_share_per_request = metrics.cache_usage / (metrics.running or math.inf)
+            target.foreign_requests = max(0.0, metrics.running + metrics.waiting - target.in_flight)
         elif time.monotonic() - read_at < _WAIT_FOR_METRICS_SECONDS:
             continue
         elif tokens is None:
             break
         else:
-            target.usage_each = 0.0
+            target.cache_share_per_request = 0.0
         router.admit(resized=True)
     target.pace = AdaptiveLimit(target)
-    target.usage_each = 0.0
-    target.foreign = 0.0
+    target.cache_share_per_request = 0.0
+    target.foreign_requests = 0.0
     router.admit(resized=True)
     logger.warning(
         f"{name} {reason}, so max_concurrent_generations: auto starts with {FIRST_LIMIT} requests "

@@ -97,8 +97,8 @@ async def ready_endpoints(
         answers = await ask_endpoints(config)
         if all(answer.refused for answer in answers):
             raise ServerRefused(f"{answers[0].url} {answers[0].cause}.")
-        asked = [*zip(endpoints, answers, strict=True)]
-        causes = [f"{endpoint.url}: {answer.cause}" for endpoint, answer in asked if answer.cause]
+        probes = [*zip(endpoints, answers, strict=True)]
+        causes = [f"{endpoint.url}: {answer.cause}" for endpoint, answer in probes if answer.cause]
         if len(causes) < len(answers):
             if causes:
                 logger.warning(
@@ -107,7 +107,7 @@ async def ready_endpoints(
                     "path has no version: their API may be there or below /v1."
                 )
             outage.patience = config.server_patience_seconds
-            return [endpoint._replace(url=answer.api) for endpoint, answer in asked if answer.api]
+            return [endpoint._replace(url=answer.api) for endpoint, answer in probes if answer.api]
         failures = failures + 1
         advice = ""
         outage.patience = ready_window(config)

@@ -78,13 +78,13 @@ def descendants(ancestor: int) -> list[Process]:
     children: dict[int, list[Process]] = {}
     for process in process_table():
         children.setdefault(process.parent, []).append(process)
-    found: list[Process] = []
+    processes: list[Process] = []
     todo = [ancestor]
     while todo:
         below = children.get(todo.pop(), [])
-        found += below
+        processes += below
         todo += [process.pid for process in below]
-    return found
+    return processes
 
 
 def _kill_group(group: int, number: signal.Signals) -> None:

@@ -57,7 +57,7 @@ async def _connected(servers: ModelServers, is_new: bool) -> AsyncIterator[Watch
         for name in config.endpoints_by_name.keys() - open_ones:
             servers.router.senders[0].count_error("left out at the start", name)
     for index, endpoint in enumerate(endpoints):
-        servers.report("ready", config.server_name(index), str(endpoint.url), "")
+        servers.report_event("ready", config.server_name(index), str(endpoint.url), "")
     following: list[asyncio.Task[None]] = []
     if config.max_concurrent_generations == "auto":
         for target in servers.router.targets:

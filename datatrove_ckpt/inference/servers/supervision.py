@@ -84,7 +84,7 @@ class ServerSupervisor:
 
     def _tell(self, event: str, cause: str = "") -> None:
         url = self.server.url if event in ("ready", "reused") else None
-        self.model_servers.report(
+        self.model_servers.report_event(
             event, self.config.server_name(self.server.replica), url, cause.partition("\n")[0]
         )
 

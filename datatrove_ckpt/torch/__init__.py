@@ -1,5 +1,5 @@
-"""Readers as torch datasets whose position can be saved and restored; whole checkpoints of a
-training.
+"""Makes readers torch datasets whose position can be saved and restored, and saves a training in
+whole checkpoints.
 
 Start at ``dataset.py`` (ReaderDataset, ``restore``) and ``checkpoints.py`` (TrainingCheckpoints).
 
@@ -7,7 +7,7 @@ Start at ``dataset.py`` (ReaderDataset, ``restore``) and ``checkpoints.py`` (Tra
     index.py        the rows of an input by number, in ``readers/blocks.py``
     states.py       states of ReaderDataset, their checksums; states of all workers together
     packing.py, mixing.py, stateful.py
-                    Pack, Mix, and what they share with ReaderDataset
+                    Pack, Mix, and their base, which is also ReaderDataset's
     policies.py     when a training saves, and which steps stay
     step_folder.py, training_history.py, training_state.py
                     the folder of a training, as others read it: format of steps, loss curve

@@ -1,5 +1,5 @@
-"""TrainingCheckpoints: model, optimizer, input and random numbers of a training, saved together at
-one step.
+"""``TrainingCheckpoints`` saves model, optimizer, input and random numbers of a training together,
+at one step.
 
     with TrainingCheckpoints("checkpoints", remote="s3://bucket/run") as checkpoints:
         states = {"model": model, "optimizer": optimizer}
@@ -70,11 +70,11 @@ from datatrove_ckpt.torch.training_input import TrainingInput
 
 Writer = Callable[[Path], object]
 
-_LOOK_SECONDS = 0.25  # how often ranks agree whether to save or to stop
-_LOOK_STEPS = 32  # and at the latest after so many steps: they may get slower
+_POLL_SECONDS = 0.25  # how often ranks agree whether to save or to stop
+_POLL_STEPS = 32  # and at the latest after so many steps: they may get slower
 _RETRY_SECONDS = 60.0  # after a save that failed
 _CURVE_SECONDS = 600.0  # between two times that metrics.csv is written
-_SIGN_SECONDS = 30.0  # between the signs of a rank
+_HEARTBEAT_SECONDS = 30.0  # between the heartbeats of a rank
 _MARGIN_SECONDS = 30.0  # between the end of the last save and the end of the job's time
 _INPUT = "input.pt"
 _RANDOM = "random.pt"
@@ -99,14 +99,14 @@ class TrainingCheckpoints:
     the end waits.
 
     Args:
-        folder: where steps are saved: a disk of each node, or one that nodes share.
+        folder: the folder of the steps, on a disk of each node, or on a disk that nodes share.
         remote: a URL (S3, a bucket of the Hugging Face hub, another folder) to which rank 0 copies
-            the newest step of its folder, as soon as the copy before has ended, and then what
-            ``keep`` keeps beside ``Last``. Steps that a folder lacks are restored from there.
-        save: when ``maybe_save`` saves, such as ``EverySteps(500) | EverySeconds("auto")``. None:
-            ``EverySeconds("auto")``.
-        keep: which steps stay, such as ``Last(3) | Best("loss") | Every(10_000)``. None:
-            ``Last(3) | Best("loss")``.
+            the newest step of its folder, as soon as the copy before has ended, and then the steps
+            that ``keep`` keeps beside ``Last``. Steps that a folder lacks are restored from there.
+        save: the policy of ``maybe_save``, such as ``EverySteps(500) | EverySeconds("auto")``.
+            None: ``EverySeconds("auto")``.
+        keep: the policy of the steps that stay, such as ``Last(3) | Best("loss") |
+            Every(10_000)``. None: ``Last(3) | Best("loss")``.
         asynchronous: False: a save returns when it is on the disk.
         only_plain: restore tensors and plain values only. False: any object, which runs code that a
             file names.
@@ -118,7 +118,7 @@ class TrainingCheckpoints:
         signals: names of the signals after which the training saves and ends.
 
     Attributes:
-        metrics: those of the restored step.
+        metrics: the metrics of the restored step.
 
     Raises:
         ConfigError: an argument is not allowed, or differs between the ranks.
@@ -200,7 +200,7 @@ class TrainingCheckpoints:
 
     @property
     def failure(self) -> Exception | None:
-        """Why the latest save is not on the disk, or not in the remote; None: it is there."""
+        """The error of the latest save, if it is not on the disk or in the remote; else None."""
         return self._not_saved or self._not_copied
 
     @property
@@ -264,7 +264,7 @@ class TrainingCheckpoints:
         warn_at = time.monotonic() + _WARN_SECONDS
         shutdown = self._preemption.shutdown
         cause = shutdown.cause
-        while not self._uploading.join(_LOOK_SECONDS):
+        while not self._uploading.join(_POLL_SECONDS):
             if time.monotonic() > warn_at:
                 warn_at = math.inf
                 logger.warning(
@@ -285,8 +285,8 @@ class TrainingCheckpoints:
         """Saves if a save is due, and returns whether it did. Call it after each step. See
         ``save``.
 
-        An evaluation that takes long calls it, too, with the arguments of the step before it: a
-        signal then saves before the evaluation has ended.
+        A long evaluation also calls it, with the arguments of the step before it: a signal then
+        saves before the evaluation has ended.
 
         Raises:
             Preempted, SystemExit: a signal came, or the job's time ends. The step is saved.
@@ -296,7 +296,7 @@ class TrainingCheckpoints:
         self._longest_step = max(self._longest_step, now - self._stepped_at)
         self._stepped_at = now
         if self._has_claimed and now >= self._sign_at and not self._signing.is_running:
-            self._sign_at = now + _SIGN_SECONDS
+            self._sign_at = now + _HEARTBEAT_SECONDS
             ranks = self._ranks
             self._signing.start(write_heartbeat, self._steps.folder, ranks.rank, ranks.size, step)
         stops = 0.0
@@ -325,8 +325,8 @@ class TrainingCheckpoints:
         return due
 
     def _look(self, now: float, step: int, what: Mapping[str, Any]) -> tuple[float, bool]:
-        """Lets all ranks agree on why to stop (0: none does), and whether a save is due, or one
-        that failed is tried again.
+        """Lets all ranks agree on a reason to stop (0: none), and on whether a save is due, or a
+        failed save is tried again.
         """
         self._preemption.stop_before(
             self._time_ends, 2 * (self._pause + self._write_seconds) + _MARGIN_SECONDS
@@ -349,7 +349,7 @@ class TrainingCheckpoints:
         all_stop, all_again, busy, slowest, *times = self._ranks.highest(own)
         self._longest_step = 0.0
         if self._ranks.size > 1:
-            self._look_after = int(min(_LOOK_STEPS, _LOOK_SECONDS / max(slowest, 1e-6)))
+            self._look_after = int(min(_POLL_STEPS, _POLL_SECONDS / max(slowest, 1e-6)))
         since, pause, written, ended = times
         if busy:
             since = -math.inf
@@ -383,26 +383,27 @@ class TrainingCheckpoints:
         writer: Writer | None = None,
         **states: Any,
     ) -> None:
-        """Saves now. Waits for the save before, if that is still written.
+        """Saves now. Waits for the previous save, if that is still being written.
 
         Args:
             step: how many steps the training has made.
-            loader: the rank's own; anything with ``state_dict``, as a StatefulDataLoader.
+            loader: the rank's own loader, with a ``state_dict``, as a StatefulDataLoader has it.
             epoch: the number of this epoch, if the loader reads no dataset of ours.
             metrics: numbers to choose the best step by; also for the loss curve, as ``log``.
-            writer: called in each rank with a folder for what saves itself. It is not asynchronous.
-            states: objects whose ``state_dict`` is the same in all ranks, as that of DDP's model;
-                dicts; or objects of which each rank has a part, as those of FSDP2
-                (``fully_shard``).
+            writer: called in each rank with a folder, for objects that save themselves. It is not
+                asynchronous.
+            states: objects whose ``state_dict`` is the same in all ranks, such as DDP's model;
+                dicts; or objects of which each rank has a part, as with FSDP2 (``fully_shard``).
 
-        A save that fails is logged, and is ``failure`` until one succeeds. The training continues,
-        unless ``on_failure`` raises.
+        A save that fails is logged, and is ``failure`` until a save succeeds. The training
+        continues, unless ``on_failure`` raises.
 
         Raises:
             ConfigError: a state has no ``state_dict``; the shape of a tensor, a number or a text in
-                it differs between ranks, or at the first save a parameter; it holds what no restore
-                takes; there is a writer or FSDP, and nodes have folders of their own; the step is
-                before the last one; or folder or remote hold steps, and nothing was restored.
+                it differs between ranks, or at the first save a parameter; it holds a value that no
+                restore takes; there is a writer or FSDP, and nodes have folders of their own; the
+                step is before the last step; or folder or remote hold steps, and nothing was
+                restored.
             CheckpointLocked: another process saves into the folder.
         """
         began = time.monotonic()
@@ -410,11 +411,11 @@ class TrainingCheckpoints:
         if loader is not None:
             given["loader"] = loader
         sharded.check_savable(given)
-        step = index(step)  # of a tensor, too
+        step = index(step)  # also of a tensor
         if step < self._last.step:
             raise ConfigError(
-                f"save: step {step} comes after step {self._last.step}. Count on from what "
-                "restore returned; a training from the start takes a new folder."
+                f"save: step {step} comes after step {self._last.step}. Count on from the step "
+                "that restore returned; a training from the start takes a new folder."
             )
         numbers = _numbers(metrics or {})
         self._ranks.barrier(f"save({step})")
@@ -499,7 +500,7 @@ class TrainingCheckpoints:
             )
         if input_state is not None and input_state["epoch"] is None:
             logger.warning(
-                "The loader does not tell its epoch: give maybe_save and save epoch=, or count "
+                "The loader does not show its epoch: give maybe_save and save epoch=, or count "
                 "steps."
             )
 
@@ -527,14 +528,14 @@ class TrainingCheckpoints:
         if names and not self._has_looked:
             raise ConfigError(
                 f"{self._steps.folder}, or its remote, holds {max(names)} of an earlier training. "
-                "Call restore() to go on with it, or choose another folder."
+                "Call restore() to continue it, or choose another folder."
             )
         self._steps.refuse_others(there)
 
     def _agree(self, call: Callable[[], object], name: StepName) -> bool:
         """Makes a call in each rank.
 
-        Returns whether all of them succeeded; if not, the save has failed.
+        Returns whether all calls succeeded; if not, the save has failed.
         """
         own: list[Exception] = []
 
@@ -559,7 +560,7 @@ class TrainingCheckpoints:
             self._failures.put(error)
         self._saved_at = time.monotonic()
         logger.error(
-            f"{name} is not saved: {error} The training goes on; the last complete step is kept."
+            f"{name} is not saved: {error} The training continues; the last complete step is kept."
         )
         if self._is_owner:
             with suppress(Exception):
@@ -678,8 +679,8 @@ class TrainingCheckpoints:
     # restore -------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """Returns the steps in the folder and in the remote, the oldest first. Of several with one
-        number, it counts the newest, as ``restore`` does.
+        """Returns the steps in the folder and in the remote, the oldest first. Of several steps
+        with one number, the newest counts, as for ``restore``.
 
         Raises:
             StorageFailed: the folder has none, and the remote cannot be listed.
@@ -699,19 +700,19 @@ class TrainingCheckpoints:
         weights_only: bool = False,
         **states: Any,
     ) -> int | None:
-        """Restores a step that is whole. Logs which newer steps are not, and why.
+        """Restores a whole step. Logs which newer steps are damaged, and why.
 
         Args:
-            step: its number; "latest": the newest one; "best": the best one by ``Best``. The saves
-                that follow an older step are newer than all steps.
-            loader: has not begun yet. That of a ``ReaderDataset`` resumes with any number of ranks,
-                see ``restore``.
+            step: its number; "latest": the newest step; "best": the best step by ``Best``. The
+                saves that follow an older step are newer than all steps.
+            loader: a loader that has not begun yet. A ``ReaderDataset``'s loader resumes with any
+                number of ranks, see ``restore``.
             reader: called in each rank with the folder that the ``writer`` had.
             weights_only: restore the given states alone, and no random numbers: the training does
-                not go on from there.
+                not continue from there.
             states: objects with ``load_state_dict`` and dicts, by the names that ``save`` was
                 given, or some of them. A tensor of a dict with the saved shape keeps its memory,
-                which may be a model's. If one does not fit, others may have changed.
+                which may be a model's. If a state does not fit, others may have changed.
 
         Returns:
             The step; None for "latest" if no step was saved, here or in the remote.
@@ -775,16 +776,16 @@ class TrainingCheckpoints:
     def _choose(
         self, step: int | str | None, loaded: Contents, before: int | None = None
     ) -> tuple[StepName | None, list[str]]:
-        """Returns the newest step (or the best one) that is meant, and is whole in all folders, and
-        why others are not; None for "latest" if there are no steps.
+        """Returns the newest (or best) requested step that is whole in all folders, and the damage
+        of steps before it in that order; None for "latest" if there are no steps.
 
         Raises:
-            CheckpointCorrupt: none is whole.
+            CheckpointCorrupt: no requested step is whole.
             ConfigError: there is no such step.
         """
         self._writing.join()
         found = self._ranks.together(self._names)
-        # Of rank 0's folder.
+        # The training of rank 0's folder counts.
         self._steps.training = next(filter(None, self._ranks.gather(self._steps.training)), "")
         passed: list[str] = []
         names = sorted(set().union(*found))
@@ -853,22 +854,23 @@ class TrainingCheckpoints:
             damage = next(filter(None, found), "")
             if damage:
                 return damage
-            # Nodes may have made the step apart, as one that was lost and is back.
+            # Nodes may have made the step apart, such as a node that was lost and is back.
             manifests = self._ranks.together(partial(self._steps.manifest, name))
             differs = len({manifest.get("save") for manifest in manifests}) > 1
             if not differs:
                 return ""
 
     def _own_damage(self, name: StepName, loaded: Contents, differs: bool) -> str:
-        """Fetches a copy that is missing or differs from the remote.
+        """Returns why this folder's copy of the step cannot be used. First fetches a copy that is
+        missing or differs from the remote.
 
         Raises:
-            StorageFailed: this cannot be found out.
+            StorageFailed: the copy cannot be read.
         """
         if not self._is_owner:
             return ""
         damage = "It is not the same save on all nodes."
-        loaded |= dict.fromkeys(loaded)  # of another step, or save
+        loaded |= dict.fromkeys(loaded)  # they were of another step, or save
         try:
             if not differs:
                 damage = self._steps.damage(name, loaded)
@@ -944,20 +946,21 @@ class TrainingCheckpoints:
         after it are removed.
 
         Args:
-            to: the step; "best": that of the best metric.
-            before: the newest step before this one.
-            loader: the one in use with ``skip_input``; else a new one, with which the loop begins
-                again (``epoch``).
-            skip_input: the input goes on from where it stands, so what broke the model does not
-                come again.
+            to: the step; "best": the step with the best metric.
+            before: a step number, to go back to the newest step before it.
+            loader: the loader in use with ``skip_input``; else a new loader, with which the loop
+                begins again (``epoch``).
+            skip_input: the input continues at its position, so that the rows that broke the model
+                do not come again.
 
         Returns:
-            The step. The training goes on from it.
+            The step. The training continues from it.
 
         Raises:
-            ConfigError: no step is such a one, or both or none of ``to`` and ``before`` are given.
-            CheckpointCorrupt, CheckpointMismatch: as ``restore``.
-            CheckpointLocked: as ``save``.
+            ConfigError: there is no such step, or both or none of ``to`` and ``before`` are given.
+            CheckpointCorrupt, CheckpointMismatch: no such step is whole, or the loader's input is
+                another, see ``restore``.
+            CheckpointLocked: another process saves into the folder.
         """
         if (to is None) == (before is None):
             raise ConfigError("rollback: give one of to= and before=.")
@@ -977,7 +980,7 @@ class TrainingCheckpoints:
         changed: Contents = {}
         if own is not None:
             changed[_INPUT] = inputs
-        # What may fail comes before the model changes, and what others see after it.
+        # Work that may fail comes before the model changes, and effects that others see after it.
         self._ranks.together(partial(self._copy, old, new, changed, back))
         self._load(old, reader, states, loaded)
         self._input.restored.clear()
@@ -1043,7 +1046,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 @dataclass(eq=False)
 class _Task:
-    """At most one call at a time, in a thread that does not keep the process alive, or
+    """Makes at most one call at a time, in a thread that does not keep the process alive, or
     immediately.
     """
 

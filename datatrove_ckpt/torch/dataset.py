@@ -1,4 +1,4 @@
-"""ReaderDataset: rows of files as a torch dataset whose position can be saved and restored.
+"""``ReaderDataset`` has rows of files as a torch dataset whose position can be saved and restored.
 
     from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -213,14 +213,14 @@ class Epoch(Iterator[object]):
             if is_even:
                 what = "another row comes twice"
             name = self._source.name(*self._places(number, number + 1))
-            logger.warning(f"{name} is damaged, so {what}. Further ones are skipped.")
+            logger.warning(f"{name} is damaged, so {what}. Further damaged rows are skipped.")
         self._skipped += 1
         if not is_even:
             return None
         # A copy, so that the windows of the source stay open.
         others = replace(self._source, _open={})
         total = self._count
-        # First the rows after it, then the rows before it.
+        # First the rows behind the damaged row, then the rows before it.
         for low in (*range(number + 1, total, self._chunk), *range(0, number, self._chunk)):
             for other in others.samples(*self._places(low, min(low + self._chunk, total))):
                 if other is not None:
@@ -357,7 +357,7 @@ class ReaderDataset(StatefulIterable):
         self.shuffle_seed = reader.shuffle_seed and int(reader.shuffle_seed)
         self._window = parse_window("128MB")
         self._reader = copy.copy(reader)
-        self._reader.shuffle_seed = None  # the order is that of the epoch
+        self._reader.shuffle_seed = None  # the epoch decides the order
         self._index = InputIndex(self._reader)
 
     @classmethod
@@ -429,9 +429,10 @@ class ReaderDataset(StatefulIterable):
             index: the rank, from 0.
             drop_last: all ranks have the same number of rows, and the last rows are left out.
                 Otherwise they differ by one row at most.
-            batch_size: of a loader that makes the batches. As with ``batch``, its workers then take
-                turns by the batch: only the last batch of a rank is smaller, ``len(loader)`` is
-                exact, and the global batch of a step does not depend on the topology.
+            batch_size: batch size of a loader that makes the batches. As with ``batch``, its
+                workers then take turns by the batch: only the last batch of a rank is smaller,
+                ``len(loader)`` is exact, and the global batch of a step does not depend on the
+                topology.
         """
         refuse(others, _ELSEWHERE)
         check_value("num_shards", Count, num_shards)
@@ -465,8 +466,8 @@ class ReaderDataset(StatefulIterable):
     def batch(self, batch_size: Count, drop_last_batch: bool = False, **others: object) -> Self:
         """Joins ``batch_size`` samples to one. Give the loader ``batch_size=None``.
 
-        A column of numbers, or of arrays of one shape, becomes one array, another one a list. The
-        workers of a loader take turns by the batch.
+        A column of numbers, or of arrays of one shape, becomes one array, another column a list.
+        The workers of a loader take turns by the batch.
         """
         refuse(others, _ELSEWHERE)
         check_value("batch_size", Count, batch_size)
@@ -552,22 +553,22 @@ def restore(loader: "DataLoader", states: Iterable[ReaderState | str | PathLike[
             them; or the one state that ``merge`` of 0.2 made.
 
     Returns:
-        The number of the epoch with which the loop of epochs continues: that of the states, or the
-        next one if no rank had a sample left. Then nothing is loaded, because torchdata begins a
-        loader that had finished once more.
+        The number of the epoch with which the loop of epochs continues: the epoch of the states, or
+        the next epoch if no rank had a sample left. Then nothing is loaded, because torchdata
+        begins a loader that had finished once more.
 
     Raises:
-        ConfigError: the loader has no such dataset, or has begun, or there is no state of one.
+        ConfigError: the loader has no such dataset, or has begun, or there is no dataset's state.
         CheckpointCorrupt: a state or file is damaged.
         CheckpointMismatch: files, seed or another setting have changed; a rank's or worker's state
-            is missing or repeated, or they are of different epochs, settings, inputs or steps; or
-            a loader has made it between two of its snapshots, or a source has rows that are not
-            counted.
+            is missing or repeated; the states are of different epochs, settings, inputs or steps;
+            or a loader has made a state between two of its snapshots, or a source has rows that are
+            not counted.
     """
     dataset = loader.dataset
     if not isinstance(dataset, StatefulIterable):
         raise ConfigError(
-            "restore() needs a loader of a ReaderDataset, Pack or Mix, and this one has a "
+            "restore() needs a loader of a ReaderDataset, Pack or Mix, and this loader has a "
             f"{type(dataset).__name__}. Use loader.load_state_dict(), with the state of this rank, "
             "and the same number of ranks and workers."
         )

@@ -1,4 +1,4 @@
-"""The input of a training: blocks, files, and rows at places of an order.
+"""Reads the input of a training: blocks, files, and rows at places of an order.
 
 The rows of a window are joined to few batches while they are read, and taken out of the batches.
 Each pyarrow take from several chunks copies all chunks, and one joint copy would need twice the
@@ -54,7 +54,7 @@ def json_row(row: Row) -> Row:
 
 
 def _json_value(values: list[float]) -> list[float] | npt.NDArray[np.generic]:
-    """Makes an array of equal numbers; returns the list itself if there is none."""
+    """Makes an array of a list of numbers that one type holds; returns other lists as they are."""
     if not values or type(values[0]) not in (int, float):
         return values
     kinds = set(map(type, values))
@@ -116,7 +116,7 @@ def _is_number_list(kind: pa.DataType) -> bool:
 def _flattened(lists: pa.Array) -> tuple[_Array, Numbers, Numbers] | None:
     """Returns the numbers of all lists, and where each list begins and ends in them.
 
-    None: these are no lists of numbers, or some are None.
+    Returns None if these are no lists of numbers, or some are None.
     """
     if not _is_number_list(lists.type) or lists.null_count or lists.values.null_count:
         return None
@@ -155,7 +155,7 @@ class RowBatches:
     """Rows of several tables, one after the other.
 
     Args:
-        tables: of one schema.
+        tables: tables of one schema.
         joined: join the tables to few batches, because rows are taken in any order.
     """
 
@@ -188,7 +188,7 @@ def _joined(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
     for table in tables:
         group.append(table)
         size += table.nbytes
-        del table  # while the next one is read
+        del table  # while the next table is read
         if size >= _JOINED:
             joined = owned(pa.concat_tables(group))
             group = []
@@ -283,7 +283,7 @@ class RowSource:
     def samples(self, shares: Numbers, rows: Numbers) -> list[JsonObject | None]:
         """Reads the rows as plain dicts, in which lists of numbers are arrays.
 
-        None: a damaged line.
+        A damaged line is None.
         """
         found: dict[int, JsonObject | None] = {}
         for places, part, taken in self._parts(shares, rows):

@@ -1,6 +1,6 @@
 """Prepares a loader's workers: they outlive signals, and have seeds that do not depend on restarts.
 
-torchrun, Slurm and terminals signal workers, too. Then torch's workers die, and the loader raises
+torchrun, Slurm and terminals also signal workers. Then torch's workers die, and the loader raises
 before the training can save. Here workers ignore signals, even ``terminate``. multiprocessing waits
 for workers at the exit, so a thread in each worker watches for the end of the training.
 """
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from datatrove_ckpt.process.shutdown import SIGNALS
 
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 
 
 class OutlivesSignals:
@@ -42,7 +42,7 @@ class OutlivesSignals:
         parent = multiprocessing.parent_process()
         assert parent is not None
         while parent.is_alive() and not self._is_over:
-            parent.join(_LOOK_SECONDS)
+            parent.join(_POLL_SECONDS)
         os._exit(0)
 
 
@@ -52,9 +52,9 @@ def keep_workers(
     """Lets a loader's workers outlive signals. Call it before they start.
 
     Args:
-        seed: of the workers' seeds. None: each iterator draws them from torch's generator, also in
-            a resumed epoch.
-        signals: their names.
+        seed: seed of the workers' seeds. None: each iterator draws them from torch's generator,
+            also in a resumed epoch.
+        signals: names of the signals.
     """
     inner = getattr(loader, "base_dataloader", loader)  # of Accelerate's
     usual = getattr(inner, "worker_init_fn", None)

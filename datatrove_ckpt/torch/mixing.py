@@ -1,4 +1,4 @@
-"""Mix: samples of several sources, in shares that are given.
+"""``Mix`` has samples of several sources, in given shares.
 
     mix = Mix([web, code], weights=[0.7, 0.3], seed=0)
     loader = StatefulDataLoader(mix, batch_size=32, num_workers=4)
@@ -44,7 +44,7 @@ class Mix(stateful.StatefulWrapper):
     Args:
         sources: stateful iterables.
         weights: how often each source is drawn, relative to the others.
-        seed: of the draws.
+        seed: seed of the draws.
         at_end: what follows when a source ends. "stop": the epoch ends, and the rest of the others
             is not read. "drop": the others continue, with their weights, until all have ended; each
             sample is seen once. "repeat": the source begins again, in another order if it shuffles,
@@ -62,7 +62,7 @@ class Mix(stateful.StatefulWrapper):
         at_end: AtEnd = "stop",
     ) -> None:
         super().__init__(sources)
-        weights = [float(weight) for weight in weights]  # of an array, too
+        weights = [float(weight) for weight in weights]  # also of an array
         check(Mix, locals())
         if not sources or len(sources) != len(weights):
             raise ConfigError(
@@ -80,7 +80,7 @@ class Mix(stateful.StatefulWrapper):
         """Returns the number of samples of an epoch, if all are read once.
 
         Raises:
-            TypeError: with another ``at_end`` than "drop", or if a source does not know its length.
+            TypeError: ``at_end`` is not "drop", or a source does not know its length.
         """
         if self.at_end != "drop":
             raise TypeError(

@@ -1,5 +1,5 @@
-"""The order of an epoch: which row of which block stands at which position, and which worker reads
-it. Pure: no files, no torch.
+"""Computes the order of an epoch: which row of which block stands at which position, and which
+worker reads it. Pure: no files, no torch.
 
 Seed, epoch, window and the blocks of the input define one order for all ranks and workers. So a
 state needs only a position (the number of samples before it), at which any number of ranks and
@@ -42,7 +42,7 @@ OPEN_BLOCKS = 24
 """A share has at least this many blocks in its window; else there are fewer shares."""
 OPEN_STREAMS = 16
 _ROW_BYTES = 64
-"""The least size of a row in a window: its place in the order takes memory, too."""
+"""The least size of a row in a window: its place in the order also takes memory."""
 _TOGETHER_BYTES = 2**20
 """Blocks that are read together in the order of the input."""
 _SHARE_COUNTS = (1, 2, 4, *(3 * 2**n for n in range(1, 14)))
@@ -65,7 +65,7 @@ class BlockTable:
     """The blocks of an input as columns.
 
     Args:
-        blocks: in the order of the input.
+        blocks: the blocks, in the order of the input.
         streams: the compressed files.
         skip: leave out so many rows at the beginning.
         limit: leave out all rows after so many; -1: none.
@@ -97,7 +97,7 @@ class BlockTable:
 
     @cached_property
     def hash(self) -> str:
-        """Changes with the rows and bytes of any block, and with ``skip`` and ``limit``."""
+        """A hash of the rows and bytes of all blocks, and of ``skip`` and ``limit``."""
         columns = np.stack([self.file, self.first, self.start, self.rows, self.bytes])
         return xxh3_64_hexdigest(columns.astype("<i8").tobytes())
 
@@ -130,8 +130,10 @@ class Pieces:
 class OpenWindow:
     """A window of one share.
 
-    ``order[i]``: the ``i``-th row of the window, counted over all its pieces. ``first``: the number
-    of the first row in the share. ``shuffled``: the next window does not begin where this one ends.
+    Attributes:
+        order: the rows of the window in their order, as numbers that count over all its pieces.
+        first: the number of the first row in the share.
+        shuffled: the next window does not begin where this window ends.
     """
 
     pieces: Pieces
@@ -160,10 +162,13 @@ class EpochShare:
         salt: int | None,
         files: Numbers | None = None,
     ) -> None:
-        """``salt``: of the permutations; None: rows in the order of the input.
+        """Cuts a share into windows.
 
-        ``files``: the file of each block, if a window has one stretch of each file only. Then files
-        take turns; without permutations, a window has one file, because columns may differ.
+        Args:
+            limit: the largest weight of a window.
+            salt: salt of the permutations; None: rows in the order of the input.
+            files: the file of each block, if a window has one stretch of each file only. Then files
+                take turns; without permutations, a window has one file, because columns may differ.
         """
         self._pieces = pieces
         self._salt = salt
@@ -282,7 +287,7 @@ def deal_files(table: BlockTable, count: int) -> Numbers:
 
 
 def unevenness(table: BlockTable, count: int) -> float:
-    """Returns which part of the longest share of whole files the shortest one lacks."""
+    """Returns the part of the longest share of whole files that the shortest share lacks."""
     sums = np.bincount(deal_files(table, count)[table.file], weights=table.rows, minlength=count)
     if len(sums) and sums.max():
         return float(1 - sums.min() / sums.max())
@@ -388,7 +393,8 @@ Even = Literal["drop", "repeat"] | None
 class Topology:
     """The number of ranks and of workers of each rank (1: the rank itself reads).
 
-    ``batch``: how many samples in a row a worker gets.
+    Attributes:
+        batch: how many samples in a row a worker gets.
     """
 
     ranks: int
@@ -399,7 +405,7 @@ class Topology:
     def slots(self) -> int:
         """The number of workers.
 
-        They are numbered in turn: all ranks' first ones, then all ranks' second ones.
+        They are numbered in turn: all ranks' first workers, then all ranks' second workers.
         """
         return self.ranks * self.workers
 

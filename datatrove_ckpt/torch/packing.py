@@ -1,4 +1,4 @@
-"""Pack: rows of tokens, one after the other, cut into samples of one length.
+"""``Pack`` joins rows of tokens, one after the other, and cuts them into samples of one length.
 
     rows = ReaderDataset(reader).shard(world_size, rank).select_columns(["input_ids"])
     loader = StatefulDataLoader(Pack(rows, 4096, separator=eos), batch_size=8, num_workers=4)
@@ -22,7 +22,7 @@ from datatrove_ckpt.torch.states import Slot
 
 TokenArray = npt.NDArray[Any]
 Columns = dict[str, TokenArray]
-"""By the name of the column."""
+"""Token arrays by the names of their columns."""
 Fill = int | Mapping[str, int]
 
 _FIRST = "first of its row"  # a column of our own

@@ -61,7 +61,7 @@ def daly(save_cost: float, mtbf: float) -> float:
 def efficiency(interval: float, save_cost: float, mtbf: float) -> float:
     """Returns useful time divided by all time (0 to 1), with T seconds of work between two saves.
 
-    T / (M * (exp((T + C) / M) - 1)), as in Daly 2006: saves may be interrupted, too.
+    T / (M * (exp((T + C) / M) - 1)), as in Daly 2006: saves may also be interrupted.
     """
     exponent = (interval + save_cost) / mtbf
     if 0 < exponent < 700:
@@ -75,11 +75,11 @@ class Moment:
 
     Attributes:
         last_step: the step that was saved or restored last.
-        seconds: since the last save. Ranks agree on it a few times a second; between that, and
-            while a save is written, it is -inf.
+        seconds: seconds since the last save. Ranks agree on them a few times a second; otherwise,
+            and while a save is written, they are -inf.
         pause_seconds: how long the last save stopped the training; 0: none was timed.
-        write_seconds: how long it was written.
-        epoch_ended: with the last batch, in one of the ranks. Known beside ``EveryEpoch`` only.
+        write_seconds: how long the last save was written.
+        epoch_ended: one of the ranks had the last batch. Known beside ``EveryEpoch`` only.
     """
 
     step: int
@@ -106,7 +106,7 @@ class Policy:
 class SavePolicy(Policy):
     """Decides when to save. ``a | b`` saves when one of them does.
 
-    While ``moment.seconds`` is finite, all ranks save if one of them is to. Between that, a
+    While ``moment.seconds`` is finite, all ranks save if a save is due in one rank. Otherwise a
     subclass decides by the moment alone: by a clock or a number of its own, one rank would save,
     and wait for the others for ever.
     """
@@ -166,7 +166,7 @@ class EverySteps(SavePolicy):
 
 @dataclass(frozen=True)
 class EverySeconds(SavePolicy):
-    """Saves after so many seconds.
+    """Saves when ``seconds`` have passed since the last save.
 
     "auto": the first time after a minute, then Daly's interval, from the measured pause and
     ``mtbf_seconds``, the mean time between failures of the whole job (None: six hours).
@@ -192,7 +192,7 @@ class EverySeconds(SavePolicy):
 @dataclass(frozen=True)
 class EveryEpoch(SavePolicy):
     """Saves at the end of each epoch: after its last batch, which the loader of a ``ReaderDataset``
-    knows; of others after the first batch of the next epoch.
+    knows; with other loaders after the first batch of the next epoch.
     """
 
     def is_due(self, moment: Moment) -> bool:
@@ -210,7 +210,7 @@ class WhenFailing(SavePolicy):
 
     @cached_property
     def _checks(self) -> subprocess.Popen[bytes]:
-        """Ends when the command fails, or after the training, also if that is killed."""
+        """The shell, which ends when the command fails, or after the training, even if killed."""
         loop = f"while kill -0 $PPID && {{ {self.command}\n}}; do sleep {self.every_seconds}; done"
         return subprocess.Popen(
             loop,

@@ -1,4 +1,4 @@
-"""The ranks of a training: how they agree, and which of them write to which folder."""
+"""Lets the ranks of a training agree, and finds the rank that writes to each folder."""
 
 import ast
 import itertools
@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 _PATIENCE = timedelta(seconds=20)
 _numbers = itertools.count()
 _STARTED = time.time()
-# What only rank 0 is. Each rank may have the tp_rank or local_rank 0.
+# Conditions that only rank 0 meets. Each rank may have the tp_rank or local_rank 0.
 _ALONE = re.compile(
     r"((^|\W|global_|world_|get_)rank\W{0,4} == 0|(^| and )(not ([\w.]*\.)?rank|([\w.]*\.)?"
     r"(is_(main|master|chief)|(is_)?(main_process|master_process|global_zero|world_process_zero|"
@@ -37,16 +37,16 @@ _ALONE = re.compile(
 
 
 class Ranks:
-    """All ranks of torch.distributed, or one rank without it. Each rank makes one, and the same
-    calls.
+    """All ranks of torch.distributed, or one rank without it. Each rank makes an instance, and the
+    same calls.
 
-    They use a group of their own on the CPU, so that nothing waits for the GPUs.
+    The ranks use a group of their own on the CPU, so that nothing waits for the GPUs.
 
-    A call begins with ``barrier``: each rank notes its call in the store of torch.distributed, and
-    the first one waits for the others. After 20 seconds it reads their notes. It is an error if
-    another rank makes another call, if an ``if rank == 0:`` of the user's code leads to this call,
-    so that the others never come, or if a rank has ended and closed its connections. Without such
-    evidence they may be slow: a warning names them, and the rank goes on waiting.
+    A call begins with ``barrier``: each rank records its call in the store of torch.distributed,
+    and the first rank waits for the others. After 20 seconds it reads their records. It is an error
+    if another rank makes another call, if an ``if rank == 0:`` of the user's code leads to this
+    call, so that the others never come, or if a rank has ended and closed its connections. Without
+    such evidence the others may be slow: a warning names them, and the rank continues to wait.
     """
 
     def __init__(self) -> None:
@@ -70,10 +70,10 @@ class Ranks:
             self.writing = _new_group()
 
     def barrier(self, call: str) -> None:
-        """Notes the call. The first rank waits for a while until all ranks make it.
+        """Records the call. The first rank waits for a while until all ranks make it.
 
         Raises:
-            ConfigError: another rank does not make it.
+            ConfigError: another rank does not make the call.
         """
         if self._store is None:
             return
@@ -87,7 +87,7 @@ class Ranks:
                 self._store.set(f"met {self._place}", "")
                 self._store.delete_key(last)
                 self._store.delete_key(f"met {last}")
-            if come > 1:  # of a thousand ranks, one reads the notes of all
+            if come > 1:  # of a thousand ranks, one reads the records of all
                 return
             try:
                 self._store.wait([f"met {self._place}"], _PATIENCE)
@@ -123,7 +123,7 @@ class Ranks:
                     f"ranks save and restore together: write `{lone}` (line {line}) without it."
                 )
         logger.warning(
-            f"{who} has not called it for {_PATIENCE.seconds} s. Goes on waiting: a rank may be "
+            f"{who} has not called it for {_PATIENCE.seconds} s. The wait continues: a rank may be "
             "slow. If it never comes, call this in all ranks, not in one of them."
         )
 
@@ -166,8 +166,8 @@ class Ranks:
         return highest
 
     def owner(self, folder: Path) -> int:
-        """Returns the lowest rank that sees this very folder: a disk of its node, or a shared
-        one.
+        """Returns the lowest rank that sees this very folder, on a disk of its node or a shared
+        disk.
         """
         if self.group is None:
             return 0
@@ -192,7 +192,7 @@ def _unless_ended() -> Iterator[None]:
 
 
 def _lines(file: str) -> list[str]:
-    """Returns the lines of a file; none of one that was edited while it ran."""
+    """Returns the lines of a file; none if the file was edited while it ran."""
     with suppress(OSError):
         if Path(file).stat().st_ctime > _STARTED:
             return []
@@ -200,8 +200,8 @@ def _lines(file: str) -> list[str]:
 
 
 def _lone_condition(source: str, line: int) -> int:
-    """Returns the line of the ``if`` that lets rank 0 alone reach a line; 0: there is none, or what
-    follows a ``return`` in it may be an ``else``.
+    """Returns the line of the ``if`` that lets rank 0 alone reach a line; 0: there is none, or the
+    code after a ``return`` in it may be an ``else``.
     """
     with suppress(SyntaxError):
         for node in ast.walk(statements.parse(source)):

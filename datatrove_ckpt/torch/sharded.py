@@ -1,5 +1,5 @@
-"""States of a training: whether ranks have parts of them (FSDP), whether they are plain, and copies
-in the host's memory.
+"""Finds whether ranks have parts of a training's states (FSDP), and whether states are plain, and
+copies states in the host's memory.
 
 ``torch.distributed.checkpoint`` (DCP) saves such parts as a folder, and restores them on any number
 of ranks, also without FSDP. The training waits while states and random generators are copied.
@@ -83,8 +83,8 @@ def _content(state: Any) -> object:
 
 
 def give(state: Any, content: Any) -> None:
-    """Restores a state whose content is known. Tensors in a dict keep their memory, which may be
-    that of a model, unless they cannot hold the content.
+    """Restores a state whose content is known. Tensors in a dict keep their memory, which may be a
+    model's, unless they cannot hold the content.
 
     Raises ValueError if a tensor of a dict has another shape.
     """
@@ -154,7 +154,7 @@ def save_parts(content: object, folder: Path, group: ProcessGroup | None) -> Non
 def load_parts(
     key: str, states: States, folder: Path, group: ProcessGroup | None, only_plain: bool
 ) -> None:
-    """Gives the object its state, in all ranks of the group."""
+    """Restores the object's state, in all ranks of the group."""
 
     class Planner(dcp.DefaultLoadPlanner):  # type: ignore[misc]
         def load_bytes(self, read_item: object, value: io.BytesIO) -> None:
@@ -228,8 +228,8 @@ def leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
 
 
 def outline(content: object, kinds: tuple[type, ...] = _PLAIN) -> str:
-    """Hashes leaves of some kinds. Of tensors, which may differ between ranks, as of BatchNorm, it
-    takes shape and type.
+    """Hashes leaves of some kinds. Tensors may differ between ranks, as with BatchNorm, so only
+    their shapes and types are hashed.
     """
     found = [
         (key, getattr(leaf, "shape", leaf), getattr(leaf, "dtype", None))
@@ -246,7 +246,7 @@ def check_alike(outlines: Sequence[Mapping[str, str]]) -> None:
             raise ConfigError(
                 f"save: {key} differs between the ranks, in the shape of a tensor, a number, a "
                 "text or the values of a parameter, and rank 0's alone would be kept. Make "
-                "DTensors of the parts of a tensor, or give what belongs to one to a writer."
+                "DTensors of the parts of a tensor, or give what belongs to one rank to a writer."
             )
 
 
@@ -270,9 +270,9 @@ def not_plain(contents: Mapping[str, object]) -> str:
 
 
 class StateSnapshot:
-    """Copies in the host's memory, by the stager of torch.distributed.checkpoint.
+    """Makes copies in the host's memory, by the stager of torch.distributed.checkpoint.
 
-    A copy uses the buffers of the one before again, so only one is in use at a time.
+    Each copy reuses the buffers of the copy before, so only one copy is in use at a time.
     """
 
     @cached_property
@@ -288,7 +288,7 @@ class StateSnapshot:
 
     def take(self, value: list[dict[str, object]]) -> list[dict[str, object]]:
         if any(map(_is_view_or_sparse, (leaf for _, leaf in leaves(value, "")))):
-            return copy.deepcopy(value)  # the stager would copy what lies below
+            return copy.deepcopy(value)  # the stager would copy the tensor below
         try:
             return list(self._stager.stage(value))
         # A tensor has another size than its buffer; torch 2.11 uses no stager twice.
@@ -305,7 +305,7 @@ def _is_view_or_sparse(value: object) -> bool:
 
 def hashes(states: States) -> dict[str, str]:
     """Hashes the parameters of models and optimizers, and the tensors of dicts. Buffers of a model
-    may differ between ranks, as those of BatchNorm.
+    may differ between ranks, as with BatchNorm.
     """
     found = {}
     for key, state in states.items():

@@ -1,5 +1,5 @@
-"""Shared by ``ReaderDataset``, ``Pack`` and ``Mix``: one iteration at a time, its state, what
-copies in workers see.
+"""The base of ``ReaderDataset``, ``Pack`` and ``Mix``: one iteration at a time, its state, and the
+numbers that copies in workers share.
 
 ``Pack`` and ``Mix`` wrap sources, such as streaming datasets of Hugging Face, and hold their
 states. The state of a source must belong to its latest iterator, as in torchdata, whose
@@ -39,7 +39,7 @@ class Source(Stateful, Protocol):
 
 _WORKERS = 512
 _NUMBERS = 6
-# Marks of each worker, and of the process of the training loop.
+# Flags of each worker, and of the process of the training loop.
 _READ = 0
 _TAKEN = 1
 _ENDED = 2
@@ -47,7 +47,7 @@ _PASSED = 3
 
 
 class _Number:
-    """One of the numbers of ``SharedCounters``."""
+    """A number of ``SharedCounters``."""
 
     def __init__(self, place: int) -> None:
         self._place = place
@@ -62,14 +62,14 @@ class _Number:
 class SharedCounters:
     """Numbers that a dataset and its copies in workers share, in shared memory with torch.
 
-    A worker's copy of the dataset would not see later calls. ``worker``: its number; None: the
-    process of the training loop.
+    A worker's copy of the dataset would not see later calls. In the methods, ``worker`` is the
+    number of a worker; None is the process of the training loop.
 
     Attributes:
         epoch_calls: how often ``set_epoch`` was called.
         workers_read: 1: workers have read samples since the last load.
-        again: how many passes over the epoch came before this one, in a loop without ``set_epoch``.
-        has_warned: 1: of an epoch that begins again.
+        again: how many passes over the epoch have ended, in a loop without ``set_epoch``.
+        has_warned: 1: an epoch that begins again was logged.
     """
 
     epoch = _Number(0)
@@ -97,7 +97,7 @@ class SharedCounters:
         self.again = 0
 
     def note_pass(self, worker: int | None) -> None:
-        """Counts a pass that begins after the end of another one, without ``set_epoch``."""
+        """Counts a pass that begins after the end of another pass, without ``set_epoch``."""
         if not (worker or self.epoch_calls) and self.is_marked(_PASSED, worker):
             self._numbers[_cell(_PASSED, worker)] = 0
             self.again += 1
@@ -189,7 +189,7 @@ class StatefulIterable(_Iterable):
 
     @abstractmethod
     def check_state(self, state: ReaderState) -> None:
-        """Raises what ``load_state_dict`` does, and loads nothing."""
+        """Raises the errors of ``load_state_dict``, and loads nothing."""
 
     @abstractmethod
     def set_epoch(self, epoch: int) -> None:
@@ -208,7 +208,7 @@ class StatefulIterable(_Iterable):
         return other
 
     def __getstate__(self) -> ReaderState:
-        # For workers that are not forked. They iterate themselves.
+        # Workers that are not forked iterate themselves.
         return self.__dict__ | {"_running": None, "_begun": None}  # weak references
 
     def __setstate__(self, state: ReaderState) -> None:
@@ -235,7 +235,10 @@ class StatefulIterable(_Iterable):
         return samples
 
     def _take_loaded(self, worker: int | None) -> ReaderState | None:
-        """Raises ConfigError if the workers were started before the state was loaded."""
+        """Returns the loaded state, once in each worker.
+
+        Raises ConfigError if the workers were started before the state was loaded.
+        """
         if worker is not None and self._shared.loads > self._seen_loads:
             raise ConfigError(
                 "A state was loaded into the dataset after the loader had started its workers, "
@@ -250,10 +253,11 @@ class StatefulIterable(_Iterable):
         return None
 
     def _epoch_of(self, state: ReaderState | None, number: int | None, workers: int) -> int:
-        """Raises CheckpointMismatch if the state is of another epoch, or all workers have resumed
-        at the end of an epoch, which would come once more.
+        """Returns the epoch of the next iteration.
 
-        torchdata's loader drops an iterator that resumes there, and begins another.
+        Raises CheckpointMismatch if the state is of another epoch, or all workers have resumed at
+        the end of an epoch, which would come once more. torchdata's loader drops an iterator that
+        resumes there, and begins another.
         """
         shared = self._shared
         epoch = shared.epoch
@@ -292,7 +296,7 @@ class StatefulIterable(_Iterable):
         """Returns the position of the latest iteration. Plain JSON.
 
         Raises:
-            ConfigError: workers of a loader read the samples, and only they know how far they are;
+            ConfigError: workers of a loader read the samples, and only they know their positions;
                 or there are two iterations at once; or a ``Pack`` or ``Mix`` was not read at all.
         """
         if this_worker()[0] is None and self._shared.workers_read:
@@ -305,10 +309,10 @@ class StatefulIterable(_Iterable):
             begun = (one.running for one in self._begun if not one.has_ended)
             if any(running is not self._running for running in begun):
                 raise ConfigError(
-                    f"There are two iterations over one {type(self).__name__}: another one began "
-                    "before this one had ended, and there is one position only, that of the "
-                    "latest. Give each loader a dataset of its own, and drop an iterator that is "
-                    "not needed any more."
+                    f"There are two iterations over one {type(self).__name__}: the second began "
+                    "before the first had ended, and there is one position only, the second's. "
+                    "Give each loader a dataset of its own, and drop an iterator that is not "
+                    "needed any more."
                 )
             return sealed(self._state(self._running))
         if self._loaded is not None:
@@ -491,12 +495,12 @@ def refuse_shuffled(source: object) -> None:
 
 
 def refuse_begun(loader: object) -> None:
-    """Raises ConfigError for a loader of torchdata, or one with persistent workers, that has begun:
-    its iterator would not see a state.
+    """Raises ConfigError for a loader of torchdata, or a loader with persistent workers, that has
+    begun: its iterator would not see a state.
     """
     if vars(loader).get("_iterator") is not None:
         raise ConfigError(
-            "The loader has begun, and its iterator would go on as if nothing was restored. "
+            "The loader has begun, and its iterator would continue as if nothing was restored. "
             "Restore before the first iter(loader) and loader.state_dict(), or make a new loader."
         )
 

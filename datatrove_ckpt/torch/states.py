@@ -1,4 +1,4 @@
-"""States of ``ReaderDataset``, and how the states of all ranks become one for any topology.
+"""Checks states of ``ReaderDataset``, and merges the states of all ranks into one for any topology.
 
 A worker's state has its position in the epoch (``slot`` and ``samples``), the order, the input, and
 what other topologies have read before (``done``). In a merged state without a slot, ``done`` holds
@@ -39,9 +39,7 @@ def sealed(state: ReaderState) -> ReaderState:
 
 
 def _plain(value: object) -> object:
-    """Returns what JSON keeps of a value; the type alone of other values, in states of foreign
-    sources.
-    """
+    """Returns a value as JSON keeps it; for other values of foreign sources, only their types."""
     if isinstance(value, Mapping):
         return sorted((str(key), _plain(one)) for key, one in value.items())
     if isinstance(value, list | tuple):
@@ -52,7 +50,7 @@ def _plain(value: object) -> object:
 
 
 def check_checksums(content: object, name: str = "") -> None:
-    """Raises CheckpointCorrupt if a state in ``content`` has changed. ``name``: of its file."""
+    """Raises CheckpointCorrupt if a state in ``content``, of the file ``name``, has changed."""
     for state in find_states(content, lambda one: str(one.get(_KEY)).startswith(_CHECKSUM)):
         if sealed(state)[_KEY] != state[_KEY]:
             where = f" in {name!r}" if name else ""
@@ -62,7 +60,7 @@ def check_checksums(content: object, name: str = "") -> None:
 
 
 def load_file(state: ReaderState | str | PathLike[str]) -> object:
-    """Returns a state, or loads what ``torch.save`` has written.
+    """Returns a state, or loads a file of ``torch.save``.
 
     Raises:
         CheckpointCorrupt: the state or the file is damaged.
@@ -136,7 +134,7 @@ class DatasetState:
         slot: the worker that made it; None: a merged state.
         samples: how many rows of its share the slot had.
         skipped: how many of these rows were no samples.
-        ended: in a merged state: no worker had a sample left.
+        ended: no worker had a sample left; only in a merged state.
     """
 
     epoch: int
@@ -165,8 +163,8 @@ class DatasetState:
 
     @classmethod
     def from_json(cls, content: ReaderState) -> "DatasetState":
-        """Raises CheckpointMismatch for a state of another version, CheckpointCorrupt for a damaged
-        one.
+        """Reads a state. Raises CheckpointMismatch if it is of another version, CheckpointCorrupt
+        if it is damaged.
         """
         if content.get("version") != VERSION or content.get("kind") != _KIND:
             raise CheckpointMismatch(
@@ -229,8 +227,8 @@ def check_same(
 
 
 def in_order(slots: Sequence[Slot], states: Sequence[_T]) -> list[_T]:
-    """Sorts the states of all slots: all ranks' first workers, then all ranks' second ones. Ranks
-    that read the same rows, as those of tensor parallelism, have equal states.
+    """Sorts the states of all slots: all ranks' first workers, then all ranks' second workers.
+    Ranks that read the same rows, as with tensor parallelism, have equal states.
 
     Raises:
         CheckpointMismatch: a state is missing, or two of one slot differ.
@@ -254,8 +252,10 @@ def in_order(slots: Sequence[Slot], states: Sequence[_T]) -> list[_T]:
 
 
 def merge_states(states: Sequence[DatasetState], alone: bool) -> DatasetState:
-    """Merges the slots' states. ``alone``: the loaders read these datasets, so all ranks of a step
-    had equally many samples.
+    """Merges the slots' states.
+
+    Args:
+        alone: the loaders read these datasets, so all ranks of a step had equally many samples.
     """
     first = states[0]
     check_same(states, ("epoch", "order", "input", "done", "topology", "even"))
@@ -328,7 +328,7 @@ def is_ours(content: object) -> bool:
 
 
 def merge_all(states: Sequence[ReaderState | None], alone: bool = True) -> ReaderState:
-    """Merges the states of all workers. ``alone``: see ``merge_states``."""
+    """Merges the states of all workers, with ``alone`` as in ``merge_states``."""
     if not states:
         raise ConfigError(
             "There is no state of a ReaderDataset, Pack or Mix in what was given. Give the "

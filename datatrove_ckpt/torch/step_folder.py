@@ -1,4 +1,4 @@
-"""The folder of a training's checkpoints, as it is read: a saved step is complete or absent.
+"""Reads the folder of a training's checkpoints, in which a saved step is complete or absent.
 
     step-00000100       the newest step has the most rollbacks, and of these the largest number
     step-00000100.2     this step was saved after two rollbacks
@@ -227,8 +227,8 @@ def parse_manifest(data: bytes | None, where: str, name: StepName) -> StepManife
     """Parses a manifest, and raises what ``read_manifest`` raises.
 
     Args:
-        data: None if there is no manifest.
-        where: its place, for messages.
+        data: the manifest; None if there is none.
+        where: the place of the manifest, for messages.
     """
     if data is None:
         raise CheckpointCorrupt(f"{where} is missing.")

@@ -1,8 +1,7 @@
-"""The saved steps of ``TrainingCheckpoints``: how they are written, and copied to the remote.
+"""Writes and reads the saved steps of ``TrainingCheckpoints``, and copies them to the remote.
 
-``step_folder.py`` describes the folder.
-In the remote the manifest is written last, and removed first. Its ``owner`` names the process that
-copies there.
+``step_folder.py`` describes the folder. In the remote the manifest is written last, and removed
+first. The remote's ``owner`` names the process that copies there.
 """
 
 import hashlib
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 Contents = dict[str, object]
-"""By the file's name what ``torch.save`` takes, or blocks of bytes."""
+"""Values for ``torch.save``, or blocks of bytes, by the file's name."""
 
 _OWNER = "owner"
 _BEGIN_BYTES = 8 << 20
@@ -69,7 +68,7 @@ class Steps:
         self.damaged = set[StepName]()
         """Steps that were found damaged, and were not saved again."""
         self._before = dict[tuple[int | str, ...], str]()
-        """The large files of ``_step``, the last one that was whole, by size and hash."""
+        """The large files of ``_step``, the last whole step, by size and hash."""
         self._step = folder
         self._owner = ""
         self._unlock: weakref.finalize[[Lock, int], object] | None = None
@@ -90,7 +89,7 @@ class Steps:
         return self._unlock is not None and self._unlock.alive
 
     def lock(self) -> None:
-        """Locks the folder, and removes what an ended process left. Raises CheckpointLocked."""
+        """Locks the folder, and removes leftovers of ended processes. Raises CheckpointLocked."""
         if self.is_locked:
             return
         path = self.folder / ".lock"
@@ -99,8 +98,8 @@ class Steps:
         except CheckpointLocked:
             holder = name_holder(lock_holder(path) or {})
             raise CheckpointLocked(
-                f"{self.folder}: another training, or an earlier process of this one, saves into "
-                f"it: {holder}. Stop it, or choose another folder."
+                f"{self.folder}: another training, or an earlier process of this training, saves "
+                f"into it: {holder}. Stop it, or choose another folder."
             ) from None
         for path in self.folder.iterdir():
             replaced = self.folder / path.name.removeprefix(".old-")
@@ -136,7 +135,7 @@ class Steps:
         the manifest last.
 
         Args:
-            of: what the manifest has in place of the usual.
+            of: values of the manifest that replace the usual values.
         """
         staging = self.folder / f".saving-{name}"
         if self._config:
@@ -184,7 +183,7 @@ class Steps:
         return entry
 
     def _share(self, path: Path, entry: Entry) -> bool:
-        """Returns whether the file is now that of an older step with the same bytes."""
+        """Links the file to an equal file of an older step. Returns whether there is one."""
         file = self._before.get(tuple(entry))
         if file is not None:
             before = self._step / file
@@ -235,7 +234,7 @@ class Steps:
         return step_folder.steps_in(self.folder)
 
     def manifest(self, name: StepName) -> StepManifest:
-        """Raises what ``read_manifest`` raises."""
+        """Reads the manifest of a step. Raises as ``read_manifest``."""
         return step_folder.read_manifest(self.folder, name)
 
     def manifests(self) -> dict[StepName, StepManifest]:
@@ -245,14 +244,15 @@ class Steps:
     def damage(self, name: StepName, loaded: Contents) -> str:
         """Returns why the step in the folder cannot be used; "": it is whole.
 
-        ``loaded``: gets the contents of its files from a step that is whole: they are read once.
+        The values of ``loaded`` become the contents of these files if the step is whole, so that
+        they are read once.
 
-        Raises what ``check_files`` and ``check_training`` raise, but CheckpointCorrupt.
+        Raises as ``check_files`` and ``check_training``, except CheckpointCorrupt.
         """
         contents: Contents = {}
 
         def load(file: str, content: step_folder.CheckedFile) -> None:
-            with suppress(Exception):  # the hash says why, or the load that follows
+            with suppress(Exception):  # the hash shows why, or the load that follows
                 contents[file] = torch.load(content, map_location="cpu", weights_only=True)
 
         try:
@@ -273,7 +273,7 @@ class Steps:
     def load(self, name: StepName, file: str, mapped: bool = False) -> Any:
         """Loads a file of ``torch.save`` into the host's memory. Call ``check`` before.
 
-        ``mapped``: for a caller that copies all tensors: their memory is the file.
+        With ``mapped``, the memory of tensors is the file, for a caller that copies all tensors.
         """
         path = self.folder / str(name) / file
         if not path.is_file():
@@ -322,7 +322,7 @@ class Steps:
             if not is_there:
                 self._remote.put(place, path)
                 sent.append((place, entry, path))
-        # A node that is about to go may have no time to compare. A restore compares, too.
+        # A node that is about to go may have no time to compare. A restore also compares.
         self._remote.put(f"{name}/{MANIFEST}", step_folder.sealed(manifest))
         try:
             for copy in sent:
@@ -333,7 +333,7 @@ class Steps:
 
     def _compare(self, copy: str, entry: Entry, path: Path) -> None:
         told = self._remote.md5(copy)
-        if len(told) == 32:  # of parts, or encrypted, S3 tells another hash
+        if len(told) == 32:  # of parts, or encrypted, S3 has another hash
             digest = hashlib.md5(usedforsecurity=False)
             for block in blocks(path):
                 digest.update(block)
@@ -367,7 +367,9 @@ class Steps:
             )
 
     def own_remote(self) -> None:
-        """Raises Fenced if a later process copies there: this node was given up for lost."""
+        """Makes this process the owner of the remote. Raises Fenced if a later process copies
+        there: this node was given up for lost.
+        """
         if not self._owner:
             owner = uuid.uuid4().hex
             self._remote.put(_OWNER, owner.encode())
@@ -378,7 +380,7 @@ class Steps:
     def fetch(self, name: StepName) -> None:
         """Copies a step from the remote.
 
-        Raises CheckpointCorrupt if it is damaged or another training's.
+        Raises CheckpointCorrupt if the step is damaged or another training's.
         """
         manifest = self.remote_manifest(name)
         self.check_training(manifest, f"{self.url}/{name}")
@@ -402,8 +404,8 @@ class Steps:
         self._remote.delete_tree(str(name))
 
     def remove_shared(self, staying: Iterable[StepManifest]) -> None:
-        """Removes large files in the remote that none of these steps has, nor one in the folder:
-        a listing of the remote may lag.
+        """Removes large files in the remote that no step of ``staying`` or of the folder has: a
+        listing of the remote may lag.
         """
         manifests = [*staying, *step_folder.whole_manifests(self.names(), self.manifest).values()]
         needed = {entry[1] for manifest in manifests for entry in manifest["files"].values()}
@@ -419,7 +421,7 @@ def _release(lock: Lock, pid: int) -> None:
 
 
 class _File(files.HashedFile):
-    """Keeps the disk's error, which torch does not pass on. The disk begins before the sync."""
+    """Keeps the disk's error, which torch does not pass on. Begins to write before the sync."""
 
     failed: Exception | None = None
     _begun = 0

@@ -1,12 +1,12 @@
-"""The files that a training writes for people: its settings, the signs of its ranks, its history.
+"""Writes a training's files for people: its settings, the heartbeats of its ranks, its history.
 
     config.json      the training's settings, in each step
-    .rank-RANK       the sign of a rank: its last step, its time and host, its variables of NCCL
+    .rank-RANK       the heartbeat of a rank: its last step, time, host and variables of NCCL
     history.jsonl    events: saved, failed, restored, rolled back, not copied; metrics of steps
     metrics.csv      the loss curve
 
 A stop loses the steps after the last save, and the training makes them again. So the metrics of a
-step replace those of the same and of all later steps that come before in ``history.jsonl``.
+step replace earlier lines of ``history.jsonl`` with metrics of this step and of all later steps.
 """
 
 import csv
@@ -65,7 +65,7 @@ def _plain(value: object, place: str) -> object:
 
 
 def write_heartbeat(folder: Path, rank: int, ranks: int, step: int) -> None:
-    """Writes a sign that a rank takes steps. On a full disk, the training continues without it."""
+    """Writes the heartbeat of a rank that takes steps. A full disk does not stop the training."""
     variables = {
         name: value
         for name, value in os.environ.items()
@@ -84,7 +84,7 @@ def write_heartbeat(folder: Path, rank: int, ranks: int, step: int) -> None:
 
 
 def read_heartbeats(folder: Path) -> list[JsonObject]:
-    """Returns the last sign of each rank. A sign that is being written may be missing."""
+    """Returns the last heartbeat of each rank. A heartbeat that is being written may be missing."""
     signs: list[JsonObject] = []
     for path in sorted(folder.glob(".rank-*")):
         with suppress(ValueError, OSError):
@@ -134,14 +134,14 @@ class TrainingHistory:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._lock = threading.Lock()  # the training and its writing thread note events
+        self._lock = threading.Lock()  # the training and its writing thread record events
         self._waiting: list[JsonObject] = []
 
     def note(self, is_owner: bool, event: str, step: int, **others: object) -> None:
-        """Notes an event, and writes all that wait if this process owns the folder.
+        """Records an event, and writes all waiting events if this process owns the folder.
 
         Raises:
-            StorageFailed: the events cannot be written; they wait for the next one.
+            StorageFailed: the events cannot be written; they wait for the next event.
         """
         with self._lock:
             self._waiting.append({"event": event, "step": step, "at": time.time(), **others})

@@ -1,4 +1,4 @@
-"""The input of a training in its saved steps: the states of all ranks' loaders, and the epoch."""
+"""Saves and restores the input of a training: the states of all ranks' loaders, and the epoch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +22,7 @@ class TrainingInput:
     Attributes:
         epoch: the number of the epoch with which the loop continues; None: it was not saved.
         told_epoch: the number of this epoch, if the loader reads no dataset of ours.
-        restored: by its step, the input. A loader that has not begun again knows less.
+        restored: the restored input, by its step. A loader that has not begun again knows less.
     """
 
     def __init__(self, ranks: Ranks, signals: Sequence[str]) -> None:
@@ -44,7 +44,7 @@ class TrainingInput:
             ended = bool(states) and all(map(source._has_ended, states))
             epoch = source._shared.epoch + source._shared.again + ended
         if epoch is None:
-            raise ConfigError("EveryEpoch: the loader does not tell its epoch. Give epoch=.")
+            raise ConfigError("EveryEpoch: the loader does not show its epoch. Give epoch=.")
         self._epochs_ended = epoch
         return epoch > before
 
@@ -68,7 +68,9 @@ class TrainingInput:
             workers.keep_workers(loader, xxh3_64_intdigest(seed.encode()), self._signals)
 
     def load(self, loader: DataLoader | None, name: str, step: int, found: list[Any]) -> None:
-        """Raises ConfigError if the saved step has no input, or another number of ranks had it."""
+        """Restores the input of a step. Raises ConfigError if the step has no input, or an input of
+        another number of ranks.
+        """
         if loader is None:
             if found[0] is not None and self._ranks.rank == 0:
                 logger.warning(
@@ -97,7 +99,7 @@ class TrainingInput:
         else:
             raise ConfigError(
                 f"The step is of {len(found)} ranks, and there are {self._ranks.size}: only the "
-                "input of a ReaderDataset, Pack or Mix goes on with another number."
+                "input of a ReaderDataset, Pack or Mix continues with another number."
             )
         source = _source_of(loader)
         if source is not None and self.epoch is not None:
@@ -106,7 +108,7 @@ class TrainingInput:
 
 
 def _source_of(loader: object) -> stateful.StatefulIterable | None:
-    """Returns a loader's dataset of ours, also in a wrapper such as Accelerate's."""
+    """Returns this package's dataset of a loader, also in a wrapper such as Accelerate's."""
     source = loader
     while source is not None:
         if isinstance(source, stateful.StatefulIterable):

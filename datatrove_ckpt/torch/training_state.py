@@ -13,7 +13,7 @@ from datatrove_ckpt.torch.training_history import MetricsRow, curve, read_events
 
 @dataclass(frozen=True)
 class SavedStep:
-    """A step.
+    """A saved step.
 
     Attributes:
         at: when it was saved, in Unix seconds.
@@ -30,14 +30,14 @@ class SavedStep:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """A folder.
+    """The folder of a training.
 
     Attributes:
-        steps: by age, the oldest first.
+        steps: the saved steps, the oldest first.
         curve: the metrics of the steps.
         saved: the newest save in the history: what it cost.
         writer: the process that saves there now; "": there is none.
-        ranks: the last sign of each rank that writes to the folder.
+        ranks: the last heartbeat of each rank that writes to the folder.
     """
 
     folder: str
@@ -63,7 +63,7 @@ class TrainingState:
 
 
 def read_training(folder: Path, full: bool) -> TrainingState:
-    """Reads the folder; with ``full`` each file of each step, else only file sizes."""
+    """Reads a training's folder; with ``full`` each file of each step, else only file sizes."""
     training = ""
     steps = []
     for name in reversed(step_folder.steps_in(folder)):

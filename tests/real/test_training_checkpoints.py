@@ -502,7 +502,7 @@ def test_an_epoch_that_only_the_loop_knows_is_saved_in_the_next_one(tmp_path):
     with TrainingCheckpoints(tmp_path, save=EveryEpoch(), asynchronous=False) as saved:
         found = [step for step in range(1, 13) if saved.maybe_save(step, epoch=(step - 1) // 5)]
         assert found == [6, 11]
-        with pytest.raises(ConfigError, match="does not tell its epoch"):
+        with pytest.raises(ConfigError, match="does not show its epoch"):
             saved.maybe_save(13)
 
 

@@ -429,7 +429,7 @@ def test_status_has_the_last_sign_of_each_rank_and_the_variables_of_nccl(
 def test_no_step_waits_for_the_sign_in_a_folder_that_is_busy(tmp_path, monkeypatch):
     is_free = threading.Event()
     signs = []
-    monkeypatch.setattr(module, "_SIGN_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_HEARTBEAT_SECONDS", 0.0)
     monkeypatch.setattr(
         module, "write_heartbeat", lambda *sign: signs.append(sign) or is_free.wait(300)
     )

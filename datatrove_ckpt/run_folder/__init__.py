@@ -1,4 +1,4 @@
-"""What lies in a run's folder, what is wrong with it, and what repairs it.
+"""Reads, checks and repairs the folder of a run.
 
 Before and after a run: ``run_plan`` reads a job, ``preflight`` checks it (``earlier_runs`` compares
 its folders), ``run_summary`` sums it up. During and after a run: ``run_location`` finds the folder
@@ -6,5 +6,6 @@ that a command means, ``run_state`` reads all ranks, judges each, and adds them 
 ``status_text``, ``report`` and ``tracking`` show; ``verify`` compares the output, ``repair`` has
 chunks made again. ``attempt_progress`` is for claims.
 
-It may import ``runner`` and everything below it, starts no server or rank, and prints nothing.
+The room may import ``runner`` and everything below it, starts no server or rank, and prints
+nothing.
 """

@@ -24,7 +24,7 @@ from datatrove_ckpt.run_folder.run_location import RunLocation
 from datatrove_ckpt.run_folder.verify import find_output
 
 _USUAL = ("text", "finish_reason", "usage", "reasoning", "logprobs")  # of any result
-_VECTOR = 3  # numbers of one that are shown
+_VECTOR = 3  # numbers of a vector that are shown
 Committed = tuple[DataFolder, OutputFile, Json]
 """An output folder, a file in it, and the ``run.json`` of its rank."""
 
@@ -34,8 +34,8 @@ class ShownDocument(NamedTuple):
 
     Attributes:
         where: the output file below the output folder, or the rank of a dead letter.
-        answer: of several rollouts, one after the other; of a dead letter the cause.
-        columns: of its row.
+        answer: the answers of its rollouts, one after the other, or the cause of a dead letter.
+        columns: the names of the row's columns.
     """
 
     id: str
@@ -57,7 +57,10 @@ class ShownDocument(NamedTuple):
 
 
 def read_documents(place: RunLocation) -> Iterator[ShownDocument]:
-    """Reads the output files. Raises as ``committed_files``; OutputFailed if one cannot be read."""
+    """Reads the documents of the output files.
+
+    Raises as ``committed_files``, and OutputFailed if a file cannot be read.
+    """
     for folder, file, run in committed_files(place):
         answer_of = _item if run.get("explode") else _answer
         for row in read_rows(folder, file.path):
@@ -83,8 +86,9 @@ def committed_files(place: RunLocation) -> Iterator[Committed]:
     """Yields each file that is committed now, also of a rank with other damage than to its commits.
 
     Raises:
-        ConfigError: there is no checkpoint, or nothing says where the output is.
-        CheckpointError: the commits of a rank cannot be read. All others were yielded before.
+        ConfigError: there is no checkpoint, or nothing names the output folder.
+        CheckpointError: the commits of a rank cannot be read. The files of all other ranks were
+            yielded before.
     """
     folder = get_datafolder(find_output(place))
     damage = None
@@ -132,7 +136,7 @@ def _letters(path: Path) -> Iterator[Json]:
 
 
 def read_rows(folder: DataFolder, path: str, with_media: bool = False) -> Iterator[Json]:
-    """Raises OutputFailed: the file cannot be read."""
+    """Yields the rows of an output file. Raises OutputFailed if the file cannot be read."""
     where = folder.resolve_paths(path)
     known = format_of_file(path)
     if known is None:
@@ -151,8 +155,8 @@ def read_rows(folder: DataFolder, path: str, with_media: bool = False) -> Iterat
 
 
 def _item(row: Json, run: Json) -> str:
-    """Returns the item of a row of a run with ``explode``: its own columns, or its text; else as
-    ``_answer``.
+    """Returns the item of a row from a run with ``explode``: the item's columns, or its text. A row
+    without an item is shown as by ``_answer``.
     """
     found = row.get("metadata")
     if not isinstance(found, dict):
@@ -166,7 +170,7 @@ def _item(row: Json, run: Json) -> str:
     own = {
         name: found[name]
         for name in names[names.index(counter) + 1 :]
-        if found[name] is not None  # in a table, of other items
+        if found[name] is not None  # in a table, a column of other items
     }
     if [*own] == [column]:
         return _text(own[column])
@@ -196,7 +200,7 @@ def _text(result: object) -> str:
     choices = result.get("choices") or [{}]
     if isinstance(choices, list) and all(
         isinstance(choice, dict) and "text" in choice for choice in choices
-    ):  # the first one is the result itself
+    ):  # the first choice is the result itself
         texts = "\n\n".join(map(_text, choices))
         result = {**result, "text": texts, "choices": None, "tool_calls": None}
     text = result.get("text")

@@ -55,7 +55,7 @@ from datatrove_ckpt.readers.step_records import differences
 from datatrove_ckpt.run_folder.run_plan import RunnerPlan, RunPlan, WrongMarker
 
 # What ``check_job`` compares before any task of a job starts. datatrove skips tasks that have a
-# completion marker in ``logging_dir``, so a finished task never looks at its own checkpoint again.
+# completion marker in ``logging_dir``, so a finished task never reads its own checkpoint again.
 #
 #     marker   checkpoint of the rank      what happens
 #     any      older than in the mirror    it is restored, and then compared
@@ -113,7 +113,7 @@ def _compare_checkpoints(runner: RunnerPlan, skipped: list[int], dry_run: bool) 
         for rank in plan.local_ranks:
             refuse_missing_run_json(rank_folder(root, rank))
         return _compare_markers(runner, root, skipped)
-    # From there a rank may get what it lacks. Nodes of a cluster may have checkpoints on their own
+    # Ranks may be restored from the mirror. Nodes of a cluster may have checkpoints on their own
     # disks.
     with ExitStack() as stack:
         if not plan.is_local and not root.exists():
@@ -128,7 +128,7 @@ def _compare_checkpoints(runner: RunnerPlan, skipped: list[int], dry_run: bool) 
 
 
 def _compare_markers(runner: RunnerPlan, folder: Path, skipped: list[int]) -> dict[int, str]:
-    """Compares one step. Returns what is wrong with markers that are to be removed, by rank.
+    """Compares one step. Returns the fault of each marker that must be removed, by rank.
 
     Args:
         skipped: the ranks that have a marker.
@@ -287,7 +287,7 @@ def _check_reader(
     listed: Sequence[str],
 ) -> None:
     inputs = None
-    # Listing such a dataset would download it: its name and kept commit stand for it.
+    # Listing such a dataset would download it: its name and recorded commit stand for it.
     is_dataset = isinstance(reader, HuggingFaceDatasetReader)
     if not is_dataset or reader.load_from_disk or reader.streaming:
         inputs = list_input(reader)
@@ -306,7 +306,7 @@ def _check_reader(
     without = {"path_columns": False, "delimiter": ","}  # a record has what is set
     options_now = without | options_of(reader)
     options = dict[str, str]()
-    ranks = []  # those that something of it concerns
+    ranks = []  # with a difference
     for rank, record in records.items():
         read = {file.name for file in record.files}
         if rank in resuming:
@@ -385,8 +385,8 @@ def compare_outputs(plan: RunPlan) -> None:
         CkptError: see ``check_output_of_run``.
     """
     for runner, root in plan.kept:
-        # Ranks elsewhere, or with a mirror, may have checkpoints that are invisible here; those
-        # of jobs are visible.
+        # Ranks elsewhere, or with a mirror, may have checkpoints that are invisible here;
+        # checkpoints of jobs are visible.
         first_starts: Iterable[int] = ()
         if plan.as_jobs or (plan.is_local and runner.step.checkpoints_remote_dir is None):
             first_starts = plan.local_ranks
@@ -405,11 +405,11 @@ def check_output_of_run(
 
     Args:
         first_starts: ranks that will start for the first time, if they have no checkpoint.
-        want: what to read of each rank, for the sums.
+        want: the files to read of each rank, for the sums.
 
     Raises:
         OutputMismatch: committed files are missing or changed, files are there that no checkpoint
-            knows, or the repository on the hub is gone.
+            names, or the repository on the hub is gone.
         OutputFailed: the folder cannot be listed.
         CommitsDamaged: commits of a rank are lost or damaged, see ``checkpoint/rank_summary.py``.
     """

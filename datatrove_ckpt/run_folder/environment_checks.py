@@ -80,7 +80,7 @@ _LOOPBACK = re.compile(r"//(localhost|127\.|0\.0\.0\.0|\[::1?\])")
 def check_environment(plan: RunPlan) -> Iterator[Finding]:
     """Checks settings, folders and input of a job, and what its servers need.
 
-    For doctor, it also tries the folders, reads the first documents and asks the endpoints.
+    For doctor, it also tries the folders, reads the first documents and contacts the endpoints.
     """
     yield from run_check("pipeline", check_steps, plan)
     yield from run_check("pipeline", plan.check_executor)
@@ -150,7 +150,7 @@ def _check_prompt(runner: RunnerPlan, sample: list[Document]) -> Iterator[Findin
 
 
 def _costs(step: RunnerSettings, documents: Sequence[Document]) -> Iterator[Finding]:
-    """Estimates what documents cost, from the texts of the first ones."""
+    """Estimates the costs of documents, from the texts of the first documents."""
     answer = max_tokens_of(step.model.default_generation_params)
     requests = []
     for document in documents:
@@ -174,7 +174,7 @@ def _costs(step: RunnerSettings, documents: Sequence[Document]) -> Iterator[Find
 def _check_server(runner: RunnerPlan, config: InferenceConfig) -> Iterator[Finding]:
     """Checks that a server's packages are installed and its key is set. Starts no server.
 
-    For doctor, it also asks endpoints for their models.
+    For doctor, it also requests the models of endpoints.
     """
     as_jobs = runner.plan.as_jobs
     is_endpoint = config.server_type == "endpoint"

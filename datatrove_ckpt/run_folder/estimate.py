@@ -31,11 +31,11 @@ def estimate(amounts: Sequence[float], sizes: Sequence[float], total: float) -> 
     """Estimates the sum of an amount over an input, as ratio to the size.
 
     The range is a factor up and down, because amounts are skewed. See Cochran, Sampling Techniques,
-    chapter 6. What fewer than one document in the sample has cannot be seen.
+    chapter 6. An amount that no document of the sample has cannot be seen.
 
     Args:
-        amounts: of each document of the sample.
-        sizes: of the same documents, in the unit of ``total``. Their sum is above 0.
+        amounts: the amount of each document in the sample.
+        sizes: the size of each document, in the unit of ``total``. Their sum is above 0.
         total: size of the whole input.
     """
     count = len(amounts)

@@ -1,4 +1,4 @@
-"""A run's output as one file, or as a repository on the hub."""
+"""Exports a run's output as one file, or to a repository on the hub."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ _OTHER_DOCUMENTS = (*REDO_KINDS, "duplicate", "overlap", "lost", "commits")  # k
 
 
 def dataset(place: RunLocation) -> datasets.Dataset:
-    """Returns a dataset of the committed files, which may be larger than the memory. Raises as
-    ``committed_files``; OutputFailed if no column can hold the values of JSON lines.
+    """Returns a dataset of the committed files, which may be larger than the memory.
+
+    Raises as ``committed_files``, and OutputFailed if no column can hold the values of JSON lines.
     """
     import datasets
 
@@ -56,8 +57,8 @@ def dataset(place: RunLocation) -> datasets.Dataset:
     folder = files[0][0]
     if format_of_file(files[0][1].path) is PARQUET:
         return PARQUET.dataset([folder.resolve_paths(file.path) for _, file, _ in files])
-    # The loader of JSON lines takes the types of the first file, and makes times of texts; that of
-    # CSV makes numbers and nulls of texts.
+    # The loader of JSON lines takes the types of the first file, and makes times of texts; the
+    # loader of CSV makes numbers and nulls of texts.
     schema = _united(_columns_of_rows(place))
     if not len(schema):
         return datasets.Dataset.from_dict({})
@@ -75,8 +76,8 @@ def dataset(place: RunLocation) -> datasets.Dataset:
 def _whole_rows(
     output: str, files: Sequence[tuple[str, str]], columns: Sequence[str]
 ) -> Iterator[Json]:
-    """Yields rows with all columns. The hashes in ``files`` tell ``datasets`` whether it has them
-    in its cache.
+    """Yields rows with all columns. By the hashes in ``files``, ``datasets`` finds them in its
+    cache.
     """
     folder = get_datafolder(output)
     for path, _ in files:
@@ -93,7 +94,7 @@ def _columns_of_rows(place: RunLocation) -> Iterator[tuple[str, DataType]]:
 def _united(columns: Iterable[tuple[str, DataType]]) -> Schema:
     """Returns columns that hold the values of all rows, or of all tables, unchanged.
 
-    Raises OutputFailed: there are none.
+    Raises OutputFailed if there are no such columns.
     """
     types = dict[str, DataType]()
     try:
@@ -109,17 +110,17 @@ def _united(columns: Iterable[tuple[str, DataType]]) -> Schema:
 def export(place: RunLocation, target: str) -> tuple[int, VerifyReport]:
     """Writes all committed documents, task by task in the order of the input.
 
-    A column of a CSV file is one that any document has; lists and dictionaries are JSON there.
+    A CSV file has each column that any document has; lists and dictionaries are JSON there.
 
     Args:
         target: a path that ends with .csv, .jsonl or .parquet, or ``hf://datasets/ORG/NAME``.
 
     Returns:
-        How many documents it wrote, and what ``verify`` found before.
+        The number of documents, and the report of ``verify``.
 
     Raises:
         ConfigError: ``target`` is neither, or its file is there already.
-        OutputMismatch: the output holds other documents than the commits say.
+        OutputMismatch: the output holds other documents than the commits name.
         CkptError: the output cannot be read.
     """
     if target.startswith(_HUB):

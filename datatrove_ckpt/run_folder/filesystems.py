@@ -1,4 +1,4 @@
-"""Tells which file system a folder is on, from /proc/mounts, and what it lacks for a checkpoint.
+"""Finds the file system of a folder in /proc/mounts, and what it lacks for a checkpoint.
 
 A checkpoint needs locks, appends, renames, and syncs that reach permanent storage.
 """

@@ -1,4 +1,4 @@
-"""The result of a check before a run, and what runs a check: errors become findings."""
+"""The result of a check before a run. Errors of a check become findings."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check has found. A check is a generator of them.
+    """One result of a check, which is a generator of findings.
 
     Attributes:
-        what: which property was checked, such as "locks".
+        what: the property that was checked, such as "locks".
         message: what was found, and what to do about it.
-        subject: what was checked, such as "checkpoints". ``run_check`` adds it.
+        subject: the thing that was checked, such as "checkpoints". ``run_check`` adds it.
         error: a run raises it; None: a run starts.
         markers: a run removes them.
     """
@@ -59,7 +59,7 @@ def run_check(
     *arguments: object,
     what: str = "checked",
 ) -> Iterator[Finding]:
-    """Makes a check. What it raises is a problem."""
+    """Makes a check. An error that it raises is a problem."""
     try:
         for found in check(*arguments) or ():
             yield replace(found, subject=found.subject or subject)

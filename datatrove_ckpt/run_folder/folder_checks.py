@@ -188,7 +188,7 @@ def _check_sqlite(probe: Path) -> Finding:
 
 
 def check_remote(place: str | DataFolder) -> Iterator[Finding]:
-    """Writes an object to a folder of any kind, asks for its size, and deletes it."""
+    """Writes an object to a folder of any kind, reads its size, and deletes it."""
     folder = get_datafolder(place)
     url = folder.resolve_paths("")
     hub = HubFolder.of(folder)

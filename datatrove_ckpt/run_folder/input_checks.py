@@ -37,10 +37,10 @@ _TRIED_FILES = 3
 
 
 def check_input(reader: BaseReader, plan: RunPlan, sample: list[Document]) -> Iterator[Finding]:
-    """Reads the first documents with a copy of the reader, and looks whether each task has some.
+    """Reads the first documents with a copy of the reader, and checks that each task has some.
 
     Args:
-        sample: gets these documents, unless it has some.
+        sample: a list that gets these documents, unless it has some.
     """
     tasks = plan.tasks
     if plan.waits:
@@ -167,9 +167,9 @@ def list_files(place: str, reader: BaseDiskReader) -> InputFiles:
 def _read_some(
     reader: BaseDiskReader, files: int, found: list[Document], refused: dict[int, NoDocuments]
 ) -> None:
-    """Adds the first documents, file after file, and the files that are ``refused``.
+    """Adds the first documents, file after file, and the files without documents to ``refused``.
 
-    One file per rank, because a reader continues through files in which no line fits its
+    Each file is read as a rank, because a reader continues through files in which no line fits its
     ``text_key``.
     """
     deadline = time.monotonic() + _SAMPLE_SECONDS

@@ -12,7 +12,7 @@ from datatrove_ckpt.run_folder.finding import Finding
 
 _LEAST = 64  # characters: a block of 16 tokens
 _LEAST_SHARE = 0.05
-# Of what lies 100,000 tokens back, small GPUs keep nothing.
+# Small GPUs keep nothing that lies 100,000 tokens back.
 _KEPT_CHARACTERS = 400_000
 
 
@@ -61,8 +61,8 @@ def check_prompts(prompts: Sequence[str], servers: int) -> Iterator[Finding]:
     if apart > number / 100:
         text = (
             f"{apart:,} of the first {number:,} prompts share {shared // apart:,} characters with "
-            f"an earlier one, {rows // apart:,} rows before (averages), which a prefix cache may "
-            "have lost by then. Sort the input, so that rows with the same text are neighbours."
+            f"an earlier prompt, {rows // apart:,} rows before (averages), which a prefix cache "
+            "may have lost by then. Sort the input, so that rows with the same text are neighbours."
         )
         yield Finding("warning", "order", text)
 

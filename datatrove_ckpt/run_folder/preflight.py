@@ -1,4 +1,4 @@
-"""What is wrong with a job, and what is fine, in the order in which a run looks.
+"""Checks a job before and after its run, in the order of a run.
 
 A run raises the first finding that refuses, before it starts anything; doctor prints all.
 """
@@ -34,7 +34,7 @@ from datatrove_ckpt.run_folder.run_plan import (
 def doctor(executor: PipelineExecutor) -> list[Finding]:
     """Checks folders, input, servers and limits before a run.
 
-    What would fail has the state "problem".
+    A finding of what would fail has the state "problem".
     """
     plan = RunPlan(executor, for_doctor=True)
     with log_disabled("datatrove", "datatrove_ckpt"):
@@ -93,11 +93,11 @@ def _find_markers(plan: RunPlan) -> Iterator[Finding]:
         yield Finding("warning", "earlier runs", text, markers=found)
 
 
-# What a run does with them ------------------------------------------------------------------------
+# What a run does with findings --------------------------------------------------------------------
 
 
 def check_before_run(plan: RunPlan) -> None:
-    """Makes all checks that need more than the settings. Starts nothing, and notes in each runner
+    """Makes all checks that need more than the settings. Starts nothing, and records in each runner
     the steps before it.
 
     Raises:
@@ -123,13 +123,13 @@ def check_before_run(plan: RunPlan) -> None:
 
 def check_before_worker(plan: RunPlan) -> None:
     """Makes the checks of this machine, for a worker that takes tasks beside others. ``run`` makes
-    those of the job.
+    the checks of the job.
 
     Each starting task compares its settings with ``job.json``; a worker without a task compares
     here.
 
     Raises:
-        CheckpointMismatch: the run is finished, and another one.
+        CheckpointMismatch: the folders hold another run, which is finished.
         ConfigError, OutputFailed: as ``check_before_run``; or see ``refuse_without_claims``.
     """
     refuse_without_claims(plan)
@@ -215,7 +215,7 @@ def run_checked(executor: PipelineExecutor) -> PipelineStats | None:
         stats = executor.run_ranks()
         with plan.with_mirrors() as seen:
             check_after_run(seen)
-    except CkptError as error:  # its message says it all; of the frames, a script shows its own
+    except CkptError as error:  # its message suffices; a script shows only its own frame
         error.__traceback__ = None
         raise
     return stats

@@ -64,13 +64,13 @@ from datatrove_ckpt.run_folder.verify import REDO_KINDS, Problem, VerifyReport, 
 
 @dataclass
 class RankRepair:
-    """What one rank must do again.
+    """The repair of one rank.
 
     Attributes:
         before: the log as it was read; None: it is damaged.
         kept: the commits to keep, in the order of the lines.
-        commits: those to take back.
-        stuck: chunks that cannot be redone, because they would not end where the next one starts.
+        commits: the commits to take back.
+        stuck: chunks that cannot be redone, because they would not end where the next chunk starts.
         letters: ranges of bytes in the dead letters file that belong to commits that are not kept.
     """
 
@@ -140,8 +140,8 @@ def plan_redo(rank: RankSummary, to_redo: set[int]) -> RankRepair:
 
 
 def _gaps(rank: RankSummary, commits: dict[int, Commit]) -> Iterator[tuple[range, Commit, bool]]:
-    """Yields the chunks before each commit that have none, and whether redone chunks would end
-    where it starts.
+    """Yields the chunks without a commit before each commit, the commit, and whether these chunks,
+    redone, would end where it starts.
     """
     per_chunk = rank.run.get("records_per_chunk") or 0
     expected = ordinal = 0
@@ -153,10 +153,10 @@ def _gaps(rank: RankSummary, commits: dict[int, Commit]) -> Iterator[tuple[range
 
 
 def _foreign_letters(rank: RankSummary, kept: list[Commit]) -> Iterator[tuple[int, int]]:
-    """Yields ranges of bytes of the dead letters before those of each commit to keep.
+    """Yields the ranges of bytes of dead letters that belong to no commit to keep.
 
     Raises:
-        CheckpointCorrupt: letters of a commit to keep are lost or damaged.
+        CheckpointCorrupt: dead letters of a commit to keep are lost or damaged.
     """
     start = 0
     for commit in kept:
@@ -178,10 +178,12 @@ def _foreign_letters(rank: RankSummary, kept: list[Commit]) -> Iterator[tuple[in
 
 @dataclass
 class RepairPlan:
-    """``left``: the problems that stay.
+    """The repair of a run.
 
-    ``markers``: the ranks whose completion markers are removed. ``foreign``: the
-    problems of output files that may be another run's, and stay.
+    Attributes:
+        left: the problems that stay.
+        markers: the ranks whose completion markers are removed.
+        foreign: the problems of output files that may be another run's, and stay.
     """
 
     logging_dir: str | None = None
@@ -242,7 +244,7 @@ def make_plan(report: VerifyReport, logging_dir: str | None) -> RepairPlan:
     for rank in report.ranks:
         if rank.state == "running":
             plan.left.append(
-                f"{rank.place}: a process works on it. Stop that, and run the same command again."
+                f"{rank.place}: a process works on it. Stop it, and run the same command again."
             )
         try:
             redo = _plan_rank(report, rank, concerned[rank.key], shared)
@@ -288,7 +290,7 @@ def _can_redo(problem: Problem) -> bool:
 def _plan_rank(
     report: VerifyReport, rank: RankSummary, problems: list[Problem], shared: set[str | None]
 ) -> RankRepair | None:
-    """Returns None if there is nothing to do.
+    """Returns what to do with a rank; None if there is nothing to do.
 
     Raises:
         CheckpointError: nothing can be done.
@@ -330,8 +332,8 @@ def check_output_folder(report: VerifyReport) -> None:
     """Refuses to repair with another folder's files while the right folder exists.
 
     Raises:
-        ConfigError: it is another run's; or the checkpoint names another one, which exists, and is
-            no other run's.
+        ConfigError: the folder is another run's; or the checkpoint names another folder, which
+            exists, and is no other run's.
     """
     try:
         is_owned(report)
@@ -355,7 +357,7 @@ def check_output_folder(report: VerifyReport) -> None:
         )
 
 
-# Its effects --------------------------------------------------------------------------------------
+# The effects --------------------------------------------------------------------------------------
 
 
 def apply_repair(plan: RepairPlan, report: VerifyReport) -> None:
@@ -383,7 +385,7 @@ def apply_repair(plan: RepairPlan, report: VerifyReport) -> None:
             markers = [f"completions/{number:05d}" for number in plan.markers]
             remove_output(get_datafolder(str(plan.logging_dir)), markers)
         for redo in plan.redo:
-            # Letters after the last to keep are cut off later, or, after a crash, by the next run.
+            # Dead letters behind the last to keep are cut off below, or by the next run.
             path = redo.rank.dead_letters_file
             between = [place for place in redo.letters if place[0] < redo.letters_end]
             if between and path.exists():

@@ -1,5 +1,4 @@
-"""Makes WHAT (a run folder, a checkpoint folder, its mirror, or the run's YAML file) a folder to
-read.
+"""Opens WHAT (a run folder, a checkpoint folder, its mirror, or the run's YAML file) for reading.
 
 A mirror is copied into a temporary folder. Messages name the mirror instead.
 """
@@ -38,17 +37,17 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 @dataclass(slots=True)
 class RunLocation:
-    """Where the files of a run's ranks can be read.
+    """The folder in which the files of a run's ranks can be read.
 
     Attributes:
         what: the folder or URL, for people.
         folder: the checkpoint folder, or a copy of the mirror.
         given: the user's WHAT and overrides, for commands to type.
         mirror: reads the mirror; None if ``folder`` is no copy.
-        tasks: of the run, from a YAML file; else 0.
+        tasks: the number of tasks, from a YAML file; else 0.
         logging_dir: the executor's, from a YAML file or a run folder.
         output: the output folder, likewise.
-        named_output: the output folder that the user names, wherever the others are.
+        named_output: the output folder that the user names, wherever the other folders are.
         config: the YAML file's content; empty without a file.
     """
 
@@ -67,7 +66,7 @@ class RunLocation:
         return self.mirror is not None
 
     def refresh(self) -> None:
-        """Raises as ``MirrorReader.refresh``."""
+        """Updates a mirror's copy. Raises as ``MirrorReader.refresh``."""
         if self.mirror is not None:
             self.mirror.refresh()
 
@@ -93,11 +92,11 @@ def open_location(
     Args:
         config: the content of the YAML file.
         wanted: which files of a mirror are needed, by name and size in bytes.
-        overrides: of the file, as they are typed.
-        output: the output folder, if it is not where the run's files say.
+        overrides: the overrides of the file, as the user typed them.
+        output: the output folder, if the run's files name another.
 
     Raises:
-        ConfigError: there is no such place, or the YAML file names none.
+        ConfigError: there is no such folder, or the YAML file names none.
         StorageFailed, CheckpointCorrupt: the mirror cannot be read.
     """
     if config is not None:
@@ -140,7 +139,7 @@ def open_location(
 
 
 def _named(what: str) -> tuple[RunLocation, str | None]:
-    """Returns the place, and the mirror's URL if it is a mirror."""
+    """Returns the location, and the mirror's URL if it is a mirror."""
     place = RunLocation(what, Path(what), [what])
     if _URL.match(what):
         return place, what
@@ -148,7 +147,7 @@ def _named(what: str) -> tuple[RunLocation, str | None]:
     if root.name == "checkpoints" and not root.exists():
         root = root.parent
     checkpoints = root / "checkpoints"
-    with suppress(PermissionError):  # the command says it later
+    with suppress(PermissionError):  # the command reports it later
         has_ranks = root.is_dir() and layout.rank_numbers(root)
         if checkpoints.is_dir() and not has_ranks:  # a run folder
             place.what = str(checkpoints)
@@ -172,7 +171,7 @@ def _named(what: str) -> tuple[RunLocation, str | None]:
 
 def looks_like_mirror(folder: Path) -> bool:
     """Whether the ranks' folders hold versions, not files of a checkpoint."""
-    with suppress(PermissionError):  # the command says it later
+    with suppress(PermissionError):  # the command reports it later
         for number in layout.rank_numbers(folder):
             rank = layout.rank_folder(folder, number)
             if (rank / layout.RUN).exists():
@@ -188,8 +187,8 @@ def looks_like_mirror(folder: Path) -> bool:
 
 @contextmanager
 def restored(place: RunLocation) -> Iterator[RunLocation]:
-    """Yields a place to change: a mirror's with all ranks restored in a temporary folder; another
-    as it is.
+    """Yields a location to change: for a mirror, a temporary folder with all ranks restored; else
+    ``place`` itself.
     """
     if place.mirror is None:
         yield place
@@ -299,7 +298,7 @@ def _not_begun(place: RunLocation, where: object) -> ConfigError:
         )
     hint = "A submitted job may wait in its queue."
     if _runs_as_jobs(place.config):
-        hint += " The log of one that has ended says why: hf jobs ps -a, hf jobs logs ID."
+        hint += " The log of an ended job shows why it ended: hf jobs ps -a, hf jobs logs ID."
     return RunNotStarted(
         f"{what}: nothing has started yet: no task has a checkpoint in {where}. {hint}"
     )

@@ -1,4 +1,4 @@
-"""What ``datatrove_ckpt.run()`` returns: a path that reads the documents below it."""
+"""The result of ``datatrove_ckpt.run()``: a path that reads the documents below it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RunOutput:
             return dataset(place)
 
     def push_to_hub(self, repository: str, **options: Any) -> None:
-        """Uploads the dataset. ``options``: of ``datasets.Dataset.push_to_hub``, as ``private``."""
+        """Uploads the dataset, with ``options`` of its ``push_to_hub``, such as ``private``."""
         self.to_dataset().push_to_hub(repository, **options)
 
     @property

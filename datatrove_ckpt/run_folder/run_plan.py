@@ -1,4 +1,4 @@
-"""RunPlan: a job, read once per command from a datatrove executor, for checks and commands.
+"""``RunPlan`` is a job, read once per command from a datatrove executor, for checks and commands.
 
 Only ``incomplete`` and ``pulls`` read the executor again, because completion markers change.
 """
@@ -42,7 +42,7 @@ class RunnerPlan:
 
     Attributes:
         index: its place in the pipeline.
-        before: the steps between the previous runner, which passes no documents on, and this one.
+        before: the steps since the previous runner, which passes no documents on.
         copy: the folder with a copy of the mirror, if the ranks run as jobs.
     """
 
@@ -95,7 +95,7 @@ class RunPlan:
         as_jobs: the tasks run on disks that no other machine can read.
         submits: ``run`` only submits the tasks, unless it runs in an element of an array.
         workers: the executor's number of workers; -1: one for each task.
-        depends: the job that must run before this one.
+        depends: the job that must run before this job.
         waits: another job has yet to create the input.
         runners: the runners in the order of the pipeline.
         listed: the names of the input files before the run, by their reader.
@@ -303,7 +303,7 @@ def _check_order(pipeline: Sequence[object]) -> None:
         if before.until is not None:
             raise ConfigError(
                 f"{setting_names.step_place(index, before)}: until: ends the task, so that no step "
-                "after it would run. Put those into a second executor, which has this one as its "
+                "after it would run. Put those into a second executor, which has the first as its "
                 "`depends`."
             )
         first = next(iter(signature(step.run).parameters.values()), None)

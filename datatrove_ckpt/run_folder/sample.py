@@ -1,8 +1,8 @@
-"""``run --sample N``: documents of a job, sent as the job would, and written elsewhere. By them it
-estimates what a whole run takes: requests, tokens, time and money.
+"""``run --sample N`` sends documents of a job as the job would, and writes them elsewhere. By them
+it estimates what a whole run takes: requests, tokens, time and money.
 
 The answers stay with the checkpoints, and the job's ranks take them for equal requests (see
-``checkpoint/old_answers.py``). No identity is fixed by that: the prompt may still change.
+``checkpoint/old_answers.py``). This fixes no identity: the prompt may still change.
 """
 
 import math
@@ -36,14 +36,14 @@ _TASKS = 10
 
 @dataclass
 class SentSample:
-    """What was sent.
+    """The documents that were sent.
 
     Attributes:
-        checkpoints: of the sample.
-        is_kept: the run finds them.
-        documents: with their requests; one without any has its text as the question.
-        sizes: of each document, in the unit of ``total``; all 1 if the size of the input is not
-            known.
+        checkpoints: the folder of the sample's checkpoints.
+        is_kept: the run finds the checkpoints.
+        documents: the documents with their requests; without requests, the text is the question.
+        sizes: the size of each document, in the unit of ``total``; all 1 if the size of the input
+            is not known.
         total: size of the whole input; None if it is not known.
     """
 
@@ -58,7 +58,7 @@ def take_sample(plan: RunPlan, number: int, folder: Path) -> SentSample:
     """Sends the first documents of up to ten tasks to the first runner.
 
     Args:
-        folder: for the output, and for checkpoints that cannot lie beside the run's.
+        folder: a folder for the output, and for checkpoints that cannot lie beside the run's.
 
     Raises:
         ConfigError: there is no InferenceRunner.
@@ -156,7 +156,7 @@ def _measured(tasks: list[list[Document]], number: int) -> tuple[list[float], fl
     """Returns the size of each document, and of the whole input.
 
     Args:
-        number: of the tasks that have input.
+        number: the number of tasks that have input.
     """
     sizes: list[float] = []
     total = 0.0
@@ -178,11 +178,11 @@ def _measured(tasks: list[list[Document]], number: int) -> tuple[list[float], fl
 
 
 ROUND_NUMBER = 1000
-"""Of documents that an estimate is for, where the size of the input is not known."""
+"""Number of documents that an estimate is for, if the size of the input is not known."""
 
 
 def estimate_lines(sample: SentSample, step: RunnerSettings) -> Iterator[str]:
-    """Describes what the documents of a sample took, and what the whole input takes."""
+    """Yields what the documents of a sample took, and what the whole input takes."""
     sizes = sample.sizes
     total = ROUND_NUMBER if sample.total is None else sample.total
     sent = [requests for _, requests in sample.documents]
@@ -230,8 +230,8 @@ def costs(
     sizes: Sequence[float],
     total: float,
 ) -> Iterator[tuple[str, str]]:
-    """Yields "cost" and what a whole input costs, then the same of each tier; nothing without
-    prices. See ``estimate``.
+    """Yields "cost" and the cost of a whole input, then a name and the cost for each tier; nothing
+    without prices. See ``estimate``.
 
     Args:
         sent: the requests of each document.

@@ -80,7 +80,11 @@ class Problem:
 
 @dataclass(slots=True)
 class CommittedChunk:
-    """``rows``: the number of rows, usually documents, in its files; None: unknown."""
+    """A chunk with a commit.
+
+    Attributes:
+        rows: the number of rows, usually documents, in its files; None: unknown.
+    """
 
     rank: RankSummary
     index: int
@@ -93,11 +97,11 @@ class CommittedChunk:
 
 @dataclass
 class VerifyReport:
-    """What ``verify`` found.
+    """The result of ``verify``.
 
     Attributes:
         full: the files were read.
-        ranks: without their commits, which ``chunks`` has.
+        ranks: the ranks, without their commits, which ``chunks`` has.
         uncounted: the writers whose rows cannot be counted.
     """
 
@@ -131,7 +135,7 @@ class VerifyReport:
 
     @property
     def goal(self) -> errors.LimitReached | None:
-        """Why the run is as finished as it shall be: ``until``."""
+        """The limit ``until``, if the run has reached it."""
         until = run_limits.recorded_limits(self.checkpoints).until
         return run_limits.Limits(until).reached(run_limits.RunTotals(self.sums.counts.written))
 
@@ -165,7 +169,7 @@ class VerifyReport:
 
     @property
     def tasks(self) -> int:
-        """0: not known."""
+        """The number of tasks; 0 if it is not known."""
         tasks = [rank.run.get("tasks") or 0 for rank in self.ranks if not rank.root]
         return max(tasks, default=0)
 
@@ -195,8 +199,7 @@ def find_output(place: RunLocation) -> str:
     A copied or renamed run folder has its own output: the recorded folder may be another run's.
 
     Raises:
-        ConfigError: nothing names it, or it is gone, and what the checkpoint names is another
-            run's.
+        ConfigError: nothing names it; or it is gone, and the checkpoint names another run's.
     """
     checkpoints = place.folder
     what = place.given[0]
@@ -204,7 +207,7 @@ def find_output(place: RunLocation) -> str:
     named = place.named_output
     if named is None and (place.config or recorded is None):
         named = place.output
-    if named is not None:  # whatever the checkpoint says
+    if named is not None:  # whatever the checkpoint names
         return str(get_datafolder(named).resolve_paths(""))
     if recorded is not None:
         now = checkpoints.absolute().with_name("output")
@@ -229,7 +232,7 @@ def find_output(place: RunLocation) -> str:
 
 
 def other_run(checkpoints: Path, recorded: str) -> Path | None:
-    """Returns the run folder whose output is recorded here, if this one was copied or renamed."""
+    """Returns the run folder whose output is recorded here, if ours was copied or renamed."""
     there = Path(recorded).with_name("checkpoints")
     is_other = (
         _is_in_run_folder(checkpoints, recorded)
@@ -304,7 +307,7 @@ def _check_rank(report: VerifyReport, rank: RankSummary) -> Iterator[Problem]:
 
 
 def _check_settings(report: VerifyReport) -> Iterator[Problem]:
-    """Compares ranks with the job, or with the first one. A retry has settings of its own."""
+    """Compares ranks with the job, or with the first rank. A retry has settings of its own."""
     ranks = {rank.number: rank for rank in report.ranks if not rank.root and rank.settings}
     usual = next((rank.settings for rank in ranks.values()), {})
     if report.job:
@@ -397,7 +400,7 @@ def check_output(report: VerifyReport) -> Iterator[Problem]:
 def is_owned(report: VerifyReport) -> bool:
     """Whether the output folder is known to belong to the run.
 
-    Raises OutputMismatch if it belongs to another one.
+    Raises OutputMismatch if it belongs to another run.
     """
     # An earlier release's run, or a copy of a mirror.
     if not (report.checkpoints / layout.HOME).exists():
@@ -408,12 +411,12 @@ def is_owned(report: VerifyReport) -> bool:
             OutputOwnership(report.folder, template, homes).check() for template in report.templates
         ]
     except OSError:
-        return False  # the listing fails, too, and explains why
+        return False  # the listing also fails, and explains why
     return all(owned)
 
 
 def _is_ours(report: VerifyReport, path: str) -> bool:
-    # Of a bucket's root, which has no place beside it, or of a folder below.
+    # The owner of a bucket's root, which has no place beside it, or of a folder below.
     if layout.OWNER in path:
         return True
     if not report.folder.is_local():

@@ -87,7 +87,7 @@ def questions(places):
 def test_rows_that_share_a_text_and_are_apart_are_said_with_their_distance():
     found = said(questions([*range(100), *range(30)]))
     assert found["order"].startswith(
-        "30 of the first 130 prompts share 6,001 characters with an earlier one, 100 rows before (averages), "
+        "30 of the first 130 prompts share 6,001 characters with an earlier prompt, 100 rows before (averages), "
     )
 
 

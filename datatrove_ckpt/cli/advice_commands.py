@@ -15,7 +15,7 @@ def advise(error: Exception, plan: RunPlan, words: Sequence[str] = ()) -> None:
     """Adds complete commands to an error that names what helps.
 
     Args:
-        words: the command; without them the job was started in Python.
+        words: the command line; empty if the job was started in Python.
     """
     if not isinstance(error, CkptError):
         return
@@ -26,7 +26,7 @@ def advise(error: Exception, plan: RunPlan, words: Sequence[str] = ()) -> None:
                 "tasks": "executor.tasks",
                 "max_tokens": f"{runner}.config.default_generation_params.max_tokens",
             }
-            # A run of all tasks can do more than a worker.
+            # Only a run of all tasks can make all changes.
             changed = [word for word in words if word != "--worker"]
             for name, value in changes.items():
                 text = str(value)
@@ -43,7 +43,7 @@ def advise(error: Exception, plan: RunPlan, words: Sequence[str] = ()) -> None:
     if error.starts_over and form() and plan.logging_dir.is_local():
         folder = Path(plan.logging_dir.resolve_paths("")).absolute().parent  # the run folder
         inputs = [step.data_folder for step in plan.pipeline if hasattr(step, "data_folder")]
-        holds_input = any(Path(one.path).absolute().is_relative_to(folder) for one in inputs)
+        holds_input = any(Path(data.path).absolute().is_relative_to(folder) for data in inputs)
         if folder.is_dir() and not holds_input:
             move = shlex.join(["mv", str(folder), str(files.free_name(folder, "."))])
             error.add_note(f"To start over, move what is there aside while no task runs: {move}")

@@ -1,4 +1,4 @@
-"""The rest of ``datatrove-ckpt run``: runs the executor, and ends with one clear message."""
+"""Runs the executor of ``datatrove-ckpt run``, and ends with one clear message."""
 
 import argparse
 import errno
@@ -56,8 +56,8 @@ def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Names
     if arguments.no_wait:
         if plan.tasks > 1:  # the first would end the others
             raise ConfigError(
-                "--no-wait: is for a run of one task, and this one has more. Set tasks: 1, or "
-                "leave it out."
+                "--no-wait: is for a run of one task, and this run has more. Set tasks: 1, or "
+                "leave --no-wait out."
             )
         plan = _changed(executor, plan, no_wait=True)
     if arguments.cancel:
@@ -75,7 +75,7 @@ def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Names
     if arguments.dry_run:
         full = FullConfig(content)
         say(full.text().rstrip())
-        try:  # it shows a job array, too: with another number of tasks, none of it would start
+        try:  # with another number of tasks, nothing of a job array that it shows would start
             _check_tasks(plan)
         except CkptError as error:
             advise(error, plan, arguments.command)
@@ -91,8 +91,10 @@ def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Names
 
 
 def _check_tasks(plan: RunPlan) -> None:
-    """Raises:
-    CheckpointMismatch: the run has another number of tasks.
+    """Compares the number of tasks with the run's.
+
+    Raises:
+        CheckpointMismatch: the run has another number of tasks.
     """
     for runner, root in plan.kept:
         if root.is_dir() and rank_numbers(root):
@@ -169,8 +171,8 @@ def _checked_run(
 
 
 def _explained(error: OSError, plan: RunPlan) -> Exception:
-    """Returns an error of the system with what to do. It is mostly about ``logging_dir``, and names
-    no file if a disk is full; what a rank reads and writes has errors of its own.
+    """Adds advice to an error of the operating system. Such an error is mostly about
+    ``logging_dir``, and names no file if a disk is full; files of a rank have errors of their own.
     """
     logs = plan.logging_dir
     roots = [root for _, root in plan.kept]
@@ -192,7 +194,7 @@ def _explained(error: OSError, plan: RunPlan) -> Exception:
 def _execute(
     executor: PipelineExecutor, plan: RunPlan, content: Node, arguments: argparse.Namespace
 ) -> int:
-    """Runs or submits the tasks. Returns how many dead letters are left, as far as it is known."""
+    """Runs or submits the tasks. Returns how many dead letters are left; 0 if that is unknown."""
     # Pickled with the executor into pool workers and cluster jobs.
     executor._quiet = task_errors.QuietErrors(said_later=True)
     if arguments.worker:

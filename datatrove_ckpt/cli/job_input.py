@@ -28,11 +28,11 @@ _DATASET = re.compile(r"hf://datasets/([^/@*]+/[^/@*]+)/?")
 _MOST_TASKS = 100
 LEAST_BYTES = 1 << 22
 """Least size of a task on this machine, which takes far longer than its start."""
-_LOOKED_AT = 100  # lines
+_MAX_LINES = 100
 
 
 def class_of(reader: JsonObject) -> type[SeekingReader]:
-    """Returns its class; JsonlReader if its files were not listed."""
+    """Returns the class of a reader; JsonlReader if its files were not listed."""
     return _READERS.get(reader["class_path"], JsonlReader)
 
 
@@ -41,7 +41,12 @@ def node(class_path: str, **arguments: object) -> JsonObject:
 
 
 class JobInput:
-    """``only_look``: its files may be gone, and are not read."""
+    """The input of a job.
+
+    Args:
+        given: the path, pattern or URL, as the user wrote it.
+        only_look: the files may be gone, and are not read.
+    """
 
     def __init__(self, given: str, only_look: bool) -> None:
         self.only_look = only_look
@@ -98,7 +103,11 @@ class JobInput:
         return node(kinds[known[0]], data_folder=folder, glob_pattern=pattern or "**/*")
 
     def _problem(self, names: list[str], kinds: dict[str, str]) -> str:
-        """Returns why no reader can read all files; "" if one can. ``kinds``: readers by suffix."""
+        """Returns why no reader can read all files; "" if a reader can.
+
+        Args:
+            kinds: the names of readers, by suffix.
+        """
         known = list(kinds)
         if Path(self._given, "dataset_dict.json").is_file():
             return f"several splits, such as {Path(self._given, 'train')}"
@@ -119,7 +128,7 @@ class JobInput:
         like = re.compile("|".join(map(re.escape, known)), re.IGNORECASE)  # as b.jsonl.bak
         odd = [one for one in others if self._pattern or like.search(posixpath.basename(one))]
         if odd:
-            return f"{odd[0]}, too"
+            return f"other files, such as {odd[0]}"
         twice = [name for name, times in Counter(map(uncompressed, names)).items() if times > 1]
         if twice:
             return f"{twice[0]} twice, compressed and not"
@@ -149,15 +158,15 @@ class JobInput:
         return ()
 
     def first_request(self, reader: JsonObject) -> JsonObject:
-        """Returns the request of a batch file's first lines, of which some may be blank or damaged;
-        empty if the input is none.
+        """Returns the first request of a batch file, whose first lines may be blank or damaged;
+        empty if the input is no batch file.
         """
         if reader["class_path"] == "JsonlReader":
             lines = import_name("JsonlReader", "")(**reader["init_args"])
             with suppress(CkptError, OSError):  # the checks before a start name what is wrong
                 for name in self._list(lines.glob_pattern)[:1]:
                     for block in islice(lines.blocks(name, ()), 1):
-                        for row, _, _, _ in islice(block.rows, _LOOKED_AT):
+                        for row, _, _, _ in islice(block.rows, _MAX_LINES):
                             if isinstance(row, dict) and {"custom_id", "body"} <= row.keys():
                                 return row
         return {}
@@ -200,12 +209,12 @@ def _is_absent(given: str) -> ConfigError:
 
 
 def _kind(name: str) -> str:
-    """Returns the reader of a file; "": none."""
+    """Returns the name of the reader for a file; "" if there is none."""
     return _SUFFIXES.get(uncompressed(name).suffix.lower(), "")
 
 
 def _split(given: str) -> tuple[str, str]:
-    """Returns the folder of an input, and the pattern of its files; "": all."""
+    """Returns the folder of an input, and the pattern of its files; "" for all files."""
     top = "."
     if given.startswith("/"):
         top = "/"

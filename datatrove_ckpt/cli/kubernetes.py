@@ -63,8 +63,10 @@ def k8s(arguments: argparse.Namespace) -> int:
 
 
 def refuse_other_kinds(executor: PipelineExecutor, command: str) -> None:
-    """Raises:
-    ConfigError: its ranks are for other machines, or wait for those of another job.
+    """Refuses an executor that a pod or a worker cannot run.
+
+    Raises:
+        ConfigError: its tasks are for other machines, or wait for another job.
     """
     if not hasattr(executor, "run_worker"):
         given = type(executor).__name__
@@ -74,17 +76,17 @@ def refuse_other_kinds(executor: PipelineExecutor, command: str) -> None:
         )
     if executor.depends is not None:
         raise ConfigError(
-            "depends: each worker would run that job. Run it first, as one of "
-            "its own, and remove this.",
+            "depends: each worker would run that job. Run it first, as a run of "
+            "its own, and remove depends.",
             setting="executor",
         )
 
 
 def kubernetes_job(content: short_form.Node, plan: run_plan.RunPlan) -> kubernetes.KubernetesJob:
-    """Builds the section, and checks that a drain ends before the grace period.
+    """Builds the settings of the section, and checks that a drain ends before the grace period.
 
     Raises:
-        ConfigError: a mistake in it, or too little time.
+        ConfigError: a mistake in the section, or too little time.
     """
     job = yaml_config.construct(kubernetes.KubernetesJob, content.get(_SECTION), _SECTION)
     steps = [runner.step for runner in plan.runners]

@@ -1,5 +1,5 @@
-"""``datatrove-ckpt``: every command with its options and its help; parses the command line and
-calls the command.
+"""The program ``datatrove-ckpt``: defines every command with its options and its help, parses the
+command line, and calls the command.
 
 A command is a function below ``_command``: its docstring is its ``--help``. The module that
 ``_command`` names carries it out, and is imported only then: ``--help`` and ``status`` start
@@ -51,10 +51,10 @@ exit codes:
   1  stopped by an error, or problems were found; after run, the same command resumes
   2  a mistake in a file or on the command line; nothing was started
   3  verify: no problem, but something is not finished
-  4  run: max_cost or max_total_tokens is reached; a higher one resumes
+  4  run: max_cost or max_total_tokens is reached; a higher limit resumes
   128 + n  ended by signal n, so 130 for Ctrl-C; after run, the same command resumes
 
-datatrove-ckpt COMMAND --help tells more about each command, with examples and its exit codes.
+datatrove-ckpt COMMAND --help explains each command, with examples and its exit codes.
 """
 
 
@@ -177,9 +177,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _completions(word: str, before: str) -> list[str]:
-    """Returns what may stand in the place of a word of the command line, as ``complete -C`` of bash
-    and zsh asks for it.
-    """
+    """Returns the completions of a word of the command line, for bash and zsh (``complete -C``)."""
     words = os.environ["COMP_LINE"].split()
     possible = {name for name, _, _, _ in _COMMANDS}
     if before != words[0]:
@@ -250,7 +248,7 @@ _WHAT = _argument(
 )
 _JSON = _flag("--json", "print one JSON object instead of text")
 _OUTPUT = _argument("FOLDER", "the output folder, if it isn't where job.json says", "--output")
-_FULL = _flag("--full", "read all output and compare its content, too")
+_FULL = _flag("--full", "also read all output and compare its content")
 
 
 _COMMANDS: list[tuple[str, str, str, tuple[_Argument, ...]]] = []
@@ -265,8 +263,8 @@ def _command(module: str, *arguments: _Argument) -> Callable[[Callable[[], None]
     docstring.
 
     Args:
-        module: of ``cli``; its function of this name takes the parsed arguments and returns the
-            exit code.
+        module: the module of ``cli`` whose function of this name takes the parsed arguments and
+            returns the exit code.
     """
     return lambda described: _COMMANDS.append(
         (described.__name__, module, inspect.getdoc(described) or "", arguments)
@@ -316,9 +314,9 @@ def run() -> None:
       1  stopped by an error or a time limit; the same command resumes
          with --fail-on-dead-letters also: dead letters are left
       2  a mistake in CONFIG or on the command line; nothing was started
-         with --worker also: the checkpoint or the input is another run's, so no task can go on
+         with --worker also: the checkpoint or the input is another run's, so no task can continue
       3  with --worker: no task is free, but some were given up; they are named
-      4  max_cost or max_total_tokens is reached; a higher one resumes
+      4  max_cost or max_total_tokens is reached; a higher limit resumes
       75  with --no-wait: batches are at the provider; the same command collects their answers
       128 + n  ended by signal n, so 130 for Ctrl-C; the same command resumes
          with --worker also 143: stopped early without a signal, by a time limit or a notice
@@ -332,9 +330,9 @@ def k8s() -> None:
     examples:
       datatrove-ckpt k8s configs/kubernetes.yaml
 
-    Pipe it into `kubectl apply -f -`. The section kubernetes of CONFIG says image, resources,
-    volumes and the number of pods, which share the tasks. What a pod would lose is refused. It asks
-    no cluster.
+    Pipe it into `kubectl apply -f -`. The section kubernetes of CONFIG names image, resources,
+    volumes and the number of pods, which share the tasks. What a pod would lose is refused. It
+    contacts no cluster.
 
     exit codes:
       0  the manifests are printed
@@ -344,7 +342,7 @@ def k8s() -> None:
     """
 
 
-@_command("run", _CONFIG, _JSON, _flag("--all", "print the checks that are ok, too"))
+@_command("run", _CONFIG, _JSON, _flag("--all", "also print the checks that are ok"))
 def doctor() -> None:
     """Check folders, input, servers and limits before a job starts.
 
@@ -352,12 +350,12 @@ def doctor() -> None:
       datatrove-ckpt doctor configs/quickstart.yaml
 
     CONFIG may also be the folder of TrainingCheckpoints: is a step whole, is there room for the
-    next one?
+    next step?
 
     Run it where the job will run: on the same node, as the same user, in the same container. Each
     line is one check and what to do: warning (continue if this is what you want) or problem (the
-    run would fail, or could lose work). Problems come last; --all prints the checks that are ok,
-    too. The checks write, lock, upload and delete probes of their own, named
+    run would fail, or could lose work). Problems come last; --all also prints the checks that are
+    ok. The checks write, lock, upload and delete probes of their own, named
     .datatrove-ckpt-probe-..., and leave nothing behind. A run may be active meanwhile. The first
     documents of the input are read.
 
@@ -405,7 +403,7 @@ def plan() -> None:
     "status",
     _WHAT,
     _JSON,
-    _flag("--all", "print a line for every task, too"),
+    _flag("--all", "also print a line for every task"),
 )
 def status() -> None:
     """Show how far a run is, and which tasks need attention; also during the run.
@@ -418,13 +416,13 @@ def status() -> None:
     WHAT may also be the folder of TrainingCheckpoints: its steps, the loss curve, and the step that
     a restore takes.
 
-    It only reads; a run may be active meanwhile. The sums come first, then the ranks that need
+    It only reads; a run may be active meanwhile. The sums come first, then the tasks that need
     attention: damaged, failed, lost (killed, or its node is gone), silent, stuck, slow,
-    interrupted. docs/status.md tells what each means.
+    interrupted. docs/status.md explains each.
 
     exit codes:
-      0  no rank is damaged; of a training: a step is whole
-      1  a rank is damaged; of a training: no step is whole
+      0  no task is damaged; of a training: a step is whole
+      1  a task is damaged; of a training: no step is whole
       2  WHAT is no checkpoint, or a mistake on the command line
     """
 
@@ -480,7 +478,7 @@ def report() -> None:
 @_command(
     "show",
     _WHAT,
-    _argument("N", "how many; 5 unless said otherwise", "--n", type=_count, default=5),
+    _argument("N", "how many; default: 5", "--n", type=_count, default=5),
     _argument("ID", "those with this id, as a whole", "--id"),
     _argument("TEXT", "those with this in their text or answer, in upper or lower case", "--grep"),
     _flag("--dead", "dead letters that no finished retry has taken, with their causes"),
@@ -561,7 +559,7 @@ def track() -> None:
     process saves there.
 
     Start it beside the run, once that has begun, on any machine that sees the folder or the mirror.
-    It sends the sums of `status --json` each minute. Started again, it goes on in the same run
+    It sends the sums of `status --json` each minute. Started again, it continues the same run
     there. Keys come from the environment.
 
     exit codes:
@@ -619,10 +617,10 @@ def repair() -> None:
     run during the repair. What it cannot repair, it names and leaves alone.
 
     datatrove's executors skip a task that has a marker in LOGGING_DIR/completions. With
-    --logging-dir, the markers of the repaired tasks are removed, too.
+    --logging-dir, repair also removes the markers of the repaired tasks.
 
     exit codes:
       0  all problems are repaired (with --dry-run: would be)
-      1  some problems are left, or a rank is running
+      1  some problems are left, or a task is running
       2  WHAT is no checkpoint, or a mistake on the command line
     """

@@ -1,4 +1,4 @@
-"""WHAT on the command line: the place that a command looks at."""
+"""Opens the run that WHAT names on the command line."""
 
 import argparse
 from collections.abc import Callable
@@ -12,10 +12,7 @@ def open_run(
     wanted: Callable[[str, int], bool] = lambda name, size: True,
     output: str | None = None,
 ) -> AbstractContextManager[run_location.RunLocation]:
-    """Opens the place that ``arguments.what`` names, with its overrides.
-
-    See ``open_location``.
-    """
+    """Opens the run that ``arguments.what`` names, with its overrides. See ``open_location``."""
     config = None
     if run_location.is_config(arguments.what):
         from datatrove_ckpt.cli.short_form import read_config  # slow to import

@@ -16,11 +16,11 @@ from datatrove_ckpt.torch.training_history import HISTORY, read_events
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Prints the intervals. The history of a training tells the median pause of its saves, and the
+    """Prints the intervals. The history of a training has the median pause of its saves, and the
     mean time between its restarts. Returns the exit code.
 
     Raises:
-        ConfigError: there is no history, or it lacks one of the two, and no flag gives it.
+        ConfigError: there is no history, or it lacks a figure that no flag gives.
     """
     save_cost = arguments.save_cost
     mtbf = arguments.mtbf
@@ -45,7 +45,7 @@ def plan(arguments: argparse.Namespace) -> int:
         )
     if not mtbf:
         raise ConfigError(
-            "--mtbf is missing: the mean time between two losses, such as 6h. 3 restarts tell it."
+            "--mtbf is missing: the mean time between two losses, such as 6h. 3 restarts show it."
         )
     best = policies.daly(save_cost, mtbf)
     found = {

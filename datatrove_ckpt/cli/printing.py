@@ -1,4 +1,4 @@
-"""What commands print, and how an error ends them. No foreign text speaks to the terminal."""
+"""Prints the results, notes and errors of commands. No foreign text controls the terminal."""
 
 import os
 import re
@@ -43,15 +43,15 @@ def say_result(is_json: bool, content: JsonObject, lines: Iterable[str]) -> None
 
 
 def note(text: str) -> None:
-    """Prints on standard error what is not the command's result."""
+    """Prints a text beside the command's result, on standard error."""
     print(redact(text), file=sys.stderr)
 
 
 def write_out(text: str, raw: bool = False) -> None:
     """Prints the text, without secrets and control characters unless it is ``raw``.
 
-    Escapes what the terminal's encoding lacks. Drops the rest if the reader has gone (``status |
-    head``).
+    Escapes characters that the terminal's encoding lacks. Drops the rest of the text if the reader
+    has gone (``status | head``).
     """
     shown = text if raw else redact(text)
     try:
@@ -70,7 +70,7 @@ def write_out(text: str, raw: bool = False) -> None:
 
 
 def write_page(output: str | None, checkpoints: Path, page: str, of: str) -> int:
-    """Writes a report into the run folder of the checkpoints, or else here; "-": prints it."""
+    """Writes a report into the run folder of the checkpoints, or else here; "-" prints it."""
     beside = Path()
     if checkpoints.name == "checkpoints":
         beside = checkpoints.parent

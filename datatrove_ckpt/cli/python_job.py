@@ -24,15 +24,15 @@ def run(
     endpoint: str | list[str] | None = None,
     **settings: object,
 ) -> OutputPath | OutputUrl:
-    """Runs a job, or what is left of it. The arguments are those of ``ShortJob``; ``settings`` any
-    others, by name.
+    """Runs a job, or the rest of it. ``ShortJob`` explains the arguments; ``settings`` are further
+    settings, by name.
 
     Args:
-        input: as in ``ShortJob``; or rows, which are written to the run folder: see ``save_rows``.
+        input: the input, as in ``ShortJob``; or rows, which ``save_rows`` writes to the run folder.
 
     Returns:
-        The folder of the output, as a path; of a ``run_folder`` that is a URL, a URL. Both read
-        what is there: see ``RunOutput``.
+        The output folder as a path, or as a URL if ``run_folder`` is a URL. Both read its
+        documents: see ``RunOutput``.
 
     Raises:
         ConfigError: a mistake in the arguments; nothing was started.

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         from datatrove_ckpt.cli.show import sample
 
         return sample(executor, arguments.sample)
-    from datatrove_ckpt.cli.execution import execute  # a file with a mistake needs none of it
+    from datatrove_ckpt.cli.execution import execute  # not imported for a file with a mistake
 
     return execute(executor, content, arguments)
 

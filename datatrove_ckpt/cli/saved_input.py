@@ -21,7 +21,7 @@ def save_lines(lines: Iterable[bytes], run_folder: Path, name: str) -> Path:
     """Writes JSON lines, unless a run has begun with them.
 
     Raises:
-        ConfigError: it has begun with other lines.
+        ConfigError: the run has begun with other lines.
     """
     path = run_folder / _FOLDER / f"{name}.jsonl"
     if not _has_begun_with(path):
@@ -38,11 +38,13 @@ def save_rows(rows: object, run_folder: Path) -> Path:
     unless a run has begun with them.
 
     Args:
-        rows: a DataFrame of pandas or polars, a ``datasets.Dataset``, what else exports an Arrow
-            stream; or an iterable of texts or dictionaries, which are not held in memory.
+        rows: a DataFrame of pandas or polars, a ``datasets.Dataset``, or another object that
+            exports an Arrow stream; or an iterable of texts or dictionaries, which are not held in
+            memory.
 
     Raises:
-        ConfigError: it is none of these, a row does not fit, or the run began with other rows.
+        ConfigError: ``rows`` is none of these, a row does not fit, or the run began with other
+            rows.
     """
     is_series = hasattr(rows, "to_frame")
     if hasattr(rows, "to_parquet") or (hasattr(rows, "__arrow_c_stream__") and not is_series):
@@ -75,7 +77,7 @@ def _lines(rows: Iterable[object]) -> Iterator[bytes]:
 
 
 def _refuse_other_keys(value: object) -> None:
-    """Raises ValueError for keys that JSON takes as texts, and so as others' equals."""
+    """Raises ValueError for a key that JSON would make a text, perhaps equal to another key."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):

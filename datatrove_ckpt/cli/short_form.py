@@ -55,7 +55,7 @@ _TASKS: dict[str, tuple[str, Node]] = {
     "classify": ("ClassifyRollout", {}),
     "batch": ("BatchRollout", {}),
 }
-# Those that become ``default_generation_params``.
+# Settings that become ``default_generation_params``.
 _SAMPLING = ("max_tokens", "temperature", "top_p", "stop", "service_tier")
 NAMES = [field.name for field in fields(ShortJob)]
 _ROLLOUTS = [name for name in yaml_config.SHORT_NAMES if name.endswith("Rollout")]
@@ -67,13 +67,13 @@ _BY_FORM = (
     "data_folder",
     "dataset",
 )
-"""Settings of the long form that the form sets."""
+"""Settings of the long form that the short form sets."""
 
 
 @cache
 def settings() -> dict[str, dict[str, object]]:
-    """Returns the settings that a job may have: of each the types of its value, by the classes that
-    have it, in the order in which they get it.
+    """Returns the settings that a job may have, each with the types of its value by class. The
+    first of these classes in a job gets the value.
     """
     known = {"ShortJob": parameters_of(ShortJob)[0]}
     for name in (*_READERS, "InferenceConfig", "InferenceRunner", *_ROLLOUTS):
@@ -90,8 +90,8 @@ def read_config(path: str | None, overrides: list[str], only_look: bool = False)
     """Returns the job of a file in the long form, with the overrides (``path=value``) applied.
 
     Args:
-        path: None: the overrides are the whole job, in the short form.
-        only_look: see ``expand``.
+        path: the file; None: the overrides are the whole job, in the short form.
+        only_look: the input may be gone: see ``expand``.
 
     Raises:
         ConfigError: see ``load`` and ``expand``; or an override does not fit the file.
@@ -125,10 +125,10 @@ def read_config(path: str | None, overrides: list[str], only_look: bool = False)
 
 
 def make_executor(path: str | None, overrides: list[str]) -> tuple[Node, Any]:
-    """Returns what the file and the overrides say, and the executor that it describes.
+    """Returns the job of a file and the overrides in the long form, and its executor.
 
     Raises:
-        ConfigError: the first mistake in it.
+        ConfigError: the first mistake in the job.
     """
     sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
     content = read_config(path, overrides)
@@ -136,7 +136,7 @@ def make_executor(path: str | None, overrides: list[str]) -> tuple[Node, Any]:
 
 
 def expand(content: Node, only_look: bool = False, rows: object = None) -> Node:
-    """Returns the long form.
+    """Returns the long form of a job.
 
     Args:
         only_look: the input and prompt file may be gone. The input is not listed, so its reader may
@@ -144,7 +144,7 @@ def expand(content: Node, only_look: bool = False, rows: object = None) -> Node:
         rows: the input, if it consists of objects of Python.
 
     Raises:
-        ConfigError: a setting is missing, unknown, or cannot be told from the input.
+        ConfigError: a setting is missing, unknown, or cannot be derived from the input.
     """
     try:
         yaml_config.refuse_unknown(content, [*settings()], form())
@@ -218,13 +218,13 @@ def expand(content: Node, only_look: bool = False, rows: object = None) -> Node:
 
 
 def _place(name: str, value: object, places: dict[str, Node]) -> None:
-    """Puts a setting where it belongs. A mapping joins the one that the form has there.
+    """Puts a setting into the arguments of its class. A mapping joins the form's own mapping.
 
     Args:
         places: the arguments of the job's classes. The rollout's come last.
 
     Raises:
-        ConfigError: no class of the job has it.
+        ConfigError: no class of the job has the setting.
     """
     owners = [owner for owner in settings()[name] if owner in places]
     if not owners:
@@ -240,7 +240,9 @@ def _place(name: str, value: object, places: dict[str, Node]) -> None:
 
 
 def _as_batch(job: ShortJob, job_input: JobInput, reader: Node, content: Node) -> ShortJob:
-    """Returns the job with task, model and reader, where the input is a batch file."""
+    """Returns the job, with the task, model and reader of a batch file if the input is a batch
+    file.
+    """
     is_told = job.task == "batch"
     if not is_told and (job.prompt or job.rollout or job.task or content.get("prompt_column")):
         return job
@@ -300,7 +302,7 @@ def _executor(job: ShortJob, executor: Node, config: Node) -> Node:
 
 
 def _text(name: str, value: object, only_look: bool) -> object:
-    """Returns the value of a setting; of a prompt ``@FILE``, the file's text, or of a schema."""
+    """Returns the value of a setting; for a prompt or schema ``@FILE``, the content of the file."""
     is_schema = name == "json_schema"
     if not (is_schema or name.endswith("prompt")):
         return value
@@ -372,7 +374,7 @@ def _server(job: ShortJob, content: Node, only_look: bool) -> Node:
         others = content.get(other)
         if isinstance(others, dict) and given.keys() & others:
             name = min(given.keys() & others)
-            raise ConfigError(f'{name}: is in "{other}", too. Give it once.')
+            raise ConfigError(f'{name}: is also in "{other}". Give it once.')
     if given:
         config["default_generation_params"] = given
     if given and job.task in ("embed", "classify"):
@@ -419,7 +421,7 @@ def _server(job: ShortJob, content: Node, only_look: bool) -> Node:
 
 
 def _input(job: ShortJob, only_look: bool, rows: object) -> str:
-    """Returns the input; of standard input and of rows, the file that keeps them for each start."""
+    """Returns the input; for standard input and rows, the file from which each start reads them."""
     if rows is None and job.input != "-":
         return job.input
     if job.is_remote:
@@ -445,7 +447,7 @@ def _input(job: ShortJob, only_look: bool, rows: object) -> str:
 
 
 def _answer(job_input: JobInput, reader: Node, rollout: object) -> object:
-    """Returns the column of the answers: one that the first document has not."""
+    """Returns a column for the answers that the first document does not have."""
     if isinstance(rollout, dict) and rollout["class_path"] == "EmbedRollout":
         return rollout["init_args"].get("column")
     columns = job_input.first_columns(reader)

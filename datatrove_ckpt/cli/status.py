@@ -76,14 +76,14 @@ def batches(arguments: argparse.Namespace) -> int:
 
 
 MAX_TROUBLED = 20
-"""Most reasons shown for one trouble; others show only the ranks' numbers."""
+"""Most reasons shown for one trouble; the other tasks show only their numbers."""
 _BAR = 24
 _REST = "░"
 _LABEL = 10
 
 
 def describe(state: RunState) -> Iterator[str]:
-    """Yields sums, and the ranks that need attention."""
+    """Yields the sums of a run, and the tasks that need attention, as lines."""
     yield f"{state.what}: {status_text.ranks_of(state)}; {status_text.age(state)}"
     share = 1.0 if state.is_finished else state.totals.position.share
     bar = ""
@@ -110,7 +110,7 @@ def _what_next(state: RunState) -> Iterator[str]:
     command = state.command or "the command that started it"
     reached = state.limits.reached(state.run_totals)
     if reached is not None:
-        yield f"Nothing runs. {reached} The last one: {command}"
+        yield f"Nothing runs. {reached} The last command: {command}"
         return
     failed = [rank.rank for rank in state.ranks if rank.state == "failed"]
     if failed:
@@ -151,7 +151,7 @@ def _describe_trouble(state: RunState) -> Iterator[str]:
         others = [rank for group in groups[MAX_TROUBLED:] for rank in group]
         if others:
             yield (
-                f"  {trouble}, too: {status_text.counted(len(others), 'task')}: "
+                f"  also {trouble}: {status_text.counted(len(others), 'task')}: "
                 f"{ranges([rank.rank for rank in others])}"
             )
     done = state.together.done

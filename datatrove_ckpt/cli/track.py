@@ -24,7 +24,7 @@ _SENDING_SECONDS = 60.0  # between two sendings
 
 
 def track(arguments: argparse.Namespace) -> int:
-    """Sends all, as long as there is something to come. Returns the exit code."""
+    """Sends the numbers of a job until no more can come. Returns the exit code."""
     missing = missing_package("mlflow")
     if missing is not None:
         raise ConfigError(f"--mlflow: {missing}")
@@ -58,15 +58,15 @@ def _send(tracker: tracking.Tracker) -> None:
         time.sleep(_SENDING_SECONDS)
 
 
-_UNKNOWN_SECONDS = 3600.0  # between the saves of a training of which one is kept
-_INTERVALS = 2  # between saves: a training starts again, and makes the steps to its next save
+_UNKNOWN_SECONDS = 3600.0  # between saves, if only one save is kept
+_INTERVALS = 2  # between saves: a training restarts, and makes the steps to its next save
 
 
 @dataclass
 class TrainingTracker(tracking.Tracker):
     """Sends the loss curve of a training: each step once, and again after a rollback. It ends when
-    no process saves into the folder, at several looks and for longer than between its newest saves:
-    one that was started again has not saved yet.
+    no process saves into the folder, at several polls and for longer than between the newest saves:
+    a restarted training has not saved yet.
     """
 
     folder: Path = field(kw_only=True)
@@ -88,13 +88,13 @@ class TrainingTracker(tracking.Tracker):
             interval = _UNKNOWN_SECONDS
             if len(times) > 1:
                 interval = times[-1] - times[-2]
-            # A training that goes on would have saved since.
+            # An active training would have saved since.
             if not times or time.time() - times[-1] > _INTERVALS * interval:
                 status = "FINISHED"
         return job, self._new_points(state.curve), status
 
     def _new_points(self, curve: Sequence[MetricsRow]) -> Iterator[tracking.Point]:
-        """A step counts as sent once the next one is wanted."""
+        """Yields the points to send. A step counts as sent when the next point is requested."""
         for number, (step, metrics) in enumerate(curve):
             if self._sent[number : number + 1] != [(step, metrics)]:
                 numbers = {key: value for key, value in metrics.items() if value is not None}

@@ -116,7 +116,7 @@ def _topics(state: TrainingState) -> Iterator[tuple[str, str]]:
     if state.saved:
         pause = duration(state.saved["pause_seconds"])
         written = duration(state.saved["write_seconds"])
-        yield "saves", f"the last one stopped the training for {pause}, and took {written}"
+        yield "saves", f"the last save stopped the training for {pause}, and took {written}"
     yield "disk", f"{byte_size(state.free_bytes)} free"
     if state.writer:
         yield "writer", state.writer
@@ -149,7 +149,7 @@ def _ranks(state: TrainingState) -> Iterator[tuple[str, str]]:
 
 
 def _plot(points: Sequence[tuple[int, float]]) -> str:
-    """Draws a curve in 48 cells: the mean of each, between the least and the greatest."""
+    """Draws a curve in at most 48 cells: their means, between the least and the greatest mean."""
     values = [value for _, value in points]
     count = min(48, len(values))
     edges = [number * len(values) // count for number in range(count + 1)]

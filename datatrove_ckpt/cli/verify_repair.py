@@ -1,4 +1,4 @@
-"""``datatrove-ckpt verify`` and ``repair``: what they print, and how they end."""
+"""``datatrove-ckpt verify`` and ``repair``: print problems and steps, and return exit codes."""
 
 import argparse
 from dataclasses import asdict
@@ -37,7 +37,7 @@ def verify(arguments: argparse.Namespace) -> int:
         found += f", {plural(len(report.unfinished), 'thing')} not finished"
     if report.unfinished and report.goal is not None:
         found += " (until is reached)"
-    checked = "sizes; --full compares contents, too"
+    checked = "sizes; --full also compares contents"
     if report.full:
         checked = "sizes and contents"
     if report.uncounted:
@@ -63,7 +63,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def repair(arguments: argparse.Namespace) -> int:
-    """Prints each step and carries it out. Returns the exit code."""
+    """Prints each step of a repair and carries it out. Returns the exit code."""
     with (
         open_run(arguments, output=arguments.output) as named,
         log_disabled("datatrove_ckpt.mirror"),

@@ -20,7 +20,7 @@ def read_value(text: str) -> object:
 
 
 class Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML 1.2's core schema. Duplicate keys are errors: YAML would silently drop the first one."""
+    """YAML 1.2's core schema. Duplicate keys are errors: PyYAML would silently drop the first."""
 
     yaml_implicit_resolvers: ClassVar[JsonObject] = {}
 
@@ -77,7 +77,7 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def dump(content: object) -> str:
-    """Writes YAML that ``read_value`` reads back the same."""
+    """Returns YAML that ``read_value`` reads back unchanged."""
     text: str = yaml.dump(
         content, Dumper=_Dumper, allow_unicode=True, sort_keys=False, width=math.inf
     )

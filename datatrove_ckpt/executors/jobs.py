@@ -1,13 +1,13 @@
-"""JobsPipelineExecutor: datatrove's for Hugging Face Jobs, with what it lacks.
+"""``JobsPipelineExecutor`` is datatrove's executor for Hugging Face Jobs, with what it lacks.
 
 the package on the job's machine    a zip of this very code, beside ``executor.pik``
                                     (``process/job_launch.py``)
 a job's disk is empty               each runner has a mirror, below ``logging_dir`` by default
 a job has ranks of its own          it is a worker, which takes ranks until none is free
-a job reaches its timeout           its ranks drain before; SIGTERM drains, too
+a job reaches its timeout           its ranks drain before, as on SIGTERM
 a job dies                          the next job takes its ranks, while they advance; ``failures``
                                     has the cause
-the coordinator ends                jobs go on; the next run of the same command waits for them
+the coordinator ends                jobs continue; the next run of the same command waits for them
 """
 
 from __future__ import annotations
@@ -62,11 +62,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Job:
-    """Attributes:
-    launch: names the file in which the job notes why it failed.
-    settings: see ``_settings``.
-    reached: how far all ranks were when the job was first seen.
-    retries: how many jobs before it, in turn, advanced no rank.
+    """One Hugging Face Job.
+
+    Attributes:
+        launch: names the file in which the job records why it failed.
+        settings: the hash of the job's settings and code.
+        reached: the progress of all ranks when the job was first seen.
+        retries: how many jobs before it, in turn, advanced no rank.
     """
 
     id: str
@@ -84,20 +86,20 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
 
     Args:
         workers: how many jobs share the tasks. -1: one for each ``tasks_per_job`` of them.
-        tasks_per_job: only for that.
+        tasks_per_job: the number of tasks for which ``workers=-1`` starts one job.
         logging_dir: its bucket also gets the package, and by default the mirror of each runner
             (checkpoints/).
-        dependencies: packages that the jobs need besides this one, what it requires, and without
-            ``image`` the engine.
+        dependencies: packages that the jobs need besides this package, its requirements, and
+            without ``image`` the engine.
         flavor: the machine of a job; ``hf jobs hardware`` lists them.
         timeout: a rank drains before. None: 30 minutes, as Jobs have it.
         namespace: who pays; None: the token's account.
-        labels, env: of each job, beside ours. What env says is kept in files.
-        secrets: with None for a value, this process's variable of that name. The keys of endpoints
-            (``api_key_env``) and of mirrors are added.
+        labels, env: labels and variables of each job, beside ours. Values of env are kept in files.
+        secrets: secret variables of each job; None takes this process's variable of that name. The
+            keys of endpoints (``api_key_env``) and of mirrors are added.
         max_retries: how many more jobs are started in turn although no rank advances, and how often
             a rank that fails, or kills its job, without progress is tried again.
-        poll_interval: seconds between two looks at the jobs.
+        poll_interval: seconds between two polls of the jobs.
     """
 
     sends_own_modules = True  # so a module beside the script is no reason to warn
@@ -163,7 +165,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             ConfigError: a setting cannot work, or something would be on a job's own disk.
             CkptError: ranks are not complete; the message names them and their jobs. Or see
                 ``check_before_run``.
-            KeyboardInterrupt: SIGINT or SIGTERM. The jobs go on.
+            KeyboardInterrupt: SIGINT or SIGTERM came. The jobs continue.
         """
         from datatrove_ckpt.run_folder.preflight import run_checked
 
@@ -189,9 +191,11 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
                 raise
 
     def check(self, plan: RunPlan) -> None:
-        """Raises:
-        ConfigError: something would be on a job's own disk, or a secret is not set here; or see
-            ``own_files``.
+        """Refuses a pipeline that jobs cannot run.
+
+        Raises:
+            ConfigError: something would be on a job's own disk, or a secret is not set here; or see
+                ``own_files``.
         """
         from datatrove_ckpt.run_folder.run_plan import lost_with_disk
 
@@ -214,7 +218,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         except CkptError as error:
             if not self.run_on_dependency_fail:
                 raise
-            logger.warning(f"{error} Going on all the same (run_on_dependency_fail).")
+            logger.warning(f"{error} The tasks run nevertheless (run_on_dependency_fail).")
         self._launched = True
         self._ensure_logging_dir_repo()
         running = self._running()
@@ -241,11 +245,11 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             logger.success(stats.get_repr(f"All {self.tasks} tasks"))
 
     def cancel(self) -> int:
-        """Cancels the jobs of this run. Returns how many there were. Another coordinator starts no
-        others.
+        """Cancels the jobs of this run, and returns their number. Another coordinator starts no
+        further jobs.
 
         Raises:
-            CkptError: some could not be canceled; the message names them.
+            CkptError: some jobs could not be canceled; the message names them.
         """
         # Between two jobs there is nothing to cancel.
         with suppress(OSError), self.logging_dir.open(_CANCELED, "w") as file:
@@ -264,15 +268,17 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
                 why = retrying.failure_line(error)
         if left:
             raise CkptError(
-                f"{len(left)} of {plural(len(jobs), 'job')} could not be canceled, and go on: "
+                f"{len(left)} of {plural(len(jobs), 'job')} could not be canceled, and continue: "
                 f"{_shown(left)} ({why}). Run it again."
             )
         return len(jobs)
 
     def _work_through(self) -> None:
-        """Raises:
-        GivenUp: some ranks were given up.
-        CkptError: no other job would help.
+        """Starts jobs until no rank is left, and waits for them.
+
+        Raises:
+            GivenUp: some ranks were given up.
+            CkptError: no other job would help.
         """
         worker = self._worker(max_rank_attempts=self.max_retries + 1)
         with Interruption([signal.SIGTERM]), worker._open_claims(LOOKS) as claims:
@@ -282,8 +288,8 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             except KeyboardInterrupt:
                 if jobs := self._alive():
                     logger.warning(
-                        f"{plural(len(jobs), 'job')} go on: {_shown(jobs)}. The same command waits "
-                        "for them. To cancel them: run --cancel, or cancel() of the executor."
+                        f"{plural(len(jobs), 'job')} continue: {_shown(jobs)}. The same command "
+                        "waits for them. To cancel them: run --cancel, or cancel() of the executor."
                     )
                 raise
             if given_up := claims.given_up():
@@ -325,7 +331,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         """Returns the jobs of an earlier start.
 
         Raises:
-            CheckpointMismatch: they work with other settings.
+            CheckpointMismatch: the jobs have other settings.
         """
         running = self._alive()
         others = [job for job in running if job.settings not in ("", self._settings)]
@@ -339,14 +345,14 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         return running
 
     def _retries_after(self, job: _Job, stage: str) -> int:
-        """Returns how many jobs in turn were without progress, with this ended one.
+        """Returns how many jobs in turn made no progress, this ended job included.
 
         Raises:
             CkptError: no other job would help.
         """
         code = 0
         said = ""
-        # A job that is killed notes nothing.
+        # A job that is killed records nothing.
         with (
             suppress(Exception),
             self.logging_dir.open(f"failures/{job.launch}.json", "rb") as file,
@@ -372,13 +378,13 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             raise CkptError(
                 f"{len(left)} of {self.tasks} tasks are not complete. {what}: {why}. "
                 f"`datatrove-ckpt status` shows each task; their logs: hf jobs logs {job.id}, and "
-                f"{self._folder}/logs. Other jobs of this run go on. Run the same command again to "
-                "resume."
+                f"{self._folder}/logs. Other jobs of this run continue. Run the same command again "
+                "to resume."
             )
         if stage == "COMPLETED":
             logger.info(f"Job {job.url} has ended: no task was free.")
         else:
-            logger.warning(f"{what}. Its tasks go on in another job.")
+            logger.warning(f"{what}. Another job continues its tasks.")
         return retries
 
     def _start(self, alive: dict[str, _Job], number: int, retries: int, began: float) -> None:
@@ -401,8 +407,8 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
                 if not retrying.READING.is_transient(error):
                     raise CkptError(
                         f"Hugging Face refuses to start a job: {retrying.failure_line(error)}. "
-                        f"{plural(len(alive), 'job')} of this run go on. Correct that and run the "
-                        "same command again."
+                        f"{plural(len(alive), 'job')} of this run continue. Correct that and run "
+                        "the same command again."
                     ) from error
                 logger.warning(
                     f"No job could be started ({retrying.failure_line(error)}). Tried again."
@@ -460,23 +466,26 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
     def _stage(self, job: _Job) -> str:
         ask = partial(self._hub.inspect_job, job_id=job.id, namespace=self.namespace)
         try:
-            return str(self._asked(f"Job {job.url} cannot be looked at", ask).status.stage)
+            return str(self._asked(f"Job {job.url} cannot be inspected", ask).status.stage)
         except CkptError as error:
             if retrying.http_status(error.__cause__) == 404:
                 return "DELETED"
             raise
 
     def _asked(self, what: str, call: Callable[[], T]) -> T:
-        """Retries a call of the hub.
+        """Calls the hub, with retries.
+
+        Args:
+            what: what the failure of the call means, as a clause.
 
         Raises:
-            CkptError: it fails.
+            CkptError: all attempts failed.
         """
         try:
             return retrying.READING.run(call, what)
         except Exception as error:
             raise CkptError(
-                f"{what}: {retrying.failure_line(error)}. The jobs that run go on: the same "
+                f"{what}: {retrying.failure_line(error)}. The running jobs continue: the same "
                 "command waits for them."
             ) from error
 
@@ -528,8 +537,10 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         return seconds
 
     def _secrets(self) -> dict[str, str | None]:
-        """Raises:
-        ConfigError: a variable is not set here.
+        """Returns the secrets of a job, by the names of their variables.
+
+        Raises:
+            ConfigError: a variable is not set here.
         """
         from huggingface_hub import get_token
 
@@ -578,9 +589,9 @@ def _wanted(most: int, alive: int, at_work: int, free: int) -> int:
     """Returns how many jobs to start, if not negative.
 
     Args:
-        most: jobs at one time.
-        at_work: jobs with claims. The claims of a job that was killed look alive for a while.
-        free: ranks. Each job that is not at work yet takes one.
+        most: the largest number of jobs at one time.
+        at_work: how many jobs have claims. The claims of a killed job look alive for a while.
+        free: how many ranks are free. Each job that is not at work yet takes one.
     """
     return min(most, min(at_work, alive) + free) - alive
 

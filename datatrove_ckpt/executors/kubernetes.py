@@ -1,4 +1,4 @@
-"""A job as a ConfigMap and an Indexed Job of Kubernetes: what they hold.
+"""Makes a ConfigMap and an Indexed Job of Kubernetes from a job.
 
     index of the Job    a worker: its pods run ``run job.yaml --worker``
     ConfigMap           the job's file in the long form, and the user's own modules. Its keys hold
@@ -38,20 +38,20 @@ class KubernetesJob:
     Attributes:
         image: has datatrove-ckpt in the version of this command, the engine, and the packages that
             the job imports.
-        name: of Job and ConfigMap. None: that of the file.
-        namespace: None: the one that kubectl has chosen.
+        name: name of Job and ConfigMap. None: the file's name.
+        namespace: their namespace. None: kubectl's current namespace.
         workers: how many pods share the tasks. None: one for each task.
-        gpus: of a pod. None: as many as its servers need.
-        gpu_resource: what the cluster calls them.
+        gpus: number of GPUs for a pod. None: as many as its servers need.
+        gpu_resource: the cluster's name for GPUs.
         cpu: requested cores.
-        memory: requested.
-        grace_seconds: from SIGTERM to SIGKILL. The drain (``drain_seconds``) and saving must fit
-            in. A spot node may give less.
+        memory: requested memory.
+        grace_seconds: seconds from SIGTERM to SIGKILL. The drain (``drain_seconds``) and saving
+            must fit in. A spot node may give less.
         backoff: how often a worker may fail before it is given up. Evictions and preemptions do not
             count.
         secrets: names of Secret objects. Their keys become environment variables.
         env: more environment variables; no secrets.
-        volumes: where PersistentVolumeClaims are mounted, by their names. Folders on them are kept.
+        volumes: mount paths of PersistentVolumeClaims, by claim. Folders on them are kept.
         pod: more fields of the pod's spec, such as ``nodeSelector`` and ``tolerations``.
     """
 
@@ -94,7 +94,7 @@ def _on_exit(action: str, *codes: int) -> JsonObject:
     return {"action": action, "onExitCodes": {"operator": "In", "values": list(codes)}}
 
 
-# The first matching rule counts. Other failures are those of ``backoff``.
+# The first matching rule counts. ``backoff`` limits other failures.
 _RULES: list[JsonObject] = [
     # Evicted, node lost.
     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -129,7 +129,7 @@ def config_map(text: str, plan: RunPlan, metadata: JsonObject) -> tuple[JsonObje
 
 
 def _texts(files: dict[str, Path], most: int) -> dict[str, str]:
-    """Returns texts by key of a ConfigMap; none if one cannot be there, or they are too large."""
+    """Returns texts by key of a ConfigMap; none if a text cannot be there, or all are too large."""
     keys = {name: name.replace("/", "..") for name in files}
     fit = all(".." not in name and _KEY.fullmatch(key) for name, key in keys.items())
     if not fit or sum(path.stat().st_size for path in files.values()) > most:
@@ -141,7 +141,7 @@ def _texts(files: dict[str, Path], most: int) -> dict[str, str]:
 
 
 def manifest(plan: RunPlan, job: KubernetesJob, files: JsonObject, workers: int) -> JsonObject:
-    """Returns the Job. ``files``: the ConfigMap."""
+    """Returns the Job, which mounts the ConfigMap ``files``."""
     metadata = files["metadata"]
     mounted = {"name": metadata["name"]}
     if any(".." in key for key in files["data"]):  # of packages

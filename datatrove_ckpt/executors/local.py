@@ -69,22 +69,21 @@ from datatrove_ckpt.user_code.script_names import nothing_carried
 _CLAIMS_POLL = 2.0  # seconds
 _REMOTE_CLAIMS_POLL = 15.0
 _TO_SAVE = 120.0  # seconds after the drain: disk, the last upload of a mirror, servers
-# Seconds before each look: a remote listing may lag.
-_MARKER_LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0)
+# Seconds before each listing: a remote listing may lag.
+_MARKER_DELAYS = (0.0, 1.0, 2.0, 4.0, 8.0)
 _RANK = "datatrove_ckpt.generation.rank"
 _Done = Callable[[int, PipelineStats], None]
 """Takes each complete rank, with its statistics."""
 
 
 class OwnExecutor(PipelineExecutor):  # type: ignore[misc]  # datatrove has no types
-    """What the executors of this package have besides those of datatrove."""
+    """Base class of this package's executors, beside datatrove's."""
 
     pipeline: list[PipelineStep]
     skip_completed: bool
 
     def _prepare(self, kind: type) -> None:
-        """Checks what this executor depends on, and lets complete ranks run that retry dead
-        letters.
+        """Checks the executor in ``depends``, and lets complete ranks run that retry dead letters.
 
         Raises:
             ConfigError: the executor in ``depends`` is of another kind.
@@ -110,14 +109,16 @@ class OwnExecutor(PipelineExecutor):  # type: ignore[misc]  # datatrove has no t
         return str(self.logging_dir.resolve_paths("")).rstrip("/")
 
     def _run_dependency(self) -> None:
-        """Raises:
-        CkptError: ranks of ``depends`` are not complete, and no other machine runs them.
+        """Runs the executor in ``depends``, or waits for its ranks on other machines.
+
+        Raises:
+            CkptError: ranks of ``depends`` are not complete, and no other machine runs them.
         """
         first = self.depends
         if first is None:
             return
         if not first._launched:
-            logger.info("Running first what this executor depends on.")
+            logger.info("The executor in depends runs first.")
             first.run()
         if isinstance(limit_reached(first.pipeline), GoalReached):
             return
@@ -134,7 +135,7 @@ class OwnExecutor(PipelineExecutor):  # type: ignore[misc]  # datatrove has no t
         return worker
 
     def _ends_by_limit(self) -> bool:
-        """Whether the run has as many documents as it shall have (``until``), so that it ends well.
+        """Whether the run has reached ``until``, so that it ends without an error.
 
         Raises:
             LimitReached: the run may cost no more.
@@ -182,7 +183,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
 
     Args:
         max_rank_attempts: how many worker processes may die of the same rank (kill -9, out of
-            memory) before it is given up. The other ranks go on. Several ranks of a process that
+            memory) before it is given up. The other ranks continue. Several ranks of a process that
             dies are tried again one by one.
         ranks_at_once: how many ranks each worker may run at one time, over the same servers: while
             the last answers of a rank are waited for, the next rank starts. None: 32, or 1 if a
@@ -217,7 +218,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         """Runs every rank that is not complete. When it returns, all are complete, and the output
         is what they wrote.
 
-        With ``retry_dead_letters`` of a runner, complete ranks run, too.
+        With ``retry_dead_letters`` of a runner, complete ranks also run.
 
         Returns:
             The statistics of all ranks, or None if all were complete already.
@@ -237,7 +238,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         Raises:
             WorkerDied: some ranks were given up.
             KeyboardInterrupt, SystemExit, Preempted: a signal came. All ranks have drained.
-            Exception: of the first rank that failed. The other ranks have drained.
+            Exception: the error of the first rank that failed. The other ranks have drained.
         """
         self._run_dependency()
         self._launched = True
@@ -267,7 +268,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
 
         with self._screen(len(local), complete, stats) as screen:
             self._run_ranks(ranks, screen, done)
-        for seconds in _MARKER_LOOKS:
+        for seconds in _MARKER_DELAYS:
             time.sleep(seconds)
             left = self.get_incomplete_ranks(ranks, skip_completed=True)
             if not left or self.logging_dir.is_local():
@@ -281,7 +282,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         if left:
             raise not_complete(self, left)
         self._write_stats(stats, local)
-        if self.local_tasks > 1:  # the only one has said its own
+        if self.local_tasks > 1:  # a single task has logged its own
             logger.success(stats.get_repr(f"All {self.local_tasks} tasks"))
         return stats
 
@@ -291,12 +292,12 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
 
         Any number of processes may do that at one time, beside one that calls ``run``. Only ``run``
         makes the checks. A task whose documents, input or output are wrong is given up, with its
-        cause; this process goes on.
+        cause; this process continues.
 
         Raises:
             ConfigError: ``logging_dir`` cannot hold claims.
             LimitReached: the run has reached a limit, ``until`` included.
-            GivenUp: no task is free, and some were given up, by this process or another one.
+            GivenUp: no task is free, and some were given up, by this or another process.
             CheckpointLocked: another process runs all tasks.
             CkptError: a task failed by something that may pass, or is wrong for all tasks.
             KeyboardInterrupt, SystemExit, Preempted: a signal came. All tasks of this process have
@@ -329,7 +330,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         try:
             with task_of_many(self.local_tasks > 1):
                 return super()._run_for_rank(rank, local_rank, node_rank)
-        except (DocumentError, ServerError, UnexpectedExit) as error:  # its log may tell more
+        except (DocumentError, ServerError, UnexpectedExit) as error:  # its log may have more
             log = self.logging_dir.resolve_paths(f"logs/task_{rank:05d}.log")
             error.add_note(f"The traceback is in the log of task {rank}: {log}")
             raise
@@ -338,7 +339,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         try:
             return bool(super().is_rank_completed(rank))
         except KeyError:
-            # huggingface_hub raises it if a bucket's folder appears during the look.
+            # huggingface_hub raises it if a bucket's folder appears during the listing.
             return False  # a rank that was complete nevertheless finds that in its checkpoint
 
     def get_incomplete_ranks(
@@ -377,7 +378,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         return Screen(RunProgress(ranks, complete, finished_documents(stats.stats)), interval)
 
     def _open_claims(self, end: str, screen: Screen | None = None) -> closing[Claims]:
-        """Makes this process known to the others. ``end``: of its name: RUN, LOOKS or empty."""
+        """Makes this process known to others. ``end``: the end of its name: RUN, LOOKS or empty."""
         from datatrove_ckpt.generation.final_stats import finished_documents
 
         owner = new_owner(end)
@@ -410,7 +411,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         )
 
     def reached(self, rank: int) -> AttemptProgress:
-        """Returns how far a rank is."""
+        """Returns the progress of a rank."""
         from datatrove_ckpt.run_folder.attempt_progress import rank_progress
 
         urls = [runner.checkpoints_remote_dir for runner in self._runners]
@@ -419,7 +420,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         return rank_progress(list(filter(None, urls)), roots, rank)
 
     def _run_ranks(self, ranks: Sequence[int], screen: Screen | None, done: _Done) -> None:
-        """Runs the ranks; beside workers the ranks that they do not run, and waits for the others.
+        """Runs the ranks. Beside workers, it runs the ranks that they leave, and waits for them.
 
         Without workers, no rank is claimed: a worker that would join sees this process, and is
         refused.
@@ -443,8 +444,8 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                 workers = [other.process for other in claims.others() if not other.runs_all]
             except (OSError, CkptError) as error:
                 logger.warning(
-                    f"Whether workers have tasks of this run cannot be seen: {error}. Start none "
-                    "beside it."
+                    f"Whether workers have tasks of this run cannot be seen: {error}. Start no "
+                    "worker beside it."
                 )
             if not workers:
                 self._run_all(ranks, screen, done)
@@ -460,7 +461,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         """Runs the ranks that no other process runs. Then ``run`` waits for the others, and a
         worker ends.
 
-        Returns when a limit of the run is reached, too.
+        Also returns when a limit of the run is reached.
 
         Raises:
             CkptError: no free rank could be claimed.
@@ -528,7 +529,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
     def _run_all(
         self, ranks: Sequence[int], screen: Screen | None, done: _Done, may_overlap: bool = True
     ) -> bool:
-        """Returns whether this process has met a limit of the run, and left ranks for that."""
+        """Runs the ranks. Returns whether it has left ranks because of a limit of the run."""
         overlap = may_overlap and self._most_at_once > 1 and len(ranks) > self.workers
         if self.workers != 1:
             self._in_workers(ranks, screen, overlap, done)
@@ -553,11 +554,11 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         return limit_met.is_set()
 
     def _run_taken(self, rank: int, slot: int) -> PipelineStats | None:
-        """Runs a rank, and notes its end in its claim. Returns None if this process has not
+        """Runs a rank, and records its end in its claim. Returns None if this process has not
         completed it.
 
         Raises:
-            BaseException: of the rank; but a worker goes on if only this rank is wrong.
+            BaseException: the error of the rank; but a worker continues if only this rank is wrong.
         """
         claims = self._claims
         if claims is None:
@@ -576,7 +577,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                 claims.release(rank)
             if code != 3 or not self._is_worker:
                 raise
-            logger.error(f"Task {rank} is given up, and the others go on. {why}")
+            logger.error(f"Task {rank} is given up, and the other tasks continue. {why}")
             return None
         except BaseException:
             claims.release(rank)
@@ -619,9 +620,11 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         overlap: bool,
         limit_met: threading.Event,
     ) -> None:
-        """Runs ranks in this process, each with an executor and steps of its own; ``overlap``: at
-        once, in threads. ``limit_met``: set once a rank meets a limit of the run. The others end by
-        themselves.
+        """Runs ranks in this process, each with an executor and steps of its own.
+
+        Args:
+            overlap: run the ranks at once, in threads.
+            limit_met: set once a rank meets a limit of the run. The others end by themselves.
         """
         folder = Path.cwd()
 
@@ -726,8 +729,10 @@ def not_complete(executor: PipelineExecutor, left: Sequence[int]) -> CkptError:
 
 
 def raise_limit_reached(pipeline: Sequence[object], left: Sequence[int]) -> None:
-    """Raises:
-    LimitReached: ranks are left, and the run has reached a limit.
+    """Checks the limits of a run with incomplete ranks.
+
+    Raises:
+        LimitReached: ranks are left, and the run has reached a limit.
     """
     reached = limit_reached(pipeline) if left else None
     if reached is not None:

@@ -1,7 +1,7 @@
-"""SlurmPipelineExecutor: datatrove's, with an array of workers in place of an array of tasks.
+"""``SlurmPipelineExecutor`` is datatrove's, with an array of workers in place of an array of tasks.
 
     an element of the array    is a worker: it takes tasks until none is free
-    another submission         adds workers, also while the first ones are in the queue
+    another submission         adds workers, also while the first workers are in the queue
     the time limit             an element takes no task that would hardly end before it, and is
                                requeued instead
     the last job               starts when the array has ended, makes the checks, and writes
@@ -59,8 +59,8 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
 
     Args:
         workers: how many elements the array has. -1: one for each task that is left. They need not
-            run at once: those that run share all tasks.
-        gpus_per_task, cpus_per_task, nodes_per_task: of a worker.
+            run at once: the running elements share all tasks.
+        gpus_per_task, cpus_per_task, nodes_per_task: resources of a worker.
         depends: the job that comes first, with all of its checks.
         max_rank_attempts, ranks_at_once: as ``LocalPipelineExecutor`` has them.
 
@@ -113,10 +113,10 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         self._prepare(DatatroveExecutor)
         self.max_rank_attempts = max_rank_attempts
         self.ranks_at_once = ranks_at_once
-        self._element()  # which checks them
+        self._element()  # checks them
 
     def run(self) -> None:
-        """Submits workers, and the job that checks the run after them. Inside of a job: does its
+        """Submits workers, and the job that checks the run after them. In a job, does the job's
         work.
 
         Raises:
@@ -137,8 +137,10 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
             self.launch_job()
 
     def check(self, plan: "RunPlan") -> None:
-        """Raises:
-        ConfigError: there is no sbatch.
+        """Checks that this machine can submit jobs.
+
+        Raises:
+            ConfigError: there is no sbatch.
         """
         if plan.submits and shutil.which("sbatch") is None:
             raise ConfigError(
@@ -168,8 +170,8 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         """Submits the jobs, and returns the closing line for the user.
 
         Args:
-            looks: commands that show how far the run is.
-            command: adds workers.
+            looks: commands that show the state of the run.
+            command: the command that adds workers.
 
         Raises:
             CkptError: sbatch failed.
@@ -257,7 +259,7 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         if at_work:
             names = ", ".join(worker.process for worker in at_work)
             return CkptError(
-                f"{text} Workers of another submission go on: {names}. The last job after them "
+                f"{text} Workers of another submission continue: {names}. The last job after them "
                 "checks all."
             )
         return CkptError(f"{text} Run the same command again: it submits workers for them.")
@@ -276,7 +278,7 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         elements = min(tasks, most)
         if self.pulls:
             return elements
-        # datatrove gives the same number to each but the last.
+        # datatrove gives the same number to each element but the last.
         return math.ceil(tasks / math.ceil(tasks / elements))
 
     def get_sbatch_args(self, max_array: int = 1) -> dict[str, object]:
@@ -285,7 +287,9 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         return arguments
 
     def launch_merge_stats(self) -> None:
-        """Submits the last job. datatrove's merges statistics, after an array without a failure."""
+        """Submits the last job. datatrove's own last job merges statistics, after an array without
+        a failure.
+        """
         self.array_id = self.job_id
         arguments = self.get_sbatch_args()
         for name in ("array", "gpus"):

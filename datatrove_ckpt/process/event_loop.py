@@ -3,8 +3,7 @@
 With 256 concurrent requests uvloop saves 7 % of a run's CPU time, with 5000 about 15 % (measured).
 
 A process that user code forked with ``os.fork`` shares the rank's sockets and open checkpoint
-files. In our code, it would use the rank's connections and files. So it ends there at once, and
-closes nothing (``end_fork``).
+files, and would use them in our code. So it ends there at once, and closes nothing (``end_fork``).
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ def _outer_loop_waits() -> Iterator[None]:
     """Lets this thread run another loop while the loop that it runs, as in a notebook, stands
     still.
 
-    A thread would get no signals. The four functions are those that asyncio's page "Extending"
-    offers to loops and tasks of others.
+    A thread would get no signals. asyncio's page "Extending" offers the four functions to foreign
+    loops and tasks.
     """
     outer = asyncio._get_running_loop()
     if outer is None:
@@ -117,7 +116,7 @@ def end_fork(pid: int, error: BaseException | None = None) -> None:
     whose traceback is printed.
 
     Args:
-        error: what user code raised.
+        error: the error of the user code.
     """
     if _pid == pid:
         return
@@ -136,11 +135,10 @@ def end_fork(pid: int, error: BaseException | None = None) -> None:
 
 
 def _close(runner: asyncio.Runner, threads: Iterable[threading.Thread]) -> None:
-    """Like ``Runner.close``, which would wait without a limit for a task that ignores its
-    cancellation.
+    """Does ``Runner.close``, but waits for a limited time for tasks that ignore their cancellation.
 
     Args:
-        threads: they get a few seconds to end, too.
+        threads: threads that also get a few seconds to end.
     """
     loop = runner.get_loop()
     for seconds in _PATIENCE:
@@ -171,8 +169,8 @@ def exit_past_threads(code: int) -> None:
 
 
 async def in_own_thread(call: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result:
-    """Like ``asyncio.to_thread``, in a thread of its own: rollouts may block all threads of the
-    loop until a server answers, and it is what they wait for.
+    """Does ``asyncio.to_thread`` in a dedicated thread: rollouts may block all threads of the loop
+    while they wait for the result of this call.
     """
     return await asyncio.wrap_future(in_thread(partial(call, *arguments), "datatrove-ckpt"))
 

@@ -1,5 +1,5 @@
-"""Foreign code that tries to end the process (``sys.exit(0)`` in a rollout, a reader or
-``shared_context``) gets an error.
+"""Turns attempts of foreign code to end the process (``sys.exit(0)`` in a rollout, a reader or
+``shared_context``) into errors.
 
 ``SystemExit`` is no ``Exception``, so datatrove would see no failure: documents would be missing
 after exit code 0, or its pool would wait without end.

@@ -31,14 +31,14 @@ class HostLoop:
     """The caller's event loop, for one rank.
 
     Args:
-        servers: of all ranks that share the loop; None: the rank has servers of its own.
+        servers: servers of all ranks that share the loop; None: the rank has servers of its own.
         order: requests of the rank with the lowest order go first.
-        rank: if several ranks share the loop. ``RankThreads`` watches time limit and notices for
-            them.
-        parent: of the process, if several ranks share the loop.
+        rank: the rank, if several ranks share the loop. ``RankThreads`` watches time limit and
+            notices for them.
+        parent: the shutdown of the process, if several ranks share the loop.
 
     Attributes:
-        shutdown: the rank's.
+        shutdown: the rank's shutdown.
         has_admitted: the rank has handed out all its documents.
         save: returns when all that the rank has handed over is on the disk.
         is_open: the rank processes documents, or closes its files. Before that it has nothing to
@@ -76,9 +76,9 @@ class HostLoop:
 
     @contextmanager
     def saving(self, save: Callable[[], None]) -> Iterator[None]:
-        """Marks where the rank has something to save.
+        """Marks a block in which the rank has something to save.
 
-        Afterwards it closes its files, until ``detach``.
+        Afterwards the rank closes its files, until ``detach``.
         """
         self.save = save
         self.is_open = True
@@ -94,7 +94,7 @@ class HostLoop:
         call_soon(self._loop, self._closings.close)
 
     def cancel(self) -> None:
-        """Lets the rank drain. A second call ends the drain. On the caller's loop."""
+        """Lets the rank drain. A second call ends the drain. Only on the caller's loop."""
         self.stop(_CAUSE, self.shutdown.is_draining)
 
     def stop(self, cause: str, is_fast: bool) -> None:
@@ -126,12 +126,12 @@ async def run_hosted(
     """Calls ``run`` in a thread, with the running loop as its event loop. Returns its result.
 
     Args:
-        name: of the thread.
+        name: the thread's name.
         host: the running loop; None: it has this rank alone.
 
     Raises:
         asyncio.CancelledError: the caller was cancelled, and ``run`` has ended since.
-        BaseException: what ``run`` raises.
+        BaseException: the error of ``run``.
     """
     host = host or HostLoop(asyncio.get_running_loop())
     context = contextvars.copy_context()

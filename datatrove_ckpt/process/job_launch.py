@@ -21,7 +21,7 @@ END = "DATATROVE_CKPT_JOB_END_TIME"
 
 
 LAUNCH = "DATATROVE_CKPT_JOB_LAUNCH"
-"""The variable that names this launch, and the file for what goes wrong in it."""
+"""The variable that names this launch, and the file for its failure."""
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
     try:
         with fsspec.open(f"{folder}/executor.pik", "rb") as file:
             executor = dill.load(file)
-    except ImportError as error:  # no other start would help, and no executor can say it
+    except ImportError as error:  # no other start would help, and no executor can report it
         said = [
             2,
             f"{error}, in the job: put its package into dependencies, or its module beside the "

@@ -31,7 +31,7 @@ def files_needed(requests: int, servers: int) -> int:
     """Returns how many open files the process needs with one more rank.
 
     Args:
-        servers: those that the rank launches, or URLs that it sends requests to.
+        servers: how many servers the rank launches, or how many URLs it sends requests to.
     """
     try:
         opened = sum(1 for _ in os.scandir("/dev/fd"))
@@ -82,7 +82,7 @@ def raise_limit(requests: int, servers: int, ranks: int = 1) -> int:
 
 
 def make_room(files: int) -> None:
-    """Raises the soft limit to so many open files, as far as the hard limit allows."""
+    """Raises the soft limit to ``files`` open files, as far as the hard limit allows."""
     soft, hard = limits()
     wanted = min(files, hard)
     if soft < wanted:
@@ -111,8 +111,10 @@ def limits() -> tuple[int, int]:
 
 
 def refuse_exhaustion(error: BaseException, what: str) -> None:
-    """Raises TooManyOpenFiles if the error means that no more file could be opened. ``what``: the
-    action that it prevented, as a clause.
+    """Raises TooManyOpenFiles if the error means that no more file could be opened.
+
+    Args:
+        what: the failed action, as a clause.
     """
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         raise TooManyOpenFiles(

@@ -93,16 +93,16 @@ class LoopWatchdog:
         with suppress(BaseException):
             self._save()
         logger.error(
-            "This task was asked to stop, and a rollout keeps its event loop from ending: it "
-            "computes without end, calls time.sleep, or has an async generator or a thread that "
-            "does not end. Everything that is finished is saved, and the process ends now. Run "
-            "the same command again to resume."
+            "This task must stop, and a rollout keeps its event loop from ending: it computes "
+            "without end, calls time.sleep, or has an async generator or a thread that does not "
+            "end. Everything that is finished is saved, and the process ends now. Run the same "
+            "command again to resume."
         )
         exit_now(self._hand_on())
 
 
-# Seconds between the end of the drain and the end of the job's time. Slurm looks at time limits
-# every 30 s.
+# Seconds between the end of the drain and the end of the job's time. Slurm checks time limits every
+# 30 s.
 _MARGIN_SECONDS = 30.0
 _TIME_LIMIT = "the end of the job's time limit"
 _REQUEUING = (signal.SIGUSR1, signal.SIGTERM)
@@ -117,11 +117,11 @@ def has_time_for(drain_seconds: float, seconds: float) -> bool:
 
 
 class Preemption:
-    """``with Preemption(...) as preemption:`` around the whole run of a rank.
+    """Stops a rank early: ``with Preemption(...) as preemption:`` around the whole run of a rank.
 
     Args:
-        names: of the signals to handle.
-        notice: ``preemption_notice``.
+        names: names of the signals to handle.
+        notice: the setting ``preemption_notice``.
 
     Raises:
         Preempted, KeyboardInterrupt, SystemExit: when the block ends, if a stop was requested. See
@@ -293,7 +293,7 @@ class Preemption:
         """Stops this rank if an earlier rank of this process has left it no time.
 
         Raises:
-            Preempted: it has.
+            Preempted: no time is left.
         """
         if not self._is_one_of_many and not has_time_for(self.shutdown.drain_seconds, 0.0):
             self.stop_for_time_limit()

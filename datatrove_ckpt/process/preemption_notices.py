@@ -1,4 +1,4 @@
-"""Preemption notices: this node goes away soon. A notice is taken as a SIGTERM.
+"""Watches for preemption notices: this node goes away soon. A notice is taken as a SIGTERM.
 
 command    ends with exit code 0
 aws        spot/instance-action, with a token (IMDSv2)
@@ -35,7 +35,7 @@ def check_notice(setting: Setting | None, drain_signals: Sequence[str]) -> None:
         drain_signals: names of the signals that drain a rank.
 
     Raises:
-        ConfigError: it cannot work.
+        ConfigError: the setting cannot work.
     """
     if setting is None:
         return
@@ -94,12 +94,13 @@ def _watch_notices(
             if notice is not None:
                 came(printable(f"a preemption notice ({shown}{notice and ': '}{notice})"))
                 return
-        except Exception as error:  # also of an answer that is not as the cloud documents it
+        except Exception as error:  # also for a response that is not as the cloud documents it
             if not is_warned:
                 is_warned = True
                 logger.warning(
-                    f"preemption_notice: {shown} cannot be asked: {type(error).__name__}: {error}. "
-                    f"The run goes on without notices, and tries again every {POLL_SECONDS:g} s."
+                    f"preemption_notice: {shown} cannot be polled: {type(error).__name__}: "
+                    f"{error}. The run continues without notices, and polls again every "
+                    f"{POLL_SECONDS:g} s."
                 )
         with suppress(queue.Empty):
             if get_within(closed, POLL_SECONDS):
@@ -115,11 +116,11 @@ def _ask_command(command: Sequence[str]) -> str | None:
 
 
 def _get(url: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
-    """Returns the text of an answer; None for status 404. Uses no proxy: such addresses are the
+    """Returns the text of a response; None for status 404. Uses no proxy: such addresses are the
     node's own.
 
     Raises:
-        OSError: the address cannot be reached, or answers with another status.
+        OSError: the address cannot be reached, or responds with another status.
     """
     from urllib.error import HTTPError
     from urllib.request import ProxyHandler, Request, build_opener
@@ -159,7 +160,7 @@ def _azure() -> str | None:
     asks = {"Metadata": "true"}
     name = _get(f"{root}/instance/compute/name?api-version=2021-02-01&format=text", asks)
     found = json.loads(_get(f"{root}/scheduledevents?api-version=2020-07-01", asks) or "{}")
-    for event in found.get("Events", []):  # those of all machines of a scale set
+    for event in found.get("Events", []):  # of all machines of a scale set
         if event["EventType"] in _AZURE_ENDS and name in event["Resources"]:
             return f"{event['EventType']} not before {event.get('NotBefore') or 'now'}"
     return None

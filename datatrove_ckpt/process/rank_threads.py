@@ -25,8 +25,8 @@ from datatrove_ckpt.process.host_loop import HostLoop, run_hosted
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.workers import Tasks
 
-_LOOK_SECONDS = 0.1
-_LOOKS = 2  # how many looks in a row must find free places before a rank starts
+_POLL_SECONDS = 0.1
+_POLLS = 2  # how many polls in a row must find free places before a rank starts
 
 
 class Servers(Protocol):
@@ -42,7 +42,7 @@ class RankThreads:
 
     Args:
         at_once: how many ranks may run at one time.
-        preemption: of the process.
+        preemption: the preemption of the process.
         make_servers: called on the event loop.
         run: runs one rank, in a thread.
         tasks: the ranks. Called on the event loop.
@@ -60,7 +60,7 @@ class RankThreads:
         """Returns when all ranks have ended.
 
         Raises:
-            BaseException: of the rank that failed first. All others have drained.
+            BaseException: the error of the rank that failed first. All others have drained.
         """
         shutdown = self._preemption.shutdown
         with shutdown.calling(self._stop), self._preemption.watched(self._save):
@@ -82,14 +82,14 @@ class RankThreads:
                     asyncio.get_running_loop(), servers, order, rank, self._preemption.shutdown
                 )
                 self._hosts.append(host)
-                self._stop()  # if a signal came since the look above
+                self._stop()  # if a signal came since the poll above
                 running.add(asyncio.create_task(self._work(rank, host)))
-            # After a signal, ranks that only wait for a mirror or a listing keep nobody.
+            # After a signal, nothing waits for ranks that only wait for a mirror or a listing.
             while running and (
                 not self._preemption.shutdown.is_requested
                 or any(host.is_open for host in self._hosts)
             ):
-                await self._look(running)
+                await self._poll(running)
         finally:
             time_limit.cancel()
             await asyncio.gather(time_limit, return_exceptions=True)
@@ -103,29 +103,29 @@ class RankThreads:
 
     async def _next(self, running: set[asyncio.Task[None]], servers: Servers) -> int | None:
         """Takes a rank once it may start. Returns None if no rank may start any more."""
-        looks = 0
-        while running and looks < _LOOKS and not self._ends:
-            await self._look(running)
+        polls = 0
+        while running and polls < _POLLS and not self._ends:
+            await self._poll(running)
             is_free = len(running) < self._at_once and servers.has_room
             is_free = is_free and all(host.has_admitted for host in self._hosts)
-            looks = looks + 1 if is_free else 0
+            polls = polls + 1 if is_free else 0
         if self._ends:
             return None
         taking = asyncio.create_task(self._tasks.wait_for_next())
         try:
             while not taking.done() and not self._ends:
-                await self._look(running, taking)
+                await self._poll(running, taking)
             if self._ends:
                 return None
             return taking.result()
         finally:
             taking.cancel()
 
-    async def _look(
+    async def _poll(
         self, running: set[asyncio.Task[None]], *others: asyncio.Task[int | None]
     ) -> None:
         ended, _ = await asyncio.wait(
-            {*running, *others}, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            {*running, *others}, timeout=_POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED
         )
         running -= ended
 

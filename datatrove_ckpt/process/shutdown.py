@@ -1,4 +1,4 @@
-"""Shutdown: whether a rank ends early, and how quickly. All code that waits, waits on it.
+"""``Shutdown`` holds whether a rank ends early, and how quickly. All code that waits, waits on it.
 
     ``is_requested``   a signal or the like requested a stop
     ``is_stopping``    it did, or the rank fails: nothing new starts, and requests in flight have
@@ -30,11 +30,11 @@ T = TypeVar("T")
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
 """Request a stop by default."""
 SAME_EVENT = 1.0
-"""Seconds: signals that follow the first one within this time are the same request to stop."""
+"""Seconds: signals within this time after the first signal are the same request to stop."""
 
 
 def check_signals(names: Sequence[str], setting: str = "drain_signals") -> tuple[str, ...]:
-    """Returns the names; a text is one of them.
+    """Returns the names as a tuple. A text is a single name.
 
     Raises:
         ConfigError: a name is not a signal.
@@ -55,7 +55,7 @@ class Shutdown:
 
     Args:
         drain_seconds: time for requests in flight once a stop is requested.
-        parent: of the process, if several ranks share it.
+        parent: the shutdown of the process, if several ranks share the process.
 
     Attributes:
         cause: a signal's name or the time limit; "" without a requested stop.
@@ -98,12 +98,12 @@ class Shutdown:
             self._changed()
 
     def fail(self, failure: BaseException) -> None:
-        """Lets the rank drain, and end with its first failure. On the event loop."""
+        """Lets the rank drain, and end with its first failure. Only on the event loop."""
         self._fail(failure, self.drain_seconds)
 
     def finish(self, reason: BaseException) -> None:
-        """Lets the rank end early with ``reason``, which no request in flight is given up for: they
-        are paid. A signal limits that time. On the event loop.
+        """Ends the rank early with ``reason``, after all requests in flight, because they are paid.
+        A signal limits the wait for them. Only on the event loop.
         """
         self._fail(reason, math.inf)
 
@@ -125,7 +125,7 @@ class Shutdown:
         self._changed()
 
     def abort(self, failure: BaseException | None = None) -> None:
-        """Cuts off work in progress unrecorded. The first failure counts. On the event loop."""
+        """Cuts off work unrecorded. The first failure counts. Only on the event loop."""
         if self.aborted and (failure is None or self.failure is not None):
             return  # each document that is cut off calls this
         self.aborted = True
@@ -142,7 +142,7 @@ class Shutdown:
 
     @property
     def is_finishing(self) -> bool:
-        """Whether the rank ends early, and takes its time: see ``finish``."""
+        """Whether the rank ends early, and waits for all requests in flight: see ``finish``."""
         return self.is_stopping and not self.cause and math.isinf(self.deadline)
 
     @property
@@ -168,8 +168,10 @@ class Shutdown:
         raise Preempted(f"Stopped by {self.cause}. Run the same command again to resume.")
 
     def check(self) -> None:
-        """Raises:
-        Preempted: a stop is requested, and nothing needs a drain.
+        """Checks for a requested stop, where nothing needs a drain.
+
+        Raises:
+            Preempted: a stop is requested.
         """
         if self.cause:
             self.raise_preempted()
@@ -271,8 +273,10 @@ class Shutdown:
 
 
 def get_within(items: queue.SimpleQueue[T], seconds: float | None) -> T:
-    """Does ``SimpleQueue.get`` for a single reader, without a bug of CPython 3.11. Raises:
-    queue.Empty: nothing came in time.
+    """Does ``SimpleQueue.get`` for a single reader, without a bug of CPython 3.11.
+
+    Raises:
+        queue.Empty: nothing came in time.
     """
     # CPython's ``get`` may find the lock free and the queue empty, and then waits forever if its
     # time left became negative meanwhile. ``get_nowait`` leaves the lock of an empty queue taken.

@@ -6,7 +6,7 @@ module does.
     between two ranks    a task of Slurm is requeued, then as usual (``handle_between_ranks``)
     a command            ends with one line (``Interruption``)
 
-They nest: the usual handler of an inner level is the outer level's, and at last the user's or
+Handlers nest: the usual handler of an inner level is the outer level's, and at last the user's or
 Python's. ``raise_again`` calls the user's handler, such as datatrove's requeue handler. Where the
 default action would kill, it raises SystemExit(128 + n), so that ``finally`` blocks run:
 datatrove's executor ends its manager process there, which would otherwise stay forever.

@@ -21,9 +21,9 @@ from datatrove_ckpt.process.job_launch import END
 _TIMEOUT = 10.0  # seconds
 
 _first_asked: dict[float, float] = {}
-"""By the end of the job: when a rank of this process asked for it first.
+"""The time at which a rank of this process first read an end of the job, by that end.
 
-Both in seconds since the epoch. The end that was told last is the last key.
+Both are seconds since the epoch. The newest end is the last key.
 """
 
 
@@ -95,7 +95,7 @@ def stop_time(end: float, reserve: float) -> float:
     """Returns when ranks must stop in a job that ends at ``end``, both in seconds since the epoch.
 
     At least half of the time since this process's first rank is for work. Otherwise a short job
-    would be requeued again and again without progress. The first call for an end notes its time.
+    would be requeued again and again without progress. The first call for an end records its time.
     """
     start = _first_asked.setdefault(end, time.time())
     return end - min(reserve, (end - start) / 2)
@@ -105,7 +105,7 @@ def is_time_up(reserve: float) -> bool:
     """Whether a rank that starts now must stop at once.
 
     False for the first rank of a process. Calls no command: it uses the end that an earlier rank
-    has noted.
+    has recorded.
     """
     end = _known_end()
     if end is None and _first_asked and job_id() is not None:

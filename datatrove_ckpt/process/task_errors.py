@@ -35,7 +35,7 @@ _of_many = False
 
 
 def safe_log() -> None:
-    """Installs the patcher. A user's runs first: their sinks may show what it adds to a record.
+    """Installs the patcher. The user's patcher runs first: the user's sinks may show what it adds.
 
     loguru has no public way to read it.
     """
@@ -48,10 +48,10 @@ class QuietErrors:
     """Keeps tracebacks of this package's errors off the terminal, wherever this object is
     unpickled.
 
-    Python's own printing is suppressed, too: on a cluster nothing catches a task's error.
+    Also suppresses Python's own printing: on a cluster nothing catches a task's error.
 
     Args:
-        said_later: see ``say_errors_later``.
+        said_later: the command prints errors at its end: see ``say_errors_later``.
     """
 
     def __init__(self, said_later: bool = False) -> None:
@@ -121,7 +121,7 @@ def _patch(theirs: Callable[[Any], None] | None, record: Any) -> None:
         if own is None:
             record["message"] += f"\n{trace}"
         elif isinstance(own, Preempted | LimitReached):
-            # The rank has said so, with what is saved: it is no error.
+            # The rank has logged this, and what is saved: it is no error.
             hidden_as = "DEBUG"
         elif isinstance(own, WaitsForBatches):  # all is well
             hidden_as = "INFO"

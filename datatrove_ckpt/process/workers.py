@@ -92,9 +92,9 @@ class _WorkerProcess:
     """One worker, as its parent sees it.
 
     Attributes:
-        _handle: a pidfd; None: it has ended, or the kernel or the container knows no pidfds.
-        is_ready: for a task.
-        is_ending: it gets no more tasks.
+        _handle: a pidfd; None: the process has ended, or the kernel or the container has no pidfds.
+        is_ready: the worker waits for a task.
+        is_ending: the worker gets no more tasks.
         is_silent: no more messages can come.
     """
 
@@ -132,7 +132,7 @@ class _WorkerProcess:
             self.is_silent = True
 
     def send(self, message: object) -> None:
-        with suppress(OSError):  # it has ended: its sentinel tells
+        with suppress(OSError):  # it has ended, as its sentinel shows
             self.connection.send(message)
 
     def signal(self, number: int) -> None:
@@ -161,7 +161,8 @@ class _WorkerProcess:
 
 @dataclass(eq=False, repr=False)
 class Workers:
-    """``with Workers(...) as workers:`` around ``workers.run(tasks)``. Its end leaves no process.
+    """Runs tasks in worker processes: ``with Workers(...) as workers:`` around
+    ``workers.run(tasks)``. The end of the block leaves no process.
 
     Args:
         numbers: signals that request a stop.
@@ -211,7 +212,7 @@ class Workers:
 
         Raises:
             WorkerDied: no worker could be started.
-            Exception: of the first task that failed; the others have drained.
+            Exception: the error of the first task that failed; the other tasks have drained.
         """
         self._tasks.extend(tasks)
         self._start()
@@ -225,7 +226,7 @@ class Workers:
             for worker in list(self._workers):
                 yield from self._read_replies(worker)
             self._start()
-            # After it: when no worker can be started, the running ones must hear of it.
+            # After ``_start``: if no worker can be started, the running workers must stop.
             self._pass_on()
             self._kill_late()
             self._assign()
@@ -270,9 +271,8 @@ class Workers:
             free += 1
 
     def _assign(self) -> None:
-        """Sends a task to each worker that is ready for one, or lets it end.
-
-        Those with the fewest tasks come first.
+        """Sends a task to each ready worker, or lets it end. Workers with the fewest tasks come
+        first.
         """
         for worker in sorted(self._workers, key=lambda worker: len(worker.tasks)):
             if not worker.is_ready:
@@ -297,7 +297,7 @@ class Workers:
         return self._tasks.popleft()
 
     def _read_replies(self, worker: _WorkerProcess) -> Iterator[tuple[int, Any]]:
-        # First: then all that it sent before its end has come.
+        # Read first: then all messages from before the end have come.
         has_ended = connections.wait([worker.sentinel], 0)
         for message in worker.messages():
             task = message.task
@@ -327,7 +327,7 @@ class Workers:
         if not worker.was_ready:
             self._failed_starts += 1
             if self._failed_starts >= self.max_attempts:
-                self._error = _cannot_start(f"the last one {how}")
+                self._error = _cannot_start(f"the last process {how}")
         why = f"its worker process {how}"
         for task in sorted(worker.tasks):
             record = self._records[task]._replace(alone=True)
@@ -337,7 +337,7 @@ class Workers:
             self._records[task] = record
             tried = f"{record.tries} of {plural(self.max_attempts, 'attempt')}"
             if record.why:
-                logger.error(f"Task {task}: {why}, in {tried}. The others go on.")
+                logger.error(f"Task {task}: {why}, in {tried}. The other tasks continue.")
                 self.lost[task] = why
             else:
                 logger.warning(f"Task {task}: {why}. It starts again alone, after {tried}.")
@@ -402,11 +402,11 @@ _in_worker = False
 
 
 class Message(NamedTuple):
-    """What a worker tells its parent.
+    """A message from a worker to its parent.
 
     Attributes:
-        kind: "ready" for a task; "at work": where the rank stands; "done" or "failed": how a task
-            ended, and after a failure the worker ends; "closed": only the interpreter's own end is
+        kind: "ready" for a task; "at work": progress of a rank; "done" or "failed": the end of a
+            task, and after a failure the worker ends; "closed": only the interpreter's own end is
             left.
         task: None: all tasks of the worker that are not done.
         value: the progress, the task's result, or the error.
@@ -432,7 +432,7 @@ def work(
     """Runs a worker process.
 
     Args:
-        connection: to the parent.
+        connection: the pipe to the parent.
         environment: the parent's, now. A fork server has the environment of its own start.
         numbers: signals that request a stop. A process of the fork server does not block them yet.
         below_bar: the parent shows a bar on the shared terminal.
@@ -444,7 +444,7 @@ def work(
     if os.environ != environment:
         os.environ.clear()
         os.environ.update(environment)
-    # Or a terminal with tostop would stop what it logs.
+    # Or a terminal with tostop would stop this process when it logs.
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     die_with_parent()
     # While signals are blocked: an interrupted start of a loop prints a traceback.
@@ -530,7 +530,7 @@ class _Worker:
             self._connection.send(message)
 
     def report(self, rank: int, progress: RankProgress) -> None:
-        """Sends where a rank stands, unless that would wait: the parent may be busy."""
+        """Sends the progress of a rank, unless sending would block: the parent may be busy."""
         with suppress(OSError):  # the parent is gone
             if select.select([], [self._connection.fileno()], [], 0)[1]:
                 self._connection.send(Message("at work", rank, progress))
@@ -543,10 +543,10 @@ class _Worker:
 
 
 Tasks = TaskList | _Worker
-"""Where a process gets its tasks, and reports their ends."""
+"""The source of a process's tasks, to which it also reports their ends."""
 
 Work = Callable[[int, Tasks], object]
-"""Is pickled into a worker, and called with its slot and its tasks."""
+"""A function that is pickled into a worker, and called with its slot and its tasks."""
 
 
 def _sendable(error: BaseException, number: int | None) -> Exception:
@@ -562,9 +562,9 @@ def _sendable(error: BaseException, number: int | None) -> Exception:
     text = "".join(traceback.format_exception(error))
     try:
         ForkingPickler.loads(ForkingPickler.dumps(error))
-    except Exception:  # anything can go wrong in somebody's __reduce__ or __init__
+    except Exception:  # a user's __reduce__ or __init__ may raise anything
         name = f"{type(error).__name__}: {safe_text(error)}"
         return CkptError(f"{task.capitalize()} failed with {name}\n{text}")
-    if not getattr(error, "__notes__", ()):  # a note says which log has it
+    if not getattr(error, "__notes__", ()):  # a note names the log that has it
         error.add_note(f"In the worker process of {task}:\n{text}")
     return error

@@ -384,7 +384,7 @@ def test_jobs_that_cannot_be_canceled_are_named_and_the_others_are(hub, here, mo
     monkeypatch.setattr(executor, "_alive", lambda: [_Job(str(n), f"url{n}") for n in range(4)])
     with pytest.raises(
         CkptError,
-        match=r"1 of 4 jobs could not be canceled, and go on: url1 \(PermissionError: not",
+        match=r"1 of 4 jobs could not be canceled, and continue: url1 \(PermissionError: not",
     ):
         executor.cancel()
     assert canceled == ["0", "2", "3"]

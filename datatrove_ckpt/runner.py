@@ -1,4 +1,4 @@
-"""InferenceRunner, the datatrove step: checks its arguments. ``generation/rank.py`` runs its ranks.
+"""The datatrove step ``InferenceRunner`` checks its arguments. ``generation/rank.py`` runs ranks.
 
 datatrove deep-copies and pickles a step, and may run one step object for several ranks in turn. So
 the step holds only the user's settings; everything that a rank needs is made in ``run`` and closed
@@ -29,7 +29,7 @@ class InferenceRunner(RunnerSettings):
             InferenceResult or JSON values) is added to the list
             ``document.metadata[metadata_key]``. None is left out; a document whose rollouts all
             return None is dropped.
-        config (below): the server and how to ask it.
+        config (below): the server and its settings.
         output_writer (identity): any DiskWriter; its ``output_filename`` needs ``${chunk_index}``
             with checkpoints, and ``${rank}`` with several tasks.
         shared_context (identity): keyword arguments for the rollout: a dict, a context manager that
@@ -37,7 +37,7 @@ class InferenceRunner(RunnerSettings):
         checkpoints_local_dir (free): local folder for checkpoints. None: unfinished chunks are in
             the system's temporary folder (``TMPDIR``), and a run that dies starts over.
         records_per_chunk (identity): documents per output file, with checkpoints.
-        metadata_key (identity): where the results go in the document's metadata.
+        metadata_key (identity): key of the results in the document's metadata.
         skip_bad_requests (free): a document whose request the server rejects (HTTP 400, 413, 414,
             422, 431) becomes a dead letter, and does not stop the task.
         on_document_error (free): "stop" the task when a rollout raises, or its request is rejected
@@ -50,14 +50,14 @@ class InferenceRunner(RunnerSettings):
             into output files of their own. datatrove's executors need ``skip_completed=False`` for
             it.
         seek (free): whether a resume may seek in the input. None: if the reader can, and the steps
-            before this one are known to keep nothing between documents; otherwise documents are
+            before the runner are known to keep nothing between documents; otherwise documents are
             counted. True: you know that they keep nothing.
         sync_seconds (free): time between two syncs, which a power loss may cost; kill -9 costs none
             of it. "auto": 2 % of the storage thread's time, from 0.1 to 30 seconds.
         drain_seconds (free): time for requests in flight once a signal, an error or a time limit
             stops the task. A second signal ends it.
-        drain_signals (free): signals that ask a task to stop. Afterwards each is raised again for
-            the handler that was there before.
+        drain_signals (free): signals that request a stop. Afterwards each is raised again for the
+            handler that was there before.
         retry_errors (free): send requests again that an earlier run recorded as permanent errors.
         accept_changes (free): continue unfinished tasks that were started with other settings, and
             record that; take over results of other settings with ``finished_from``.
@@ -80,9 +80,9 @@ class InferenceRunner(RunnerSettings):
         answers_from (free): ``checkpoints_local_dir`` of an old run over the same input, with as
             many tasks. A request whose final payload is equal takes the answer that its document
             got there, if that is still kept.
-        preemption_notice (free): what says that this node goes away soon; it is taken as a SIGTERM.
+        preemption_notice (free): source of notices that this node goes away soon, taken as SIGTERM.
             ``{"cloud": "aws"}``, "gcp" or "azure", or ``{"command": [...]}`` that ends with 0.
-            Asked every 5 seconds.
+            Polled every 5 seconds.
         rollout_version (identity): replaces the code and the values of the rollout in the identity
             of the run. Another text is another run, and edits of your code are your matter.
         answer (identity): metadata key for the answers, beside the whole results at
@@ -103,7 +103,7 @@ class InferenceRunner(RunnerSettings):
         until (free): written documents after which the run ends, with at most a chunk more for each
             task at work.
         max_cost (free): what answers may cost, by ``prices``, before the run ends. Requests in
-            flight are paid, too.
+            flight are also paid.
         max_total_tokens (free): prompt and completion tokens of answers before the run ends.
 
     Raises:
@@ -122,7 +122,7 @@ class InferenceRunner(RunnerSettings):
 
         Raises:
             CkptError: see ``errors.py``. Finished work is saved; the same call resumes. The failure
-                of a document is also datatrove's InferenceError, that of a server also its
+                of a document is also datatrove's InferenceError, the failure of a server also its
                 ServerError.
             Preempted, or whatever the old signal handlers raise: a stop was requested, see
                 ``process/preemption.py``.
@@ -136,8 +136,8 @@ class InferenceRunner(RunnerSettings):
     async def run_async(
         self, data_gen: Iterable[Document] | None, rank: int = 0, world_size: int = 1
     ) -> None:
-        """``run`` inside a running event loop, on which the rollouts then run, too. Other tasks go
-        on meanwhile.
+        """Does ``run`` inside a running event loop, on which the rollouts also run. Other tasks of
+        the loop continue meanwhile.
 
         Cancelled, as by ``asyncio.timeout``, this starts nothing new, gives the requests in flight
         ``drain_seconds``, saves everything, and then raises CancelledError; the same call resumes.

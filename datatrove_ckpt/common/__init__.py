@@ -1,11 +1,11 @@
-"""Shared by every room: texts for people, redaction of secrets, retries."""
+"""The room that every room may import: texts for people, redaction of secrets, retries."""
 
 from typing import Any
 
 BATCH = "batch"
 """The ``service_tier`` of answers of provider batches."""
 CUSTOM_ID = b'{"custom_id":"'
-"""What each line of a batch's requests begins with."""
+"""The beginning of each line of a batch's requests."""
 MESSAGES = "/v1/messages"
 """The path of requests whose batches have Anthropic's form."""
 LAUNCH = "DATATROVE_CKPT_LAUNCH"

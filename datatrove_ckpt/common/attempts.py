@@ -5,7 +5,7 @@ The worker processes of a run and the processes that share claims use this polic
 - A failure is an attempt. So is the death of a process with this rank alone.
 - The death of a process with several ranks is an attempt of none: any may be the cause. Each of
   them then runs alone, after all others.
-- An attempt with progress counts as the first one.
+- An attempt with progress counts as the first attempt.
 - After too many attempts in a row the rank is given up, with its last cause.
 """
 
@@ -23,7 +23,7 @@ class AttemptRecord(NamedTuple):
     Attributes:
         tries: attempts in a row that ended by a failure or a death, all but the first without
             progress.
-        reached: the rank's progress at the end of the last of them.
+        reached: the rank's progress at the end of the last attempt.
         why: the cause, if the rank is given up.
         alone: its process has no other rank, so its death counts as an attempt.
     """
@@ -45,10 +45,10 @@ class AttemptRecord(NamedTuple):
 
 
 def may_overlap(ranks: list[AttemptRecord], free: int, siblings: int) -> bool:
-    """Whether a process with ``ranks`` may take another one.
+    """Whether a process with ``ranks`` may take another rank.
 
     Args:
         free: the number of ranks that it could take.
-        siblings: the number of processes without a rank. Each gets one of them first.
+        siblings: the number of processes without a rank. Each gets one of the free ranks first.
     """
     return free > siblings and not any(rank.alone for rank in ranks)

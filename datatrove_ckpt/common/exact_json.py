@@ -1,4 +1,4 @@
-"""JSON as other readers take it.
+"""Parses JSON as other readers do.
 
 orjson makes floats of integers beyond 64 bits, and refuses NaN, infinity and lone surrogates, which
 json, pandas and datasets read.
@@ -15,7 +15,7 @@ _AS_ZEROS = bytes.maketrans(b"0123456789", b"0" * 10)
 def loads(line: bytes) -> Any:
     """Returns the value of a line, with U+FFFD for lone surrogates.
 
-    Raises orjson.JSONDecodeError for what is no JSON.
+    Raises orjson.JSONDecodeError if the line is no JSON.
     """
     try:
         data = orjson.loads(line)
@@ -31,15 +31,15 @@ def loads(line: bytes) -> Any:
             raise error from None
     if _may_be_inexact(data):
         zeros = line.translate(_AS_ZEROS)
-        # Perhaps of a float or a text.
+        # The digits may belong to a float or a text.
         if b"0" * 20 in zeros or b"-" + b"0" * 19 in zeros:
             return json.loads(line)
     return data
 
 
 def _may_be_inexact(value: object) -> bool:
-    """Whether a value may hold a float that was a long integer. Long lists take too long to look
-    through.
+    """Whether a value may hold a float that was a long integer. Long lists are not searched, and
+    may.
     """
     if isinstance(value, dict):
         return any(map(_may_be_inexact, value.values()))

@@ -1,4 +1,4 @@
-"""Numbers and errors as text for people, and sizes from text."""
+"""Writes numbers and errors as text for people, and parses sizes."""
 
 import re
 import shlex
@@ -61,7 +61,7 @@ def plural(number: int, noun: str) -> str:
 
 
 def plural_or_no(number: int, noun: str) -> str:
-    """Like ``plural``, but "no chunk" for 0."""
+    """Returns "no chunk" for 0, else ``plural``."""
     if number:
         return plural(number, noun)
     return f"no {noun}"
@@ -72,7 +72,7 @@ def plural_is(number: int, noun: str) -> str:
 
 
 def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.65) -> str:
-    """Returns the end of a sentence that names the nearest one; "" if none is near."""
+    """Returns the end of a sentence with the nearest known name; "" if none is near."""
     close = get_close_matches(str(name), list(known), 1, cutoff)
     if close:
         return f', did you mean "{close[0]}"?'
@@ -101,7 +101,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def percent(share: float) -> str:
-    """Returns "12.3 %". Only what is complete is 100 %."""
+    """Returns "12.3 %". Only a complete share is 100 %."""
     if share >= 1.0:
         return "100 %"
     return f"{min(share * 100, 99.9):.1f} %"
@@ -123,7 +123,7 @@ def short(value: float) -> str:
 
 
 def filled_cells(share: float, cells: int, rest: str = " ") -> str:
-    """Returns a bar of so many characters, filled by eighths of a character."""
+    """Returns a bar of ``cells`` characters, filled by eighths of a character."""
     full, part = divmod(int(share * cells * 8), 8)
     return f"{'█' * full}{' ▏▎▍▌▋▊▉'[part] if part else ''}".ljust(cells, rest)
 
@@ -132,7 +132,7 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
 def seconds_of(text: str) -> float | None:
-    """Returns the seconds of a text such as 90m or 1.5h; None: it is no duration."""
+    """Returns the seconds of a text such as 90m or 1.5h; None if it is no duration."""
     match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*(s|m|min|h|d|)", text)
     if match is None:
         return None
@@ -162,7 +162,7 @@ def byte_size(size: float) -> str:
 
 
 def parse_bytes(text: str) -> int | None:
-    """Returns the bytes that "256MB" or "1.5 GiB" says, or None."""
+    """Returns the number of bytes of "256MB" or "1.5 GiB"; None for another text."""
     found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?) *([KMGT]I?|)B", text.strip().upper())
     if found:
         return int(float(found[1]) * _SIZES[found[2]])
@@ -248,7 +248,7 @@ def no_bars_in_logs() -> None:
     if "huggingface_hub" in sys.modules and not sys.stderr.isatty():
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
-        # HF_HUB_DISABLE_PROGRESS_BARS=0 asks for them.
+        # HF_HUB_DISABLE_PROGRESS_BARS=0 requests them.
         with warnings.catch_warnings(action="ignore"):
             disable_progress_bars()
 

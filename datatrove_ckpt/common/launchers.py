@@ -1,6 +1,6 @@
-"""How the launchers of tasks differ: datatrove's executors, and ours, which have their names.
+"""Describes the launchers of tasks: datatrove's executors, and ours, which have the same names.
 
-No other module asks which class an executor is. They ask for a row here, and for methods that only
+No other module tests the class of an executor. They read a row here, and test for methods that only
 some executors have: ``check``, ``run_ranks``, ``run_worker``, ``submit`` and ``script``,
 ``cancel``.
 """
@@ -10,12 +10,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Launcher:
-    """Attributes:
-    is_here: the tasks run on this machine.
-    has_own_disks: the disk of a task goes with it, and no other machine sees it.
-    submits: ``run`` returns while the tasks wait or run, but within a task.
-    in_task: the environment variable that only a task has, of one that submits.
-    sends_pickle: the tasks load the executor in another Python, without this script.
+    """The properties of a class of executors.
+
+    Attributes:
+        is_here: the tasks run on this machine.
+        has_own_disks: the disk of a task goes with it, and no other machine sees it.
+        submits: ``run`` returns while the tasks wait or run, but within a task.
+        in_task: the environment variable that only a submitted task has.
+        sends_pickle: the tasks load the executor in another Python, without this script.
     """
 
     is_here: bool = False

@@ -26,7 +26,7 @@ def usable_memory(root: Path = Path("/")) -> int:
         if controllers in ("", "memory"):
             top = root / "sys/fs/cgroup" / controllers
             group = top / path.lstrip("/")
-            for folder in (group, *group.parents):  # each one above limits those below
+            for folder in (group, *group.parents):  # a group limits the groups below it
                 for name in ("memory.max", "memory.limit_in_bytes"):
                     limits += [
                         int(found) for found in [_text(folder / name).strip()] if found.isdecimal()

@@ -1,4 +1,4 @@
-"""Objects below a URL, through fsspec. Only this module changes what is stored there.
+"""Reads and writes objects below a URL, through fsspec. Only this module changes them.
 
 ``put``, ``create``, ``copy``, ``delete`` and ``delete_tree`` are one effect each: it happened or it
 did not, except ``put`` where a put is not atomic (local files; not S3), which a kill may cut.
@@ -41,7 +41,7 @@ from datatrove_ckpt.errors import ConfigError
 CREATES_ONCE = frozenset({"s3", "s3a", "gs", "gcs"})
 """Protocols of the stores that write a file only if its name is free.
 
-Other file systems of fsspec accept the mode "create", too, but look before they write.
+Other file systems of fsspec also accept the mode "create", but only check the name before a write.
 """
 _SETTLES = 1.0  # seconds after which every process reads what was created elsewhere
 
@@ -50,7 +50,7 @@ class Creator:
     """Writes files of one file system whose names must be free.
 
     Attributes:
-        creates_once: of several processes that create one name, only one succeeds.
+        creates_once: if several processes create one name, only one succeeds.
     """
 
     def __init__(self, fs: AbstractFileSystem) -> None:
@@ -60,7 +60,7 @@ class Creator:
     def write(self, write: Callable[..., object]) -> bool:
         """Calls ``write``, where possible on condition that the name is free.
 
-        Returns False if the store says that the name is taken.
+        Returns False if the store reports that the name is taken.
         """
         if not self.creates_once:
             write()
@@ -72,7 +72,7 @@ class Creator:
                 return False
             if http_status(error) != HTTPStatus.NOT_IMPLEMENTED:
                 raise
-            self.creates_once = False  # a store with S3's protocol that knows no conditions
+            self.creates_once = False  # a store with S3's protocol, but without conditions
             write()
         return True
 
@@ -81,9 +81,9 @@ class ObjectStore:
     """The objects below one URL, by their names. A name may contain folders.
 
     Args:
-        apart: share no listing with others of this process. Some file systems cannot list a folder
-            in two threads at one time.
-        options: of the file system, such as an endpoint; by default from the environment.
+        apart: share no listing with other stores of this process. Some file systems cannot list a
+            folder in two threads at one time.
+        options: options of the file system, such as an endpoint; by default from the environment.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class ObjectStore:
         return None
 
     def blocks(self, name: str) -> Iterator[bytes]:
-        """Yields the object's content. Raises FileNotFoundError."""
+        """Yields the object's content in blocks. Raises FileNotFoundError if there is no object."""
         path = self._path(name)
         try:
             with file_system_call(), self._fs.open(path, "rb", **self._streamed) as file:
@@ -175,8 +175,8 @@ class ObjectStore:
             raise
 
     def md5(self, name: str) -> str:
-        """Returns the object's MD5 if the store tells it, as S3 does of what was put at once; else
-        another text.
+        """Returns the object's MD5 if the store has it, as S3 for an object that was put in one
+        part; else another text.
         """
         if self._is_hub:
             return ""
@@ -188,7 +188,7 @@ class ObjectStore:
         times of their last writes, in Unix seconds of the store (infinity: not known).
 
         Raises:
-            ConfigError: the bucket does not exist. Libraries report that as a missing file, too.
+            ConfigError: the bucket does not exist. Libraries also report that as a missing file.
         """
         path = self._path(folder)
         try:
@@ -220,7 +220,7 @@ class ObjectStore:
             self._fs.cp_file(self._path(name), self._path(to))
 
     def delete(self, name: str) -> None:
-        """A missing object is no error."""
+        """Deletes an object, if it exists."""
         with suppress(FileNotFoundError), file_system_call():
             self._fs.rm_file(self._path(name))
 
@@ -276,7 +276,7 @@ def check_mirror(url: str, key: str = "checkpoints_remote_dir") -> None:
 
 
 def refuse_repository(key: str, url: str, writes: str, advice: str = "") -> None:
-    """Raises ConfigError for a setting that names a repository. ``writes``: would be commits."""
+    """Raises ConfigError for a setting that names a repository, in which ``writes`` are commits."""
     raise ConfigError(
         f"{url} is in a repository, where {writes} would be a commit; the hub allows 128 an hour. "
         f"Set it to a bucket: {_bucket_for(url)} (`hf buckets create OWNER/NAME --private` makes "

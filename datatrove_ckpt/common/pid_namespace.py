@@ -1,5 +1,5 @@
-"""Where a process runs. Containers and cloned machines may share a host name, so no host name says
-that a lock is seen or that a process id means the same process.
+"""Identifies the kernel and PID namespace of a process. Containers and cloned machines may share a
+host name, which does not show that a lock is seen, or that a process id means the same process.
 """
 
 import os

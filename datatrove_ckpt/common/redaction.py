@@ -1,5 +1,4 @@
-"""Secrets: which names and values are secret, and values that no log, file, pickle or traceback
-shows.
+"""Finds secrets by names and values, and hides them in logs, files, pickles and tracebacks.
 
 loguru's ``diagnose`` (on by default) prints the values of names in tracebacks. The classes here
 print ``***``.
@@ -28,7 +27,7 @@ from datatrove_ckpt.errors import ConfigError, printable
 
 HIDDEN = "***"
 MIRROR_KEY_VARIABLE = "DATATROVE_CKPT_MIRROR_KEY"
-"""The environment variable with the key that seals mirrors. Servers do not get it."""
+"""The environment variable with the key that signs mirrors. Servers do not get it."""
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 """An environment variable in a path."""
 _OUR_VARIABLES = "DATATROVE_CKPT_SECRET_"
@@ -188,8 +187,8 @@ def _is_in_environment(is_one: Callable[[str, str], bool], name: str, value: str
 def without_secrets(
     name: str, value: object, found: Collection[str] = (), is_hashed: bool = True
 ) -> Any:
-    """JSON values with a hash, or ``HIDDEN``, in the place of each secret, and of each text that
-    holds a ``found`` secret. A hash stays.
+    """Returns JSON values with a hash, or ``HIDDEN``, in the place of each secret, and of each text
+    that holds a ``found`` secret. A hash stays.
     """
     holds_one = isinstance(value, str) and any(secret in value for secret in found)
     if holds_one or is_secret(name, value):
@@ -231,7 +230,7 @@ def hashed(name: str, value: object) -> str:
 
 @functools.cache
 def _slow_hash(name: str, digest: str) -> str:
-    """Takes 50 ms and 16 MB, once per password and process; 6 ms for random keys."""
+    """Returns a hash that takes 50 ms and 16 MB, once per password and process; 6 ms for keys."""
     cost = 2**14 if _SURE_NAME.search(name.replace("-", "_")) else 2**11
     return hashlib.scrypt(digest.encode(), salt=name.encode(), n=cost, r=8, p=1, dklen=16).hex()
 
@@ -279,7 +278,7 @@ class Veiled:
 
 
 def masked(name: str, value: object) -> Any:
-    """Returns what JSON shows of a value: no secrets, and only the types of objects."""
+    """Returns a value for JSON, without secrets, and with types in the place of objects."""
     plain = json.loads(json.dumps(value, skipkeys=True, default=_shown_object))
     return without_secrets(name, plain, is_hashed=False)
 
@@ -316,7 +315,7 @@ class Secret:
         return cls(value, variable)
 
     def reveal(self) -> str:
-        """Raises ConfigError in a process that its variable did not reach."""
+        """Returns the text. Raises ConfigError in a process that the variable did not reach."""
         value = getattr(self, "_value", None)
         if value is None:
             value = os.environ.get(self.variable)
@@ -332,7 +331,7 @@ class Secret:
     def headers(self, path: str = "") -> dict[str, str]:
         """Returns the headers with the key for requests to ``path`` of an API."""
         key = self.reveal()
-        # Anthropic's own paths. Its others, and servers with such a path, take the usual header.
+        # Anthropic's own paths. Its other paths, and other servers, take the usual header.
         if "messages" in path.split("/") and key.startswith("sk-ant-"):
             return {"x-api-key": key, "anthropic-version": "2023-06-01"}
         return {"Authorization": f"Bearer {key}"}
@@ -367,8 +366,8 @@ def redact(text: str) -> str:
 
 
 def excerpt(text: str, most: int) -> str:
-    """Returns the start of foreign text without secrets. A long text is searched only so far, and
-    no part of a secret at the end of that is shown.
+    """Returns the start of foreign text without secrets. Only the start of a long text is searched,
+    and no part of a secret at its end is shown.
     """
     longest = _MOST_ESCAPED * max(map(len, _to_hide(_revealed)), default=1)
     searched = text[: 8 * most + longest]
@@ -379,8 +378,8 @@ def excerpt(text: str, most: int) -> str:
 
 
 def hide(text: str, revealed: Iterable[str] = _revealed) -> str:
-    """Returns foreign text without secrets: those that were revealed, those of the environment
-    (HF_TOKEN) and of ``remember_sent``, and signatures in URLs.
+    """Returns foreign text without revealed secrets, secrets of the environment (HF_TOKEN) and of
+    ``remember_sent``, and signatures in URLs.
     """
     for secret in sorted(_to_hide(revealed), key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
@@ -394,7 +393,7 @@ def _to_hide(revealed: Iterable[str]) -> list[str]:
 
 
 _ESCAPE = re.compile(r"\\|%|&#")
-_MOST_ESCAPED = 24  # characters of one that ``_escaped`` matches
+_MOST_ESCAPED = 24  # characters that ``_escaped`` matches for one character
 
 
 @functools.lru_cache(maxsize=1000)
@@ -422,7 +421,7 @@ def _escaped(secret: str) -> re.Pattern[str]:
 def may_hold_secret(text: str) -> bool:
     """Whether a text is kept out of the files of a job.
 
-    A value of a URL's query, which is revealed, too, may be an ordinary word.
+    Revealed texts do not count: a value of a URL's query may be an ordinary word.
     """
     return hide(text, ()) != text or is_surely_secret("", text)
 
@@ -432,11 +431,11 @@ def log_text(text: str) -> str:
     return redact(text).replace("\n", "\n  ")
 
 
-_sent: dict[str, None] = {}  # in the order in which they were noted
+_sent: dict[str, None] = {}  # the newest last
 
 
 def remember_sent(payload: object) -> None:
-    """Notes the latest 200 secrets of payloads: errors may quote them."""
+    """Remembers the latest 200 secrets of payloads: errors may quote them."""
     for secret in secrets_among("payload", payload):
         # After "Bearer ".
         for text in (secret, secret.partition(" ")[2]) if isinstance(secret, str) else ():
@@ -459,7 +458,7 @@ def check_options(options: object, url: str, where: str) -> None:
     """Checks the storage options of the file system for ``url``.
 
     Raises:
-        ConfigError: they hold a secret.
+        ConfigError: the options hold a secret.
     """
     if not isinstance(options, dict):
         return

@@ -38,7 +38,7 @@ _LOG_IN = "log in (hf auth login, or export HF_TOKEN)"
 _HUB_URL = re.compile(
     r"/(?:api/)?(bucket|dataset|model|space)s/([^/?]+/[^/?]+?)(?:\.git)?(?:[/?]|$)|/api/(?:jobs/([^/?]+))?"
 )
-# Texts of the hub for problems that pass, although their status is that of a permanent one.
+# Texts of the hub for problems that pass, although their status means a permanent problem.
 _PASSING = re.compile(
     "commit has happened since|queue size|time in concurrency queue|lfs-verify|merkledb",
     re.IGNORECASE,
@@ -68,7 +68,7 @@ class file_system_call:
     libraries, because they hold tokens.
 
     Raises:
-        FileSystemFailed: for an error that is not an ``OSError``.
+        FileSystemFailed: the error is not an ``OSError``.
     """
 
     __slots__ = ("_outer",)
@@ -171,7 +171,7 @@ def lacks_credentials(error: BaseException | None) -> bool:
 
 
 def s3_code(error: BaseException | None) -> str:
-    """S3's own name for the error, such as "NoSuchBucket"; "" if S3 gave none."""
+    """Returns S3's name for the error, such as "NoSuchBucket"; "" if S3 gave none."""
     return str(_s3_response(error).get("Error", {}).get("Code", ""))
 
 
@@ -347,7 +347,7 @@ class RetryPolicy:
     sleep: Callable[[float], object] = time.sleep
 
     def wait(self, failures: int, advice: float | None = None) -> float:
-        """Returns the seconds before the next attempt. ``failures``: in a row, counted from 1."""
+        """Returns the seconds before the next attempt, after so many ``failures`` in a row."""
         # The exponent is bounded: 2.0 ** 1100 overflows.
         longest = self.first * self.growth ** min(failures - 1, 100)
         grown = min(self.longest, longest) * random.uniform(1 - self.jitter, 1)
@@ -356,7 +356,7 @@ class RetryPolicy:
         return max(grown, min(advice, self.longest_advice) * random.uniform(1, 1 + self.spread))
 
     def is_transient(self, error: BaseException, failures: int = 1) -> bool:
-        """Whether an error may pass. ``failures``: in a row.
+        """Whether an error may pass, after so many ``failures`` in a row.
 
         An unknown error may pass, because libraries have many names for a lost connection.
         """
@@ -372,7 +372,7 @@ class RetryPolicy:
         what: str,
         explain: Callable[[BaseException], str] = failure_line,
     ) -> T:
-        """Repeats the call while its errors may pass. Raises the last one.
+        """Repeats the call while its errors may pass. Raises the last error.
 
         Args:
             what: the beginning of the log line, a sentence about the failure.
@@ -478,11 +478,11 @@ SERVER = RetryPolicy(
     spread=0.0,
 )
 REJECTED = frozenset({400, 413, 414, 422, 431})
-"""Only these statuses of an inference server are about one request: its content or its size."""
+"""The only statuses of an inference server about one request: its content or its size."""
 OF_ONE_TEXT = frozenset({403, 406, 451})
-"""A filter may refuse a text with these while it lets others pass."""
+"""The statuses with which a filter may refuse a text while it lets others pass."""
 BUSY = frozenset({502, 503, 504, 529})
-"""An inference server with these statuses is overloaded or not ready, but not dead."""
+"""The statuses of an inference server that is overloaded or not ready, but not dead."""
 
 # Waits for endpoints and our servers, for GPU memory after a failed start, and before restarts.
 ENDPOINT = RetryPolicy(first=0.25, longest=5.0)
@@ -501,7 +501,7 @@ READING = ReadingPolicy(
 )
 
 OPENING = replace(READING, patience=60.0)
-"""For the first listing of a job: then no network is likelier than an outage that passes."""
+"""Reads the first listing of a job, when a missing network is likelier than an outage."""
 
 # Output on S3 and others. Generation continues meanwhile.
 STORAGE = RetryPolicy(

@@ -1,4 +1,4 @@
-"""Threads that keep no process alive."""
+"""Starts threads that keep no process alive."""
 
 import threading
 from collections.abc import Callable
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def in_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """Calls in a daemon thread, which keeps no process alive, with the caller's context."""
+    """Calls a function in a daemon thread, with the caller's context."""
     result: Future[T] = Future()
 
     def run() -> None:

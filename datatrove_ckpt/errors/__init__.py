@@ -1,4 +1,4 @@
-"""The errors of this package. Each message says what happened, where, and what to do next.
+"""The errors of this package. Each message names what happened, where, and what to do next.
 
 CkptError
 ├── ConfigError
@@ -19,12 +19,12 @@ CkptError
 │   └── OutputFailed           a finished chunk could not be written or published
 ├── TooManyOpenFiles           ulimit -n
 ├── UnexpectedExit             sys.exit in code that the rank ran
-├── GivenUp                    tasks wait until somebody corrects their cause
+├── GivenUp                    tasks wait until their cause is corrected
 ├── WorkerDied
 ├── Preempted                  the same command resumes
 ├── WaitsForBatches            --no-wait: the same command collects the answers
-├── LimitReached               max_cost or max_total_tokens: a higher one goes on
-│   └── GoalReached            until: as many documents as wanted are in the output
+├── LimitReached               max_cost or max_total_tokens: a higher limit resumes
+│   └── GoalReached            until: that many documents are in the output
 ├── ServerError
 │   ├── ServerStartFailed
 │   ├── ServerDied             it has no restart left
@@ -71,7 +71,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
                 waiting += found
             elif isinstance(found, BaseException):
                 yield found
-                # Of datatrove, of a group.
+                # The error of datatrove's, the members of a group.
                 parts = getattr(found, "error", None), getattr(found, "exceptions", None)
                 waiting += [found.__cause__ or found.__context__, found.args, *parts]
 
@@ -80,22 +80,22 @@ class CkptError(Exception):
     """Base of every error of this package. Raised itself, it means that tasks of a cluster are not
     complete.
 
-    Messages quote servers, documents and files. Python prints them when a script ends with one.
+    Messages quote servers, documents and files. Python prints them when an error ends a script.
 
     Args:
-        parts: of the message.
-        setting: what the message is about. Its name stands before the message, as the user wrote
-            it.
+        parts: the parts of the message.
+        setting: the setting that the message is about. Its name stands before the message, as the
+            user wrote it.
         changes: settings with which the same command continues. Each mapping is one way, the best
             way first. The command line prints them as whole commands.
         starts_over: a run from the beginning helps, which may take over the old results. The
             message ends with how to start it.
 
     Attributes:
-        exit_code: of a rank or worker that the error stops, for a scheduler such as Kubernetes. 2
-            and 4 stop all, 3 this one; 143 restarts it always, 1 a few times; 75 means "later", as
-            in sysexits.
-        may_pass: what it stopped is worth another attempt.
+        exit_code: exit code of a rank or worker that the error stops, for a scheduler such as
+            Kubernetes. 2 and 4 stop all ranks, 3 this rank; 143 restarts it always, 1 a few times;
+            75 means "later", as in sysexits.
+        may_pass: another attempt may succeed.
     """
 
     exit_code = 1
@@ -207,9 +207,9 @@ class CheckpointLocked(CheckpointError):
 
 
 class Fenced(CheckpointLocked):
-    """Another process took over this rank after this one started.
+    """Another process took over this rank after this process had started.
 
-    This one writes nothing more; the other continues.
+    This process writes nothing more; the other process continues.
     """
 
 
@@ -290,8 +290,8 @@ class TooManyOpenFiles(CkptError):
 
 
 class UnexpectedExit(CkptError):
-    """A step before this one, ``shared_context`` or a rollout called ``sys.exit`` or raised another
-    BaseException.
+    """A step before the runner, ``shared_context`` or a rollout called ``sys.exit``, or raised
+    another BaseException.
 
     It would end the process with documents missing, and often with exit code 0. Raise an
     ``Exception`` instead.
@@ -396,8 +396,8 @@ class RequestRejected(RequestError):
     """The server rejected this request for good (400, 413, 414, 422, 431). ``retry_errors`` sends
     it again.
 
-    The message starts with ``BadRequestError``, because datatrove's rollouts look for that word.
-    The names of the one of several models, and of ``endpoints``, that was asked stand before it.
+    The message starts with ``BadRequestError``, because datatrove's rollouts search for that word.
+    With several models or ``endpoints``, the name of the model or endpoint stands before it.
     """
 
     def __init__(self, status: int, body: str, remembered: bool = False) -> None:

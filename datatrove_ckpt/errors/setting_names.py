@@ -1,4 +1,4 @@
-"""How errors name settings: as the user wrote them, else as datatrove does.
+"""Names settings in errors as the user wrote them, else as datatrove does.
 
 The short form of a job has other names for some settings of datatrove's. The form belongs to the
 process, whose ranks share it; a step carries it into worker processes and jobs.
@@ -25,8 +25,8 @@ _copies: dict[str, str] = {}
 
 
 def form() -> str:
-    """Returns what has the settings in the short form: a file, "the command line" or "run()"; "" if
-    they are in the long form.
+    """Returns the source of the settings in the short form: a file, "the command line" or "run()";
+    "" if they are in the long form.
     """
     return _form
 
@@ -38,7 +38,7 @@ def use(form: str) -> None:
 
 @contextmanager
 def written_in(form: str) -> Iterator[None]:
-    """``use`` for a block."""
+    """Does ``use`` for a block."""
     before = _form
     use(form)
     try:
@@ -48,7 +48,7 @@ def written_in(form: str) -> Iterator[None]:
 
 
 def name_copy(copy: object, original: str) -> None:
-    """From now on messages name the original in place of its temporary copy."""
+    """Makes messages name the original in place of its temporary copy."""
     _copies[str(copy)] = original
 
 
@@ -93,12 +93,12 @@ def step_name(index: int, step: object) -> str:
 
 
 def step_place(index: int, step: object) -> str:
-    """Returns a step before a colon: in the short form, what has its settings."""
+    """Returns the name of a step before a colon; in the short form, the source of its settings."""
     return _form or step_name(index, step)
 
 
 def setting_of(setting: str, place: str) -> str:
-    """Returns a setting of a step. The short form has it once."""
+    """Returns the name of a step's setting. The short form has it once."""
     if _form:
         return setting_name(setting)
     return f"{setting} of {place}"

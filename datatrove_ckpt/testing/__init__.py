@@ -1,4 +1,4 @@
-"""For tests, also of users: a server that counts requests, and disks that crash a job at any
+"""Tools for tests, also of users: a server that counts requests, and disks that crash a job at any
 effect. Start at ``assert_same_output_after_crash``.
 """
 

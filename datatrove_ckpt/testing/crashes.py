@@ -1,6 +1,6 @@
 """Enumerates crashes: a job, and each recovery, crashes at effect 0, 1, 2, ... until it ends.
 
-Disks that crash are subclasses of ``files.Disk`` that stand in for it during a test.
+Disks that crash are subclasses of ``files.Disk``, which replace it during a test.
 """
 
 import functools
@@ -186,7 +186,7 @@ class CopyingDisk(CrashingDisk):
         shutil.copytree(self._folder, self._copies / str(len(self.points)))
 
     def put_back(self, point: int) -> Iterator[str]:
-        """Yields as ``survivors`` does what a crash at the point of this number leaves, once."""
+        """Puts each folder that a crash at this point leaves in place, once, as ``survivors``."""
         shutil.rmtree(self._folder)
         (self._copies / str(point)).rename(self._folder)
         yield "killed"
@@ -194,7 +194,7 @@ class CopyingDisk(CrashingDisk):
     def left(self) -> Iterator[tuple[int, str]]:
         """Puts each folder that a crash may leave behind in place.
 
-        Yields the number of its point, and its name.
+        Yields the number of the crash point, and the folder's name.
         """
         for number, point in enumerate(self.points):
             for survivor in self.put_back(number):
@@ -254,14 +254,13 @@ AttemptFunction = Callable[[Path], None]
 
 @dataclass
 class CrashReport:
-    """What was tried.
+    """The crashes that were tried.
 
     Attributes:
         points: the effects at which the first attempt crashed.
         survivors: number of folders that the crashes may leave behind.
         states: hashes of the folders that differ, each with the number of further crashes that were
-            tried from there. An
-            equal folder is tried again only for more crashes.
+            tried from there. An equal folder is tried again only for more crashes.
     """
 
     points: list[str] = field(default_factory=list)
@@ -313,9 +312,8 @@ def assert_same_output_after_crash(
         folder: a folder for the job. Every attempt finds in it what it holds before the first (the
             input).
         output: the folder below ``folder`` whose files must be the same, byte for byte, in the end.
-        recoveries: crash the recoveries, too: those from each crash point (1), each third (3), none
-            (0).
-        step: try each crash of so many.
+        recoveries: also crash the recoveries: from each crash point (1), each third (3), none (0).
+        step: try only the crashes at each multiple of this number.
         torn: a crash at a write leaves half of it.
         disk_type: the disk that keeps what a crash leaves. By default the process is killed, and
             what it has written stays.
@@ -324,7 +322,7 @@ def assert_same_output_after_crash(
         counted: names of the effects to crash at.
 
     Raises:
-        AssertionError: naming the crash points.
+        AssertionError: the output differs. The message names the crash points.
     """
     report = CrashReport()
     expected: dict[str, bytes] = {}
@@ -357,7 +355,7 @@ def assert_same_output_after_crash(
 
 
 def _state(folder: Path) -> str:
-    """Hashes what the next attempt can see.
+    """Hashes the content that the next attempt can see.
 
     SQLite's files hold random numbers: their rows count.
     """

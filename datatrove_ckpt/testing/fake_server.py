@@ -1,4 +1,4 @@
-"""FakeServer: answers like an OpenAI-compatible server, and counts the requests."""
+"""A fake server, which answers like an OpenAI-compatible server, and counts the requests."""
 
 import asyncio
 import threading
@@ -45,15 +45,15 @@ class FakeServer:
         self.usage: JsonObject = {}
         """``usage`` of each answer; empty: counts of words."""
         self.message: JsonObject = {}
-        """What each answer's message has beside its content, such as tool calls."""
+        """Fields of each answer's message beside its content, such as tool calls."""
         self.logprobs: JsonObject = {}
         """``logprobs`` of each choice."""
         self.most_choices = 128
         """Limit on the ``n`` of a payload."""
         self.paths: dict[str, Callable[[JsonObject], JsonObject]] = {}
-        """What answers the payloads of other paths, such as /v1/embeddings.
+        """Functions that answer the payloads of other paths, such as /v1/embeddings.
 
-        One that is not here is not found.
+        Without a function, a path is not found.
         """
         self._answer = answer or _answer_to
         self._status = status

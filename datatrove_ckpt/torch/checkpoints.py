@@ -156,11 +156,11 @@ class TrainingCheckpoints:
         self._ranks = Ranks()
         # Else ranks would wait for each other at different steps.
         timed = (policies.EverySteps, policies.EverySeconds, policies.EveryEpoch)
-        own = [part for part in self._save_policy.parts if type(part) in timed]
-        self._by_epoch = policies.EveryEpoch() in own
-        found = sorted(set(self._ranks.gather(str(own))))
-        if len(found) > 1:
-            raise ConfigError(f"save differs between the ranks: {' and '.join(found)}.")
+        timed_parts = [part for part in self._save_policy.parts if type(part) in timed]
+        self._by_epoch = policies.EveryEpoch() in timed_parts
+        descriptions = sorted(set(self._ranks.gather(str(timed_parts))))
+        if len(descriptions) > 1:
+            raise ConfigError(f"save differs between the ranks: {' and '.join(descriptions)}.")
         store = None
         if remote is not None:
             check_mirror(remote, "remote")
@@ -186,7 +186,7 @@ class TrainingCheckpoints:
         self._write_seconds = 0.0
         self._begin_counting()
         self._sign_at = 0.0
-        self._has_looked = self._has_claimed = False
+        self._has_read_folder = self._has_claimed = False
         self._has_compared = self._ranks.size == 1
         self._last = StepName(0, 0)
         self._longest_step = 0.0
@@ -195,7 +195,7 @@ class TrainingCheckpoints:
         _not_left.add(self)
 
     def _begin_counting(self) -> None:
-        self._look_after = 0
+        self._steps_to_poll = 0
         self._saved_at = self._stepped_at = time.monotonic()
 
     @property
@@ -281,7 +281,7 @@ class TrainingCheckpoints:
 
     # save ----------------------------------------------------------------------------------------
 
-    def maybe_save(self, step: int, **what: Any) -> bool:
+    def maybe_save(self, step: int, **arguments: Any) -> bool:
         """Saves if a save is due, and returns whether it did. Call it after each step. See
         ``save``.
 
@@ -300,31 +300,31 @@ class TrainingCheckpoints:
             ranks = self._ranks
             self._signing.start(write_heartbeat, self._steps.folder, ranks.rank, ranks.size, step)
         stops = 0.0
-        self._look_after -= 1
-        if self._look_after <= 0:
+        self._steps_to_poll -= 1
+        if self._steps_to_poll <= 0:
             self._ranks.barrier(f"maybe_save({step})")
-        if self._by_epoch or self._look_after <= 0:
-            stops, due = self._look(now, step, what)
+        if self._by_epoch or self._steps_to_poll <= 0:
+            stops, due = self._poll(now, step, arguments)
         else:
             due = self._save_policy.is_due(policies.Moment(step, self._last.step))
         if stops:
-            self.save(step, **what)
+            self.save(step, **arguments)
             self.close(raises=False)
             # A rank that ends first makes torchrun end the others.
             is_saved = not any(self._ranks.gather(self._not_saved is not None))
             shutdown = self._preemption.shutdown
-            why = shutdown.cause or "another rank stops"
+            reason = shutdown.cause or "another rank stops"
             end = "saved" if is_saved else "NOT saved"
-            logger.warning(f"The training stops after step {step}, which is {end} ({why}).")
+            logger.warning(f"The training stops after step {step}, which is {end} ({reason}).")
             if stops == _SIGNAL and not shutdown.is_requested:
                 os.kill(os.getpid(), signal.SIGTERM)  # this rank ends as the one that got a signal
             shutdown.request("another rank")
             shutdown.raise_preempted()
         if due:
-            self.save(step, **what)
+            self.save(step, **arguments)
         return due
 
-    def _look(self, now: float, step: int, what: Mapping[str, Any]) -> tuple[float, bool]:
+    def _poll(self, now: float, step: int, arguments: Mapping[str, Any]) -> tuple[float, bool]:
         """Lets all ranks agree on a reason to stop (0: none), and on whether a save is due, or a
         failed save is tried again.
         """
@@ -339,17 +339,17 @@ class TrainingCheckpoints:
             stops = _OTHER
         since = now - self._saved_at
         again = self._not_saved is not None and since >= _RETRY_SECONDS
-        own = [stops, again, self._writing.is_running, self._longest_step]
-        own += [
+        values = [stops, again, self._writing.is_running, self._longest_step]
+        values += [
             since,
             self._pause,
             self._write_seconds,
-            self._by_epoch and self._input.has_ended(**what),
+            self._by_epoch and self._input.has_ended(**arguments),
         ]
-        all_stop, all_again, busy, slowest, *times = self._ranks.highest(own)
+        all_stop, all_again, busy, slowest, *times = self._ranks.highest(values)
         self._longest_step = 0.0
         if self._ranks.size > 1:
-            self._look_after = int(min(_POLL_STEPS, _POLL_SECONDS / max(slowest, 1e-6)))
+            self._steps_to_poll = int(min(_POLL_STEPS, _POLL_SECONDS / max(slowest, 1e-6)))
         since, pause, written, ended = times
         if busy:
             since = -math.inf
@@ -407,10 +407,10 @@ class TrainingCheckpoints:
             CheckpointLocked: another process saves into the folder.
         """
         began = time.monotonic()
-        given = dict(states)
+        savable = dict(states)
         if loader is not None:
-            given["loader"] = loader
-        sharded.check_savable(given)
+            savable["loader"] = loader
+        sharded.check_savable(savable)
         step = index(step)  # also of a tensor
         if step < self._last.step:
             raise ConfigError(
@@ -450,7 +450,7 @@ class TrainingCheckpoints:
                 self._warn_of_first(numbers, own_input)
             if loader is not None:
                 inputs = self._input.restored.get(step, inputs)
-            contents = {f"states/{key}.pt": content for key, content in alike.items()}
+            contents = {f"states/{key}.pt": state for key, state in alike.items()}
             contents |= {_RANDOM: generators, _INPUT: inputs}
         copies = [contents, parts]
 
@@ -470,24 +470,24 @@ class TrainingCheckpoints:
 
         Raises ConfigError if a state is refused, or differs between the ranks.
         """
-        outlines = {key: sharded.outline(content) for key, content in alike.items()}
-        for key, content in parts.items():  # stages of a pipeline name other parameters
-            outlines[key] = sharded.outline(content, sharded.VALUES)
+        outlines = {key: sharded.outline(state) for key, state in alike.items()}
+        for key, state in parts.items():  # stages of a pipeline name other parameters
+            outlines[key] = sharded.outline(state, sharded.VALUES)
         if not self._has_compared:
             outlines |= sharded.hashes(states)
         problem = ""
         if self._only_plain:
             problem = sharded.not_plain({"loader": own_input, **alike, **parts})
-        own = (sharded.random_state(), own_input, outlines, problem, uuid.uuid4().hex)
-        gathered = [list(each) for each in zip(*self._ranks.gather(own), strict=True)]
-        generators, inputs, others, problems, saves = gathered
+        values = (sharded.random_state(), own_input, outlines, problem, uuid.uuid4().hex)
+        gathered = [list(each) for each in zip(*self._ranks.gather(values), strict=True)]
+        generators, inputs, gathered_outlines, problems, saves = gathered
         problem = next(filter(None, problems), "")
         if problem:
             raise ConfigError(
                 f"save: {problem}: no restore would take it, as such a file may run any code. "
                 "Save plain values and tensors, or set only_plain=False."
             )
-        sharded.check_alike(others)
+        sharded.check_alike(gathered_outlines)
         self._has_compared = True
         return generators, inputs, saves[0]
 
@@ -513,7 +513,7 @@ class TrainingCheckpoints:
         except CkptError:
             self._steps.unlock()
             raise
-        self._has_claimed = self._has_looked = True
+        self._has_claimed = self._has_read_folder = True
         self._steps.training = self._ranks.gather(self._steps.training or uuid.uuid4().hex)[0]
 
     def _claim_folder(self) -> None:
@@ -525,7 +525,7 @@ class TrainingCheckpoints:
             with suppress(Exception):  # the copy of the step names a remote that is away
                 there, _ = self._steps.remote_manifests()
         names = [*self._steps.names(), *there]
-        if names and not self._has_looked:
+        if names and not self._has_read_folder:
             raise ConfigError(
                 f"{self._steps.folder}, or its remote, holds {max(names)} of an earlier training. "
                 "Call restore() to continue it, or choose another folder."
@@ -537,19 +537,19 @@ class TrainingCheckpoints:
 
         Returns whether all calls succeeded; if not, the save has failed.
         """
-        own: list[Exception] = []
+        errors: list[Exception] = []
 
         def watched() -> None:
             try:
                 call()
             except Exception as error:
-                own.append(error)
+                errors.append(error)
                 raise
 
         try:
             self._ranks.together(watched)
         except Exception as error:
-            self._failed(name, error, bool(own))
+            self._failed(name, error, bool(errors))
             self._report()
             return False
         return True
@@ -579,9 +579,9 @@ class TrainingCheckpoints:
     ) -> None:
         began = time.monotonic()
         try:
-            for key, content in parts.items():
+            for key, state in parts.items():
                 folder = self._steps.folder / f".saving-{name}" / "states" / key
-                sharded.save_parts(content, folder, self._ranks.writing)
+                sharded.save_parts(state, folder, self._ranks.writing)
             if not self._is_owner:
                 self._not_saved = None
                 return
@@ -622,8 +622,8 @@ class TrainingCheckpoints:
 
     def _remove_old(self, coming: policies.StepMetrics | None = None) -> None:
         there = _metrics(self._steps.manifests())
-        kept = self._keep.kept({**there, **(coming or {})}) | {max(there), self._copied}
-        for name in there.keys() - kept:
+        staying = self._keep.kept({**there, **(coming or {})}) | {max(there), self._copied}
+        for name in there.keys() - staying:
             self._steps.remove(name)
 
     @property
@@ -639,14 +639,14 @@ class TrainingCheckpoints:
                 self._steps.refuse_others(there)
                 here = self._steps.manifests()
                 name = max(here)
-                wanted = {name}
+                needed = {name}
                 for part in self._keep.parts:
                     if not isinstance(part, policies.Last):
-                        wanted |= part.kept(_metrics(here))
+                        needed |= part.kept(_metrics(here))
                 missing = [
-                    each
-                    for each in wanted
-                    if there.get(each, {}) | {"format": FORMAT} != here[each]
+                    step
+                    for step in needed
+                    if there.get(step, {}) | {"format": FORMAT} != here[step]
                 ]
                 if not missing:
                     break
@@ -656,9 +656,9 @@ class TrainingCheckpoints:
                 self._remove_copies({**there, name: here[name]}, incomplete - {name})
             self._not_copied = None
         except Exception as error:
-            why = f"{name} is not copied to {self._steps.url}: {failure_line(error)}"
-            self._not_copied = StorageFailed(why)
-            logger.error(f"{why}. The next save tries again.")
+            problem = f"{name} is not copied to {self._steps.url}: {failure_line(error)}"
+            self._not_copied = StorageFailed(problem)
+            logger.error(f"{problem}. The next save tries again.")
             self._note("not copied", name, error=str(error))
 
     def _remove_copies(
@@ -667,12 +667,12 @@ class TrainingCheckpoints:
         staying = {
             name: there[name] for name in there.keys() - incomplete - rolled_back_steps(there)
         }
-        kept = self._keep.kept(_metrics(staying)) | {max(staying)}
+        selected = self._keep.kept(_metrics(staying)) | {max(staying)}
         try:
             self._steps.own_remote()
-            for name in (incomplete | there.keys()) - kept:
+            for name in (incomplete | there.keys()) - selected:
                 self._steps.remove_remote(name)
-            self._steps.remove_shared(staying[name] for name in kept)
+            self._steps.remove_shared(staying[name] for name in selected)
         except Exception as error:
             logger.warning(f"Old steps stay in {self._steps.url}: {error}")
 
@@ -727,7 +727,7 @@ class TrainingCheckpoints:
         self._ranks.barrier(f"restore({step})")
         try:
             if not weights_only:
-                self._has_looked = True
+                self._has_read_folder = True
             loaded = self._loaded_while_checked(states)
             name, passed = self._choose(step, loaded)
             if name is None:
@@ -738,8 +738,8 @@ class TrainingCheckpoints:
             except CkptError as error:
                 if name in self._steps.names():
                     raise
-                why = f"{name} was removed by its training during the restore. Restore again."
-                raise StorageFailed(why) from error
+                problem = f"{name} was removed by its training during the restore. Restore again."
+                raise StorageFailed(problem) from error
             if not weights_only:
                 self._last = name
                 self._steps.back_to = self._steps.manifest(name).get("back_to")
@@ -758,10 +758,10 @@ class TrainingCheckpoints:
             logger.info(f"Restored {self._steps.folder / str(name)}, saved at {at}.")
         return name.step
 
-    def _note(self, event: str, name: StepName, **others: object) -> None:
+    def _note(self, event: str, name: StepName, **values: object) -> None:
         with suppress(Exception):
             is_owner = self._steps.is_locked
-            self._history.note(is_owner, event, name.step, rollbacks=name.rollbacks, **others)
+            self._history.note(is_owner, event, name.step, rollbacks=name.rollbacks, **values)
 
     def _best_last(self) -> list[StepName]:
         if self._best is None:
@@ -784,11 +784,11 @@ class TrainingCheckpoints:
             ConfigError: there is no such step.
         """
         self._writing.join()
-        found = self._ranks.together(self._names)
+        listings = self._ranks.together(self._names)
         # The training of rank 0's folder counts.
         self._steps.training = next(filter(None, self._ranks.gather(self._steps.training)), "")
         passed: list[str] = []
-        names = sorted(set().union(*found))
+        names = sorted(set().union(*listings))
         self._newest = next(reversed(names), self._last)
         if step == "best":
             names = self._ranks.together(self._best_last)[0]
@@ -813,8 +813,8 @@ class TrainingCheckpoints:
                 f"{self._steps.folder} has no step that is whole: {' '.join(passed)}"
             )
         if step != "latest":
-            wanted = f"before {before}" if step is None else step
-            raise ConfigError(f"There is no step {wanted}; there are {self.steps()}.")
+            requested = f"before {before}" if step is None else step
+            raise ConfigError(f"There is no step {requested}; there are {self.steps()}.")
         return None, passed
 
     def _loaded_while_checked(self, states: Mapping[str, Any]) -> Contents:
@@ -840,18 +840,18 @@ class TrainingCheckpoints:
         try:
             return sorted({*names, *self._steps.remote_names()})
         except Exception as error:
-            why = f"{self._steps.url} cannot be listed: {failure_line(error)}."
+            problem = f"{self._steps.url} cannot be listed: {failure_line(error)}."
             if not names:
-                raise StorageFailed(why) from error
-            logger.warning(why)
+                raise StorageFailed(problem) from error
+            logger.warning(problem)
             return names
 
     def _damage(self, name: StepName, loaded: Contents) -> str:
         """Returns why a folder's copy of the step cannot be used."""
         differs = False
         while True:
-            found = self._ranks.together(partial(self._own_damage, name, loaded, differs))
-            damage = next(filter(None, found), "")
+            damages = self._ranks.together(partial(self._own_damage, name, loaded, differs))
+            damage = next(filter(None, damages), "")
             if damage:
                 return damage
             # Nodes may have made the step apart, such as a node that was lost and is back.
@@ -904,20 +904,20 @@ class TrainingCheckpoints:
                         f"{key} is what an optimizer's state_dict() gave. Give the optimizer."
                     )
                 else:
-                    content = loaded.pop(f"{folder}.pt", None)
-                    if content is None:
+                    saved_state = loaded.pop(f"{folder}.pt", None)
+                    if saved_state is None:
                         copies = isinstance(state, nn.Module)
-                        content = self._steps.load(name, f"{folder}.pt", copies)
-                    sharded.give(state, content)
+                        saved_state = self._steps.load(name, f"{folder}.pt", copies)
+                    sharded.give(state, saved_state)
             except CkptError:
                 raise
             except Exception as error:
                 raise ConfigError(f"{key}: {name} does not fit: {error}") from error
-        left = {file.split("/")[1].removesuffix(".pt") for file in saved} - states.keys()
-        if left and not weights_only and self._ranks.rank == 0:
+        not_restored = {file.split("/")[1].removesuffix(".pt") for file in saved} - states.keys()
+        if not_restored and not weights_only and self._ranks.rank == 0:
             logger.warning(
-                f"{name} also holds {', '.join(sorted(left))}: not restored, as restore and "
-                "rollback were not given it."
+                f"{name} also holds {', '.join(sorted(not_restored))}: not restored, as restore "
+                "and rollback were not given it."
             )
         if reader is not None:
             reader(self._steps.folder / str(name) / "writer")
@@ -965,20 +965,20 @@ class TrainingCheckpoints:
         if (to is None) == (before is None):
             raise ConfigError("rollback: give one of to= and before=.")
         self._ranks.barrier("rollback()")
-        self._has_looked = True
+        self._has_read_folder = True
         self._claim()
 
         loaded = self._loaded_while_checked(states)
         old, _ = self._choose(to, loaded, before)
         assert old is not None
         new = StepName(self._last.rollbacks + 1, old.step)
-        own = None
+        input_state = None
         if skip_input:
-            own = self._input.state(loader)
-        inputs = self._ranks.gather(own)
+            input_state = self._input.state(loader)
+        inputs = self._ranks.gather(input_state)
         back = {"back_to": old.step, "save": self._ranks.gather(uuid.uuid4().hex)[0]}
         changed: Contents = {}
-        if own is not None:
+        if input_state is not None:
             changed[_INPUT] = inputs
         # Work that may fail comes before the model changes, and effects that others see after it.
         self._ranks.together(partial(self._copy, old, new, changed, back))

@@ -74,26 +74,28 @@ def parse_window(window: int | str) -> Window:
     raise ConfigError(f'window must be a number of rows, or bytes like "256MB", not {window!r}.')
 
 
-def _continued(start: DatasetState, then: DatasetState) -> DatasetState:
+def _continued(start: DatasetState, saved: DatasetState) -> DatasetState:
     """Returns the state from which a worker continues.
 
     Args:
         start: the state at the beginning of the worker's epoch.
-        then: the saved state of this worker, or of all workers.
+        saved: the saved state of this worker, or of all workers.
 
     Raises:
         CheckpointMismatch: the state belongs to another worker, or another order.
     """
-    if then.slot is not None and then.made_by != start.made_by:
+    if saved.slot is not None and saved.made_by != start.made_by:
         raise CheckpointMismatch(
-            f"The state was made by {then.made_by}, and this is {start.made_by}. A state belongs "
+            f"The state was made by {saved.made_by}, and this is {start.made_by}. A state belongs "
             "to its worker. To continue with another number of ranks or workers, give the states "
             "of all ranks to datatrove_ckpt.torch.restore(loader, states)."
         )
-    order = then.order
+    order = saved.order
     if order["shares"] is None:  # the state before the epoch began
         order = start.order
-    return replace(start, order=order, done=then.done, samples=then.samples, skipped=then.skipped)
+    return replace(
+        start, order=order, done=saved.done, samples=saved.samples, skipped=saved.skipped
+    )
 
 
 # Limits of the rows that are made Python objects at a time.
@@ -109,7 +111,7 @@ class Epoch(Iterator[object]):
         after_end: the loaded state was saved at the end of the epoch before.
 
     Attributes:
-        rest: the iterator behind ``__next__``, which saves a call for each sample.
+        iterator: the iterator behind ``__next__``, which saves a call for each sample.
 
     Raises:
         CheckpointMismatch: the state belongs to another slot, or another order.
@@ -120,7 +122,7 @@ class Epoch(Iterator[object]):
         dataset: "ReaderDataset",
         slot: Slot,
         number: int,
-        then: DatasetState | None = None,
+        saved: DatasetState | None = None,
         after_end: bool = False,
     ) -> None:
         table = dataset._index.table
@@ -137,8 +139,8 @@ class Epoch(Iterator[object]):
         if by_rows or unevenness(table, shares) > 0.01:
             shares = 0
         start = dataset._state_at(number, slot, shares)
-        if then is not None:
-            start = _continued(start, then)
+        if saved is not None:
+            start = _continued(start, saved)
         shares = start.order["shares"]
         if shares:
             self._order = order_by_files(table, seed, number, dataset._window, shares)
@@ -157,12 +159,12 @@ class Epoch(Iterator[object]):
         self._samples = start.samples
         self._missing = start.skipped
         self._skipped = 0
-        self.rest = self._read()
+        self.iterator = self._read()
         for stage in dataset._stages:
-            self.rest = stage(self.rest)
+            self.iterator = stage(self.iterator)
 
     def __next__(self) -> object:
-        return next(self.rest)
+        return next(self.iterator)
 
     def state(self) -> ReaderState:
         return self._start | {"samples": self._samples, "skipped": self._missing}
@@ -209,20 +211,22 @@ class Epoch(Iterator[object]):
         """
         is_even = self._dataset._even is not None
         if not self._skipped:
-            what = "this epoch has fewer samples than len() says"
+            consequence = "this epoch has fewer samples than len() says"
             if is_even:
-                what = "another row comes twice"
+                consequence = "another row comes twice"
             name = self._source.name(*self._places(number, number + 1))
-            logger.warning(f"{name} is damaged, so {what}. Further damaged rows are skipped.")
+            logger.warning(
+                f"{name} is damaged, so {consequence}. Further damaged rows are skipped."
+            )
         self._skipped += 1
         if not is_even:
             return None
         # A copy, so that the windows of the source stay open.
-        others = replace(self._source, _open={})
+        source = replace(self._source, _open={})
         total = self._count
         # First the rows behind the damaged row, then the rows before it.
         for low in (*range(number + 1, total, self._chunk), *range(0, number, self._chunk)):
-            for other in others.samples(*self._places(low, min(low + self._chunk, total))):
+            for other in source.samples(*self._places(low, min(low + self._chunk, total))):
                 if other is not None:
                     return other
         raise InputError(f"None of the {total} rows of {self._slot} is a JSON object.")
@@ -261,10 +265,10 @@ class Batched:
         return -(-samples // self.size)
 
     def _take(self, samples: Iterator[Any]) -> list[Any]:
-        taken = list(islice(samples, self.size))
-        if self.drop_last and len(taken) < self.size:
+        batch = list(islice(samples, self.size))
+        if self.drop_last and len(batch) < self.size:
             return []
-        return taken
+        return batch
 
 
 def _joined(samples: list[Any]) -> object:
@@ -278,10 +282,10 @@ def _column(values: list[Any]) -> object:
     """Makes an array of numbers, and of arrays or tensors of one shape and type; returns other
     values as they are.
     """
-    kind, *others = set(map(type, values))
-    if kind in (bool, int, float) and not others:
+    kind, *other_types = set(map(type, values))
+    if kind in (bool, int, float) and not other_types:
         return np.array(values)
-    if not hasattr(values[0], "dtype") or others:
+    if not hasattr(values[0], "dtype") or other_types:
         return values
     if len({(value.shape, value.dtype) for value in values}) > 1:
         return values
@@ -341,9 +345,9 @@ class ReaderDataset(StatefulIterable):
     _batch = 1
     _stages: tuple[Stage, ...] = ()
 
-    def __init__(self, reader: SeekingReader, *removed: object, **others: object) -> None:
+    def __init__(self, reader: SeekingReader, *removed: object, **unknown: object) -> None:
         super().__init__()
-        refuse([*list(_REMOVED)[: len(removed)], *others], _REMOVED)
+        refuse([*list(_REMOVED)[: len(removed)], *unknown], _REMOVED)
         if not isinstance(reader, FilesReader):
             raise ConfigError(
                 f"The rows of this {type(reader).__name__} cannot be counted. Use from_folder(...) "
@@ -381,7 +385,7 @@ class ReaderDataset(StatefulIterable):
         *,
         split: str = "train",
         revision: str | None = None,
-        **others: object,
+        **unknown: object,
     ) -> Self:
         """Reads the files of a dataset of the Hugging Face hub, at its newest commit. Needs
         ``datasets``, whose ``load_dataset`` has the same arguments.
@@ -390,13 +394,13 @@ class ReaderDataset(StatefulIterable):
             ConfigError: the files are not Parquet, Arrow or JSON Lines.
             InputError: there is no such dataset, configuration or split.
         """
-        refuse(others, _ELSEWHERE)
+        refuse(unknown, _ELSEWHERE)
         return cls(hub_reader(path, name, split, revision))
 
     # rows ----------------------------------------------------------------------------------------
 
     def shuffle(
-        self, seed: int | None = None, window: int | str = "128MB", **others: object
+        self, seed: int | None = None, window: int | str = "128MB", **unknown: object
     ) -> Self:
         """Orders files, blocks and rows by ``seed`` and the epoch.
 
@@ -406,7 +410,7 @@ class ReaderDataset(StatefulIterable):
                 bytes with a unit ("128MB"). No worker holds more than this, and one more part of it
                 while it reads on.
         """
-        refuse(others, _ELSEWHERE)
+        refuse(unknown, _ELSEWHERE)
         if seed is None:
             raise ConfigError(
                 "a number that all ranks share. Write shuffle(seed=0).", setting="seed"
@@ -421,7 +425,7 @@ class ReaderDataset(StatefulIterable):
         *,
         drop_last: bool = False,
         batch_size: Count | None = None,
-        **others: object,
+        **unknown: object,
     ) -> Self:
         """Chooses the rows of one of ``num_shards`` ranks, which take turns by the row.
 
@@ -434,7 +438,7 @@ class ReaderDataset(StatefulIterable):
                 ``len(loader)`` is exact, and the global batch of a step does not depend on the
                 topology.
         """
-        refuse(others, _ELSEWHERE)
+        refuse(unknown, _ELSEWHERE)
         check_value("num_shards", Count, num_shards)
         check_value("batch_size", Count | None, batch_size)
         if not 0 <= index < num_shards:
@@ -456,20 +460,20 @@ class ReaderDataset(StatefulIterable):
             return self._with(_stages=(*self._stages, partial(map, partial(_select, column_names))))
         return self._with(columns=column_names)
 
-    def map(self, function: Callable[[Any], object], **others: object) -> Self:
+    def map(self, function: Callable[[Any], object], **unknown: object) -> Self:
         """Gives ``function`` each sample. A dict that it returns adds columns to a row; another
         result takes the place of the row.
         """
-        refuse(others, _ELSEWHERE)
+        refuse(unknown, _ELSEWHERE)
         return self._with(_stages=(*self._stages, partial(map, partial(_apply, function))))
 
-    def batch(self, batch_size: Count, drop_last_batch: bool = False, **others: object) -> Self:
+    def batch(self, batch_size: Count, drop_last_batch: bool = False, **unknown: object) -> Self:
         """Joins ``batch_size`` samples to one. Give the loader ``batch_size=None``.
 
         A column of numbers, or of arrays of one shape, becomes one array, another column a list.
         The workers of a loader take turns by the batch.
         """
-        refuse(others, _ELSEWHERE)
+        refuse(unknown, _ELSEWHERE)
         check_value("batch_size", Count, batch_size)
         batched = Batched(int(batch_size), drop_last_batch)
         return self._with(_batch=batched.size, _stages=(*self._stages, batched))
@@ -499,11 +503,11 @@ class ReaderDataset(StatefulIterable):
 
     def _iteration(self, epoch: int, slot: Slot, state: ReaderState | None) -> Epoch:
         self._check_used(epoch)
-        then = None
+        saved = None
         is_next = state is not None and state["epoch"] != epoch
         if state is not None and not is_next:
-            then = DatasetState.from_json(state)
-        return Epoch(self, slot, epoch, then, is_next)
+            saved = DatasetState.from_json(state)
+        return Epoch(self, slot, epoch, saved, is_next)
 
     # states --------------------------------------------------------------------------------------
 
@@ -527,16 +531,16 @@ class ReaderDataset(StatefulIterable):
 
     def check_state(self, state: ReaderState) -> None:
         check_checksums(state)
-        then = DatasetState.from_json(state)
-        check_settings(then.order, self._order())
-        self._index.check(then.input)
+        saved = DatasetState.from_json(state)
+        check_settings(saved.order, self._order())
+        self._index.check(saved.input)
 
     def made(self, state: ReaderState, workers: int) -> bool:
-        then = DatasetState.from_json(state)
-        if then.slot is None:
+        saved = DatasetState.from_json(state)
+        if saved.slot is None:
             return True  # of all workers
-        slot = Slot(self.rank, self.world_size, then.slot.worker, workers)
-        return then.made_by == self._state_at(then.epoch, slot, None).made_by
+        slot = Slot(self.rank, self.world_size, saved.slot.worker, workers)
+        return saved.made_by == self._state_at(saved.epoch, slot, None).made_by
 
     def _has_ended(self, state: ReaderState) -> bool:
         return DatasetState.from_json(state).has_ended()
@@ -574,8 +578,8 @@ def restore(loader: "DataLoader", states: Iterable[ReaderState | str | PathLike[
         )
     refuse_begun(loader)
     loaded: list[Any] = [load_file(state) for state in states]
-    found = [list(find_states(state, is_ours)) for state in loaded]
-    merged = merge_all([state for those in found for state in those])
+    dataset_states = [list(find_states(state, is_ours)) for state in loaded]
+    merged = merge_all([state for parts in dataset_states for state in parts])
     epoch = int(merged["epoch"])
     finished = [bool(state.get("_iterator_finished")) for state in loaded]
     if merged.get("ended") or merged.get("finished") or all(finished):
@@ -584,8 +588,12 @@ def restore(loader: "DataLoader", states: Iterable[ReaderState | str | PathLike[
     if hasattr(loader, "load_state_dict") and not any(finished):
         workers = loader.num_workers
         key = "_snapshot" if workers else "_num_yielded"  # in the states of torchdata's loader
-        for state, those in zip(loaded, found, strict=True):
-            if those and key in state and all(dataset.made(one, max(1, workers)) for one in those):
+        for state, parts in zip(loaded, dataset_states, strict=True):
+            if (
+                parts
+                and key in state
+                and all(dataset.made(state_of_slot, max(1, workers)) for state_of_slot in parts)
+            ):
                 loader.load_state_dict(state)  # the same samples follow, in the same batches
                 return epoch
     check_snapshots(loaded)

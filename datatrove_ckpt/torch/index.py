@@ -64,7 +64,9 @@ def _json_value(values: list[float]) -> list[float] | npt.NDArray[np.generic]:
         except OverflowError:
             return values
     # numpy would round larger integers.
-    if kinds <= {int, float} and all(type(one) is float or abs(one) <= 2**53 for one in values):
+    if kinds <= {int, float} and all(
+        type(number) is float or abs(number) <= 2**53 for number in values
+    ):
         return np.array(values, np.float64)
     return values
 
@@ -74,16 +76,16 @@ def _values(column: pa.Array, numbers: Numbers) -> list[object]:
     kind = column.type
     lists = _flattened(column)
     if lists is not None:
-        content, starts, ends = lists
-        return _token_rows(content, starts[numbers], ends[numbers])
-    taken = _take(column, numbers)
+        flat, starts, ends = lists
+        return _token_rows(flat, starts[numbers], ends[numbers])
+    selected = _take(column, numbers)
     if types.is_dictionary(kind):
-        return _values(taken.dictionary_decode(), np.arange(len(numbers)))
-    is_plain = (_is_number(kind) or types.is_boolean(kind)) and not taken.null_count
+        return _values(selected.dictionary_decode(), np.arange(len(numbers)))
+    is_plain = (_is_number(kind) or types.is_boolean(kind)) and not selected.null_count
     if is_plain or types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind):
-        plain: list[object] = taken.to_numpy(zero_copy_only=False).tolist()
+        plain: list[object] = selected.to_numpy(zero_copy_only=False).tolist()
         return plain
-    values: list[object] = taken.to_pylist()
+    values: list[object] = selected.to_pylist()
     if _is_number_list(kind):  # with some None
         dtype = kind.value_type.to_pandas_dtype()
         for place, value in enumerate(values):
@@ -120,23 +122,23 @@ def _flattened(lists: pa.Array) -> tuple[_Array, Numbers, Numbers] | None:
     """
     if not _is_number_list(lists.type) or lists.null_count or lists.values.null_count:
         return None
-    content = lists.values.to_numpy()
+    flat = lists.values.to_numpy()
     if pa.types.is_fixed_size_list(lists.type):
         size = lists.type.list_size
         starts = (np.arange(len(lists)) + lists.offset) * size
-        return content, starts, starts + size
+        return flat, starts, starts + size
     offsets = lists.offsets.to_numpy()
-    return content, offsets[:-1], offsets[1:]
+    return flat, offsets[:-1], offsets[1:]
 
 
-def _token_rows(content: _Array, starts: Numbers, ends: Numbers) -> list[object]:
-    size = int((ends - starts).sum()) * content.itemsize
+def _token_rows(flat: _Array, starts: Numbers, ends: Numbers) -> list[object]:
+    size = int((ends - starts).sum()) * flat.itemsize
     together = max(1, len(starts) * _COPIED_TOGETHER // max(1, size))
     rows: list[object] = []
     for first in range(0, len(starts), together):
         places = slice(first, first + together)
         pairs = zip(starts[places].tolist(), ends[places].tolist(), strict=True)
-        copied = np.concatenate([content[start:end] for start, end in pairs])
+        copied = np.concatenate([flat[start:end] for start, end in pairs])
         stops = np.cumsum(ends[places] - starts[places]).tolist()
         rows += [copied[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
     return rows
@@ -230,19 +232,21 @@ class InputIndex:
         }
         """Names, sizes and samples of all files, and the number of rows of each block."""
 
-    def check(self, then: ReaderState) -> None:
-        now = self.state
-        if then == now:
+    def check(self, saved: ReaderState) -> None:
+        current = self.state
+        if saved == current:
             return
-        self._inputs.check_all(then["files"])
-        check_settings(then, {key: now[key] for key in ("skip", "limit")})
-        kept = then["content"]
-        other_rows = [then["rows"], then["blocks"]] != [now["rows"], now["blocks"]]
-        if other_rows or (kept != now["content"] and kept[0] == now["content"][0]):
+        self._inputs.check_all(saved["files"])
+        check_settings(saved, {key: current[key] for key in ("skip", "limit")})
+        saved_content = saved["content"]
+        other_rows = [saved["rows"], saved["blocks"]] != [current["rows"], current["blocks"]]
+        if other_rows or (
+            saved_content != current["content"] and saved_content[0] == current["content"][0]
+        ):
             raise position_mismatch(
                 "The input has changed: the files have the same names and sizes as when the state "
-                f"was made, but another content: they had {then['rows']} rows, and have "
-                f"{now['rows']}."
+                f"was made, but another content: they had {saved['rows']} rows, and have "
+                f"{current['rows']}."
             )
 
 
@@ -285,15 +289,15 @@ class RowSource:
 
         A damaged line is None.
         """
-        found: dict[int, JsonObject | None] = {}
-        for places, part, taken in self._parts(shares, rows):
+        by_place: dict[int, JsonObject | None] = {}
+        for places, part, row_numbers in self._parts(shares, rows):
             if isinstance(part, list):
-                chosen = [part[number] for number in taken.tolist()]
+                chosen = [part[number] for number in row_numbers.tolist()]
                 samples = [row and json_row(row) for row in chosen]
             else:
-                samples = batch_rows(part, taken)
-            found.update(zip(places.tolist(), samples, strict=True))
-        return [found[place] for place in range(len(shares))]
+                samples = batch_rows(part, row_numbers)
+            by_place.update(zip(places.tolist(), samples, strict=True))
+        return [by_place[place] for place in range(len(shares))]
 
     def _parts(self, shares: Numbers, rows: Numbers) -> Parts:
         for share in np.unique(shares).tolist():
@@ -303,8 +307,8 @@ class RowSource:
                 places = mine[windows == number]
                 self._load(share, number)
                 numbers = rows[places] - self._open[share].window.first
-                for some, part, taken in self._open[share].take(numbers):
-                    yield places[some], part, taken
+                for selection, part, row_numbers in self._open[share].take(numbers):
+                    yield places[selection], part, row_numbers
 
     def _load(self, share: int, number: int) -> None:
         if share in self._open and self._open[share].number == number:
@@ -331,7 +335,7 @@ class RowSource:
     def _read(self, window: OpenWindow, read: Numbers) -> Iterator[BlockRows]:
         blocks = self.index.blocks
         in_order = [(blocks[int(window.pieces.block[place])], place) for place in read.tolist()]
-        for file, group in groupby(in_order, lambda found: found[0].file):
+        for file, group in groupby(in_order, lambda entry: entry[0].file):
             of_file = list(group)
             blocks.expect(file, [block for block, _ in of_file])
             for block, place in of_file:

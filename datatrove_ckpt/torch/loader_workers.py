@@ -67,12 +67,12 @@ def keep_workers(
 @cache
 def _is_over(process: int) -> torch.Tensor:
     """Makes a flag that this process shares with its workers, and sets when it ends."""
-    found = torch.zeros(1, dtype=torch.bool).share_memory_()
+    flag = torch.zeros(1, dtype=torch.bool).share_memory_()
     # Before multiprocessing waits for the workers: in a process that it started itself, without
     # atexit.
-    multiprocessing.util.Finalize(None, found.fill_, args=(True,), exitpriority=100)
-    atexit.register(found.fill_, True)
-    return found
+    multiprocessing.util.Finalize(None, flag.fill_, args=(True,), exitpriority=100)
+    atexit.register(flag.fill_, True)
+    return flag
 
 
 def _ignore(*_: object) -> None:

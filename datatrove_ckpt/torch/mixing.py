@@ -97,11 +97,11 @@ class Mix(stateful.StatefulWrapper):
         if state is None:
             state = {"drawn": 0, "sources": [None] * len(self._sources)}
         started = []
-        for number, then in enumerate(state["sources"]):
+        for number, saved in enumerate(state["sources"]):
             source = _MixedSource(number)
-            if then is not None:
+            if saved is not None:
                 source = _MixedSource(
-                    number, **{key: then[key] for key in _KEPT}, last=then["state"]
+                    number, **{key: saved[key] for key in _KEPT}, last=saved["state"]
                 )
             if source.is_live:
                 self.begin_pass(source, epoch, source.last)
@@ -111,7 +111,7 @@ class Mix(stateful.StatefulWrapper):
         return Mixing(self, epoch, draw_key, started, int(state["drawn"]))
 
     def _source_states(self, state: ReaderState) -> list[ReaderState | None]:
-        return [one["state"] for one in state.get("sources", [])]
+        return [source["state"] for source in state.get("sources", [])]
 
     def begin_pass(self, source: "_MixedSource", epoch: int, state: ReaderState | None) -> None:
         source.iterable = self._sources[source.number]
@@ -150,10 +150,10 @@ class _MixedSource:
     iterator: Iterator[object] = field(default_factory=lambda: iter(()))
 
     def state(self) -> ReaderState:
-        kept = {key: getattr(self, key) for key in _KEPT}
+        progress = {key: getattr(self, key) for key in _KEPT}
         if self.is_at_end:
-            return kept | {"state": self.last}
-        return kept | {"state": self.iterable.state_dict()}
+            return progress | {"state": self.last}
+        return progress | {"state": self.iterable.state_dict()}
 
 
 @dataclass(eq=False)

@@ -181,8 +181,8 @@ class EpochShare:
         self._ends: Numbers = np.cumsum(pieces.rows)[self._cuts[1:] - 1]
 
     def window_of(self, rows: Numbers) -> Numbers:
-        found: Numbers = np.searchsorted(self._ends, rows, side="right")
-        return found
+        result: Numbers = np.searchsorted(self._ends, rows, side="right")
+        return result
 
     def window(self, number: int) -> OpenWindow:
         first = 0
@@ -269,8 +269,8 @@ def order_by_files(
             continue
         salt = hashed(seed, epoch)
         blocks = shuffled_blocks(table, blocks, hashed(salt, number))
-        own = hashed(salt, count, number)
-        shares.append(EpochShare(_whole(table, blocks), weights[blocks], limit, own, files))
+        share_salt = hashed(salt, count, number)
+        shares.append(EpochShare(_whole(table, blocks), weights[blocks], limit, share_salt, files))
     return EpochOrder(shares)
 
 
@@ -303,9 +303,9 @@ def shuffled_blocks(table: BlockTable, blocks: Numbers, salt: int) -> Numbers:
     within = np.where(
         table.is_stream[blocks], np.arange(len(blocks), dtype=np.uint64), _hashes(blocks, salt)
     )
-    own = np.lexsort((within, inverse))
-    blocks = blocks[own]
-    of_file = inverse[own]
+    by_file = np.lexsort((within, inverse))
+    blocks = blocks[by_file]
+    of_file = inverse[by_file]
     rows = table.rows[blocks]
     sums = np.bincount(of_file, weights=rows)
     before = np.cumsum(rows) - rows - (np.cumsum(sums) - sums)[of_file]
@@ -320,8 +320,8 @@ def shuffled_blocks(table: BlockTable, blocks: Numbers, salt: int) -> Numbers:
             np.arange(len(streams)) % groups
         )
         keys = np.where(table.is_stream[blocks], (group_of[of_file] + keys) / groups, keys)
-    found: Numbers = blocks[np.argsort(keys, kind="stable")]
-    return found
+    result: Numbers = blocks[np.argsort(keys, kind="stable")]
+    return result
 
 
 def _in_turns(pieces: Pieces, files: Numbers, order: Numbers, salt: int) -> Numbers:
@@ -336,8 +336,8 @@ def _in_turns(pieces: Pieces, files: Numbers, order: Numbers, salt: int) -> Numb
     rows = np.bincount(file, minlength=len(numbers))
     turn = np.arange(len(order)) - np.repeat(np.cumsum(rows) - rows, rows)
     chance = _hashes(by_file, hashed(salt, "turns")) / 2.0**64
-    found: Numbers = by_file[np.argsort((turn + chance) / np.repeat(rows, rows), kind="stable")]
-    return found
+    result: Numbers = by_file[np.argsort((turn + chance) / np.repeat(rows, rows), kind="stable")]
+    return result
 
 
 def hashed(*key: object) -> int:
@@ -418,8 +418,8 @@ class Topology:
 
     def of_worker(self, rows: int, rank: int, worker: int, even: Even) -> int:
         mine = self.of_rank(rows, rank, even)
-        turns, rest = divmod(mine, self.workers * self.batch)
-        return turns * self.batch + min(max(rest - worker * self.batch, 0), self.batch)
+        turns, remainder = divmod(mine, self.workers * self.batch)
+        return turns * self.batch + min(max(remainder - worker * self.batch, 0), self.batch)
 
     def places(self, rank: int, worker: int, samples: Numbers) -> Numbers:
         """Returns the places, in the list that is dealt out, of a worker's samples with these
@@ -448,8 +448,8 @@ class ConsumedRound:
         return [self.topology.ranks, self.topology.workers, self.topology.batch, runs]
 
     @classmethod
-    def from_json(cls, content: Sequence[Any]) -> "ConsumedRound":
-        ranks, workers, batch, runs = content
+    def from_json(cls, values: Sequence[Any]) -> "ConsumedRound":
+        ranks, workers, batch, runs = values
         counts = tuple(count for length, count in runs for _ in range(length))
         return cls(Topology(ranks, workers, batch), counts)
 
@@ -473,21 +473,21 @@ class RemainingPositions:
     def __init__(self, rows: int, rounds: Sequence[ConsumedRound] = ()) -> None:
         self.rows = rows
         self._steps: list[tuple[Numbers, int]] = []
-        for one in rounds:
-            holes = one.holes(self.rows)
-            self._steps.append((holes, one._end))
-            self.rows = len(holes) + max(0, self.rows - one._end)
+        for consumed in rounds:
+            holes = consumed.holes(self.rows)
+            self._steps.append((holes, consumed._end))
+            self.rows = len(holes) + max(0, self.rows - consumed._end)
 
     def positions(self, places: Numbers) -> Numbers:
         """Returns the positions in the epoch of these places in the remaining list, which repeats
         after its end.
         """
-        found = places % max(1, self.rows)
+        result = places % max(1, self.rows)
         for holes, end in reversed(self._steps):
-            beyond = end + found - len(holes)
+            beyond = end + result - len(holes)
             if len(holes):
                 beyond = np.where(
-                    found < len(holes), holes[np.minimum(found, len(holes) - 1)], beyond
+                    result < len(holes), holes[np.minimum(result, len(holes) - 1)], beyond
                 )
-            found = beyond
-        return found
+            result = beyond
+        return result

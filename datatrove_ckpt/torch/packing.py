@@ -91,11 +91,13 @@ class Pack(stateful.StatefulWrapper):
             return Packing(self, source, [], 0)
         source.load_state_dict(state["source"])
         if "rest" in state:
-            rests = [state["rest"]]
+            leftovers = [state["rest"]]
         else:  # merged: the rests are dealt out to all workers
             first = slot.worker * slot.world_size + slot.rank
-            rests = state["rests"][first :: slot.world_size * slot.workers]
-        held = [{name: _decoded(tokens) for name, tokens in rest.items()} for rest in rests]
+            leftovers = state["rests"][first :: slot.world_size * slot.workers]
+        held = [
+            {name: _decoded(tokens) for name, tokens in leftover.items()} for leftover in leftovers
+        ]
         return Packing(self, source, held, state.get("given", 0))
 
     def _source_states(self, state: ReaderState) -> list[ReaderState | None]:
@@ -106,21 +108,21 @@ class Packing(Iterator[Columns]):
     """One pass of a ``Pack``. Holds less than one sample, and the rest of one row."""
 
     def __init__(
-        self, pack: Pack, source: stateful.Source, rests: Sequence[Columns], given: int
+        self, pack: Pack, source: stateful.Source, leftovers: Sequence[Columns], samples: int
     ) -> None:
         self.finished = False
         self._pack = pack
         self._source = source
         self._rows = iter(source)
-        self._given = given
+        self._sample_count = samples
         self._names = list(pack.columns)
         if pack.positions:
             self._names.append(_FIRST)
         self._held: dict[str, list[TokenArray]] = {name: [] for name in self._names}
         self._start = 0  # how much of the first array is in samples already
         self._count = 0
-        for rest in rests:
-            self._hold(rest)
+        for leftover in leftovers:
+            self._hold(leftover)
 
     def __next__(self) -> Columns:
         length = self._pack.length
@@ -138,21 +140,21 @@ class Packing(Iterator[Columns]):
         return self._sample(self._padded(self._take(self._count)))
 
     def state(self) -> ReaderState:
-        rest = {name: _encoded(self._joined(name)[self._start :]) for name in self._names}
-        state = {"finished": self.finished, "given": self._given, "rest": rest}
+        leftover = {name: _encoded(self._joined(name)[self._start :]) for name in self._names}
+        state = {"finished": self.finished, "given": self._sample_count, "rest": leftover}
         if self.finished:
             return state | {"source": stateful.end_state(self._source)}
         return state | {"source": self._source.state_dict()}
 
     def _add(self, row: object) -> None:
         columns = self._pack.columns
-        found = {name: _tokens(row, name, len(columns)) for name in columns}
-        lengths = {name: len(tokens) for name, tokens in found.items()}
+        arrays = {name: _tokens(row, name, len(columns)) for name in columns}
+        lengths = {name: len(tokens) for name, tokens in arrays.items()}
         if len({*lengths.values()}) > 1:
             raise ConfigError(
                 f"The columns differ in length: {lengths}. Each must have one value per token."
             )
-        self._hold(found, self._pack.separator)
+        self._hold(arrays, self._pack.separator)
 
     def _hold(self, row: Columns, separator: dict[str, int] | None = None) -> None:
         """Adds a row, or the rest of a packer, whose positions begin at 0 again."""
@@ -190,13 +192,13 @@ class Packing(Iterator[Columns]):
 
     def _take(self, count: int) -> Columns:
         stop = self._start + count
-        taken = {name: self._joined(name)[self._start : stop] for name in self._names}
+        columns = {name: self._joined(name)[self._start : stop] for name in self._names}
         self._start = stop
         self._count -= count
         if self._count < self._pack.length:  # keeps only the rest in memory
             self._held = {name: [self._joined(name)[self._start :].copy()] for name in self._names}
             self._start = 0
-        return taken
+        return columns
 
     def _padded(self, columns: Columns) -> Columns:
         padded = {}
@@ -210,7 +212,7 @@ class Packing(Iterator[Columns]):
         return padded
 
     def _sample(self, columns: Columns) -> Columns:
-        self._given += 1
+        self._sample_count += 1
         first = columns.pop(_FIRST, None)
         if first is not None:
             index = np.arange(len(first))

@@ -140,12 +140,12 @@ class AnyOf(SavePolicy, KeepPolicy):
 
 
 def check_policy(
-    setting: str, given: object, kind: type[SavePolicy] | type[KeepPolicy], example: str
+    setting: str, policy: object, kind: type[SavePolicy] | type[KeepPolicy], example: str
 ) -> None:
     """Raises ConfigError if an argument, or a part of it, is not a policy of this kind."""
-    parts: tuple[object, ...] = (given,)
-    if isinstance(given, Policy):
-        parts = given.parts
+    parts: tuple[object, ...] = (policy,)
+    if isinstance(policy, Policy):
+        parts = policy.parts
     for part in parts:
         if part is not None and not isinstance(part, kind):
             raise ConfigError(
@@ -255,12 +255,12 @@ class Best(KeepPolicy):
     def ordered(self, metrics: StepMetrics) -> list[StepName]:
         """Returns the steps that have the metric, the best first."""
         sign = -1 if self.metric.startswith("-") else 1
-        found: list[tuple[float, StepName]] = []
+        ranked: list[tuple[float, StepName]] = []
         for name, values in metrics.items():
             value = values.get(self.name)
             if value is not None and math.isfinite(value):
-                found.append((sign * value, name))
-        return [name for _, name in sorted(found)]
+                ranked.append((sign * value, name))
+        return [name for _, name in sorted(ranked)]
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class Ranks:
                 )
         if not missing:
             return
-        who = f"{call}: rank {', '.join(missing)}"
+        missing_ranks = f"{call}: rank {', '.join(missing)}"
         for frame, line in traceback.walk_stack(None):
             file = frame.f_code.co_filename
             lines = _lines(file)
@@ -119,12 +119,13 @@ class Ranks:
                 guard = lines[condition - 1].strip()
                 lone = lines[line - 1].strip()
                 raise ConfigError(
-                    f"{who} cannot come, because of `{guard}` in {file}, line {condition}. All "
-                    f"ranks save and restore together: write `{lone}` (line {line}) without it."
+                    f"{missing_ranks} cannot come, because of `{guard}` in {file}, line "
+                    f"{condition}. All ranks save and restore together: write `{lone}` (line "
+                    f"{line}) without it."
                 )
         logger.warning(
-            f"{who} has not called it for {_PATIENCE.seconds} s. The wait continues: a rank may be "
-            "slow. If it never comes, call this in all ranks, not in one of them."
+            f"{missing_ranks} has not called it for {_PATIENCE.seconds} s. The wait continues: a "
+            "rank may be slow. If it never comes, call this in all ranks, not in one of them."
         )
 
     def gather(self, value: _T) -> list[_T]:
@@ -142,18 +143,18 @@ class Ranks:
         """
         result: list[_T] = []
         error: Exception | None = None
-        told: CkptError | None = None
+        shared_error: CkptError | None = None
         try:
             result.append(call())
         except Exception as raised:
             error = raised
-            told = StorageFailed(f"Another rank failed: {failure_line(raised)}")
+            shared_error = StorageFailed(f"Another rank failed: {failure_line(raised)}")
             if isinstance(raised, CkptError):  # errors of libraries may not be pickled
-                told = raised
-        gathered = self.gather((result, told))
-        for found in (error, *(other for _, other in gathered)):
-            if found is not None:
-                raise found
+                shared_error = raised
+        gathered = self.gather((result, shared_error))
+        for failure in (error, *(other for _, other in gathered)):
+            if failure is not None:
+                raise failure
         return [each for results, _ in gathered for each in results]
 
     def highest(self, values: Sequence[float]) -> list[float]:

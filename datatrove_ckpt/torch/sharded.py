@@ -63,62 +63,62 @@ def contents_of(states: States) -> tuple[dict[str, object], dict[str, object]]:
     alike: dict[str, object] = {}
     parts: dict[str, object] = {}
     for key, state in states.items():
-        content = _content(state)
-        found = [leaf for _, leaf in leaves(content, "")]
+        value = _state_dict(state)
+        tensors = [leaf for _, leaf in leaves(value, "")]
         if isinstance(state, Optimizer):  # before its first step it has no state
-            found += [each for group in state.param_groups for each in group["params"]]
-        if not any(isinstance(each, DTensor) for each in found):
-            alike[key] = content
+            tensors += [each for group in state.param_groups for each in group["params"]]
+        if not any(isinstance(each, DTensor) for each in tensors):
+            alike[key] = value
         elif isinstance(state, torch.nn.Module | Optimizer):
             parts[key] = state_of(key, states)
         else:  # state_dict() is called once
-            parts[key] = content
+            parts[key] = value
     return alike, parts
 
 
-def _content(state: Any) -> object:
+def _state_dict(state: Any) -> object:
     if isinstance(state, dict):
         return state
     return state.state_dict()
 
 
-def give(state: Any, content: Any) -> None:
+def give(state: Any, saved: Any) -> None:
     """Restores a state whose content is known. Tensors in a dict keep their memory, which may be a
     model's, unless they cannot hold the content.
 
     Raises ValueError if a tensor of a dict has another shape.
     """
     if isinstance(state, torch.nn.Module | dict):
-        content = _named_as(_content(state), content)
+        saved = _named_as(_state_dict(state), saved)
     if not isinstance(state, dict):
-        state.load_state_dict(content)
+        state.load_state_dict(saved)
         return
-    for key in state.keys() - content.keys():
+    for key in state.keys() - saved.keys():
         del state[key]
-    for key, value in content.items():
-        now: Any = state.get(key)
-        if isinstance(now, dict) and isinstance(value, dict):
-            give(now, value)
-        elif not isinstance(now, torch.Tensor) or not isinstance(value, torch.Tensor):
+    for key, value in saved.items():
+        current: Any = state.get(key)
+        if isinstance(current, dict) and isinstance(value, dict):
+            give(current, value)
+        elif not isinstance(current, torch.Tensor) or not isinstance(value, torch.Tensor):
             state[key] = value
         # An integer would cut a number, a vector repeat it.
-        elif now.shape == value.shape and torch.can_cast(value.dtype, now.dtype):
+        elif current.shape == value.shape and torch.can_cast(value.dtype, current.dtype):
             with torch.no_grad():
-                now.copy_(value)
-        elif value.shape not in ((), now.shape):
-            raise ValueError(f"{key} was {list(value.shape)}, and this is {list(now.shape)}")
+                current.copy_(value)
+        elif value.shape not in ((), current.shape):
+            raise ValueError(f"{key} was {list(value.shape)}, and this is {list(current.shape)}")
         else:
             state[key] = value
 
 
-def _named_as(now: Any, content: Any) -> Any:
+def _named_as(current: Any, saved: Any) -> Any:
     """Returns the content with the names of a model that ``torch.compile`` has wrapped, or has not
     wrapped.
     """
-    if not any(_COMPILED in str(name) for name in (*now, *content)):
-        return content
-    names = {name.replace(_COMPILED, ""): name for name in now}
-    return {names.get(name.replace(_COMPILED, ""), name): content[name] for name in content}
+    if not any(_COMPILED in str(name) for name in (*current, *saved)):
+        return saved
+    names = {name.replace(_COMPILED, ""): name for name in current}
+    return {names.get(name.replace(_COMPILED, ""), name): saved[name] for name in saved}
 
 
 def state_of(key: str, states: States) -> object:
@@ -130,7 +130,7 @@ def state_of(key: str, states: States) -> object:
         return sharding.get_model_state_dict(state)
     if isinstance(state, Optimizer):
         return sharding.get_optimizer_state_dict(_model_of(key, states), state)
-    return _content(state)
+    return _state_dict(state)
 
 
 def _model_of(key: str, states: States) -> torch.nn.Module:
@@ -145,10 +145,10 @@ def _model_of(key: str, states: States) -> torch.nn.Module:
     )
 
 
-def save_parts(content: object, folder: Path, group: ProcessGroup | None) -> None:
+def save_parts(state: object, folder: Path, group: ProcessGroup | None) -> None:
     """Writes the content, in all ranks of the group; None: there is one rank."""
     writer = dcp.FileSystemWriter(folder)
-    dcp.save(content, storage_writer=writer, process_group=group, no_dist=group is None)
+    dcp.save(state, storage_writer=writer, process_group=group, no_dist=group is None)
 
 
 def load_parts(
@@ -165,10 +165,10 @@ def load_parts(
     if only_plain:
         with Path(folder, METADATA).open("rb") as file:
             _Metadata(file, _known_classes()).load()
-    content = state_of(key, states)
+    loaded = state_of(key, states)
     reader = dcp.FileSystemReader(folder)
     dcp.load(
-        content,
+        loaded,
         storage_reader=reader,
         planner=Planner(),
         process_group=group,
@@ -176,26 +176,26 @@ def load_parts(
     )
     state = states[key]
     if isinstance(state, torch.nn.Module):
-        sharding.set_model_state_dict(state, content)
+        sharding.set_model_state_dict(state, loaded)
     elif isinstance(state, Optimizer):
-        sharding.set_optimizer_state_dict(_model_of(key, states), state, content)
+        sharding.set_optimizer_state_dict(_model_of(key, states), state, loaded)
     else:
-        give(state, content)
+        give(state, loaded)
 
 
 class _Metadata(pickle.Unpickler):
-    """Reads a list of parts, and refuses all classes but ``known``: DCP would load any pickle."""
+    """Reads a list of parts, and refuses all classes but ``allowed``: DCP would load any pickle."""
 
-    def __init__(self, file: IO[bytes], known: set[tuple[str, str]] | None = None) -> None:
+    def __init__(self, file: IO[bytes], allowed: set[tuple[str, str]] | None = None) -> None:
         super().__init__(file)
-        self._known = known
-        self.found = set[tuple[str, str]]()
+        self._allowed = allowed
+        self.classes = set[tuple[str, str]]()
 
     def find_class(self, module: str, name: str) -> object:
         named = (module.removesuffix("._local"), name)  # what Python 3.13 calls a path
-        self.found.add(named)
+        self.classes.add(named)
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if self._known is not None and not is_dtype and named not in self._known:
+        if self._allowed is not None and not is_dtype and named not in self._allowed:
             raise pickle.UnpicklingError(f"it holds {module}.{name}")
         return super().find_class(module, name)
 
@@ -208,7 +208,7 @@ def _known_classes() -> set[tuple[str, str]]:
         with Path(folder, METADATA).open("rb") as file:
             metadata = _Metadata(file)
             metadata.load()
-    return metadata.found
+    return metadata.classes
 
 
 # all states --------------------------------------------------------------------------------------
@@ -227,16 +227,16 @@ def leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
         yield key, value
 
 
-def outline(content: object, kinds: tuple[type, ...] = _PLAIN) -> str:
+def outline(state: object, kinds: tuple[type, ...] = _PLAIN) -> str:
     """Hashes leaves of some kinds. Tensors may differ between ranks, as with BatchNorm, so only
     their shapes and types are hashed.
     """
-    found = [
+    values = [
         (key, getattr(leaf, "shape", leaf), getattr(leaf, "dtype", None))
-        for key, leaf in leaves(content, "")
+        for key, leaf in leaves(state, "")
         if isinstance(leaf, kinds)
     ]
-    return xxh3_64_hexdigest(repr(found).encode())
+    return xxh3_64_hexdigest(repr(values).encode())
 
 
 def check_alike(outlines: Sequence[Mapping[str, str]]) -> None:
@@ -261,11 +261,11 @@ def not_plain(contents: Mapping[str, object]) -> str:
         try:
             torch.save(leaf, file)
             file.seek(0)
-            found = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+            problem = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(file))
         except Exception as error:
-            found = f"what cannot be pickled ({error})"
-        if found:
-            return f"{place[1:]} holds {found}"
+            problem = f"what cannot be pickled ({error})"
+        if problem:
+            return f"{place[1:]} holds {problem}"
     return ""
 
 
@@ -307,7 +307,7 @@ def hashes(states: States) -> dict[str, str]:
     """Hashes the parameters of models and optimizers, and the tensors of dicts. Buffers of a model
     may differ between ranks, as with BatchNorm.
     """
-    found = {}
+    result = {}
     for key, state in states.items():
         if isinstance(state, torch.nn.Module):
             state = dict(state.named_parameters())
@@ -319,16 +319,16 @@ def hashes(states: States) -> dict[str, str]:
                 continue
             if isinstance(tensor, torch.Tensor):
                 data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-                found[name] = xxh3_64_hexdigest(data.numpy())
-    return found
+                result[name] = xxh3_64_hexdigest(data.numpy())
+    return result
 
 
 def random_state() -> JsonObject:
     state = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
-    name, keys, *others = np.random.get_state(legacy=True)
-    state["numpy"] = [name, torch.from_numpy(np.asarray(keys).astype("int64")), *others]
+    name, keys, *further = np.random.get_state(legacy=True)
+    state["numpy"] = [name, torch.from_numpy(np.asarray(keys).astype("int64")), *further]
     return state
 
 
@@ -340,5 +340,5 @@ def set_random_state(state: JsonObject) -> None:
         for device, each in enumerate(state["cuda"][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(each, device)
     if "numpy" in state:
-        name, keys, *others = state["numpy"]
-        np.random.set_state((name, keys.numpy().astype("uint32"), *others))
+        name, keys, *further = state["numpy"]
+        np.random.set_state((name, keys.numpy().astype("uint32"), *further))

@@ -110,16 +110,16 @@ class SharedCounters:
         self._numbers[cell] = number
         return True
 
-    def mark(self, what: int, worker: int | None) -> None:
-        self._numbers[_cell(what, worker)] = self.epoch_calls + 1
+    def mark(self, flag: int, worker: int | None) -> None:
+        self._numbers[_cell(flag, worker)] = self.epoch_calls + 1
 
-    def is_marked(self, what: int, worker: int | None) -> bool:
-        return bool(self._numbers[_cell(what, worker)] == self.epoch_calls + 1)
+    def is_marked(self, flag: int, worker: int | None) -> bool:
+        return bool(self._numbers[_cell(flag, worker)] == self.epoch_calls + 1)
 
 
-def _cell(what: int, worker: int | None) -> int:
+def _cell(flag: int, worker: int | None) -> int:
     place = _WORKERS if worker is None else worker % _WORKERS
-    return _NUMBERS + what * (_WORKERS + 1) + place
+    return _NUMBERS + flag * (_WORKERS + 1) + place
 
 
 class Iteration(Iterator[object], Protocol):
@@ -151,7 +151,7 @@ class _Samples(Iterator[object]):
         self._shared.mark(_READ, self._worker)
         if self._worker is not None:
             self._shared.workers_read = 1
-        self._next = getattr(self.running, "rest", self.running).__next__
+        self._next = getattr(self.running, "iterator", self.running).__next__
         return sample
 
 
@@ -278,19 +278,19 @@ class StatefulIterable(_Iterable):
                     "set_epoch(epoch) before each epoch."
                 )
             return epoch
-        then = int(state["epoch"])
+        saved_epoch = int(state["epoch"])
         has_ended = self._has_ended(state)
-        if shared.epoch_calls and epoch != then:
-            if has_ended and epoch == then + 1:
+        if shared.epoch_calls and epoch != saved_epoch:
+            if has_ended and epoch == saved_epoch + 1:
                 return epoch
             raise CheckpointMismatch(
-                f"The state is of epoch {then}, and set_epoch({epoch}) was called. Start the loop "
-                f"of epochs at {then}, or start epoch {epoch} without the state."
+                f"The state is of epoch {saved_epoch}, and set_epoch({epoch}) was called. Start "
+                f"the loop of epochs at {saved_epoch}, or start epoch {epoch} without the state."
             )
-        shared.epoch = then
+        shared.epoch = saved_epoch
         if has_ended:
             shared.mark(_ENDED, number)
-        return then
+        return saved_epoch
 
     def state_dict(self) -> ReaderState:
         """Returns the position of the latest iteration. Plain JSON.
@@ -306,7 +306,7 @@ class StatefulIterable(_Iterable):
                 "and save loader.state_dict() instead of dataset.state_dict()."
             )
         if self._running is not None:
-            begun = (one.running for one in self._begun if not one.has_ended)
+            begun = (samples.running for samples in self._begun if not samples.has_ended)
             if any(running is not self._running for running in begun):
                 raise ConfigError(
                     f"There are two iterations over one {type(self).__name__}: the second began "
@@ -442,8 +442,8 @@ class StatefulWrapper(StatefulIterable):
         )
 
     def _sources_with(self, state: ReaderState) -> list[tuple[Source, ReaderState]]:
-        found = zip(self._sources, self._source_states(state), strict=False)
-        return [(source, its) for source, its in found if its is not None]
+        pairs = zip(self._sources, self._source_states(state), strict=False)
+        return [(source, its) for source, its in pairs if its is not None]
 
 
 class NoSamples(Iterator[object]):
@@ -491,7 +491,7 @@ def refuse_shuffled(source: object) -> None:
             )
         names = ("dataset", "_ex_iterable", "ex_iterable")
         inner = [getattr(part, name, None) for name in names] + getattr(part, "ex_iterables", [])
-        parts += [one for one in inner if one is not None]
+        parts += [wrapped for wrapped in inner if wrapped is not None]
 
 
 def refuse_begun(loader: object) -> None:

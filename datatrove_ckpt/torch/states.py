@@ -34,28 +34,30 @@ REMEDY = "Give the state of the step before, of all ranks."
 
 def sealed(state: ReaderState) -> ReaderState:
     """Adds the checksum, which survives JSON and ``torch.save``."""
-    content = {key: value for key, value in state.items() if key != _KEY}
-    return content | {_KEY: _CHECKSUM + xxh3_64_hexdigest(json.dumps(_plain(content)).encode())}
+    values = {key: value for key, value in state.items() if key != _KEY}
+    return values | {_KEY: _CHECKSUM + xxh3_64_hexdigest(json.dumps(_plain(values)).encode())}
 
 
 def _plain(value: object) -> object:
     """Returns a value as JSON keeps it; for other values of foreign sources, only their types."""
     if isinstance(value, Mapping):
-        return sorted((str(key), _plain(one)) for key, one in value.items())
+        return sorted((str(key), _plain(item)) for key, item in value.items())
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, str | int | float | None):
         return value
     return type(value).__name__
 
 
-def check_checksums(content: object, name: str = "") -> None:
-    """Raises CheckpointCorrupt if a state in ``content``, of the file ``name``, has changed."""
-    for state in find_states(content, lambda one: str(one.get(_KEY)).startswith(_CHECKSUM)):
+def check_checksums(value: object, name: str = "") -> None:
+    """Raises CheckpointCorrupt if a state in ``value``, of the file ``name``, has changed."""
+    for state in find_states(
+        value, lambda candidate: str(candidate.get(_KEY)).startswith(_CHECKSUM)
+    ):
         if sealed(state)[_KEY] != state[_KEY]:
-            where = f" in {name!r}" if name else ""
+            source = f" in {name!r}" if name else ""
             raise CheckpointCorrupt(
-                f"The state{where} is damaged: its checksum is that of another content. {REMEDY}"
+                f"The state{source} is damaged: its checksum is that of another content. {REMEDY}"
             )
 
 
@@ -79,7 +81,7 @@ def load_file(state: ReaderState | str | PathLike[str]) -> object:
                 if damaged:
                     raise ValueError(f"{damaged} has another checksum")
             file.seek(0)
-            content: object = torch.load(file, map_location="cpu", weights_only=True)
+            value: object = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # whatever pickle, zipfile and torch raise
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise CheckpointCorrupt(
@@ -87,20 +89,20 @@ def load_file(state: ReaderState | str | PathLike[str]) -> object:
                 f"write it, or it holds more than torch.load(weights_only=True) takes ({reason}). "
                 f"{REMEDY}"
             ) from error
-    check_checksums(content, str(state))
-    return content
+    check_checksums(value, str(state))
+    return value
 
 
-def find_states(content: object, is_wanted: Callable[[ReaderState], bool]) -> Iterator[ReaderState]:
+def find_states(value: object, matches: Callable[[ReaderState], bool]) -> Iterator[ReaderState]:
     """Yields the wanted dicts in the state of a loader or of a wrapper around it."""
-    if isinstance(content, dict) and is_wanted(content):
-        yield content
-    elif isinstance(content, Mapping):
-        for value in content.values():
-            yield from find_states(value, is_wanted)
-    elif isinstance(content, Sequence) and not isinstance(content, str | bytes):
-        for value in content:
-            yield from find_states(value, is_wanted)
+    if isinstance(value, dict) and matches(value):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from find_states(item, matches)
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        for item in value:
+            yield from find_states(item, matches)
 
 
 _T = TypeVar("_T")
@@ -162,29 +164,27 @@ class DatasetState:
         return {"kind": _KIND, "version": VERSION, **vars(self), "done": done, "slot": slot}
 
     @classmethod
-    def from_json(cls, content: ReaderState) -> "DatasetState":
+    def from_json(cls, state: ReaderState) -> "DatasetState":
         """Reads a state. Raises CheckpointMismatch if it is of another version, CheckpointCorrupt
         if it is damaged.
         """
-        if content.get("version") != VERSION or content.get("kind") != _KIND:
+        if state.get("version") != VERSION or state.get("kind") != _KIND:
             raise CheckpointMismatch(
-                f"The state is of version {content.get('version')!r} of "
-                f"{content.get('kind') or 'an unknown dataset'}, "
+                f"The state is of version {state.get('version')!r} of "
+                f"{state.get('kind') or 'an unknown dataset'}, "
                 f"and this release reads version {VERSION} of {_KIND}. Resume with the release "
                 "that made it."
             )
-        found = {
-            key: value
-            for key, value in content.items()
-            if key not in ("kind", "version", "checksum")
+        values = {
+            key: value for key, value in state.items() if key not in ("kind", "version", "checksum")
         }
-        if found.keys() != {field.name for field in fields(cls)}:
+        if values.keys() != {field.name for field in fields(cls)}:
             raise CheckpointCorrupt(
                 f"The state is damaged: its keys are not those of version {VERSION}. {REMEDY}"
             )
-        found["done"] = tuple(ConsumedRound.from_json(each) for each in content["done"])
-        found["slot"] = content["slot"] and Slot(*content["slot"])
-        return cls(**found)
+        values["done"] = tuple(ConsumedRound.from_json(each) for each in state["done"])
+        values["slot"] = state["slot"] and Slot(*state["slot"])
+        return cls(**values)
 
     def has_ended(self) -> bool:
         if self.slot is None:
@@ -194,22 +194,22 @@ class DatasetState:
     def rows_of(self, slot: Slot) -> int:
         """Returns how many rows of the share of a slot earlier rounds have left."""
         topology = Topology(slot.world_size, slot.workers, self.batch)
-        left = RemainingPositions(self.input["rows"], self.done).rows
-        return topology.of_worker(left, slot.rank, slot.worker, self.even)
+        remaining = RemainingPositions(self.input["rows"], self.done).rows
+        return topology.of_worker(remaining, slot.rank, slot.worker, self.even)
 
 
-def check_settings(then: ReaderState, now: ReaderState) -> None:
+def check_settings(saved: ReaderState, current: ReaderState) -> None:
     """Raises CheckpointMismatch if a state was made with other settings."""
-    for key in now:
-        if then.get(key) != now[key]:
+    for key in current:
+        if saved.get(key) != current[key]:
             raise CheckpointMismatch(
-                f"The state was made with {key}={then.get(key)!r}, now {now[key]!r}. Restore the "
-                "setting, or start the epoch again without the state."
+                f"The state was made with {key}={saved.get(key)!r}, now {current[key]!r}. Restore "
+                "the setting, or start the epoch again without the state."
             )
 
 
-def is_state(content: object) -> bool:
-    return isinstance(content, Mapping) and content.get("kind") == _KIND
+def is_state(value: object) -> bool:
+    return isinstance(value, Mapping) and value.get("kind") == _KIND
 
 
 def check_same(
@@ -217,9 +217,9 @@ def check_same(
 ) -> None:
     """Raises CheckpointMismatch if a value differs between the states of ranks and workers."""
     for key in keys:
-        found = list({str(get(state, key)): None for state in states})
-        if len(found) > 1:
-            old, new = (one[:200] for one in found[:2])
+        values = list({str(get(state, key)): None for state in states})
+        if len(values) > 1:
+            old, new = (value[:200] for value in values[:2])
             raise CheckpointMismatch(
                 f"The states are not of one run: {key} is {old} in one and {new} in another. Give "
                 "the states that the ranks saved at the same step."
@@ -233,22 +233,22 @@ def in_order(slots: Sequence[Slot], states: Sequence[_T]) -> list[_T]:
     Raises:
         CheckpointMismatch: a state is missing, or two of one slot differ.
     """
-    found: dict[Slot, _T] = {}
+    by_slot: dict[Slot, _T] = {}
     for slot, state in zip(slots, states, strict=True):
-        if found.setdefault(slot, state) != state:
+        if by_slot.setdefault(slot, state) != state:
             raise CheckpointMismatch(
                 f"There are two states of {slot}. Give one state of each rank."
             )
     _, ranks, _, workers = slots[0]
-    wanted = [
+    slots_in_order = [
         Slot(number % ranks, ranks, number // ranks, workers) for number in range(ranks * workers)
     ]
-    for slot in wanted:
-        if slot not in found:
+    for slot in slots_in_order:
+        if slot not in by_slot:
             raise CheckpointMismatch(
                 f"The state of {slot} is missing. Give the states of all ranks."
             )
-    return [found[slot] for slot in wanted]
+    return [by_slot[slot] for slot in slots_in_order]
 
 
 def merge_states(states: Sequence[DatasetState], alone: bool) -> DatasetState:
@@ -264,8 +264,10 @@ def merge_states(states: Sequence[DatasetState], alone: bool) -> DatasetState:
     states = in_order([state.slot for state in states if state.slot], states)
     ended = [state.has_ended() for state in states]
     if alone:
-        given = [state.samples - state.skipped for state in states]
-        check_steps([state.slot.rank for state in states if state.slot], given, ended, first.batch)
+        samples = [state.samples - state.skipped for state in states]
+        check_steps(
+            [state.slot.rank for state in states if state.slot], samples, ended, first.batch
+        )
     done = (*first.done, ConsumedRound(first.topology, tuple(state.samples for state in states)))
     return replace(
         first, done=done, slot=None, samples=0, skipped=0, batch=1, even=None, ended=all(ended)
@@ -273,46 +275,49 @@ def merge_states(states: Sequence[DatasetState], alone: bool) -> DatasetState:
 
 
 def check_steps(
-    ranks: Sequence[int], given: Sequence[int], ended: Sequence[bool], batch: int = 1
+    ranks: Sequence[int], samples: Sequence[int], ended: Sequence[bool], batch: int = 1
 ) -> None:
     """Raises CheckpointMismatch if ranks that have not ended are more than a batch apart.
 
     Without ``batch_size`` the batches of the loader are not known, and a difference is a warning.
 
     Args:
-        given: how many samples each worker gave.
+        samples: how many samples each worker gave.
         ended: whether each worker has ended.
     """
     sums = dict.fromkeys(ranks, 0)
-    over = {rank for rank, one in zip(ranks, ended, strict=True) if one}
-    for rank, count in zip(ranks, given, strict=True):
+    over = {rank for rank, has_ended in zip(ranks, ended, strict=True) if has_ended}
+    for rank, count in zip(ranks, samples, strict=True):
         sums[rank] += count
-    found = sorted((count, rank) for rank, count in sums.items() if rank not in over)
+    counts = sorted((count, rank) for rank, count in sums.items() if rank not in over)
     allowed = batch if batch > 1 else 0
-    if not found or found[-1][0] - found[0][0] <= allowed:
+    if not counts or counts[-1][0] - counts[0][0] <= allowed:
         return
-    low, low_rank = found[0]
-    high, high_rank = found[-1]
-    what = (
+    low, low_rank = counts[0]
+    high, high_rank = counts[-1]
+    problem = (
         f"The states of the ranks were not saved at the same step: rank {low_rank} had {low} "
         f"samples, rank {high_rank} had {high}."
     )
     if batch > 1:
-        raise CheckpointMismatch(f"{what} Give the states that all ranks saved at the same step.")
+        raise CheckpointMismatch(
+            f"{problem} Give the states that all ranks saved at the same step."
+        )
     logger.warning(
-        f"{what} If the model is that of one of these steps, samples are trained twice, or never."
+        f"{problem} If the model is that of one of these steps, samples are trained twice, or "
+        "never."
     )
 
 
 _SINCE_SNAPSHOT = "_steps_since_snapshot"  # in the states of torchdata's loader
 
 
-def check_snapshots(content: object) -> None:
+def check_snapshots(value: object) -> None:
     """Raises CheckpointMismatch if a loader's state is newer than the states of its workers in it.
 
     Only torchdata's loader can resume there: it drops the batches that it has given since.
     """
-    for state in find_states(content, lambda one: one.get(_SINCE_SNAPSHOT, 0) > 0):
+    for state in find_states(value, lambda candidate: candidate.get(_SINCE_SNAPSHOT, 0) > 0):
         raise CheckpointMismatch(
             f"A loader has saved its state {state[_SINCE_SNAPSHOT]} steps after its snapshot, so "
             "where its workers were is not known. Use StatefulDataLoader with "
@@ -321,9 +326,9 @@ def check_snapshots(content: object) -> None:
         )
 
 
-def is_ours(content: object) -> bool:
-    return is_state(content) or (
-        isinstance(content, Mapping) and {"kind", "options", "slot"} <= content.keys()
+def is_ours(value: object) -> bool:
+    return is_state(value) or (
+        isinstance(value, Mapping) and {"kind", "options", "slot"} <= value.keys()
     )
 
 
@@ -334,17 +339,19 @@ def merge_all(states: Sequence[ReaderState | None], alone: bool = True) -> Reade
             "There is no state of a ReaderDataset, Pack or Mix in what was given. Give the "
             "loaders' state_dict()."
         )
-    found = [state for state in states if state is not None and is_ours(state)]
-    if len(found) < len(states):
+    known_states = [state for state in states if state is not None and is_ours(state)]
+    if len(known_states) < len(states):
         raise CheckpointMismatch(
             "A source of Pack or Mix is no ReaderDataset whose rows are counted, so that a state "
             "belongs to its worker: use loader.load_state_dict() with the state of this rank, and "
             "as many ranks and workers as before."
         )
-    check_same(found, ("kind", "options", "epoch"), ReaderState.get)
-    if is_state(found[0]):
-        return merge_states([DatasetState.from_json(state) for state in found], alone).to_json()
-    return _merge_wrappers(found, alone)
+    check_same(known_states, ("kind", "options", "epoch"), ReaderState.get)
+    if is_state(known_states[0]):
+        return merge_states(
+            [DatasetState.from_json(state) for state in known_states], alone
+        ).to_json()
+    return _merge_wrappers(known_states, alone)
 
 
 def _merge_wrappers(states: Sequence[ReaderState], alone: bool) -> ReaderState:
@@ -355,20 +362,20 @@ def _merge_wrappers(states: Sequence[ReaderState], alone: bool) -> ReaderState:
     states = in_order([Slot(*(state["slot"] or (0, 1, 0, 0))) for state in states], states)
     ended = [bool(state["finished"]) for state in states]
     if alone:
-        given = [int(state.get("given") or state.get("drawn") or 0) for state in states]
-        check_steps([state["slot"][0] for state in states], given, ended)
+        samples = [int(state.get("given") or state.get("drawn") or 0) for state in states]
+        check_steps([state["slot"][0] for state in states], samples, ended)
     merged = {key: first[key] for key in ("kind", "version", "options", "epoch")}
     merged |= {"slot": None, "finished": all(ended)}
     if all(ended):
         return merged
     if "rest" in first:
-        rests = []
+        leftovers = []
         for state in states:
-            rest = state["rest"]
-            if any(tokens for _, tokens in rest.values()):
-                rests.append(rest)
+            leftover = state["rest"]
+            if any(tokens for _, tokens in leftover.values()):
+                leftovers.append(leftover)
         source = merge_all([state["source"] for state in states], alone=False)
-        return merged | {"source": source, "rests": rests}
+        return merged | {"source": source, "rests": leftovers}
     of_workers = [state["sources"] for state in states if state["sources"]]
     sources = [_of_source(workers) for workers in zip(*of_workers, strict=True)]
     return merged | {"drawn": sum(state["drawn"] for state in states), "sources": sources}
@@ -378,18 +385,18 @@ def _of_source(workers: Sequence[ReaderState]) -> ReaderState:
     """Merges one source of all workers, in the first pass that is not over: later workers had all
     of it.
     """
-    live = [one for one in workers if one["is_live"]]
-    here = min(live or workers, key=lambda one: int(one["passes"]))
+    live = [worker for worker in workers if worker["is_live"]]
+    here = min(live or workers, key=lambda worker: int(worker["passes"]))
     states = []
-    for one in workers:
-        if one["passes"] == here["passes"]:
-            states.append(one["state"])
+    for worker in workers:
+        if worker["passes"] == here["passes"]:
+            states.append(worker["state"])
         else:
-            states.append(_end(one["state"], here["state"]))
+            states.append(_end(worker["state"], here["state"]))
     return {
         "passes": here["passes"],
-        "has_given": any(one["has_given"] or one["passes"] for one in workers),
-        "has_ended": all(one["has_ended"] for one in workers),
+        "has_given": any(worker["has_given"] or worker["passes"] for worker in workers),
+        "has_ended": all(worker["has_ended"] for worker in workers),
         "is_live": bool(live),
         "state": merge_all(states, alone=False),
     }
@@ -400,14 +407,16 @@ def _end(state: ReaderState | None, other: ReaderState | None) -> ReaderState | 
         return None
     if is_state(state):
         slot = DatasetState.from_json(state).slot
-        then = DatasetState.from_json(other)
-        if slot is None or then.slot is None:
+        other_state = DatasetState.from_json(other)
+        if slot is None or other_state.slot is None:
             return state
-        return replace(then, slot=slot, samples=then.rows_of(slot), skipped=0).to_json()
+        return replace(
+            other_state, slot=slot, samples=other_state.rows_of(slot), skipped=0
+        ).to_json()
     if "rest" in state:
         source = _end(state.get("source"), other.get("source"))
-        own = {"slot": state["slot"], "finished": True, "rest": {}}
-        return {**other, **own, "source": source}
+        end = {"slot": state["slot"], "finished": True, "rest": {}}
+        return {**other, **end, "source": source}
     raise CheckpointMismatch(
         "The workers are in different passes of a source that is a Mix itself: their states "
         "belong to them. Use loader.load_state_dict() with the state of this rank, and the same "

@@ -64,8 +64,8 @@ class StepName(NamedTuple):
 
 
 def step_names(names: Iterable[str]) -> list[StepName]:
-    found = filter(None, map(_NAME.fullmatch, names))
-    return sorted(StepName(int(match[2] or 0), int(match[1])) for match in found)
+    matches = filter(None, map(_NAME.fullmatch, names))
+    return sorted(StepName(int(match[2] or 0), int(match[1])) for match in matches)
 
 
 def steps_in(folder: Path) -> list[StepName]:
@@ -90,11 +90,11 @@ def whole_manifests(
     names: Iterable[StepName], read: Callable[[StepName], StepManifest]
 ) -> dict[StepName, StepManifest]:
     """Returns the manifests that ``read`` does not find damaged, by step."""
-    found = dict[StepName, StepManifest]()
+    manifests = dict[StepName, StepManifest]()
     for name in names:
         with suppress(CheckpointCorrupt):
-            found[name] = read(name)
-    return found
+            manifests[name] = read(name)
+    return manifests
 
 
 def check_files(
@@ -113,10 +113,10 @@ def check_files(
     step = folder / str(name)
 
     def read(file: str) -> Entry:
-        with explained("read", step / file), CheckedFile(step / file) as content:
+        with explained("read", step / file), CheckedFile(step / file) as checked:
             if load is not None and file in loaded:
-                load(file, content)
-            return content.entry()
+                load(file, checked)
+            return checked.entry()
 
     entries = read_manifest(folder, name)["files"]
     for file, (size, _) in entries.items():
@@ -128,13 +128,13 @@ def check_files(
             raise CheckpointCorrupt(f"{path} has {found_size} bytes instead of {size}.")
     if full:
         with ThreadPoolExecutor() as pool:
-            others = [file for file in entries if file not in loaded]
-            hashed = pool.map(read, others)
+            not_loaded = [file for file in entries if file not in loaded]
+            hashed = pool.map(read, not_loaded)
             # In this thread, because memory that other threads free is not used again.
-            found = {file: read(file) for file in entries if file in loaded}
-            found |= zip(others, hashed, strict=True)
+            actual = {file: read(file) for file in entries if file in loaded}
+            actual |= zip(not_loaded, hashed, strict=True)
         for file, entry in entries.items():
-            if found[file] != entry:
+            if actual[file] != entry:
                 raise CheckpointCorrupt(f"{step / file} has not the bytes it was saved with.")
 
 
@@ -210,10 +210,10 @@ class CheckedFile(io.FileIO):
         self._hashed += len(data)
 
 
-def size_and_hash(content: Iterable[bytes]) -> Entry:
+def size_and_hash(blocks: Iterable[bytes]) -> Entry:
     digest = xxhash.xxh3_128()
     size = 0
-    for block in content:
+    for block in blocks:
         digest.update(block)
         size += len(block)
     return [size, digest.hexdigest()]
@@ -223,15 +223,15 @@ def sealed(manifest: StepManifest) -> bytes:
     return orjson.dumps(manifest | {"checksum": xxhash.xxh3_128_hexdigest(orjson.dumps(manifest))})
 
 
-def parse_manifest(data: bytes | None, where: str, name: StepName) -> StepManifest:
+def parse_manifest(data: bytes | None, place: str, name: StepName) -> StepManifest:
     """Parses a manifest, and raises what ``read_manifest`` raises.
 
     Args:
         data: the manifest; None if there is none.
-        where: the place of the manifest, for messages.
+        place: the place of the manifest, for messages.
     """
     if data is None:
-        raise CheckpointCorrupt(f"{where} is missing.")
+        raise CheckpointCorrupt(f"{place} is missing.")
     try:
         manifest = orjson.loads(data)
         checksum = manifest.pop("checksum")
@@ -241,13 +241,13 @@ def parse_manifest(data: bytes | None, where: str, name: StepName) -> StepManife
     except (ValueError, TypeError, KeyError, AttributeError):
         is_whole = False
     if not is_whole:
-        raise CheckpointCorrupt(f"{where} is damaged.")
+        raise CheckpointCorrupt(f"{place} is damaged.")
     if version not in (FORMAT, SHARED):  # no older step may take its place
         raise VersionMismatch(
-            f"{where} is of another version of this package ({version}, not {FORMAT} or {SHARED})."
+            f"{place} is of another version of this package ({version}, not {FORMAT} or {SHARED})."
         )
     if saved != name:
-        raise CheckpointCorrupt(f"{where} is a copy of {saved}.")
+        raise CheckpointCorrupt(f"{place} is a copy of {saved}.")
     return dict(manifest)
 
 

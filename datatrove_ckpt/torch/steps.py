@@ -151,8 +151,8 @@ class Steps:
             for path, entry in zip(paths, hashed, strict=True):
                 entries[str(path.relative_to(staging))] = entry
                 self._share(path, entry)
-        for file, content in contents.items():
-            entries[file] = self._put(staging / file, content)
+        for file, value in contents.items():
+            entries[file] = self._put(staging / file, value)
         manifest = {
             "format": step_folder.FORMAT,
             "training": self.training,
@@ -163,16 +163,16 @@ class Steps:
         manifest |= {"at": time.time(), "metrics": metrics, **of, "files": entries}
         self._complete(staging, manifest)
 
-    def _put(self, path: Path, content: object) -> Entry:
+    def _put(self, path: Path, value: object) -> Entry:
         """Writes a file of a staged step, or shares it with an older step."""
         files.disk.make_dirs(path.parent)
         file = _File(path)
         try:
-            if isinstance(content, Iterator):
-                for block in content:
+            if isinstance(value, Iterator):
+                for block in value:
                     file.write(block)
             else:
-                torch.save(content, file)
+                torch.save(value, file)
         except RuntimeError as error:
             raise file.failed or error from error
         finally:
@@ -221,8 +221,8 @@ class Steps:
     def remove(self, name: StepName) -> None:
         files.disk.remove_tree(self._set_aside(name, "removed"))
 
-    def _set_aside(self, name: StepName, why: str) -> Path:
-        aside = self.folder / f".{why}-{name}"
+    def _set_aside(self, name: StepName, label: str) -> Path:
+        aside = self.folder / f".{label}-{name}"
         files.disk.remove_tree(aside)
         if (self.folder / str(name)).exists():
             files.disk.rename(self.folder / str(name), aside)
@@ -251,9 +251,9 @@ class Steps:
         """
         contents: Contents = {}
 
-        def load(file: str, content: step_folder.CheckedFile) -> None:
+        def load(file: str, checked: step_folder.CheckedFile) -> None:
             with suppress(Exception):  # the hash shows why, or the load that follows
-                contents[file] = torch.load(content, map_location="cpu", weights_only=True)
+                contents[file] = torch.load(checked, map_location="cpu", weights_only=True)
 
         try:
             step_folder.check_files(self.folder, name, True, load, loaded)
@@ -265,10 +265,10 @@ class Steps:
         self._note_whole(name)
         return ""
 
-    def check_training(self, manifest: StepManifest, where: str) -> None:
+    def check_training(self, manifest: StepManifest, place: str) -> None:
         """Raises CheckpointCorrupt if a step is of another training."""
         if self.training and manifest["training"] != self.training:
-            raise CheckpointCorrupt(f"{where} is of another training.")
+            raise CheckpointCorrupt(f"{place} is of another training.")
 
     def load(self, name: StepName, file: str, mapped: bool = False) -> Any:
         """Loads a file of ``torch.save`` into the host's memory. Call ``check`` before.
@@ -332,12 +332,12 @@ class Steps:
             raise
 
     def _compare(self, copy: str, entry: Entry, path: Path) -> None:
-        told = self._remote.md5(copy)
-        if len(told) == 32:  # of parts, or encrypted, S3 has another hash
+        md5 = self._remote.md5(copy)
+        if len(md5) == 32:  # of parts, or encrypted, S3 has another hash
             digest = hashlib.md5(usedforsecurity=False)
             for block in blocks(path):
                 digest.update(block)
-            if digest.hexdigest() == told:
+            if digest.hexdigest() == md5:
                 return
         if step_folder.size_and_hash(self._remote.blocks(copy)) != entry:
             raise CheckpointCorrupt(f"{self.url}/{copy} has not the bytes that were copied.")
@@ -350,8 +350,8 @@ class Steps:
     def remote_manifests(self) -> tuple[dict[StepName, StepManifest], set[StepName]]:
         """Returns the manifests of complete steps, and the names of incomplete ones."""
         names = self.remote_names()
-        found = step_folder.whole_manifests(names, self.remote_manifest)
-        return found, set(names) - found.keys()
+        manifests = step_folder.whole_manifests(names, self.remote_manifest)
+        return manifests, set(names) - manifests.keys()
 
     def remote_manifest(self, name: StepName) -> StepManifest:
         """Raises CheckpointCorrupt if the manifest is missing or damaged."""
@@ -360,10 +360,12 @@ class Steps:
 
     def refuse_others(self, there: dict[StepName, StepManifest]) -> None:
         """Raises ConfigError if a step in the remote is of another training."""
-        others = [name for name, manifest in there.items() if manifest["training"] != self.training]
-        if self.training and others:
+        foreign = [
+            name for name, manifest in there.items() if manifest["training"] != self.training
+        ]
+        if self.training and foreign:
             raise ConfigError(
-                f"{self.url} holds {max(others)} of another training. Choose another remote."
+                f"{self.url} holds {max(foreign)} of another training. Choose another remote."
             )
 
     def own_remote(self) -> None:

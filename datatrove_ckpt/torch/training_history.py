@@ -137,14 +137,14 @@ class TrainingHistory:
         self._lock = threading.Lock()  # the training and its writing thread record events
         self._waiting: list[JsonObject] = []
 
-    def note(self, is_owner: bool, event: str, step: int, **others: object) -> None:
+    def note(self, is_owner: bool, event: str, step: int, **values: object) -> None:
         """Records an event, and writes all waiting events if this process owns the folder.
 
         Raises:
             StorageFailed: the events cannot be written; they wait for the next event.
         """
         with self._lock:
-            self._waiting.append({"event": event, "step": step, "at": time.time(), **others})
+            self._waiting.append({"event": event, "step": step, "at": time.time(), **values})
             if is_owner:
                 lines = b"".join(orjson.dumps(waiting) + b"\n" for waiting in self._waiting)
                 files.disk.append(self._folder / HISTORY, lines)

@@ -34,7 +34,7 @@ class TrainingInput:
         self._epochs_ended = 0
 
     def has_ended(
-        self, loader: DataLoader | None = None, epoch: int | None = None, **others: object
+        self, loader: DataLoader | None = None, epoch: int | None = None, **ignored: object
     ) -> bool:
         """Returns whether an epoch has ended since the last call."""
         before = self._epochs_ended
@@ -67,38 +67,38 @@ class TrainingInput:
             seed = f"{torch.initial_seed()} {self._ranks.rank} {step}"
             workers.keep_workers(loader, xxh3_64_intdigest(seed.encode()), self._signals)
 
-    def load(self, loader: DataLoader | None, name: str, step: int, found: list[Any]) -> None:
+    def load(self, loader: DataLoader | None, name: str, step: int, inputs: list[Any]) -> None:
         """Restores the input of a step. Raises ConfigError if the step has no input, or an input of
         another number of ranks.
         """
         if loader is None:
-            if found[0] is not None and self._ranks.rank == 0:
+            if inputs[0] is not None and self._ranks.rank == 0:
                 logger.warning(
                     f"{name} also holds loader: not restored, as restore was not given it. The "
                     "input begins anew."
                 )
             return
         self.prepare(loader, step)
-        if None in found:
+        if None in inputs:
             raise ConfigError(f"{name} was saved without a loader.")
-        self.restored = {step: found}
-        self.epoch = found[0]["epoch"]
-        states = [each["loader"] for each in found]
-        of_all_ranks = len(found) == self._ranks.size
+        self.restored = {step: inputs}
+        self.epoch = inputs[0]["epoch"]
+        states = [each["loader"] for each in inputs]
+        of_all_ranks = len(inputs) == self._ranks.size
         if of_all_ranks:
-            own = states[self._ranks.rank]
-            states.insert(0, own)  # ranks that read the same rows have equal states
+            state = states[self._ranks.rank]
+            states.insert(0, state)  # ranks that read the same rows have equal states
         if stateful.is_counted(getattr(loader, "dataset", None)):
-            self.epoch = dataset.restore(loader, states) + found[0].get("again", 0)
+            self.epoch = dataset.restore(loader, states) + inputs[0].get("again", 0)
         elif of_all_ranks:
-            has_ended = isinstance(own, dict) and bool(own.get("_iterator_finished"))
+            has_ended = isinstance(state, dict) and bool(state.get("_iterator_finished"))
             if not has_ended:
-                loader.load_state_dict(own)
+                loader.load_state_dict(state)
             elif self.epoch is not None:
                 self.epoch += 1
         else:
             raise ConfigError(
-                f"The step is of {len(found)} ranks, and there are {self._ranks.size}: only the "
+                f"The step is of {len(inputs)} ranks, and there are {self._ranks.size}: only the "
                 "input of a ReaderDataset, Pack or Mix continues with another number."
             )
         source = _source_of(loader)

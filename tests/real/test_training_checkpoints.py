@@ -1521,7 +1521,7 @@ def test_a_list_of_parts_may_be_of_another_release_of_python(module, here, monke
     own = _Metadata(io.BytesIO())
     own.find_class(here, "PosixPath")
     file = io.BytesIO(f"c{module}\nPosixPath\n.".encode())
-    assert _Metadata(file, own.found).load() is type(Path())
+    assert _Metadata(file, own.classes).load() is type(Path())
 
 
 def other_shapes(rank, run):

@@ -11,23 +11,23 @@ from datatrove_ckpt.errors.setting_names import form
 from datatrove_ckpt.run_folder.run_plan import RunPlan
 
 
-def advise(error: Exception, plan: RunPlan, words: Sequence[str] = ()) -> None:
+def advise(error: Exception, plan: RunPlan, argv: Sequence[str] = ()) -> None:
     """Adds complete commands to an error that names what helps.
 
     Args:
-        words: the command line; empty if the job was started in Python.
+        argv: the command line; empty if the job was started in Python.
     """
     if not isinstance(error, CkptError):
         return
-    if words:
+    if argv:
         for number, changes in enumerate(error.changes):
             runner = f"pipeline.{plan.runners[0].index}"
-            places = {
+            paths = {
                 "tasks": "executor.tasks",
                 "max_tokens": f"{runner}.config.default_generation_params.max_tokens",
             }
             # Only a run of all tasks can make all changes.
-            changed = [word for word in words if word != "--worker"]
+            changed = [word for word in argv if word != "--worker"]
             for name, value in changes.items():
                 text = str(value)
                 if isinstance(value, bool):
@@ -35,7 +35,7 @@ def advise(error: Exception, plan: RunPlan, words: Sequence[str] = ()) -> None:
                 flag = f"--{name.replace('_', '-')}"
                 added = [flag, text]
                 if not form():
-                    flag = f"--{places.get(name, f'{runner}.{name}')}"
+                    flag = f"--{paths.get(name, f'{runner}.{name}')}"
                     added = [f"{flag}={text}"]
                 changed = [*without_flag(changed, flag), *added]
             command = shlex.join(changed)

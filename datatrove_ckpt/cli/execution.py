@@ -41,7 +41,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
-def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Namespace) -> int:
+def execute(executor: PipelineExecutor, config: Node, arguments: argparse.Namespace) -> int:
     """Runs the executor of a file. Returns the exit code.
 
     Raises:
@@ -66,14 +66,14 @@ def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Names
                 "--cancel: cancels Hugging Face Jobs. Stop any other run by a signal, or scancel."
             )
         jobs = executor.cancel()
-        kept = (
+        message = (
             f"Canceled {plural(jobs, 'job')}. What they have uploaded is kept. To resume: run "
             "again."
         )
-        say(kept if jobs else "No job of this run waits or runs, so none was canceled.")
+        say(message if jobs else "No job of this run waits or runs, so none was canceled.")
         return 0
     if arguments.dry_run:
-        full = FullConfig(content)
+        full = FullConfig(config)
         say(full.text().rstrip())
         try:  # with another number of tasks, nothing of a job array that it shows would start
             _check_tasks(plan)
@@ -87,7 +87,7 @@ def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Names
             comments += [f"# {line}".rstrip() for line in script]
             say("\n".join(comments))
         return 0
-    return _checked_run(executor, plan, content, arguments)
+    return _checked_run(executor, plan, config, arguments)
 
 
 def _check_tasks(plan: RunPlan) -> None:
@@ -96,13 +96,13 @@ def _check_tasks(plan: RunPlan) -> None:
     Raises:
         CheckpointMismatch: the run has another number of tasks.
     """
-    for runner, root in plan.kept:
+    for runner, root in plan.with_checkpoints:
         if root.is_dir() and rank_numbers(root):
             refuse_other_tasks(root, runner.identity)
 
 
 def _checked_run(
-    executor: PipelineExecutor, plan: RunPlan, content: Node, arguments: argparse.Namespace
+    executor: PipelineExecutor, plan: RunPlan, config: Node, arguments: argparse.Namespace
 ) -> int:
     started = False
     drain_signals = [
@@ -119,12 +119,12 @@ def _checked_run(
                 )
             if arguments.retry_dead_letters:
                 _check_tasks(plan)
-                left = plan.incomplete(skip_completed=True)
-                if left:  # datatrove would mark it as complete although its input is not done
+                incomplete = plan.incomplete(skip_completed=True)
+                if incomplete:  # datatrove would mark it as complete although its input is not done
                     raise ConfigError(
-                        f"--retry-dead-letters: {len(left)} of {plan.tasks} tasks are not finished "
-                        f"(task {left[0]} is the first). Finish them first: run the same command "
-                        "without it."
+                        f"--retry-dead-letters: {len(incomplete)} of {plan.tasks} tasks are not "
+                        f"finished (task {incomplete[0]} is the first). Finish them first: run the "
+                        "same command without it."
                     )
                 plan = _changed(executor, plan, retry_dead_letters=True)
             if plan.retries:  # datatrove's executors, and a flag, leave it as it was
@@ -133,7 +133,7 @@ def _checked_run(
                 with plan.with_mirrors() as seen:
                     preflight.check_before_run(seen)
             started = True
-            dead = _execute(executor, plan, content, arguments)
+            dead = _execute(executor, plan, config, arguments)
             if dead and arguments.fail_on_dead_letters:
                 text = f"{plural_is(dead, 'dead letter')} left (--fail-on-dead-letters)."
                 return fail(TooManyDeadLetters(text), 1)
@@ -155,16 +155,16 @@ def _checked_run(
         # The signal may have ended datatrove's own processes first.
         if interruption.number:
             return _interrupted(interruption, arguments.command)
-        own: Exception | None = task_errors.own_error(error)
-        if own is None and isinstance(error, OSError):
-            own = _explained(error, plan)
-        if own is None:
+        package_error: Exception | None = task_errors.own_error(error)
+        if package_error is None and isinstance(error, OSError):
+            package_error = _explained(error, plan)
+        if package_error is None:
             raise
-        advise(own, plan, arguments.command)
+        advise(package_error, plan, arguments.command)
         code = 1  # scripts know it
-        if arguments.worker or isinstance(own, WaitsForBatches | LimitReached):
-            code = retrying.code_of_rank(own)
-        return fail(own, code)
+        if arguments.worker or isinstance(package_error, WaitsForBatches | LimitReached):
+            code = retrying.code_of_rank(package_error)
+        return fail(package_error, code)
     finally:
         task_errors.say_errors_later(False)
     return 0
@@ -175,7 +175,7 @@ def _explained(error: OSError, plan: RunPlan) -> Exception:
     ``logging_dir``, and names no file if a disk is full; files of a rank have errors of their own.
     """
     logs = plan.logging_dir
-    roots = [root for _, root in plan.kept]
+    roots = [root for _, root in plan.with_checkpoints]
     refused = retrying.hub_refusal(error)
     if refused:
         return StorageFailed(f"{refused}.", setting="" if logs.is_local() else "logging_dir")
@@ -187,12 +187,12 @@ def _explained(error: OSError, plan: RunPlan) -> Exception:
     try:
         with explained("use", path):
             raise error
-    except CkptError as own:
-        return own
+    except CkptError as with_advice:
+        return with_advice
 
 
 def _execute(
-    executor: PipelineExecutor, plan: RunPlan, content: Node, arguments: argparse.Namespace
+    executor: PipelineExecutor, plan: RunPlan, config: Node, arguments: argparse.Namespace
 ) -> int:
     """Runs or submits the tasks. Returns how many dead letters are left; 0 if that is unknown."""
     # Pickled with the executor into pool workers and cluster jobs.
@@ -202,19 +202,23 @@ def _execute(
         say(f"This worker has completed {completed}, and no task is free now.")
         return 0
     command = shlex.join(arguments.command)
-    shown = FullConfig(content).redact(redact(command))
+    redacted = FullConfig(config).redact(redact(command))
     if plan.logging_dir.is_local():
         with plan.logging_dir.open(COMMAND_FILE, "w") as file:
-            file.write(shown)
+            file.write(redacted)
             if form():
                 file.write(f"\n{plan.logging_dir.path}")
-    kept = [runner for runner in plan.runners if runner.step.checkpoints_local_dir is not None]
+    with_checkpoints = [
+        runner for runner in plan.runners if runner.step.checkpoints_local_dir is not None
+    ]
     if plan.submits:
-        what = [[str(runner.step.checkpoints_local_dir)] for runner in kept]
-        if arguments.config and len(kept) == 1:
-            what = [[arguments.config, *arguments.overrides]]
-        looks = [shlex.join(["datatrove-ckpt", "status", *words]) for words in what]
-        say(executor.submit(looks, command))
+        locations = [[str(runner.step.checkpoints_local_dir)] for runner in with_checkpoints]
+        if arguments.config and len(with_checkpoints) == 1:
+            locations = [[arguments.config, *arguments.overrides]]
+        status_commands = [
+            shlex.join(["datatrove-ckpt", "status", *location]) for location in locations
+        ]
+        say(executor.submit(status_commands, command))
         return 0
     started = unix_seconds()
     if hasattr(executor, "run_ranks"):
@@ -222,17 +226,17 @@ def _execute(
     else:
         plan.forget_completed()
         executor.run()
-        left = plan.incomplete(skip_completed=True)  # datatrove's executors hide failures
-        raise_limit_reached(plan.pipeline, left)
-        if left:
-            raise not_complete(executor, left)
+        incomplete = plan.incomplete(skip_completed=True)  # datatrove's executors hide failures
+        raise_limit_reached(plan.pipeline, incomplete)
+        if incomplete:
+            raise not_complete(executor, incomplete)
     with plan.with_mirrors() as seen:
         jobs = preflight.check_after_run(seen)
-        for runner, root in seen.kept:
+        for runner, root in seen.with_checkpoints:
             say(summary_line(runner, root, jobs[root], started, command))
             if runner.step.card and runner.copy is None:
                 try:
-                    card.write_card(runner, root, shown)
+                    card.write_card(runner, root, redacted)
                 except (OSError, CkptError) as error:
                     say(f"The card was not written: {error}")
     goal = plan.limit_reached()
@@ -242,11 +246,11 @@ def _execute(
     return sum(job.counts.dead for job in jobs.values())
 
 
-def _interrupted(interruption: Interruption, words: Sequence[str]) -> int:
+def _interrupted(interruption: Interruption, argv: Sequence[str]) -> int:
     number = interruption.number or signal.SIGINT
     note(
         f"interrupted by {signal.Signals(number).name}; what is finished is saved. To resume: "
-        f"{shlex.join(words)}"
+        f"{shlex.join(argv)}"
     )
     return 128 + number
 

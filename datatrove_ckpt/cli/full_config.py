@@ -14,14 +14,14 @@ class FullConfig:
         content: the content of the file with overrides applied, which ``build`` has accepted.
     """
 
-    def __init__(self, content: JsonObject) -> None:
+    def __init__(self, config: JsonObject) -> None:
         self._secrets: list[str] = []
-        self._content = {**content, "executor": self._masked("", content["executor"])}
+        self._config = {**config, "executor": self._masked("", config["executor"])}
 
     def text(self) -> str:
         return (
             "# The long form of the job. It can be run as it stands, but for what is "
-            f"hidden.\n{dump(self._content)}"
+            f"hidden.\n{dump(self._config)}"
         )
 
     def redact(self, text: str) -> str:
@@ -42,7 +42,7 @@ class FullConfig:
         if "class_path" not in value:
             return {key: self._masked(f"{name}.{key}", part) for key, part in value.items()}
         cls = import_name(value["class_path"], "class_path")
-        given = {}
+        arguments = {}
         declared = {
             name
             for base in cls.__mro__
@@ -50,8 +50,8 @@ class FullConfig:
             for name in parameters_of(base)[0]
         }
         for key, part in (value.get("init_args") or {}).items():
-            known_as = key
+            secret_name = key
             if key in declared:  # such as ``text_key``, which is no secret by its name
-                known_as = ""
-            given[key] = self._masked(known_as, part)
-        return {"class_path": value["class_path"], "init_args": given}
+                secret_name = ""
+            arguments[key] = self._masked(secret_name, part)
+        return {"class_path": value["class_path"], "init_args": arguments}

@@ -45,14 +45,14 @@ class JobInput:
 
     Args:
         given: the path, pattern or URL, as the user wrote it.
-        only_look: the files may be gone, and are not read.
+        inspect_only: the files may be gone, and are not read.
     """
 
-    def __init__(self, given: str, only_look: bool) -> None:
-        self.only_look = only_look
-        self._given = given
-        self._is_here = "://" not in given
-        self._folder, self._pattern = _split(given)
+    def __init__(self, source: str, inspect_only: bool) -> None:
+        self.inspect_only = inspect_only
+        self._source = source
+        self._is_here = "://" not in source
+        self._folder, self._pattern = _split(source)
 
     def reader(self) -> JsonObject:
         """Returns the reader. Lists the input only if its name does not show its format.
@@ -60,47 +60,49 @@ class JobInput:
         Raises:
             ConfigError: there is no such input, or it needs no reader or several.
         """
-        given = self._given
+        source = self._source
         folder = self._folder
         pattern = self._pattern
-        found = _DATASET.fullmatch(given)
-        if found is not None:
+        dataset = _DATASET.fullmatch(source)
+        if dataset is not None:
             options = {"split": "train"}
             return node(
                 "HuggingFaceDatasetReader",
-                dataset=found[1],
+                dataset=dataset[1],
                 dataset_options=options,
                 streaming=True,
             )
         # Text before an "@" may be a password, which is refused below.
         kind = ""
-        if pattern and "@" not in given:
-            kind = _kind(given)
-        is_told = kind and (has_magic(given) or not self._is_here or Path(given).is_file())
-        if is_told or self.only_look:
+        if pattern and "@" not in source:
+            kind = _kind(source)
+        shows_format = kind and (has_magic(source) or not self._is_here or Path(source).is_file())
+        if shows_format or self.inspect_only:
             return node(kind, data_folder=folder, glob_pattern=pattern)
-        if self._is_here and pattern and not has_magic(given) and not Path(given).exists():
-            raise _is_absent(given)
-        if Path(given, "dataset_info.json").is_file():
-            return node("HuggingFaceDatasetReader", dataset=given, load_from_disk=True)
+        if self._is_here and pattern and not has_magic(source) and not Path(source).exists():
+            raise _is_absent(source)
+        if Path(source, "dataset_info.json").is_file():
+            return node("HuggingFaceDatasetReader", dataset=source, load_from_disk=True)
         names = self._list(pattern or None)
-        input_names = [one for one in names if pattern or PurePosixPath(one).stem != "README"]
+        input_names = [name for name in names if pattern or PurePosixPath(name).stem != "README"]
         kinds = {uncompressed(name).suffix: _kind(name) for name in input_names if _kind(name)}
-        known = sorted(kinds)
-        rows = [suffix for suffix in known if _READERS[kinds[suffix]].has_rows]
-        texts = [suffix for suffix in known if kinds[suffix] == "TextReader"]
-        if ".pdf" not in known:  # texts may have pictures beside them
-            known = texts or known
-        known = rows or known
-        problem = self._linked_folder() or self._problem(names, {one: kinds[one] for one in known})
+        suffixes = sorted(kinds)
+        rows = [suffix for suffix in suffixes if _READERS[kinds[suffix]].has_rows]
+        texts = [suffix for suffix in suffixes if kinds[suffix] == "TextReader"]
+        if ".pdf" not in suffixes:  # texts may have pictures beside them
+            suffixes = texts or suffixes
+        suffixes = rows or suffixes
+        problem = self._linked_folder() or self._problem(
+            names, {suffix: kinds[suffix] for suffix in suffixes}
+        )
         if problem:
             raise ConfigError(
-                f"input: {given} holds {problem}. Name files of one kind, such as "
+                f"input: {source} holds {problem}. Name files of one kind, such as "
                 "documents/*.jsonl."
             )
-        if len(known) == 1:
-            pattern = pattern or f"**/*{known[0]}*"
-        return node(kinds[known[0]], data_folder=folder, glob_pattern=pattern or "**/*")
+        if len(suffixes) == 1:
+            pattern = pattern or f"**/*{suffixes[0]}*"
+        return node(kinds[suffixes[0]], data_folder=folder, glob_pattern=pattern or "**/*")
 
     def _problem(self, names: list[str], kinds: dict[str, str]) -> str:
         """Returns why no reader can read all files; "" if a reader can.
@@ -108,25 +110,29 @@ class JobInput:
         Args:
             kinds: the names of readers, by suffix.
         """
-        known = list(kinds)
-        if Path(self._given, "dataset_dict.json").is_file():
-            return f"several splits, such as {Path(self._given, 'train')}"
+        suffixes = list(kinds)
+        if Path(self._source, "dataset_dict.json").is_file():
+            return f"several splits, such as {Path(self._source, 'train')}"
         if not names:
             return "no file"
-        if not known:
+        if not suffixes:
             return (
                 f"none of {', '.join(_SUFFIXES)} (rename .tsv files to .csv, and set delimiter: "
                 '"\\t")'
             )
-        others = [name for name in names if uncompressed(name).suffix not in known]
+        other_names = [name for name in names if uncompressed(name).suffix not in suffixes]
         is_of_rows = all(_READERS[kind].has_rows for kind in kinds.values())
-        several = len(known) > 1 and not self._pattern
+        several = len(suffixes) > 1 and not self._pattern
         if len({*kinds.values()}) > 1 or (several and is_of_rows):
-            return " and ".join(known)
-        if several and others:
-            return f"{others[0]} beside {' and '.join(known)}"
-        like = re.compile("|".join(map(re.escape, known)), re.IGNORECASE)  # as b.jsonl.bak
-        odd = [one for one in others if self._pattern or like.search(posixpath.basename(one))]
+            return " and ".join(suffixes)
+        if several and other_names:
+            return f"{other_names[0]} beside {' and '.join(suffixes)}"
+        like = re.compile("|".join(map(re.escape, suffixes)), re.IGNORECASE)  # as b.jsonl.bak
+        odd = [
+            other
+            for other in other_names
+            if self._pattern or like.search(posixpath.basename(other))
+        ]
         if odd:
             return f"other files, such as {odd[0]}"
         twice = [name for name, times in Counter(map(uncompressed, names)).items() if times > 1]
@@ -149,8 +155,8 @@ class JobInput:
         """Returns the names of the first document's metadata, if the input is one file: folders are
         not listed for it.
         """
-        path = Path(self._given)
-        if path.is_file() and not self.only_look:
+        path = Path(self._source)
+        if path.is_file() and not self.inspect_only:
             with suppress(Exception):  # the checks before a start name what is wrong
                 rows = import_name(reader["class_path"], "")(**reader["init_args"])
                 columns: Collection[str] = next(iter(rows.read_file(path.name))).metadata
@@ -173,7 +179,7 @@ class JobInput:
 
     def count_tasks(self, reader: JsonObject, is_elsewhere: bool) -> int:
         """Returns how many tasks have work."""
-        if self.only_look:
+        if self.inspect_only:
             return 1
         if "glob_pattern" not in reader["init_args"]:  # a dataset
             return _MOST_TASKS if is_elsewhere else 1
@@ -191,21 +197,21 @@ class JobInput:
 
     def _list(self, pattern: str | None) -> list[str]:
         try:
-            found = get_datafolder(self._folder)
-            names: list[str] = InputFolder(found.path, found.fs).list_files(glob_pattern=pattern)
+            listed = get_datafolder(self._folder)
+            names: list[str] = InputFolder(listed.path, listed.fs).list_files(glob_pattern=pattern)
         except Exception as error:  # botocore's errors have no common base
-            shown = re.sub(r"//[^/@]*@", f"//{HIDDEN}@", self._folder)
-            raise ConfigError(f"input: {shown} cannot be listed: {failure_line(error)}.") from None
+            masked = re.sub(r"//[^/@]*@", f"//{HIDDEN}@", self._folder)
+            raise ConfigError(f"input: {masked} cannot be listed: {failure_line(error)}.") from None
         if not names and self._is_here and not Path(self._folder).is_dir():
             raise _is_absent(self._folder)
         return names
 
 
-def _is_absent(given: str) -> ConfigError:
+def _is_absent(source: str) -> ConfigError:
     hint = ""
-    if "," in given:
+    if "," in source:
         hint = " Several files are a folder or a pattern, such as documents/*.jsonl."
-    return ConfigError(f"input: {Path(given).absolute()} does not exist.{hint}")
+    return ConfigError(f"input: {Path(source).absolute()} does not exist.{hint}")
 
 
 def _kind(name: str) -> str:
@@ -213,19 +219,19 @@ def _kind(name: str) -> str:
     return _SUFFIXES.get(uncompressed(name).suffix.lower(), "")
 
 
-def _split(given: str) -> tuple[str, str]:
+def _split(source: str) -> tuple[str, str]:
     """Returns the folder of an input, and the pattern of its files; "" for all files."""
     top = "."
-    if given.startswith("/"):
+    if source.startswith("/"):
         top = "/"
-    if has_magic(given) and not Path(given).exists():
-        parts = given.split("/")
+    if has_magic(source) and not Path(source).exists():
+        parts = source.split("/")
         for first, part in enumerate(parts):
             if has_magic(part) and not Path("/".join(parts[: first + 1])).is_dir():
                 return "/".join(parts[:first]) or top, "/".join(parts[first:])
-    folder, _, name = given.rstrip("/").rpartition("/")
-    if not given.endswith("/") and _kind(name) and not Path(given).is_dir():
+    folder, _, name = source.rstrip("/").rpartition("/")
+    if not source.endswith("/") and _kind(name) and not Path(source).is_dir():
         # The name itself would match all names with this end.
         exactly = f"{escape(name[:-1])}[{name[-1]}]"
         return folder or top, exactly
-    return given, ""
+    return source, ""

@@ -28,10 +28,10 @@ def k8s(arguments: argparse.Namespace) -> int:
         ConfigError: a mistake in the file, or a job that would lose its work with its pods.
     """
     source = arguments.config or "the command line"
-    content, executor = short_form.make_executor(arguments.config, arguments.overrides)
+    config, executor = short_form.make_executor(arguments.config, arguments.overrides)
     refuse_other_kinds(executor, "k8s")
     plan = run_plan.RunPlan(executor)
-    job = kubernetes_job(content, plan)
+    job = kubernetes_job(config, plan)
     lost = run_plan.lost_with_disk(plan, job.is_kept)
     if lost:
         raise ConfigError(
@@ -46,8 +46,8 @@ def k8s(arguments: argparse.Namespace) -> int:
     metadata = {"name": job.name or name.strip("-")[:_NAME_LENGTH].rstrip("-")}
     if job.namespace is not None:
         metadata["namespace"] = job.namespace
-    files, others = kubernetes.config_map(FullConfig(content).text(), plan, metadata)
-    for module in others:
+    files, left_out = kubernetes.config_map(FullConfig(config).text(), plan, metadata)
+    for module in left_out:
         note(f"{module}: is not in the ConfigMap: it must be in the image.")
     printed = kubernetes.manifest(plan, job, files, workers)
     in_files = yaml_config.leaves(files["data"], "ConfigMap")
@@ -69,9 +69,9 @@ def refuse_other_kinds(executor: PipelineExecutor, command: str) -> None:
         ConfigError: its tasks are for other machines, or wait for another job.
     """
     if not hasattr(executor, "run_worker"):
-        given = type(executor).__name__
+        name = type(executor).__name__
         raise ConfigError(
-            f"{command} needs LocalPipelineExecutor (a job without slurm and jobs); it is {given}.",
+            f"{command} needs LocalPipelineExecutor (a job without slurm and jobs); it is {name}.",
             setting="executor",
         )
     if executor.depends is not None:
@@ -82,13 +82,13 @@ def refuse_other_kinds(executor: PipelineExecutor, command: str) -> None:
         )
 
 
-def kubernetes_job(content: short_form.Node, plan: run_plan.RunPlan) -> kubernetes.KubernetesJob:
+def kubernetes_job(sections: short_form.Node, plan: run_plan.RunPlan) -> kubernetes.KubernetesJob:
     """Builds the settings of the section, and checks that a drain ends before the grace period.
 
     Raises:
         ConfigError: a mistake in the section, or too little time.
     """
-    job = yaml_config.construct(kubernetes.KubernetesJob, content.get(_SECTION), _SECTION)
+    job = yaml_config.construct(kubernetes.KubernetesJob, sections.get(_SECTION), _SECTION)
     steps = [runner.step for runner in plan.runners]
     drain = max((step.drain_seconds for step in steps), default=0.0)
     stops = (config.server_stop_timeout_sec for step in steps for config in step.models.values())

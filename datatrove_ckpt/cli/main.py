@@ -59,18 +59,18 @@ datatrove-ckpt COMMAND --help explains each command, with examples and its exit 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if argv is None else argv)
-    if given[:1] == ["complete"] and "COMP_LINE" in os.environ:
-        say("\n".join(_completions(*given[2:])))
+    typed = list(sys.argv[1:] if argv is None else argv)
+    if typed[:1] == ["complete"] and "COMP_LINE" in os.environ:
+        say("\n".join(_completions(*typed[2:])))
         return 0
-    rest, overrides = split_overrides(given)
+    plain, overrides = split_overrides(typed)
     parser = make_parser()
-    if given[:1] == ["track"] and any(flag.startswith("--wandb") for flag in overrides):
+    if typed[:1] == ["track"] and any(flag.startswith("--wandb") for flag in overrides):
         parser.error(
             "--wandb was removed. Use --mlflow, or a script that logs the `totals` of `status WHAT "
             "--json`."
         )
-    arguments = parser.parse_args(rest)
+    arguments = parser.parse_args(plain)
     # Not for --help, because loguru is slow to import.
     from datatrove_ckpt.checkpoint.checksummed_lines import explained
     from datatrove_ckpt.process.task_errors import safe_log
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         takes_overrides = is_config(arguments.what)
     for override in overrides:
         flag, equals, _ = override.partition("=")
-        hint = formatting.did_you_mean(flag.lower(), _own_flags(given) - {"--"}, 0.75)
+        hint = formatting.did_you_mean(flag.lower(), _own_flags(typed) - {"--"}, 0.75)
         if not takes_overrides:
             parser.error(f"{flag}: there is no such flag{hint or '.'}")
         from datatrove_ckpt.cli.yaml_config import OTHER_NAMES
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = flag.removeprefix("--").replace("-", "_")
         is_known = kinds is not None or "." in flag or name in OTHER_NAMES
         if not is_known and (hint or not equals):
-            if flag.removeprefix("--") in _own_flags(given):
+            if flag.removeprefix("--") in _own_flags(typed):
                 hint = "; give its value alone."
             parser.error(f"{flag}: there is no such flag{hint or '.'}")
         if not equals:
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "--run-folder ..."
         )
     arguments.overrides = overrides
-    arguments.command = ["datatrove-ckpt", *given]
+    arguments.command = ["datatrove-ckpt", *typed]
     place = getattr(arguments, "what", None) or getattr(arguments, "config", None)
     name = arguments.module
     with written_in(""):
@@ -156,17 +156,17 @@ class _Parser(argparse.ArgumentParser):
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser. Parsed arguments have the ``name`` of the command and its ``module``."""
     as_written = argparse.RawDescriptionHelpFormatter
-    what = "Crash-proof LLM inference for datatrove."
-    parser = _Parser(prog="datatrove-ckpt", description=what, formatter_class=as_written)
+    summary = "Crash-proof LLM inference for datatrove."
+    parser = _Parser(prog="datatrove-ckpt", description=summary, formatter_class=as_written)
     parser.add_argument("--version", action="version", version=f"datatrove-ckpt {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     examples = ["examples:\n"]
     for name, module, text, arguments in _COMMANDS:
         description, _, epilog = text.partition("\n\n")
-        what = f"{description[0].lower()}{description[1:-1]}"
+        summary = f"{description[0].lower()}{description[1:-1]}"
         end = f"{epilog}\n".replace("(WHAT)\n", _WHAT_HELP).replace("(OVERRIDES)\n", OVERRIDES_HELP)
         command = commands.add_parser(
-            name, help=what, description=description, epilog=end, formatter_class=as_written
+            name, help=summary, description=description, epilog=end, formatter_class=as_written
         )
         command.set_defaults(name=name, module=module)
         for names, options in arguments:
@@ -178,11 +178,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _completions(word: str, before: str) -> list[str]:
     """Returns the completions of a word of the command line, for bash and zsh (``complete -C``)."""
-    words = os.environ["COMP_LINE"].split()
+    argv = os.environ["COMP_LINE"].split()
     possible = {name for name, _, _, _ in _COMMANDS}
-    if before != words[0]:
-        possible = _own_flags(words[1:])
-        if words[1] in _OF_JOBS:
+    if before != argv[0]:
+        possible = _own_flags(argv[1:])
+        if argv[1] in _OF_JOBS:
             possible |= _flags_of_settings().keys()
     return sorted(name for name in possible if name.startswith(word))
 
@@ -199,23 +199,23 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
     ``--model=m`` and ``--model m`` are overrides; the second list has them as ``path=value``, those
     without a value as they are.
     """
-    own = _own_flags(arguments)
-    rest = list[str]()
+    command_flags = _own_flags(arguments)
+    plain = list[str]()
     overrides = list[str]()
     remaining = deque(arguments)
     while remaining:
         argument = remaining.popleft()
-        if not argument.startswith("--") or argument.partition("=")[0] in own:
-            rest.append(argument)
+        if not argument.startswith("--") or argument.partition("=")[0] in command_flags:
+            plain.append(argument)
         elif "=" in argument or not remaining or re.match("--[a-z]", remaining[0]):
             overrides.append(argument)
         else:
             overrides.append(f"{argument}={remaining.popleft()}")
-    return rest, overrides
+    return plain, overrides
 
 
 def _own_flags(arguments: list[str]) -> set[str]:
-    options = {name: given for name, _, _, given in _COMMANDS}.get(next(iter(arguments), ""), ())
+    options = {name: flags for name, _, _, flags in _COMMANDS}.get(next(iter(arguments), ""), ())
     return {"-h", "--help", "--version", "--", *(name for names, _ in options for name in names)}
 
 

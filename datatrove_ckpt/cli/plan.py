@@ -48,17 +48,17 @@ def plan(arguments: argparse.Namespace) -> int:
             "--mtbf is missing: the mean time between two losses, such as 6h. 3 restarts show it."
         )
     best = policies.daly(save_cost, mtbf)
-    found = {
+    figures = {
         "save_cost": save_cost,
         "mtbf": mtbf,
         "young": policies.young(save_cost, mtbf),
         "daly": best,
     }
-    found["lost"] = 1 - policies.efficiency(best, save_cost, mtbf)
+    figures["lost"] = 1 - policies.efficiency(best, save_cost, mtbf)
     lines = [
         f"training: a save takes {duration(save_cost)}; a loss every {duration(mtbf)}",
-        f"  save every {figure(found['young'])} s (Young)",
-        f"  save every {figure(best)} s (Daly): {100 * found['lost']:.2f} % of all time is lost",
+        f"  save every {figure(figures['young'])} s (Young)",
+        f"  save every {figure(best)} s (Daly): {100 * figures['lost']:.2f} % of all time is lost",
     ]
-    say_result(arguments.json, found, lines)
+    say_result(arguments.json, figures, lines)
     return 0

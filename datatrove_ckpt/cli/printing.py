@@ -33,11 +33,11 @@ def say(text: str) -> None:
     write_out("\n", raw=True)  # not added to the text, which may be large
 
 
-def say_result(is_json: bool, content: JsonObject, lines: Iterable[str]) -> None:
+def say_result(is_json: bool, fields: JsonObject, lines: Iterable[str]) -> None:
     """Prints a command's result: one JSON object, or lines for people."""
     if is_json:
         option = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS
-        say(orjson.dumps(content, option=option).decode())
+        say(orjson.dumps(fields, option=option).decode())
     else:
         say("\n".join(lines))
 
@@ -53,12 +53,12 @@ def write_out(text: str, raw: bool = False) -> None:
     Escapes characters that the terminal's encoding lacks. Drops the rest of the text if the reader
     has gone (``status | head``).
     """
-    shown = text if raw else redact(text)
+    masked = text if raw else redact(text)
     try:
         try:
-            sys.stdout.write(shown)
+            sys.stdout.write(masked)
         except UnicodeEncodeError as error:
-            escaped = shown.encode(error.encoding, "backslashreplace")
+            escaped = masked.encode(error.encoding, "backslashreplace")
             sys.stdout.write(escaped.decode(error.encoding))
         sys.stdout.flush()
     except BrokenPipeError:

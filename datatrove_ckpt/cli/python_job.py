@@ -45,14 +45,14 @@ def run(
     job = ShortJob(
         str(run_folder), str(input), prompt, rollout=rollout, model=model, endpoint=endpoint
     )
-    content: JsonObject = {}
+    short: JsonObject = {}
     for name, value in [*vars(job).items(), *settings.items()]:
         if isinstance(value, Path):
             value = str(value)
         if value is not None or name == "answer":
-            content[name] = value
+            short[name] = value
     with written_in("run()"):
-        executor = build(expand(content, rows=rows))
+        executor = build(expand(short, rows=rows))
         try:
             executor.run()
         except CkptError as error:

@@ -19,7 +19,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: a mistake in the file or on the command line; nothing was started.
     """
-    content, executor = make_executor(arguments.config, arguments.overrides)
+    config, executor = make_executor(arguments.config, arguments.overrides)
     if arguments.worker:
         for name in ("retry_dead_letters", "fail_on_dead_letters"):
             if getattr(arguments, name):
@@ -28,24 +28,25 @@ def run(arguments: argparse.Namespace) -> int:
         from datatrove_ckpt.cli.kubernetes import refuse_other_kinds  # slow to import
 
         refuse_other_kinds(executor, "--worker")
-        given = content["executor"].get("init_args") or {}
-        if not given.get("logging_dir"):  # each worker would have one of its own
+        init_args = config["executor"].get("init_args") or {}
+        if not init_args.get("logging_dir"):  # each worker would have one of its own
             raise ConfigError(
                 "executor: logging_dir: --worker needs one, where workers find each other's claims."
             )
-        if given.get("workers", 1) != 1:
+        if init_args.get("workers", 1) != 1:
             printing.note(
-                f"workers: {given['workers']}: --worker is one process; start as many as you want."
+                f"workers: {init_args['workers']}: --worker is one process; start as many as you "
+                "want."
             )
-        content["executor"]["init_args"] = given | {"workers": 1}
-        executor = build(content)
-    if "kubernetes" in content:
+        config["executor"]["init_args"] = init_args | {"workers": 1}
+        executor = build(config)
+    if "kubernetes" in config:
         from datatrove_ckpt.cli.kubernetes import kubernetes_job  # slow to import
         from datatrove_ckpt.run_folder.run_plan import RunPlan
 
-        kubernetes_job(content, RunPlan(executor))
+        kubernetes_job(config, RunPlan(executor))
     if arguments.print_config:
-        printing.say(FullConfig(content).text().rstrip())
+        printing.say(FullConfig(config).text().rstrip())
         return 0
     if arguments.sample is not None:
         from datatrove_ckpt.cli.show import sample
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         return sample(executor, arguments.sample)
     from datatrove_ckpt.cli.execution import execute  # not imported for a file with a mistake
 
-    return execute(executor, content, arguments)
+    return execute(executor, config, arguments)
 
 
 def doctor(arguments: argparse.Namespace) -> int:
@@ -64,18 +65,18 @@ def doctor(arguments: argparse.Namespace) -> int:
     checks = examine(executor)
     problems = sum(check.state == "problem" for check in checks)
     code = int(problems > 0)
-    content = {
+    fields = {
         "config": arguments.config,
         "exit_code": code,
         "checks": [check.to_json() for check in checks],
     }
     warnings = sum(check.state == "warning" for check in checks)
-    found = f"{plural_or_no(problems, 'problem')}, {plural_or_no(warnings, 'warning')}"
+    summary = f"{plural_or_no(problems, 'problem')}, {plural_or_no(warnings, 'warning')}"
     states = ["note", "warning", "problem"]  # what matters most, last
     if arguments.all:
         states = ["ok", *states]
-    shown = [str(check) for state in states for check in checks if check.state == state]
+    findings = [str(check) for state in states for check in checks if check.state == state]
     printing.say_result(
-        arguments.json, content, [*shown, f"{found}: {plural(len(checks), 'check')}"]
+        arguments.json, fields, [*findings, f"{summary}: {plural(len(checks), 'check')}"]
     )
     return code

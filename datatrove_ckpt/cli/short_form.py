@@ -75,44 +75,48 @@ def settings() -> dict[str, dict[str, object]]:
     """Returns the settings that a job may have, each with the types of its value by class. The
     first of these classes in a job gets the value.
     """
-    known = {"ShortJob": parameters_of(ShortJob)[0]}
+    by_class = {"ShortJob": parameters_of(ShortJob)[0]}
     for name in (*_READERS, "InferenceConfig", "InferenceRunner", *_ROLLOUTS):
-        known[name] = parameters_of(yaml_config.import_name(name, ""))[0]
-    found: dict[str, dict[str, object]] = {}
-    for cls, parameters in known.items():
+        by_class[name] = parameters_of(yaml_config.import_name(name, ""))[0]
+    types: dict[str, dict[str, object]] = {}
+    for cls, parameters in by_class.items():
         for name in parameters:
             if name not in _BY_FORM:
-                found.setdefault(name, {})[cls] = parameters[name].annotation
-    return found
+                types.setdefault(name, {})[cls] = parameters[name].annotation
+    return types
 
 
-def read_config(path: str | None, overrides: list[str], only_look: bool = False) -> Node:
+def read_config(path: str | None, overrides: list[str], inspect_only: bool = False) -> Node:
     """Returns the job of a file in the long form, with the overrides (``path=value``) applied.
 
     Args:
         path: the file; None: the overrides are the whole job, in the short form.
-        only_look: the input may be gone: see ``expand``.
+        inspect_only: the input may be gone: see ``expand``.
 
     Raises:
         ConfigError: see ``load`` and ``expand``; or an override does not fit the file.
     """
-    content = {}
+    config = {}
     if path is not None:
-        content = yaml_config.load(path)
+        config = yaml_config.load(path)
     short = [
-        one for one in overrides if not re.match(r"(--)?(executor|pipeline|kubernetes)\.", one)
+        override
+        for override in overrides
+        if not re.match(r"(--)?(executor|pipeline|kubernetes)\.", override)
     ]
-    for name, times in Counter(one.partition("=")[0].replace("_", "-") for one in short).items():
+    for name, times in Counter(
+        override.partition("=")[0].replace("_", "-") for override in short
+    ).items():
         if times > 1:
             raise ConfigError(
                 f"{name}: given {times} times. Give it once; several files are a pattern or a "
                 "folder."
             )
-    if "executor" not in content:
+    if "executor" not in config:
         use(path or "the command line")
         for override in short:
-            yaml_config.set_at_path(content, override, ShortJob)
-        content = expand(content, only_look)
+            yaml_config.set_at_path(config, override, ShortJob)
+        config = expand(config, inspect_only)
     elif short:
         raise ConfigError(
             f"{short[0].partition('=')[0]}: {path} is in the long form, where a setting has a "
@@ -120,8 +124,8 @@ def read_config(path: str | None, overrides: list[str], only_look: bool = False)
         )
     for override in overrides:
         if override not in short:
-            yaml_config.set_at_path(content, override)
-    return content
+            yaml_config.set_at_path(config, override)
+    return config
 
 
 def make_executor(path: str | None, overrides: list[str]) -> tuple[Node, Any]:
@@ -131,26 +135,26 @@ def make_executor(path: str | None, overrides: list[str]) -> tuple[Node, Any]:
         ConfigError: the first mistake in the job.
     """
     sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
-    content = read_config(path, overrides)
-    return content, yaml_config.build(content)
+    config = read_config(path, overrides)
+    return config, yaml_config.build(config)
 
 
-def expand(content: Node, only_look: bool = False, rows: object = None) -> Node:
+def expand(short: Node, inspect_only: bool = False, rows: object = None) -> Node:
     """Returns the long form of a job.
 
     Args:
-        only_look: the input and prompt file may be gone. The input is not listed, so its reader may
-            have no class.
+        inspect_only: the input and prompt file may be gone. The input is not listed, so its reader
+            may have no class.
         rows: the input, if it consists of objects of Python.
 
     Raises:
         ConfigError: a setting is missing, unknown, or cannot be derived from the input.
     """
     try:
-        yaml_config.refuse_unknown(content, [*settings()], form())
-        content = {name: _text(name, value, only_look) for name, value in content.items()}
-        own = {name: content[name] for name in NAMES if content.get(name) is not None}
-        job = yaml_config.construct(ShortJob, own, form())
+        yaml_config.refuse_unknown(short, [*settings()], form())
+        short = {name: _text(name, value, inspect_only) for name, value in short.items()}
+        form_settings = {name: short[name] for name in NAMES if short.get(name) is not None}
+        job = yaml_config.construct(ShortJob, form_settings, form())
         places = job.elsewhere
         if len(places) > 1 and places != ["slurm", "kubernetes"]:
             raise ConfigError(
@@ -167,96 +171,96 @@ def expand(content: Node, only_look: bool = False, rows: object = None) -> Node:
                 "--print-config then writes the long form, in which a URL can replace "
                 '"output_folder".'
             )
-        begun = recorded_settings(job.root / "checkpoints")
-        job_input = JobInput(_input(job, only_look, rows), only_look)
+        recorded = recorded_settings(job.root / "checkpoints")
+        job_input = JobInput(_input(job, inspect_only, rows), inspect_only)
         reader = job_input.reader()
-        job = _as_batch(job, job_input, reader, content)
-        tasks = begun.get("tasks") if job.tasks is None else job.tasks
+        job = _as_batch(job, job_input, reader, short)
+        tasks = recorded.get("tasks") if job.tasks is None else job.tasks
         if tasks is None:
             tasks = job_input.count_tasks(reader, bool(job.elsewhere))
-        rollout = _rollout(job, content)
+        rollout = _rollout(job, short)
         if isinstance(rollout, dict) and reader["class_path"] == "PageReader":
-            known = parameters_of(yaml_config.import_name(rollout["class_path"], form()))[0]
-            if "images" in known:
+            parameters = parameters_of(yaml_config.import_name(rollout["class_path"], form()))[0]
+            if "images" in parameters:
                 rollout["init_args"]["images"] = "media"
-        config = _server(job, content, only_look)
+        config = _server(job, short, inspect_only)
         chunk = _CHUNK
-        if isinstance(content.get("until"), int):  # the run ends after few documents
-            chunk = min(_CHUNK, max(1, content["until"] // 10))
+        if isinstance(short.get("until"), int):  # the run ends after few documents
+            chunk = min(_CHUNK, max(1, short["until"] // 10))
         runner: Node = {
             "rollout_fn": rollout,
             "config": config,
-            "answer": begun.get("answer"),
-            "records_per_chunk": begun.get("records_per_chunk", chunk),
+            "answer": recorded.get("answer"),
+            "records_per_chunk": recorded.get("records_per_chunk", chunk),
         }
         owners = {"InferenceConfig": config, "InferenceRunner": runner}
         for name in [reader["class_path"]] if reader["class_path"] else _READERS:
             owners[name] = reader["init_args"]
         if isinstance(rollout, dict):
             owners[rollout["class_path"]] = rollout["init_args"]
-        for name, value in content.items():
+        for name, value in short.items():
             if name not in NAMES:
                 _place(name, value, owners)
         # This machine cannot see how a run elsewhere began, nor its files.
         if not job.is_remote:
-            _allow_no_text(job, begun, reader, rollout)
-            if not (begun or job.task == "batch" or "answer" in content):
+            _allow_no_text(job, recorded, reader, rollout)
+            if not (recorded or job.task == "batch" or "answer" in short):
                 runner["answer"] = _answer(job_input, reader, rollout)
         runner["checkpoints_local_dir"] = (
             "checkpoints" if job.is_remote else f"{job.root}/checkpoints"
         )
-        runner["output_writer"] = _writer(job, reader, begun, runner["answer"])
+        runner["output_writer"] = _writer(job, reader, recorded, runner["answer"])
         executor = {"tasks": tasks, "logging_dir": f"{job.below}/logs"}
         executor["pipeline"] = [reader, node("InferenceRunner", **runner)]
         long: Node = {"executor": _executor(job, executor, config)}
         if job.kubernetes is not None:
-            long["kubernetes"] = own["kubernetes"]
+            long["kubernetes"] = form_settings["kubernetes"]
         return long
     except ConfigError as error:
         named(error, form())
         raise
 
 
-def _place(name: str, value: object, places: dict[str, Node]) -> None:
+def _place(name: str, value: object, by_class: dict[str, Node]) -> None:
     """Puts a setting into the arguments of its class. A mapping joins the form's own mapping.
 
     Args:
-        places: the arguments of the job's classes. The rollout's come last.
+        by_class: the arguments of the job's classes. The rollout's come last.
 
     Raises:
         ConfigError: no class of the job has the setting.
     """
-    owners = [owner for owner in settings()[name] if owner in places]
+    owners = [owner for owner in settings()[name] if owner in by_class]
     if not owners:
         hint = did_you_mean(yaml_config.OTHER_NAMES.get(name, ""), settings()) or (
             ". Remove it, or change the input or the rollout."
         )
         owner = next(iter(settings()[name]))
         raise ConfigError(f"{name}: is a setting of {owner}, which this job has not{hint}")
-    arguments = places[owners[0]]
+    arguments = by_class[owners[0]]
     if isinstance(value, dict) and isinstance(arguments.get(name), dict):
         value = {**arguments[name], **value}
     arguments[name] = value
 
 
-def _as_batch(job: ShortJob, job_input: JobInput, reader: Node, content: Node) -> ShortJob:
+def _as_batch(job: ShortJob, job_input: JobInput, reader: Node, short: Node) -> ShortJob:
     """Returns the job, with the task, model and reader of a batch file if the input is a batch
     file.
     """
     is_told = job.task == "batch"
-    if not is_told and (job.prompt or job.rollout or job.task or content.get("prompt_column")):
+    if not is_told and (job.prompt or job.rollout or job.task or short.get("prompt_column")):
         return job
     if is_told and reader["class_path"] not in ("JsonlReader", ""):
         raise ConfigError("task: batch is for JSON lines, and the input has none.")
     model = job.model
     first: Node = {}
-    if job_input.only_look:
+    if job_input.inspect_only:
         model = model or "(of the input)"
     elif not (is_told and model):
         first = job_input.first_request(reader)
-    if not (is_told or job_input.only_look or first):
+    if not (is_told or job_input.inspect_only or first):
         return job
-    if (job.endpoint or content.get("endpoints")) and isinstance(first.get("body"), dict):
+    if (job.endpoint or short.get("endpoints")) and isinstance(first.get("body"), dict):
         model = model or first["body"].get("model")
     if job.output_format is not None and not job.output_format.startswith("jsonl"):
         raise ConfigError("output_format: answers to a batch file are JSON lines.")
@@ -264,44 +268,46 @@ def _as_batch(job: ShortJob, job_input: JobInput, reader: Node, content: Node) -
     return replace(job, task="batch", model=model)
 
 
-def _allow_no_text(job: ShortJob, begun: Node, reader: Node, rollout: object) -> None:
+def _allow_no_text(job: ShortJob, recorded: Node, reader: Node, rollout: object) -> None:
     """Lets the reader keep rows without a text, if the prompt names neither the text nor the column
     that was given as ``text_key`` alone, and the last start of the run did not skip such rows.
     """
     if not isinstance(rollout, dict) or not class_of(reader).has_rows:
         return
-    if begun:
+    if recorded:
         with suppress(OSError, LookupError, TypeError, ValueError):
             executor = orjson.loads((job.root / "logs" / "executor.json").read_bytes())
             if executor["pipeline"][0]["text_key"] is not None:
                 return
-    given = rollout["init_args"]
-    templates = [given[name] for name in ("prompt", "judge_prompt") if given.get(name)]
+    arguments = rollout["init_args"]
+    templates = [arguments[name] for name in ("prompt", "judge_prompt") if arguments.get(name)]
     keys: set[str] = set()
     with suppress(ConfigError):  # the rollout names what is wrong with its template
         for template in templates:
             keys |= {key or name for _, name, key in parse(str(template))}
     text_key = reader["init_args"].get("text_key")
-    is_by_column = given.get("prompt_column") is not None and text_key is None
+    is_by_column = arguments.get("prompt_column") is not None and text_key is None
     if is_by_column or (templates and "text" not in keys and text_key in (None, *keys)):
         reader["init_args"]["text_key"] = None
 
 
 def _executor(job: ShortJob, executor: Node, config: Node) -> Node:
-    given = job.slurm or job.jobs or {}
-    for name in given.keys() & executor.keys():
+    user_arguments = job.slurm or job.jobs or {}
+    for name in user_arguments.keys() & executor.keys():
         raise ConfigError(f"{name}: is set beside `slurm` and `jobs`, and not inside.")
     if job.slurm is not None:
         slurm = {**_SLURM, "job_name": job.root.name, "slurm_logs_folder": f"{job.root}/logs/slurm"}
         if config["server_type"] != "endpoint":
             slurm["gpus_per_task"] = 1
-        return node("SlurmPipelineExecutor", **{**slurm, **given}, **executor)
+        return node("SlurmPipelineExecutor", **{**slurm, **user_arguments}, **executor)
     if job.jobs is not None:
-        return node("JobsPipelineExecutor", **{"job_name": job.root.name, **given}, **executor)
+        return node(
+            "JobsPipelineExecutor", **{"job_name": job.root.name, **user_arguments}, **executor
+        )
     return node("LocalPipelineExecutor", workers=job.workers, **executor)
 
 
-def _text(name: str, value: object, only_look: bool) -> object:
+def _text(name: str, value: object, inspect_only: bool) -> object:
     """Returns the value of a setting; for a prompt or schema ``@FILE``, the content of the file."""
     is_schema = name == "json_schema"
     if not (is_schema or name.endswith("prompt")):
@@ -315,72 +321,72 @@ def _text(name: str, value: object, only_look: bool) -> object:
         text = path.read_text(encoding="utf-8-sig")
         return json.loads(text) if is_schema else text
     except (OSError, ValueError) as error:
-        if only_look:
+        if inspect_only:
             return value
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{name}: {path.absolute()} cannot be read: {why}.") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{name}: {path.absolute()} cannot be read: {reason}.") from None
 
 
-def _writer(job: ShortJob, reader: Node, begun: Node, answer: str | None) -> Node:
+def _writer(job: ShortJob, reader: Node, recorded: Node, answer: str | None) -> Node:
     kind = job.output_format
     if kind is None:
-        kind = str(begun.get("output_filename")).removeprefix(_FILENAME)
+        kind = str(recorded.get("output_filename")).removeprefix(_FILENAME)
     if kind not in BY_NAME:
-        is_table = not begun and (job.task == "embed" or class_of(reader).has_types)
+        is_table = not recorded and (job.task == "embed" or class_of(reader).has_types)
         kind = "parquet" if is_table else "jsonl"
-    known = BY_NAME[kind]
-    given = known.settings(answer is not None)
+    output_format = BY_NAME[kind]
+    arguments = output_format.settings(answer is not None)
     if job.task == "batch":
-        given["adapter"] = "batch_line"
+        arguments["adapter"] = "batch_line"
     name = f"{_FILENAME}{kind}"
     folder = f"{job.below}/output"
-    return node(known.writer, output_folder=folder, output_filename=name, **given)
+    return node(output_format.writer, output_folder=folder, output_filename=name, **arguments)
 
 
-def _rollout(job: ShortJob, content: Node) -> object:
+def _rollout(job: ShortJob, short: Node) -> object:
     name = job.rollout
-    given = {}
+    prompts = {}
     if job.prompt is not None:
-        given["prompt"] = job.prompt
+        prompts["prompt"] = job.prompt
     if job.task is not None:
         if name is not None:
             raise ConfigError("task: is a rollout of its own. Give it or rollout, not both.")
         class_path, arguments = _TASKS[job.task]
-        return node(class_path, **arguments, **given)
-    if name is None and (given or content.get("prompt_column") is not None):
+        return node(class_path, **arguments, **prompts)
+    if name is None and (prompts or short.get("prompt_column") is not None):
         name = "PromptRollout"
     if name in _ROLLOUTS:
-        return node(str(name), **given)
+        return node(str(name), **prompts)
     if name is None:
         raise ConfigError(
             "prompt: is missing; give it, or rollout (my_module.my_function), or for rows with a "
             "list of messages prompt_column."
         )
-    if given:
+    if prompts:
         raise ConfigError("prompt: give it or rollout, not both.")
     return name
 
 
-def _server(job: ShortJob, content: Node, only_look: bool) -> Node:
+def _server(job: ShortJob, short: Node, inspect_only: bool) -> Node:
     """Returns the settings of the endpoint, or of the engine that fits this machine."""
     if job.model is None:
-        what = "a name on the hub, or the path of a GGUF file"
-        if job.endpoint or content.get("endpoints"):
-            what = "the name that the endpoint knows"
-        raise ConfigError(f"model: is missing; give {what}.")
+        hint = "a name on the hub, or the path of a GGUF file"
+        if job.endpoint or short.get("endpoints"):
+            hint = "the name that the endpoint knows"
+        raise ConfigError(f"model: is missing; give {hint}.")
     config: Node = {"server_type": "endpoint", "model_name_or_path": job.model}
-    given = {name: getattr(job, name) for name in _SAMPLING if getattr(job, name) is not None}
-    for other in ("generation_params", "default_generation_params"):
-        others = content.get(other)
-        if isinstance(others, dict) and given.keys() & others:
-            name = min(given.keys() & others)
-            raise ConfigError(f'{name}: is also in "{other}". Give it once.')
-    if given:
-        config["default_generation_params"] = given
-    if given and job.task in ("embed", "classify"):
-        name = next(iter(given))
+    sampling = {name: getattr(job, name) for name in _SAMPLING if getattr(job, name) is not None}
+    for group in ("generation_params", "default_generation_params"):
+        params = short.get(group)
+        if isinstance(params, dict) and sampling.keys() & params:
+            name = min(sampling.keys() & params)
+            raise ConfigError(f'{name}: is also in "{group}". Give it once.')
+    if sampling:
+        config["default_generation_params"] = sampling
+    if sampling and job.task in ("embed", "classify"):
+        name = next(iter(sampling))
         raise ConfigError(f"{name}: nothing is generated by task: {job.task}. Remove it.")
-    if content.get("endpoints") is not None:
+    if short.get("endpoints") is not None:
         if job.endpoint is not None:
             raise ConfigError("endpoint: give it or endpoints, not both.")
         return config
@@ -392,9 +398,9 @@ def _server(job: ShortJob, content: Node, only_look: bool) -> Node:
     from datatrove_ckpt.config.inference_config import ENGINES, visible_gpus  # slow to import
 
     gpus = visible_gpus()
-    sharing = {"tp", "dp", "pp"} & content.keys()
+    sharing = {"tp", "dp", "pp"} & short.keys()
     # A login node without GPUs may look at the run.
-    if sharing and not (gpus or only_look or job.elsewhere or "server_type" in content):
+    if sharing and not (gpus or inspect_only or job.elsewhere or "server_type" in short):
         raise ConfigError(
             f"{min(sharing)}: divides a model among GPUs, and this machine shows none (nvidia-smi, "
             "CUDA_VISIBLE_DEVICES)."
@@ -414,13 +420,13 @@ def _server(job: ShortJob, content: Node, only_look: bool) -> Node:
         is_decided = job.elsewhere or sharing
         if len(gpus) > job.workers > 0 and not is_decided:
             config["replicas"] = len(gpus) // job.workers
-    engine = ENGINES.get(str(content.get("server_type", config["server_type"])))
+    engine = ENGINES.get(str(short.get("server_type", config["server_type"])))
     if engine and job.task in engine.task_flags:
         config["model_kwargs"] = dict(engine.task_flags[str(job.task)])
     return config
 
 
-def _input(job: ShortJob, only_look: bool, rows: object) -> str:
+def _input(job: ShortJob, inspect_only: bool, rows: object) -> str:
     """Returns the input; for standard input and rows, the file from which each start reads them."""
     if rows is None and job.input != "-":
         return job.input
@@ -431,17 +437,17 @@ def _input(job: ShortJob, only_look: bool, rows: object) -> str:
         )
     if rows is not None:
         return str(saved_input.save_rows(rows, job.root))
-    content = b""
-    if not (only_look or sys.stdin.isatty()):
-        content = sys.stdin.buffer.read()
-    if content:
-        if not content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
+    data = b""
+    if not (inspect_only or sys.stdin.isatty()):
+        data = sys.stdin.buffer.read()
+    if data:
+        if not data.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
             raise ConfigError(
                 "input: standard input holds no JSON lines. Save it, and name the file."
             )
-        return str(saved_input.save_lines([content], job.root, "stdin"))
+        return str(saved_input.save_lines([data], job.root, "stdin"))
     path = job.root / "input" / "stdin.jsonl"
-    if not (only_look or path.exists()):
+    if not (inspect_only or path.exists()):
         raise ConfigError("input: standard input is empty.")
     return str(path)
 

@@ -24,24 +24,26 @@ _MOST = 600  # characters of a text; an answer may have twice as many
 
 def show(arguments: argparse.Namespace) -> int:
     """Prints each document as soon as it is found. Returns the exit code."""
-    shown = 0
+    printed = 0
     is_all = not (arguments.dead or arguments.grep) and arguments.id is None
-    most = _MOST if arguments.id is None else None
+    max_length = _MOST if arguments.id is None else None
     with open_run(arguments, output=arguments.output) as place:
         if arguments.dead:
-            found = read_dead_letters(place)
+            documents = read_dead_letters(place)
         else:
-            found = read_documents(place)
+            documents = read_documents(place)
         wanted = (arguments.grep or "").casefold()
-        found = (
-            one for one in found if wanted in one.text.casefold() or wanted in one.answer.casefold()
+        documents = (
+            document
+            for document in documents
+            if wanted in document.text.casefold() or wanted in document.answer.casefold()
         )
-        found = (one for one in found if arguments.id in (None, one.id))
-        for shown, one in enumerate(islice(found, arguments.n), 1):
-            say(_described(shown, one, "text", most))
-        if shown and not arguments.dead:
-            say(f"Columns: {', '.join(map(printable, one.columns))}.")
-        if arguments.dead and next(found, None) is not None:
+        documents = (document for document in documents if arguments.id in (None, document.id))
+        for printed, document in enumerate(islice(documents, arguments.n), 1):
+            say(_described(printed, document, "text", max_length))
+        if printed and not arguments.dead:
+            say(f"Columns: {', '.join(map(printable, document.columns))}.")
+        if arguments.dead and next(documents, None) is not None:
             say(f"There are more; --n {2 * arguments.n} prints them.")
         if is_all:
             state = read_run_state(place)
@@ -49,30 +51,30 @@ def show(arguments: argparse.Namespace) -> int:
             rows = state.together.rows
             number = rows or state.delivered.written
             noun = "row" if rows else "document"
-            if not shown:
+            if not printed:
                 say(
                     f"No document is in the output files, so far: "
                     f"{plural_is(counts.read, 'document')} done ({counts.dropped} dropped, "
                     f"{plural(counts.dead, 'dead letter')}). A file appears when a chunk of "
                     f"{state.identity.get('records_per_chunk')} is complete."
                 )
-            elif number > shown:
-                say(f"{shown} of {plural(number, noun)}; --n {2 * arguments.n} prints more.")
-    if arguments.dead and not shown:
+            elif number > printed:
+                say(f"{printed} of {plural(number, noun)}; --n {2 * arguments.n} prints more.")
+    if arguments.dead and not printed:
         say("There is no such dead letter.")
-    elif not (shown or is_all):
+    elif not (printed or is_all):
         say("There is no such document in the output files, so far.")
-    return int(not shown)
+    return int(not printed)
 
 
 def export(arguments: argparse.Namespace) -> int:
     with open_run(arguments, output=arguments.output) as place:
         count, report = write_export(place, arguments.target)
-    left = ""
+    limitation = ""
     if report.unfinished or {"corrupt", "rank"} & {problem.kind for problem in report.problems}:
-        left = ". The run is not finished: these are the documents of its complete chunks"
+        limitation = ". The run is not finished: these are the documents of its complete chunks"
     noun = "row" if report.sums.numbers.rows else "document"
-    say(f"{plural(count, noun)} in {arguments.target}{left}.")
+    say(f"{plural(count, noun)} in {arguments.target}{limitation}.")
     return 0
 
 
@@ -91,63 +93,75 @@ def sample(executor: PipelineExecutor, number: int) -> int:
         quiet,
         tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder,
     ):
-        taken = take_sample(plan, number, Path(folder))
-        asked = taken.documents
-        place = RunLocation(folder, taken.checkpoints, [folder])
-        found = []
+        sent = take_sample(plan, number, Path(folder))
+        documents = sent.documents
+        place = RunLocation(folder, sent.checkpoints, [folder])
+        outcomes = []
         odd = ""
-        if asked:
+        if documents:
             odd = read_run_state(place).totals.done.odd_answers
-            found = [*read_documents(place), *read_dead_letters(place)]
+            outcomes = [*read_documents(place), *read_dead_letters(place)]
     failed = 0
     dropped = 0
-    for index, (document, requests) in enumerate(asked, 1):
+    for index, (document, requests) in enumerate(documents, 1):
         name = str(document.id)
         text = document.text
-        one = min(
-            (one for one in found if one.id == name), key=lambda one: one.text != text, default=None
+        outcome = min(
+            (outcome for outcome in outcomes if outcome.id == name),
+            key=lambda outcome: outcome.text != text,
+            default=None,
         )
-        if one is None:
+        if outcome is None:
             dropped += 1
             question = requests[-1].question
-            answers = "\n\n".join(one.answer_text for one in requests if one.question == question)
+            answers = "\n\n".join(
+                request.answer_text for request in requests if request.question == question
+            )
             say(
                 _described(
                     index, ShownDocument(name, question, answers), "question", _MOST, "dropped"
                 )
             )
             continue
-        found = [other for other in found if other is not one]  # ids may repeat
-        failed += one.is_dead
-        say(_described(index, one._replace(text=requests[0].question, where=""), "question", _MOST))
-    prompts = [requests[0].prompt for _, requests in asked]
+        outcomes = [other for other in outcomes if other is not outcome]  # ids may repeat
+        failed += outcome.is_dead
+        say(
+            _described(
+                index, outcome._replace(text=requests[0].question, location=""), "question", _MOST
+            )
+        )
+    prompts = [requests[0].prompt for _, requests in documents]
     for finding in check_prompts(prompts, plan.runners[0].step.model.servers):
         say(f"{finding.what}: {finding.message}")
-    for line in estimate_lines(taken, plan.runners[0].step):
+    for line in estimate_lines(sent, plan.runners[0].step):
         say(line)
     if odd:
         say(odd.strip())
-    counted = f"{len(asked) - failed} of {plural(len(asked), 'document')} processed"
+    counted = f"{len(documents) - failed} of {plural(len(documents), 'document')} processed"
     if dropped:
         counted = f"{counted}, {dropped} of them dropped"
-    kept = "Nothing of this is kept"
-    if taken.is_kept:
-        kept = "The run takes these answers where it sends the same requests"
-    say(f"{counted}. {kept}, and no other document was sent.")
-    return int(failed == len(asked))
+    reuse = "The answers are not kept"
+    if sent.is_kept:
+        reuse = "The run takes these answers where it sends the same requests"
+    say(f"{counted}. {reuse}, and no other document was sent.")
+    return int(failed == len(documents))
 
 
 def _described(
-    number: int, one: ShownDocument, title: str, most: int | None, outcome: str = "answer"
+    number: int,
+    document: ShownDocument,
+    title: str,
+    max_length: int | None,
+    outcome: str = "answer",
 ) -> str:
-    one = one.safe(most)
-    head = f"{number}. {one.id}"
-    if one.where:
-        head = f"{head}  ({one.where})"
-    if one.is_dead:
+    document = document.safe(max_length)
+    head = f"{number}. {document.id}"
+    if document.location:
+        head = f"{head}  ({document.location})"
+    if document.is_dead:
         outcome = "failed"
     width = shutil.get_terminal_size().columns - 2
-    texts = wrapped([f"{title}: {one.text}", f"{outcome}: {one.answer}"], width)
+    texts = wrapped([f"{title}: {document.text}", f"{outcome}: {document.answer}"], width)
     return "\n".join([head, *(f"  {line}".rstrip() for line in texts), ""])
 
 

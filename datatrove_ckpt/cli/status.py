@@ -32,33 +32,33 @@ def status(arguments: argparse.Namespace) -> int:
     try:
         with open_run(arguments, wanted_files) as place:
             state = read_run_state(place)
-            shown = list(describe(state))
+            lines = list(describe(state))
     except RunNotStarted as waiting:
         state = RunState(arguments.what, False, time.time())
-        shown = [str(waiting)]
+        lines = [str(waiting)]
     if arguments.json:
         say(to_json(state).decode())
     else:
         if sys.stdout.isatty():
-            shown = list(wrapped(shown, shutil.get_terminal_size().columns))
+            lines = list(wrapped(lines, shutil.get_terminal_size().columns))
         if arguments.all and state.ranks:
-            shown += ["", *table(state.all_ranks, state.read_at)]
-        say("\n".join(shown))
+            lines += ["", *table(state.all_ranks, state.read_at)]
+        say("\n".join(lines))
     return int(state.is_damaged)
 
 
 def batches(arguments: argparse.Namespace) -> int:
     with open_run(arguments, wanted_files) as place:
         state = read_run_state(place)
-        found = list(status_text.open_batches(state))
-        for rank, batch in found:
+        opened = list(status_text.open_batches(state))
+        for rank, batch in opened:
             say(status_text.describe_batch(rank, batch, state.read_at))
-        if not found:
+        if not opened:
             say("No batch is open.")
-        if arguments.action == "list" or not found:
+        if arguments.action == "list" or not opened:
             return 0
         problems = []
-        for rank, batch in found:
+        for rank, batch in opened:
             problem = cancel_batch(place, rank.folder, batch)
             if problem is not None:
                 problems.append(problem)
@@ -148,11 +148,11 @@ def _describe_trouble(state: RunState) -> Iterator[str]:
                 places = f"{first.root}, tasks {ranges([rank.rank for rank in group])}"
             reason = first.reason.replace("\n", "\n    ")
             yield f"  {places.removeprefix(', ')}: {trouble}: {reason}"
-        others = [rank for group in groups[MAX_TROUBLED:] for rank in group]
-        if others:
+        further = [rank for group in groups[MAX_TROUBLED:] for rank in group]
+        if further:
             yield (
-                f"  also {trouble}: {status_text.counted(len(others), 'task')}: "
-                f"{ranges([rank.rank for rank in others])}"
+                f"  also {trouble}: {status_text.counted(len(further), 'task')}: "
+                f"{ranges([rank.rank for rank in further])}"
             )
     done = state.together.done
     if 2 * done.dead > done.read >= 20:
@@ -175,19 +175,19 @@ def table(ranks: Sequence[RankStatus], now: float) -> Iterator[str]:
     )
     for rank in ranks:
         name = f"{rank.root}/{rank.rank}".lstrip("/")
-        shown = rank.trouble or rank.state
+        state = rank.trouble or rank.state
         share = 1.0 if rank.state == "finished" else rank.position.share
-        done = rate = left = word = ""
+        done = rate = remaining = word = ""
         if share is not None:
             done = f"{filled_cells(share, _TABLE_BAR, _REST)} {percent(share):>7}"
         if rank.state == "running" and rank.rates.documents:
             rate = figure(rank.rates.documents)
         if rank.time_left is not None:
-            left = duration(rank.time_left)
+            remaining = duration(rank.time_left)
         if rank.last_word is not None and rank.state != "finished":
             word = duration(max(1.0, now - rank.last_word))
         notes = rank.reason.partition("\n")[0]
         if not notes and rank.state == "running":
             notes = rank.process
-        numbers = f"{rank.documents:>11,}  {rate:>10}  {left:>8}  {word:>8}"
-        yield f"{name:>6}  {shown:<11}  {done:<{_TABLE_BAR + 8}}  {numbers}  {notes}".rstrip()
+        numbers = f"{rank.documents:>11,}  {rate:>10}  {remaining:>8}  {word:>8}"
+        yield f"{name:>6}  {state:<11}  {done:<{_TABLE_BAR + 8}}  {numbers}  {notes}".rstrip()

@@ -47,12 +47,12 @@ def track(arguments: argparse.Namespace) -> int:
 
 
 def _send(tracker: tracking.Tracker) -> None:
-    said = ""
+    printed = ""
     while True:
         problem = tracker.work()
-        if problem != said:
+        if problem != printed:
             say(problem or "up to date again")
-        said = problem
+        printed = problem
         if tracker.is_over:
             return
         time.sleep(_SENDING_SECONDS)
@@ -74,12 +74,12 @@ class TrainingTracker(tracking.Tracker):
 
     def look(self) -> tuple[tracking.TrackedJob, Iterable[tracking.Point], str]:
         state = read_training(self.folder, full=False)
-        known = str(self.folder.absolute())
+        path = str(self.folder.absolute())
         times = sorted(step.at for step in state.steps if step.at)
         started = min(times, default=time.time())
         name = self.name or self.folder.absolute().name
-        identity = xxhash.xxh3_128_hexdigest(known.encode())
-        job = tracking.TrackedJob(identity, name, started, {"folder": known})
+        identity = xxhash.xxh3_128_hexdigest(path.encode())
+        job = tracking.TrackedJob(identity, name, started, {"folder": path})
         self.idle_looks += 1
         if state.writer:
             self.idle_looks = 0

@@ -69,7 +69,10 @@ def verify(arguments: argparse.Namespace) -> int:
 
 def doctor(arguments: argparse.Namespace) -> int:
     state = read_training(Path(arguments.config), full=True)
-    checks = [{"state": found, "what": what, "message": text} for found, what, text in _find(state)]
+    checks = [
+        {"state": verdict, "what": subject, "message": text}
+        for verdict, subject, text in _find(state)
+    ]
     problems = sum(check["state"] == "problem" for check in checks)
     lines = [f"{check['state']:<8} {check['what']}: {check['message']}" for check in checks]
     lines.append(f"{plural_or_no(problems, 'problem')} in {state.folder}")
@@ -122,8 +125,8 @@ def _topics(state: TrainingState) -> Iterator[tuple[str, str]]:
         yield "writer", state.writer
     yield from _ranks(state)
     for name in dict.fromkeys(name for _, row in state.curve for name in row):
-        found = [(step, row.get(name)) for step, row in state.curve]
-        points = [(at, value) for at, value in found if value is not None and math.isfinite(value)]
+        values = [(step, row.get(name)) for step, row in state.curve]
+        points = [(at, value) for at, value in values if value is not None and math.isfinite(value)]
         if points:
             yield name, _plot(points)
     for step in state.damaged:
@@ -167,8 +170,8 @@ _COLUMNS = ("step", "saved", "size", "metrics")
 def _rows(state: TrainingState) -> Iterator[tuple[str, str, str, str]]:
     for step in state.steps:
         at = time.strftime("%F %T", time.localtime(step.at)) if step.at else ""
-        known = {name: value for name, value in step.metrics.items() if value is not None}
-        notes = " ".join(f"{name}={figure(value)}" for name, value in known.items())
+        metrics = {name: value for name, value in step.metrics.items() if value is not None}
+        notes = " ".join(f"{name}={figure(value)}" for name, value in metrics.items())
         if step is state.restored:
             notes += "  <- a restore takes it"
         if step.damage:

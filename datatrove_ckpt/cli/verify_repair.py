@@ -32,33 +32,33 @@ def verify(arguments: argparse.Namespace) -> int:
         )
     sums = report.sums
     counts = sums.counts
-    found = plural_or_no(len(report.problems), "problem")
+    summary = plural_or_no(len(report.problems), "problem")
     if report.unfinished:
-        found += f", {plural(len(report.unfinished), 'thing')} not finished"
+        summary += f", {plural(len(report.unfinished), 'thing')} not finished"
     if report.unfinished and report.goal is not None:
-        found += " (until is reached)"
+        summary += " (until is reached)"
     checked = "sizes; --full also compares contents"
     if report.full:
         checked = "sizes and contents"
     if report.uncounted:
         checked += f"; rows of {', '.join(sorted(report.uncounted))} cannot be counted"
     lines.append(
-        f"{found}: {plural(sums.ranks, 'task')}, {plural(counts.read, 'document')} "
+        f"{summary}: {plural(sums.ranks, 'task')}, {plural(counts.read, 'document')} "
         f"({counts.written} written, {counts.dropped} dropped, "
         f"{plural(counts.dead, 'dead letter')}) in {plural(sums.numbers.files, 'file')} of "
         f"{report.output} (checked: {checked})"
     )
-    shown = {**counts.fields(), "lengths": counts.lengths.percentiles}
-    content = {
+    totals = {**counts.fields(), "lengths": counts.lengths.percentiles}
+    fields = {
         "checkpoints": str(report.checkpoints),
         "output": report.output,
         "full": report.full,
         "exit_code": code,
-        "totals": {**shown, "files": sums.numbers.files},
+        "totals": {**totals, "files": sums.numbers.files},
         "problems": [asdict(problem) for problem in report.problems],
         "unfinished": [asdict(unfinished) for unfinished in report.unfinished],
     }
-    say_result(arguments.json, content, lines)
+    say_result(arguments.json, fields, lines)
     return code
 
 
@@ -74,7 +74,7 @@ def repair(arguments: argparse.Namespace) -> int:
         plan = make_plan(report, arguments.logging_dir or place.logging_dir)
         lines = list(plan.describe())
         is_needed = plan.ranks or plan.markers
-        if plan.left and not is_needed:
+        if plan.unrepaired and not is_needed:
             lines.append("There is nothing that repair can do.")
         elif not is_needed:
             lines.append("There is nothing to repair.")
@@ -99,4 +99,4 @@ def repair(arguments: argparse.Namespace) -> int:
                     "LOGGING_DIR): datatrove skips tasks that have such a marker."
                 )
             say(f"Done.{markers} {again}.")
-    return int(bool(plan.left))
+    return int(bool(plan.unrepaired))

@@ -76,9 +76,9 @@ def _represent_text(dumper: _Dumper, text: str) -> yaml.Node:
 _Dumper.add_representer(str, _represent_text)
 
 
-def dump(content: object) -> str:
+def dump(value: object) -> str:
     """Returns YAML that ``read_value`` reads back unchanged."""
     text: str = yaml.dump(
-        content, Dumper=_Dumper, allow_unicode=True, sort_keys=False, width=math.inf
+        value, Dumper=_Dumper, allow_unicode=True, sort_keys=False, width=math.inf
     )
     return text

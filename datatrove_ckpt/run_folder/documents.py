@@ -33,7 +33,7 @@ class ShownDocument(NamedTuple):
     """One document.
 
     Attributes:
-        where: the output file below the output folder, or the rank of a dead letter.
+        location: the output file below the output folder, or the rank of a dead letter.
         answer: the answers of its rollouts, one after the other, or the cause of a dead letter.
         columns: the names of the row's columns.
     """
@@ -41,18 +41,18 @@ class ShownDocument(NamedTuple):
     id: str
     text: str
     answer: str
-    where: str = ""
+    location: str = ""
     is_dead: bool = False
     columns: Sequence[str] = ()
 
-    def safe(self, most: int | None) -> ShownDocument:
+    def safe(self, max_length: int | None) -> ShownDocument:
         """Returns the document without secrets and control characters, each text cut to
-        ``most``.
+        ``max_length``.
         """
         id_, text, answer = (redact(part) for part in (self.id, self.text, self.answer))
-        if most is not None:
-            text = shortened(text, most)
-            answer = shortened(answer, 2 * most)
+        if max_length is not None:
+            text = shortened(text, max_length)
+            answer = shortened(answer, 2 * max_length)
         return self._replace(id=shortened(id_, 200), text=text, answer=answer)
 
 
@@ -113,21 +113,25 @@ def read_dead_letters(place: RunLocation) -> Iterator[ShownDocument]:
     retries = layout.retry_folders(place.folder)
     for rank in read_ranks(place.folder, Include.SETTINGS):
         folders = [layout.rank_folder(retry, rank.number) for retry in retries]
-        taken = {
-            (letter["ordinal"], letter["attempts"])
+        retried = {
+            (dead_letter["ordinal"], dead_letter["attempts"])
             for folder in folders
             if layout.is_finished(folder)
-            for letter in _letters(folder / layout.RETRY_INPUT)
+            for dead_letter in _dead_letters(folder / layout.RETRY_INPUT)
         }
-        for letter in _letters(rank.dead_letters_file):
-            if (letter["ordinal"], letter["attempts"]) not in taken:
-                text = str(letter.get("document", {}).get("text", ""))
+        for dead_letter in _dead_letters(rank.dead_letters_file):
+            if (dead_letter["ordinal"], dead_letter["attempts"]) not in retried:
+                text = str(dead_letter.get("document", {}).get("text", ""))
                 yield ShownDocument(
-                    str(letter["id"]), text, str(letter["error"]), rank.place, is_dead=True
+                    str(dead_letter["id"]),
+                    text,
+                    str(dead_letter["error"]),
+                    rank.place,
+                    is_dead=True,
                 )
 
 
-def _letters(path: Path) -> Iterator[Json]:
+def _dead_letters(path: Path) -> Iterator[Json]:
     if path.exists():
         with path.open("rb") as file:
             for line in file:
@@ -137,20 +141,20 @@ def _letters(path: Path) -> Iterator[Json]:
 
 def read_rows(folder: DataFolder, path: str, with_media: bool = False) -> Iterator[Json]:
     """Yields the rows of an output file. Raises OutputFailed if the file cannot be read."""
-    where = folder.resolve_paths(path)
-    known = format_of_file(path)
-    if known is None:
+    full_path = folder.resolve_paths(path)
+    file_format = format_of_file(path)
+    if file_format is None:
         raise OutputFailed(
-            f"{where} cannot be shown: no format is known of files with this ending."
+            f"{full_path} cannot be shown: no format is known of files with this ending."
         )
     try:
-        with file_system_call(), known.open(folder, path) as file:
-            for row, _ in known.rows(file, with_media):
+        with file_system_call(), file_format.open(folder, path) as file:
+            for row, _ in file_format.rows(file, with_media):
                 if row is not None:
                     yield row
     except (OSError, EOFError) as error:
         raise OutputFailed(
-            f"{where} cannot be read: {failure_line(error)}. Was it moved? See --output."
+            f"{full_path} cannot be read: {failure_line(error)}. Was it moved? See --output."
         ) from error
 
 
@@ -158,23 +162,23 @@ def _item(row: Json, run: Json) -> str:
     """Returns the item of a row from a run with ``explode``: the item's columns, or its text. A row
     without an item is shown as by ``_answer``.
     """
-    found = row.get("metadata")
-    if not isinstance(found, dict):
-        found = row
+    fields = row.get("metadata")
+    if not isinstance(fields, dict):
+        fields = row
     column = str(run.get("answer") or "item")
     number = str(row.get("id")).rpartition("/")[2]
-    counter = number_column(found, number, column, str(run.get("metadata_key")))
+    counter = number_column(fields, number, column, str(run.get("metadata_key")))
     if counter is None:
         return _answer(row, run)
-    names = [*found]
-    own = {
-        name: found[name]
+    names = [*fields]
+    item = {
+        name: fields[name]
         for name in names[names.index(counter) + 1 :]
-        if found[name] is not None  # in a table, a column of other items
+        if fields[name] is not None  # in a table, a column of other items
     }
-    if [*own] == [column]:
-        return _text(own[column])
-    return _json(own)
+    if [*item] == [column]:
+        return _text(item[column])
+    return _json(item)
 
 
 def _answer(row: Json, run: Json) -> str:

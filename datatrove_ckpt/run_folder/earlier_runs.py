@@ -97,9 +97,9 @@ def check_job(plan: RunPlan, dry_run: bool = False) -> list[WrongMarker]:
                     "output) for the new one."
                 )
             continue
-        found = _compare_checkpoints(runner, completed, dry_run)
-        wrong += [WrongMarker(plan, rank, text) for rank, text in found.items()]
-        completed = [rank for rank in completed if rank not in found]
+        faults = _compare_checkpoints(runner, completed, dry_run)
+        wrong += [WrongMarker(plan, rank, text) for rank, text in faults.items()]
+        completed = [rank for rank in completed if rank not in faults]
     return wrong
 
 
@@ -142,31 +142,33 @@ def _compare_markers(runner: RunnerPlan, folder: Path, skipped: list[int]) -> di
         EarlierRuns(step, identity)
     # A retry takes dead letters with any settings, but each rank its own.
     is_retry = step.retry_dead_letters
-    found = compare_job(folder, identity, None if len(ranks) == plan.tasks else ranks, is_retry)
+    comparison = compare_job(
+        folder, identity, None if len(ranks) == plan.tasks else ranks, is_retry
+    )
     if step.checkpoints_remote_dir:
-        others = compare_mirrored_job(step.checkpoints_remote_dir, folder, identity, is_retry)
-        found.by_rank |= others.by_rank
-        found.empty += others.empty
-    kept = [rank for rank in skipped if rank not in found.empty]
-    if found.changes:
+        mirrored = compare_mirrored_job(step.checkpoints_remote_dir, folder, identity, is_retry)
+        comparison.by_rank |= mirrored.by_rank
+        comparison.empty += mirrored.empty
+    marked = [rank for rank in skipped if rank not in comparison.empty]
+    if comparison.changes:
         advice = ""
-        done = [rank for rank in found.ranks if rank in kept]
+        done = [rank for rank in comparison.ranks if rank in marked]
         if done:
             advice = (
                 f"Finished with the old settings: {name_tasks(done)}. What is finished stays as it "
                 "is. "
             )
-        may_mix = not found.is_layout and len(kept) < len(ranks)
+        may_mix = not comparison.is_layout and len(marked) < len(ranks)
         if not (step.accept_changes and may_mix):
-            if len(kept) == len(ranks):
+            if len(marked) == len(ranks):
                 advice = (
                     "All tasks are finished, so the new settings would change no output any more. "
                     "For dead letters alone, retry_dead_letters takes the new settings. "
                 )
-            raise refuse_changes(folder, found, advice, may_mix)
+            raise refuse_changes(folder, comparison, advice, may_mix)
         if advice:
             logger.warning(advice)
-    missing = [rank for rank in kept if not (rank_folder(folder, rank) / RUN).exists()]
+    missing = [rank for rank in marked if not (rank_folder(folder, rank) / RUN).exists()]
     if missing:
         markers = plan.logging_dir.resolve_paths("completions")
         mirror = step.checkpoints_remote_dir
@@ -183,16 +185,16 @@ def _compare_markers(runner: RunnerPlan, folder: Path, skipped: list[int]) -> di
         )
     wrong = {}
     for rank in skipped:
-        if rank in found.empty:
-            why = "did nothing yet, and its settings have changed"
+        if rank in comparison.empty:
+            reason = "did nothing yet, and its settings have changed"
         elif is_finished(rank_folder(folder, rank)):
             continue
         else:
-            why = "is not finished"
+            reason = "is not finished"
         marker = plan.logging_dir.resolve_paths(f"completions/{rank:05d}")
         wrong[rank] = (
             f"Task {rank} is marked as complete ({marker}), but its checkpoint "
-            f"{folder}/{rank:05d} {why}."
+            f"{folder}/{rank:05d} {reason}."
         )
     return wrong
 
@@ -217,7 +219,7 @@ def check_inputs_unchanged(plan: RunPlan) -> None:
             step before the runner.
         OSError: the input cannot be listed.
     """
-    for runner, root in plan.kept:
+    for runner, root in plan.with_checkpoints:
         records: dict[int, ShardRecord] = {}
         # The number of tasks is refused elsewhere, with a better message.
         if recorded_settings(root).get("tasks") == plan.tasks:
@@ -231,7 +233,7 @@ def check_inputs_unchanged(plan: RunPlan) -> None:
             _check_steps(runner.before, records)
         if plan.waits:
             continue  # another executor has yet to create the input
-        readers = [one for one in runner.before if isinstance(one, BaseDiskReader)]
+        readers = [step for step in runner.before if isinstance(step, BaseDiskReader)]
         records = {
             rank: record for rank, record in records.items() if len(record.readers) == len(readers)
         }
@@ -264,19 +266,19 @@ def _check_steps(pipeline: Sequence[object], records: dict[int, ShardRecord]) ->
     if ranks:
         lines = "\n  ".join(changed[ranks[0]])
         raise CheckpointMismatch(
-            f"The steps before InferenceRunner are not those through which {_who(ranks)} read the "
-            f"input:\n  {lines}\n"
-            "A finished task is not run again, so its output would stay that of the old steps. Put "
-            "the steps back, or process the new input as another run.",
+            "The steps before InferenceRunner are not those through which "
+            f"{_describe_ranks(ranks)} read the input:\n  {lines}\nA finished task is not run "
+            "again, so its output would stay that of the old steps. Put the steps back, or "
+            "process the new input as another run.",
             starts_over="with old results",
         )
 
 
-def _who(ranks: Sequence[int]) -> str:
-    others = len(ranks) - 1
-    if not others:
+def _describe_ranks(ranks: Sequence[int]) -> str:
+    further = len(ranks) - 1
+    if not further:
         return f"task {ranks[0]} has"
-    return f"task {ranks[0]} and {plural(others, 'other finished task')} have"
+    return f"task {ranks[0]} and {plural(further, 'other finished task')} have"
 
 
 def _check_reader(
@@ -291,17 +293,17 @@ def _check_reader(
     is_dataset = isinstance(reader, HuggingFaceDatasetReader)
     if not is_dataset or reader.load_from_disk or reader.streaming:
         inputs = list_input(reader)
-    now = then = {file.name: file for record in records.values() for file in record.files}
+    current = recorded = {file.name: file for record in records.values() for file in record.files}
     if inputs is not None:
-        known = [index for index, name in enumerate(inputs.names) if name in then]
-        now = {file.name: file for file in sample_files(inputs, known)}
-        unread = sorted({*listed} - {*inputs.names} - then.keys())
+        indexes = [index for index, name in enumerate(inputs.names) if name in recorded]
+        current = {file.name: file for file in sample_files(inputs, indexes)}
+        unread = sorted({*listed} - {*inputs.names} - recorded.keys())
         if unread and not any(record.limited for record in records.values()):
             raise InputError(
                 f"The input file {unread[0]!r} in {reader.data_folder.path} is gone since this run "
                 "began, and no task has read it. Put it back, and process it as another run."
             )
-    changed = {name: _difference(file, now.get(name)) for name, file in then.items()}
+    changed = {name: _difference(file, current.get(name)) for name, file in recorded.items()}
     changed = {name: text for name, text in changed.items() if text}
     without = {"path_columns": False, "delimiter": ","}  # a record has what is set
     options_now = without | options_of(reader)
@@ -321,7 +323,7 @@ def _check_reader(
             if record.limited:
                 names = names[: len(record.files)]
             would_read = set(names)
-        changed |= dict.fromkeys(would_read - then.keys(), "was not read then")
+        changed |= dict.fromkeys(would_read - recorded.keys(), "was not read then")
         differing = {
             name: f"{value!r} -> {options_now[name]!r}"
             for name, value in (without | record.options).items()
@@ -336,7 +338,7 @@ def _check_reader(
             lines[_NAMED_FILES:] = [f"  and {len(lines) - _NAMED_FILES} more"]
         lines += [f"  {name}: {text}" for name, text in options.items()]
         raise CheckpointMismatch(
-            f"The input in {reader.data_folder.path} is not what {_who(ranks)} read:\n"
+            f"The input in {reader.data_folder.path} is not what {_describe_ranks(ranks)} read:\n"
             + "\n".join(lines or ["  the files are dealt out to the tasks in another order"])
             + "\nA finished task is not run again, so its output would stay that of the old input. "
             "Put the input back, or process the new one as another run.",
@@ -344,7 +346,9 @@ def _check_reader(
         )
     # Samples do not show an edit in the middle of a long file that keeps its size.
     touched = sum(
-        file.modified != now[name].modified for name, file in then.items() if name not in changed
+        file.modified != current[name].modified
+        for name, file in recorded.items()
+        if name not in changed
     )
     if touched:
         logger.warning(
@@ -354,12 +358,12 @@ def _check_reader(
         )
 
 
-def _difference(then: FileRecord, now: FileRecord | None) -> str:
-    if now is None or now.size == MISSING:
+def _difference(recorded: FileRecord, current: FileRecord | None) -> str:
+    if current is None or current.size == MISSING:
         return "is gone"
-    if then.size != now.size:
-        return f"had {then.size} bytes, has {now.size}"
-    if then.sample and now.sample and then.sample != now.sample:
+    if recorded.size != current.size:
+        return f"had {recorded.size} bytes, has {current.size}"
+    if recorded.sample and current.sample and recorded.sample != current.sample:
         return _OTHER_CONTENT
     return ""
 
@@ -384,7 +388,7 @@ def compare_outputs(plan: RunPlan) -> None:
     Raises:
         CkptError: see ``check_output_of_run``.
     """
-    for runner, root in plan.kept:
+    for runner, root in plan.with_checkpoints:
         # Ranks elsewhere, or with a mirror, may have checkpoints that are invisible here;
         # checkpoints of jobs are visible.
         first_starts: Iterable[int] = ()
@@ -435,10 +439,10 @@ def check_output_of_run(
         raise CommitsDamaged(error.log, error.damage, logging_dir) from None
     committed = folder.by_name(commits.values())
     policy = retrying.HUB_PROBE if runner.plan.for_doctor else None
-    found = folder.look(committed, policy=policy)
-    folder.refuse_lost(committed, found)
+    listing = folder.look(committed, policy=policy)
+    folder.refuse_lost(committed, listing)
     for rank in first_starts:
-        if not found.by_rank[rank]:
+        if not listing.by_rank[rank]:
             continue
         # Checked again: a rank that started since may have written the files.
         rank_files = rank_folder(checkpoints, rank)
@@ -448,12 +452,12 @@ def check_output_of_run(
 
             has_started = bool(VersionStore(f"{mirror}/{rank_files.name}").all_versions())
         if not has_started:
-            folder.refuse_foreign(rank, found)
+            folder.refuse_foreign(rank, listing)
     for rank_commits in commits.values():
         is_complete = rank_commits.is_finished
         if is_complete or rank_commits.has_run:
-            folder.refuse_foreign(rank_commits.rank, found, rank_commits, is_complete)
-    for rank in sorted(found.by_rank):
+            folder.refuse_foreign(rank_commits.rank, listing, rank_commits, is_complete)
+    for rank in sorted(listing.by_rank):
         if rank >= tasks:
-            folder.refuse_foreign(rank, found)
+            folder.refuse_foreign(rank, listing)
     return job

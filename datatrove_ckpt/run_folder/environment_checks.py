@@ -92,7 +92,9 @@ def check_environment(plan: RunPlan) -> Iterator[Finding]:
         if not plan.for_doctor:
             yield from run_check(f"{place}input", refuse_input, plan, index, step)
         elif isinstance(step, BaseReader):
-            yield from run_check(f"{place}input", check_input, step, plan, sample, what="readable")
+            yield from run_check(
+                f"{place}input", check_input, step, plan, sample, property_name="readable"
+            )
         if index not in runners:
             continue
         runner = runners[index]
@@ -106,7 +108,7 @@ def check_environment(plan: RunPlan) -> Iterator[Finding]:
                 yield from _costs(runner.step, sample)
             yield from run_check(f"{place}monitoring", runner.step.monitoring.check_packages)
         for subject, check in (("checkpoints", _check_checkpoints), ("output", _check_output)):
-            yield from run_check(f"{place}{subject}", check, runner, what="reachable")
+            yield from run_check(f"{place}{subject}", check, runner, property_name="reachable")
         if plan.for_doctor:
             yield from run_check(f"{place}output", _check_writer, runner, sample)
             remote = runner.step.checkpoints_remote_dir
@@ -327,9 +329,12 @@ def _check_answer(
         return Finding("warning", "endpoint", text)
     if model in answer.models:
         context = answer.models[model]
-        asked = max_tokens_of(config.default_generation_params)
-        if isinstance(context, int) and asked >= context:
-            text = f"max_tokens is {asked}, and max_model_len of {answer.url} {context}: lower it."
+        max_tokens = max_tokens_of(config.default_generation_params)
+        if isinstance(context, int) and max_tokens >= context:
+            text = (
+                f"max_tokens is {max_tokens}, and max_model_len of {answer.url} {context}: lower "
+                "it."
+            )
             return Finding("problem", "endpoint", text)
         return Finding("ok", "endpoint", f"{answer.url} answers, and serves {model}.")
     listed = first_names([*answer.models], 5) or "none"

@@ -46,7 +46,10 @@ def estimate(amounts: Sequence[float], sizes: Sequence[float], total: float) -> 
         return Estimate(value, value, value)
     if count == 1:
         return Estimate(ratio * total, 0.0, math.inf)
-    squares = sum((amount - ratio * own) ** 2 for amount, own in zip(amounts, sizes, strict=True))
+    squares = sum(
+        (amount - ratio * document_size) ** 2
+        for amount, document_size in zip(amounts, sizes, strict=True)
+    )
     error = math.sqrt(squares / (count - 1) / count) / (size / count)
     factor = 1 + _STANDARD_ERRORS * error / ratio
     return Estimate(ratio * total, ratio * total / factor, ratio * total * factor)

@@ -150,7 +150,7 @@ def export(place: RunLocation, target: str) -> tuple[int, VerifyReport]:
 
 def _refuse_changes(place: RunLocation) -> VerifyReport:
     report = verify(place)
-    wrong = [one for one in report.problems if one.kind in _OTHER_DOCUMENTS]
+    wrong = [problem for problem in report.problems if problem.kind in _OTHER_DOCUMENTS]
     if wrong:
         more = f" ({len(wrong)} such problems; datatrove-ckpt verify lists them)"
         raise errors.OutputMismatch(f"Nothing was exported. {wrong[0]}{more if wrong[1:] else ''}")
@@ -164,9 +164,9 @@ def _named(target: str) -> Iterator[None]:
     except errors.CkptError:
         raise
     except Exception as error:  # of datasets, of the hub, of a disk
-        why = isinstance(error, ImportError) and missing_package(str(error))
+        missing = isinstance(error, ImportError) and missing_package(str(error))
         raise errors.OutputFailed(
-            f"{target} was not written: {why or failure_line(error)}"
+            f"{target} was not written: {missing or failure_line(error)}"
         ) from error
 
 
@@ -175,14 +175,14 @@ def _write_lines(place: RunLocation, path: Path) -> int:
     with path.open("wb") as target:
         for folder, committed, _ in committed_files(place):
             name = committed.path
-            known = format_of_file(name)
-            if known is not JSONL:  # not by pandas, which rounds numbers
+            file_format = format_of_file(name)
+            if file_format is not JSONL:  # not by pandas, which rounds numbers
                 for row in read_rows(folder, name, with_media=True):
                     options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
                     target.write(orjson.dumps(for_orjson(row), default=str, option=options))
                     count += 1
                 continue
-            with known.open(folder, name) as file:
+            with file_format.open(folder, name) as file:
                 for block in iter(partial(file.read, _BLOCK), b""):
                     target.write(block)
                     count += block.count(b"\n")
@@ -214,39 +214,39 @@ def _columns_of_tables(files: Iterable[Committed]) -> Iterator[tuple[str, DataTy
 
 def _tables(files: Sequence[Committed], schema: Schema) -> Iterator[Table]:
     """Yields the rows as row groups of a usual size, also where files are small or have media."""
-    some: list[Table] = []
+    group: list[Table] = []
     for folder, committed, _ in files:
         with PARQUET.open(folder, committed.path) as file, pq.ParquetFile(file) as parquet:
             size = 10 if "media" in parquet.schema_arrow.names else _ROWS
             for batch in parquet.iter_batches(size):
-                some.append(_with_schema(batch, schema))
-                if sum(one.num_rows for one in some) >= _ROWS or (
-                    sum(one.nbytes for one in some) >= _GROUP
+                group.append(_with_schema(batch, schema))
+                if sum(table.num_rows for table in group) >= _ROWS or (
+                    sum(table.nbytes for table in group) >= _GROUP
                 ):
-                    yield pa.concat_tables(some)
-                    some = []
-    if some:
-        yield pa.concat_tables(some)
+                    yield pa.concat_tables(group)
+                    group = []
+    if group:
+        yield pa.concat_tables(group)
 
 
 def _with_schema(batch: Table, schema: Schema) -> Table:
     columns = []
-    for one in schema:
-        if one.name not in batch.schema.names:
-            columns.append(pa.nulls(batch.num_rows, one.type))
+    for field in schema:
+        if field.name not in batch.schema.names:
+            columns.append(pa.nulls(batch.num_rows, field.type))
             continue
-        column = batch.column(one.name)
-        if not column.type.equals(one.type):
+        column = batch.column(field.name)
+        if not column.type.equals(field.type):
             try:
-                column = column.cast(one.type)
+                column = column.cast(field.type)
             except pa.ArrowException:  # such as a struct with fields in another order
-                column = to_arrow(one.type, column.to_pylist())
+                column = to_arrow(field.type, column.to_pylist())
         columns.append(column)
     return pa.Table.from_arrays(columns, schema=schema)
 
 
 def _table(rows: Sequence[Json], schema: Schema) -> Table:
-    columns = [to_arrow(one.type, [row.get(one.name) for row in rows]) for one in schema]
+    columns = [to_arrow(field.type, [row.get(field.name) for row in rows]) for field in schema]
     return pa.Table.from_arrays(columns, schema=schema)
 
 

@@ -69,7 +69,7 @@ class FilesystemTraits(NamedTuple):
 
 
 def find_mount(path: Path, mounts: str) -> Mount | None:
-    found = None
+    deepest = None
     for line in mounts.splitlines():
         fields = line.split(" ")
         if len(fields) < 4:
@@ -77,10 +77,10 @@ def find_mount(path: Path, mounts: str) -> Mount | None:
         point = Path(fields[1].replace("\\040", " "))
         mount = Mount(point, fields[2], fields[0], frozenset(fields[3].split(",")))
         # The later mount at a point counts.
-        is_deeper = found is None or point.is_relative_to(found.point)
+        is_deeper = deepest is None or point.is_relative_to(deepest.point)
         if is_deeper and path.is_relative_to(point):
-            found = mount
-    return found
+            deepest = mount
+    return deepest
 
 
 def traits(mount: Mount | None) -> FilesystemTraits:
@@ -112,7 +112,9 @@ def traits(mount: Mount | None) -> FilesystemTraits:
                 "It is mounted without flock: mount it with -o flock, or two processes for a task "
                 "notice each other late."
             )
-        elif mount.kind == "nfs" and not any(one.startswith("vers=4") for one in mount.options):
+        elif mount.kind == "nfs" and not any(
+            option.startswith("vers=4") for option in mount.options
+        ):
             concern = (
                 "Locks of NFS 3 need lockd (NLM) on the server and are lost when it restarts; NFS "
                 "4 has its own."

@@ -57,17 +57,17 @@ def run_check(
     subject: str,
     check: Callable[..., Iterable[Finding] | None],
     *arguments: object,
-    what: str = "checked",
+    property_name: str = "checked",
 ) -> Iterator[Finding]:
     """Makes a check. An error that it raises is a problem."""
     try:
-        for found in check(*arguments) or ():
-            yield replace(found, subject=found.subject or subject)
+        for finding in check(*arguments) or ():
+            yield replace(finding, subject=finding.subject or subject)
     except Exception as error:  # a list of all problems is worth more than the traceback of one
         text = f"this could not be checked: {failure_line(error)}."
         if isinstance(error, CkptError):
             text = str(error)
-        yield Finding("problem", what, text, subject, error)
+        yield Finding("problem", property_name, text, subject, error)
 
 
 def with_timeout(function: Callable[[], T], place: str) -> T:

@@ -49,18 +49,18 @@ def check_input(reader: BaseReader, plan: RunPlan, sample: list[Document]) -> It
     if not isinstance(reader, BaseDiskReader):
         yield Finding("ok", "readable", "is not read: only readers of files are tested.")
         return
-    where = reader.data_folder.resolve_paths("")
+    location = reader.data_folder.resolve_paths("")
     is_dataset = isinstance(reader, HuggingFaceDatasetReader)
     tried = reader
     if is_dataset:
         tried = reader.preview()
-    inputs = with_timeout(partial(list_files, setting_name("data_folder"), tried), where)
+    inputs = with_timeout(partial(list_files, setting_name("data_folder"), tried), location)
     names = list(inputs.names)
     if isinstance(reader, BatchReader) and reader.data_folder.is_local():
         reader.check()
     documents: list[Document] = []
     refused: dict[int, NoDocuments] = {}
-    with_timeout(partial(_read_some, tried, len(names), documents, refused), where)
+    with_timeout(partial(_read_some, tried, len(names), documents, refused), location)
     if not is_dataset:
         for first in range(min(len(names), tasks)):
             if refused.keys() >= set(range(first, len(names), tasks)):
@@ -69,25 +69,25 @@ def check_input(reader: BaseReader, plan: RunPlan, sample: list[Document]) -> It
             raise next(iter(refused.values()))
     if not documents:
         if not any(map(inputs.size, range(min(len(names), _TRIED_FILES)))):
-            yield Finding("warning", "readable", f"{where}: the first files are empty.")
+            yield Finding("warning", "readable", f"{location}: the first files are empty.")
             return
         advice = "Check the path of the input, its pattern, and text_key."
         # File systems and decompressors raise anything; the check reports what it knows.
         with suppress(Exception):
             text = explain(tried, names[0])  # of datatrove's own readers; ours do it themselves
             advice = f"{names[0]!r}: {text}" if text else advice
-        text = f"{where} holds no documents for this reader. {advice}"
+        text = f"{location} holds no documents for this reader. {advice}"
         yield Finding("problem", "readable", text)
         return
     if not sample:
         sample += documents
-    text = f"{where}: the first {plural(len(documents), 'document')} read."
+    text = f"{location}: the first {plural(len(documents), 'document')} read."
     yield Finding("ok", "readable", text)
     if refused:
-        shown = ", ".join(repr(names[index]) for index in list(refused)[:_TRIED_FILES])
+        examples = ", ".join(repr(names[index]) for index in list(refused)[:_TRIED_FILES])
         text = (
-            f"{plural(len(refused), 'file')} will give no document: {shown}. Correct or move what "
-            "is no input."
+            f"{plural(len(refused), 'file')} will give no document: {examples}. Correct or move "
+            "what is no input."
         )
         yield Finding("warning", "files", text)
     state: FindingState = "ok"
@@ -126,14 +126,16 @@ def refuse_input(plan: RunPlan, index: int, step: object) -> None:
             return
     if hasattr(step, "glob_pattern"):
         plan.listed[step] = list_files(place, step).names
-        if isinstance(step, BatchReader) and not any(root.exists() for _, root in plan.kept):
+        if isinstance(step, BatchReader) and not any(
+            root.exists() for _, root in plan.with_checkpoints
+        ):
             step.check()
     elif not folder.isdir(""):  # of the media that documents name
         raise ConfigError(f'{place}: "{folder.path}" is not a folder.')
 
 
-def list_files(place: str, reader: BaseDiskReader) -> InputFiles:
-    """Lists the input of a reader. ``place`` names the reader's setting in errors.
+def list_files(setting: str, reader: BaseDiskReader) -> InputFiles:
+    """Lists the input of a reader. ``setting`` names the reader's setting in errors.
 
     Raises:
         ConfigError: the folder is missing, no file matches, or a package for a compression is
@@ -141,31 +143,31 @@ def list_files(place: str, reader: BaseDiskReader) -> InputFiles:
         InputError: a file is a pointer of Git LFS.
     """
     folder = reader.data_folder
-    where = f'{place}: "{folder.resolve_paths("")}"'
+    location = f'{setting}: "{folder.resolve_paths("")}"'
     if folder.is_local() and not reader.paths_file and not folder.isdir(""):
-        raise ConfigError(f"{where} is not a folder.")
+        raise ConfigError(f"{location} is not a folder.")
     try:
         inputs = list_input(reader)
     except FileNotFoundError as error:
         raise ConfigError(
-            f"{where} is not there, or this account may not see it: {failure_line(error)}"
+            f"{location} is not there, or this account may not see it: {failure_line(error)}"
         ) from error
     if not inputs.names:
         pattern = ""
         if reader.glob_pattern:
             pattern = f' that match "{reader.glob_pattern}"'
-        raise ConfigError(f"{where} contains no files{pattern}.")
+        raise ConfigError(f"{location} contains no files{pattern}.")
     if folder.is_local():
         refuse_pointers(inputs)
     for name in inputs.names:
         advice = missing_codec(getattr(reader, "compression", None), name)
         if advice:
-            raise ConfigError(f'{where}: "{name}" cannot be read: {advice}')
+            raise ConfigError(f'{location}: "{name}" cannot be read: {advice}')
     return inputs
 
 
 def _read_some(
-    reader: BaseDiskReader, files: int, found: list[Document], refused: dict[int, NoDocuments]
+    reader: BaseDiskReader, files: int, collected: list[Document], refused: dict[int, NoDocuments]
 ) -> None:
     """Adds the first documents, file after file, and the files without documents to ``refused``.
 
@@ -174,19 +176,23 @@ def _read_some(
     """
     deadline = time.monotonic() + _SAMPLE_SECONDS
     for rank in range(files):
-        if not found and (
+        if not collected and (
             len(refused) == _TRIED_FILES or (rank >= _TRIED_FILES and time.monotonic() > deadline)
         ):
             return
-        one = copy.deepcopy(reader)
-        InputFolder.give(one)
+        reader_copy = copy.deepcopy(reader)
+        InputFolder.give(reader_copy)
         try:
-            with closing(one.run(None, rank=rank, world_size=files)) as documents:
+            with closing(reader_copy.run(None, rank=rank, world_size=files)) as documents:
                 for document in documents:
-                    if found and (len(found) == _SAMPLE_DOCUMENTS or time.monotonic() > deadline):
+                    if collected and (
+                        len(collected) == _SAMPLE_DOCUMENTS or time.monotonic() > deadline
+                    ):
                         return
-                    found.append(document)
+                    collected.append(document)
         except NoDocuments as error:
             refused[rank] = error
-        if found and one.limit >= 0:  # it counts for a task, which has more files than one
+        if (
+            collected and reader_copy.limit >= 0
+        ):  # it counts for a task, which has more files than one
             return

@@ -38,18 +38,18 @@ def doctor(executor: PipelineExecutor) -> list[Finding]:
     """
     plan = RunPlan(executor, for_doctor=True)
     with log_disabled("datatrove", "datatrove_ckpt"):
-        found = list(check_environment(plan))
+        findings = list(check_environment(plan))
         is_reached = not any(
             (finding.state, finding.what) == ("problem", "reachable")
             and finding.subject.endswith("output")
-            for finding in found
+            for finding in findings
         )
-        return [*found, *run_check("job", _doctor_earlier_runs, plan, is_reached)]
+        return [*findings, *run_check("job", _doctor_earlier_runs, plan, is_reached)]
 
 
 def _doctor_earlier_runs(plan: RunPlan, with_output: bool) -> Iterator[Finding]:
     """Compares the job with earlier runs, unless a run would restore from a mirror first."""
-    for runner, root in plan.kept:
+    for runner, root in plan.with_checkpoints:
         mirror = runner.step.checkpoints_remote_dir
         if mirror is None:
             continue
@@ -79,18 +79,18 @@ def comparisons(plan: RunPlan, with_output: bool = True) -> Iterator[Finding]:
         checks.append(("output", "reachable", check_hub))
     if with_output:
         checks.append(("output", "of earlier runs", earlier_runs.compare_outputs))
-    for subject, what, check in checks:
-        found = [*run_check(subject, check, plan, what=what)]
-        yield from found or [Finding("ok", what, "nothing differs.", subject)]
+    for subject, property_name, check in checks:
+        findings = [*run_check(subject, check, plan, property_name=property_name)]
+        yield from findings or [Finding("ok", property_name, "nothing differs.", subject)]
 
 
 def _find_markers(plan: RunPlan) -> Iterator[Finding]:
-    found = earlier_runs.check_job(plan, plan.for_doctor)
-    if found:
-        text = f"{found[0].text} A run removes the marker and runs the task."
-        if len(found) > 1:
-            text += f" There are {len(found)} such tasks."
-        yield Finding("warning", "earlier runs", text, markers=found)
+    markers = earlier_runs.check_job(plan, plan.for_doctor)
+    if markers:
+        text = f"{markers[0].text} A run removes the marker and runs the task."
+        if len(markers) > 1:
+            text += f" There are {len(markers)} such tasks."
+        yield Finding("warning", "earlier runs", text, markers=markers)
 
 
 # What a run does with findings --------------------------------------------------------------------
@@ -111,7 +111,7 @@ def check_before_run(plan: RunPlan) -> None:
     _refuse(check_environment(plan))
     wrong = _refuse(comparisons(plan))
     note_steps(plan)
-    for runner, root in plan.kept:
+    for runner, root in plan.with_checkpoints:
         record_output_folder(root, runner.step.output_writer.output_folder.resolve_paths(""))
         runner.step.limits.note(root)
         mirror = runner.step.checkpoints_remote_dir
@@ -181,7 +181,7 @@ def check_after_run(plan: RunPlan) -> dict[Path, JobTotals]:
     want = Include.COMMITS | Include.HISTORY | Include.LETTERS
     ended_early = plan.limit_reached() is not None
     jobs = {}
-    for runner, root in plan.kept:
+    for runner, root in plan.with_checkpoints:
         mirror = runner.step.checkpoints_remote_dir
         if ended_early and mirror and runner.copy is None:  # other nodes' tasks have no marker
             restore.restore_outdated(mirror, root, range(plan.tasks))

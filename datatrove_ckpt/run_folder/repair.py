@@ -67,24 +67,24 @@ class RankRepair:
     """The repair of one rank.
 
     Attributes:
-        before: the log as it was read; None: it is damaged.
-        kept: the commits to keep, in the order of the lines.
+        original: the log as it was read; None: it is damaged.
+        commits_to_keep: the commits to keep, in the order of the lines.
         commits: the commits to take back.
-        stuck: chunks that cannot be redone, because they would not end where the next chunk starts.
-        letters: ranges of bytes in the dead letters file that belong to commits that are not kept.
+        not_redoable: chunks that would not end where the next chunk starts, so they stay.
+        dead_letter_ranges: ranges of bytes in the dead letters file without a commit to keep.
     """
 
     rank: RankSummary
-    before: dict[int, Commit] | None
-    kept: list[Commit] = field(default_factory=list)
+    original: dict[int, Commit] | None
+    commits_to_keep: list[Commit] = field(default_factory=list)
     commits: list[Commit] = field(default_factory=list)
-    stuck: list[int] = field(default_factory=list)
-    letters: list[tuple[int, int]] = field(default_factory=list)
+    not_redoable: list[int] = field(default_factory=list)
+    dead_letter_ranges: list[tuple[int, int]] = field(default_factory=list)
 
     @property
-    def letters_end(self) -> int:
+    def dead_letters_end(self) -> int:
         """Bytes of the dead letters file that stay."""
-        sizes = [commit.dead_letters_size for commit in self.kept if commit.counts.dead]
+        sizes = [commit.dead_letters_size for commit in self.commits_to_keep if commit.counts.dead]
         return max(sizes, default=0)
 
 
@@ -103,13 +103,13 @@ def plan_rebuild(rank: RankSummary) -> RankRepair:
     commits: dict[int, Commit] = {}
     for commit in whole:
         commits.setdefault(commit.chunk_index, commit)
-    kept = set()
+    proved = set()
     for _, commit, fits in _gaps(rank, commits):
         if not fits:
             break
-        kept.add(commit.chunk_index)
-    redo = RankRepair(rank, None, [commit for index, commit in commits.items() if index in kept])
-    redo.letters = [*_foreign_letters(rank, redo.kept)]
+        proved.add(commit.chunk_index)
+    redo = RankRepair(rank, None, [commit for index, commit in commits.items() if index in proved])
+    redo.dead_letter_ranges = [*_foreign_dead_letters(rank, redo.commits_to_keep)]
     return redo
 
 
@@ -124,18 +124,18 @@ def plan_redo(rank: RankSummary, to_redo: set[int]) -> RankRepair:
     """
     log = read_commits(rank.commits_file)
     redo = RankRepair(rank, log)
-    rest = {index: commit for index, commit in log.items() if index not in to_redo}
-    for chunks, _, fits in _gaps(rank, rest):
+    remaining = {index: commit for index, commit in log.items() if index not in to_redo}
+    for chunks, _, fits in _gaps(rank, remaining):
         if not fits:
-            redo.stuck += chunks
-    to_redo = to_redo.difference(redo.stuck)
+            redo.not_redoable += chunks
+    to_redo = to_redo.difference(redo.not_redoable)
     for index, commit in log.items():
         if index in to_redo:
             redo.commits.append(commit)
         else:
-            redo.kept.append(commit)
+            redo.commits_to_keep.append(commit)
     if any(commit.counts.dead for commit in redo.commits):
-        redo.letters = [*_foreign_letters(rank, redo.kept)]
+        redo.dead_letter_ranges = [*_foreign_dead_letters(rank, redo.commits_to_keep)]
     return redo
 
 
@@ -152,24 +152,24 @@ def _gaps(rank: RankSummary, commits: dict[int, Commit]) -> Iterator[tuple[range
         ordinal = commit.next_ordinal
 
 
-def _foreign_letters(rank: RankSummary, kept: list[Commit]) -> Iterator[tuple[int, int]]:
+def _foreign_dead_letters(rank: RankSummary, commits: list[Commit]) -> Iterator[tuple[int, int]]:
     """Yields the ranges of bytes of dead letters that belong to no commit to keep.
 
     Raises:
         CheckpointCorrupt: dead letters of a commit to keep are lost or damaged.
     """
     start = 0
-    for commit in kept:
-        found = b"".join(rank.dead_letters(start, commit.dead_letters_size))
-        letters = found.splitlines(keepends=True)
-        foreign = len(letters) - commit.counts.dead
-        if foreign < 0 or (found and found[-1:] not in b"\n "):
+    for commit in commits:
+        data = b"".join(rank.dead_letters(start, commit.dead_letters_size))
+        dead_letters = data.splitlines(keepends=True)
+        foreign = len(dead_letters) - commit.counts.dead
+        if foreign < 0 or (data and data[-1:] not in b"\n "):
             raise CheckpointCorrupt(
                 f"its dead letters are damaged in {rank.dead_letters_file}. Restore that file "
                 "from a copy."
             )
         if foreign:
-            yield start, start + len(b"".join(letters[:foreign]))
+            yield start, start + len(b"".join(dead_letters[:foreign]))
         start = commit.dead_letters_size
 
 
@@ -181,14 +181,14 @@ class RepairPlan:
     """The repair of a run.
 
     Attributes:
-        left: the problems that stay.
+        unrepaired: the problems that stay.
         markers: the ranks whose completion markers are removed.
         foreign: the problems of output files that may be another run's, and stay.
     """
 
     logging_dir: str | None = None
     redo: list[RankRepair] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
+    unrepaired: list[str] = field(default_factory=list)
     markers: list[int] = field(default_factory=list)
     foreign: list[Problem] = field(default_factory=list)
 
@@ -197,26 +197,26 @@ class RepairPlan:
         return [redo.rank for redo in self.redo]
 
     def describe(self) -> Iterator[str]:
-        yield from (f"not repaired: {text}" for text in self.left)
+        yield from (f"not repaired: {text}" for text in self.unrepaired)
         for redo in self.redo:
             rank = redo.rank
-            if redo.before is None:
+            if redo.original is None:
                 yield (
                     f"{rank.place}: rebuild {rank.commits_file} from the "
-                    f"{plural(len(redo.kept), 'commit')} that can be "
+                    f"{plural(len(redo.commits_to_keep), 'commit')} that can be "
                     "proved; all other chunks are processed again, and their requests are paid "
                     "again"
                 )
             for commit in redo.commits:
-                what = (
+                action = (
                     f"take back its commit, to have {plural(commit.counts.read, 'document')} "
                     "processed again"
                 )
                 if commit.counts.dead:
-                    what += f", {plural(commit.counts.dead, 'dead letter')} among them"
+                    action += f", {plural(commit.counts.dead, 'dead letter')} among them"
                 if commit.files:
-                    what += f"; remove {', '.join(file.path for file in commit.files)}"
-                yield f"{describe_chunk(*rank.key, commit.chunk_index)}: {what}"
+                    action += f"; remove {', '.join(file.path for file in commit.files)}"
+                yield f"{describe_chunk(*rank.key, commit.chunk_index)}: {action}"
         for problem in self.foreign:
             if problem.kind != "missing":
                 yield (
@@ -243,26 +243,26 @@ def make_plan(report: VerifyReport, logging_dir: str | None) -> RepairPlan:
     shared = {problem.path for problem in report.problems if problem.kind == "duplicate"}
     for rank in report.ranks:
         if rank.state == "running":
-            plan.left.append(
+            plan.unrepaired.append(
                 f"{rank.place}: a process works on it. Stop it, and run the same command again."
             )
         try:
             redo = _plan_rank(report, rank, concerned[rank.key], shared)
         except CheckpointError as error:
-            plan.left.append(f"{rank.place}: cannot be redone: {error}")
+            plan.unrepaired.append(f"{rank.place}: cannot be redone: {error}")
             continue
         if redo is None:
             continue
-        plan.left += [
+        plan.unrepaired += [
             f"{describe_chunk(*rank.key, index)}: cannot be redone: it was made before the input "
             "grew or records_per_chunk changed, and would not end where the next chunk starts. "
             f"Start this task over: remove {rank.folder} and its output."
-            for index in redo.stuck
+            for index in redo.not_redoable
         ]
-        if redo.before is None or redo.commits:
+        if redo.original is None or redo.commits:
             plan.redo.append(redo)
     redone = {(*redo.rank.key, commit.chunk_index) for redo in plan.redo for commit in redo.commits}
-    plan.left += [
+    plan.unrepaired += [
         str(problem)
         for problem in report.problems
         if not _can_redo(problem)
@@ -377,7 +377,7 @@ def apply_repair(plan: RepairPlan, report: VerifyReport) -> None:
             _claim(rank).take()
         for redo in plan.redo:
             path = redo.rank.commits_file
-            if redo.before is not None and redo.before != read_commits(path):
+            if redo.original is not None and redo.original != read_commits(path):
                 raise CheckpointMismatch(
                     f"{path} was changed by a run while its output was verified. Repair again."
                 )
@@ -387,7 +387,9 @@ def apply_repair(plan: RepairPlan, report: VerifyReport) -> None:
         for redo in plan.redo:
             # Dead letters behind the last to keep are cut off below, or by the next run.
             path = redo.rank.dead_letters_file
-            between = [place for place in redo.letters if place[0] < redo.letters_end]
+            between = [
+                place for place in redo.dead_letter_ranges if place[0] < redo.dead_letters_end
+            ]
             if between and path.exists():
                 files.disk.replace(path, _blanked(redo.rank, between, path.stat().st_size))
         names = [
@@ -397,28 +399,28 @@ def apply_repair(plan: RepairPlan, report: VerifyReport) -> None:
         remove_output(report.folder, [name for name in names if name not in keep])
         for redo in plan.redo:
             rank = redo.rank
-            letters_end = redo.letters_end
-            if redo.before is None:
+            dead_letters_end = redo.dead_letters_end
+            if redo.original is None:
                 # Files of lost commits are the rank's own, and unnamed now.
                 files.disk.remove(rank.folder / PUBLISHING)
             # From here on a run accepts only a log with the commits to keep.
-            _claim(rank).take(len(redo.kept))
+            _claim(rank).take(len(redo.commits_to_keep))
             if rank.last_chunk_file.exists():
                 files.disk.remove(rank.last_chunk_file)
                 files.disk.sync_dir(rank.last_chunk_file.parent)
-            if redo.before is None and rank.commits_file.exists():
+            if redo.original is None and rank.commits_file.exists():
                 with explained("read", rank.commits_file):
                     data = rank.commits_file.read_bytes()
                 files.disk.replace(files.free_name(rank.commits_file, ".damaged-"), data)
-            kept = [
-                replace(commit, dead_letters_size=min(commit.dead_letters_size, letters_end))
-                for commit in redo.kept
+            remaining = [
+                replace(commit, dead_letters_size=min(commit.dead_letters_size, dead_letters_end))
+                for commit in redo.commits_to_keep
             ]
             files.disk.replace(
-                rank.commits_file, b"".join(add_checksum(commit.to_json()) for commit in kept)
+                rank.commits_file, b"".join(add_checksum(commit.to_json()) for commit in remaining)
             )
-            if size_of(rank.dead_letters_file) > letters_end:
-                files.disk.truncate(rank.dead_letters_file, letters_end)
+            if size_of(rank.dead_letters_file) > dead_letters_end:
+                files.disk.truncate(rank.dead_letters_file, dead_letters_end)
 
 
 def _claim(rank: RankSummary) -> RunClaim:

@@ -71,18 +71,18 @@ class RunLocation:
             self.mirror.refresh()
 
 
-def is_config(what: str) -> bool:
-    if _URL.match(what):
+def is_config(argument: str) -> bool:
+    if _URL.match(argument):
         return False
-    path = Path(what)
+    path = Path(argument)
     return path.is_file() or (path.suffix in (".yaml", ".yml") and not path.exists())
 
 
 @contextmanager
 def open_location(
-    what: str,
+    argument: str,
     config: JsonObject | None = None,
-    wanted: Callable[[str, int], bool] = lambda name, size: True,
+    wants_file: Callable[[str, int], bool] = lambda name, size: True,
     overrides: Sequence[str] = (),
     output: str | None = None,
 ) -> Iterator[RunLocation]:
@@ -91,7 +91,7 @@ def open_location(
 
     Args:
         config: the content of the YAML file.
-        wanted: which files of a mirror are needed, by name and size in bytes.
+        wants_file: which files of a mirror are needed, by name and size in bytes.
         overrides: the overrides of the file, as the user typed them.
         output: the output folder, if the run's files name another.
 
@@ -100,73 +100,73 @@ def open_location(
         StorageFailed, CheckpointCorrupt: the mirror cannot be read.
     """
     if config is not None:
-        place, url = _named_by_config(what, config)
+        location, url = _named_by_config(argument, config)
     else:
-        place, url = _named(what)
-    place.given += overrides
-    place.named_output = output
+        location, url = _named(argument)
+    location.given += overrides
+    location.named_output = output
     if url is None:
-        yield place
+        yield location
         return
     from datatrove_ckpt.common.object_store import check_url  # fsspec is slow to import
     from datatrove_ckpt.mirror.restore import MirrorReader
 
     check_url("WHAT" if config is None else "checkpoints_remote_dir", url)
     with tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder:
-        place.folder = Path(folder)
+        location.folder = Path(folder)
         root = url.rstrip("/")
         below = default_mirror(f"{root}/logs")
         mirrors = [url] if config is not None else [url, below]
         for mirror in mirrors:
-            place.mirror = MirrorReader(mirror, place.folder, wanted)
-            place.what = place.mirror.url
-            name_copy(folder, place.what)
-            place.refresh()
-            if place.mirror.ranks:
+            location.mirror = MirrorReader(mirror, location.folder, wants_file)
+            location.what = location.mirror.url
+            name_copy(folder, location.what)
+            location.refresh()
+            if location.mirror.ranks:
                 break
         else:
             if config is not None:
-                raise _not_begun(place, f"{place.what}, its mirror")
+                raise _not_begun(location, f"{location.what}, its mirror")
             raise ConfigError(
                 f"{url} contains no mirror of a checkpoint: there is no folder like 00000 with a "
                 f"version in it, and none in {below}. Give the URL that checkpoints_remote_dir "
                 "names, or a run_folder."
             )
         if mirror != url:  # WHAT is a run folder
-            place.output = f"{root}/output"
-            place.logging_dir = f"{root}/logs"
-        yield place
+            location.output = f"{root}/output"
+            location.logging_dir = f"{root}/logs"
+        yield location
 
 
-def _named(what: str) -> tuple[RunLocation, str | None]:
+def _named(argument: str) -> tuple[RunLocation, str | None]:
     """Returns the location, and the mirror's URL if it is a mirror."""
-    place = RunLocation(what, Path(what), [what])
-    if _URL.match(what):
-        return place, what
-    root = place.folder
+    location = RunLocation(argument, Path(argument), [argument])
+    if _URL.match(argument):
+        return location, argument
+    root = location.folder
     if root.name == "checkpoints" and not root.exists():
         root = root.parent
     checkpoints = root / "checkpoints"
     with suppress(PermissionError):  # the command reports it later
         has_ranks = root.is_dir() and layout.rank_numbers(root)
         if checkpoints.is_dir() and not has_ranks:  # a run folder
-            place.what = str(checkpoints)
-            place.folder = checkpoints
+            location.what = str(checkpoints)
+            location.folder = checkpoints
             if (root / "output").is_dir():
-                place.output = str(root / "output")
+                location.output = str(root / "output")
             if (root / "logs").is_dir():
-                place.logging_dir = str(root / "logs")
+                location.logging_dir = str(root / "logs")
         elif (
             (root / "logs").is_dir()
             and not has_ranks
             and not (root / "executor.json").exists()  # datatrove's logging_dir
         ):
-            place.output = str(root / "output")
-            place.logging_dir = str(root / "logs")
-            raise _not_begun(place, checkpoints)
-    if place.folder.is_dir() and looks_like_mirror(place.folder):
-        return place, place.what
-    return place, None
+            location.output = str(root / "output")
+            location.logging_dir = str(root / "logs")
+            raise _not_begun(location, checkpoints)
+    if location.folder.is_dir() and looks_like_mirror(location.folder):
+        return location, location.what
+    return location, None
 
 
 def looks_like_mirror(folder: Path) -> bool:
@@ -186,35 +186,37 @@ def looks_like_mirror(folder: Path) -> bool:
 
 
 @contextmanager
-def restored(place: RunLocation) -> Iterator[RunLocation]:
+def restored(location: RunLocation) -> Iterator[RunLocation]:
     """Yields a location to change: for a mirror, a temporary folder with all ranks restored; else
-    ``place`` itself.
+    ``location`` itself.
     """
-    if place.mirror is None:
-        yield place
+    if location.mirror is None:
+        yield location
         return
     from datatrove_ckpt.mirror.restore import restore_ranks  # fsspec is slow to import
 
     with tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder:
-        name_copy(folder, place.what)
-        restore_ranks(place.mirror.url, place.mirror.ranks, Path(folder))
-        yield replace(place, folder=Path(folder))
+        name_copy(folder, location.what)
+        restore_ranks(location.mirror.url, location.mirror.ranks, Path(folder))
+        yield replace(location, folder=Path(folder))
 
 
-def upload(place: RunLocation, ranks: list[RankSummary]) -> None:
+def upload(location: RunLocation, ranks: list[RankSummary]) -> None:
     """Uploads the changed ranks, if they were restored from a mirror.
 
     The same command continues after a failure.
     """
-    if place.mirror is None:
+    if location.mirror is None:
         return
     from datatrove_ckpt.mirror.restore import upload_rank  # fsspec is slow to import
 
     for rank in {rank.key: rank for rank in ranks}.values():
-        upload_rank(f"{place.mirror.url}/{rank.folder.relative_to(place.folder)}", rank.folder)
+        upload_rank(
+            f"{location.mirror.url}/{rank.folder.relative_to(location.folder)}", rank.folder
+        )
 
 
-def cancel_batch(place: RunLocation, rank: Path, batch: Batch) -> str | None:
+def cancel_batch(location: RunLocation, rank: Path, batch: Batch) -> str | None:
     """Cancels a batch of a rank at its provider. Returns why the provider could not; "" if it
     could; None: it has forgotten the batch, which is given up.
     """
@@ -224,8 +226,8 @@ def cancel_batch(place: RunLocation, rank: Path, batch: Batch) -> str | None:
 
     problem = asyncio.run(cancel(batch))
     if problem is None:
-        with restored(place) as changed:
-            folder = changed.folder / rank.relative_to(place.folder)
+        with restored(location) as changed:
+            folder = changed.folder / rank.relative_to(location.folder)
             give_up(folder, batch.number)
             upload(changed, [RankSummary(folder)])
     return problem
@@ -249,7 +251,7 @@ def _named_by_config(path: str, config: JsonObject) -> tuple[RunLocation, str | 
     except ConfigError:  # it cannot be known on this node
         if remote is None:
             raise
-    place = RunLocation(
+    location = RunLocation(
         str(local),
         local or Path(),
         [path],
@@ -260,17 +262,17 @@ def _named_by_config(path: str, config: JsonObject) -> tuple[RunLocation, str | 
     )
     is_here = local is not None and local.is_dir() and layout.rank_numbers(local)
     if remote is not None and (runs_as_jobs or not is_here):
-        return place, remote
+        return location, remote
     if remote is not None:
         from datatrove_ckpt.mirror.restore import find_outdated
 
         # The folder's own reader reports damage.
         with suppress(OSError, ConfigError, CheckpointError):
-            if find_outdated(remote, place.folder):  # other nodes have worked on ranks
-                return place, remote
+            if find_outdated(remote, location.folder):  # other nodes have worked on ranks
+                return location, remote
     if not is_here:
-        raise _not_begun(place, f"{local}, its checkpoints_local_dir on this node")
-    return place, None
+        raise _not_begun(location, f"{local}, its checkpoints_local_dir on this node")
+    return location, None
 
 
 def _text(value: object) -> str | None:
@@ -288,19 +290,19 @@ def _runs_as_jobs(config: JsonObject) -> bool:
     return name in LAUNCHERS and LAUNCHERS[name].has_own_disks
 
 
-def _not_begun(place: RunLocation, where: object) -> ConfigError:
-    what = place.given[0]
-    if place.output and any(Path(place.output).glob("*")):
+def _not_begun(location: RunLocation, expected: object) -> ConfigError:
+    argument = location.given[0]
+    if location.output and any(Path(location.output).glob("*")):
         return ConfigError(
-            f"{what}: {place.output} holds files, but no task has a checkpoint in {where}. Move "
-            "the checkpoints back; or, with checkpoints_remote_dir, run the same command again, "
-            "which restores them; or start a new run in other folders."
+            f"{argument}: {location.output} holds files, but no task has a checkpoint in "
+            f"{expected}. Move the checkpoints back; or, with checkpoints_remote_dir, run the same "
+            "command again, which restores them; or start a new run in other folders."
         )
     hint = "A submitted job may wait in its queue."
-    if _runs_as_jobs(place.config):
+    if _runs_as_jobs(location.config):
         hint += " The log of an ended job shows why it ended: hf jobs ps -a, hf jobs logs ID."
     return RunNotStarted(
-        f"{what}: nothing has started yet: no task has a checkpoint in {where}. {hint}"
+        f"{argument}: nothing has started yet: no task has a checkpoint in {expected}. {hint}"
     )
 
 
@@ -308,17 +310,17 @@ def _kept_step(path: str, executor: JsonObject) -> tuple[int, JsonObject]:
     """Returns the step with a checkpoint: its index in the pipeline, and its init_args."""
     pipeline = executor.get("pipeline")
     steps = enumerate(map(_arguments, pipeline if isinstance(pipeline, list) else ()))
-    found = {
+    candidates = {
         index: step for index, step in steps if isinstance(step.get("checkpoints_local_dir"), str)
     }
-    if len(found) != 1:
-        folders = [step["checkpoints_local_dir"] for step in found.values()]
+    if len(candidates) != 1:
+        folders = [step["checkpoints_local_dir"] for step in candidates.values()]
         raise ConfigError(
             f"{path}: one step of its pipeline must have checkpoints_local_dir, and "
-            f"{plural_or_no(len(found), 'step')} has it. Give the folder of one: "
+            f"{plural_or_no(len(candidates), 'step')} has it. Give the folder of one: "
             f"{', '.join(folders) or 'none is known'}."
         )
-    return found.popitem()
+    return candidates.popitem()
 
 
 def _arguments(node: object) -> JsonObject:

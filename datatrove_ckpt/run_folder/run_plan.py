@@ -157,8 +157,8 @@ class RunPlan:
         Raises:
             CheckpointMismatch: this worker has other code or values than its parent.
         """
-        for parent, own in zip(parents, self.identities, strict=True):
-            changes = compare(parent, own)
+        for parent, identity in zip(parents, self.identities, strict=True):
+            changes = compare(parent, identity)
             lines = "".join(f"  {line}\n" for change in changes for line in change.lines)
             if lines:
                 raise CheckpointMismatch(
@@ -176,7 +176,7 @@ class RunPlan:
             self._executor.check(self)
 
     @property
-    def kept(self) -> list[tuple[RunnerPlan, Path]]:
+    def with_checkpoints(self) -> list[tuple[RunnerPlan, Path]]:
         roots = [(runner, runner.root) for runner in self.runners]
         return [(runner, root) for runner, root in roots if root is not None]
 
@@ -226,8 +226,8 @@ class RunPlan:
         if ranks is None:
             ranks = range(self.tasks)
         with naming_hub():  # the first request of a run
-            found: list[int] = self._executor.get_incomplete_ranks(ranks, skip_completed)
-        return found
+            result: list[int] = self._executor.get_incomplete_ranks(ranks, skip_completed)
+        return result
 
     def limit_reached(self) -> LimitReached | None:
         """Returns the limit that keeps incomplete ranks from running."""

@@ -70,7 +70,7 @@ def take_sample(plan: RunPlan, number: int, folder: Path) -> SentSample:
     with_input, tasks = _first_documents(runner, number)
     first = [document for documents in tasks.values() for document in documents]
     texts = [document.text for document in first]
-    asked: NotedRequests = {}
+    recorded_requests: NotedRequests = {}
     groups = [tasks]
     if any(config.seed is not None for config in runner.step.models.values()):
         # A seed depends on the document's number in its task.
@@ -80,11 +80,11 @@ def take_sample(plan: RunPlan, number: int, folder: Path) -> SentSample:
         [(rank, ordinal) for rank, documents in group.items() for ordinal in range(len(documents))]
         for group in groups
     ]
-    content = {"servers": servers_digest(runner.step.models), "documents": places}
+    record = {"servers": servers_digest(runner.step.models), "documents": places}
     files.disk.make_dir(checkpoints)
-    files.disk.replace(checkpoints / SAMPLED, orjson.dumps(content))
+    files.disk.replace(checkpoints / SAMPLED, orjson.dumps(record))
     step = runner.step.changed(
-        rollout_fn=noting(runner.step.rollout_fn, asked),
+        rollout_fn=noting(runner.step.rollout_fn, recorded_requests),
         output_writer=JsonlWriter(
             str(folder / "output"), "${rank}_${chunk_index}.jsonl", compression=None
         ),
@@ -106,8 +106,8 @@ def take_sample(plan: RunPlan, number: int, folder: Path) -> SentSample:
         if documents:
             step.run(documents, number, len(groups))
     sent = [
-        (one, asked.get(id(one)) or [RecordedRequest(text)])
-        for one, text in zip(first, texts, strict=True)
+        (document, recorded_requests.get(id(document)) or [RecordedRequest(text)])
+        for document, text in zip(first, texts, strict=True)
     ]
     measured = _measured([*tasks.values()], with_input)
     return SentSample(checkpoints, checkpoints.parent != folder, sent, *measured)
@@ -131,18 +131,18 @@ def _first_documents(runner: RunnerPlan, number: int) -> tuple[int, dict[int, li
     """Returns how many tasks have input, and the first documents of some of them."""
     tasks = runner.plan.tasks
     first = _read(runner, 0)
-    found = {0: list(islice(first, 1))}
-    position = found[0] and position_of(found[0][0])
+    by_rank = {0: list(islice(first, 1))}
+    position = by_rank[0] and position_of(by_rank[0][0])
     if position:
         tasks = min(tasks, position[2].progress(position).tasks or tasks)
     several = min(tasks, number, _TASKS)
-    found[0] += islice(first, -(-number // several) - 1)
-    missing = number - len(found[0])
+    by_rank[0] += islice(first, -(-number // several) - 1)
+    missing = number - len(by_rank[0])
     for index in range(1, several):
         rank = index * tasks // several
-        found[rank] = list(islice(_read(runner, rank), -(-missing // (several - index))))
-        missing -= len(found[rank])
-    return tasks, found
+        by_rank[rank] = list(islice(_read(runner, rank), -(-missing // (several - index))))
+        missing -= len(by_rank[rank])
+    return tasks, by_rank
 
 
 def _read(runner: RunnerPlan, rank: int) -> Iterator[Document]:
@@ -186,7 +186,7 @@ def estimate_lines(sample: SentSample, step: RunnerSettings) -> Iterator[str]:
     sizes = sample.sizes
     total = ROUND_NUMBER if sample.total is None else sample.total
     sent = [requests for _, requests in sample.documents]
-    answers = [one for one in chain.from_iterable(sent) if one.ended]
+    answers = [request for request in chain.from_iterable(sent) if request.ended]
     if not answers:
         return
 
@@ -199,17 +199,17 @@ def estimate_lines(sample: SentSample, step: RunnerSettings) -> Iterator[str]:
         yield "The size of the input is not known."
     yield f"Median and 95th percentile of a document, and estimate for {documents} documents:"
     kinds: dict[str, Callable[[RecordedRequest], float]] = {
-        "requests": lambda one: one.ended > 0,
-        "prompt tokens": lambda one: one.tokens.prompt,
-        "completion tokens": lambda one: one.tokens.completion,
+        "requests": lambda request: request.ended > 0,
+        "prompt tokens": lambda request: request.tokens.prompt,
+        "completion tokens": lambda request: request.tokens.completion,
     }
     for kind, amount in kinds.items():
-        amounts, all_of_it = whole(amount)
-        middle, most = (short(quantile(amounts, share)) for share in (0.5, 0.95))
-        yield f"  {kind:<17} {middle:>8} {most:>8}   {all_of_it.text(_counted)}"
-    _, waited = whole(lambda one: one.ended - one.started)
-    span = max(one.ended for one in answers) - min(one.started for one in answers)
-    at_once = sum(one.ended - one.started for one in answers) / max(span, 1e-6)
+        amounts, estimated = whole(amount)
+        middle, high = (short(quantile(amounts, share)) for share in (0.5, 0.95))
+        yield f"  {kind:<17} {middle:>8} {high:>8}   {estimated.text(_counted)}"
+    _, waited = whole(lambda request: request.ended - request.started)
+    span = max(request.ended for request in answers) - min(request.started for request in answers)
+    at_once = sum(request.ended - request.started for request in answers) / max(span, 1e-6)
     yield (
         f"  time              {waited.text(duration, 1 / at_once)} with {figure(at_once)} requests "
         "in flight, as here"
@@ -240,10 +240,12 @@ def costs(
     if not any(config.prices_at("") for config in models.values()):
         return
 
-    def cost(one: RecordedRequest, tier: str) -> float:
-        return models.get(one.model, step.model).cost(one.tokens, tier, one.endpoint) / 1e9
+    def cost(request: RecordedRequest, tier: str) -> float:
+        return (
+            models.get(request.model, step.model).cost(request.tokens, tier, request.endpoint) / 1e9
+        )
 
     for tier in dict.fromkeys(("", BATCH, *step.model.prices_at("").get("tiers", {}))):
-        amounts = [sum(cost(one, tier) for one in requests) for requests in sent]
+        amounts = [sum(cost(request, tier) for request in requests) for requests in sent]
         name = f"cost, {tier}" if tier else "cost"
         yield name, estimate(amounts, sizes, total).text(figure)

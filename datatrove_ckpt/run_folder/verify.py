@@ -202,7 +202,7 @@ def find_output(place: RunLocation) -> str:
         ConfigError: nothing names it; or it is gone, and the checkpoint names another run's.
     """
     checkpoints = place.folder
-    what = place.given[0]
+    argument = place.given[0]
     recorded = recorded_output(checkpoints)
     named = place.named_output
     if named is None and (place.config or recorded is None):
@@ -210,24 +210,24 @@ def find_output(place: RunLocation) -> str:
     if named is not None:  # whatever the checkpoint names
         return str(get_datafolder(named).resolve_paths(""))
     if recorded is not None:
-        now = checkpoints.absolute().with_name("output")
+        sibling = checkpoints.absolute().with_name("output")
         other = other_run(checkpoints, recorded)
         is_moved = other or (
             _is_in_run_folder(checkpoints, recorded) and not Path(recorded).is_dir()
         )
-        if is_moved and now.is_dir():
-            return str(now)
+        if is_moved and sibling.is_dir():
+            return str(sibling)
         if other:
             raise errors.ConfigError(
-                f"the output of {what} is gone: {recorded} belongs to {other}. Bring it back, or "
-                "name it with --output."
+                f"the output of {argument} is gone: {recorded} belongs to {other}. Bring it back, "
+                "or name it with --output."
             )
         return recorded
     for rank in read_ranks(checkpoints, Include.SETTINGS):
         if rank.damage is not None:  # of a newer version, perhaps
             raise rank.damage
     raise errors.ConfigError(
-        f"{what}: no run.json says where the output is. Name it with --output."
+        f"{argument}: no run.json says where the output is. Name it with --output."
     )
 
 
@@ -256,13 +256,13 @@ def _check_rank(report: VerifyReport, rank: RankSummary) -> Iterator[Problem]:
         kind = "commits" if isinstance(rank.damage, CommitsDamaged) else "corrupt"
         yield Problem(kind, str(rank.damage), *rank.key)
         return
-    for kind, what, index in misplaced(rank.commits):
+    for kind, fault, index in misplaced(rank.commits):
         if kind == "gap":
             if rank.state != "finished":
                 continue
             kind = "lost"
         message = (
-            f"{what}. Restore commits.jsonl from a copy, or start this task over: remove "
+            f"{fault}. Restore commits.jsonl from a copy, or start this task over: remove "
             f"{rank.folder} and its output."
         )
         yield Problem(kind, message, *rank.key, index)
@@ -275,11 +275,11 @@ def _check_rank(report: VerifyReport, rank: RankSummary) -> Iterator[Problem]:
             rows = sum(file.rows for file in commit.files) or commit.counts.written
         report.chunks.append(CommittedChunk(rank, commit.chunk_index, commit.files, rows))
         # Dead letters of a commit lie between recorded sizes.
-        found = rank.count_dead_letters(start, commit.dead_letters_size)
+        count = rank.count_dead_letters(start, commit.dead_letters_size)
         start = commit.dead_letters_size
-        if found != commit.counts.dead:
+        if count != commit.counts.dead:
             message = (
-                f"{letters} holds {plural(found, 'dead letter')} of this chunk instead of "
+                f"{letters} holds {plural(count, 'dead letter')} of this chunk instead of "
                 f"{commit.counts.dead}. Restore it from a copy; the output is not affected."
             )
             yield Problem("dead_letters", message, *rank.key, commit.chunk_index, str(letters))
@@ -312,11 +312,11 @@ def _check_settings(report: VerifyReport) -> Iterator[Problem]:
     usual = next((rank.settings for rank in ranks.values()), {})
     if report.job:
         usual = identity.settings_in(report.job)
-    others = {number: rank.run for number, rank in ranks.items() if rank.settings != usual}
-    found = compare_runs(
-        others, _is_done, report.job, identity.RunIdentity(usual), only_tasks=False
+    differing = {number: rank.run for number, rank in ranks.items() if rank.settings != usual}
+    comparison = compare_runs(
+        differing, _is_done, report.job, identity.RunIdentity(usual), only_tasks=False
     )
-    for number, changes in found.by_rank.items():
+    for number, changes in comparison.by_rank.items():
         rank = ranks[number]
         differences = "; ".join(line for change in changes for line in change.lines)
         message = f"has other settings than the run: {differences}."
@@ -365,13 +365,13 @@ def check_output(report: VerifyReport) -> Iterator[Problem]:
             committed[plain(file.path)] = file
     try:
         is_owned(report)
-        look = partial(list_files, report.folder, committed)
+        read_listing = partial(list_files, report.folder, committed)
         calls = InterruptibleCalls(report.output, report.hub)
         policy = None
         if report.hub is None:  # the hub may limit requests, and then asks to wait
             policy = retrying.HUB_PROBE
-        found = listed(calls, look, committed.values(), policy)
-        is_there = not committed or found.sizes or report.hub is not None
+        listing = listed(calls, read_listing, committed.values(), policy)
+        is_there = not committed or listing.sizes or report.hub is not None
         # The files of a folder that the user names are missing.
         is_named = report.place.named_output is not None
         if not (is_there or is_named or report.folder.exists("")):
@@ -384,7 +384,7 @@ def check_output(report: VerifyReport) -> Iterator[Problem]:
         kind = "owner" if isinstance(refusal, errors.OutputMismatch) else "output"
         yield Problem(kind, str(refusal), path=report.output)
         return
-    names = {path for path in found.sizes if not _is_ours(report, path)}
+    names = {path for path in listing.sizes if not _is_ours(report, path)}
     for path, claimants in claims.items():
         if len(claimants) > 1:
             message = (
@@ -393,7 +393,7 @@ def check_output(report: VerifyReport) -> Iterator[Problem]:
             )
             yield Problem("duplicate", message, *claimants[0].rank.key, claimants[0].index, path)
     for chunk in report.chunks:
-        yield from _check_chunk(report, chunk, found)
+        yield from _check_chunk(report, chunk, listing)
     yield from _check_uncommitted(report, sorted(names - committed.keys()))
 
 
@@ -405,10 +405,11 @@ def is_owned(report: VerifyReport) -> bool:
     # An earlier release's run, or a copy of a mirror.
     if not (report.checkpoints / layout.HOME).exists():
         return False
-    homes = RunOrigin(report.checkpoints, None)
+    origin = RunOrigin(report.checkpoints, None)
     try:
         owned = [
-            OutputOwnership(report.folder, template, homes).check() for template in report.templates
+            OutputOwnership(report.folder, template, origin).check()
+            for template in report.templates
         ]
     except OSError:
         return False  # the listing also fails, and explains why
@@ -425,11 +426,11 @@ def _is_ours(report: VerifyReport, path: str) -> bool:
 
 
 def _check_chunk(
-    report: VerifyReport, chunk: CommittedChunk, found: OutputListing
+    report: VerifyReport, chunk: CommittedChunk, listing: OutputListing
 ) -> Iterator[Problem]:
     is_right = True
     for file in chunk.files:
-        kind, text = _wrong(report, file, found)
+        kind, text = _wrong(report, file, listing)
         if not kind:
             continue
         is_right = False
@@ -448,11 +449,11 @@ def _check_chunk(
         with suppress(ImportError, ValueError, OSError, EOFError):
             rows = 0
             for file in chunk.files:
-                known = format_of_file(file.path)
-                if known is None:
+                file_format = format_of_file(file.path)
+                if file_format is None:
                     raise ValueError(file.path)
-                with known.open(report.folder, file.path) as opened:
-                    rows += known.count(opened)
+                with file_format.open(report.folder, file.path) as opened:
+                    rows += file_format.count(opened)
             counted = rows
     if counted is None:
         report.uncounted.add(str(chunk.rank.run.get("output_writer")))
@@ -464,11 +465,11 @@ def _check_chunk(
         yield Problem("documents", f"{message} Please report this.", *chunk.rank.key, chunk.index)
 
 
-def _wrong(report: VerifyReport, file: OutputFile, found: OutputListing) -> tuple[str, str]:
+def _wrong(report: VerifyReport, file: OutputFile, listing: OutputListing) -> tuple[str, str]:
     """Returns kind and description of a file's problem; "" and "" if there is none."""
-    if not found.is_right(file):
-        return file_problem(file, found.size(file))
-    if not report.full and plain(file.path) not in found.touched:
+    if not listing.is_right(file):
+        return file_problem(file, listing.size(file))
+    if not report.full and plain(file.path) not in listing.touched:
         return "", ""
     try:
         with retrying.file_system_call():
@@ -518,10 +519,10 @@ def _check_uncommitted(report: VerifyReport, paths: Iterable[str]) -> Iterator[P
             rank = ranks.get(key)
             if rank is not None and rank.state == "damaged":
                 break  # it may belong to a lost commit
-            now, files = look_again(key)
+            current, files = look_again(key)
             if path in files:
                 break  # committed meanwhile
-            rank = rank or now
+            rank = rank or current
             if rank is None:
                 if not key.retry and 0 < report.tasks <= key.rank:
                     continue  # it ran with more tasks before
@@ -550,8 +551,8 @@ def _look_again(checkpoints: Path, key: layout.RankAddress) -> tuple[RankSummary
     folder = checkpoints / str(key)
     if not folder.exists():
         return None, set()
-    now = read_rank(folder, Include.COMMITS)
-    return now, {file.path for commit in now.commits.values() for file in commit.files}
+    rank = read_rank(folder, Include.COMMITS)
+    return rank, {file.path for commit in rank.commits.values() for file in commit.files}
 
 
 # Columns ------------------------------------------------------------------------------------------
@@ -571,10 +572,10 @@ def check_columns(report: VerifyReport) -> Iterator[Problem]:
         if schema is None:
             continue
         first, expected = firsts.setdefault(dirname(path), (path, schema))
-        for why in schema_mismatches(expected, schema):
+        for mismatch in schema_mismatches(expected, schema):
             message = (
-                f"{path} does not load after {first}, or as text: column {why.column!r} is "
-                f"{why.later} there, and {why.first} in the first file, whose types loaders take. "
-                "Give the loader a schema, or start over with one for ParquetWriter."
+                f"{path} does not load after {first}, or as text: column {mismatch.column!r} is "
+                f"{mismatch.later} there, and {mismatch.first} in the first file, whose types "
+                "loaders take. Give the loader a schema, or start over with one for ParquetWriter."
             )
             yield Problem("columns", message, *chunk.rank.key, chunk.index, path)

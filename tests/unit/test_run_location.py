@@ -91,7 +91,7 @@ def test_a_mirror_is_copied_and_the_copy_removed(tmp_path, where):
     mirror(f"{url}/00000", commits_jsonl=b"old\n")
     mirror(f"{url}/00000", 2, commits_jsonl=b"new\n", dead_letters_jsonl=b"dead\n")
     mirror(f"{url}/retry-00001/00002", finished=True, commits_jsonl=b"retried\n")
-    with open_location(url, wanted=lambda name, size: name == "commits.jsonl") as place:
+    with open_location(url, wants_file=lambda name, size: name == "commits.jsonl") as place:
         assert place.is_copy
         found = {
             str(path.relative_to(place.folder))

@@ -34,14 +34,14 @@ class AttemptRecord(NamedTuple):
     alone: bool = False
 
     def ended(
-        self, why: str, max_tries: int, reached: AttemptProgress = (0, 0, 0)
+        self, cause: str, max_tries: int, reached: AttemptProgress = (0, 0, 0)
     ) -> "AttemptRecord":
         """Counts an attempt. The rank is given up after ``max_tries`` of them in a row."""
         tries = self.tries + 1
         if reached > self.reached:
             tries = 1
         is_given_up = tries >= max_tries
-        return AttemptRecord(tries, reached, why if is_given_up else "", self.alone)
+        return AttemptRecord(tries, reached, cause if is_given_up else "", self.alone)
 
 
 def may_overlap(ranks: list[AttemptRecord], free: int, siblings: int) -> bool:

@@ -71,9 +71,9 @@ def plural_is(number: int, noun: str) -> str:
     return f"{plural(number, noun)} {'is' if number == 1 else 'are'}"
 
 
-def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.65) -> str:
+def did_you_mean(name: object, allowed: Iterable[str], cutoff: float = 0.65) -> str:
     """Returns the end of a sentence with the nearest known name; "" if none is near."""
-    close = get_close_matches(str(name), list(known), 1, cutoff)
+    close = get_close_matches(str(name), list(allowed), 1, cutoff)
     if close:
         return f', did you mean "{close[0]}"?'
     return ""
@@ -94,10 +94,10 @@ def ranges(numbers: Iterable[int]) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    shown = [
+    texts = [
         f"{first}" if first == last else f"{first}-{last}" for first, last in runs[:_MOST_RUNS]
     ]
-    return ", ".join(shown) + (", ..." if len(runs) > _MOST_RUNS else "")
+    return ", ".join(texts) + (", ..." if len(runs) > _MOST_RUNS else "")
 
 
 def percent(share: float) -> str:
@@ -122,10 +122,10 @@ def short(value: float) -> str:
     return figure(value)
 
 
-def filled_cells(share: float, cells: int, rest: str = " ") -> str:
+def filled_cells(share: float, cells: int, empty: str = " ") -> str:
     """Returns a bar of ``cells`` characters, filled by eighths of a character."""
     full, part = divmod(int(share * cells * 8), 8)
-    return f"{'█' * full}{' ▏▎▍▌▋▊▉'[part] if part else ''}".ljust(cells, rest)
+    return f"{'█' * full}{' ▏▎▍▌▋▊▉'[part] if part else ''}".ljust(cells, empty)
 
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
@@ -163,9 +163,9 @@ def byte_size(size: float) -> str:
 
 def parse_bytes(text: str) -> int | None:
     """Returns the number of bytes of "256MB" or "1.5 GiB"; None for another text."""
-    found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?) *([KMGT]I?|)B", text.strip().upper())
-    if found:
-        return int(float(found[1]) * _SIZES[found[2]])
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?) *([KMGT]I?|)B", text.strip().upper())
+    if match:
+        return int(float(match[1]) * _SIZES[match[2]])
     return None
 
 
@@ -200,10 +200,10 @@ def _safe(convert: Callable[[object], str], value: object) -> str:
         return f"<{type(value).__name__}, whose {convert.__name__}() raises {type(error).__name__}>"
 
 
-def cut(text: str, most: int) -> str:
-    if len(text) <= most:
+def cut(text: str, max_length: int) -> str:
+    if len(text) <= max_length:
         return text
-    return f"{text[:most]}..."
+    return f"{text[:max_length]}..."
 
 
 def as_line(text: str) -> str:
@@ -222,10 +222,10 @@ def missing_package(text: str) -> str | None:
     extra.
     """
     named = (name for name in _EXTRAS if re.search(rf"\b{name}\b", text))
-    found = next((name for name in named if find_spec(name) is None), None)
-    if found is None:
+    package = next((name for name in named if find_spec(name) is None), None)
+    if package is None:
         return None
-    return install_extra(found, _EXTRAS[found])
+    return install_extra(package, _EXTRAS[package])
 
 
 def install_extra(package: str, extra: str) -> str:
@@ -253,21 +253,23 @@ def no_bars_in_logs() -> None:
             disable_progress_bars()
 
 
-def without_flag(words: Sequence[str], flag: str) -> list[str]:
+def without_flag(argv: Sequence[str], flag: str) -> list[str]:
     """Returns a command without a flag and its value: ``--tasks=2``, ``--tasks 2``."""
-    kept: list[str] = []
-    remaining = iter(words)
+    command: list[str] = []
+    remaining = iter(argv)
     for word in remaining:
         name, equals, _ = word.partition("=")
         if name != flag:
-            kept.append(word)
+            command.append(word)
         elif not equals:
             next(remaining, None)
-    return kept
+    return command
 
 
-def repair_command(*what: str, logging_dir: str | None = None, output: str | None = None) -> str:
-    command = ["datatrove-ckpt", "repair", *what]
+def repair_command(
+    *arguments: str, logging_dir: str | None = None, output: str | None = None
+) -> str:
+    command = ["datatrove-ckpt", "repair", *arguments]
     if output is not None:
         command += ["--output", output]
     if logging_dir is not None:

@@ -29,7 +29,7 @@ def usable_memory(root: Path = Path("/")) -> int:
             for folder in (group, *group.parents):  # a group limits the groups below it
                 for name in ("memory.max", "memory.limit_in_bytes"):
                     limits += [
-                        int(found) for found in [_text(folder / name).strip()] if found.isdecimal()
+                        int(text) for text in [_text(folder / name).strip()] if text.isdecimal()
                     ]
                 if folder == top:
                     break

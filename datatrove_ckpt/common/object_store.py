@@ -106,12 +106,12 @@ class ObjectStore:
         if self._is_hub:
             self._streamed["block_size"] = 0  # else sizes are looked up in a listing first
 
-    def put(self, name: str, content: bytes | Path) -> None:
+    def put(self, name: str, data: bytes | Path) -> None:
         """Writes the object, over any other. A file's content need not fit into memory."""
         path = self._path(name)
         try:
             with file_system_call():
-                self._write(path, content)
+                self._write(path, data)
         except OSError as error:
             # After other errors the object may be whole; a removed part would count as damage.
             if self._is_local and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -119,17 +119,17 @@ class ObjectStore:
                     self._fs.rm_file(path)
             raise
 
-    def create(self, name: str, content: bytes) -> None:
+    def create(self, name: str, data: bytes) -> None:
         """Writes a small object unless there is one. Read it afterwards: another process may have
         been first.
         """
         if self.read(name, 1 << 20) is None:
             with file_system_call():
-                self._creator.write(partial(self._write, self._path(name), content))
+                self._creator.write(partial(self._write, self._path(name), data))
         if not self._creator.creates_once:
             time.sleep(_SETTLES)
 
-    def _write(self, path: str, content: bytes | Path, **options: str) -> None:
+    def _write(self, path: str, data: bytes | Path, **options: str) -> None:
         if self._is_local:  # it holds prompts and answers
             Path(self._root).mkdir(0o700, parents=True, exist_ok=True)
         if self._is_hub:  # ``pipe_file`` would leave a copy in the temporary folder if it fails
@@ -137,18 +137,20 @@ class ObjectStore:
 
             _, owner, name, key = path.split("/", 3)
             api = HfApi(endpoint=self._fs.endpoint)
-            api.batch_bucket_files(f"{owner}/{name}", add=[(content, key)])
-        elif isinstance(content, Path):
-            self._fs.put_file(str(content), path)
+            api.batch_bucket_files(f"{owner}/{name}", add=[(data, key)])
+        elif isinstance(data, Path):
+            self._fs.put_file(str(data), path)
         else:
-            self._fs.pipe_file(path, content, **options)
+            self._fs.pipe_file(path, data, **options)
 
-    def read(self, name: str, most: int) -> bytes | None:
-        """Returns the object's content; None if it is missing, or has more bytes than ``most``."""
+    def read(self, name: str, max_bytes: int) -> bytes | None:
+        """Returns the object's content; None if it is missing, or larger than ``max_bytes``."""
         try:
             with file_system_call():
                 data = bytes(
-                    self._fs.cat_file(self._path(name), start=0, end=most + 1, **self._streamed)
+                    self._fs.cat_file(
+                        self._path(name), start=0, end=max_bytes + 1, **self._streamed
+                    )
                 )
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -158,7 +160,7 @@ class ObjectStore:
             if http_status(error) == 404:
                 return None
             raise
-        if len(data) <= most:
+        if len(data) <= max_bytes:
             return data
         return None
 
@@ -197,11 +199,11 @@ class ObjectStore:
                 entries = self._fs.ls(path, detail=True)
         except FileNotFoundError as error:
             if lacks_bucket(error):
-                what = hub_refusal(error) or (
+                advice = hub_refusal(error) or (
                     f"the bucket of {self.url} does not exist. Make the bucket, or correct the "
                     "setting (on S3 also AWS_ENDPOINT_URL), and run the same command again"
                 )
-                raise ConfigError(f"checkpoints_remote_dir: {what}.") from error
+                raise ConfigError(f"checkpoints_remote_dir: {advice}.") from error
             return {}
         times = {entry["name"].rstrip("/").rpartition("/")[2]: _time_of(entry) for entry in entries}
         return dict(sorted(times.items()))

@@ -185,21 +185,21 @@ def _is_in_environment(is_one: Callable[[str, str], bool], name: str, value: str
 
 
 def without_secrets(
-    name: str, value: object, found: Collection[str] = (), is_hashed: bool = True
+    name: str, value: object, more_secrets: Collection[str] = (), is_hashed: bool = True
 ) -> Any:
     """Returns JSON values with a hash, or ``HIDDEN``, in the place of each secret, and of each text
-    that holds a ``found`` secret. A hash stays.
+    that holds a ``more_secrets`` secret. A hash stays.
     """
-    holds_one = isinstance(value, str) and any(secret in value for secret in found)
+    holds_one = isinstance(value, str) and any(secret in value for secret in more_secrets)
     if holds_one or is_secret(name, value):
         return hashed(name, value) if is_hashed else HIDDEN
     if isinstance(value, dict):
         return {
-            key: without_secrets(f"{name}.{key}", part, found, is_hashed)
+            key: without_secrets(f"{name}.{key}", part, more_secrets, is_hashed)
             for key, part in value.items()
         }
     if isinstance(value, list | tuple):
-        return [without_secrets(name, part, found, is_hashed) for part in value]
+        return [without_secrets(name, part, more_secrets, is_hashed) for part in value]
     return value
 
 
@@ -211,19 +211,19 @@ def hashed(name: str, value: object) -> str:
     hashes from before there was a key can be compared.
     """
     field = name.rpartition(".")[2]
-    kept = _HASH.fullmatch(value) if isinstance(value, str) else None
-    if kept is None:
+    stored = _HASH.fullmatch(value) if isinstance(value, str) else None
+    if stored is None:
         text = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
         kind = "scrypt"
         digest = _slow_hash(field, xxhash.xxh3_128_hexdigest(text))
     else:
-        kind, digest = kept.groups()
+        kind, digest = stored.groups()
     if kind == "scrypt" and (key := os.environ.get(MIRROR_KEY_VARIABLE)):
-        mark, digest = (
+        key_digest, digest = (
             hmac.digest(key.encode(), text.encode(), "sha256").hex()
             for text in ("", f"{field} {digest}")
         )
-        kind = f"keyed-{mark[:8]}"
+        kind = f"keyed-{key_digest[:8]}"
         digest = digest[:32]
     return f"hash {kind}-{digest}"
 
@@ -365,16 +365,16 @@ def redact(text: str) -> str:
     return printable(hide(text))
 
 
-def excerpt(text: str, most: int) -> str:
+def excerpt(text: str, max_length: int) -> str:
     """Returns the start of foreign text without secrets. Only the start of a long text is searched,
     and no part of a secret at its end is shown.
     """
     longest = _MOST_ESCAPED * max(map(len, _to_hide(_revealed)), default=1)
-    searched = text[: 8 * most + longest]
-    shown = hide(searched)
+    searched = text[: 8 * max_length + longest]
+    visible = hide(searched)
     if len(searched) < len(text):
-        shown = shown[:-longest] or HIDDEN
-    return shown[:most]
+        visible = visible[:-longest] or HIDDEN
+    return visible[:max_length]
 
 
 def hide(text: str, revealed: Iterable[str] = _revealed) -> str:
@@ -445,16 +445,16 @@ def remember_sent(payload: object) -> None:
         del _sent[next(iter(_sent))]
 
 
-def check_no_secrets(folder: Any, where: str) -> None:
+def check_no_secrets(folder: Any, setting: str) -> None:
     """Checks the storage options of a datatrove ``DataFolder``, which is pickled with its executor.
 
     Raises:
         ConfigError: the storage options hold a secret.
     """
-    check_options(getattr(folder.fs, "storage_options", {}), folder.resolve_paths(""), where)
+    check_options(getattr(folder.fs, "storage_options", {}), folder.resolve_paths(""), setting)
 
 
-def check_options(options: object, url: str, where: str) -> None:
+def check_options(options: object, url: str, setting: str) -> None:
     """Checks the storage options of the file system for ``url``.
 
     Raises:
@@ -470,11 +470,11 @@ def check_options(options: object, url: str, where: str) -> None:
             and not is_path
         ):
             raise ConfigError(
-                f"{where}: the storage option {name!r} is a secret, and would be pickled with the "
-                "executor, into a file on a cluster. Leave it out: on S3 set AWS_ACCESS_KEY_ID "
+                f"{setting}: the storage option {name!r} is a secret, and would be pickled with "
+                "the executor, into a file on a cluster. Leave it out: on S3 set AWS_ACCESS_KEY_ID "
                 "and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, in the environment."
             )
-        check_options(value, url, where)
+        check_options(value, url, setting)
 
 
 def refuse_variables(setting: str, path: str) -> None:
@@ -493,9 +493,9 @@ def refuse_variables(setting: str, path: str) -> None:
         refuse_tilde(setting, path, Path(path))
 
 
-def refuse_tilde(setting: str, path: str, found: Path) -> None:
+def refuse_tilde(setting: str, path: str, parsed: Path) -> None:
     """Refuses a ``~`` that no shell would expand."""
-    if "~" in found.parts:
+    if "~" in parsed.parts:
         raise ConfigError(
             f"{path!r}: only a ~ at the beginning of a path means a home folder.", setting=setting
         )

@@ -99,33 +99,34 @@ def hub_refusal(error: BaseException) -> str | None:
         response = getattr(cause, "response", None)
         if not type(cause).__module__.startswith("huggingface_hub") or response is None:
             continue
-        found = _HUB_URL.search(unquote(str(getattr(response, "url", ""))))  # not the storage's
-        if found is None:
+        match = _HUB_URL.search(unquote(str(getattr(response, "url", ""))))  # not the storage's
+        if match is None:
             return None
-        kind, name, account = found.groups()
+        kind, name, account = match.groups()
         if name:
-            what = f"the {kind} {name}"
+            refused = f"the {kind} {name}"
         elif account:
-            what = f"jobs of {account}"
+            refused = f"jobs of {account}"
         else:
-            what = "the account"
+            refused = "the account"
         if lacks_bucket(cause):
             if kind == "bucket":
                 make = f"Make it (hf buckets create {name} --private), correct"
             else:
                 make = "Correct"
             return (
-                f"{what} does not exist, or this token may not see it. {make} the name, or "
+                f"{refused} does not exist, or this token may not see it. {make} the name, or "
                 f"{_LOG_IN}"
             )
-        said = " ".join(
+        status = " ".join(
             f"HTTP {http_status(cause)} {getattr(cause, 'server_message', None) or ''}".split()
         ).rstrip(".")
         if http_status(cause) == 401:
-            return f"the hub wants a valid token ({said}): {_LOG_IN}"
+            return f"the hub wants a valid token ({status}): {_LOG_IN}"
         if http_status(cause) == 403:
             return (
-                f"this token may not do that with {what} ({said}). Correct the name, or {_LOG_IN}"
+                f"this token may not do that with {refused} ({status}). Correct the name, or "
+                f"{_LOG_IN}"
             )
         return None
     return None
@@ -185,13 +186,13 @@ def lacks_bucket(error: BaseException) -> bool:
 
 
 def http_status(error: BaseException | None) -> int | None:
-    found = _unwrapped(error)
+    raised = _unwrapped(error)
     places = (
         _s3_response(error).get("ResponseMetadata", {}).get("HTTPStatusCode"),
         # Requests, httpx, huggingface_hub, azure-core.
-        getattr(getattr(found, "response", None), "status_code", None),
-        getattr(found, "status", None),
-        getattr(found, "code", None),  # gcsfs, google.api_core
+        getattr(getattr(raised, "response", None), "status_code", None),
+        getattr(raised, "status", None),
+        getattr(raised, "code", None),  # gcsfs, google.api_core
     )
     return next((status for status in places if isinstance(status, int)), None)
 
@@ -226,17 +227,17 @@ _SECONDS = {"ms": 0.001, "s": 1, "": 1, "m": 60, "h": 3600, "d": 86400}
 
 def quotas(fields: Mapping[str, str]) -> tuple[Quota, ...]:
     """Returns the quotas that a response shows together with the time of their reset."""
-    shown = []
+    result = []
     for kind in _QUOTA_KINDS:
         limit = _number(fields.get(f"x-ratelimit-limit{kind}", ""))
-        left = _number(fields.get(f"x-ratelimit-remaining{kind}", ""))
+        remaining = _number(fields.get(f"x-ratelimit-remaining{kind}", ""))
         # The text is cut, because the time of a search grows with the square of its length.
         parts = _DURATION.findall(fields.get(f"x-ratelimit-reset{kind}", "")[:50])
         seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
         # A larger number is a time, in seconds or milliseconds.
-        if left is not None and 0 < seconds < 10 * 86400:
-            shown.append(Quota(kind == "-tokens", limit or math.inf, left, seconds))
-    return tuple(shown)
+        if remaining is not None and 0 < seconds < 10 * 86400:
+            result.append(Quota(kind == "-tokens", limit or math.inf, remaining, seconds))
+    return tuple(result)
 
 
 def retry_after(fields: Mapping[str, str]) -> float | None:
@@ -255,7 +256,9 @@ def retry_after(fields: Mapping[str, str]) -> float | None:
     with suppress(ValueError, TypeError, OverflowError):
         return max(0.0, parsedate_to_datetime(after).timestamp() - time.time())
     used_up = [
-        float(until) for left, until in _RESET.findall(fields.get("ratelimit", "")) if left == "0"
+        float(until)
+        for remaining, until in _RESET.findall(fields.get("ratelimit", ""))
+        if remaining == "0"
     ]
     used_up += [quota.seconds for quota in quotas(fields) if quota.left < 1]
     return max(used_up, default=None)
@@ -295,8 +298,8 @@ def _headers(error: BaseException) -> dict[str, str]:
 
 def _s3_response(error: BaseException | None) -> JsonObject:
     raised = _unwrapped(error)
-    for found in (raised, getattr(raised, "__cause__", None)):
-        response = getattr(found, "response", None)
+    for candidate in (raised, getattr(raised, "__cause__", None)):
+        response = getattr(candidate, "response", None)
         if isinstance(response, dict):
             return response
     return {}
@@ -369,13 +372,13 @@ class RetryPolicy:
     def run(
         self,
         call: Callable[[], T],
-        what: str,
+        problem: str,
         explain: Callable[[BaseException], str] = failure_line,
     ) -> T:
         """Repeats the call while its errors may pass. Raises the last error.
 
         Args:
-            what: the beginning of the log line, a sentence about the failure.
+            problem: the beginning of the log line, a sentence about the failure.
             explain: returns the text of an error for the log line.
         """
         attempts = FailureCounter(self, explain)
@@ -385,7 +388,7 @@ class RetryPolicy:
             except CkptError:  # a refusal of ours
                 raise
             except Exception as error:
-                seconds = attempts.failed(what, error)
+                seconds = attempts.failed(problem, error)
             self.sleep(seconds)
 
 
@@ -434,7 +437,7 @@ class FailureCounter:
         self._limited = 0.0
         self._since = 0.0
 
-    def failed(self, what: str, error: Exception) -> float:
+    def failed(self, problem: str, error: Exception) -> float:
         """Logs the failure. Returns the seconds to wait before the next attempt.
 
         Raises:
@@ -446,21 +449,21 @@ class FailureCounter:
             self._since = now
         self._failures += 1
         status = next(
-            (found for cause in causes(error) if (found := http_status(cause)) is not None), None
+            (code for cause in causes(error) if (code := http_status(cause)) is not None), None
         )
         limited = status in policy.limited
-        left = policy.patience - (now - self._since - self._limited)
+        remaining = policy.patience - (now - self._since - self._limited)
         if limited:
-            left = policy.limited_patience - self._limited
-        if left <= 0 or not policy.is_transient(error, self._failures):
+            remaining = policy.limited_patience - self._limited
+        if remaining <= 0 or not policy.is_transient(error, self._failures):
             raise error
         advice = advised_seconds(error)
-        seconds = min(left, policy.wait(self._failures, advice))
+        seconds = min(remaining, policy.wait(self._failures, advice))
         self._limited += seconds if limited else 0.0
         advised = ", as the server advises" if advice is not None else ""
-        bounded = f", for {duration(left)} at most" if left < math.inf else ""
+        bounded = f", for {duration(remaining)} at most" if remaining < math.inf else ""
         logger.warning(
-            f"{what}: {self._explain(error)}. Next attempt in "
+            f"{problem}: {self._explain(error)}. Next attempt in "
             f"{duration(seconds)}{advised}{bounded}{policy.meanwhile}."
         )
         return seconds

@@ -57,23 +57,23 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u206
 
 def printable(text: str) -> str:
     """Returns the text for a terminal, with control characters escaped as in JSON."""
-    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text.replace("\r\n", "\n"))
+    return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text.replace("\r\n", "\n"))
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yields the error, its causes and the members of groups, each once."""
     waiting: list[object] = [error]  # keeps them alive, so that no other object gets their ids
     seen: set[int] = set()
-    for found in waiting:
-        if id(found) not in seen:
-            seen.add(id(found))
-            if isinstance(found, list | tuple):  # which may contain itself
-                waiting += found
-            elif isinstance(found, BaseException):
-                yield found
+    for candidate in waiting:
+        if id(candidate) not in seen:
+            seen.add(id(candidate))
+            if isinstance(candidate, list | tuple):  # which may contain itself
+                waiting += candidate
+            elif isinstance(candidate, BaseException):
+                yield candidate
                 # The error of datatrove's, the members of a group.
-                parts = getattr(found, "error", None), getattr(found, "exceptions", None)
-                waiting += [found.__cause__ or found.__context__, found.args, *parts]
+                parts = getattr(candidate, "error", None), getattr(candidate, "exceptions", None)
+                waiting += [candidate.__cause__ or candidate.__context__, candidate.args, *parts]
 
 
 class CkptError(Exception):
@@ -124,14 +124,14 @@ class CkptError(Exception):
 def _message_in(body: str) -> str:
     """Returns the message of a server's JSON; other text as it is."""
     try:
-        found = json.loads(body)
+        value = json.loads(body)
     except ValueError:
         return body
     for name in ("error", "message", "detail"):
-        if isinstance(found, dict):
-            found = found.get(name, found)
-    if isinstance(found, str):
-        return found
+        if isinstance(value, dict):
+            value = value.get(name, value)
+    if isinstance(value, str):
+        return value
     return body
 
 

@@ -222,14 +222,14 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         self._launched = True
         self._ensure_logging_dir_repo()
         running = self._running()
-        ranks = self._left(range(self.tasks), self.skip_completed)
+        ranks = self._incomplete(range(self.tasks), self.skip_completed)
         if running:
             logger.info(
-                f"{plural(len(running), 'job')} of an earlier start still run: {_shown(running)}. "
-                "Waiting."
+                f"{plural(len(running), 'job')} of an earlier start still run: "
+                f"{_job_urls(running)}. Waiting."
             )
         else:  # the markers of ranks that run again would hide failures
-            for rank in set(ranks) - set(self._left(ranks)):
+            for rank in set(ranks) - set(self._incomplete(ranks)):
                 self.logging_dir.rm(f"completions/{rank:05d}")
         if not ranks:
             logger.info(f"{plural_is(self.tasks, 'task')} complete already.")
@@ -237,7 +237,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             with retrying.naming_hub():
                 self._upload()
             self._work_through()
-        if self._left(ranks) and self._ends_by_limit():
+        if self._incomplete(ranks) and self._ends_by_limit():
             return
         if ranks or not self.logging_dir.isfile("stats.json"):
             stats = self._stats_of_complete(range(self.tasks))
@@ -255,8 +255,8 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         with suppress(OSError), self.logging_dir.open(_CANCELED, "w") as file:
             file.write(str(time.time()))
         jobs = self._alive()
-        left = []
-        why = ""
+        not_canceled = []
+        reason = ""
         for job in jobs:
             try:
                 retrying.OPENING.run(
@@ -264,12 +264,12 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
                     f"Job {job.url} could not be canceled",
                 )
             except Exception as error:
-                left.append(job)
-                why = retrying.failure_line(error)
-        if left:
+                not_canceled.append(job)
+                reason = retrying.failure_line(error)
+        if not_canceled:
             raise CkptError(
-                f"{len(left)} of {plural(len(jobs), 'job')} could not be canceled, and continue: "
-                f"{_shown(left)} ({why}). Run it again."
+                f"{len(not_canceled)} of {plural(len(jobs), 'job')} could not be canceled, and "
+                f"continue: {_job_urls(not_canceled)} ({reason}). Run it again."
             )
         return len(jobs)
 
@@ -288,7 +288,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             except KeyboardInterrupt:
                 if jobs := self._alive():
                     logger.warning(
-                        f"{plural(len(jobs), 'job')} continue: {_shown(jobs)}. The same command "
+                        f"{plural(len(jobs), 'job')} continue: {_job_urls(jobs)}. The same command "
                         "waits for them. To cancel them: run --cancel, or cancel() of the executor."
                     )
                 raise
@@ -304,11 +304,11 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             return len(claims.free().ranks), len(claims.others()), claims.given_up()
 
         began = time.time()
-        known: dict[str, _Job] = {}
+        seen: dict[str, _Job] = {}
         retries = 0
         while True:
-            alive = {job.id: known.get(job.id, job) for job in self._alive()}
-            for job in known.values():
+            alive = {job.id: seen.get(job.id, job) for job in self._alive()}
+            for job in seen.values():
                 if job.id in alive:
                     continue
                 stage = self._stage(job)
@@ -316,15 +316,15 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
                     retries = self._retries_after(job, stage)
                 else:  # the list was old
                     alive[job.id] = job
-            free, at_work, given_up = self._asked("The claims of tasks cannot be listed", look)
-            left = set(self._left(range(self.tasks))) - given_up.keys()
-            is_limited = bool(left) and limit_reached(self.pipeline) is not None
-            if not alive and (not left or is_limited):
+            free, at_work, given_up = self._call_hub("The claims of tasks cannot be listed", look)
+            incomplete = set(self._incomplete(range(self.tasks))) - given_up.keys()
+            is_limited = bool(incomplete) and limit_reached(self.pipeline) is not None
+            if not alive and (not incomplete or is_limited):
                 return
-            wanted = _wanted(self.workers, len(alive), at_work, free)
-            if left and not is_limited and wanted > 0:
-                self._start(alive, wanted, retries, began)
-            known = alive
+            number = _wanted(self.workers, len(alive), at_work, free)
+            if incomplete and not is_limited and number > 0:
+                self._start(alive, number, retries, began)
+            seen = alive
             time.sleep(self.poll_interval)
 
     def _running(self) -> list[_Job]:
@@ -334,13 +334,13 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             CheckpointMismatch: the jobs have other settings.
         """
         running = self._alive()
-        others = [job for job in running if job.settings not in ("", self._settings)]
-        if others:
+        foreign = [job for job in running if job.settings not in ("", self._settings)]
+        if foreign:
             raise CheckpointMismatch(
-                f"{plural(len(others), 'job')} of an earlier start still run, with other settings, "
-                f"rollout code or package: {_shown(others)}. Wait for them with what they were "
-                "started with, or cancel them (run --cancel, or cancel() of the executor), and run "
-                "this again."
+                f"{plural(len(foreign), 'job')} of an earlier start still run, with other "
+                f"settings, rollout code or package: {_job_urls(foreign)}. Wait for them with what "
+                "they were started with, or cancel them (run --cancel, or cancel() of the "
+                "executor), and run this again."
             )
         return running
 
@@ -351,32 +351,32 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             CkptError: no other job would help.
         """
         code = 0
-        said = ""
+        reason = ""
         # A job that is killed records nothing.
         with (
             suppress(Exception),
             self.logging_dir.open(f"failures/{job.launch}.json", "rb") as file,
         ):
-            code, said = orjson.loads(file.read())
+            code, reason = orjson.loads(file.read())
         retries = job.retries
         if code in (128 + signal.SIGTERM, _LIMIT_REACHED) or self._progress() != job.reached:
             retries = 0
         elif stage != "COMPLETED":
             retries += 1
-        why = ""
+        verdict = ""
         if stage == "CANCELED":
-            why = "canceled"
+            verdict = "canceled"
         elif code == _ALL_RANKS:
-            why = "no other start would help"
+            verdict = "no other start would help"
         elif retries > self.max_retries:
-            why = f"{plural(retries, 'start')} in turn without progress"
-        what = f"Job {job.url} ended as {stage}"
-        if said:
-            what = f"{what} ({said})"
-        if why:
-            left = self._left(range(self.tasks))
+            verdict = f"{plural(retries, 'start')} in turn without progress"
+        end = f"Job {job.url} ended as {stage}"
+        if reason:
+            end = f"{end} ({reason})"
+        if verdict:
+            incomplete = self._incomplete(range(self.tasks))
             raise CkptError(
-                f"{len(left)} of {self.tasks} tasks are not complete. {what}: {why}. "
+                f"{len(incomplete)} of {self.tasks} tasks are not complete. {end}: {verdict}. "
                 f"`datatrove-ckpt status` shows each task; their logs: hf jobs logs {job.id}, and "
                 f"{self._folder}/logs. Other jobs of this run continue. Run the same command again "
                 "to resume."
@@ -384,7 +384,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         if stage == "COMPLETED":
             logger.info(f"Job {job.url} has ended: no task was free.")
         else:
-            logger.warning(f"{what}. Another job continues its tasks.")
+            logger.warning(f"{end}. Another job continues its tasks.")
         return retries
 
     def _start(self, alive: dict[str, _Job], number: int, retries: int, began: float) -> None:
@@ -455,55 +455,55 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             alive = ["SCHEDULING", "RUNNING"]
             return [*self._hub.list_jobs(status=alive, labels=labels, namespace=self.namespace)]
 
-        found = []
-        for job in self._asked("The jobs cannot be listed", ask):
+        jobs = []
+        for job in self._call_hub("The jobs cannot be listed", ask):
             env = job.environment or {}
-            found.append(
+            jobs.append(
                 _Job(job.id, job.url, env.get(job_launch.LAUNCH, ""), env.get(_SETTINGS, ""))
             )
-        return found
+        return jobs
 
     def _stage(self, job: _Job) -> str:
         ask = partial(self._hub.inspect_job, job_id=job.id, namespace=self.namespace)
         try:
-            return str(self._asked(f"Job {job.url} cannot be inspected", ask).status.stage)
+            return str(self._call_hub(f"Job {job.url} cannot be inspected", ask).status.stage)
         except CkptError as error:
             if retrying.http_status(error.__cause__) == 404:
                 return "DELETED"
             raise
 
-    def _asked(self, what: str, call: Callable[[], T]) -> T:
+    def _call_hub(self, problem: str, call: Callable[[], T]) -> T:
         """Calls the hub, with retries.
 
         Args:
-            what: what the failure of the call means, as a clause.
+            problem: what the failure of the call means, as a clause.
 
         Raises:
             CkptError: all attempts failed.
         """
         try:
-            return retrying.READING.run(call, what)
+            return retrying.READING.run(call, problem)
         except Exception as error:
             raise CkptError(
-                f"{what}: {retrying.failure_line(error)}. The running jobs continue: the same "
+                f"{problem}: {retrying.failure_line(error)}. The running jobs continue: the same "
                 "command waits for them."
             ) from error
 
-    def _left(self, ranks: Iterable[int], skip_completed: bool = True) -> list[int]:
+    def _incomplete(self, ranks: Iterable[int], skip_completed: bool = True) -> list[int]:
         self.logging_dir.fs.invalidate_cache()  # jobs write there
         look = partial(self.get_incomplete_ranks, ranks, skip_completed)
-        found: list[int] = self._asked("The markers of tasks cannot be listed", look)
-        return found
+        result: list[int] = self._call_hub("The markers of tasks cannot be listed", look)
+        return result
 
     def _progress(self) -> dict[int, AttemptProgress]:
-        ranks = self._left(range(self.tasks))
+        ranks = self._incomplete(range(self.tasks))
         reached = self._worker().reached
 
         def look() -> dict[int, AttemptProgress]:
             with ThreadPoolExecutor(32) as threads:
                 return dict(zip(ranks, threads.map(reached, ranks), strict=True))
 
-        return self._asked("The mirror cannot be read", look)
+        return self._call_hub("The mirror cannot be read", look)
 
     @property
     def _label(self) -> str:
@@ -518,8 +518,8 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             if hasattr(step, "data_folder")
         ]
         identities = [runner.identity(self.tasks).stored for runner in self._runners]
-        content = orjson.dumps([inputs, identities, self._bundle_name], default=str)
-        return hashlib.sha256(content).hexdigest()[:16]
+        data = orjson.dumps([inputs, identities, self._bundle_name], default=str)
+        return hashlib.sha256(data).hexdigest()[:16]
 
     @cached_property
     def _bundle_name(self) -> str:
@@ -553,11 +553,11 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         )
         if redaction.MIRROR_KEY_VARIABLE in os.environ:
             names[redaction.MIRROR_KEY_VARIABLE] = None
-        wanted = {"HF_TOKEN": self.token or get_token() or None, **names, **(self.secrets or {})}
-        found = {
-            name: os.environ.get(name) if value is None else value for name, value in wanted.items()
+        needed = {"HF_TOKEN": self.token or get_token() or None, **names, **(self.secrets or {})}
+        values = {
+            name: os.environ.get(name) if value is None else value for name, value in needed.items()
         }
-        for name, value in found.items():
+        for name, value in values.items():
             if not value:
                 how = "Export"
                 if name == "HF_TOKEN":
@@ -566,7 +566,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
                     f"secrets: {name} is not set here, and the jobs need it. {how} it.",
                     setting="executor",
                 )
-        return found
+        return values
 
     def _upload(self) -> None:
         """Uploads the package and the executor.
@@ -585,16 +585,16 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         executor.save_executor_as_json()
 
 
-def _wanted(most: int, alive: int, at_work: int, free: int) -> int:
+def _wanted(max_jobs: int, alive: int, at_work: int, free: int) -> int:
     """Returns how many jobs to start, if not negative.
 
     Args:
-        most: the largest number of jobs at one time.
+        max_jobs: the largest number of jobs at one time.
         at_work: how many jobs have claims. The claims of a killed job look alive for a while.
         free: how many ranks are free. Each job that is not at work yet takes one.
     """
-    return min(most, min(at_work, alive) + free) - alive
+    return min(max_jobs, min(at_work, alive) + free) - alive
 
 
-def _shown(jobs: Iterable[_Job]) -> str:
+def _job_urls(jobs: Iterable[_Job]) -> str:
     return ", ".join(job.url for job in jobs)

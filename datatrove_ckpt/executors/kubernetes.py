@@ -78,8 +78,8 @@ class KubernetesJob:
                     "sees it. Put it into a Secret (kubectl create secret generic NAME "
                     f"--from-literal={variable}=...) and write secrets: [NAME]."
                 )
-        own = {"containers", "restartPolicy", "terminationGracePeriodSeconds", "volumes"}
-        for field in (self.pod or {}).keys() & own:
+        reserved = {"containers", "restartPolicy", "terminationGracePeriodSeconds", "volumes"}
+        for field in (self.pod or {}).keys() & reserved:
             raise ConfigError(f"pod: {field}: is set by this command. Remove it.")
 
     def is_kept(self, folder: str) -> bool:
@@ -112,27 +112,27 @@ def config_map(text: str, plan: RunPlan, metadata: JsonObject) -> tuple[JsonObje
 
     data = {"job.yaml": text}
     # ``kubectl apply`` copies the object into an annotation, which has at most 256 KiB.
-    left = 200_000 - len(text.encode())
+    free_bytes = 200_000 - len(text.encode())
     wanted = {
         getattr(runner.step.rollout_fn, "__module__", "").partition(".")[0]
         for runner in plan.runners
     }
     modules = own_modules()
-    others = []
+    left_out = []
     for module in sorted({*modules, *wanted} - {"datatrove", "datatrove_ckpt"}):
-        texts = _texts(modules.get(module, {}), left)
-        left -= sum(len(text.encode()) for text in texts.values())
+        texts = _texts(modules.get(module, {}), free_bytes)
+        free_bytes -= sum(len(text.encode()) for text in texts.values())
         data |= texts
         if not texts:
-            others.append(module)
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}, others
+            left_out.append(module)
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}, left_out
 
 
-def _texts(files: dict[str, Path], most: int) -> dict[str, str]:
+def _texts(files: dict[str, Path], max_bytes: int) -> dict[str, str]:
     """Returns texts by key of a ConfigMap; none if a text cannot be there, or all are too large."""
     keys = {name: name.replace("/", "..") for name in files}
     fit = all(".." not in name and _KEY.fullmatch(key) for name, key in keys.items())
-    if not fit or sum(path.stat().st_size for path in files.values()) > most:
+    if not fit or sum(path.stat().st_size for path in files.values()) > max_bytes:
         return {}
     try:
         return {keys[name]: path.read_bytes().decode() for name, path in files.items()}
@@ -162,7 +162,11 @@ def manifest(plan: RunPlan, job: KubernetesJob, files: JsonObject, workers: int)
         volumes.append({"name": f"claim-{index}", "persistentVolumeClaim": {"claimName": claim}})
     folders = {str(runner.step.checkpoints_local_dir) for runner in plan.runners}
     for index, folder in enumerate(
-        sorted(one for one in folders if one.startswith("/") and not job.is_kept(one))
+        sorted(
+            checkpoints
+            for checkpoints in folders
+            if checkpoints.startswith("/") and not job.is_kept(checkpoints)
+        )
     ):
         # No container layer.
         mounts.append({"name": "work", "mountPath": folder, "subPath": f"checkpoints-{index}"})

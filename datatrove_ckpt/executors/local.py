@@ -88,10 +88,10 @@ class OwnExecutor(PipelineExecutor):  # type: ignore[misc]  # datatrove has no t
         Raises:
             ConfigError: the executor in ``depends`` is of another kind.
         """
-        given = self.depends
-        if given is not None and not isinstance(given, kind):
+        dependency = self.depends
+        if dependency is not None and not isinstance(dependency, kind):
             raise ConfigError(
-                f"depends: must be a {kind.__name__}; it is a {type(given).__name__}."
+                f"depends: must be a {kind.__name__}; it is a {type(dependency).__name__}."
             )
         if any(runner.retry_dead_letters for runner in self._runners):
             self.skip_completed = False
@@ -122,10 +122,12 @@ class OwnExecutor(PipelineExecutor):  # type: ignore[misc]  # datatrove has no t
             first.run()
         if isinstance(limit_reached(first.pipeline), GoalReached):
             return
-        while left := first.get_incomplete_ranks(skip_completed=True):
+        while incomplete := first.get_incomplete_ranks(skip_completed=True):
             if getattr(first, "local_tasks", first.world_size) == first.world_size:
-                raise not_complete(first, left)
-            logger.info(f"Waiting for {plural(len(left), 'task')} that this executor depends on.")
+                raise not_complete(first, incomplete)
+            logger.info(
+                f"Waiting for {plural(len(incomplete), 'task')} that this executor depends on."
+            )
             time.sleep(120.0)
 
     def _worker(self, **options: Any) -> LocalPipelineExecutor:
@@ -159,16 +161,16 @@ class OwnExecutor(PipelineExecutor):  # type: ignore[misc]  # datatrove has no t
 
     def _write_stats(self, stats: PipelineStats, local: Iterable[int]) -> None:
         """Writes the statistics of all tasks, unless tasks of other machines are incomplete."""
-        others = set(range(self.world_size)) - set(local)
-        if others:
-            if self.get_incomplete_ranks(others, skip_completed=True):
+        other_ranks = set(range(self.world_size)) - set(local)
+        if other_ranks:
+            if self.get_incomplete_ranks(other_ranks, skip_completed=True):
                 return
-            stats = stats + self._stats_of_complete(others)
+            stats = stats + self._stats_of_complete(other_ranks)
         with self.logging_dir.open("stats.json", "wt") as file:
             stats.save_to_disk(file)
 
     def given_up_error(self, causes: dict[int, str], kind: type[CkptError] = GivenUp) -> CkptError:
-        named = "".join(f"\n  task {rank}: {why}" for rank, why in sorted(causes.items()))
+        named = "".join(f"\n  task {rank}: {cause}" for rank, cause in sorted(causes.items()))
         return kind(
             f"{len(causes)} of {self.world_size} tasks are not complete, because they were given "
             f"up:{named}\nCorrect the cause, and start the run again, not as a worker, to resume."
@@ -270,17 +272,17 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
             self._run_ranks(ranks, screen, done)
         for seconds in _MARKER_DELAYS:
             time.sleep(seconds)
-            left = self.get_incomplete_ranks(ranks, skip_completed=True)
-            if not left or self.logging_dir.is_local():
+            incomplete = self.get_incomplete_ranks(ranks, skip_completed=True)
+            if not incomplete or self.logging_dir.is_local():
                 break
         # Ranks that run again have their old markers.
-        is_cut = bool(left) or (not self.skip_completed and complete < len(local))
+        is_cut = bool(incomplete) or (not self.skip_completed and complete < len(local))
         if is_cut and self._ends_by_limit():
             return stats
         if complete < len(local):  # other processes have completed the others
             stats = self._stats_of_complete(local)
-        if left:
-            raise not_complete(self, left)
+        if incomplete:
+            raise not_complete(self, incomplete)
         self._write_stats(stats, local)
         if self.local_tasks > 1:  # a single task has logged its own
             logger.success(stats.get_repr(f"All {self.local_tasks} tasks"))
@@ -388,14 +390,14 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         before = set(self.get_incomplete_ranks(range(self.world_size)))
 
         def incomplete() -> list[int]:
-            left = apart.get_incomplete_ranks(range(self.world_size), True)
+            ranks = apart.get_incomplete_ranks(range(self.world_size), True)
             if screen is not None:
-                for rank in sorted(before.difference(left)):
+                for rank in sorted(before.difference(ranks)):
                     before.remove(rank)
                     if not screen.progress.is_complete(rank):
                         stats = apart._stats_of_complete([rank])
                         screen.progress.complete(rank, finished_documents(stats.stats))
-            return left
+            return ranks
 
         return closing(
             Claims(
@@ -474,7 +476,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
             worker._claims = claims
             line_at = 0.0
             while (
-                left := set(self.get_incomplete_ranks(ranks))
+                incomplete := set(self.get_incomplete_ranks(ranks))
                 - claims.done
                 - claims.given_up().keys()
             ):
@@ -500,24 +502,26 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                 elif self._is_worker:
                     break
                 elif time.monotonic() >= line_at:
-                    others = [
-                        other.process for other in claims.others() if left.intersection(other.ranks)
+                    workers = [
+                        other.process
+                        for other in claims.others()
+                        if incomplete.intersection(other.ranks)
                     ]
                     logger.info(
-                        f"Waiting for {plural(len(left), 'task')} of other processes: "
-                        f"{', '.join(others) or 'without claims'}."
+                        f"Waiting for {plural(len(incomplete), 'task')} of other processes: "
+                        f"{', '.join(workers) or 'without claims'}."
                     )
                     line_at = time.monotonic() + 300.0
                 if screen is not None:
                     screen.tick()
                 time.sleep(_CLAIMS_POLL if self.logging_dir.is_local() else _REMOTE_CLAIMS_POLL)
             runs = [other.process for other in claims.others() if other.runs_all]
-            taken = left if runs else left & claims.locked.keys()
-            if taken and self._is_worker:
+            running = incomplete if runs else incomplete & claims.locked.keys()
+            if running and self._is_worker:
                 raise CheckpointLocked(
-                    f"{plural_is(len(taken), 'task')} run by {', '.join(runs) or 'processes'}, as "
-                    "one run of all tasks. Wait for its end, or stop it and start every machine as "
-                    "a worker (run --worker). If it was killed on another machine or in another "
+                    f"{plural_is(len(running), 'task')} run by {', '.join(runs) or 'processes'}, "
+                    "as one run of all tasks. Wait for its end, or stop it and start every machine "
+                    "as a worker (run --worker). If it was killed on another machine or in another "
                     "container, it counts as alive for five minutes."
                 )
             given_up = claims.given_up()
@@ -535,14 +539,14 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
             self._in_workers(ranks, screen, overlap, done)
             return False
         limit_met = threading.Event()
-        given = iter(ranks)
+        remaining = iter(ranks)
 
         def take() -> int | None:
             if limit_met.is_set():
                 return None
             if self._claims is not None:
                 return self._claims.next()
-            return next(given, None)
+            return next(remaining, None)
 
         def make_executor() -> LocalPipelineExecutor:
             copied = copy(self)
@@ -570,14 +574,14 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
             logger.warning(f"Task {rank} is left to another process. {error}")
             return None
         except Exception as error:
-            code, why = failure_note(error)
+            code, cause = failure_note(error)
             if code in (1, 3):
-                claims.failed(rank, why, for_good=code == 3)
+                claims.failed(rank, cause, for_good=code == 3)
             else:
                 claims.release(rank)
             if code != 3 or not self._is_worker:
                 raise
-            logger.error(f"Task {rank} is given up, and the other tasks continue. {why}")
+            logger.error(f"Task {rank} is given up, and the other tasks continue. {cause}")
             return None
         except BaseException:
             claims.release(rank)
@@ -665,7 +669,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
     ) -> None:
         from datatrove_ckpt.run_folder.run_plan import RunPlan
 
-        kept = [identity.stored for identity in RunPlan(self).identities]
+        parent_identities = [identity.stored for identity in RunPlan(self).identities]
         context = multiprocess.get_context(self.start_method)
         context.set_forkserver_preload(["__main__", "datatrove_ckpt.executors.local", _RANK])
         if self.start_method == "fork":
@@ -673,7 +677,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         drain_signals = (name for runner in self._runners for name in runner.drain_signals)
         numbers = {*signals.STOP_SIGNALS, *(signal.Signals[name] for name in drain_signals)}
         # Pickled for every start method, so that each rank gets its own copy.
-        work = partial(_work, self._pickled(), kept, overlap)
+        work = partial(_work, self._pickled(), parent_identities, overlap)
         with Workers(
             context,
             self.workers,
@@ -720,21 +724,21 @@ def _work(
     executor._work_through(ranks, make_executor, slot, overlap, threading.Event())
 
 
-def not_complete(executor: PipelineExecutor, left: Sequence[int]) -> CkptError:
+def not_complete(executor: PipelineExecutor, incomplete: Sequence[int]) -> CkptError:
     logs = executor.logging_dir.resolve_paths("logs")
     return CkptError(
-        f"{len(left)} of {executor.world_size} tasks are not complete; task {left[0]} is the "
-        f"first. Their logs are in {logs}. Run the same command again to resume."
+        f"{len(incomplete)} of {executor.world_size} tasks are not complete; task {incomplete[0]} "
+        f"is the first. Their logs are in {logs}. Run the same command again to resume."
     )
 
 
-def raise_limit_reached(pipeline: Sequence[object], left: Sequence[int]) -> None:
+def raise_limit_reached(pipeline: Sequence[object], incomplete: Sequence[int]) -> None:
     """Checks the limits of a run with incomplete ranks.
 
     Raises:
         LimitReached: ranks are left, and the run has reached a limit.
     """
-    reached = limit_reached(pipeline) if left else None
+    reached = limit_reached(pipeline) if incomplete else None
     if reached is not None:
         raise reached
 
@@ -746,8 +750,10 @@ def _own_listings(folder: DataFolder) -> DataFolder:
     if folder.is_local():
         return folder
     shared = folder.fs
-    own = type(shared)(*shared.storage_args, skip_instance_cache=True, **shared.storage_options)
-    return DataFolder(folder.path, fs=own)
+    file_system = type(shared)(
+        *shared.storage_args, skip_instance_cache=True, **shared.storage_options
+    )
+    return DataFolder(folder.path, fs=file_system)
 
 
 def _saved_stats(logging_dir: DataFolder, rank: int) -> PipelineStats:

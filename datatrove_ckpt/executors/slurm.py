@@ -166,11 +166,11 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
             text: str = preview.get_launch_file_contents(arguments, command)
         return text.replace(folder, str(self.slurm_logs_folder))
 
-    def submit(self, looks: list[str], command: str) -> str:
+    def submit(self, status_commands: list[str], command: str) -> str:
         """Submits the jobs, and returns the closing line for the user.
 
         Args:
-            looks: commands that show the state of the run.
+            status_commands: commands that show the state of the run.
             command: the command that adds workers.
 
         Raises:
@@ -204,8 +204,8 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
             f"{waiting} of {plural(self.tasks, 'task')}. Logs: "
             f"{Path(self.slurm_logs_folder).absolute()} and "
             f"{self.logging_dir.resolve_paths('logs')}. To watch it: "
-            f"{'; '.join([f'squeue -j {self.array_id}', *looks])}. Job {self.job_id} checks the "
-            f"run after it: COMPLETED means that every document is there.{more}"
+            f"{'; '.join([f'squeue -j {self.array_id}', *status_commands])}. Job {self.job_id} "
+            f"checks the run after it: COMPLETED means that every document is there.{more}"
         )
 
     @property
@@ -238,24 +238,24 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         plan = run_plan.RunPlan(worker)
         # It restores what only the mirror and other nodes have.
         preflight.remove_markers(earlier_runs.check_job(plan))
-        left = worker.get_incomplete_ranks(skip_completed=True)
-        if left and limit_reached(self.pipeline) is None:
-            raise self._not_complete(left)
+        incomplete = worker.get_incomplete_ranks(skip_completed=True)
+        if incomplete and limit_reached(self.pipeline) is None:
+            raise self._not_complete(incomplete)
         preflight.check_after_run(plan)
         worker.run_ranks()
-        raise_limit_reached(self.pipeline, left)
+        raise_limit_reached(self.pipeline, incomplete)
         logger.success(
             f"The output of {plural(self.tasks, 'task')} is complete, and was compared with the "
             "checkpoint."
         )
 
-    def _not_complete(self, left: list[int]) -> CkptError:
+    def _not_complete(self, incomplete: list[int]) -> CkptError:
         reader = open_store(f"{self._folder}/claims")
         causes = claims.given_up(reader)
         at_work = [worker for worker in claims.claimants(reader) if worker.is_alive]
         if causes and not at_work:
             return self.given_up_error(causes)
-        text = f"{plural_is(len(left), 'task')} not complete: {ranges(left)}."
+        text = f"{plural_is(len(incomplete), 'task')} not complete: {ranges(incomplete)}."
         if at_work:
             names = ", ".join(worker.process for worker in at_work)
             return CkptError(
@@ -272,10 +272,10 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         super().launch_job()
 
     def count_elements(self, tasks: int) -> int:
-        most = 1000  # Slurm's own limit on an array is 1001, unless a cluster has another
+        max_elements = 1000  # Slurm's own limit on an array is 1001, unless a cluster has another
         if self.workers > 0:
-            most = self.workers
-        elements = min(tasks, most)
+            max_elements = self.workers
+        elements = min(tasks, max_elements)
         if self.pulls:
             return elements
         # datatrove gives the same number to each element but the last.
@@ -314,13 +314,13 @@ def _saying_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        own = task_errors.own_error(error)
-        if own is None:
+        package_error = task_errors.own_error(error)
+        if package_error is None:
             raise
         task_errors.safe_log()
-        level = "SUCCESS" if isinstance(own, GoalReached) else "ERROR"
-        logger.log(level, str(own))
-        sys.exit(code_of_rank(own))
+        level = "SUCCESS" if isinstance(package_error, GoalReached) else "ERROR"
+        logger.log(level, str(package_error))
+        sys.exit(code_of_rank(package_error))
 
 
 def _requeue(number: int, frame: object) -> None:

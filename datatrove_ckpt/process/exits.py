@@ -18,19 +18,19 @@ from datatrove_ckpt.process.shutdown import Shutdown
 _EXITS = (SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError)
 
 
-def exit_error(who: str, error: BaseException) -> UnexpectedExit:
+def exit_error(caller: str, error: BaseException) -> UnexpectedExit:
     if isinstance(error, SystemExit):
         did = f"called sys.exit({'' if error.code is None else safe_repr(error.code)})"
     else:
         did = f"raised {type(error).__name__}"
     return UnexpectedExit(
-        f"{who} {did}, which would end the process with documents missing. Raise an Exception "
+        f"{caller} {did}, which would end the process with documents missing. Raise an Exception "
         "instead."
     )
 
 
 @contextmanager
-def no_exit(who: str, shutdown: Shutdown) -> Iterator[None]:
+def no_exit(caller: str, shutdown: Shutdown) -> Iterator[None]:
     """Turns an exit of foreign code into an error, and ends a fork that leaves the block.
 
     Raises:
@@ -43,5 +43,5 @@ def no_exit(who: str, shutdown: Shutdown) -> Iterator[None]:
         end_fork(pid, error)
         if not isinstance(error, _EXITS) or shutdown.raised(error):
             raise
-        raise exit_error(who, error) from error
+        raise exit_error(caller, error) from error
     end_fork(pid)

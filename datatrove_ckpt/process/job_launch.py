@@ -48,13 +48,13 @@ def main() -> None:
         with fsspec.open(f"{folder}/executor.pik", "rb") as file:
             executor = dill.load(file)
     except ImportError as error:  # no other start would help, and no executor can report it
-        said = [
+        failure = [
             2,
             f"{error}, in the job: put its package into dependencies, or its module beside the "
             "file.",
         ]
         with fsspec.open(f"{folder}/failures/{os.environ[LAUNCH]}.json", "w") as file:
-            json.dump(said, file)
+            json.dump(failure, file)
         raise
     executor.run()
 

@@ -67,8 +67,8 @@ def raise_limit(requests: int, servers: int, ranks: int = 1) -> int:
         ConfigError: the hard limit is too low. Only an administrator can raise it.
     """
     needed = files_needed(requests, servers)
-    others = (ranks - 1) * _FILES
-    make_room(needed + others + _SPARE + (requests if servers > 1 else 0))
+    other_ranks_files = (ranks - 1) * _FILES
+    make_room(needed + other_ranks_files + _SPARE + (requests if servers > 1 else 0))
     allowed = limits()[0]
     if allowed < needed:
         raise ConfigError(too_low(requests, servers, needed, allowed))
@@ -76,7 +76,8 @@ def raise_limit(requests: int, servers: int, ranks: int = 1) -> int:
     if at_once < ranks:
         logger.warning(
             f"The limit on open files lets only {at_once} of {ranks} tasks run at one time: they "
-            f"need {needed + others} open files, and this process may have {allowed} (ulimit -n)."
+            f"need {needed + other_ranks_files} open files, and this process may have {allowed} "
+            "(ulimit -n)."
         )
     return at_once
 
@@ -110,15 +111,15 @@ def limits() -> tuple[int, int]:
     return soft, hard
 
 
-def refuse_exhaustion(error: BaseException, what: str) -> None:
+def refuse_exhaustion(error: BaseException, action: str) -> None:
     """Raises TooManyOpenFiles if the error means that no more file could be opened.
 
     Args:
-        what: the failed action, as a clause.
+        action: the failed action, as a clause.
     """
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         raise TooManyOpenFiles(
-            f"{what}: too many open files (this process may have {limits()[0]}). Raise the limit "
+            f"{action}: too many open files (this process may have {limits()[0]}). Raise the limit "
             "where the tasks run (ulimit -n), or set a lower number for "
             "max_concurrent_generations. Everything saved so far is kept: the same command resumes."
         ) from error

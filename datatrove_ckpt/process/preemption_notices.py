@@ -85,20 +85,20 @@ def _watch_notices(
     setting: Setting, came: Callable[[str], object], closed: queue.SimpleQueue[bool]
 ) -> None:
     [(kind, value)] = setting.items()
-    ask = _CLOUDS.get(str(value), partial(_ask_command, value))
-    shown = f"{kind} {value if isinstance(value, str) else value[0]}"  # arguments may be long
+    poll = _CLOUDS.get(str(value), partial(_ask_command, value))
+    source = f"{kind} {value if isinstance(value, str) else value[0]}"  # arguments may be long
     is_warned = False
     while True:
         try:
-            notice = ask()
+            notice = poll()
             if notice is not None:
-                came(printable(f"a preemption notice ({shown}{notice and ': '}{notice})"))
+                came(printable(f"a preemption notice ({source}{notice and ': '}{notice})"))
                 return
         except Exception as error:  # also for a response that is not as the cloud documents it
             if not is_warned:
                 is_warned = True
                 logger.warning(
-                    f"preemption_notice: {shown} cannot be polled: {type(error).__name__}: "
+                    f"preemption_notice: {source} cannot be polled: {type(error).__name__}: "
                     f"{error}. The run continues without notices, and polls again every "
                     f"{POLL_SECONDS:g} s."
                 )
@@ -141,26 +141,28 @@ def _aws() -> str | None:
     token = _get(
         f"{METADATA}/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, "PUT"
     )
-    asks = {"X-aws-ec2-metadata-token": token or ""}
-    found = _get(f"{METADATA}/latest/meta-data/spot/instance-action", asks)
-    if found is None:
+    headers = {"X-aws-ec2-metadata-token": token or ""}
+    response = _get(f"{METADATA}/latest/meta-data/spot/instance-action", headers)
+    if response is None:
         return None
-    return "{action} at {time}".format(**json.loads(found))
+    return "{action} at {time}".format(**json.loads(response))
 
 
 def _gcp() -> str | None:
-    found = _get(f"{METADATA}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
-    if found is not None and found.strip().upper() == "TRUE":
+    response = _get(
+        f"{METADATA}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"}
+    )
+    if response is not None and response.strip().upper() == "TRUE":
         return "preempted"
     return None
 
 
 def _azure() -> str | None:
     root = f"{METADATA}/metadata"
-    asks = {"Metadata": "true"}
-    name = _get(f"{root}/instance/compute/name?api-version=2021-02-01&format=text", asks)
-    found = json.loads(_get(f"{root}/scheduledevents?api-version=2020-07-01", asks) or "{}")
-    for event in found.get("Events", []):  # of all machines of a scale set
+    headers = {"Metadata": "true"}
+    name = _get(f"{root}/instance/compute/name?api-version=2021-02-01&format=text", headers)
+    events = json.loads(_get(f"{root}/scheduledevents?api-version=2020-07-01", headers) or "{}")
+    for event in events.get("Events", []):  # of all machines of a scale set
         if event["EventType"] in _AZURE_ENDS and name in event["Resources"]:
             return f"{event['EventType']} not before {event.get('NotBefore') or 'now'}"
     return None

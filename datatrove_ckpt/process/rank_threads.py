@@ -122,10 +122,10 @@ class RankThreads:
             taking.cancel()
 
     async def _poll(
-        self, running: set[asyncio.Task[None]], *others: asyncio.Task[int | None]
+        self, running: set[asyncio.Task[None]], *other_tasks: asyncio.Task[int | None]
     ) -> None:
         ended, _ = await asyncio.wait(
-            {*running, *others}, timeout=_POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            {*running, *other_tasks}, timeout=_POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED
         )
         running -= ended
 

@@ -176,5 +176,7 @@ def handle_between_ranks(numbers: Iterable[int]) -> None:
     handle SIGTERM, so a preempted task's job would count as failed.
     """
     if job_id() is not None and os.environ.get("DATATROVE_EXECUTOR") == "SLURM":
-        kept = (None, signal.SIG_IGN, signal.default_int_handler)
-        between_ranks.install(number for number in numbers if signal.getsignal(number) not in kept)
+        unhandled = (None, signal.SIG_IGN, signal.default_int_handler)
+        between_ranks.install(
+            number for number in numbers if signal.getsignal(number) not in unhandled
+        )

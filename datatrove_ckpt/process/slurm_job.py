@@ -70,9 +70,9 @@ def requeue_if_preempted() -> None:
             _ask("scontrol", "requeue", job)
             logger.info(f"Slurm is preempting job {job}. The job was requeued.")
     except (OSError, subprocess.SubprocessError) as error:
-        why = str(getattr(error, "stderr", None) or error).strip()
+        reason = str(getattr(error, "stderr", None) or error).strip()
         logger.warning(
-            f"Job {job} could not be requeued: {why}. Submit the incomplete tasks again."
+            f"Job {job} could not be requeued: {reason}. Submit the incomplete tasks again."
         )
 
 

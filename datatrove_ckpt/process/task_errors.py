@@ -114,23 +114,25 @@ def _patch(theirs: Callable[[Any], None] | None, record: Any) -> None:
     error = record["exception"] and record["exception"].value
     if error is not None:
         record["exception"] = None
-        own = None
+        package_error = None
         if str(record["name"]).startswith(_DATATROVE):
-            own = own_error(error)
+            package_error = own_error(error)
         trace = "".join(traceback.format_exception(error)).rstrip()
-        if own is None:
+        if package_error is None:
             record["message"] += f"\n{trace}"
-        elif isinstance(own, Preempted | LimitReached):
+        elif isinstance(package_error, Preempted | LimitReached):
             # The rank has logged this, and what is saved: it is no error.
             hidden_as = "DEBUG"
-        elif isinstance(own, WaitsForBatches):  # all is well
+        elif isinstance(package_error, WaitsForBatches):  # all is well
             hidden_as = "INFO"
         else:
             logger.debug(trace)
-        if own is not None:
-            is_later = _said_later and not isinstance(own, WaitsForBatches)
-            is_named = is_later or isinstance(own, Preempted)
-            record["message"] = f"stopped by {type(own).__name__}" if is_named else str(own)
+        if package_error is not None:
+            is_later = _said_later and not isinstance(package_error, WaitsForBatches)
+            is_named = is_later or isinstance(package_error, Preempted)
+            record["message"] = (
+                f"stopped by {type(package_error).__name__}" if is_named else str(package_error)
+            )
     if _of_many and record["level"].no < _WARNING and str(record["name"]).startswith(_ROUTINE):
         hidden_as = record["level"].name
     if hidden_as:
@@ -147,4 +149,4 @@ def failure_note(error: BaseException) -> tuple[int, str]:
 
 
 def own_error(error: BaseException | None) -> CkptError | None:
-    return next((found for found in causes(error) if isinstance(found, CkptError)), None)
+    return next((cause for cause in causes(error) if isinstance(cause, CkptError)), None)

@@ -328,19 +328,19 @@ class Workers:
             self._failed_starts += 1
             if self._failed_starts >= self.max_attempts:
                 self._error = _cannot_start(f"the last process {how}")
-        why = f"its worker process {how}"
+        reason = f"its worker process {how}"
         for task in sorted(worker.tasks):
             record = self._records[task]._replace(alone=True)
             if len(worker.tasks) == 1:
                 # Progress does not count here: it would try a task that kills workers for days.
-                record = record.ended(why, self.max_attempts)
+                record = record.ended(reason, self.max_attempts)
             self._records[task] = record
             tried = f"{record.tries} of {plural(self.max_attempts, 'attempt')}"
             if record.why:
-                logger.error(f"Task {task}: {why}, in {tried}. The other tasks continue.")
-                self.lost[task] = why
+                logger.error(f"Task {task}: {reason}, in {tried}. The other tasks continue.")
+                self.lost[task] = reason
             else:
-                logger.warning(f"Task {task}: {why}. It starts again alone, after {tried}.")
+                logger.warning(f"Task {task}: {reason}. It starts again alone, after {tried}.")
                 self._tasks.append(task)
 
     def _receive(self, number: int) -> None:
@@ -361,14 +361,14 @@ class Workers:
         while self._to_pass_on:
             number = self._to_pass_on.popleft()
             busy = [worker for worker in self._workers if worker.tasks]
-            why = "a task has failed"
+            reason = "a task has failed"
             if self.signal:
-                why = signal.Signals(number).name
+                reason = signal.Signals(number).name
             if self._requests > 1:
-                why = f"{why} again, the drain is over"
+                reason = f"{reason} again, the drain is over"
             if busy:
                 tasks = plural(sum(len(worker.tasks) for worker in busy), "running task")
-                logger.warning(f"{why}: {tasks} must stop; what is finished is saved.")
+                logger.warning(f"{reason}: {tasks} must stop; what is finished is saved.")
             for worker in busy:
                 if not worker.is_failing or self.signal:  # else its tasks drain already
                     worker.signal(number)
@@ -390,10 +390,10 @@ class Workers:
                 worker.ends_by = math.inf
 
 
-def _cannot_start(why: str) -> WorkerDied:
+def _cannot_start(reason: str) -> WorkerDied:
     return WorkerDied(
-        f"No worker process could be started: {why}. What it printed is above. In a script, run() "
-        "must be called under `if __name__ == '__main__':`, because each worker imports the "
+        f"No worker process could be started: {reason}. What it printed is above. In a script, "
+        "run() must be called under `if __name__ == '__main__':`, because each worker imports the "
         "script. A program without a file, as one from standard input, needs start_method='fork'."
     )
 
@@ -553,11 +553,11 @@ def _sendable(error: BaseException, number: int | None) -> Exception:
     task = "its tasks" if number is None else f"task {number}"
     if not isinstance(error, Exception):
         if isinstance(error, SystemExit):
-            what = f"called sys.exit({error.code!r})"
+            action = f"called sys.exit({error.code!r})"
         else:
-            what = f"raised {type(error).__name__}"
+            action = f"raised {type(error).__name__}"
         return UnexpectedExit(
-            f"A step of {task} {what}. The task is not complete; raise an Exception instead."
+            f"A step of {task} {action}. The task is not complete; raise an Exception instead."
         )
     text = "".join(traceback.format_exception(error))
     try:

@@ -202,10 +202,10 @@ class CopyingDisk(CrashingDisk):
         shutil.rmtree(self._copies)
 
 
-def tear(store: ObjectStore, name: str, content: bytes | Path) -> None:
+def tear(store: ObjectStore, name: str, data: bytes | Path) -> None:
     """Leaves half of what ``ObjectStore.put`` would write."""
-    if isinstance(content, bytes):
-        store._write(store._path(name), content[: len(content) // 2])
+    if isinstance(data, bytes):
+        store._write(store._path(name), data[: len(data) // 2])
 
 
 def copy_tree(source: Path, target: Path) -> None:
@@ -360,28 +360,28 @@ def _state(folder: Path) -> str:
     SQLite's files hold random numbers: their rows count.
     """
     digest = xxhash.xxh3_128()
-    for name, content in outputs(folder).items():
+    for name, data in outputs(folder).items():
         if name.endswith(f"/{layout.LOCK}") or f"{layout.CACHE}-" in name:
             continue
         digest.update(name.encode())
         if name.endswith(f"/{layout.HISTORY}"):
             # Of a history only the last byte decides what the next attempt does.
-            records = map(parse_line, whole_lines(content))
+            records = map(parse_line, whole_lines(data))
             kinds = [getattr(record, "KIND", None) for record in records]
-            content = repr((content[-1:], kinds)).encode()
+            data = repr((data[-1:], kinds)).encode()
         if name.endswith(layout.CACHE):
             database = folder / name
-            found = sorted(database.parent.glob(f"{database.name}*"))
-            content = _dump(tuple((path.name, path.read_bytes()) for path in found))
-        digest.update(content)
+            paths = sorted(database.parent.glob(f"{database.name}*"))
+            data = _dump(tuple((path.name, path.read_bytes()) for path in paths))
+        digest.update(data)
     return str(digest.hexdigest())
 
 
 @functools.lru_cache(64)  # most survivors have the same database
-def _dump(contents: tuple[tuple[str, bytes], ...]) -> bytes:
+def _dump(database: tuple[tuple[str, bytes], ...]) -> bytes:
     with tempfile.TemporaryDirectory() as copy:
-        for name, content in contents:
-            (Path(copy) / name).write_bytes(content)
+        for name, data in database:
+            (Path(copy) / name).write_bytes(data)
         with closing(sqlite3.connect(Path(copy) / layout.CACHE)) as connection:
             return "".join(sorted(connection.iterdump())).encode()
 
@@ -391,7 +391,5 @@ def assert_equal(folder: Path, expected: dict[str, bytes], crashes: list[str]) -
     assert actual.keys() == expected.keys(), (
         f"after {crashes}: files {sorted(actual)}, not {sorted(expected)}"
     )
-    for name, content in expected.items():
-        assert actual[name] == content, (
-            f"after {crashes}: {name} differs:\n{actual[name]!r}\n{content!r}"
-        )
+    for name, data in expected.items():
+        assert actual[name] == data, f"after {crashes}: {name} differs:\n{actual[name]!r}\n{data!r}"

@@ -75,7 +75,7 @@ def execute(executor: PipelineExecutor, config: Node, arguments: argparse.Namesp
     if arguments.dry_run:
         full = FullConfig(config)
         say(full.text().rstrip())
-        try:  # with another number of tasks, nothing of a job array that it shows would start
+        try:  # with another number of tasks, no task of the job array would start
             _check_tasks(plan)
         except CkptError as error:
             advise(error, plan, arguments.command)

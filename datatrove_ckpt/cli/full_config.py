@@ -11,7 +11,7 @@ class FullConfig:
     """The configuration of a job as YAML that can be run again, with secrets masked.
 
     Args:
-        content: the content of the file with overrides applied, which ``build`` has accepted.
+        config: the content of the file with overrides applied, which ``build`` has accepted.
     """
 
     def __init__(self, config: JsonObject) -> None:

@@ -44,7 +44,7 @@ class JobInput:
     """The input of a job.
 
     Args:
-        given: the path, pattern or URL, as the user wrote it.
+        source: the path, pattern or URL, as the user wrote it.
         inspect_only: the files may be gone, and are not read.
     """
 

@@ -121,8 +121,8 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
 
         Raises:
             CkptError: see ``check_before_run``.
-            SystemExit: in a worker, an error of ``LocalPipelineExecutor.run_worker``; in the last
-                job, tasks that are not complete, or an error of ``check_after_run``.
+            SystemExit: a worker has an error of ``LocalPipelineExecutor.run_worker``; or, in the
+                last job, tasks are not complete, or ``check_after_run`` has an error.
         """
         from datatrove_ckpt.run_folder import preflight, run_plan
 

@@ -107,7 +107,7 @@ class Epoch(Iterator[object]):
     """Iterates over the samples of one worker in one epoch.
 
     Args:
-        then: the saved state that the epoch continues, of this slot or of all slots.
+        saved: the saved state that the epoch continues, of this slot or of all slots.
         after_end: the loaded state was saved at the end of the epoch before.
 
     Attributes:

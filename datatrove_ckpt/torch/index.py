@@ -54,7 +54,7 @@ def json_row(row: Row) -> Row:
 
 
 def _json_value(values: list[float]) -> list[float] | npt.NDArray[np.generic]:
-    """Makes an array of a list of numbers that one type holds; returns other lists as they are."""
+    """Makes an array of a list of numbers that a type holds exactly; else returns the list."""
     if not values or type(values[0]) not in (int, float):
         return values
     kinds = set(map(type, values))

@@ -48,8 +48,8 @@ def _advice(error: Exception, path: str | os.PathLike[str]) -> str:
         return (
             "It was removed or moved during the run, or its file system was unmounted. What only "
             "it held is lost. Put it back (a copy, the mount; a mirror comes back by itself) and "
-            "run the same command again. If it is gone for good, start over in "
-            "other folders."
+            "run the same command again. If it is lost, start over in other "
+            "folders."
         )
     if code == errno.EACCES:
         return (
@@ -108,7 +108,7 @@ def read_lines(
 
     Args:
         advice: remedy for damage, for the message.
-        synced: each line was synced before the next one was written, so a crash tears one at most.
+        synced: whether each line was synced before the next, so that a crash tears at most one.
 
     Raises:
         CheckpointCorrupt: a bad line with a good line after it, or a file that starts with a line

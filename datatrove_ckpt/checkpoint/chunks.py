@@ -170,8 +170,8 @@ class ChunkTracker:
     def _expect(self, expected: str, fingerprint: str, ordinal: int) -> None:
         if expected != fingerprint:
             raise CheckpointMismatch(
-                f"Document {ordinal} of this task is not the one that was finished there before "
-                f"(see {self._folder}): the input, or a step before this one, has changed. "
+                f"Document {ordinal} of this task differs from the document that was finished "
+                f"there before (see {self._folder}): the input, or an earlier step, has changed. "
                 "Restore it.",
                 starts_over="with old results",
             )

@@ -79,7 +79,7 @@ class OutputFile:
     """A published file.
 
     Attributes:
-        path: below the output folder.
+        path: name below the output folder.
         size: number of bytes.
         xxh128: hash of the content.
         hub_hash: the hash in the hub's listing: SHA-256, or git's hash of a file outside LFS. "" in
@@ -136,7 +136,11 @@ class Commit:
 
     @classmethod
     def from_json(cls, body: bytes) -> Commit:
-        """Raises KeyError, TypeError or ValueError if the line holds no commit of this format."""
+        """Parses a commit.
+
+        Raises:
+            KeyError, TypeError, ValueError: the line holds no commit of this format.
+        """
         data = orjson.loads(body)
         work = data["work"]
         counts = DocumentCounts(

@@ -39,7 +39,7 @@ class DiskSpace:
                 logger.warning(
                     f"{self._folder}: only {byte_size(free)} are free, less than the reserve of "
                     f"{byte_size(reserve)}, and {plural(waiting, 'chunk')} wait for the hub. No "
-                    "new document is started until there is room; those in work go on."
+                    "new document is started until space is free; documents in progress continue."
                 )
         if was_low and not self._is_low:
             logger.info(

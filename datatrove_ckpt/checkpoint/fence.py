@@ -79,8 +79,8 @@ class Fence:
             self.lost = True
             raise Fenced(
                 f"Another process has taken over {self._path.parent}: {owner.get('host')} pid "
-                f"{owner.get('pid')}, start number {owner.get('fence')}; this one, number "
-                f"{self.owner['fence']}, writes nothing more. What it saved before is kept."
+                f"{owner.get('pid')}, start number {owner.get('fence')}; this process, number "
+                f"{self.owner['fence']}, writes nothing more. Its saved work is kept."
             )
         # The attributes from before the read: a new owner may have come after it.
         self._seen = stamp

@@ -183,7 +183,7 @@ def refuse_other_tasks(root: Path, identity: RunIdentity) -> None:
     """Refuses a job whose ranks have another number of tasks.
 
     Raises:
-        CheckpointMismatch: with both numbers, and advice.
+        CheckpointMismatch: the numbers differ.
     """
     differences = compare_job(root, identity, None, only_tasks=True)
     if differences.changes:

@@ -103,7 +103,11 @@ class FinishedDocument:
 
     @classmethod
     def from_body(cls, body: bytes) -> FinishedDocument:
-        """Raises KeyError, TypeError or ValueError if the line holds no finished document."""
+        """Parses a line.
+
+        Raises:
+            KeyError, TypeError, ValueError: the line holds no finished document.
+        """
         at = body.index(_DOCUMENT)
         data = orjson.loads(body[:at] + b"}")
         return cls(
@@ -142,7 +146,7 @@ def read_finished(
             raise CheckpointCorrupt(
                 path,
                 f", at byte {line.offset}: the line holds no finished document of this version of "
-                f"the program ({error!r}). If another version wrote it, use that one. "
+                f"the program ({error!r}). If another version wrote it, use that version. "
                 f"{JOURNAL_ADVICE}",
             ) from error
         ordinal = finished.ordinal

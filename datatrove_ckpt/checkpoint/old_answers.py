@@ -7,7 +7,7 @@ answers, unless the old run had ``keep_answers``, as samples have.
 
 Each start copies the answers to a temporary file, so no crash leaves a state, and the old run is
 only read. A document that needs an answer moves its old answers to the rank's own request cache
-(``RankFiles.take_answers``). Copying all answers there was rejected: those of documents beyond a
+(``RankFiles.take_answers``). Copying all answers there was rejected: answers of documents beyond a
 shorter input would look as if the input had shrunk, and a mirror would upload them.
 """
 

@@ -2,7 +2,7 @@
 
 The storage thread owns the only SQLite connection. ``locking_mode=EXCLUSIVE`` before WAL mode needs
 no shared memory, so it works on network file systems. ``synchronous=NORMAL`` writes the log at
-every commit and rarely syncs it: a commit survives kill -9 at once, and power loss after ``sync``.
+every commit and rarely syncs it: a commit survives kill -9, and power loss after ``sync``.
 Losing the last commits loses answers, never consistency.
 
 An empty cache replaces a damaged cache, which is set aside with a warning. A row that does not

@@ -60,7 +60,7 @@ class RunTotals(Counts):
         """Text of the error: the result of a run that a limit ended, and how to continue."""
         return (
             f"{plural_is(self.written, 'document')} in the output files. What is finished is "
-            "saved. The same command with a higher limit goes on."
+            "saved. The same command with a higher limit continues."
         )
 
 

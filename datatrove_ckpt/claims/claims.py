@@ -328,5 +328,5 @@ def _record(store: DiskClaims | ObjectClaims, claim: Claim) -> AttemptRecord:
         return AttemptRecord(
             fields["tries"], tuple(fields["reached"]), fields["why"], fields["alone"]
         )
-    except (orjson.JSONDecodeError, KeyError, TypeError):  # gone, or cut off by a power loss
+    except (orjson.JSONDecodeError, KeyError, TypeError):  # removed, or cut off by a power loss
         return AttemptRecord()

@@ -114,7 +114,11 @@ class FilePart:
 
     @classmethod
     def from_json(cls, data: Json) -> FilePart:
-        """Raises TypeError or ValueError if this package cannot have written a value."""
+        """Parses a part.
+
+        Raises:
+            TypeError, ValueError: this package cannot have written a value.
+        """
         part = cls(**data)
         if (
             not _OBJECT.fullmatch(part.name)

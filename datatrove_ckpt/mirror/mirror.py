@@ -47,7 +47,7 @@ _POLL_SECONDS = 0.1
 STOP_SECONDS = 15.0
 # The limit once a stop is requested: a preempted job has half a minute for everything.
 DRAIN_SECONDS = 5.0
-# The shortest wait between two uploads: each asks the storage thread for a snapshot.
+# The shortest wait between two uploads: each needs a snapshot of the storage thread.
 _MIN_WAIT_SECONDS = 0.01
 
 
@@ -114,9 +114,9 @@ class RemoteMirror:
         if not self._wait_for(self._owner_checks, _OWNER_WAIT_SECONDS, stopping):
             if self._answers:
                 logger.warning(
-                    f"The mirror {self.url} does not say whether another process has taken this "
-                    f"task over. Its output waits {_OWNER_WAIT_SECONDS:g} s of two minutes for an "
-                    "answer, and is published then all the same."
+                    f"The mirror {self.url} does not show whether another process has taken this "
+                    f"task over. Its output waits {_OWNER_WAIT_SECONDS:g} s of every two minutes "
+                    "for the mirror, and is then published."
                 )
             self._answers = False
             self._owned_until = time.monotonic() + _OWNER_WAIT_SECONDS
@@ -125,8 +125,8 @@ class RemoteMirror:
         return StorageFailed(
             f"Nothing could be uploaded to the mirror {self.url} ({self._failure}). The task's "
             "first output, and each batch at a provider, wait for that: if this node were lost, "
-            "nothing would tell them from another run's. Every answer is saved on this node. "
-            "Correct that (network, credentials, room), or remove the setting "
+            "they would seem to belong to another run. Every answer is saved on this node. "
+            "Correct that (network, credentials, disk space), or remove the setting "
             "checkpoints_remote_dir, and run the same command again."
         )
 

@@ -21,7 +21,7 @@
 and never mixed with the other: answers and chunks that only the other had are made again.
 
 The folder is built beside its final place and renamed, so a crash leaves nothing or all of it. A
-restored checkpoint gets a new owner. Its ``earlier`` owners include those of damaged versions, so
+restored checkpoint gets a new owner. Its ``earlier`` owners include owners of damaged versions, so
 that these are not tried again.
 
 A mirror is also read without writing to it or taking ownership. ``status``, ``report`` and
@@ -357,7 +357,7 @@ class MirrorReader:
         self._store = ObjectStore(url)
         self.url = self._store.url
         self.ranks: dict[str, CopiedRank] = {}
-        """By the rank's address."""
+        """The copied ranks, by address."""
         self._folder = folder
         self._wants_file = wants_file
 
@@ -647,7 +647,7 @@ def restore_advice(url: str, folder: Path, min_size: int) -> str:
     if manifest is None or not manifest.files or manifest.sizes.get(layout.COMMITS, 0) < min_size:
         return ""
     return (
-        f" The mirror {url} has this task as of {manifest.uploaded_at}: to go on from there, move "
-        f"its folder away while no task runs (mv {shlex.quote(str(folder))} "
+        f" The mirror {url} has this task as of {manifest.uploaded_at}: to continue from there, "
+        f"move its folder away while no task runs (mv {shlex.quote(str(folder))} "
         f"{shlex.quote(f'{folder}.damaged')}), and run the same command again."
     )

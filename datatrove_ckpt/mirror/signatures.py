@@ -65,15 +65,15 @@ class ManifestSigner:
             if signed is not None:
                 raise ConfigError(
                     f"{MIRROR_KEY_VARIABLE} is not set, but {url} is signed with a key. Export "
-                    "the key where the tasks run. To go on without a key, remove the mirror, and "
+                    "the key where the tasks run. To run without a key, remove the mirror, and "
                     "continue from the local folder."
                 )
         elif signed is None:
             raise CheckpointCorrupt(
-                f"{url} is not signed, although {MIRROR_KEY_VARIABLE} is set: anybody who can "
+                f"{url} is not signed, although {MIRROR_KEY_VARIABLE} is set: any user who can "
                 "write to the mirror may have made it. If it was made before you had a key, and "
-                "you trust it, start once without the key, and then with it: what is uploaded "
-                "from then on is signed. Otherwise remove this version."
+                "you trust it, start once without the key, and then with it: later uploads are "
+                "signed. Otherwise remove this version."
             )
         elif not hmac.compare_digest(self._digest(name, signed[1] + b"}").encode(), signed[2]):
             raise CheckpointCorrupt(

@@ -529,8 +529,8 @@ class SchemaMismatch(NamedTuple):
 
 
 ONE_TYPE = (
-    "Give ParquetWriter a schema that fits, or an adapter that sets one type, or go on with "
-    "output_format: jsonl, which takes values of any types. Each needs accept_changes: what is "
+    "Give ParquetWriter a schema that fits, or an adapter that sets one type, or continue with "
+    "output_format: jsonl, which accepts values of any types. Each needs accept_changes: what is "
     "committed stays as it is"
 )
 

@@ -302,7 +302,7 @@ def other_content(location: str, names: Sequence[str]) -> OutputMismatch:
         f"{location} has other content, which this task has not published, under these names: "
         f"{first_names(names)}. Nothing was overwritten. Probably another run writes to the same "
         "folder with the same output_filename. Stop one of the runs, and start it anew with "
-        "folders of its own. The other one goes on with the same command, once files that are "
+        "folders of its own. The other run continues with the same command, once files that are "
         "not its own are deleted from the folder. If there is no other run (a file was copied "
         "there, or the checkpoint is older than the output), move that content out of the folder, "
         "and run the same command again."

@@ -169,7 +169,7 @@ class HubFolder:
         if status == 403:
             return (
                 f"The token may not write to {self.repo}. Take one of role write, or a "
-                f"fine-grained one with write access to {self.repo}, of somebody who may write "
+                f"fine-grained one with write access to {self.repo}, of a user who may write "
                 "there."
             )
         if status == 404 or isinstance(error, FileNotFoundError):

@@ -210,7 +210,7 @@ class OutputFolder:
         output = None
         if not listing.sizes:
             moved = "The folder is empty: was it moved? Set the output folder to its new location. "
-            output = self.location  # the folder may be gone, and then repair wants it named
+            output = self.location  # the folder may be missing, and then repair needs its name
         repair = repair_command(str(self.root), logging_dir=self._logging_dir, output=output)
         retry = ""
         if any(file.root for file in wrong):
@@ -218,8 +218,8 @@ class OutputFolder:
         raise OutputMismatch(
             f"{self.location}: output files differ from what was committed ({len(wrong)} of "
             f"{len(committed)}): {first_names(problems)}. {moved}Put them back, or have them made "
-            f"again: {repair}, then run the same command again{retry}. Files that nobody touched "
-            f"were not read: datatrove-ckpt verify {shlex.quote(str(self.root))} --full does that."
+            f"again: {repair}, then run the same command again{retry}. Files that seem unchanged "
+            f"were not read: datatrove-ckpt verify {shlex.quote(str(self.root))} --full reads them."
         )
 
     def refuse_foreign(

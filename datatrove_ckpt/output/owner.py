@@ -328,11 +328,14 @@ class _HubRecord(_OwnerRecord):
         from huggingface_hub import CommitOperationAdd
 
         add = [CommitOperationAdd(self._path, data)]
-        self._change(False, partial(self._hub.commit, add, "Note the run that writes here"))
+        self._change(False, partial(self._hub.commit, add, "Record the run that writes here"))
 
     def remove(self) -> None:
         self._change(
-            True, partial(self._hub.remove, [self._path], "Remove the note of a run that is gone")
+            True,
+            partial(
+                self._hub.remove, [self._path], "Remove the record of a run that no longer exists"
+            ),
         )
 
     def _change(self, is_there: bool, commit: Callable[..., None]) -> None:

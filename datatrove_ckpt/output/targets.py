@@ -629,7 +629,7 @@ class HubTarget(_TargetOnHub):
             ends = self._hurried
             seconds = self._pace.seconds_until_turn(history, ends)
             if seconds:
-                meanwhile = "generation goes on"
+                meanwhile = "generation continues"
                 if ends:
                     meanwhile = "the task has nothing else left to do"
                 logger.info(

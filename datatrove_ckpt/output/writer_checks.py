@@ -134,7 +134,7 @@ def refuse_equal_folders(pipeline: Sequence[PipelineStep]) -> None:
         if folder is not None and seen.setdefault(Path(folder).absolute(), index) != index:
             raise ConfigError(
                 f"{step_place(index, step)}: {setting_name('checkpoints_local_dir')} {folder!r} is "
-                "that of an earlier step, too. Each step needs a folder of its own."
+                "also the folder of an earlier step. Each step needs a folder of its own."
             )
 
 

@@ -34,7 +34,7 @@ class BatchReader(JsonlReader):
     ``body``, and its metadata has the ``url``.
 
     A line that is no request becomes a document with a ``problem`` in its metadata, and appears in
-    the output. The arguments are those of JsonlReader.
+    the output. JsonlReader has the same arguments.
     """
 
     format = JsonlReader.format
@@ -67,8 +67,8 @@ class BatchReader(JsonlReader):
                     custom_id = getattr(request, "id", "")
                     if custom_id in earlier:
                         raise ConfigError(
-                            f"`{name}`, line {position[1]}: an earlier line has the custom_id "
-                            f"{custom_id!r}, too. Correct or remove the line."
+                            f"`{name}`, line {position[1]}: an earlier line also has the custom_id "
+                            f"{custom_id!r}. Correct or remove the line."
                         )
                     earlier.add(custom_id)
             except DamagedLine as error:
@@ -119,5 +119,5 @@ def _problem(data: Row) -> str:
             "write the keys of extra_body into the body, and remove the others"
         )
     if body.get("stream"):
-        return "its body asks for a stream, and answers are read as a whole: remove stream"
+        return "its body requests a stream, and answers are read as a whole: remove stream"
     return ""

@@ -85,8 +85,9 @@ def naming_damage(name: str) -> Iterator[None]:
             raise
         raise InputError(
             f"The input file {name!r} is damaged or cut off: {error}. Replace it by a complete "
-            "copy, or correct its name if that is the one of another format or compression, and "
-            "run the same command again: what was read of it before must be the same, and is kept."
+            "copy, or correct its name if its suffix is of another format or compression, and run "
+            "the same command again: the part that was read before must be the same, and its "
+            "results are kept."
         ) from error
 
 

@@ -41,7 +41,7 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
         max_skipped: how many rows of a task may be left out because they have more or fewer cells
             than there are names, or a ``media`` that is none. One more stops the task
             (``DamagedLine``). None: any number.
-        delimiter: the character between cells. A backslash and a t are a tab, too.
+        delimiter: the character between cells. A backslash and a t also mean a tab.
         types: see ``JsonlReader``. An empty cell is null, but a text or bytes stay empty.
 
     Raises:
@@ -149,7 +149,7 @@ def _rows(lines: Iterable[str], file: str, delimiter: str) -> Iterator[tuple[int
             raise _odd_row(file, problem, line) from error
         if cells is None:
             return
-        if has_ended:  # only an open quote asks for a line after the last one
+        if has_ended:  # only an open quote reads beyond the last line
             raise _odd_row(file, "a quote that is not closed", line)
         if cells:
             yield line, cells

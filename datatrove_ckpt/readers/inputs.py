@@ -167,7 +167,7 @@ class InputFiles:
         try:
             return self.size(index)
         except FileNotFoundError as error:
-            raise position_mismatch(f"The input file {self.names[index]!r} is gone.") from error
+            raise position_mismatch(f"The input file {self.names[index]!r} is missing.") from error
 
     def check_before(self, state: ReaderState) -> InputDigest:
         """Returns the digest of the files before the state's current file.
@@ -184,8 +184,8 @@ class InputFiles:
                 return digest
         if current not in map(shorten, self.names):
             raise position_mismatch(
-                f"The input has changed: the file {current!r}, which the position is in, is gone "
-                "or has another name."
+                f"The input has changed: the file {current!r}, which the position is in, is "
+                "missing or has another name."
             )
         raise position_mismatch(
             f"The input has changed: {before['files']} files of {before['bytes']} bytes were read "
@@ -281,7 +281,7 @@ def record_reader(
 
 
 def sample_files(inputs: InputFiles, indices: Sequence[int]) -> list[FileRecord]:
-    """Records the files with the sizes that ``inputs`` knows, and with new samples."""
+    """Records the files with the sizes in ``inputs``, and with new samples."""
     with ThreadPoolExecutor(16, thread_name_prefix="datatrove-ckpt sample") as threads:
         return list(threads.map(partial(_record, inputs), indices))
 

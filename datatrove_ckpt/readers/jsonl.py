@@ -65,9 +65,9 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         path_columns: folders such as ``lang=en`` are columns.
         max_skipped: how many lines of a task may be left out because they cannot be read. One more
             stops the task (``DamagedLine``). None: any number.
-        types: of columns, by Arrow's names, such as ``{score: float64, day: date32}``: values are
-            converted, and Parquet output has these types. A value that does not fit makes its line
-            one that cannot be read.
+        types: types of columns, by Arrow's names, such as ``{score: float64, day: date32}``: values
+            are converted, and Parquet output has these types. A line with a value that cannot be
+            converted counts as a line that cannot be read.
         stop_on_bad_line: true for a training, which else leaves such lines out. False is
             deprecated: write ``max_skipped: null``.
     """

@@ -32,7 +32,7 @@ class TextReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ig
     Args:
         shuffle_seed: shuffles the files by this number; ``shuffle_files`` is refused.
 
-    The other arguments are those of datatrove's readers of files.
+    The other arguments are the same as in datatrove's readers of files.
     """
 
     format = "text"
@@ -74,7 +74,7 @@ class PageReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ig
     Args:
         dpi: pixels in an inch of a PDF's page; A4 at 150 has 1240 x 1754.
 
-    The other arguments are those of datatrove's readers of files.
+    The other arguments are the same as in datatrove's readers of files.
 
     Raises:
         InputError: a PDF is damaged or has a password.
@@ -153,7 +153,7 @@ def _pdfium(name: str) -> Iterator[None]:
         except pypdfium2.PdfiumError as error:
             raise InputError(
                 f"The input file {name!r} is damaged, or has a password: {failure_line(error)}. "
-                "Mend it, or move it out of the folder, and run the same command again."
+                "Repair it, or move it out of the folder, and run the same command again."
             ) from None
 
 

@@ -88,7 +88,7 @@ def test_two_files_may_not_have_a_line_of_one_custom_id(server, run):
     for name in ("a", "b"):
         write(request("one"), path=f"requests.jsonl/{name}.jsonl")
     said = run(code=2).err
-    assert "b.jsonl`, line 1: an earlier line has the custom_id 'one'" in said
+    assert "b.jsonl`, line 1: an earlier line also has the custom_id 'one'" in said
     assert not server.asked
 
 
@@ -123,12 +123,12 @@ REFUSED = [
     ({"url": CHAT, "body": {"messages": []}}, "line 2: it has no custom_id that is a text"),
     (request("1", url="/v1/chat"), "line 2: its url is '/v1/chat', and not one of /v1/chat/"),
     (request("1", method="GET"), "line 2: its method is 'GET'"),
-    (request("1", stream=True), "line 2: its body asks for a stream"),
+    (request("1", stream=True), "line 2: its body requests a stream"),
     (request("1", extra_body={"top_k": 3}), "line 2: its body has extra_body, which is no part"),
     (request("1", extra_headers={}), "line 2: its body has extra_headers"),
     ({**request("1"), "body": "text"}, "line 2: its body is no object with keys"),
     (request("1", seed=-(2**63) - 1), "line 2: its body cannot be sent as it is written: Integer"),
-    (request("0"), "line 2: an earlier line has the custom_id '0', too"),
+    (request("0"), "line 2: an earlier line also has the custom_id '0'"),
 ]
 
 

@@ -476,7 +476,9 @@ def test_output_is_published_while_the_mirror_does_not_say_whose_it_is(
         running.result(300)
     assert job.output == expected
     assert (
-        sum("does not say whether another process has taken this task over" in line for line in log)
+        sum(
+            "does not show whether another process has taken this task over" in line for line in log
+        )
         == 1
     )
 

@@ -165,7 +165,7 @@ def test_a_job_that_would_read_or_overwrite_its_own_files_is_refused_before_it_s
 def test_two_steps_with_one_checkpoint_folder_are_refused(tmp_path, server):
     other = JsonlWriter(str(tmp_path / "other"), "${rank}_${chunk_index}.jsonl")
     steps = [runner(tmp_path, server), runner(tmp_path, server, output_writer=other)]
-    with pytest.raises(ConfigError, match="is that of an earlier step, too"):
+    with pytest.raises(ConfigError, match="is also the folder of an earlier step"):
         refuse_equal_folders(steps)
 
 

@@ -55,7 +55,8 @@ def test_a_chunk_that_was_committed_already_is_passed_and_its_last_document_comp
     assert (first[0].chunk.index, first[0].chunk.first_ordinal) == (0, 0)
     chunks, _ = tracker(tmp_path, ResumePoint(next_chunk=1, next_ordinal=2, done=done))
     with pytest.raises(
-        CheckpointMismatch, match="Document 2 of this task is not the one that was finished there"
+        CheckpointMismatch,
+        match="Document 2 of this task differs from the document that was finished there",
     ):
         chunks.admit("another", no_position)
 

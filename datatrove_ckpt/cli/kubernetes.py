@@ -51,12 +51,12 @@ def k8s(arguments: argparse.Namespace) -> int:
         note(f"{module}: is not in the ConfigMap: it must be in the image.")
     printed = kubernetes.manifest(plan, job, files, workers)
     in_files = yaml_config.leaves(files["data"], "ConfigMap")
-    for place, text in [*in_files, *yaml_config.leaves(printed["spec"], "Job")]:
+    for yaml_path, text in [*in_files, *yaml_config.leaves(printed["spec"], "Job")]:
         if isinstance(text, str) and (yaml_config.MASK in text or may_hold_secret(text)):
             raise ConfigError(
-                f"{place}: holds what may be a secret (`run --print-config` hides it), and this is "
-                "no place for one. Let the job read it from the environment, out of a Secret that "
-                f"{_SECTION}.secrets names."
+                f"{yaml_path}: holds what may be a secret (`run --print-config` hides it), and "
+                "this is no place for one. Let the job read it from the environment, out of a "
+                f"Secret that {_SECTION}.secrets names."
             )
     say(f"{dump(files)}---\n{dump(printed)}".rstrip())
     return 0

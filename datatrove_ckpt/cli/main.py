@@ -108,11 +108,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     arguments.overrides = overrides
     arguments.command = ["datatrove-ckpt", *typed]
-    place = getattr(arguments, "what", None) or getattr(arguments, "config", None)
+    location = getattr(arguments, "what", None) or getattr(arguments, "config", None)
     name = arguments.module
     with written_in(""):
         try:
-            if arguments.name in _OF_TRAININGS and is_training(place):
+            if arguments.name in _OF_TRAININGS and is_training(location):
                 name = "training"
             with gc_paused():
                 module = import_module(f"datatrove_ckpt.cli.{name}")
@@ -247,7 +247,7 @@ _WHAT = _argument(
     "WHAT", "run folder, checkpoint folder, URL of its mirror, or YAML file of the run"
 )
 _JSON = _flag("--json", "print one JSON object instead of text")
-_OUTPUT = _argument("FOLDER", "the output folder, if it isn't where job.json says", "--output")
+_OUTPUT = _argument("FOLDER", "the output folder, if job.json names another", "--output")
 _FULL = _flag("--full", "also read all output and compare its content")
 
 

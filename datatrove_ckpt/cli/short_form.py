@@ -155,14 +155,14 @@ def expand(short: Node, inspect_only: bool = False, rows: object = None) -> Node
         short = {name: _text(name, value, inspect_only) for name, value in short.items()}
         form_settings = {name: short[name] for name in NAMES if short.get(name) is not None}
         job = yaml_config.construct(ShortJob, form_settings, form())
-        places = job.elsewhere
-        if len(places) > 1 and places != ["slurm", "kubernetes"]:
+        elsewhere = job.elsewhere
+        if len(elsewhere) > 1 and elsewhere != ["slurm", "kubernetes"]:
             raise ConfigError(
-                f"{', '.join(places)}: are different places to run. Give one of them."
+                f"{', '.join(elsewhere)}: are different places to run. Give one of them."
             )
-        if job.workers != 1 and places:
+        if job.workers != 1 and elsewhere:
             raise ConfigError(
-                f"workers: are processes of this machine. Write them inside `{places[0]}`."
+                f"workers: are processes of this machine. Write them inside `{elsewhere[0]}`."
             )
         if job.is_remote and job.jobs is None:
             raise ConfigError(

@@ -27,11 +27,11 @@ def show(arguments: argparse.Namespace) -> int:
     printed = 0
     is_all = not (arguments.dead or arguments.grep) and arguments.id is None
     max_length = _MOST if arguments.id is None else None
-    with open_run(arguments, output=arguments.output) as place:
+    with open_run(arguments, output=arguments.output) as location:
         if arguments.dead:
-            documents = read_dead_letters(place)
+            documents = read_dead_letters(location)
         else:
-            documents = read_documents(place)
+            documents = read_documents(location)
         wanted = (arguments.grep or "").casefold()
         documents = (
             document
@@ -46,7 +46,7 @@ def show(arguments: argparse.Namespace) -> int:
         if arguments.dead and next(documents, None) is not None:
             say(f"There are more; --n {2 * arguments.n} prints them.")
         if is_all:
-            state = read_run_state(place)
+            state = read_run_state(location)
             counts = state.together.done
             rows = state.together.rows
             number = rows or state.delivered.written
@@ -68,8 +68,8 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def export(arguments: argparse.Namespace) -> int:
-    with open_run(arguments, output=arguments.output) as place:
-        count, report = write_export(place, arguments.target)
+    with open_run(arguments, output=arguments.output) as location:
+        count, report = write_export(location, arguments.target)
     limitation = ""
     if report.unfinished or {"corrupt", "rank"} & {problem.kind for problem in report.problems}:
         limitation = ". The run is not finished: these are the documents of its complete chunks"
@@ -95,12 +95,12 @@ def sample(executor: PipelineExecutor, number: int) -> int:
     ):
         sent = take_sample(plan, number, Path(folder))
         documents = sent.documents
-        place = RunLocation(folder, sent.checkpoints, [folder])
+        location = RunLocation(folder, sent.checkpoints, [folder])
         outcomes = []
         odd = ""
         if documents:
-            odd = read_run_state(place).totals.done.odd_answers
-            outcomes = [*read_documents(place), *read_dead_letters(place)]
+            odd = read_run_state(location).totals.done.odd_answers
+            outcomes = [*read_documents(location), *read_dead_letters(location)]
     failed = 0
     dropped = 0
     for index, (document, requests) in enumerate(documents, 1):
@@ -166,7 +166,7 @@ def _described(
 
 
 def report(arguments: argparse.Namespace) -> int:
-    with open_run(arguments, wanted_files) as place:
-        state = read_run_state(place)
+    with open_run(arguments, wanted_files) as location:
+        state = read_run_state(location)
         page = report_page(state)
-        return write_page(arguments.output, place.folder, page, plural(len(state.ranks), "task"))
+        return write_page(arguments.output, location.folder, page, plural(len(state.ranks), "task"))

@@ -30,8 +30,8 @@ from datatrove_ckpt.run_folder.run_state import (
 
 def status(arguments: argparse.Namespace) -> int:
     try:
-        with open_run(arguments, wanted_files) as place:
-            state = read_run_state(place)
+        with open_run(arguments, wanted_files) as location:
+            state = read_run_state(location)
             lines = list(describe(state))
     except RunNotStarted as waiting:
         state = RunState(arguments.what, False, time.time())
@@ -48,8 +48,8 @@ def status(arguments: argparse.Namespace) -> int:
 
 
 def batches(arguments: argparse.Namespace) -> int:
-    with open_run(arguments, wanted_files) as place:
-        state = read_run_state(place)
+    with open_run(arguments, wanted_files) as location:
+        state = read_run_state(location)
         opened = list(status_text.open_batches(state))
         for rank, batch in opened:
             say(status_text.describe_batch(rank, batch, state.read_at))
@@ -59,7 +59,7 @@ def batches(arguments: argparse.Namespace) -> int:
             return 0
         problems = []
         for rank, batch in opened:
-            problem = cancel_batch(place, rank.folder, batch)
+            problem = cancel_batch(location, rank.folder, batch)
             if problem is not None:
                 problems.append(problem)
                 continue

@@ -40,8 +40,8 @@ def track(arguments: argparse.Namespace) -> int:
         _send(TrainingTracker(service, arguments.name_of_run, folder=folder))
         say("All is sent, and no training saves there.")
         return 0
-    with open_run(arguments, wanted_files) as place:
-        _send(tracking.RunTracker(service, arguments.name_of_run, place=place))
+    with open_run(arguments, wanted_files) as location:
+        _send(tracking.RunTracker(service, arguments.name_of_run, place=location))
     say("All is sent, and no task is at work.")
     return 0
 

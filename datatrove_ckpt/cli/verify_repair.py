@@ -16,8 +16,8 @@ from datatrove_ckpt.run_folder.run_state import check_idle
 
 def verify(arguments: argparse.Namespace) -> int:
     """Prints each problem and a verdict. Returns the exit code."""
-    with open_run(arguments, output=arguments.output) as place:
-        report = checks.verify(place, arguments.full)
+    with open_run(arguments, output=arguments.output) as location:
+        report = checks.verify(location, arguments.full)
     code = 0
     if report.problems:
         code = 1
@@ -67,11 +67,11 @@ def repair(arguments: argparse.Namespace) -> int:
     with (
         open_run(arguments, output=arguments.output) as named,
         log_disabled("datatrove_ckpt.mirror"),
-        restored(named) as place,
+        restored(named) as location,
     ):
-        report = checks.verify(place, arguments.full)
+        report = checks.verify(location, arguments.full)
         check_output_folder(report)
-        plan = make_plan(report, arguments.logging_dir or place.logging_dir)
+        plan = make_plan(report, arguments.logging_dir or location.logging_dir)
         lines = list(plan.describe())
         is_needed = plan.ranks or plan.markers
         if plan.unrepaired and not is_needed:
@@ -83,10 +83,10 @@ def repair(arguments: argparse.Namespace) -> int:
         if is_needed and arguments.dry_run:
             say("Nothing was done (--dry-run).")
         elif is_needed:
-            if place.is_copy:
+            if location.is_copy:
                 check_idle(named, plan.ranks)
             apply_repair(plan, report)
-            upload(place, plan.ranks)
+            upload(location, plan.ranks)
             again = "Run the pipeline again to process these chunks"
             if plan.ranks and all(rank.root for rank in plan.ranks):
                 again += ", as a retry of dead letters"

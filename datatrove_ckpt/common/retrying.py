@@ -523,7 +523,7 @@ HUB = HubPolicy(
     patience=3600.0,
     jitter=0.7,
     longest_advice=6 * 3600.0,
-    meanwhile="; generation goes on",
+    meanwhile="; generation continues",
 )
 HUB_LOOK = replace(HUB, patience=300.0, meanwhile="")
 HUB_PROBE = replace(HUB_LOOK, patience=10.0, limited_patience=0.0)  # a user waits for doctor

@@ -406,7 +406,7 @@ class RequestRejected(RequestError):
         self.remembered = remembered
         note = ""
         if remembered:
-            note = " (an earlier attempt got this answer; retry_errors=True asks again)"
+            note = " (an earlier attempt got this answer; retry_errors=True sends it again)"
         message = " ".join(_message_in(body).split())
         super().__init__(f"BadRequestError: HTTP {status}", ": ", message, note)
 

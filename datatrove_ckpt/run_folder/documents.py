@@ -56,12 +56,12 @@ class ShownDocument(NamedTuple):
         return self._replace(id=shortened(id_, 200), text=text, answer=answer)
 
 
-def read_documents(place: RunLocation) -> Iterator[ShownDocument]:
+def read_documents(location: RunLocation) -> Iterator[ShownDocument]:
     """Reads the documents of the output files.
 
     Raises as ``committed_files``, and OutputFailed if a file cannot be read.
     """
-    for folder, file, run in committed_files(place):
+    for folder, file, run in committed_files(location):
         answer_of = _item if run.get("explode") else _answer
         for row in read_rows(folder, file.path):
             name = row.get("id")
@@ -82,7 +82,7 @@ def read_documents(place: RunLocation) -> Iterator[ShownDocument]:
             )
 
 
-def committed_files(place: RunLocation) -> Iterator[Committed]:
+def committed_files(location: RunLocation) -> Iterator[Committed]:
     """Yields each file that is committed now, also of a rank with other damage than to its commits.
 
     Raises:
@@ -90,9 +90,9 @@ def committed_files(place: RunLocation) -> Iterator[Committed]:
         CheckpointError: the commits of a rank cannot be read. The files of all other ranks were
             yielded before.
     """
-    folder = get_datafolder(find_output(place))
+    folder = get_datafolder(find_output(location))
     damage = None
-    for rank in read_ranks(place.folder, Include.SETTINGS | Include.COMMITS):
+    for rank in read_ranks(location.folder, Include.SETTINGS | Include.COMMITS):
         commits = rank.commits
         if isinstance(rank.damage, CommitsDamaged):
             damage = rank.damage
@@ -105,13 +105,13 @@ def committed_files(place: RunLocation) -> Iterator[Committed]:
         raise damage
 
 
-def read_dead_letters(place: RunLocation) -> Iterator[ShownDocument]:
+def read_dead_letters(location: RunLocation) -> Iterator[ShownDocument]:
     """Reads the dead letters that no finished retry has taken.
 
     Raises ConfigError if there is no checkpoint.
     """
-    retries = layout.retry_folders(place.folder)
-    for rank in read_ranks(place.folder, Include.SETTINGS):
+    retries = layout.retry_folders(location.folder)
+    for rank in read_ranks(location.folder, Include.SETTINGS):
         folders = [layout.rank_folder(retry, rank.number) for retry in retries]
         retried = {
             (dead_letter["ordinal"], dead_letter["attempts"])

@@ -128,10 +128,10 @@ def _check_logging_dir(plan: RunPlan) -> Iterator[Finding]:
 
 def refuse_file(setting: str, folder: str | Path) -> None:
     """Raises ConfigError if a file is in the place of a folder, or of one of its parents."""
-    place = existing_part(Path(folder).absolute())
-    if not place.is_dir():
+    existing = existing_part(Path(folder).absolute())
+    if not existing.is_dir():
         raise ConfigError(
-            f"{str(folder)!r} cannot be a folder, because {place} is a file. Choose another "
+            f"{str(folder)!r} cannot be a folder, because {existing} is a file. Choose another "
             "folder.",
             setting=setting,
         )

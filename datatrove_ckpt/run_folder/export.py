@@ -44,14 +44,14 @@ _LINE = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_
 _OTHER_DOCUMENTS = (*REDO_KINDS, "duplicate", "overlap", "lost", "commits")  # kinds of problems
 
 
-def dataset(place: RunLocation) -> datasets.Dataset:
+def dataset(location: RunLocation) -> datasets.Dataset:
     """Returns a dataset of the committed files, which may be larger than the memory.
 
     Raises as ``committed_files``, and OutputFailed if no column can hold the values of JSON lines.
     """
     import datasets
 
-    files = list(committed_files(place))
+    files = list(committed_files(location))
     if not files:
         return datasets.Dataset.from_dict({})
     folder = files[0][0]
@@ -59,7 +59,7 @@ def dataset(place: RunLocation) -> datasets.Dataset:
         return PARQUET.dataset([folder.resolve_paths(file.path) for _, file, _ in files])
     # The loader of JSON lines takes the types of the first file, and makes times of texts; the
     # loader of CSV makes numbers and nulls of texts.
-    schema = _united(_columns_of_rows(place))
+    schema = _united(_columns_of_rows(location))
     if not len(schema):
         return datasets.Dataset.from_dict({})
     return datasets.Dataset.from_generator(
@@ -85,8 +85,8 @@ def _whole_rows(
             yield {name: row.get(name) for name in columns}
 
 
-def _columns_of_rows(place: RunLocation) -> Iterator[tuple[str, DataType]]:
-    for rows in _batches(place):
+def _columns_of_rows(location: RunLocation) -> Iterator[tuple[str, DataType]]:
+    for rows in _batches(location):
         for name in dict.fromkeys(chain.from_iterable(rows)):
             yield name, type_of([row.get(name) for row in rows], name)
 
@@ -107,7 +107,7 @@ def _united(columns: Iterable[tuple[str, DataType]]) -> Schema:
     return pa.schema(types.items())
 
 
-def export(place: RunLocation, target: str) -> tuple[int, VerifyReport]:
+def export(location: RunLocation, target: str) -> tuple[int, VerifyReport]:
     """Writes all committed documents, task by task in the order of the input.
 
     A CSV file has each column that any document has; lists and dictionaries are JSON there.
@@ -124,9 +124,9 @@ def export(place: RunLocation, target: str) -> tuple[int, VerifyReport]:
         CkptError: the output cannot be read.
     """
     if target.startswith(_HUB):
-        report = _refuse_changes(place)
+        report = _refuse_changes(location)
         with _named(target):
-            whole = dataset(place)
+            whole = dataset(location)
             whole.push_to_hub(target.removeprefix(_HUB), private=True)  # unless it is there
         return len(whole), report
     path = Path(target)
@@ -137,19 +137,19 @@ def export(place: RunLocation, target: str) -> tuple[int, VerifyReport]:
         )
     if path.exists():
         raise errors.ConfigError(f"{target}: is there already. Remove it, or choose another name.")
-    report = _refuse_changes(place)
+    report = _refuse_changes(location)
     new = path.with_name(f"{path.name}.new")
     try:
         with _named(target):
-            count = writers[path.suffix](place, new)
+            count = writers[path.suffix](location, new)
             new.rename(path)
     finally:
         new.unlink(missing_ok=True)
     return count, report
 
 
-def _refuse_changes(place: RunLocation) -> VerifyReport:
-    report = verify(place)
+def _refuse_changes(location: RunLocation) -> VerifyReport:
+    report = verify(location)
     wrong = [problem for problem in report.problems if problem.kind in _OTHER_DOCUMENTS]
     if wrong:
         more = f" ({len(wrong)} such problems; datatrove-ckpt verify lists them)"
@@ -170,10 +170,10 @@ def _named(target: str) -> Iterator[None]:
         ) from error
 
 
-def _write_lines(place: RunLocation, path: Path) -> int:
+def _write_lines(location: RunLocation, path: Path) -> int:
     count = 0
     with path.open("wb") as target:
-        for folder, committed, _ in committed_files(place):
+        for folder, committed, _ in committed_files(location):
             name = committed.path
             file_format = format_of_file(name)
             if file_format is not JSONL:  # not by pandas, which rounds numbers
@@ -189,14 +189,14 @@ def _write_lines(place: RunLocation, path: Path) -> int:
     return count
 
 
-def _write_parquet(place: RunLocation, path: Path) -> int:
-    files = [*committed_files(place)]  # a run may commit more of them meanwhile
+def _write_parquet(location: RunLocation, path: Path) -> int:
+    files = [*committed_files(location)]  # a run may commit more of them meanwhile
     if files and format_of_file(files[0][1].path) is PARQUET:
         schema = _united(_columns_of_tables(files))
         tables = _tables(files, schema)
     else:
-        schema = _united(_columns_of_rows(place))
-        tables = (_table(rows, schema) for rows in _batches(place))
+        schema = _united(_columns_of_rows(location))
+        tables = (_table(rows, schema) for rows in _batches(location))
     count = 0
     with pq.ParquetWriter(path, schema) as writer:
         for table in tables:
@@ -250,8 +250,8 @@ def _table(rows: Sequence[Json], schema: Schema) -> Table:
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def _write_csv(place: RunLocation, path: Path) -> int:
-    files = [*committed_files(place)]  # a run may commit more of them meanwhile
+def _write_csv(location: RunLocation, path: Path) -> int:
+    files = [*committed_files(location)]  # a run may commit more of them meanwhile
     columns = dict[str, None]()
     for row in _rows(files):
         columns |= dict.fromkeys(row)
@@ -269,7 +269,7 @@ def _rows(files: Iterable[Committed]) -> Iterator[Json]:
         yield from read_rows(folder, committed.path, with_media=True)
 
 
-def _batches(place: RunLocation) -> Iterator[list[Json]]:
-    rows = _rows(committed_files(place))
+def _batches(location: RunLocation) -> Iterator[list[Json]]:
+    rows = _rows(committed_files(location))
     while batch := list(islice(rows, _ROWS)):
         yield batch

@@ -70,7 +70,7 @@ def run_check(
         yield Finding("problem", property_name, text, subject, error)
 
 
-def with_timeout(function: Callable[[], T], place: str) -> T:
+def with_timeout(function: Callable[[], T], name: str) -> T:
     """Calls a function, for ``REMOTE_SECONDS`` at most.
 
     Raises:
@@ -81,7 +81,7 @@ def with_timeout(function: Callable[[], T], place: str) -> T:
     wait([result], REMOTE_SECONDS)
     if not result.done():
         raise RemoteFailed(
-            f"{place}: there was no answer within {REMOTE_SECONDS:.0f} s. Check the network, or "
+            f"{name}: there was no answer within {REMOTE_SECONDS:.0f} s. Check the network, or "
             "the mount."
         )
     return result.result()

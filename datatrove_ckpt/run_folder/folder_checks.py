@@ -187,9 +187,9 @@ def _check_sqlite(probe: Path) -> Finding:
 # Remote folders ----------------------------------------------------------------------------------
 
 
-def check_remote(place: str | DataFolder) -> Iterator[Finding]:
+def check_remote(location: str | DataFolder) -> Iterator[Finding]:
     """Writes an object to a folder of any kind, reads its size, and deletes it."""
-    folder = get_datafolder(place)
+    folder = get_datafolder(location)
     url = folder.resolve_paths("")
     hub = HubFolder.of(folder)
     if hub is not None and not hub.is_bucket:

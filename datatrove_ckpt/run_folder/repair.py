@@ -221,7 +221,7 @@ class RepairPlan:
             if problem.kind != "missing":
                 yield (
                     f"{problem.path} stays: it may be another run's. Move it away before the run "
-                    "goes on."
+                    "continues."
                 )
         for number in self.markers:
             yield (
@@ -387,9 +387,7 @@ def apply_repair(plan: RepairPlan, report: VerifyReport) -> None:
         for redo in plan.redo:
             # Dead letters behind the last to keep are cut off below, or by the next run.
             path = redo.rank.dead_letters_file
-            between = [
-                place for place in redo.dead_letter_ranges if place[0] < redo.dead_letters_end
-            ]
+            between = [span for span in redo.dead_letter_ranges if span[0] < redo.dead_letters_end]
             if between and path.exists():
                 files.disk.replace(path, _blanked(redo.rank, between, path.stat().st_size))
         names = [

@@ -40,8 +40,8 @@ class RunOutput:
 
     def to_dataset(self) -> datasets.Dataset:
         """Returns a dataset of the files, which may be larger than the memory."""
-        with open_location(self._run_folder) as place:
-            return dataset(place)
+        with open_location(self._run_folder) as location:
+            return dataset(location)
 
     def push_to_hub(self, repository: str, **options: Any) -> None:
         """Uploads the dataset, with ``options`` of its ``push_to_hub``, such as ``private``."""
@@ -50,16 +50,16 @@ class RunOutput:
     @property
     def counts(self) -> DocumentCounts:
         """Documents, requests and tokens over all attempts."""
-        with open_location(self._run_folder) as place:
-            return read_run_state(place).delivered
+        with open_location(self._run_folder) as location:
+            return read_run_state(location).delivered
 
     @property
     def _run_folder(self) -> str:
         return str(self).rpartition("/")[0] or "."
 
     def _rows(self) -> Iterator[Json]:
-        with open_location(self._run_folder) as place:
-            for folder, file, _ in committed_files(place):
+        with open_location(self._run_folder) as location:
+            for folder, file, _ in committed_files(location):
                 yield from read_rows(folder, file.path)
 
 

@@ -105,7 +105,7 @@ class VerifyReport:
         uncounted: the writers whose rows cannot be counted.
     """
 
-    place: RunLocation
+    location: RunLocation
     full: bool
     ranks: list[RankSummary] = field(default_factory=list)
     sums: JobTotals = field(default_factory=JobTotals)
@@ -123,11 +123,11 @@ class VerifyReport:
 
     @property
     def checkpoints(self) -> Path:
-        return self.place.folder
+        return self.location.folder
 
     @cached_property
     def output(self) -> str:
-        return find_output(self.place)
+        return find_output(self.location)
 
     @cached_property
     def folder(self) -> DataFolder:
@@ -178,9 +178,9 @@ class VerifyReport:
 
 
 @gc_paused()  # commits of many ranks, and no garbage
-def verify(place: RunLocation, full: bool = False) -> VerifyReport:
-    report = VerifyReport(place, full)
-    for rank in read_ranks(place.folder, CHECKED):
+def verify(location: RunLocation, full: bool = False) -> VerifyReport:
+    report = VerifyReport(location, full)
+    for rank in read_ranks(location.folder, CHECKED):
         report.ranks.append(rank)
         report.sums.add_rank(rank)
         report.add(_check_rank(report, rank))
@@ -193,7 +193,7 @@ def verify(place: RunLocation, full: bool = False) -> VerifyReport:
     return report
 
 
-def find_output(place: RunLocation) -> str:
+def find_output(location: RunLocation) -> str:
     """Returns the output folder of a run, as the user or its checkpoint names it.
 
     A copied or renamed run folder has its own output: the recorded folder may be another run's.
@@ -201,12 +201,12 @@ def find_output(place: RunLocation) -> str:
     Raises:
         ConfigError: nothing names it; or it is gone, and the checkpoint names another run's.
     """
-    checkpoints = place.folder
-    argument = place.given[0]
+    checkpoints = location.folder
+    argument = location.given[0]
     recorded = recorded_output(checkpoints)
-    named = place.named_output
-    if named is None and (place.config or recorded is None):
-        named = place.output
+    named = location.named_output
+    if named is None and (location.config or recorded is None):
+        named = location.output
     if named is not None:  # whatever the checkpoint names
         return str(get_datafolder(named).resolve_paths(""))
     if recorded is not None:
@@ -227,7 +227,7 @@ def find_output(place: RunLocation) -> str:
         if rank.damage is not None:  # of a newer version, perhaps
             raise rank.damage
     raise errors.ConfigError(
-        f"{argument}: no run.json says where the output is. Name it with --output."
+        f"{argument}: no run.json names the output folder. Name it with --output."
     )
 
 
@@ -373,7 +373,7 @@ def check_output(report: VerifyReport) -> Iterator[Problem]:
         listing = listed(calls, read_listing, committed.values(), policy)
         is_there = not committed or listing.sizes or report.hub is not None
         # The files of a folder that the user names are missing.
-        is_named = report.place.named_output is not None
+        is_named = report.location.named_output is not None
         if not (is_there or is_named or report.folder.exists("")):
             raise errors.OutputFailed(
                 f"the output folder {report.output} does not exist. If it was moved, give its "
@@ -436,7 +436,7 @@ def _check_chunk(
         is_right = False
         message = f"{file.path} {text}."
         if kind in REDO_KINDS:
-            command = repair_command(*report.place.given, output=report.place.named_output)
+            command = repair_command(*report.location.given, output=report.location.named_output)
             if report.full:
                 command += " --full"
             message += f" To redo it: {command}, then run again."

@@ -186,8 +186,8 @@ class Epoch(Iterator[object]):
 
     def _places(self, low: int, high: int) -> tuple[Numbers, Numbers]:
         numbers = np.arange(low, high)
-        places = self._topology.places(self._slot.rank, self._slot.worker, numbers)
-        return self._order.locate(self._remaining.positions(places))
+        positions = self._topology.places(self._slot.rank, self._slot.worker, numbers)
+        return self._order.locate(self._remaining.positions(positions))
 
     def _read(self) -> Iterator[object]:
         while self._samples < self._count:

@@ -88,9 +88,9 @@ def _values(column: pa.Array, numbers: Numbers) -> list[object]:
     values: list[object] = selected.to_pylist()
     if _is_number_list(kind):  # with some None
         dtype = kind.value_type.to_pandas_dtype()
-        for place, value in enumerate(values):
+        for position, value in enumerate(values):
             if isinstance(value, list) and None not in value:
-                values[place] = np.array(value, dtype)
+                values[position] = np.array(value, dtype)
     return values
 
 
@@ -136,10 +136,10 @@ def _token_rows(flat: _Array, starts: Numbers, ends: Numbers) -> list[object]:
     together = max(1, len(starts) * _COPIED_TOGETHER // max(1, size))
     rows: list[object] = []
     for first in range(0, len(starts), together):
-        places = slice(first, first + together)
-        pairs = zip(starts[places].tolist(), ends[places].tolist(), strict=True)
+        rows_together = slice(first, first + together)
+        pairs = zip(starts[rows_together].tolist(), ends[rows_together].tolist(), strict=True)
         copied = np.concatenate([flat[start:end] for start, end in pairs])
-        stops = np.cumsum(ends[places] - starts[places]).tolist()
+        stops = np.cumsum(ends[rows_together] - starts[rows_together]).tolist()
         rows += [copied[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
     return rows
 
@@ -173,9 +173,9 @@ class RowBatches:
         order = np.argsort(numbers, kind="stable")
         counts = np.bincount(numbers)
         split = np.split(order, np.cumsum(counts[counts > 0])[:-1])
-        for number, places in zip(np.flatnonzero(counts).tolist(), split, strict=True):
+        for number, positions in zip(np.flatnonzero(counts).tolist(), split, strict=True):
             batch = self._batches[number]
-            yield places, batch, rows[places] - (int(self._ends[number]) - batch.num_rows)
+            yield positions, batch, rows[positions] - (int(self._ends[number]) - batch.num_rows)
 
 
 def owned(table: pa.Table) -> pa.Table:
@@ -290,25 +290,25 @@ class RowSource:
         A damaged line is None.
         """
         by_place: dict[int, JsonObject | None] = {}
-        for places, part, row_numbers in self._parts(shares, rows):
+        for positions, part, row_numbers in self._parts(shares, rows):
             if isinstance(part, list):
                 chosen = [part[number] for number in row_numbers.tolist()]
                 samples = [row and json_row(row) for row in chosen]
             else:
                 samples = batch_rows(part, row_numbers)
-            by_place.update(zip(places.tolist(), samples, strict=True))
-        return [by_place[place] for place in range(len(shares))]
+            by_place.update(zip(positions.tolist(), samples, strict=True))
+        return [by_place[position] for position in range(len(shares))]
 
     def _parts(self, shares: Numbers, rows: Numbers) -> Parts:
         for share in np.unique(shares).tolist():
             mine = np.flatnonzero(shares == share)
             windows = self._order.shares[share].window_of(rows[mine])
             for number in dict.fromkeys(windows.tolist()):
-                places = mine[windows == number]
+                positions = mine[windows == number]
                 self._load(share, number)
-                numbers = rows[places] - self._open[share].window.first
+                numbers = rows[positions] - self._open[share].window.first
                 for selection, part, row_numbers in self._open[share].take(numbers):
-                    yield places[selection], part, row_numbers
+                    yield positions[selection], part, row_numbers
 
     def _load(self, share: int, number: int) -> None:
         if share in self._open and self._open[share].number == number:

@@ -174,8 +174,8 @@ class Mixing(Iterator[object]):
         while not self.finished:
             number = xxh3_64_intdigest(f"{self._draw_key}/{self._drawn}".encode()) / 2**64
             point = number * self._sums[-1]  # may round up to the sum
-            place = min(bisect_right(self._sums, point), len(self._live) - 1)
-            source = self._live[place]
+            position = min(bisect_right(self._sums, point), len(self._live) - 1)
+            source = self._live[position]
             sample = next(source.iterator, _END)
             if sample is not _END:
                 source.has_given = True

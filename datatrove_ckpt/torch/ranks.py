@@ -97,13 +97,13 @@ class Ranks:
     def _explain(self, store: dist.Store, call: str) -> None:
         missing = []
         for rank in range(self.size):
-            place = "0"
+            record = "0"
             if store.check([f"at {rank}"]):
-                place = store.get(f"at {rank}").decode()
-            if int(place.split()[0]) < self._meetings:
+                record = store.get(f"at {rank}").decode()
+            if int(record.split()[0]) < self._meetings:
                 missing.append(str(rank))
-            elif place != self._place:
-                other = place.partition(" ")[2]
+            elif record != self._place:
+                other = record.partition(" ")[2]
                 raise ConfigError(
                     f"Rank {self.rank} calls {call}, and rank {rank} {other}. "
                     "All ranks make the same calls at the same steps."

@@ -254,7 +254,7 @@ def not_plain(contents: Mapping[str, object]) -> str:
     """Describes a value that no restore would take, as such a file may run any code; "": there is
     none.
     """
-    for place, leaf in leaves(contents, ""):
+    for path, leaf in leaves(contents, ""):
         if type(leaf) in _PLAIN or isinstance(leaf, DTensor):
             continue
         file = io.BytesIO()
@@ -265,7 +265,7 @@ def not_plain(contents: Mapping[str, object]) -> str:
         except Exception as error:
             problem = f"what cannot be pickled ({error})"
         if problem:
-            return f"{place[1:]} holds {problem}"
+            return f"{path[1:]} holds {problem}"
     return ""
 
 

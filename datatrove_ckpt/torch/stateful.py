@@ -118,8 +118,8 @@ class SharedCounters:
 
 
 def _cell(flag: int, worker: int | None) -> int:
-    place = _WORKERS if worker is None else worker % _WORKERS
-    return _NUMBERS + flag * (_WORKERS + 1) + place
+    position = _WORKERS if worker is None else worker % _WORKERS
+    return _NUMBERS + flag * (_WORKERS + 1) + position
 
 
 class Iteration(Iterator[object], Protocol):
@@ -508,8 +508,8 @@ def refuse_begun(loader: object) -> None:
 def describe_source(source: object) -> tuple[int, int] | None:
     source = getattr(source, "dataset", source)  # of a loader
     if isinstance(source, StatefulWrapper):
-        places = map(describe_source, source._sources)
-        return next((place for place in places if place is not None), None)
+        descriptions = map(describe_source, source._sources)
+        return next((description for description in descriptions if description is not None), None)
     rank = getattr(source, "rank", None)
     ranks = getattr(source, "world_size", None)
     if isinstance(rank, int) and isinstance(ranks, int):

@@ -46,22 +46,22 @@ def config_file(config: object) -> bytes:
     return json.dumps(plain, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
-def _plain(value: object, place: str) -> object:
+def _plain(value: object, path: str) -> object:
     if isinstance(value, Namespace):
         value = vars(value)
     if is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, f"{place}.{key}") for key, item in value.items()}
+        return {str(key): _plain(item, f"{path}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, f"{place}.{number}") for number, item in enumerate(value)]
-    if redaction.is_surely_secret(place, value):
+        return [_plain(item, f"{path}.{number}") for number, item in enumerate(value)]
+    if redaction.is_surely_secret(path, value):
         return redaction.HIDDEN
     is_number = isinstance(value, int | float) and math.isfinite(value)
     if is_number or isinstance(value, str | None):
         return value
     text = " ".join(repr(value).split())
-    raise ConfigError(f"{place} is {text:.60}, which JSON cannot hold. Give plain values.")
+    raise ConfigError(f"{path} is {text:.60}, which JSON cannot hold. Give plain values.")
 
 
 def write_heartbeat(folder: Path, rank: int, ranks: int, step: int) -> None:

@@ -111,10 +111,10 @@ def test_messages_show_no_signatures_and_say_what_comes_next(log):
     attempts.failed("a commit", answer(412))
     assert log[0] == (
         "WARNING a commit: another process committed at the same moment (HTTP 412). Next attempt in 1 s, for 1 h at "
-        "most; generation goes on.\n"
+        "most; generation continues.\n"
     )
     attempts.failed("a commit", answer(429, Retry_After="3600"))
-    assert log[1].endswith("Next attempt in 1 h, as the server advises; generation goes on.\n")
+    assert log[1].endswith("Next attempt in 1 h, as the server advises; generation continues.\n")
 
 
 # How often the ranks of a job commit to one repository -------------------------------------------

@@ -330,7 +330,7 @@ def test_status_and_verify_work_while_a_run_is_on_and_its_rank_is_not_repaired(
         "task 0: is not finished: the run is active, ended early, or must be run again."
         in seen["verify"]
     )
-    at_work = "task 0: a process works on it. Stop that, and run the same command again.\n"
+    at_work = "task 0: a process works on it. Stop it, and run the same command again.\n"
     assert seen["repair"] == f"not repaired: {at_work}There is nothing that repair can do.\n"
     assert "error: This very process works on this task already" in seen["repair of a lost file"]
     said("verify", tmp_path, code=1)

@@ -230,7 +230,7 @@ def test_a_run_goes_on_where_no_claims_can_be_written(server, command, monkeypat
     monkeypatch.setattr(local, "open_store", fails)
     write(server)
     command("run", "job.yaml", f"--executor.logging_dir={Path.cwd()}/logs")
-    assert log.said("cannot be seen: no such endpoint. Start none beside it.")
+    assert log.said("cannot be seen: no such endpoint. Start no worker beside it.")
     assert complete() == set(range(TASKS))
     assert given == [get_datafolder("logs").fs.storage_options]
 

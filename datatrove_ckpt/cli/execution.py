@@ -26,12 +26,12 @@ from datatrove_ckpt.errors import (
     LimitReached,
     StorageFailed,
     TooManyDeadLetters,
-    UnexpectedExit,
     WaitsForBatches,
 )
 from datatrove_ckpt.errors.setting_names import form
 from datatrove_ckpt.executors.local import not_complete, raise_limit_reached
 from datatrove_ckpt.process import task_errors
+from datatrove_ckpt.process.exits import exit_error
 from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
 from datatrove_ckpt.run_folder import card, preflight
 from datatrove_ckpt.run_folder.run_plan import RunPlan, check_steps, note_workers
@@ -143,12 +143,7 @@ def _checked_run(
         # datatrove's requeue handler exits with 15; a step may exit with 0.
         if exit.code:
             raise
-        return fail(
-            UnexpectedExit(
-                "A step called sys.exit. Its task is not complete; raise an Exception instead."
-            ),
-            1,
-        )
+        return fail(exit_error("A step", exit), 1)
     except Exception as error:
         if isinstance(error, ConfigError) and not started and not arguments.worker:
             raise

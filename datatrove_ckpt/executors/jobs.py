@@ -117,14 +117,18 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         **options: Any,
     ) -> None:
         check(JobsPipelineExecutor, {**locals(), **options})
-        options |= {
-            "tasks_per_job": tasks_per_job,
-            "max_retries": max_retries,
-            "poll_interval": poll_interval,
-        }
         try:
             with task_errors.log_disabled("datatrove.executor.jobs"):  # it is experimental
-                super().__init__(pipeline, tasks, workers, *arguments, **options)
+                super().__init__(
+                    pipeline,
+                    tasks,
+                    workers,
+                    *arguments,
+                    tasks_per_job=tasks_per_job,
+                    max_retries=max_retries,
+                    poll_interval=poll_interval,
+                    **options,
+                )
         except ValueError as error:
             raise ConfigError(error, " A bucket is best: hf://buckets/ORG/NAME.") from None
         if workers == -1:

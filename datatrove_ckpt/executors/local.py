@@ -54,7 +54,7 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.generation.limit_watch import limit_reached
 from datatrove_ckpt.process import signals
-from datatrove_ckpt.process.exits import no_exit
+from datatrove_ckpt.process.exits import exit_error, no_exit
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.open_files import raise_limit
 from datatrove_ckpt.process.preemption import Preemption, has_time_for
@@ -62,7 +62,7 @@ from datatrove_ckpt.process.rank_threads import RankThreads
 from datatrove_ckpt.process.screen import RunProgress, Screen
 from datatrove_ckpt.process.task_errors import failure_note, task_of_many
 from datatrove_ckpt.process.task_log import log_of_many
-from datatrove_ckpt.process.workers import TaskList, Tasks, Workers, in_turn
+from datatrove_ckpt.process.workers import TaskList, Tasks, Workers
 from datatrove_ckpt.runner import InferenceRunner
 from datatrove_ckpt.user_code.script_names import nothing_carried
 
@@ -597,10 +597,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         except SystemExit as exit:
             if exit.code and signals.in_main_thread():  # of a signal it has a code
                 raise
-            raise UnexpectedExit(
-                f"A step of task {rank} called sys.exit. The task is not complete; raise an "
-                "Exception instead."
-            ) from exit
+            raise exit_error(f"A step of task {rank}", exit) from exit
 
     @property
     def _most_at_once(self) -> int:
@@ -649,7 +646,8 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         try:
             with gc_tuned(), chdir("."):
                 if not overlap:
-                    in_turn(run, ranks)
+                    for rank in iter(ranks.next, None):
+                        ranks.done(rank, run(rank))
                     return
                 from datatrove_ckpt.inference.servers.host import ServerHost
 

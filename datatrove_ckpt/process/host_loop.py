@@ -70,10 +70,6 @@ class HostLoop:
             self.stop(_CAUSE, True)
             self.shutdown.raise_preempted()
 
-    @property
-    def is_stopping(self) -> bool:
-        return self.shutdown.is_stopping
-
     @contextmanager
     def saving(self, save: Callable[[], None]) -> Iterator[None]:
         """Marks a block in which the rank has something to save.
@@ -92,10 +88,6 @@ class HostLoop:
     def detach(self) -> None:
         self.is_open = False
         call_soon(self._loop, self._closings.close)
-
-    def cancel(self) -> None:
-        """Lets the rank drain. A second call ends the drain. Only on the caller's loop."""
-        self.stop(_CAUSE, self.shutdown.is_draining)
 
     def stop(self, cause: str, is_fast: bool) -> None:
         """Lets the rank drain for another reason. In any thread, or in a signal handler."""
@@ -144,7 +136,7 @@ async def run_hosted(
             await asyncio.wait([work])
         except asyncio.CancelledError as error:
             cancellation = cancellation or error
-            host.cancel()
+            host.stop(_CAUSE, host.shutdown.is_draining)  # the second one ends the drain
     if cancellation is not None:
         work.exception()  # else asyncio logs that nothing has read it
         raise cancellation

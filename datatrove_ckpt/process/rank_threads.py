@@ -98,7 +98,9 @@ class RankThreads:
 
     @property
     def _ends(self) -> bool:
-        is_failing = self._failure is not None or any(host.is_stopping for host in self._hosts)
+        is_failing = self._failure is not None or any(
+            host.shutdown.is_stopping for host in self._hosts
+        )
         return is_failing or self._preemption.shutdown.is_requested
 
     async def _next(self, running: set[asyncio.Task[None]], servers: Servers) -> int | None:

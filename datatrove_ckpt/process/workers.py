@@ -42,9 +42,10 @@ from multiprocess.reduction import ForkingPickler
 from datatrove_ckpt.common.attempts import AttemptRecord, may_overlap
 from datatrove_ckpt.common.formatting import plural, safe_text
 from datatrove_ckpt.common.memory import WORKERS_VARIABLE
-from datatrove_ckpt.errors import CkptError, Preempted, UnexpectedExit, WorkerDied
+from datatrove_ckpt.errors import CkptError, Preempted, WorkerDied
 from datatrove_ckpt.process import signals
 from datatrove_ckpt.process.event_loop import end_fork
+from datatrove_ckpt.process.exits import exit_error
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.parent_watch import die_with_parent
 from datatrove_ckpt.process.screen import TICK_SECONDS, RankProgress, Screen, reporting_to
@@ -75,11 +76,6 @@ class TaskList:
 
     def failed(self, task: int | None, error: BaseException) -> None:
         pass
-
-
-def in_turn(run: Callable[[int], object], tasks: Tasks) -> None:
-    for task in iter(tasks.next, None):
-        tasks.done(task, run(task))
 
 
 # Seconds that workers have to end after a second signal, and once they have closed.
@@ -552,13 +548,7 @@ Work = Callable[[int, Tasks], object]
 def _sendable(error: BaseException, number: int | None) -> Exception:
     task = "its tasks" if number is None else f"task {number}"
     if not isinstance(error, Exception):
-        if isinstance(error, SystemExit):
-            action = f"called sys.exit({error.code!r})"
-        else:
-            action = f"raised {type(error).__name__}"
-        return UnexpectedExit(
-            f"A step of {task} {action}. The task is not complete; raise an Exception instead."
-        )
+        return exit_error(f"A step of {task}", error)
     text = "".join(traceback.format_exception(error))
     try:
         ForkingPickler.loads(ForkingPickler.dumps(error))

@@ -40,7 +40,6 @@ _HUB = "hf://datasets/"
 _BLOCK = 1 << 20  # bytes
 _ROWS = 1000  # at once in memory
 _GROUP = 1 << 26  # bytes of them in a row group
-_LINE = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 _OTHER_DOCUMENTS = (*REDO_KINDS, "duplicate", "overlap", "lost", "commits")  # kinds of problems
 
 

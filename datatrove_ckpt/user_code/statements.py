@@ -83,10 +83,11 @@ def _compile(source: Any, flags: int) -> Any:
     with _lock, warnings.catch_warnings():
         # As an error, a warning about an escape would hide the source.
         warnings.simplefilter("ignore")
-        for _ in range(20 - 1):
+        compiled = functools.partial(compile, source, "", "exec", flags, dont_inherit=True)
+        for _ in range(19):
             with suppress(SystemError):  # a thread that does not take the lock
-                return compile(source, "", "exec", flags, dont_inherit=True)
-        return compile(source, "", "exec", flags, dont_inherit=True)
+                return compiled()
+        return compiled()
 
 
 def compile_tree(body: list[ast.stmt]) -> types.CodeType:

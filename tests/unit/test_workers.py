@@ -16,7 +16,7 @@ from datatrove_ckpt.common.counts import Processed
 from datatrove_ckpt.errors import CkptError, UnexpectedExit, WorkerDied
 from datatrove_ckpt.process import workers as module
 from datatrove_ckpt.process.screen import RankProgress, RunProgress, Screen, reporter
-from datatrove_ckpt.process.workers import Workers, in_turn
+from datatrove_ckpt.process.workers import Workers
 from tests.patience import Patience, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and needs pidfd")
@@ -28,7 +28,8 @@ METHODS = [
 
 
 def in_a_worker(run, slot, tasks):
-    in_turn(partial(run, slot), tasks)
+    for task in iter(tasks.next, None):
+        tasks.done(task, run(slot, task))
 
 
 def group(run, count=2, method="fork", **settings):

@@ -107,8 +107,8 @@ class InferenceConfig:
         model_kwargs (identity): more flags of the server: ``{"enforce-eager": True, "seed": 1}``.
         server_log_folder (free): folder for the servers' logs. None: a temporary file, deleted when
             its server stops.
-        master_port (free): port of the head node when several nodes serve one model. The next one
-            is used, too.
+        master_port (free): port of the head node when several nodes serve one model. The next port
+            is also used.
         server_start_timeout_sec (free): datatrove's; without effect here.
         server_ready_max_attempts (free): attempts to reach a starting server; times
             ``server_ready_delay_sec``, the longest start, model loading included.
@@ -223,7 +223,7 @@ class InferenceConfig:
     models = tuple[str, ...]()
     neighbours = 0  # other models' servers on these cores
     limits_documents = False  # max_concurrent_documents was given
-    # The JSON schema that a ready-made rollout asks for, as text.
+    # The JSON schema of a ready-made rollout, as text.
     answer_schema = ""
 
     def __post_init__(self) -> None:

@@ -107,7 +107,7 @@ async def serve(generate: Any, model_name: str) -> AsyncIterator[str]:
             return web.Response(body=body, content_type="application/json")
         if not path.startswith(f"{secret}/v1/") or request.method != "POST":
             call = f"{request.method} {redact(path.removeprefix(secret))}"
-            return _refusal(404, f"{call} has no answer here; POST below /v1/ has")
+            return _refusal(404, f"{call} is not served; send POST below /v1/")
         try:
             body = await request.content.read()
             payload = orjson.loads(body)
@@ -118,7 +118,7 @@ async def serve(generate: Any, model_name: str) -> AsyncIterator[str]:
         name = payload.pop("model", "")  # the run's model is used
         path = path.removeprefix(secret)
         if is_stream and not path.endswith("/completions"):
-            return _refusal(400, f"{path} has no streams here: use chat completions, or no stream")
+            return _refusal(400, f"{path} cannot stream here: use chat completions, or no stream")
         try:
             result = await requests.result(request, path, body, payload)
         except InferenceError as error:

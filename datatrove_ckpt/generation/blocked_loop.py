@@ -32,8 +32,9 @@ async def warn_when_blocked() -> None:
                     _named.add(line)
                     logger.warning(
                         f"For {_BLOCKED_SECONDS:g} s, the rollout has blocked the event "
-                        f"loop{line}: nothing else is asked or answered until this returns. Put "
-                        "what blocks into a thread: `await asyncio.to_thread(function, ...)`."
+                        f"loop{line}: no other request is sent or answered until this returns. "
+                        "Move the blocking call into a thread: "
+                        "`await asyncio.to_thread(function, ...)`."
                     )
                 beat.wait()
                 beat.clear()

@@ -1,4 +1,4 @@
-"""Decides how many documents may be in work at once.
+"""Decides how many documents may be in work together.
 
 The limit covers the requests that the servers take, and a few more, so that each server has a
 choice. Rollouts that do other work between requests need more documents, so the limit grows by one

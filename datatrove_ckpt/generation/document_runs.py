@@ -87,7 +87,7 @@ class DocumentRuns:
         except BaseException as error:
             self._shutdown.fail(error)
         finally:
-            # A callback of the task would take a turn of the event loop of its own.
+            # A callback of the task would take a further turn of the event loop.
             self.requests.documents.pop(slot.ordinal, None)
             self.limit.release(source.size)
 

@@ -26,7 +26,7 @@ _ACCEPTED = {"accept_changes": True}
 _AS_DEAD_LETTERS = {"on_document_error": "dead_letter"}
 _RUN_AGAIN = "Fix the cause and run the same command again."
 _WITHOUT_SUCH = (
-    "To go on without such documents, as dead letters, set on_document_error to dead_letter."
+    "To continue without such documents, as dead letters, set on_document_error to dead_letter."
 )
 
 # The words of vLLM, SGLang, llama.cpp and OpenAI.
@@ -62,7 +62,7 @@ def advice_for(
         return advice, [_ACCEPTED, *changes]
     if any(isinstance(cause, InvalidAnswer) for cause in causes(error)):
         advice = (
-            "These answers are saved, too, so the same command fails again. "
+            "These answers are also saved, so the same command fails again. "
             f"{_WITHOUT_SUCH} A new run drops them with invalid_answer: drop."
         )
         return advice, [_AS_DEAD_LETTERS]
@@ -103,7 +103,7 @@ def _advice(error: BaseException) -> tuple[str, list[Mapping[str, object]]]:
         return advice, [_ACCEPTED]
     fault = "If the server was at fault, correct it"
     if rejected.remembered:
-        fault = "The server was not asked this time"
+        fault = "The request was not sent this time"
     advice += f"{fault}; to send the request again, set retry_errors."
     return advice, [{"retry_errors": True}]
 
@@ -116,7 +116,7 @@ def offer_skipping(error: BaseException) -> None:
     rejected = any(isinstance(cause, RequestRejected) for cause in causes(error))
     if isinstance(error, DocumentFailed) and rejected:
         error.args += (
-            " To go on without each document whose request is rejected, as a dead letter, set "
+            " To continue without each document whose request is rejected, as a dead letter, set "
             "skip_bad_requests.",
         )
         error.changes = [{"skip_bad_requests": True}, *error.changes]
@@ -137,14 +137,14 @@ def unanswered(doc_id: str, ordinal: int, error: CkptError, answered_requests: i
     ):
         facts = f"{error.args[0]} {plural(answered_requests, 'other request')} had answers."
     elif is_away:
-        return ServerUnavailable(f"{error} One of the requests that wait is that of {document}.")
+        return ServerUnavailable(f"{error} A request of {document} is waiting.")
     elif not isinstance(error, RequestFailed):
         return error
     message = (
         f"A request of {document} has no answer. {facts} This does not show that the document is "
-        "at fault, so it makes no dead letter. If the server is, correct it, and run the same "
-        "command again. To go on without this document, let the rollout return None for it before "
-        "any request, and set accept_changes."
+        "at fault, so there is no dead letter. If the server is at fault, correct it, and run the "
+        "same command again. To continue without this document, let the rollout return None for it "
+        "before any request, and set accept_changes."
     )
     if isinstance(error, RequestFailed):
         return DocumentFailed(message, error=error, changes=[_ACCEPTED])

@@ -120,7 +120,7 @@ class FailurePolicy:
         if limit is not None and self.dead > limit:
             raise errors.TooManyDeadLetters(
                 f"{plural(self.dead, 'document')} of this task failed, more than "
-                f"max_dead_letters={limit} allows. The last one, {name}: {cause}. Fix the "
+                f"max_dead_letters={limit} allows. The last failure, {name}: {cause}. Fix the "
                 "cause and run the same command again. When the task is finished, "
                 "retry_dead_letters processes the dead letters again."
             ) from error
@@ -143,7 +143,7 @@ _BAD_REQUEST = "BadRequestError"
 
 
 def is_bad_request(error: BaseException, rejections: list[errors.RequestRejected]) -> bool:
-    """Returns whether a rollout's error means that one of its requests was rejected.
+    """Returns whether a rollout's error means a rejected request.
 
     datatrove searches the whole text of an ``InferenceError``, payload included, for
     "BadRequestError". Here the word within a text counts only if the server has rejected a request

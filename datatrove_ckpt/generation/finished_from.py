@@ -96,15 +96,15 @@ class EarlierRuns:
         if any(run.get("explode") for _, run in runs):
             raise ConfigError(
                 "finished_from: the old run wrote a row of each item (explode), and rows do not "
-                "say what their document was. Leave finished_from out."
+                "identify their document. Leave finished_from out."
             )
         if not CSV.is_written_by(step.output_writer) and any(
             str(run.get("output_writer")).endswith(CSV.writer) for _, run in runs
         ):
             raise ConfigError(
-                "finished_from: the old run wrote CSV, where numbers have become texts. Write CSV, "
-                "too (output_format: csv), and export it to another format; or leave finished_from "
-                "out."
+                "finished_from: the old run wrote CSV, where numbers have become texts. Also "
+                "write CSV (output_format: csv), and export it to another format; or leave "
+                "finished_from out."
             )
         if changes and not step.accept_changes:
             raise CheckpointMismatch(

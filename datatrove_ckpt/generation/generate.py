@@ -73,7 +73,7 @@ class BoundGenerate:
             )
         if payload.get("stream"):
             return self._refused(
-                "the payload asks for a stream, and answers are read as a whole: remove stream"
+                "the payload requests a stream, but answers are read as a whole: remove stream"
             )
         try:
             if path is not None:
@@ -154,8 +154,8 @@ class BoundGenerate:
         reused = answers.reused[number]
         if reused < saved and reused < answers.requests[number]:
             warn_once(
-                f"Document {answers.doc_id!r}: its agent has not asked for answers that an earlier "
-                "attempt has saved, and has asked other questions, which were paid for. Are time "
+                f"Document {answers.doc_id!r}: its agent has not requested answers that an earlier "
+                "attempt has saved, and has sent other requests, which were paid for. Are time "
                 "or random numbers in its prompts?"
             )
 
@@ -198,7 +198,8 @@ class BoundGenerate:
             )
         elif label not in ("", unnamed, labels[best]):
             await self._refused(
-                f"generate.classify: label {best} is {labels[best]!r}, but the model says {label!r}"
+                f"generate.classify: label {best} is {labels[best]!r}, but the model's label is "
+                f"{label!r}"
             )
         else:
             label = labels[best]

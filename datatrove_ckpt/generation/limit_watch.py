@@ -92,7 +92,7 @@ class MirrorTotals(TotalsReader):
         except CkptError as error:
             if not self._has_warned:
                 self._has_warned = True
-                logger.warning(f"How far tasks of other nodes are is not known: {error}")
+                logger.warning(f"The progress of tasks on other nodes is unknown: {error}")
         return super().read()
 
 

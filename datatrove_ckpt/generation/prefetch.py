@@ -404,7 +404,7 @@ class DocumentSource:
             ):
                 raise CheckpointMismatch(
                     f"Document {ordinal} of this task, {safe_repr(document.id)}, is not the one "
-                    "that was done there before: the input, or a step before this one, has "
+                    "that was done there before: the input, or an earlier step, has "
                     "changed. Restore it.",
                     starts_over="with old results",
                 )

@@ -309,7 +309,7 @@ class ProviderPasses:
         await self._note(batch, "dropped")
         raise ServerRefused(
             f"The provider refused batch {remote.id} as a whole: "
-            f"{remote.errors}. Nothing of it was paid for, and no document is blamed. Correct the "
+            f"{remote.errors}. It was not paid for, and no document is blamed. Correct the "
             "cause, and run the same command again."
         )
 

@@ -435,7 +435,7 @@ class _Run:
             logger.warning(
                 f"{self.step.checkpoints_local_dir} has no working file locks: do not start a "
                 f"second process for task {self.rank}. A second process takes over the task, and "
-                "this one stops before its next write."
+                "the first process stops before its next write."
             )
         point = checkpoint.resumed
         if not point.is_fresh:

@@ -290,7 +290,7 @@ class RolloutRequests:
             f"An answer has the finish_reason {reason!r}, but accept_null_finish_reason is for "
             "servers that never give one. So answers without one may be cut off. This attempt has "
             f"taken {believed} of them as complete, and earlier ones may have taken more. Remove "
-            "the setting, and start over, so that everything is asked again. "
+            "the setting, and start over, so that every request is sent again. "
             "(Or continue here with accept_changes: then look for null among the finish_reasons "
             "of documents that are finished already, because those stay as they are.)",
             starts_over="anew",
@@ -314,8 +314,8 @@ class RolloutRequests:
             error = errors.ServerRefused(
                 f"{name!r} has answered embed() with {plural(size, 'number')}, and before with "
                 f"{first}, for the same params. So its servers have, or had, different models. "
-                "This answer is not kept; when all servers have the model of the first one, run "
-                "the same command again. If that is the wrong one, start over.",
+                "This answer is not saved. When all servers have the first answer's model, run "
+                "the same command again. If that model is wrong, start over.",
                 starts_over="anew",
             )
             raise self._stopped(error)

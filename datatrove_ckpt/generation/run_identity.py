@@ -27,7 +27,9 @@ from datatrove_ckpt.user_code.code_identity import CodeIdentity
 from datatrove_ckpt.user_code.description import type_name
 from datatrove_ckpt.user_code.statements import digest
 
-_OTHER_NAME = "an endpoint names a model that is new to the run; set it only if it is the same one"
+_OTHER_NAME = (
+    "an endpoint names a model that is new to the run; set it only if it is the same model"
+)
 CHAT_TEXTS = "rollout_fn.chat_texts"
 """The field of runs that send a chat, as JSON in ``prompt_column``, as a chat."""
 

@@ -228,7 +228,7 @@ class RunnerSettings(PipelineStep):
         }
         for name, value in dependent.items():
             if value:
-                raise ConfigError("needs checkpoints_local_dir; set that, too.", setting=name)
+                raise ConfigError("needs checkpoints_local_dir: set both.", setting=name)
 
     @property
     def limits(self) -> Limits:
@@ -288,7 +288,7 @@ class RunnerSettings(PipelineStep):
         return one_row
 
     def requests_and_servers(self) -> tuple[int, int]:
-        """Returns how many requests may be in flight at once, and how many servers there are."""
+        """Returns the maximum number of requests in flight, and the number of servers."""
         models = self.models.values()
         requests = sum(
             requests_at_once(model.max_concurrent_generations, model.servers) for model in models
@@ -315,7 +315,7 @@ class RunnerSettings(PipelineStep):
 
     @property
     def may_share_servers(self) -> bool:
-        """Whether ranks of this process may share servers. Tasks on several nodes have one rank."""
+        """True if ranks of this process may share servers. Tasks on several nodes have one rank."""
         return NodeGroup.from_environment().count == 1 and all(
             model.reuse_servers for model in self.models.values()
         )

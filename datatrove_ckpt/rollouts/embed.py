@@ -109,7 +109,7 @@ class EmbedRollout(_NoText):
             length = np.linalg.norm(vector)
             if not length:
                 raise ValueError(
-                    f"normalize: the vector of document {document.id!r} is all zeros. To go on "
+                    f"normalize: the vector of document {document.id!r} is all zeros. To continue "
                     "without such documents, set on_document_error to dead_letter"
                 )
             vector = vector / length

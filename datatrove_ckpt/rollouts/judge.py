@@ -65,11 +65,11 @@ class JudgeRollout(PromptRollout):
 
     def __post_init__(self) -> None:
         if self.judge_prompt is None:
-            raise ConfigError("judge_prompt: is missing; it is what the judge is asked.")
+            raise ConfigError("judge_prompt: is missing; it is the judge's user message.")
         if self.prompt is None:
             for name in ("system_prompt", "generation_params", "json_schema", "regex", "choice"):
                 if getattr(self, name):
-                    raise ConfigError(f"{name}: is for the answer that is judged; set prompt, too.")
+                    raise ConfigError(f"{name}: is for the answer that is judged; also set prompt.")
             if _ANSWER in parse(self.judge_prompt, "judge_prompt"):
                 raise ConfigError(
                     "judge_prompt: {answer} is the answer to prompt; set prompt (or "

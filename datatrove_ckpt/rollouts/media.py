@@ -342,8 +342,8 @@ def check_url(url: str, allowed: list[str] | None) -> None:
     if not {host, "*"}.intersection(allowed or ()):
         raise InvalidMedia(
             "names a URL, which the server would fetch, and media_urls does not allow "
-            f"{host[:200]!r}. To allow it, write media_urls: [HOST]; a run that has begun may need "
-            "accept_changes, too"
+            f"{host[:200]!r}. To allow it, write media_urls: [HOST]; a run that has begun may "
+            "also need accept_changes"
         )
 
 

@@ -284,7 +284,7 @@ class OneRequest(WholeText):
         if answer is None:
             raise ConfigError(
                 "max_prompt_tokens: auto is what the context leaves beside the answer, but "
-                "nothing says how long that may be. Set max_tokens."
+                "the answer's length has no limit. Set max_tokens."
             )
         room = config.model_max_context - int(answer)
         if config.use_chat:
@@ -353,7 +353,8 @@ class OneRequest(WholeText):
                 payload = _with_error(payload, str(result.text), problem)
         if self.invalid_answer == "fail":
             raise InvalidAnswer(
-                f"{form}: none of {self.answer_attempts} answers is valid. The last one: {last}."
+                f"{form}: none of {self.answer_attempts} answers is valid. The last problem: "
+                f"{last}."
             )
         return None
 

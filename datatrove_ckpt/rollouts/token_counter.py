@@ -89,7 +89,7 @@ def load_counter(name: str, revision: str | None, expected: str | None = None) -
         counter = _load(name, revision)
     if expected not in (None, counter.digest):
         raise ConfigError(
-            f"tokenizer: {_TOKENIZER} of {name!r} is another one here than where the run was made, "
+            f"tokenizer: {_TOKENIZER} of {name!r} differs here from the run's first start, "
             "so prompts would be cut elsewhere. Give all machines the same files, or name a "
             "revision of the hub."
         )

@@ -102,7 +102,7 @@ def test_other_paths_and_what_is_refused(tmp_path, server):
     ((found,),) = results(tmp_path)
     assert found[:-2] == [200, 400, 400, 400, 404, 404]
     assert "refused" in orjson.loads(found[-2])["error"]["message"]
-    assert "POST /v1/chat/completions has no answer here" in found[-1]
+    assert "POST /v1/chat/completions is not served" in found[-1]
     assert rows(tmp_path)[0]["metadata"]["models"][0]["id"] == "fake"
     assert server.asked["a"] == 0
 

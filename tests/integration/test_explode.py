@@ -97,7 +97,7 @@ def test_whole_documents_of_an_old_run_become_rows_and_rows_no_documents(job, gi
     assert names == again
     assert names[:4] == ["0/0", "0/1", "0/2", "0/3"]
     said, _ = job(folder="x", more="--finished-from wanted/output", code=2)
-    assert "rows do not say what their document was" in said
+    assert "rows do not identify their document" in said
 
 
 @pytest.mark.parametrize("before, after", [("true", "false"), ("false", "true")])

@@ -121,7 +121,7 @@ def test_an_answer_stays_with_the_path_of_its_request(here, a, monkeypatch):
 def test_a_rejection_names_its_model(here, a):
     with FakeServer(status=lambda payload, times: 400) as judges:
         named = r"failed: refused with 400 \(judge: BadRequestError: HTTP 400\)"
-        for asked in ("If the server was at fault", "The server was not asked this time"):
+        for asked in ("If the server was at fault", "The request was not sent this time"):
             with pytest.raises(DocumentFailed, match=rf"{named}.*{asked}"):
                 runner_of_both(here, a, judges).run(documents(1))
         runner_of_both(here, a, judges, skip_bad_requests=True).run(documents(1))

@@ -110,7 +110,7 @@ def test_a_column_that_would_be_lost_is_refused(ways, tmp_path, column, settings
 
 
 def test_labels_in_another_order_than_the_models_stop_the_run(ways, tmp_path):
-    with pytest.raises(ConfigError, match=r"label 1 is 'bad', but the model says 'good'"):
+    with pytest.raises(ConfigError, match=r"label 1 is 'bad', but the model's label is 'good'"):
         run_job(tmp_path, ways, 1, ClassifyRollout(labels=["good", "bad"]))
 
 

@@ -172,7 +172,7 @@ def test_a_rejection_is_remembered_until_retry_errors_forgets_it(tmp_path):
     with FakeServer(status=rejects(bad)) as server:
         for says in (
             "'id 1'.*HTTP 400",
-            "The server was not asked this time; to send the request again, set retry_errors",
+            "The request was not sent this time; to send the request again, set retry_errors",
         ):
             with pytest.raises(DocumentFailed, match=says):
                 run_job(tmp_path, server, 2, config=in_turn)

@@ -384,7 +384,7 @@ async def test_the_run_goes_on_with_the_servers_that_are_left(log):
         for pid in engines():
             os.kill(pid, signal.SIGKILL)
             if pid == engines()[0]:
-                await until_async(lambda: log.said("goes on without this server, with 1 of 2"))
+                await until_async(lambda: log.said("continues without this server, with 1 of 2"))
                 await run.ask("still here")
         with pytest.raises(ServerDied):
             await run.watch()

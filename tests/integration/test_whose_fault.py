@@ -85,7 +85,7 @@ def test_an_outage_makes_no_dead_letters_and_the_same_command_resumes(tmp_path, 
     settings = {"on_document_error": "dead_letter", "skip_bad_requests": True, "config": STOPS_SOON}
     with FakeServer(status=lambda payload, times: status) as server:
         with pytest.raises(
-            ServerUnavailable, match=rf"HTTP {status} .*that of document 'id \d' \(number"
+            ServerUnavailable, match=rf"HTTP {status} .*A request of document 'id \d' \(number"
         ):
             run_job(tmp_path, server, 8, rollout, **settings)
         assert letters(tmp_path) == ids(tmp_path) == []

@@ -142,7 +142,7 @@ def test_an_invalid_answer_fails_with_what_is_wrong(settings, given, problem):
     name = next(iter(settings))
     with pytest.raises(
         InvalidAnswer,
-        match=re.escape(f"{name}: none of 2 answers is valid. The last one: {problem}"),
+        match=re.escape(f"{name}: none of 2 answers is valid. The last problem: {problem}"),
     ):
         answer(PromptRollout(**settings, answer_attempts=2), "???", given)
 
@@ -154,7 +154,7 @@ def test_an_answer_that_was_cut_off_in_blanks_is_named_as_that():
         ("\n", "it is not JSON"),
     ):
         server = Texts('{"why":' + blanks, reason="length")
-        with pytest.raises(InvalidAnswer, match=f"The last one: {problem}"):
+        with pytest.raises(InvalidAnswer, match=f"The last problem: {problem}"):
             asyncio.run(rollout(document(), server))
 
 

@@ -195,7 +195,7 @@ def test_auto_is_what_the_context_leaves(words):
 @pytest.mark.parametrize(
     "params, error",
     [
-        ({}, "but nothing says how long that may be. Set max_tokens"),
+        ({}, "but the answer's length has no limit. Set max_tokens"),
         ({"max_tokens": 90}, "leaves no room for a prompt"),
     ],
 )
@@ -224,9 +224,7 @@ def test_a_node_with_another_tokenizer_stops_and_blames_no_document(words, serve
     step = runner(tmp_path, server, rollout, on_document_error="dead_letter")
     write_tokenizer(Path(words), more=["extra"])
     load_counter.__globals__["_load"].cache_clear()
-    with pytest.raises(
-        ConfigError, match=r"^tokenizer: tokenizer\.json of '.*' is another one here"
-    ):
+    with pytest.raises(ConfigError, match=r"^tokenizer: tokenizer\.json of '.*' differs here"):
         pickle.loads(pickle.dumps(step)).run([document(LINES)])
     assert not list(tmp_path.rglob("dead_letters.jsonl"))
 

@@ -193,7 +193,7 @@ def test_without_a_score_the_judge_is_asked_again_and_told_what_is_wrong(setting
     with pytest.raises(InvalidAnswer) as failed:
         result(only(rollout), Model(said, said))
     assert str(failed.value) == (
-        f"judge_prompt: none of 2 answers is valid. The last one: {problem} (finish_reason stop)."
+        f"judge_prompt: none of 2 answers is valid. The last problem: {problem} (finish_reason stop)."
     )
     rollout.invalid_answer = "drop"
     assert result(only(rollout), Model(said, said)) is None
@@ -274,7 +274,7 @@ def test_canned_answers_have_no_score():
             (EmbedRollout, {"column": name}, f"column: '{name}' is the document's own")
             for name in ("text", "id", "media")
         ),
-        (JudgeRollout, {}, "judge_prompt: is missing; it is what the judge is asked."),
+        (JudgeRollout, {}, "judge_prompt: is missing; it is the judge's user message."),
         (
             JudgeRollout,
             {"judge_prompt": "{text}", "judge_params": {"model": "x"}},

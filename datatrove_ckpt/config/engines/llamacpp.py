@@ -1,4 +1,4 @@
-"""The embedded llama.cpp, in a process of its own (``inference/servers/llamacpp.py``)."""
+"""The embedded llama.cpp, in a separate process (``inference/servers/llamacpp.py``)."""
 
 import re
 import sys
@@ -30,7 +30,7 @@ _WAYS = {  # llama.cpp serves no classes
     "embed": Engine.EMBED,
     "score": EngineApi("/v1/rerank", ("query", "documents")),
 }
-# The GGUF file says how vectors are pooled, or ``pooling_type`` in model_kwargs.
+# The GGUF file, or ``pooling_type`` in model_kwargs, sets how vectors are pooled.
 _TASK_FLAGS = {"embed": {"embedding": True}}
 
 

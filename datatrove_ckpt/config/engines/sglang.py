@@ -1,4 +1,4 @@
-"""SGLang's server, started by ``inference/servers/sglang_launch.py``. The flags are those of SGLang
+"""SGLang's server, started by ``inference/servers/sglang_launch.py``. The flags fit SGLang
 0.5.23.
 
 With several tokenizer processes (``tokenizer-worker-num``) SGLang accepts no key at all.

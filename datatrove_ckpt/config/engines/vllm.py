@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server. The flags are those of vLLM 0.33."""
+"""vLLM's OpenAI server. The flags fit vLLM 0.33."""
 
 import importlib.metadata
 import re

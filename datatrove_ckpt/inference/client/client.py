@@ -383,7 +383,7 @@ class ModelServers:
         for endpoint in endpoints:
             if endpoint.api_key is not None and endpoint.url.has_credentials:
                 raise ConfigError(
-                    f"{endpoint.url} contains credentials, and an API key is set, too. Remove one.",
+                    f"{endpoint.url} contains credentials, and an API key is also set. Remove one.",
                     setting="endpoint_url",
                 )
         self.router.has_homes = self.config.endpoints is None

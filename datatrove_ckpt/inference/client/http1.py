@@ -435,7 +435,7 @@ def _tls() -> ssl.SSLContext:
 
 
 class Transport:
-    """Sends requests to one URL, each on a connection of its own while it is in flight.
+    """Sends requests to one URL, each on a separate connection while it is in flight.
 
     Args:
         timeout: seconds from sending a request to the end of its response.

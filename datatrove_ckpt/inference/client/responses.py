@@ -274,14 +274,14 @@ def api_for_payload(api: Api, payload: JsonObject) -> Api:
             choice_count = len(choices)
             if choice_count == 1:
                 raise ServerRefused(
-                    f"The payload asks for n={number} choices, and the answer has one: the server "
+                    f"The payload requests n={number} choices, but the answer has one: the server "
                     "ignores n."
                 )
             if choice_count != number:
                 raise RetryableError(f"the answer has {choice_count} of {number} choices")
         for choice in choices:
             if logprobs and choice["text"] and not any((choice["logprobs"] or {}).values()):
-                raise RetryableError("the payload asks for logprobs, and the answer has none")
+                raise RetryableError("the payload requests logprobs, but the answer has none")
             if (
                 must_call
                 and choice["finish_reason"] == "stop"
@@ -500,7 +500,7 @@ def read_json(raw: bytes) -> object:
 
 def _refuse_error(subject: str, error: object) -> NoReturn:
     raise RetryableError(
-        f"{subject} says that it is an error", quoted=json.dumps(error, ensure_ascii=False)
+        f"{subject} reports an error", quoted=json.dumps(error, ensure_ascii=False)
     )
 
 

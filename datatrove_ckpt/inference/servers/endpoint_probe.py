@@ -103,8 +103,8 @@ async def ready_endpoints(
             if causes:
                 logger.warning(
                     f"{config.log_prefix}{len(causes)} of {len(answers)} endpoints do not answer: "
-                    f"{'; '.join(causes)}. Those that refuse get no requests, nor do those whose "
-                    "path has no version: their API may be there or below /v1."
+                    f"{'; '.join(causes)}. Endpoints that refuse get no requests, nor do endpoints "
+                    "whose path has no version: their API may be there or below /v1."
                 )
             outage.patience = config.server_patience_seconds
             return [endpoint._replace(url=answer.api) for endpoint, answer in probes if answer.api]
@@ -120,8 +120,8 @@ async def ready_endpoints(
             each = "".join(f"  {cause}\n" for cause in causes)
             raise ServerStartFailed(
                 f"No endpoint was ready within {outage.patience:g} s:\n{each}Check that the "
-                "server runs, that this machine can reach it, and its URL. One that answers 429 "
-                f"limits requests: start later.{advice}"
+                "server runs, that this machine can reach it, and its URL. If an endpoint "
+                f"answers 429, it limits requests: start later.{advice}"
             )
         outage.show(causes[0])
         await asyncio.sleep(delay)

@@ -61,7 +61,7 @@ class ServerRecord:
             record._path.write_text(json.dumps(asdict(record)))
         except (OSError, ConfigError) as error:
             logger.warning(
-                f"Should this process and the guardian be killed together, nobody will end {name}: "
+                f"If this process and the guardian are killed together, {name} will not end: "
                 f"{error}"
             )
             return None
@@ -132,7 +132,7 @@ def end_leftovers() -> None:
     try:
         paths = sorted(_folder().glob("*.json"))
     except (OSError, ConfigError) as error:
-        logger.warning(f"What killed runs may have left on this node is not looked for: {error}")
+        logger.warning(f"Servers of killed runs on this node are not searched for: {error}")
         return
     for record in filter(None, map(ServerRecord.read, paths)):
         alive = {

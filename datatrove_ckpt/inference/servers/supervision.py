@@ -319,7 +319,7 @@ async def _supervise(supervisors: list[ServerSupervisor], router: routing.Router
             if not running:
                 raise
             logger.error(
-                f"{error}\nThe run goes on without this server, with {running} of "
+                f"{error}\nThe run continues without this server, with {running} of "
                 f"{len(supervisors)}."
             )
 

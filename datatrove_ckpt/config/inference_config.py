@@ -73,9 +73,9 @@ class EngineApi:
 class InferenceConfig:
     """The settings of a model: its server, the launch of the server, and the requests to it.
 
-    The fields up to ``server_start_max_retries`` are those of datatrove's ``InferenceConfig``; the
-    others are ours. In brackets: what another value does to a run that has begun. ``identity``: it
-    is refused. ``request``: likewise, and requests are others. ``free``: it goes on.
+    The fields up to ``server_start_max_retries`` come from datatrove's ``InferenceConfig``; the
+    others are ours. In brackets: the effect of another value on a run that has begun. ``identity``:
+    the run is refused. ``request``: likewise, and its requests differ. ``free``: the run continues.
 
     Attributes:
         server_type (identity): an engine, such as "vllm"; "endpoint" (runs already), "dummy"

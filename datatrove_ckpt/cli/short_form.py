@@ -281,7 +281,7 @@ def _allow_no_text(job: ShortJob, recorded: Node, reader: Node, rollout: object)
                 return
     arguments = rollout["init_args"]
     templates = [arguments[name] for name in ("prompt", "judge_prompt") if arguments.get(name)]
-    keys: set[str] = set()
+    keys = set()
     with suppress(ConfigError):  # the rollout names what is wrong with its template
         for template in templates:
             keys |= {key or name for _, name, key in parse(str(template))}

@@ -59,7 +59,7 @@ def _outer_loop_waits() -> Iterator[None]:
 @_outer_loop_waits()
 def run(main: Awaitable[_Result]) -> _Result:
     """Does ``asyncio.run`` on the best loop, also where this thread runs a loop already."""
-    interruptions: list[KeyboardInterrupt] = []
+    interruptions = []
 
     async def catch_interruption() -> _Result:
         # A KeyboardInterrupt that ends a task also leaves the loop, and asyncio would log it as
@@ -77,7 +77,7 @@ def run(main: Awaitable[_Result]) -> _Result:
     else:
         factory = uvloop.new_event_loop
     runner = asyncio.Runner(loop_factory=factory)
-    threads: list[threading.Thread] = []
+    threads = []
     # As asyncio's own, but with the threads of ``asyncio.to_thread`` to join.
     executor = ThreadPoolExecutor(
         thread_name_prefix="asyncio", initializer=lambda: threads.append(threading.current_thread())

@@ -220,7 +220,7 @@ def check_inputs_unchanged(plan: RunPlan) -> None:
         OSError: the input cannot be listed.
     """
     for runner, root in plan.with_checkpoints:
-        records: dict[int, ShardRecord] = {}
+        records = {}
         # The number of tasks is refused elsewhere, with a better message.
         if recorded_settings(root).get("tasks") == plan.tasks:
             for rank in rank_numbers(root):

@@ -358,7 +358,7 @@ def _check_ranks(report: VerifyReport) -> Iterator[Problem]:
 def check_output(report: VerifyReport) -> Iterator[Problem]:
     """Compares the output files with the commits."""
     claims: dict[str, list[CommittedChunk]] = defaultdict(list)
-    committed: dict[str, OutputFile] = {}
+    committed = {}
     for chunk in report.chunks:
         for file in chunk.files:
             claims[plain(file.path)].append(chunk)

@@ -537,7 +537,7 @@ class TrainingCheckpoints:
 
         Returns whether all calls succeeded; if not, the save has failed.
         """
-        errors: list[Exception] = []
+        errors = []
 
         def watched() -> None:
             try:

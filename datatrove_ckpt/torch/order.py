@@ -181,8 +181,7 @@ class EpochShare:
         self._ends: Numbers = np.cumsum(pieces.rows)[self._cuts[1:] - 1]
 
     def window_of(self, rows: Numbers) -> Numbers:
-        result: Numbers = np.searchsorted(self._ends, rows, side="right")
-        return result
+        return np.searchsorted(self._ends, rows, side="right")
 
     def window(self, number: int) -> OpenWindow:
         first = 0
@@ -194,7 +193,7 @@ class EpochShare:
             return OpenWindow(pieces, np.arange(count), first, False)
         salt = hashed(self._salt, number)
         # splitmix64 is a bijection, so the fastest sort gives the same order.
-        order: Numbers = np.argsort(_hashes(np.arange(count), salt))
+        order = np.argsort(_hashes(np.arange(count), salt))
         if self._files is not None:
             order = _in_turns(pieces, self._files, order, salt)
         return OpenWindow(pieces, order, first, True)
@@ -320,8 +319,7 @@ def shuffled_blocks(table: BlockTable, blocks: Numbers, salt: int) -> Numbers:
             np.arange(len(streams)) % groups
         )
         keys = np.where(table.is_stream[blocks], (group_of[of_file] + keys) / groups, keys)
-    result: Numbers = blocks[np.argsort(keys, kind="stable")]
-    return result
+    return blocks[np.argsort(keys, kind="stable")]
 
 
 def _in_turns(pieces: Pieces, files: Numbers, order: Numbers, salt: int) -> Numbers:
@@ -336,8 +334,7 @@ def _in_turns(pieces: Pieces, files: Numbers, order: Numbers, salt: int) -> Numb
     rows = np.bincount(file, minlength=len(numbers))
     turn = np.arange(len(order)) - np.repeat(np.cumsum(rows) - rows, rows)
     chance = _hashes(by_file, hashed(salt, "turns")) / 2.0**64
-    result: Numbers = by_file[np.argsort((turn + chance) / np.repeat(rows, rows), kind="stable")]
-    return result
+    return by_file[np.argsort((turn + chance) / np.repeat(rows, rows), kind="stable")]
 
 
 def hashed(*key: object) -> int:

@@ -255,7 +255,7 @@ class Best(KeepPolicy):
     def ordered(self, metrics: StepMetrics) -> list[StepName]:
         """Returns the steps that have the metric, the best first."""
         sign = -1 if self.metric.startswith("-") else 1
-        ranked: list[tuple[float, StepName]] = []
+        ranked = []
         for name, values in metrics.items():
             value = values.get(self.name)
             if value is not None and math.isfinite(value):

@@ -141,7 +141,7 @@ class Ranks:
 
         Returns the results of all ranks; raises this rank's error, or another rank's.
         """
-        result: list[_T] = []
+        result = []
         error: Exception | None = None
         shared_error: CkptError | None = None
         try:

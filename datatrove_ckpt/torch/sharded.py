@@ -60,8 +60,8 @@ def contents_of(states: States) -> tuple[dict[str, object], dict[str, object]]:
     Raises:
         ConfigError: the model of an optimizer is missing.
     """
-    alike: dict[str, object] = {}
-    parts: dict[str, object] = {}
+    alike = {}
+    parts = {}
     for key, state in states.items():
         value = _state_dict(state)
         tensors = [leaf for _, leaf in leaves(value, "")]

@@ -344,7 +344,7 @@ class Statement:
     @property
     def written(self) -> set[str]:
         """Returns the names in its calls that write files."""
-        names: set[str] = set()
+        names = set()
         for call in self._calls:
             opens = name_of(call) == "open" and not _MODES.isdisjoint(map(_pattern, call.args))
             if opens or name_of(call) in _WRITING:
@@ -365,7 +365,7 @@ class Statement:
     @property
     def assigned(self) -> list[tuple[set[str], set[str], set[str]]]:
         """Returns names that it binds anywhere inside, the calls in their values, and all words."""
-        values: list[tuple[set[str], set[str], set[str]]] = []
+        values = []
         for node in self._of(_ASSIGNMENT | ast.keyword | _DEFINITION):
             targets = [*getattr(node, "targets", ()), getattr(node, "target", None)]
             names = {name_of(node)}.union(*map(identifiers_of, filter(None, targets)))
@@ -487,7 +487,7 @@ class CodeSource:
 
     @functools.cached_property
     def statements(self) -> list[Statement]:
-        statements: list[Statement] = []
+        statements = []
         for file, text in self.texts.items():
             # A file that cannot be parsed cannot be imported.
             with suppress(SyntaxError, ValueError, RecursionError, MemoryError):

@@ -95,6 +95,8 @@ class OutputTarget(Placement):
 
     def __init__(self, folder: DataFolder, scratch: Path) -> None:
         self._folder = folder
+        # Another run may write into the same folder: it must not remove this run's staged files.
+        self._run_hash = xxhash.xxh3_64_hexdigest(str(scratch).encode())
         # Each process has a folder: a process that lost its rank must not touch the files of the
         # next process.
         self.staging = scratch / layout.STAGING / secrets.token_hex(4)
@@ -165,10 +167,10 @@ class LocalTarget(OutputTarget):
     another file system, a copy beside the published files replaces the staged file.
     """
 
-    def __init__(self, folder: DataFolder, scratch: Path, name: str) -> None:
+    def __init__(self, folder: DataFolder, scratch: Path, rank: int) -> None:
         super().__init__(folder, scratch)
         self._root = Path(folder.resolve_paths("")).absolute()
-        self._beside = self._root / STAGING / name
+        self._beside = self._root / STAGING / f"{rank:05d}-{self._run_hash}"
 
     def create(self, staged: Path, name: str) -> bool:
         final = self._root / name
@@ -297,35 +299,23 @@ class RemoteTarget(OutputTarget):
 class S3Target(RemoteTarget):
     """A folder on S3, through s3fs. It makes no folders: s3fs would make a bucket with a misspelt
     name.
-
-    Args:
-        probe: name that only this rank of this run uses, for an upload that is never completed.
     """
-
-    def __init__(
-        self,
-        folder: DataFolder,
-        scratch: Path,
-        lease: RankLease,
-        calls: InterruptibleCalls,
-        probe: str,
-    ) -> None:
-        super().__init__(folder, scratch, lease, calls)
-        self._probe = probe
 
     def prepare(self) -> None:
         """Checks that files can be written, and aborts the uploads that earlier processes left
         open.
         """
-        create = partial(self._call, "create_multipart_upload", self._probe)
+        # A name that only this rank of this run uses, for an upload that is never completed.
+        probe = f"{STAGING}/probe-{self._run_hash}"
+        create = partial(self._call, "create_multipart_upload", probe)
         upload = self._retry("cannot be written to", create)["UploadId"]
-        self._abort(self._probe, upload)
+        self._abort(probe, upload)
         earlier = self.staging.parent
         if earlier.exists():  # files that were being uploaded are still staged
             paths = (
                 path.relative_to(earlier).parts for path in earlier.rglob("*") if path.is_file()
             )
-            self._abort_open_uploads({self._probe, *("/".join(parts[2:]) for parts in paths)})
+            self._abort_open_uploads({probe, *("/".join(parts[2:]) for parts in paths)})
 
     def upload(self, local: Path, name: str, is_new: bool = False, **options: object) -> bool:
         part = max(PART_BYTES, -(-local.stat().st_size // 10_000))  # S3's maximum number of parts
@@ -375,16 +365,12 @@ _ANSWER_SECONDS = 600.0
 
 class _TargetOnHub(RemoteTarget):
     def __init__(
-        self,
-        folder: DataFolder,
-        scratch: Path,
-        lease: RankLease,
-        calls: InterruptibleCalls,
-        hub: HubFolder,
+        self, folder: DataFolder, scratch: Path, lease: RankLease, calls: InterruptibleCalls
     ) -> None:
         super().__init__(folder, scratch, lease, calls)
         no_bars_in_logs()
-        self._hub = hub
+        assert calls.hub is not None
+        self._hub = calls.hub
 
     def _retry(self, problem: str, call: Callable[[], T], seconds: float = _ANSWER_SECONDS) -> T:
         return self._calls.retry(problem, call, retrying.HUB, seconds, self._lease)
@@ -455,10 +441,9 @@ class HubTarget(_TargetOnHub):
         scratch: Path,
         lease: RankLease,
         calls: InterruptibleCalls,
-        hub: HubFolder,
         pace: CommitPace,
     ) -> None:
-        super().__init__(folder, scratch, lease, calls, hub)
+        super().__init__(folder, scratch, lease, calls)
         self._pace = pace
         self._seconds = pace.seconds_of_next()
         self._rank = rank
@@ -714,17 +699,16 @@ def make_target(
     folder: OutputFolder, rank: int, scratch: Path, lease: RankLease, pace: CommitPace
 ) -> OutputTarget:
     output = folder.writer.output_folder
-    # Another run may write into the same folder: it must not remove this run's staged files.
-    run = xxhash.xxh3_64_hexdigest(str(scratch).encode())
     if output.is_local():
-        return LocalTarget(output, scratch, f"{rank:05d}-{run}")
+        return LocalTarget(output, scratch, rank)
+    kind = RemoteTarget
     if folder.hub is not None:
-        if folder.hub.is_bucket:
-            return BucketTarget(output, scratch, lease, folder.calls, folder.hub)
-        return HubTarget(output, rank, scratch, lease, folder.calls, folder.hub, pace)
-    if hasattr(output.fs, "call_s3"):
-        return S3Target(output, scratch, lease, folder.calls, f"{STAGING}/probe-{run}")
-    return RemoteTarget(output, scratch, lease, folder.calls)
+        if not folder.hub.is_bucket:
+            return HubTarget(output, rank, scratch, lease, folder.calls, pace)
+        kind = BucketTarget
+    elif hasattr(output.fs, "call_s3"):
+        kind = S3Target
+    return kind(output, scratch, lease, folder.calls)
 
 
 _MAX_REMOVED = 1000  # files in a commit

@@ -74,7 +74,7 @@ def test_a_rank_that_was_taken_over_while_its_files_wait_commits_nothing(hub, tm
     folder = output.output_folder
     place = HubFolder.of(folder)
     calls = InterruptibleCalls(place.url, place)
-    commits = HubTarget(folder, 0, tmp_path, taken, calls, place, CommitPace())
+    commits = HubTarget(folder, 0, tmp_path, taken, calls, CommitPace())
     staged = SimpleNamespace(path=tmp_path / "staged", size=7, rows=0, hexdigest=lambda: "")
     commits.publish(
         0, SimpleNamespace(finished={"a": staged}, folder=tmp_path), PublishIntents(tmp_path)

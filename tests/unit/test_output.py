@@ -271,7 +271,7 @@ def on_s3(uploads, scratch, *left):
     folder = SimpleNamespace(
         fs=uploads, resolve_paths=lambda name: f"s3://bucket/output/{name}".rstrip("/")
     )
-    target = S3Target(folder, scratch, leased(), InterruptibleCalls("s3://bucket/output"), "probe")
+    target = S3Target(folder, scratch, leased(), InterruptibleCalls("s3://bucket/output"))
     for name in left:
         staged = target.staging.with_name("earlier") / "0" / name
         staged.parent.mkdir(parents=True, exist_ok=True)
@@ -372,7 +372,7 @@ def test_a_file_in_a_folder_that_a_group_shares_belongs_to_the_group(tmp_path, m
     group = os.getgid()
     changed = []
     monkeypatch.setattr(os, "chown", lambda path, *owner: changed.append((path.name, owner)))
-    target = LocalTarget(DataFolder(str(output)), tmp_path, "00000")
+    target = LocalTarget(DataFolder(str(output)), tmp_path, 0)
     target.publish(0, staged_files(tmp_path, a=b"content"), PublishIntents(tmp_path))
     assert changed == []
     output.chmod(0o2770)
@@ -394,7 +394,7 @@ def test_a_file_on_another_file_system_is_copied_in_parts_and_synced_before_it_h
     output = tmp_path / "output"
     output.mkdir()
     staged = staged_files(tmp_path, a=os.urandom(3 << 20))
-    target = LocalTarget(DataFolder(str(output)), tmp_path, "00000")
+    target = LocalTarget(DataFolder(str(output)), tmp_path, 0)
     with disk_in_place(disk := TwoFileSystems()):
         target.publish(0, staged, PublishIntents(tmp_path))
     copied = disk.happened.index("link a")

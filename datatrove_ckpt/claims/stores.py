@@ -127,11 +127,7 @@ class DiskClaims:
         number.
         """
         new = self._folder / f"{self._owner}.new"
-        fd = files.disk.create(new)
-        try:
-            files.disk.write(fd, orjson.dumps([claim.owner, record]), new)
-        finally:
-            os.close(fd)
+        files.disk.write_new(new, [orjson.dumps([claim.owner, record])])
         path = self._path(claim)
         is_ours = files.disk.put_new(new, path) or _read_claim(path)[0] == claim.owner
         files.disk.remove(new)

@@ -91,19 +91,16 @@ _HIDDEN = re.compile(r"(?:^|/)(?:\.|_temporary(?=/|$))")
 _NUMBER = re.compile(r"[0-9]{5,18}")
 
 
-def is_internal_file(name: str) -> bool:
-    """Whether a file in or beside an output folder is staged, or an owner's record."""
-    return OUTPUT_STAGING in name or OWNER in name
-
-
 def is_input(name: str, pattern: str | None) -> bool:
     """Whether a listed file is input: no internal file, and neither the file nor a folder of it is
-    hidden or Spark's ``_temporary``, unless the pattern names these.
+    hidden or Spark's ``_temporary``, unless the pattern names these. A staged file and an owner's
+    record are internal.
     """
+    is_internal = OUTPUT_STAGING in name or OWNER in name
     named = 0
     if pattern and has_magic(pattern):  # else it is how a name ends
         named = len(_HIDDEN.findall(pattern))
-    return not is_internal_file(name) and len(_HIDDEN.findall(name)) <= named
+    return not is_internal and len(_HIDDEN.findall(name)) <= named
 
 
 def rank_folder(root: Path, rank: int) -> Path:

@@ -316,7 +316,6 @@ class OpenCheckpoint:
         self._written = point.finished.written
         self._closing = threading.Lock()
         self._closed = False
-        self._storage.start()
         if lease.mirror is not None:
             lease.mirror.start(self)
 

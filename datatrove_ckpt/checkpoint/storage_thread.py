@@ -40,7 +40,7 @@ class StorageThread:
     """Writes items and runs functions, in order, in its own thread.
 
     Args:
-        rank_files: files that only this thread uses from ``start`` until ``stop`` returns.
+        rank_files: files that only this thread uses until ``stop`` returns.
     """
 
     def __init__(self, rank_files: RankFiles) -> None:
@@ -52,8 +52,6 @@ class StorageThread:
         self._submitted_bytes = 0  # event loop
         self._written_bytes = 0  # storage thread
         self._thread = context_thread(self._run, "storage")
-
-    def start(self) -> None:
         self._thread.start()
 
     # event loop ----------------------------------------------------------------------------------

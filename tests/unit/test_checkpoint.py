@@ -293,7 +293,6 @@ def test_what_was_queued_meanwhile_is_one_group_and_calls_run_in_order(tmp_path,
     monkeypatch.setattr(
         RequestCache, "put", lambda self, group: (transactions.append(len(group)), put(self, group))
     )
-    storage.start()
     hold, held = threading.Event(), threading.Event()
     storage.call(lambda: (held.set(), hold.wait()))
     held.wait()
@@ -345,10 +344,9 @@ def test_a_sync_comes_within_sync_seconds_even_when_nothing_follows(tmp_path, mo
         def took(self, duration):
             told.set()
 
-    storage, _ = make_storage(tmp_path, Told(0.01, SYNC_TUNING))
     synced, told = threading.Event(), threading.Event()
     monkeypatch.setattr(RequestCache, "sync", lambda self: synced.set())
-    storage.start()
+    storage, _ = make_storage(tmp_path, Told(0.01, SYNC_TUNING))
     storage.put(request(0), 0)
     assert synced.wait(300)
     assert told.wait(300), "auto follows how long syncs take"
@@ -359,7 +357,6 @@ def test_what_is_asked_of_the_storage_thread_is_answered_before_and_after_its_en
     tmp_path,
 ):
     storage, rank_files = make_storage(tmp_path)
-    storage.start()
     storage.put(request(7), 0)
     assert storage.ask(lambda: rank_files.snapshot(0).unfinished) == {7}
     with pytest.raises(ZeroDivisionError):

@@ -596,14 +596,12 @@ def _compare(
 ) -> tuple[Json, JobChanges | None]:
     """Returns the mirror's ``job.json``, and the changes; None if ``job.json`` is of this run."""
     store = ObjectStore(url)
-    names = store.names()
     job = read_job(url)
     if job and not compare(job, run_identity, with_output=with_output):
         return job, None
-    ranks = [int(name) for name in names if layout.is_rank(name)]
     ranks = [
         rank
-        for rank in ranks
+        for rank in map(int, filter(layout.is_rank, store.names()))
         if rank != without and not (layout.rank_folder(root, rank) / layout.RUN).exists()
     ]
     manifests = in_threads(lambda rank: newest_manifest(f"{store.url}/{rank:05d}"), ranks)

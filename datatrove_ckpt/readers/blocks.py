@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import orjson
@@ -301,13 +301,11 @@ class RowCounts:
         path = self._path(number)
         if path is None:
             return
-        schema = b64encode(index.schema).decode()
-        groups = [list(group) for group in index.groups]
-        fields = {"groups": groups, "sequential": index.sequential, "schema": schema}
+        fields = asdict(index) | {"schema": b64encode(index.schema).decode()}
         # Nodes may share the folder, and process ids.
         part = path.with_suffix(f".{uuid.uuid4().hex}")
         with suppress(OSError):
-            part.write_bytes(orjson.dumps(fields))
+            part.write_bytes(orjson.dumps(fields, list))  # of tuples
             part.replace(path)
 
     def _path(self, number: int) -> Path | None:

@@ -18,6 +18,7 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.setting_types import Count, Positive, check
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
+from datatrove_ckpt.config.inference_config import dashed_names
 from datatrove_ckpt.config.templates import fill, times_text
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.answer_form import (
@@ -118,9 +119,7 @@ class ReadyMade:
         return fitted
 
     def _fit(self, config: InferenceConfig) -> None:
-        flags = {
-            name.replace("_", "-"): value for name, value in (config.model_kwargs or {}).items()
-        }
+        flags = dashed_names(config.model_kwargs)
         if self._counts_tokens() and self.chars_per_token is None:
             if self.tokenizer is not None:
                 self.counted_by = [self.tokenizer, None]

@@ -133,7 +133,7 @@ class Preemption:
     ) -> None:
         self._host = host_loop()
         self.shutdown = Shutdown() if self._host is None else self._host.shutdown
-        self.shutdown.drain_seconds = drain_seconds
+        self.shutdown.drain_for(drain_seconds)
         self._names = names
         self._setting = notice
         self._notice = ""

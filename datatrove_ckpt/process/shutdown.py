@@ -87,6 +87,9 @@ class Shutdown:
         # Threads and signal handlers add and remove callbacks, which is atomic.
         self._callbacks: dict[object, Callable[[], object]] = {}
 
+    def drain_for(self, seconds: float) -> None:
+        self.drain_seconds = seconds
+
     def request(self, cause: str) -> None:
         """Stops the rank early. A second request changes nothing."""
         if not self.cause:

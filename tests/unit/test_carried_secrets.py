@@ -105,11 +105,11 @@ def slurm_job(folder, step):
 
 def test_what_holds_a_secret_stays_behind_and_what_only_sounds_like_one_does_not(tmp_path, script):
     found = script_names.collect(script.rollout)
-    assert sorted(found.left) == LEFT
+    assert sorted(found.left_out) == LEFT
     assert sorted(found.values) == ["EOS_TOKEN", "Fine", "PROMPT", "SPECIAL"]
-    assert "Settings.password, Settings.url" in found.left["Settings"]
-    assert "default.token" in found.left["default"]
-    assert "Client.api_key" in found.left["client"]
+    assert "Settings.password, Settings.url" in found.left_out["Settings"]
+    assert "default.token" in found.left_out["default"]
+    assert "Client.api_key" in found.left_out["client"]
     pickled = dill.dumps(step_of(tmp_path, script.rollout))
     assert [secret for secret in SECRETS if secret.encode() in pickled] == []
     assert b"<|end|>" in pickled

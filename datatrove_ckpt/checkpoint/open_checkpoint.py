@@ -185,7 +185,7 @@ class Publisher:
     def __post_init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        context_thread(self._run, "publisher").start()
+        context_thread(self._run, "datatrove-ckpt publisher")
 
     def submit(self, chunk: Chunk, journal: ChunkJournal) -> None:
         self._queue.put(partial(self._publish, chunk, journal))

@@ -51,8 +51,7 @@ class StorageThread:
         # Two counters with one writer each need no lock.
         self._submitted_bytes = 0  # event loop
         self._written_bytes = 0  # storage thread
-        self._thread = context_thread(self._run, "storage")
-        self._thread.start()
+        self._thread = context_thread(self._run, "datatrove-ckpt storage")
 
     # event loop ----------------------------------------------------------------------------------
 

@@ -48,6 +48,7 @@ from datatrove_ckpt.claims.stores import (
 )
 from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.common.attempts import AttemptProgress, AttemptRecord, may_overlap
+from datatrove_ckpt.common.threads import context_thread
 
 
 class Claimant(NamedTuple):
@@ -106,9 +107,7 @@ class Claims:
         self._guard = threading.RLock()  # ranks run in threads
         self._closed = threading.Event()
         open_here.add(self._owner)
-        threading.Thread(
-            target=self._send_heartbeats, name="datatrove-ckpt claims", daemon=True
-        ).start()
+        context_thread(self._send_heartbeats, "datatrove-ckpt claims")
 
     def free(self) -> FreeRanks:
         with self._guard:

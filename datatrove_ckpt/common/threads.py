@@ -20,13 +20,13 @@ def in_thread(call: Callable[[], T], name: str) -> Future[T]:
         except BaseException as error:
             result.set_exception(error)
 
-    threading.Thread(target=copy_context().run, args=(run,), name=name, daemon=True).start()
+    context_thread(run, name)
     return result
 
 
 def context_thread(work: Callable[..., object], name: str, *arguments: object) -> threading.Thread:
-    """Returns a daemon thread, not started, whose lines are in the log of the caller's rank."""
-    context = copy_context()
-    return threading.Thread(
-        target=context.run, args=(work, *arguments), name=f"datatrove-ckpt {name}", daemon=True
-    )
+    """Starts and returns a daemon thread whose lines are in the log of the caller's rank."""
+    run = copy_context().run
+    thread = threading.Thread(target=run, args=(work, *arguments), name=name, daemon=True)
+    thread.start()
+    return thread

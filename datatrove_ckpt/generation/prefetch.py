@@ -215,7 +215,7 @@ class DocumentSource:
         self._first = point.next_ordinal
         self.has_begun = True
         # A daemon, because a blocked reader must not keep a failed process running.
-        context_thread(self._run, "reader", point).start()
+        context_thread(self._run, "datatrove-ckpt reader", point)
         ended = False
         while not ended:
             ended = self._ended  # nothing is put after this

@@ -84,7 +84,6 @@ class RemoteMirror:
         self._completed = False
         self._given_up = False
         self._reading = threading.Lock()  # from the rank's files, which close after ``stop``
-        self._thread = context_thread(self._run, "mirror")
         self._uploads = VersionWriter(VersionStore(self.url))
         self._failures = 0
         self._failure = "no answer"
@@ -92,7 +91,7 @@ class RemoteMirror:
     def start(self, source: OpenCheckpoint) -> None:
         self._source = source
         self.shutdown.call(self._request_upload)
-        self._thread.start()
+        self._thread = context_thread(self._run, "datatrove-ckpt mirror")
 
     @property
     def _is_owned(self) -> bool:

@@ -60,6 +60,7 @@ from datatrove_ckpt.checkpoint.publish_intents import PublishIntents
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import duration, no_bars_in_logs, plural, ranges
 from datatrove_ckpt.common.object_store import Creator
+from datatrove_ckpt.common.threads import context_thread
 from datatrove_ckpt.errors import OutputFailed, StorageFailed
 from datatrove_ckpt.output.committed import (
     Info,
@@ -460,7 +461,7 @@ class HubTarget(_TargetOnHub):
         self._waiting_since = 0.0
         self._change = threading.Condition()
         self._hurried = False
-        self._thread = threading.Thread(target=self._run, name="datatrove-ckpt hub", daemon=True)
+        self._is_running = False
 
     # publisher's thread --------------------------------------------------------------------------
 
@@ -553,8 +554,9 @@ class HubTarget(_TargetOnHub):
                 self._waiting_since = time.monotonic()
             self._queue += uploaded
             self._chunks[chunk_index] = waiting, folder
-            if self._thread.ident is None:  # not started
-                self._thread.start()
+            if not self._is_running:
+                self._is_running = True
+                context_thread(self._run, "datatrove-ckpt hub")
             self._change.notify_all()
 
     # any thread ----------------------------------------------------------------------------------

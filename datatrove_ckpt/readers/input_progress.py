@@ -5,13 +5,13 @@ No file is opened, and documents cost nothing.
 """
 
 import math
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from datatrove_ckpt.common.counts import InputPosition
+from datatrove_ckpt.common.threads import context_thread
 
 # More files are measured in a thread, because a stat may take 1 ms and a request 50. Beyond
 # _MEASURED, a sample is measured, because the hub limits requests.
@@ -77,8 +77,6 @@ class InputProgress:
     _is_near: bool
     total: float | None = None
     """Size in bytes; None: unknown, or not measured yet (``measure``)."""
-    measuring: threading.Thread | None = None
-    """Thread that measures; None: not needed yet, or measured without a thread."""
     _is_measured: bool = False
 
     def measure(self) -> None:
@@ -89,10 +87,7 @@ class InputProgress:
         if self._is_near and len(self.inputs.names) <= _AT_ONCE:
             self._measure()
         else:
-            self.measuring = threading.Thread(
-                target=self._measure, name="datatrove-ckpt sizes", daemon=True
-            )
-            self.measuring.start()
+            context_thread(self._measure, "datatrove-ckpt sizes")
 
     def _measure(self) -> None:
         # The reader raises a better error when it opens the file.

@@ -164,7 +164,7 @@ class Claims:
         with self._guard:
             return given_up(self._store, self._prefix)
 
-    def others(self) -> list[Claimant]:
+    def other_claimants(self) -> list[Claimant]:
         with self._guard:
             return [other for other in claimants(self._store, self._owner) if other.is_alive]
 

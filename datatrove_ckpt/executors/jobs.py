@@ -305,7 +305,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         """
 
         def look() -> tuple[int, int, dict[int, str]]:
-            return len(claims.free().ranks), len(claims.others()), claims.given_up()
+            return len(claims.free().ranks), len(claims.other_claimants()), claims.given_up()
 
         began = time.time()
         seen: dict[str, _Job] = {}

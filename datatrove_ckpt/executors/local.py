@@ -443,7 +443,9 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
             try:
                 claims = stack.enter_context(self._open_claims(RUN))
                 claims.clear()
-                workers = [other.process for other in claims.others() if not other.runs_all]
+                workers = [
+                    other.process for other in claims.other_claimants() if not other.runs_all
+                ]
             except (OSError, CkptError) as error:
                 logger.warning(
                     f"Whether workers have tasks of this run cannot be seen: {error}. Start no "
@@ -504,7 +506,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                 elif time.monotonic() >= line_at:
                     workers = [
                         other.process
-                        for other in claims.others()
+                        for other in claims.other_claimants()
                         if incomplete.intersection(other.ranks)
                     ]
                     logger.info(
@@ -515,7 +517,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                 if screen is not None:
                     screen.tick()
                 time.sleep(_CLAIMS_POLL if self.logging_dir.is_local() else _REMOTE_CLAIMS_POLL)
-            runs = [other.process for other in claims.others() if other.runs_all]
+            runs = [other.process for other in claims.other_claimants() if other.runs_all]
             running = incomplete if runs else incomplete & claims.locked.keys()
             if running and self._is_worker:
                 raise CheckpointLocked(

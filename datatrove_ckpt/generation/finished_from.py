@@ -172,7 +172,7 @@ def _runs(location: str) -> list[Json]:
     for owner in owners_of(get_datafolder(location)):
         run: Json = {}
         with suppress(PermissionError):
-            if RunOrigin(Path(owner.home), None).kept in (
+            if RunOrigin(Path(owner.home), None).recorded in (
                 None,
                 owner,
             ):  # else the folder holds another run

@@ -126,7 +126,7 @@ class ChunkWriter:
                 of other documents.
             StorageFailed: the disk refused a write.
         """
-        before = self.columns.known
+        before = self.columns.types
         try:
             if formats.CSV.is_written_by(self._writer):
                 self._write_csv(staged, chunk_index, documents)
@@ -594,14 +594,14 @@ def _takes_empty_text(kind: DataType) -> bool:
 class RankColumns:
     def __init__(self) -> None:
         self.guess: Schema | None = None
-        self.known: dict[str, DataType] = {}
+        self.types: dict[str, DataType] = {}
         self._first: list[tuple[int, Schema]] = []
         self._warned: set[str] = set()
 
     def start(self, chunk_index: int, schema: Schema) -> None:
         """Sets the schema of the first file that earlier attempts committed."""
         self._first = [(chunk_index, schema)]
-        self.known = raw_types(schema)
+        self.types = raw_types(schema)
 
     def add(self, chunk_index: int, schema: Schema) -> list[SchemaMismatch]:
         """Adds a chunk. Returns the columns because of which it and the first chunk do not load as
@@ -612,8 +612,8 @@ class RankColumns:
         """
         # A new dict: ``_name_culprit`` needs the types of the chunks before.
         raw = raw_types(schema).items()
-        self.known = self.known | {
-            name: unify_types(self.known.get(name), kind, name) for name, kind in raw
+        self.types = self.types | {
+            name: unify_types(self.types.get(name), kind, name) for name, kind in raw
         }
         self.guess = schema
         both = sorted([*self._first, (chunk_index, schema)], key=itemgetter(0))
@@ -701,9 +701,9 @@ class ChunkOutput:
     def _commits(self) -> RankCommits:
         return RankCommits(self._folder.root, self._rank, read=self._lease.read_rank)
 
-    def _look(self, commits: RankCommits, others: bool = True) -> OutputListing:
+    def _look(self, commits: RankCommits, with_others: bool = True) -> OutputListing:
         committed = self._folder.by_name([commits])
-        listing = self._folder.look(committed, self._rank, others)
+        listing = self._folder.look(committed, self._rank, with_others)
         self._target.settle(commits, listing)
         self._folder.refuse_lost(committed, listing)
         return listing
@@ -724,11 +724,11 @@ class ChunkOutput:
         self._intents = PublishIntents(self._scratch)
         # On the hub, one listing compares all ranks' files elsewhere.
         is_elsewhere = self._folder.hub is None
-        others = not self._is_new and (is_elsewhere or not self._intents.is_kept)
+        with_others = not self._is_new and (is_elsewhere or not self._intents.is_kept)
         commits = self._commits()
-        if others or commits.files:
-            listing = self._look(commits, others)
-            if others:
+        if with_others or commits.files:
+            listing = self._look(commits, with_others)
+            if with_others:
                 self._refuse_strangers(commits, listing)
         self._writing.resume(commits.files, input_types)
         if self.names.fields:  # otherwise the chunk index alone distinguishes names

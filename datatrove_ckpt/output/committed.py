@@ -96,14 +96,14 @@ def list_output(
     writer: DiskWriter,
     committed: Mapping[str, OutputFile],
     rank: int | None = None,
-    others: bool = True,
+    with_others: bool = True,
 ) -> OutputListing:
     """Lists the existing files of ``committed``, by their plain paths, and files that the template
     may have named.
 
     Args:
         rank: the rank whose other files are listed; None: all ranks.
-        others: whether to list other files. Without them the hub needs one request for 500 names.
+        with_others: whether to list other files. Else the hub needs one request for 500 names.
     """
     template = writer.output_filename
     placeholder = "\0"
@@ -119,7 +119,7 @@ def list_output(
     if writer.max_file_size > 0:  # a number stands before each name
         head = posixpath.join(posixpath.dirname(head), "")
     try:
-        return list_files(writer.output_folder, committed, head, everywhere, others, STAGING)
+        return list_files(writer.output_folder, committed, head, everywhere, with_others, STAGING)
     except OSError as error:
         is_made = getattr(writer, "private", None) is not None  # a run makes a missing repository
         if committed or not is_made or not is_missing_repository(error):
@@ -158,7 +158,7 @@ def list_files(
     committed: Mapping[str, OutputFile],
     head: str = "",
     everywhere: bool = True,
-    others: bool = True,
+    with_others: bool = True,
     without: str = "",
 ) -> OutputListing:
     """Lists the committed files of a folder, and at least the other files whose names start with
@@ -182,7 +182,7 @@ def list_files(
     elif hub is not None:
         base = posixpath.dirname(head)
         with file_system_call():
-            if others:
+            if with_others:
                 for name, file in hub.below(base).files().items():
                     listing.hub_files[posixpath.join(base, name)] = file
             missing = [name for name in committed if name not in listing.hub_files]

@@ -24,8 +24,11 @@ STAGING = layout.OUTPUT_STAGING
 _MAX_PART_BYTES = 255  # of Linux, macOS and Windows
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
 
-_OTHERS = ".json .ndjson .arrow .csv .tsv .txt .warc .gz .gzip .zst .zstd .bz2 .xz .lz4 .snappy"
-_ENDING = "|".join(map(re.escape, [*(one.suffix for one in FORMATS), *_OTHERS.split()]))
+_OTHER_SUFFIXES = (
+    ".json .ndjson .arrow .csv .tsv .txt .warc .gz .gzip .zst .zstd .bz2 .xz .lz4 .snappy"
+)
+_SUFFIXES = [*(output_format.suffix for output_format in FORMATS), *_OTHER_SUFFIXES.split()]
+_ENDING = "|".join(map(re.escape, _SUFFIXES))
 _ENDINGS = re.compile(f"(?:{_ENDING})+$")
 
 _RANK = r"\d{5}|[1-9]\d{5,}"

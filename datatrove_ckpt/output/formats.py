@@ -181,28 +181,25 @@ PARQUET = Parquet()
 CSV = Csv()
 FORMATS: tuple[Format, ...] = (JSONL, PARQUET, CSV)
 BY_NAME = {
-    f"{one.suffix[1:]}{compression}": one
-    for one in FORMATS
-    for compression in ("", *one.compressions)
+    f"{output_format.suffix[1:]}{compression}": output_format
+    for output_format in FORMATS
+    for compression in ("", *output_format.compressions)
 }
 """The formats by their names in the short form."""
 
 
 def is_known(writer: str) -> bool:
     """Whether the writer in a ``run.json`` has a format. Early versions omitted the package."""
-    return any(
-        writer
-        in (f"{known_format.module.partition('.')[0]}.{known_format.writer}", known_format.writer)
-        for known_format in FORMATS
-    )
+    names = set[str]()
+    for output_format in FORMATS:
+        package = output_format.module.partition(".")[0]
+        names |= {output_format.writer, f"{package}.{output_format.writer}"}
+    return writer in names
 
 
 def format_of_file(name: str) -> Format | None:
-    return next(
-        (
-            known_format
-            for known_format in FORMATS
-            if f"{known_format.suffix}." in f"{name.rpartition('/')[2]}."
-        ),
-        None,
-    )
+    file_name = f"{name.rpartition('/')[2]}."
+    for output_format in FORMATS:
+        if f"{output_format.suffix}." in file_name:
+            return output_format
+    return None

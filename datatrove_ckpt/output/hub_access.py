@@ -41,9 +41,9 @@ def check_access(
     """
 
     def check() -> str:
-        found = _ask(folder)
-        if found is not None:
-            return found
+        message = _ask(folder)
+        if message is not None:
+            return message
         return _make(folder, private, only_look)
 
     policy = retrying.HUB_LOOK

@@ -142,7 +142,7 @@ class OutputFolder:
         self,
         committed: Mapping[str, CommittedFile],
         rank: int | None = None,
-        others: bool = True,
+        with_others: bool = True,
         contents: bool = True,
         policy: RetryPolicy | None = None,
     ) -> OutputListing:
@@ -152,17 +152,21 @@ class OutputFolder:
             contents: whether to read files whose stamp has changed.
             policy: retry policy, see ``InterruptibleCalls.retry``.
         """
-        look = partial(self._look, committed, rank, others, contents)
+        look = partial(self._look, committed, rank, with_others, contents)
         if self.writer.output_folder.is_local():
             with explained("read", Path(self.location).absolute()):
                 return look()
         return listed(self.calls, look, committed.values(), policy)
 
     def _look(
-        self, committed: Mapping[str, CommittedFile], rank: int | None, others: bool, contents: bool
+        self,
+        committed: Mapping[str, CommittedFile],
+        rank: int | None,
+        with_others: bool,
+        contents: bool,
     ) -> OutputListing:
         self._owner.check(self._is_unused)
-        listing = list_output(self.writer, committed, rank, others)
+        listing = list_output(self.writer, committed, rank, with_others)
         if contents:
             commits_of = cache(read_commits)
             for name in listing.touched:

@@ -80,7 +80,7 @@ class RunOrigin(NamedTuple):
     run: str | None = None
 
     @property
-    def kept(self) -> OutputOwner | None:
+    def recorded(self) -> OutputOwner | None:
         path = self.root / layout.HOME
         if not path.exists():
             return None
@@ -98,7 +98,7 @@ class RunOrigin(NamedTuple):
         return OutputOwner(self.place, self.run or "", key, socket.gethostname(), replaces)
 
     def owns(self, owner: OutputOwner) -> bool:
-        recorded = self.kept
+        recorded = self.recorded
         record = recorded or self.new_record()
         if record.key and record.key == owner.key:
             return True
@@ -114,19 +114,19 @@ class RunOrigin(NamedTuple):
         """Whether a record names an earlier run whose checkpoints were here, and were removed or
         moved.
         """
-        recorded = self.kept
+        recorded = self.recorded
         if recorded is not None:  # written by another rank, or before a kill; the record comes next
             return bool(owner.key) and recorded.replaces == owner.key
         if owner.home != str(self.root.absolute()):
             return False
         return owner.host == socket.gethostname() or is_unused()
 
-    def keep(self, owner: OutputOwner) -> OutputOwner:
+    def record(self, owner: OutputOwner) -> OutputOwner:
         """Records the run in ``home``, unless another rank has, and returns the record."""
         path = self.root / layout.HOME
         if not path.exists():
             files.keep_first(path, orjson.dumps(owner._asdict()), files.PRIVATE_FILE)
-        return self.kept or owner
+        return self.recorded or owner
 
 
 class OutputOwnership:
@@ -180,15 +180,19 @@ class OutputOwnership:
         try:
             is_owned, owner = self._compare(is_unused)
             if is_owned and owner is not None:
-                self._origin.keep(owner)
+                self._origin.record(owner)
                 return
             if owner is not None and not is_unused():
                 # All files belong to the owner, unless a rank of this run has replaced the record.
                 origin = self._origin
-                if origin.mirror is None and origin.kept is None and self._record.read() == owner:
+                if (
+                    origin.mirror is None
+                    and origin.recorded is None
+                    and self._record.read() == owner
+                ):
                     raise self._refusal(owner)
             replaces = "" if owner is None else owner.key
-            recorded = self._origin.keep(self._origin.new_record(secrets.token_hex(8), replaces))
+            recorded = self._origin.record(self._origin.new_record(secrets.token_hex(8), replaces))
             if owner is not None:
                 self._record.remove()
             self._record.create(orjson.dumps(recorded._asdict()))
@@ -250,7 +254,7 @@ class _OwnerRecord:
     place: str
 
     def read(self) -> OutputOwner | None:
-        data = self.content()
+        data = self.read_data()
         if data is None:
             return None
         try:
@@ -265,7 +269,7 @@ class _OwnerRecord:
     def remove(self) -> None:
         raise NotImplementedError
 
-    def content(self) -> bytes | None:
+    def read_data(self) -> bytes | None:
         raise NotImplementedError
 
 
@@ -274,7 +278,7 @@ class _LocalRecord(_OwnerRecord):
         self._path = path
         self.place = str(path)
 
-    def content(self) -> bytes | None:
+    def read_data(self) -> bytes | None:
         return content_of(self._path)
 
     def create(self, data: bytes) -> None:
@@ -295,7 +299,7 @@ class _StoredRecord(_OwnerRecord):
         self._store = ObjectStore(url, options=options)
         self.place = place
 
-    def content(self) -> bytes | None:
+    def read_data(self) -> bytes | None:
         return self._store.read(self._name, _MAX_BYTES)
 
     def create(self, data: bytes) -> None:
@@ -313,7 +317,7 @@ class _HubRecord(_OwnerRecord):
         self._path = path
         self.place = f"{self._hub.url}/{path}"
 
-    def content(self) -> bytes | None:
+    def read_data(self) -> bytes | None:
         try:
             existing = self._hub.look_up([self._path])
         except OSError as error:

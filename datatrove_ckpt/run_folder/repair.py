@@ -321,7 +321,7 @@ def _advice_of_mirror(report: VerifyReport, rank: RankSummary) -> str:
     """Returns how to restore a rank from the run's mirror, which is free; a rebuilt rank pays for
     requests again.
     """
-    begun = RunOrigin(report.checkpoints, None).kept
+    begun = RunOrigin(report.checkpoints, None).recorded
     if begun is None or rank.root:
         return ""
     size = size_of(rank.commits_file)

@@ -105,7 +105,7 @@ def code_identity(
     if when_made is not None and any(map(is_detached, inspect_objects(described).roots)):
         before = when_made.made
     try:
-        made = _shown(describe(described, before), output_writer)
+        made = _redacted(describe(described, before), output_writer)
     except Exception as error:  # the user's objects may raise any error
         raise ConfigError(
             f"its code could not be described, so a resume could not compare it: {error!r}. Set "
@@ -152,7 +152,7 @@ def _of_writer(writer: object) -> dict[str, object]:
     return described
 
 
-def _shown(made: CodeDescription, writer: object) -> CodeDescription:
+def _redacted(made: CodeDescription, writer: object) -> CodeDescription:
     """Removes secrets and long texts: the identity is written to run.json and executor.json."""
     secrets = redaction.environment_secrets(redaction.is_surely_secret).values()
     fields, by_value = (

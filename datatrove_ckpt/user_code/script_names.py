@@ -49,7 +49,7 @@ class ScriptNames(NamedTuple):
     left_out: dict[str, str]
 
 
-def collect(*things: object) -> ScriptNames | None:
+def collect(*objects: object) -> ScriptNames | None:
     """Returns the names of the script that the functions in these objects use, directly or not;
     None if there are none, or the pickle is probably not for a file.
 
@@ -65,7 +65,7 @@ def collect(*things: object) -> ScriptNames | None:
     with _not_collecting():
         scan = _PickleScan("")
         with suppress(Exception):  # the pickle itself raises the error
-            scan.pickle(things)
+            scan.pickle(objects)
         if scan.secrets:
             raise ConfigError(
                 "rollout, shared_context or config: what is pickled with the job holds what looks "

@@ -324,7 +324,7 @@ class Statement:
         if self.is_import:
             return []
         file_names = loaded_names(compile_tree([self.node]))
-        file_names |= {taken.bound for taken in self.imports}
+        file_names |= {imported.bound for imported in self.imports}
         inside = {id(attribute.value) for attribute in self._of(ast.Attribute)}
         chains = [chain_of(node) for node in self._of(ast.expr) if id(node) not in inside]
         return [*dict.fromkeys(chain for chain in chains if chain and chain[0] in file_names)]

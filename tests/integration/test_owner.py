@@ -484,7 +484,7 @@ def test_nodes_with_disks_of_their_own_may_begin_a_run_at_one_moment(tmp_path, m
             monkeypatch.setattr(socket, "gethostname", lambda number=number: f"node {number}")
             homes = owner.RunOrigin(root, mirror, "same")
             claims.append(homes)
-            homes.keep(homes.new_record(f"key {number}")._replace(home=mirror or "/same/path"))
+            homes.record(homes.new_record(f"key {number}")._replace(home=mirror or "/same/path"))
         for number, homes in enumerate(claims):
             monkeypatch.setattr(socket, "gethostname", lambda number=number: f"node {number}")
             OutputOwnership(folder, NAME, homes).claim(lambda: False)

@@ -331,7 +331,7 @@ def test_what_else_lies_among_the_workers_is_passed_over(job, tmp_path):
     process = Process(job)
     (tmp_path / "claims" / "workers").mkdir(parents=True, exist_ok=True)
     (tmp_path / "claims" / "workers" / "README").write_text("of a person")
-    assert process.claims.others() == []
+    assert process.claims.other_claimants() == []
     assert process.take() == 0
     process.claims.clear()
     assert (tmp_path / "claims" / "workers" / "README").exists()
@@ -408,7 +408,7 @@ def test_no_beat_comes_after_the_end(job, tmp_path):
     process = Process(job, end=RUN)
     process.claims.close()
     process.claims._call_unless_closed(process.claims._store.heartbeat)
-    assert Process(job).claims.others() == []
+    assert Process(job).claims.other_claimants() == []
     assert not (tmp_path / "claims" / "workers" / process.owner).exists()
 
 

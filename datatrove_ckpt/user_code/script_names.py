@@ -34,7 +34,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.user_code.description import cells
 from datatrove_ckpt.user_code.statements import loaded_names
 
-_collecting = threading.local()
+_pickling = threading.local()
 
 
 class ScriptNames(NamedTuple):
@@ -54,19 +54,20 @@ def collect(*objects: object) -> ScriptNames | None:
     None if there are none, or the pickle is probably not for a file.
 
     Raises:
-        ConfigError: a pickle of the objects would hold a secret.
+        ConfigError: a pickle of the objects, which may be written to a file, would hold a secret.
     """
     ray = sys.modules.get("ray")
     is_by_ray = ray is not None and ray.is_initialized()
-    if is_by_ray or getattr(_collecting, "on", False):
+    if is_by_ray or getattr(_pickling, "carries_nothing", False):
         return None
+    is_private = getattr(_pickling, "is_private", False)
     main = sys.modules["__main__"]
     script_names = ScriptNames(getattr(main, "__file__", None), {}, {})
-    with _not_collecting():
+    with _pickling_that("carries_nothing"):
         scan = _PickleScan("")
         with suppress(Exception):  # the pickle itself raises the error
             scan.pickle(objects)
-        if scan.secrets:
+        if scan.secrets and not is_private:
             raise ConfigError(
                 "rollout, shared_context or config: what is pickled with the job holds what looks "
                 f"like a secret: {', '.join(scan.secrets)}. It would be in a file that others may "
@@ -77,7 +78,7 @@ def collect(*objects: object) -> ScriptNames | None:
         for name in waiting:
             value = vars(main)[name]
             scan = _PickleScan(name)
-            if reason := _stays(scan, value):
+            if reason := _stays(scan, value, is_private):
                 script_names.left_out[name] = reason
             else:
                 script_names.values[name] = value
@@ -87,14 +88,14 @@ def collect(*objects: object) -> ScriptNames | None:
     return None
 
 
-def _stays(scan: _PickleScan, value: object) -> str:
+def _stays(scan: _PickleScan, value: object, is_private: bool) -> str:
     if isinstance(value, types.ModuleType):
         return ""
     try:
         scan.pickle(value)
     except Exception as error:  # whatever the value's own __reduce__ raises
         return f"it cannot be pickled ({type(error).__name__}: {error})"
-    if scan.secrets:
+    if scan.secrets and not is_private:
         return f"it holds what looks like a secret ({', '.join(scan.secrets)})"
     return ""
 
@@ -109,20 +110,22 @@ def restore(names: ScriptNames) -> None:
 def nothing_carried() -> Iterator[None]:
     """Wraps a pickle for processes that import the script, which may name large tables.
 
-    The cells of a notebook have no file that a process could import, so their names are carried.
+    A process cannot import the cells of a notebook, which have no file, so the pickle carries their
+    names. It may hold secrets, because it goes through a pipe.
     """
-    with _not_collecting(hasattr(sys.modules["__main__"], "__file__")):
+    has_file = hasattr(sys.modules["__main__"], "__file__")
+    with _pickling_that("carries_nothing" if has_file else "is_private"):
         yield
 
 
 @contextmanager
-def _not_collecting(stops: bool = True) -> Iterator[None]:
-    before = getattr(_collecting, "on", False)
-    _collecting.on = before or stops
+def _pickling_that(mark: str) -> Iterator[None]:
+    before = getattr(_pickling, mark, False)
+    setattr(_pickling, mark, True)
     try:
         yield
     finally:
-        _collecting.on = before
+        setattr(_pickling, mark, before)
 
 
 def warn_left_out(names: ScriptNames) -> None:

@@ -212,8 +212,10 @@ import sys
 import datatrove_ckpt
 
 LENGTH = 3
+API_KEY = "sk-" + "4f9a" * 8
 
 def begin_of(text):
+    assert API_KEY
     return text[:LENGTH]
 
 async def rollout(document, generate):
@@ -233,3 +235,7 @@ def test_workers_of_a_notebook_have_the_names_of_its_cells(tmp_path, server):
     done = run_script(tmp_path, server.url)
     assert done.returncode == 0, done.stderr
     assert sorted(server.asked) == ["abc", "efg"]
+    secret = b"4f9a4f9a"
+    assert [
+        path for path in tmp_path.rglob("*") if path.is_file() and secret in path.read_bytes()
+    ] == []

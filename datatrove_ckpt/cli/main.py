@@ -182,7 +182,7 @@ def _completions(word: str, before: str) -> list[str]:
     possible = {name for name, _, _, _ in _COMMANDS}
     if before != argv[0]:
         possible = _own_flags(argv[1:])
-        if argv[1] in _OF_JOBS:
+        if "config" in possible:  # settings may be flags
             possible |= _flags_of_settings().keys()
     return sorted(name for name in possible if name.startswith(word))
 
@@ -252,8 +252,6 @@ _FULL = _flag("--full", "also read all output and compare its content")
 
 
 _COMMANDS: list[tuple[str, str, str, tuple[_Argument, ...]]] = []
-_OF_JOBS = ("run", "doctor", "k8s")
-"""Commands whose flags may be settings."""
 _OF_TRAININGS = ("status", "show", "verify", "doctor", "report")
 """Commands that also take the folder of a training's checkpoints."""
 

@@ -302,11 +302,6 @@ class Preemption:
             )
             self.shutdown.raise_preempted()
 
-    def stop_before(self, end: float, reserve: float) -> None:
-        """Requests a stop if the job ends (``slurm_deadline``) within ``reserve`` seconds."""
-        if time.time() >= slurm_job.stop_time(end, reserve):
-            self.stop_for_time_limit()
-
     def stop_for_time_limit(self) -> None:
         if not self.shutdown.is_requested:
             # As if the signal had come whose old handler requeues the job; a worker's parent does

@@ -115,10 +115,10 @@ class RunPlan:
         self.tasks = int(executor.world_size)
         first = getattr(executor, "local_rank_offset", 0)
         self.local_ranks = range(first, first + getattr(executor, "local_tasks", self.tasks))
-        self.launcher = launcher(executor)
-        self.is_local = self.launcher.is_here
-        self.as_jobs = self.launcher.has_own_disks
-        self.submits = self.launcher.submits and self.launcher.in_task not in os.environ
+        kind = launcher(executor)
+        self.is_local = kind.is_here
+        self.as_jobs = kind.has_own_disks
+        self.submits = kind.submits and kind.in_task not in os.environ
         self.workers: int = getattr(executor, "workers", -1)
         self.logging_dir: DataFolder = executor.logging_dir
         depends = getattr(executor, "depends", None)

@@ -328,9 +328,9 @@ class TrainingCheckpoints:
         """Lets all ranks agree on a reason to stop (0: none), and on whether a save is due, or a
         failed save is tried again.
         """
-        self._preemption.stop_before(
-            self._time_ends, 2 * (self._pause + self._write_seconds) + _MARGIN_SECONDS
-        )
+        reserve = 2 * (self._pause + self._write_seconds) + _MARGIN_SECONDS
+        if time.time() >= slurm_job.stop_time(self._time_ends, reserve):
+            self._preemption.stop_for_time_limit()
         cause = self._preemption.shutdown.cause
         stops = 0.0
         if cause in signal.Signals.__members__:
@@ -746,7 +746,7 @@ class TrainingCheckpoints:
                 if step != "latest" and name != self._newest:
                     self._steps.back_to = None
                     self._last = StepName(self._newest.rollbacks + 1, name.step)
-                self._input.load(loader, str(name), name.step, self._steps.load(name, _INPUT))
+                self._input.load(loader, name, self._steps.load(name, _INPUT))
                 self._begin_counting()
                 seconds = time.monotonic() - began
                 self._note("restored", name, seconds=seconds, passed_over=passed)
@@ -985,7 +985,7 @@ class TrainingCheckpoints:
         self._load(old, reader, states, loaded)
         self._input.restored.clear()
         if loader is not None and not skip_input:
-            self._input.load(loader, str(old), old.step, self._steps.load(old, _INPUT))
+            self._input.load(loader, old, self._steps.load(old, _INPUT))
         self._ranks.gather(None)
         self._last = new
         self._steps.back_to = old.step

@@ -14,6 +14,7 @@ import datatrove_ckpt.torch.stateful as stateful
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.torch.ranks import Ranks
 from datatrove_ckpt.torch.states import find_states, is_ours
+from datatrove_ckpt.torch.step_folder import StepName
 
 
 class TrainingInput:
@@ -67,7 +68,7 @@ class TrainingInput:
             seed = f"{torch.initial_seed()} {self._ranks.rank} {step}"
             workers.keep_workers(loader, xxh3_64_intdigest(seed.encode()), self._signals)
 
-    def load(self, loader: DataLoader | None, name: str, step: int, inputs: list[Any]) -> None:
+    def load(self, loader: DataLoader | None, name: StepName, inputs: list[Any]) -> None:
         """Restores the input of a step. Raises ConfigError if the step has no input, or an input of
         another number of ranks.
         """
@@ -78,10 +79,10 @@ class TrainingInput:
                     "input begins anew."
                 )
             return
-        self.prepare(loader, step)
+        self.prepare(loader, name.step)
         if None in inputs:
             raise ConfigError(f"{name} was saved without a loader.")
-        self.restored = {step: inputs}
+        self.restored = {name.step: inputs}
         self.epoch = inputs[0]["epoch"]
         states = [each["loader"] for each in inputs]
         of_all_ranks = len(inputs) == self._ranks.size

@@ -333,9 +333,9 @@ class _Walk:
     def __init__(self, triggers: frozenset[str], roots: list[CodeRoot]) -> None:
         self._documented = not triggers.isdisjoint(_HINTS)
         self._subclasses = not triggers.isdisjoint(_SUBCLASSES)
-        self._main = str(getattr(sys.modules["__main__"], "__file__", ""))
+        main = str(getattr(sys.modules["__main__"], "__file__", ""))
         self._roots = {home(root.file) for root in roots}
-        self.by_value = {self._main, *(home(root.file) for root in roots if is_detached(root))}
+        self.by_value = {main, *(home(root.file) for root in roots if is_detached(root))}
         self._find_module = functools.cache(_find)
         self.words: set[str] = set()
         self.units: dict[Key, NameBinding] = {}
@@ -344,10 +344,8 @@ class _Walk:
         self.sources: dict[str, CodeSource] = {}
         self._importers: dict[str, set[str]] = {}
         self._changed: dict[str, dict[Key, list[Statement]]] = {}
-        if self._main and is_of_user(self._main):
-            self._load(self._main)
-        for root in roots:
-            self._load(home(root.file))
+        if main and is_of_user(main):
+            self._load(main)
         for root in roots:
             self._start(root)
 
@@ -450,6 +448,7 @@ class _Walk:
 
     def _start(self, root: CodeRoot) -> None:
         file = home(root.file)
+        self._load(file)
         source = self.sources[file]
         functions = [root.thing]
         if isinstance(root.thing, type):

@@ -30,7 +30,7 @@ from loguru import logger
 
 from datatrove_ckpt.errors import LimitReached, Preempted
 from datatrove_ckpt.process import parent_watch, signals, slurm_job
-from datatrove_ckpt.process.host_loop import host_loop
+from datatrove_ckpt.process.host_loop import host_loop, rank_of_many
 from datatrove_ckpt.process.preemption_notices import Setting, watched_notices
 from datatrove_ckpt.process.screen import exit_now
 from datatrove_ckpt.process.shutdown import SAME_EVENT, Shutdown
@@ -140,7 +140,7 @@ class Preemption:
         self._handlers = signals.Handlers(self._receive)
         self._received: list[int] = []
         self._interruptible = False
-        self._is_one_of_many = self._host is not None and self._host.rank is not None
+        self._is_one_of_many = rank_of_many() is not None
         # datatrove's executors have pools of multiprocessing.
         self._is_pool_worker = "PoolWorker" in multiprocess.current_process().name
         self._managers = parent_watch.managers()

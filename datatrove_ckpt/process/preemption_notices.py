@@ -69,7 +69,7 @@ def watched_notices(
     Args:
         came: called once, in the thread, with the text of the notice.
     """
-    closed: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    closed = queue.SimpleQueue[bool]()
     # A SIGTERM at the same time then gets its reason.
     with shutdown.calling(lambda: closed.put(False)):
         arguments = (setting, came, closed)

@@ -72,7 +72,7 @@ class RankThreads:
     async def _work_through(self) -> None:
         servers = self._make_servers()
         time_limit = asyncio.create_task(self._preemption.watch_time_limit())
-        running: set[asyncio.Task[None]] = set()
+        running = set[asyncio.Task[None]]()
         try:
             for order in count():
                 rank = await self._next(running, servers)

@@ -183,13 +183,13 @@ class Workers:
         self.signal = 0
         self._numbers = sorted(filter(signals.may_handle, set(self.numbers)))
         self._workers: list[_WorkerProcess] = []
-        self._tasks: deque[int] = deque()
-        self._records: defaultdict[int, AttemptRecord] = defaultdict(AttemptRecord)
+        self._tasks = deque[int]()
+        self._records = defaultdict[int, AttemptRecord](AttemptRecord)
         self._failed_starts = 0
         self._error: Exception | None = None
         self._is_failing = False  # the other tasks must stop
         self._requests = 0
-        self._to_pass_on: deque[int] = deque()
+        self._to_pass_on = deque[int]()
         self._came = 0.0
         self._handlers = signals.Handlers(self._receive)
 
@@ -455,7 +455,7 @@ def work(
 class _Worker:
     def __init__(self, connection: connections.Connection) -> None:
         self._connection = connection
-        self._at_work: set[int] = set()
+        self._at_work = set[int]()
         self._has_failed = False  # as the parent knows
         self._stop_signal = 0  # none came
         self._pid = os.getpid()

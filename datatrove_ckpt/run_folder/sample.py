@@ -160,7 +160,7 @@ def _measured(tasks: list[list[Document]], number: int) -> tuple[list[float], fl
     """
     sizes: list[float] = []
     total = 0.0
-    units: set[str | None] = set()
+    units = set[str | None]()
     for documents in filter(None, tasks):
         reached = [
             position[2].progress(position) for position in map(position_of, documents) if position

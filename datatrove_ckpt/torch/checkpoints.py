@@ -1013,7 +1013,7 @@ class TrainingCheckpoints:
         self._steps.write(new, contents | changed, manifest["metrics"], back)
 
 
-_not_left: weakref.WeakSet[TrainingCheckpoints] = weakref.WeakSet()
+_not_left = weakref.WeakSet[TrainingCheckpoints]()
 
 
 def _metrics(manifests: Mapping[StepName, StepManifest]) -> policies.StepMetrics:

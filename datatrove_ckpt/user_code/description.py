@@ -337,10 +337,10 @@ class _Walk:
         self._roots = {home(root.file) for root in roots}
         self.by_value = {main, *(home(root.file) for root in roots if is_detached(root))}
         self._find_module = functools.cache(_find)
-        self.words: set[str] = set()
+        self.words = set[str]()
         self.units: dict[Key, NameBinding] = {}
         self.bytecode: dict[str, object] = {}
-        self._queue: collections.deque[tuple[Key, str, tuple[str, ...]]] = collections.deque()
+        self._queue = collections.deque[tuple[Key, str, tuple[str, ...]]]()
         self.sources: dict[str, CodeSource] = {}
         self._importers: dict[str, set[str]] = {}
         self._changed: dict[str, dict[Key, list[Statement]]] = {}
@@ -638,7 +638,7 @@ class _Walk:
 
     def unstable(self) -> set[str]:
         """Returns the names of variables whose values differ at each start."""
-        unstable_names: set[str] = set()
+        unstable_names = set[str]()
         parsed = [source for source in self.sources.values() if "statements" in vars(source)]
         values = [
             value

@@ -61,7 +61,7 @@ def is_installed(path: Path) -> bool:
 
 
 def _files(package: Path) -> Iterator[Path]:
-    regular: set[str] = set()
+    regular = set[str]()
     for folder, folders, names in os.walk(package):
         if _ENVIRONMENT & {*folders, *names}:
             folders.clear()

@@ -144,7 +144,7 @@ class _PickleScan:
 
     def __init__(self, name: str) -> None:
         self.secrets: dict[str, None] = {}
-        self.names: set[str] = set()
+        self.names = set[str]()
         self._name = name
         self._objects: dict[int, object] = {}  # kept alive, so that ids stay unique
         self._attribute_paths: dict[int, str] = {}

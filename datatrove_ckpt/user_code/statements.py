@@ -171,7 +171,7 @@ class _Undocumented(ast.NodeTransformer):
     """Removes docstrings and hints, except hints of the fields of classes."""
 
     def __init__(self) -> None:
-        self._fields: set[int] = set()
+        self._fields = set[int]()
 
     def visit(self, node: Any) -> Any:
         if isinstance(node, _DEFINITION) and ast.get_docstring(node, clean=False) is not None:
@@ -496,7 +496,7 @@ class CodeSource:
                     Statement(self, file, node, self._documented) for node in _apart(body)
                 ]
         # A definition that a later definition of its name replaces before its use does not count.
-        replaced: set[str] = set()
+        replaced = set[str]()
         counted: list[Statement] = []
         for index, statement in reversed([*enumerate(statements)]):
             statement.index = index

@@ -5,7 +5,7 @@ Recovery does not read it, so damage costs a line and never the run. Each line h
 (number of the attempt, from 1: the owner's fence in ``run.json``).
 
     k           keys
-    start       host, pid, job (of Slurm, or null), v (our version)
+    start       host, pid, job (Slurm job id, or null), v (our version)
     server      what, name, url (without secrets, or null), why
     progress    s, d, r, len, c, all, own, err, q, cap, w, out, pos, skip, tier, call, failed, ms,
                 and own_ of err and of the last four: see ``ProgressRecord``
@@ -17,8 +17,8 @@ Readers ignore keys and kinds of later releases.
 ``HistoryLog`` appends lines. A line is one write, so a kill tears at most the last line, which the
 next attempt cuts off. Readers skip other damaged lines. If an attempt finds more than
 ``MAX_BYTES``, a copy replaces the log. It lacks every second progress line, or three of four, and
-so on; the first and the last one between two events stay. If events alone exceed the limit, the
-oldest lines go. While an attempt runs, the file only grows, so the mirror can copy it.
+so on; the first and the last progress line between two events stay. If events alone exceed the
+limit, the oldest lines go. While an attempt runs, the file only grows, so the mirror can copy it.
 
 ``read_history`` parses attempts, server events, and as many progress lines as needed: ``status``
 needs the last minutes, and ``report`` an even sample. To parse the other lines would take longer
@@ -70,11 +70,12 @@ _MAX_KINDS = 64
 
 
 class OutageStatus(NamedTuple):
-    """How long no request has been answered, and after how long the rank stops because of that; 0:
-    no request has failed.
+    """An outage: the seconds without an answer, and the seconds after which the rank stops because
+    of it. Both are 0 if no request has failed.
 
-    ``unreachable``: no server can be reached. ``model``: whose servers, if there are several
-    models.
+    Attributes:
+        unreachable: no server can be reached.
+        model: the model of the servers, if there are several models.
     """
 
     seconds: float = 0.0
@@ -84,7 +85,7 @@ class OutageStatus(NamedTuple):
 
     @property
     def lasts(self) -> bool:
-        """Whether people are told of it."""
+        """Whether the outage is long enough to be displayed."""
         return self.seconds >= 30.0
 
     def __str__(self) -> str:
@@ -97,7 +98,7 @@ class OutageStatus(NamedTuple):
 
 
 class WaitStatus(NamedTuple):
-    """What a rank waits for.
+    """The requests and the document that a rank waits for.
 
     ``quiet``: seconds since the last answer, or since the first server was ready. ``oldest``:
     seconds since the oldest request in flight was sent, and ``document`` the id of its document.
@@ -121,7 +122,11 @@ def _named_counts(counts: Json) -> Counter[str]:
 
 @dataclass(slots=True, kw_only=True)
 class _HistoryRecord:
-    """``at``: Unix seconds. ``attempt``: its number, from 1; 0 until the log writes the line.
+    """A line of the history.
+
+    Attributes:
+        at: Unix seconds.
+        attempt: number of the attempt, from 1; 0 until the log writes the line.
 
     A kind of other keys than its fields has its own ``to_json`` and ``read``.
     """
@@ -139,7 +144,7 @@ class _HistoryRecord:
 
     @classmethod
     def read(cls, data: Json) -> Self:
-        """Raises KeyError, TypeError or ValueError if the JSON object is another one."""
+        """Raises KeyError, TypeError or ValueError if the JSON object is no such record."""
         return cls(**{name: data[name] for name in cls.__slots__ if name in data})
 
 
@@ -148,7 +153,7 @@ class AttemptStart(_HistoryRecord):
     """The start of an attempt, which has locked the rank and opened its checkpoint.
 
     Attributes:
-        job: of Slurm, as its commands name it.
+        job: Slurm job id, as Slurm's commands name it.
         v: version of this package.
     """
 
@@ -164,9 +169,9 @@ class ServerEvent(_HistoryRecord):
     """Something happened to a server.
 
     Attributes:
-        name: of the server within the rank, such as "0".
-        url: without secrets.
-        why: of a death, one line.
+        name: name of the server within the rank, such as "0".
+        url: the server's URL, without secrets.
+        why: cause of a death, in one line.
     """
 
     KIND = "server"
@@ -178,11 +183,11 @@ class ServerEvent(_HistoryRecord):
 
 @dataclass(slots=True, kw_only=True)
 class ProgressRecord(_HistoryRecord):
-    """Where the rank stands: written at an attempt's start, after ten seconds, each minute, and at
-    its end.
+    """The progress of a rank. It is written at an attempt's start, after ten seconds, each minute,
+    and at its end.
 
     Attributes:
-        seconds: of all attempts ("s").
+        seconds: seconds of all attempts ("s").
         documents: finished documents in commits and journals of all attempts, with their requests
             and tokens, cached answers included ("d", and, if any, "r" and "len" for reasons and
             lengths). Exact after any kills.
@@ -193,9 +198,9 @@ class ProgressRecord(_HistoryRecord):
         places: requests that the servers have room for ("cap", if any).
         in_flight: requests at a server ("q", with the next two).
         waiting: requests that wait for a server, a free slot or their next attempt.
-        in_work: documents.
-        wait: for answers ("w").
-        silence: of the servers ("out").
+        in_work: documents that have begun and are not finished.
+        wait: wait for answers ("w").
+        silence: outage of the servers ("out").
         position: how much of the input is done ("pos").
         skipped: lines of the input, over all attempts, that were no documents ("skip", if any).
     """
@@ -285,8 +290,8 @@ class RequestHistograms(_HistoryRecord):
     the end; and some answers.
 
     Attributes:
-        milliseconds: from sending to the answer ("ms").
-        prompt_tokens, completion_tokens: of each answer ("pt", "ct").
+        milliseconds: time from sending to the answer ("ms").
+        prompt_tokens, completion_tokens: tokens of each answer ("pt", "ct").
         examples: some bad answers by what is wrong with them, each as the id of its document and
             its text ("bad", if any). With a new one, the line comes within a minute.
     """
@@ -417,8 +422,8 @@ def downsampled(lines: Sequence[bytes], most: int) -> list[bytes]:
 
 
 def _sampled(lines: Iterable[bytes], step: int) -> list[bytes]:
-    """Returns all events; between two events each ``step``-th progress line, the last one, and the
-    last histogram.
+    """Returns all events; between two events each ``step``-th progress line, the last progress
+    line, and the last histogram.
     """
     kept: list[bytes] = []
     for is_event, group in groupby(lines, _is_event):
@@ -443,7 +448,7 @@ class AttemptSummary:
     """An attempt, from the start of a rank to its end.
 
     Attributes:
-        number: from 1.
+        number: number of the attempt, from 1.
         started, last_seen: times of its first and last line.
         ended: time of its end line; None: it still runs, or was killed.
         why: "done", "stopped", "error", or "" without an end line.
@@ -520,7 +525,7 @@ class History:
     """The parsed part of a rank's history.
 
     Attributes:
-        attempts: by ascending numbers.
+        attempts: attempts by ascending numbers.
         minutes: progress lines, including the last line of each attempt.
         spreads: the last line of each attempt, over all its requests.
         servers: events of servers in the newest attempt.
@@ -568,8 +573,8 @@ def read_history(path: str, most: int = 0) -> History:
     """Reads a ``history.jsonl``. A missing file has no attempts.
 
     Args:
-        most: progress lines to parse besides the first and the last one of each attempt; 0: only
-            the last ones.
+        most: progress lines to parse besides the first and the last line of each attempt; 0: only
+            the last lines.
 
     Raises:
         StorageFailed: it cannot be read.

@@ -52,7 +52,7 @@ OTHERS = "others"
 
 
 class Include(Flag):
-    """What to read besides the sums over commits, and who owns the rank.
+    """The data to read besides the sums over commits and the owner of the rank.
 
     SETTINGS    all of run.json, with hashes in the place of secrets
     HISTORY     the attempts and the last minutes
@@ -85,8 +85,8 @@ class RankSummary:
             knows their sum.
         committed: sums over the commits.
         last_commit: Unix seconds of the last commit, if known.
-        commits: by chunk index, in the order in which they were written.
-        causes: of dead letters, with their numbers.
+        commits: commits by chunk index, in the order in which they were written.
+        causes: causes of dead letters, with their numbers.
         written: Unix seconds of the last write to commits or journals; 0.0: complete, or none.
         damage: why a run would refuse the folder.
     """
@@ -112,7 +112,7 @@ class RankSummary:
 
     @property
     def root(self) -> str:
-        """Folder of the retry; "": of the rank itself."""
+        """Name of the retry's folder; "" if the rank is not of a retry."""
         return self.key.retry
 
     @property
@@ -121,7 +121,7 @@ class RankSummary:
 
     @property
     def place(self) -> str:
-        """For people: "retry-00001, rank 3"."""
+        """Name of the rank in texts: "retry-00001, rank 3"."""
         return describe_chunk(*self.key)
 
     @property
@@ -206,7 +206,7 @@ class RankSummary:
     def has_said_its_end(self) -> bool:
         """Whether the last progress line covers all documents of the newest attempt.
 
-        ``repair`` is an owner, too, and writes no history.
+        ``repair`` is also an owner, and writes no history.
         """
         attempts = self.history.attempts
         return bool(attempts) and attempts[-1].has_sums and attempts[-1].number == self.owners
@@ -256,10 +256,7 @@ def find_ranks(checkpoints: Path) -> list[Path]:
 
 
 def read_ranks(checkpoints: Path, want: Include) -> Iterator[RankSummary]:
-    """Reads the ranks one after the other.
-
-    Raises ConfigError, StorageFailed: see ``find_ranks``.
-    """
+    """Reads the ranks one after the other. Raises as ``find_ranks`` does."""
     for folder in find_ranks(checkpoints):
         yield read_rank(folder, want)
 
@@ -273,7 +270,7 @@ class JobTotals:
         known: ranks with documents. If a rank cannot be read, its retry counts as if it had read
             the documents first.
         retried: the commits of retries, if commits were read.
-        numbers: of requests only if histories were read.
+        numbers: sums; numbers of requests only if histories were read.
         with_input: how many ranks had an input, as far as histories were read and know it.
     """
 
@@ -324,8 +321,10 @@ def read_rank(folder: Path, want: Include, most: int | None = None) -> RankSumma
 
 
 def _read(rank: RankSummary, want: Include, most: int | None) -> None:
-    """Raises:
-    CheckpointError: a run would refuse the folder, too.
+    """Fills ``rank`` from its files.
+
+    Raises:
+        CheckpointError: a run would also refuse the folder.
     """
     found = layout.RankListing(rank.folder)
     if layout.LOCK in found.entries:
@@ -425,7 +424,7 @@ def most_common_causes(causes: Mapping[str, int], most: int = 20) -> Counter[str
 # Whether all commits of a rank are still there. Several files say how many there must be:
 #
 #     run.json        how many there were when the last owner started
-#     last_chunk      all chunks up to this one were committed
+#     last_chunk      all chunks up to this chunk were committed
 #     shard.json      how many documents the input had; a finished rank has committed all of them
 #
 # A missing or old file proves less, but nothing wrong.
@@ -436,12 +435,12 @@ _START_OVER = f"{RESTORE}start this task over: remove its folder and its output.
 
 @dataclass(frozen=True)
 class ExpectedCommits:
-    """What other files promise about a rank's commits. Read before the commits, because a run adds
-    some meanwhile.
+    """The numbers of a rank's commits by its other files, which are read before the commits,
+    because a run adds some meanwhile.
 
     Attributes:
         known: number of commits when the rank's last owner started.
-        last: the chunk up to which all were committed; None: no file names it.
+        last: last chunk of an unbroken sequence of commits; None: no file names it.
         documents: number of documents of a finished rank; None: unfinished, or no file names it.
     """
 
@@ -452,7 +451,9 @@ class ExpectedCommits:
 
     @classmethod
     def read(cls, folder: Path, finished: bool, run: Json) -> ExpectedCommits:
-        """Args:
+        """Reads the numbers from the rank's other files.
+
+        Args:
             folder: the rank's folder.
             run: the content of its ``run.json``; empty if there is none.
 
@@ -471,8 +472,10 @@ class ExpectedCommits:
         return cls(folder, known, last, documents if is_count(documents) else None)
 
     def check(self, commits: Mapping[int, Commit]) -> None:
-        """Raises:
-        CommitsDamaged: a commit is known to be lost.
+        """Checks the commits against the numbers.
+
+        Raises:
+            CommitsDamaged: a commit is known to be lost.
         """
         path = self.folder / layout.COMMITS
         number = len(commits)
@@ -505,7 +508,8 @@ class ExpectedCommits:
 
 def scan_complete_commits(folder: Path, finished: bool, run: Json) -> tuple[dict[int, Commit], int]:
     """Returns the commits of a rank that resumes, as ``scan_commits`` does. Changes nothing.
-    Arguments: ``ExpectedCommits``.
+
+    ``ExpectedCommits.read`` has the same arguments.
 
     Raises:
         CommitsDamaged: a commit is lost or damaged.

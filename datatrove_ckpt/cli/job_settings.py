@@ -17,20 +17,20 @@ class ShortJob:
     """The settings of the form itself.
 
     Attributes:
-        run_folder: new, or of the run to go on with.
+        run_folder: a new folder, or the folder of the run to resume.
         input: a file, a folder, a pattern such as ``documents/*.jsonl``, a folder of ``datasets``,
             or their URLs (``s3://``, ``hf://datasets/ORG/NAME``); ``-``: standard input.
-        prompt: with ``{text}``; ``@FILE``: the text of that file.
-        task: in place of a prompt, "embed" (EmbedRollout, into the column "embedding" of Parquet
+        prompt: a text with ``{text}``; ``@FILE``: the text of that file.
+        task: "embed" in place of a prompt (EmbedRollout, into the column "embedding" of Parquet
             files) or "classify" (ClassifyRollout). A ``prompt`` beside it is the text that is sent.
-            "batch": the input is a batch file of OpenAI's form, which its first line shows, too.
-        rollout: in place of a prompt, ``my_module.my_function``; or a ready-made one, such as
+            "batch": the input is a batch file of OpenAI's form, which its first line also shows.
+        rollout: ``my_module.my_function`` in place of a prompt; or a ready-made one, such as
             ``ChunkedRollout``.
         model: its name on the hub, a folder, or a GGUF file; of an endpoint, the name that it
             knows.
-        endpoint: URL of a server that runs already, or several. None: one is started, on this
+        endpoint: URL of a server that runs already, or several. None: a server is started, on this
             machine's GPUs, else on its CPU.
-        output_format: None: that of a run that has begun; else "parquet" for Parquet, Arrow
+        output_format: None: the format of a run that has begun; else "parquet" for Parquet, Arrow
             and vectors, and "jsonl" for others.
         tasks: None: one for each input file, up to 100; here fewer where files are tiny.
         workers: processes of this machine that share the tasks; -1: one for each task.
@@ -40,10 +40,10 @@ class ShortJob:
         jobs: arguments of JobsPipelineExecutor, such as ``{flavor: a10g-small}``; ``run_folder`` is
             a URL, such as ``hf://buckets/ORG/NAME/summaries``.
         max_tokens: longest answer, in tokens.
-        temperature: of sampling; 0: the likeliest answer.
-        top_p: of sampling, the share of the likeliest tokens that are drawn from.
+        temperature: sampling temperature; 0: the likeliest answer.
+        top_p: share of the likeliest tokens that are drawn from in sampling.
         stop: a text that ends an answer, or several.
-        service_tier: of the provider, such as "flex", or several that are tried in turn.
+        service_tier: the provider's tier, such as "flex", or several that are tried in turn.
     """
 
     run_folder: str
@@ -67,7 +67,7 @@ class ShortJob:
 
     @property
     def elsewhere(self) -> list[str]:
-        """The settings that choose where it runs, other than here."""
+        """The settings that choose another place for the run than this machine."""
         places = ("slurm", "kubernetes", "jobs")
         return [place for place in places if getattr(self, place) is not None]
 
@@ -78,7 +78,7 @@ class ShortJob:
 
     @property
     def root(self) -> Path:
-        """The run folder. Of one that is a URL, only its name means anything."""
+        """The run folder. If it is a URL, only its name means anything."""
         return Path(self.run_folder).expanduser()
 
     @property

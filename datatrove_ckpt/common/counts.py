@@ -28,14 +28,14 @@ Unit = Literal["bytes", "rows"]
 
 
 class Display(NamedTuple):
-    """Where a number is displayed, besides JSON.
+    """The places besides JSON at which a number is displayed.
 
     Attributes:
         prometheus: its metric, without the prefix; with a label's value behind a dot if several
             numbers share the metric.
         line: the line of ``status`` that has the number, unless it is zero: a topic, ": " and a
             text, with a place for the number, and places for those of ``RunNumbers`` as ``run``.
-        key: in history.jsonl, of a number with labels.
+        key: key in history.jsonl of a number with labels.
     """
 
     prometheus: str = ""
@@ -44,12 +44,12 @@ class Display(NamedTuple):
 
 
 def number(prometheus: str = "", line: str = "") -> Any:
-    """Declares a number. See ``Display``."""
+    """Declares a number, displayed as ``Display`` explains."""
     return field(default=0, metadata={"display": Display(prometheus, line)})
 
 
 def labelled(key: str, prometheus: str = "") -> Any:
-    """Declares a number with labels: a Counter. See ``Display``."""
+    """Declares a number with labels: a Counter."""
     display = Display(prometheus, key=key)
     return field(default_factory=Counter, kw_only=True, metadata={"display": display})
 
@@ -134,8 +134,10 @@ class Counts:
 class Tokens(NamedTuple):
     """Tokens of an answer.
 
-    ``cached``, ``written``: of the prompt, those that the server took from its cache, and others
-    that it put there. ``reasoning``: of the completion.
+    Attributes:
+        cached: prompt tokens that the server took from its cache.
+        written: prompt tokens that the server put into its cache.
+        reasoning: completion tokens for reasoning.
     """
 
     prompt: int
@@ -147,7 +149,7 @@ class Tokens(NamedTuple):
 
 @dataclass(slots=True)
 class WorkCounts(Counts):
-    """What attempts did. A kill loses the last minute of these counts; counts of documents are
+    """Sums over attempts. A kill loses the last minute of these counts; counts of documents are
     exact. A new number goes behind the others of its type: history.jsonl has them in this order.
 
     Attributes:
@@ -231,11 +233,11 @@ class Processed(Counts):
 
 
 class InputPosition(NamedTuple):
-    """How much of its input a rank has read.
+    """The part of its input that a rank has read.
 
     ``done``, ``total``: in ``unit``. ``total`` is None if the input's size is not known; ``unit``
-    is None if not even the position is, and then ``done`` is 0. ``tasks``: ranks from this one on
-    have no input; None if it is not known.
+    is None if not even the position is, and then ``done`` is 0. ``tasks``: ranks from this number
+    on have no input; None if it is not known.
     """
 
     done: int = 0
@@ -245,7 +247,7 @@ class InputPosition(NamedTuple):
 
     @property
     def share(self) -> float | None:
-        """From 0 to 1; None if it is not known. An empty input is done."""
+        """The part that is read, from 0 to 1; None if it is not known. An empty input is done."""
         if self.unit is None or self.total is None:
             return None
         if not self.total:
@@ -255,7 +257,8 @@ class InputPosition(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class SkippedLines(Counts):
-    """How many input lines or rows became no document, up to a position, without blank lines.
+    """Numbers of input lines or rows that became no document, up to a position. Blank lines do not
+    count.
 
     A reader yields ``DAMAGED`` or ``WITHOUT_TEXT`` in place of a document. ``numbers()`` is what
     positions and the history keep; an earlier build wrote file names after it.

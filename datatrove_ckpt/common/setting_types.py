@@ -1,5 +1,5 @@
-"""What the declaration of a setting says: its type, choices and bounds, and what it means in the
-docstring of its class.
+"""The declarations of settings: their types, choices and bounds, and their meanings in the
+docstrings of their classes.
 
 The checks of Python and YAML use it, ``--help``, the completion of a shell, and docs/settings.md.
 """
@@ -47,7 +47,7 @@ IntervalSeconds = Price | Literal["auto"]
 
 @functools.cache
 def parameters_of(cls: Any) -> tuple[dict[str, inspect.Parameter], bool]:
-    """Returns the parameters of a constructor, and whether it takes any others, too.
+    """Returns the parameters of a constructor, and whether it also takes any others.
 
     A constructor of this package hands its ``**options`` on to the next class, but for those that
     its class has ``omitted``.
@@ -105,8 +105,8 @@ _ENTRY = re.compile(r"^ {8}(\w+(?:, \w+)*)(?: \((\w+)\))?: (.*(?:\n {12}.*)*)", 
 
 
 def meanings(cls: type) -> dict[str, tuple[str, str]]:
-    """Returns what the docstring of a class says of its settings: what another value does to a run
-    that has begun ("identity", "request", "free" or ""), and what the setting means.
+    """Returns the meanings of a class's settings from its docstring: what another value does to
+    a run that has begun ("identity", "request", "free" or ""), and what the setting means.
     """
     entries = _ENTRY.findall((cls.__doc__ or "").partition("Raises:")[0])
     return {
@@ -120,7 +120,7 @@ def check(cls: type, values: Mapping[str, object]) -> None:
     """Checks the arguments of a constructor.
 
     Raises:
-        ConfigError: the first one that its declaration does not allow.
+        ConfigError: the first argument that its declaration does not allow.
     """
     for name, parameter in parameters_of(cls)[0].items():
         if name in values:
@@ -131,7 +131,7 @@ def refuse(names: Iterable[str], instead: Mapping[str, str]) -> None:
     """Refuses arguments that an earlier release or another library has.
 
     Args:
-        instead: what to write, by the name of the argument.
+        instead: the advice by the name of the argument.
 
     Raises:
         ConfigError: the first argument. TypeError, if ``instead`` does not have it.

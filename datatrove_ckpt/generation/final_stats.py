@@ -38,7 +38,7 @@ def sum_rank(rank: int, root: Path, opened: Path | None = None) -> CompletedWork
 
 
 def fill_stats(stats: Stats, done: CompletedWork, folder: Path) -> None:
-    """Sets the numbers of a step. ``folder``: of the rank, which is no retry."""
+    """Sets the numbers of a step. ``folder``: the rank's folder, which is no retry."""
     counts = done.counts
     work = done.work
     skipped = (ShardRecord.read(folder / layout.SHARD) or ShardRecord()).skipped

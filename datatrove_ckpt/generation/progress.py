@@ -51,14 +51,14 @@ class RankReporter:
     Any thread may call ``progress``, ``spread`` and ``last_records``.
 
     Args:
-        source: of the documents.
+        source: reader of the documents.
         checkpoint: writes the history.
         interval: seconds between two log lines.
 
     Attributes:
         own: what this attempt did. The scheduler counts documents, ``RolloutRequests`` failures,
             ``DocumentAnswers`` those that were cached, and clients what they send.
-        clients: of the models whose servers are ready.
+        clients: clients of the models whose servers are ready.
         outages: the outage clocks of the servers, also while they are not ready.
         last: the last progress; empty before the end.
         end: how the attempt ended.
@@ -163,7 +163,7 @@ class RankReporter:
         # A reader is ahead of the rank, so documents are taken to be equal:
         #
         #     done = what lies before the last document handed over * documents finished / documents
-        #     up to that one
+        #     up to that document
         #
         # This is exact at both ends, and grows steadily.
         known = self._checkpoint.resumed.next_ordinal + source.handed_over

@@ -54,11 +54,11 @@ Value = Mapping[Any, float] | Histogram | float | None
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """Which rank it is, where it works, and how far it is.
+    """The identity, process and progress of a rank at one moment.
 
     Attributes:
         run: the job's name.
-        job: of Slurm; "" outside of it.
+        job: Slurm job id; "" outside of Slurm.
         started_at: Unix seconds.
         state: one of ``STATES``.
     """
@@ -74,13 +74,14 @@ class RankSnapshot:
 
 
 def _histogram(buckets: LogHistogram, ends: int, divisor: float = 1.0) -> Histogram:
-    """``ends``: upper ends of the buckets, as powers of two from 1 on.
+    """Returns a histogram of Prometheus, whose sum is at most 9 % off.
 
-    The sum is of their middles, at most 9 % off.
+    Args:
+        ends: number of upper ends of the buckets, which are powers of two from 1 on.
     """
     found: list[tuple[str, float]] = []
     for power in range(ends):
-        # The last one below 2 ** power.
+        # The last bucket below 2 ** power.
         upto = sum(count for bucket, count in buckets.items() if bucket <= 4 * power)
         found.append((repr(2.0**power / divisor), upto))
     found.append(("+Inf", sum(buckets.values())))
@@ -151,7 +152,7 @@ GetRank = Callable[[], RankSnapshot]
 
 
 class ExportedRanks:
-    """What the port of a process shows: a collector of prometheus-client's registry."""
+    """The ranks at the port of a process: a collector of prometheus-client's registry."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -172,7 +173,7 @@ class ExportedRanks:
                 self._shown[key] = lambda: last, time.monotonic() + _KEEP_ENDED_SECONDS
 
     def collect(self) -> Iterator[Family]:
-        """The ranks that are shown now. One that has ended and started again is there once."""
+        """Returns the metrics of the ranks. A rank that has ended and started again counts once."""
         with self._lock:
             self._shown = {
                 key: one for key, one in self._shown.items() if one[1] > time.monotonic()
@@ -183,7 +184,7 @@ class ExportedRanks:
 
 @cache
 def metrics_port(process: int, host: str, first: int) -> ExportedRanks:
-    """Returns the ranks that this process shows. A fork has another one.
+    """Returns the ranks that this process shows. A fork has its own.
 
     Raises:
         OSError: no port is free.
@@ -214,7 +215,7 @@ def shown_rank(
     reporter: RankReporter,
     shutdown: Shutdown,
 ) -> Iterator[None]:
-    """Shows a rank inside the block, as its ``monitoring`` says. Without a port the run goes on."""
+    """Shows a rank inside the block, as its ``monitoring`` says. The run needs no free port."""
     started_at = time.time()
     config = step.monitoring
     folder = step.output_writer.output_folder.resolve_paths("")

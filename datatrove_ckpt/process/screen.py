@@ -41,12 +41,12 @@ class RankProgress(NamedTuple):
 
     Attributes:
         attempt: another number for each start.
-        documents: finished, in all attempts.
-        work: what this attempt has processed, with requests that failed.
+        documents: finished documents of all attempts.
+        work: requests and tokens that this attempt has processed, with requests that failed.
         position: how much of the input is done.
-        state: instead of usual work, such as "waiting for the server", for ``seconds``.
+        state: state instead of usual work, such as "waiting for the server", for ``seconds``.
         is_outage: requests fail, and none is answered.
-        in_flight: requests.
+        in_flight: requests at a server.
     """
 
     attempt: int
@@ -67,14 +67,14 @@ class RankProgress(NamedTuple):
 
 
 class RunProgress:
-    """Where all ranks of one command stand.
+    """The progress of all ranks of one command.
 
     Sums stand for complete ranks: the process that draws a bar hands out thousands of tasks.
 
     Args:
-        ranks: with the ranks that earlier commands have completed.
+        ranks: number of ranks, with the ranks that earlier commands have completed.
         complete: how many of them are complete.
-        documents: of the complete ranks.
+        documents: number of documents of the complete ranks.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class RunProgress:
         self._complete = complete
         self._at_work: dict[int, RankProgress] = {}
         self._done: set[int] = set()
-        self._with_input = ranks  # the ranks from this one on have no input
+        self._with_input = ranks  # the ranks from this number on have no input
         self._elsewhere = complete  # complete ranks that never reported, and have an input
         self._ended = 0  # the other complete ranks
         self._ended_size = 0
@@ -118,7 +118,7 @@ class RunProgress:
     def complete(self, rank: int, documents: int = 0) -> None:
         """Marks a rank as complete.
 
-        ``documents``: of a rank that another process has run, and that never reports.
+        ``documents``: documents of a rank that another process has run, and that never reports.
         """
         if rank in self._done:
             return
@@ -175,7 +175,7 @@ class RunProgress:
 
     @property
     def _reading(self) -> list[RankProgress]:
-        """The ranks at work that have begun."""
+        """Returns the ranks at work that have begun."""
         return [
             one for rank, one in self._at_work.items() if rank < self._with_input and one.has_begun
         ]

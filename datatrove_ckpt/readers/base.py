@@ -440,7 +440,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if self.path_columns:
             options["path_columns"] = True
         if self.shuffle_seed is not None:
-            options["shuffled"] = "files"  # earlier releases shuffled the rows of each file, too
+            options["shuffled"] = "files"  # earlier releases also shuffled the rows of each file
         for key, value in options.items():
             if isinstance(value, str):
                 options[key] = shorten(value)

@@ -1,4 +1,4 @@
-"""Cards: what made a run's output, what is in it, how to load it and how to go on.
+"""Cards of runs: what made the output, what is in it, how to load it and how to continue.
 
 ``card.md`` lies with the checkpoints. Where the output is a dataset repository of the hub, its
 ``README.md`` gets a card as a section between two marks, without commands and costs. The rest of a
@@ -40,7 +40,7 @@ def write_card(runner: RunnerPlan, root: Path, command: str) -> None:
     folder of other things; and on the hub.
 
     Args:
-        command: that goes on, without secrets.
+        command: command that resumes the run, without secrets.
 
     Raises:
         FileExistsError: the user has such a file.
@@ -100,7 +100,7 @@ def _format(runner: RunnerPlan) -> Format | None:
 def _lines(
     runner: RunnerPlan, state: RunState, shown_topics: Container[str] | None = None
 ) -> Iterator[str]:
-    """``shown_topics``: None: all."""
+    """Yields the lines of a card. ``shown_topics``: the topics to include; None: all."""
     output = runner.step.output_writer.output_folder.resolve_paths("")
     newest = 0.0 if state.newest is None else state.newest
     made = datetime.fromtimestamp(newest, UTC).strftime("%Y-%m-%d")

@@ -81,7 +81,7 @@ Trouble = Literal[
     stuck         it writes lines, and no document or answer has come for minutes; or for half a
                   minute all requests fail
     slow          it is far behind the median of the ranks that run and those that are finished
-    unfinished    it is not finished, and no rank of the run goes on
+    unfinished    it is not finished, and no rank of the run works
 """
 
 
@@ -90,11 +90,11 @@ class RunSums(RunNumbers):
     """The numbers of a rank now, and sums over ranks.
 
     Attributes:
-        rates: of the last minutes, while it runs.
+        rates: rates of the last minutes, while it runs.
         as_of: time of the last line of a lost rank, or of a rank that runs for a second or longer
             and is not silent; else None. Of several ranks the oldest, of running ranks if any.
-        time_left: at the present rate; None if the end of the input is not known, if nothing runs,
-            or if nothing has been answered for longer than that.
+        time_left: seconds at the present rate; None if the end of the input is not known, if
+            nothing runs, or if nothing has been answered for longer than that.
     """
 
     position: InputPosition = InputPosition()
@@ -111,12 +111,12 @@ class RankStatus(RunSums):
         root: "" or its retry of dead letters, such as "retry-00001".
         folder: its files, or a copy of them.
         has_rate: ``rates`` cover at least five minutes, so that they can be compared.
-        attempts: those that the history still names.
+        attempts: attempts that the history still names.
         last_word: time of the last change of any of its files.
-        last_change: of its journals and commits, if it runs, or its last attempt has no end line;
-            else 0.
+        last_change: time of its last change to journals or commits, if it runs, or its last
+            attempt has no end line; else 0.
         holder: host and pid of the process that has its lock.
-        is_copy: read from a mirror, where locks cannot be seen.
+        is_copy: it was read from a mirror, where locks cannot be seen.
     """
 
     root: str
@@ -166,7 +166,7 @@ class Totals(RunSums):
 
     Attributes:
         total_is_estimated: inputs of ranks without a start count as the mean of the other inputs.
-        average: over the ``working_seconds``, in which at least one rank worked.
+        average: rates over the ``working_seconds``, in which at least one rank worked.
         halted: ranks at a halt, whose work is not in the time left.
     """
 
@@ -192,11 +192,11 @@ class RunState:
         identity: the settings that all ranks share.
         missing: ranks of the run that have no folder.
         gone: missing ranks that had committed chunks.
-        limits: of the last start; none if they are not known here.
+        limits: limits of the last start; none if they are not known here.
         foreign: ranks with higher numbers than the run has. They are not counted.
         workers: the processes that have claimed ranks, or may do so.
         given_up: ranks that workers no longer try, with the causes.
-        retries: of dead letters: they read documents that ``ranks`` have read before.
+        retries: retries of dead letters, which read documents that ``ranks`` have read before.
         samples: what ``run --sample`` took, all samples together.
     """
 
@@ -458,8 +458,8 @@ def rank_state(ledger: RankSummary, now: float, copied_at: float | None) -> Rank
     """Returns the state of one rank.
 
     Args:
-        ledger: with history, journals and causes of dead letters.
-        copied_at: when the version was uploaded that the ledger was read of; None: it is no copy.
+        ledger: summary with history, journals and causes of dead letters.
+        copied_at: time at which the copied version was uploaded; None: it is no copy.
     """
     numbers = RunNumbers()
     if ledger.damage is None:
@@ -637,9 +637,10 @@ def wanted_files(name: str, size: int) -> bool:
 
 
 def read_run_state(place: RunLocation, now: float | None = None) -> RunState:
-    """Reads the ranks of a place.
+    """Reads the ranks of a location.
 
-    Raises ConfigError if there is none, or this user may not read one.
+    Raises:
+        ConfigError: there is no rank, or this user may not read a rank.
     """
     found = find_ranks(place.folder)
     if now is None:

@@ -1,4 +1,4 @@
-"""The last line of ``run``: what all ranks and all attempts have done, and what to do next."""
+"""The last line of ``run``: what all ranks and all attempts have done, and the next step."""
 
 import shlex
 from pathlib import Path
@@ -18,10 +18,10 @@ def summary_line(
     """Returns the closing line.
 
     Args:
-        root: of the runner.
+        root: folder of the runner's checkpoints.
         job: the sums of its checkpoint.
-        started: of the command, in Unix seconds. Retries since then are named.
-        command: as it was typed.
+        started: start of the command, in Unix seconds. Retries since then are named.
+        command: the command as it was typed.
 
     Raises:
         CheckpointCorrupt: the commits contradict each other.

@@ -33,7 +33,7 @@ Point = tuple[float, dict[str, float], int | None]
 
 
 def flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """Plain values by dotted names."""
+    """Yields plain values by dotted names."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from flat(part, f"{name}.{key}")
@@ -46,7 +46,7 @@ class TrackedJob:
     """A job, as services know it.
 
     Attributes:
-        id: the same in all attempts of the job, wherever it is read.
+        id: job's id, which is the same in all attempts, wherever the job is read.
         started: Unix seconds.
         parameters: the run's identity, without secrets as run.json has it.
     """
@@ -99,7 +99,7 @@ class MlflowRun:
         )
 
     def end(self, status: str) -> None:
-        """``status``: FINISHED, FAILED or KILLED. Another run object may go on later."""
+        """Ends the run as FINISHED, FAILED or KILLED. Another run object may continue it later."""
         self._client.set_terminated(self._id, status)
 
 
@@ -109,7 +109,7 @@ class Tracker:
 
     Attributes:
         service: finds or makes the run of a job.
-        name: of the job; None: that of its folder.
+        name: name of the job; None: its folder's name.
         is_over: no more is to come, and all is sent.
     """
 

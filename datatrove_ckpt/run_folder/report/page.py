@@ -231,7 +231,8 @@ def _spreads(spreads: Sequence[RequestHistograms], requests: int) -> Markup:
     """Returns latency and tokens of all requests that servers answered, from the histograms of each
     attempt.
 
-    ``requests``: of all documents. Those of the last minutes before a kill are in no histogram.
+    ``requests``: requests of all documents. Histograms lack the last minutes before a
+    kill.
     """
     kinds = {
         "latency, ms": "milliseconds",
@@ -275,7 +276,7 @@ def page(
         where: the checkpoint folder or mirror, as it was given.
         made_at: Unix seconds at which the state was read.
         age: how old it is.
-        sums: what ``status`` says of each topic.
+        sums: text of ``status`` for each topic.
     """
     as_of = f", as of {clock(made_at)}"
     about = element("p", name(where, 400), f"{as_of}. {age}")
@@ -334,8 +335,9 @@ def chart(
     """Returns a chart of lines over time, all in one unit.
 
     Args:
-        edges: Unix seconds, ascending: where each interval starts, and where the last one ends.
-        lines: for each name a value for each interval.
+        edges: Unix seconds, ascending: where each interval starts, and where the last interval
+            ends.
+        lines: values by name, a value for each interval.
     """
     marks = ticks(max(map(max, lines.values())))
 
@@ -406,8 +408,8 @@ class Markup(str):
 
 
 def element(tag: str, /, *children: str, **attributes: str | float | None) -> Markup:
-    """Returns an element. An underscore in an attribute's name stands for a hyphen, and one at its
-    end is left out. None leaves the attribute out.
+    """Returns an element. In names of attributes an underscore stands for a hyphen, and a last
+    underscore is left out. None leaves the attribute out.
 
     ``Markup`` among the children is taken as it is; any other text is escaped.
     """

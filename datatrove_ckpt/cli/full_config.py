@@ -20,7 +20,7 @@ class FullConfig:
 
     def text(self) -> str:
         return (
-            "# The long form of the job. It can be run as it stands, but for what is "
+            "# The long form of the run. It can be run as it stands, but for what is "
             f"hidden.\n{dump(self._config)}"
         )
 

@@ -112,8 +112,8 @@ class WaitStatus(NamedTuple):
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Self:
-        found = cls(*values)
-        return found._replace(document=as_line(found.document))
+        status = cls(*values)
+        return status._replace(document=as_line(status.document))
 
 
 def _named_counts(counts: Json) -> Counter[str]:
@@ -410,31 +410,31 @@ class HistoryLog:
         self._is_torn = False
 
 
-def downsampled(lines: Sequence[bytes], most: int) -> list[bytes]:
-    """Returns lines in order, at most ``most`` bytes."""
-    kept = list(lines)
-    while sum(map(len, kept)) > most:
-        fewer = _sampled(kept, 2)
-        if len(fewer) == len(kept):  # the events alone are too many
-            fewer = kept[(len(kept) + 1) // 2 :]
-        kept = fewer
-    return kept
+def downsampled(lines: Sequence[bytes], max_bytes: int) -> list[bytes]:
+    """Returns lines in order, at most ``max_bytes`` bytes."""
+    selected = list(lines)
+    while sum(map(len, selected)) > max_bytes:
+        fewer = _sampled(selected, 2)
+        if len(fewer) == len(selected):  # the events alone are too many
+            fewer = selected[(len(selected) + 1) // 2 :]
+        selected = fewer
+    return selected
 
 
 def _sampled(lines: Iterable[bytes], step: int) -> list[bytes]:
     """Returns all events; between two events each ``step``-th progress line, the last progress
     line, and the last histogram.
     """
-    kept: list[bytes] = []
+    selected: list[bytes] = []
     for is_event, group in groupby(lines, _is_event):
-        found = list(group)
+        selection = list(group)
         if not is_event:
-            minutes = [line for line in found if is_progress_line(line)]
-            others = [line for line in found if not is_progress_line(line)]
-            wanted = {*minutes[::step], *minutes[-1:], *others[-1:]}
-            found = [line for line in found if line in wanted]
-        kept += found
-    return kept
+            minutes = [line for line in selection if is_progress_line(line)]
+            histograms = [line for line in selection if not is_progress_line(line)]
+            sampled = {*minutes[::step], *minutes[-1:], *histograms[-1:]}
+            selection = [line for line in selection if line in sampled]
+        selected += selection
+    return selected
 
 
 # reading -----------------------------------------------------------------------------------------
@@ -569,22 +569,22 @@ def read_latest(path: Path) -> ProgressRecord:
     return next(_latest_progress(last_lines(path, 1 << 15)), ProgressRecord())
 
 
-def read_history(path: str, most: int = 0) -> History:
+def read_history(path: str, max_lines: int = 0) -> History:
     """Reads a ``history.jsonl``. A missing file has no attempts.
 
     Args:
-        most: progress lines to parse besides the first and the last line of each attempt; 0: only
-            the last lines.
+        max_lines: progress lines to parse besides the first and the last line of each attempt; 0:
+            only the last lines.
 
     Raises:
         StorageFailed: it cannot be read.
     """
     # A long attempt's start, with the attempts before it, is at the beginning.
-    lines = last_lines(path, None if most else 1 << 19, MAX_BYTES)
-    found = History()
+    lines = last_lines(path, None if max_lines else 1 << 19, MAX_BYTES)
+    history = History()
     attempts: dict[int, AttemptSummary] = {}
     spreads: dict[int, RequestHistograms] = {}
-    step = len(lines) // most + 1 if most else len(lines) + 1
+    step = len(lines) // max_lines + 1 if max_lines else len(lines) + 1
     for line in _sampled(lines, step):
         record = parse_line(line)
         if record is None:
@@ -592,29 +592,29 @@ def read_history(path: str, most: int = 0) -> History:
         first = AttemptSummary(record.attempt, record.at, record.at)
         attempts.setdefault(record.attempt, first).take(record)
         if isinstance(record, AttemptStart):
-            found.servers = []
+            history.servers = []
         elif isinstance(record, ProgressRecord):
-            found.minutes.append(record)
+            history.minutes.append(record)
         elif isinstance(record, RequestHistograms):
             spreads[record.attempt] = record
         elif isinstance(record, ServerEvent):
-            found.servers.append(record)
-    found.spreads = [*spreads.values()]
-    found.attempts = [attempts[number] for number in sorted(attempts)]
-    for attempt in found.attempts[:-1]:
+            history.servers.append(record)
+    history.spreads = [*spreads.values()]
+    history.attempts = [attempts[number] for number in sorted(attempts)]
+    for attempt in history.attempts[:-1]:
         attempt.without_a_word = attempt.ended is None
-    if found.last is not None and found.attempts[-1].ended is None:
-        found.then = _then(lines, found.attempts[-1].number, found.last)
-    return found
+    if history.last is not None and history.attempts[-1].ended is None:
+        history.then = _earlier_progress(lines, history.attempts[-1].number, history.last)
+    return history
 
 
-def _then(lines: Sequence[bytes], attempt: int, last: ProgressRecord) -> ProgressRecord:
-    then = last
+def _earlier_progress(lines: Sequence[bytes], attempt: int, last: ProgressRecord) -> ProgressRecord:
+    earlier = last
     for record in _latest_progress(lines):
         # An outage is no time at work.
         if record.attempt != attempt or (record.silence.lasts and not last.silence.lasts):
             break
-        then = record
-        if last.at - then.at >= RATE_SECONDS - 1:
+        earlier = record
+        if last.at - earlier.at >= RATE_SECONDS - 1:
             break
-    return then
+    return earlier

@@ -162,7 +162,7 @@ class RankSummary:
         """
         attempts = self.history.attempts
         killed = [attempt for attempt in attempts if attempt.without_a_word]
-        found = replace(
+        numbers = replace(
             self.committed,
             unfinished=self.unfinished,
             unfinished_chunks=len(self.open_chunks),
@@ -179,16 +179,16 @@ class RankSummary:
         )
         last = self.history.last
         if last is not None:
-            found.work = self.paid.at_least_in(last.total)
-            found.skipped = last.skipped
+            numbers.work = self.paid.at_least_in(last.total)
+            numbers.skipped = last.skipped
             together = sum(attempt.last_seen - attempt.started for attempt in attempts)
-            found.seconds = max(found.seconds, last.seconds.total, together)
+            numbers.seconds = max(numbers.seconds, last.seconds.total, together)
             if not all(attempt.has_sums for attempt in attempts):
                 # The last minute before a kill, or of a running rank, is missing from the history.
                 # But each request of a finished document was sent, unless it was cached.
-                sent = found.done.requests - last.total.cached
-                found.work.sent = max(found.work.sent, sent)
-        return found
+                sent = numbers.done.requests - last.total.cached
+                numbers.work.sent = max(numbers.work.sent, sent)
+        return numbers
 
     @property
     def open_journals(self) -> dict[int, DocumentCounts]:
@@ -247,12 +247,12 @@ def find_ranks(checkpoints: Path) -> list[Path]:
     with explained("read", checkpoints):
         if not checkpoints.exists():
             raise ConfigError(f"{checkpoints} does not exist. {_GIVE}")
-        found = layout.rank_folders(checkpoints)
-    if not found:
+        folders = layout.rank_folders(checkpoints)
+    if not folders:
         raise ConfigError(
             f"{checkpoints} contains no checkpoint: there is no folder like 00000 in it. {_GIVE}"
         )
-    return found
+    return folders
 
 
 def read_ranks(checkpoints: Path, want: Include) -> Iterator[RankSummary]:
@@ -305,45 +305,45 @@ class JobTotals:
 # one rank ----------------------------------------------------------------------------------------
 
 
-def read_rank(folder: Path, want: Include, most: int | None = None) -> RankSummary:
+def read_rank(folder: Path, want: Include, max_bytes: int | None = None) -> RankSummary:
     """Reads one rank. Damage is in the ledger, and no error.
 
     Args:
-        most: how many bytes to read of journals and of dead letters. If the journals are larger,
-            the history gives the number of their documents; of letters the last ones are read.
+        max_bytes: limit for the journals, and for the dead letters. If the journals are larger,
+            the history gives the number of their documents; the last dead letters are read.
     """
     rank = RankSummary(folder)
     try:
-        _read(rank, want, most)
+        _read(rank, want, max_bytes)
     except CheckpointError as error:  # what was read before the error is unreliable
         return RankSummary(folder, rank.run, rank.holder, damage=error)
     return rank
 
 
-def _read(rank: RankSummary, want: Include, most: int | None) -> None:
+def _read(rank: RankSummary, want: Include, max_bytes: int | None) -> None:
     """Fills ``rank`` from its files.
 
     Raises:
         CheckpointError: a run would also refuse the folder.
     """
-    found = layout.RankListing(rank.folder)
-    if layout.LOCK in found.entries:
-        rank.holder = lock_holder(found.path(layout.LOCK))
-    if layout.RUN in found.entries:
-        run = run_with_secrets(found.path(layout.RUN))
+    listing = layout.RankListing(rank.folder)
+    if layout.LOCK in listing.entries:
+        rank.holder = lock_holder(listing.path(layout.LOCK))
+    if layout.RUN in listing.entries:
+        run = run_with_secrets(listing.path(layout.RUN))
         rank.run = {"owner": run.get("owner", {})}
         if Include.SETTINGS in want:
             rank.run = identity.run_without_secrets(run)
-    is_finished = found.is_finished
+    is_finished = listing.is_finished
     if not rank.run and Include.JOURNALS in want:
         layout.refuse_missing_run_json(rank.folder)
     expected = ExpectedCommits.read(rank.folder, is_finished, rank.run)
-    if Include.HISTORY in want and layout.HISTORY in found.entries:
-        rank.history = read_history(found.path(layout.HISTORY))
-    if Include.HISTORY in want and layout.PAID in found.entries:
+    if Include.HISTORY in want and layout.HISTORY in listing.entries:
+        rank.history = read_history(listing.path(layout.HISTORY))
+    if Include.HISTORY in want and layout.PAID in listing.entries:
         rank.paid = run_limits.read_paid(rank.folder / layout.PAID)
     if Include.JOURNALS in want:
-        rank.journals = _read_journals(rank, found, most)
+        rank.journals = _read_journals(rank, listing, max_bytes)
     # Whatever the listing says: the files that were read before promise them.
     commits = read_commits(rank.commits_file)
     for commit in commits.values():
@@ -358,65 +358,73 @@ def _read(rank: RankSummary, want: Include, most: int | None) -> None:
         if rank.journals:  # refuses a journal whose number is far beyond all chunks
             list(uncommitted_journals(rank.folder, commits, 0))
     expected.check(commits)
-    rank.open_chunks = [index for index in found.journals if index not in commits]
+    rank.open_chunks = [index for index in listing.journals if index not in commits]
     rank.is_finished = is_finished
     if not is_finished:
-        rank.written = found.last_write(layout.COMMITS, *map(layout.journal_name, found.journals))
+        rank.written = listing.last_write(
+            layout.COMMITS, *map(layout.journal_name, listing.journals)
+        )
     if Include.LETTERS in want and rank.committed.counts.dead:
         rank.causes = _causes(
-            found.path(layout.DEAD_LETTERS), found.size(layout.DEAD_LETTERS), most or 1 << 13
+            listing.path(layout.DEAD_LETTERS),
+            listing.size(layout.DEAD_LETTERS),
+            max_bytes or 1 << 13,
         )
 
 
 def _read_journals(
     rank: RankSummary,
-    found: layout.RankListing,
-    most: int | None,
+    listing: layout.RankListing,
+    max_bytes: int | None,
 ) -> dict[int, DocumentCounts] | None:
     """Returns the counts of each journal; None if the history has to give their sum.
 
     Raises:
         CheckpointCorrupt: a journal is damaged.
     """
-    if most is not None and rank.history.last is not None and found.journals:
-        too_large = found.size(*map(layout.journal_name, found.journals)) > most
+    if max_bytes is not None and rank.history.last is not None and listing.journals:
+        too_large = listing.size(*map(layout.journal_name, listing.journals)) > max_bytes
         if too_large or rank.has_said_its_end:
             return None
     counted = {}
-    for index in found.journals:
-        documents = read_finished(Path(found.path(layout.journal_name(index))), {})
-        counted[index] = DocumentCounts.of([one.took for _, one in documents if one is not None])
+    for index in listing.journals:
+        documents = read_finished(Path(listing.path(layout.journal_name(index))), {})
+        counted[index] = DocumentCounts.of(
+            [document.took for _, document in documents if document is not None]
+        )
     return counted
 
 
 # dead letters ------------------------------------------------------------------------------------
 
 
-def _causes(path: str, size: int, most: int) -> Counter[str]:
-    """Counts causes, without their numbers, in the last ``most`` bytes of the dead letters."""
+def _causes(path: str, size: int, max_bytes: int) -> Counter[str]:
+    """Counts causes, without their numbers, in the last ``max_bytes`` bytes of the dead letters."""
     causes: Counter[str] = Counter()
     with explained("read", path), suppress(FileNotFoundError), open(path, "rb") as file:  # noqa: PTH123 (speed)
-        if size > most:
-            file.seek(size - most)
+        if size > max_bytes:
+            file.seek(size - max_bytes)
             file.readline()
-        for line in file.read(most).splitlines():
+        for line in file.read(max_bytes).splitlines():
             with suppress(ValueError, TypeError, AttributeError):
-                letter = orjson.loads(line.partition(b',"document":')[0].removesuffix(b"}") + b"}")
-                error, _, _ = str(letter.get("error", "")).partition("\n")
+                dead_letter = orjson.loads(
+                    line.partition(b',"document":')[0].removesuffix(b"}") + b"}"
+                )
+                error, _, _ = str(dead_letter.get("error", "")).partition("\n")
                 # As much as is kept of a server's answer.
                 numberless = re.sub(r"(?<!HTTP )(?<!\d)\d+", "#", as_line(error))
                 causes[cut(numberless, 2000)] += 1
     return most_common_causes(causes)
 
 
-def most_common_causes(causes: Mapping[str, int], most: int = 20) -> Counter[str]:
-    known = Counter(causes)
-    others = known.pop(OTHERS, 0)
-    kept = Counter(dict(known.most_common(most)))
-    others += known.total() - kept.total()
-    if others:
-        kept[OTHERS] = others
-    return kept
+def most_common_causes(causes: Mapping[str, int], limit: int = 20) -> Counter[str]:
+    named = Counter(causes)
+    number_of_others = named.pop(OTHERS, 0)
+    frequent = Counter(dict(named.most_common(limit)))
+    number_of_others += named.total() - frequent.total()
+    if number_of_others:
+        frequent[OTHERS] = number_of_others
+    return frequent
 
 
 # lost commits ------------------------------------------------------------------------------------
@@ -460,7 +468,7 @@ class ExpectedCommits:
         Raises:
             CheckpointCorrupt: ``shard.json`` of a finished rank is missing or cannot be read.
         """
-        known = run.get("owner", {}).get("commits", 0)
+        commits = run.get("owner", {}).get("commits", 0)
         # It may be that of a removed folder.
         last = read_last_chunk(layout.last_chunk_of(folder)) if run else None
         documents = None
@@ -469,7 +477,7 @@ class ExpectedCommits:
             if not path.exists():
                 raise CheckpointCorrupt(path, f" is missing. {WITHOUT_SHARD}")
             documents = read_shard(path).get("documents")
-        return cls(folder, known, last, documents if is_count(documents) else None)
+        return cls(folder, commits, last, documents if is_count(documents) else None)
 
     def check(self, commits: Mapping[int, Commit]) -> None:
         """Checks the commits against the numbers.
@@ -482,9 +490,9 @@ class ExpectedCommits:
         unbroken = count_unbroken(commits)
         read = sum(commit.counts.read for commit in commits.values())
         if path.exists():
-            found = f"{path} holds {number} commits"
+            listed = f"{path} holds {number} commits"
         else:
-            found = f"{path} is missing"
+            listed = f"{path} is missing"
         last = max(commits, default=0)
         gap = last - number
         lost = ""
@@ -503,7 +511,7 @@ class ExpectedCommits:
         elif gap > MAX_GAP:
             lost = f"one of them for chunk {last}, but {gap} chunks before it are not done."
         if lost:
-            raise CommitsDamaged(path, f"{found}, {lost}")
+            raise CommitsDamaged(path, f"{listed}, {lost}")
 
 
 def scan_complete_commits(folder: Path, finished: bool, run: Json) -> tuple[dict[int, Commit], int]:
@@ -517,21 +525,21 @@ def scan_complete_commits(folder: Path, finished: bool, run: Json) -> tuple[dict
             each other.
     """
     expected = ExpectedCommits.read(folder, finished, run)
-    commits, size = scan_commits(folder / layout.COMMITS)
+    commits, end = scan_commits(folder / layout.COMMITS)
     expected.check(commits)
-    for kind, what, _ in misplaced(commits):
+    for kind, problem, _ in misplaced(commits):
         if kind != "gap":
-            raise CheckpointCorrupt(folder / layout.COMMITS, f": {what}. {_START_OVER}")
-    letters = folder / layout.DEAD_LETTERS
+            raise CheckpointCorrupt(folder / layout.COMMITS, f": {problem}. {_START_OVER}")
+    dead_letters = folder / layout.DEAD_LETTERS
     needed = max((commit.dead_letters_size for commit in commits.values()), default=0)
-    found = size_of(letters)
-    if found < needed:
+    size = size_of(dead_letters)
+    if size < needed:
         raise CheckpointCorrupt(
-            letters,
-            f" has {found} bytes instead of {needed}: dead letters of committed chunks are lost. "
+            dead_letters,
+            f" has {size} bytes instead of {needed}: dead letters of committed chunks are lost. "
             f"{_START_OVER}",
         )
-    return commits, size
+    return commits, end
 
 
 def misplaced(commits: Mapping[int, Commit]) -> Iterator[tuple[str, str, int | None]]:

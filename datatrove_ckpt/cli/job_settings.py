@@ -68,8 +68,8 @@ class ShortJob:
     @property
     def elsewhere(self) -> list[str]:
         """The settings that choose another place for the run than this machine."""
-        places = ("slurm", "kubernetes", "jobs")
-        return [place for place in places if getattr(self, place) is not None]
+        settings = ("slurm", "kubernetes", "jobs")
+        return [setting for setting in settings if getattr(self, setting) is not None]
 
     @property
     def is_remote(self) -> bool:

@@ -107,7 +107,7 @@ def load(path: str | Path) -> JsonObject:
         ConfigError: the file cannot be read, is not YAML, or does not have the key "executor".
     """
     try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), yaml_text.Loader)
+        job = yaml.load(Path(path).read_text(encoding="utf-8"), yaml_text.Loader)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}. Give the YAML "
@@ -125,17 +125,17 @@ def load(path: str | Path) -> JsonObject:
         if Path(path).suffix not in (".yaml", ".yml"):
             hint = " Is it the input? Then write --input before it."
         raise ConfigError(f"{path}{location}: not valid YAML: {problem}.{hint}") from None
-    if not isinstance(content, dict) or not content.keys() & {"executor", "run_folder", "input"}:
+    if not isinstance(job, dict) or not job.keys() & {"executor", "run_folder", "input"}:
         raise ConfigError(
             f'{path}: must have the key "executor" at the top, with class_path and init_args; or '
             "those of the short form: run_folder, input, prompt and model."
         )
-    if "executor" in content:
-        refuse_unknown(content, ["executor", "kubernetes"], str(path))
-    return content
+    if "executor" in job:
+        refuse_unknown(job, ["executor", "kubernetes"], str(path))
+    return job
 
 
-def build(content: JsonObject) -> Any:
+def build(job: JsonObject) -> Any:
     """Builds the executor and every step of its pipeline.
 
     Raises:
@@ -143,13 +143,13 @@ def build(content: JsonObject) -> Any:
     """
     from datatrove.executor.base import PipelineExecutor
 
-    for yaml_path, value in leaves(content["executor"], "executor"):
+    for yaml_path, value in leaves(job["executor"], "executor"):
         if value == MASK:
             raise ConfigError(
                 f"{yaml_path}: its value was hidden by --dry-run, because it may be a secret. "
                 "Write the value in its place, into a file that only you can read."
             )
-    return _build(content["executor"], "executor", PipelineExecutor)
+    return _build(job["executor"], "executor", PipelineExecutor)
 
 
 def leaves(value: object, yaml_path: str) -> Iterator[tuple[str, object]]:
@@ -359,7 +359,7 @@ def refuse_unknown(mapping: JsonObject, allowed: list[str], yaml_path: str) -> N
             raise ConfigError(f'{yaml_path}: unknown key "{key}"{hint}')
 
 
-def set_at_path(content: JsonObject, override: str, short: type | None = None) -> None:
+def set_at_path(job: JsonObject, override: str, short: type | None = None) -> None:
     """Sets the value at a path of the job, as the override ``path=value`` gives them.
 
     ``short``: the class that declares the settings of the short form; None: the job is in the long
@@ -382,7 +382,7 @@ def set_at_path(content: JsonObject, override: str, short: type | None = None) -
             f"--{path}: other users can see command lines; export the key and name its variable in "
             "api_key_env."
         )
-    node: Any = content
+    node: Any = job
     for depth, key in enumerate(keys, 1):
         hint = _hint_inside(node, hint, key)
         if isinstance(node, dict) and "class_path" in node:

@@ -338,9 +338,9 @@ class LogHistogram(Counter[int]):
         self[_bucket(value)] += 1
 
     def __add__(self, other: Counter[int]) -> Self:  # type: ignore[override]  # its sum is a Counter
-        found = type(self)(self)
-        found.update(other)
-        return found
+        histogram = type(self)(self)
+        histogram.update(other)
+        return histogram
 
     @staticmethod
     def lower(bucket: int) -> float:
@@ -350,10 +350,10 @@ class LogHistogram(Counter[int]):
 
     def at_most(self, share: float) -> float:
         """Returns a bound of at least this share of the values; 0.0 without values."""
-        left = share * self.total()
+        remaining = share * self.total()
         for bucket in sorted(self):
-            left -= self[bucket]
-            if left <= 0:
+            remaining -= self[bucket]
+            if remaining <= 0:
                 return self.lower(bucket + 1)
         return 0.0
 
@@ -464,8 +464,8 @@ class DocumentCounts(Counts):
     @property
     def bad(self) -> dict[str, int]:
         """The number of answers with each fault."""
-        found = {"cut_off": self.cut_off, "empty": self.empty}
-        return found | {name: self.reasons[name] for name in FAULTS}
+        faults = {"cut_off": self.cut_off, "empty": self.empty}
+        return faults | {name: self.reasons[name] for name in FAULTS}
 
     @property
     def endings(self) -> dict[str, int]:
@@ -489,20 +489,20 @@ class DocumentCounts(Counts):
     def bad_answers(self) -> str:
         """Sentences, each after a space, about missing, cut-off, empty and bad answers."""
         answers = plural(self.answers, "answer")
-        said = []
+        phrases = []
         if self.cut_off:
             were = "was" if self.cut_off == 1 else "were"
-            said.append(
+            phrases.append(
                 f"{self.cut_off} of {answers} {were} cut off at max_tokens (raise "
                 "max_tokens, and model_max_context if prompt and answer do not fit)"
             )
         if self.empty:
-            said.append(f"{self.empty} of {answers} {'is' if self.empty == 1 else 'are'} empty")
+            phrases.append(f"{self.empty} of {answers} {'is' if self.empty == 1 else 'are'} empty")
         text = ""
         if self.dropped == self.read > 0:
             text = f" The rollout dropped each document. {WHY_DROPPED}"
-        if said:
-            text += f" {' and '.join(said)}."
+        if phrases:
+            text += f" {' and '.join(phrases)}."
         faults = [
             f"{self.reasons[name]} {words}"
             for name, words in FAULTS.items()
@@ -570,34 +570,34 @@ class WorkStats(Counts):
     def of(cls, documents: Sequence[DocumentTally]) -> Self:
         """Counts documents. In one call, many documents cost a third of what each costs alone."""
         requests: list[int] = []
-        kept: list[int] = []
+        successful: list[int] = []
         dropped: list[int] = []
         failed = 0
         for outcome, numbers, work, _ in documents:
             if work is not None:
                 requests += work.rollouts
-                kept.append(work.kept)
+                successful.append(work.kept)
                 dropped.append(len(work.rollouts) - work.kept)
                 failed += work.failed
             else:
                 requests.append(numbers[0])
-                kept.append(int(outcome == "written"))
+                successful.append(int(outcome == "written"))
                 dropped.append(int(outcome != "written"))
         tokens = _tokens_of(documents)
         return cls(
             RunningStats.of(tokens[::2]),
             RunningStats.of(tokens[1::2]),
             RunningStats.of(requests),
-            RunningStats.of(kept),
+            RunningStats.of(successful),
             RunningStats.of(dropped),
             failed,
         )
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Self:
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
         """Reads the JSON of ``fields()``."""
-        failed = content["failed_requests"]
-        return cls(**{name: RunningStats(*content[name]) for name in _SUMS}, failed_requests=failed)
+        failed = fields["failed_requests"]
+        return cls(**{name: RunningStats(*fields[name]) for name in _SUMS}, failed_requests=failed)
 
 
 _SUMS = WorkStats.__slots__[:-1]
@@ -707,18 +707,18 @@ class RunNumbers(Counts):
     def paid(self) -> str:
         """Describes the price of the answers by the servers' reports; "" without a report."""
         work = self.work
-        said = self.lines().get("paid", [])
-        said += [f"{plural(count, 'answer')} in tier {name}" for name, count in work.tiers.items()]
+        texts = self.lines().get("paid", [])
+        texts += [f"{plural(count, 'answer')} in tier {name}" for name, count in work.tiers.items()]
         for name, count in sorted(work.endpoints.items()):
             cost = ""
             if name in work.endpoint_costs:
                 cost = f" for {work.endpoint_costs[name] / 1e9:.6g}"
-            said.append(f"{plural(count, 'answer')} of {name}{cost}")
+            texts.append(f"{plural(count, 'answer')} of {name}{cost}")
         if work.cost:
-            said.append(f"cost {work.cost / 1e9:.6g}")
-        if not said:
+            texts.append(f"cost {work.cost / 1e9:.6g}")
+        if not texts:
             return ""
-        return self.at_least + ", ".join(said)
+        return self.at_least + ", ".join(texts)
 
 
 METRICS = {

@@ -42,7 +42,7 @@ def fill_stats(stats: Stats, done: CompletedWork, folder: Path) -> None:
     counts = done.counts
     work = done.work
     skipped = (ShardRecord.read(folder / layout.SHARD) or ShardRecord()).skipped
-    found = {
+    metrics = {
         "prompt_tokens": metric(work.prompt_tokens, "request"),
         "completion_tokens": metric(work.completion_tokens, "request"),
         "successful_requests": _ones(work.prompt_tokens.n, "request"),
@@ -56,18 +56,18 @@ def fill_stats(stats: Stats, done: CompletedWork, folder: Path) -> None:
         "skipped_rows_without_text": _ones(skipped.without_text, "row"),
         "inference_time": timing(done.seconds.inference, "seconds"),
     }
-    stats.stats = MetricStatsDict(init={name: value for name, value in found.items() if value.n})
+    stats.stats = MetricStatsDict(init={name: value for name, value in metrics.items() if value.n})
     if done.seconds.total:
         stats.time_stats = timing(done.seconds.total, "total")
 
 
 def finished_documents(stats: Iterable[Stats]) -> int:
-    found = [
+    metrics = [
         each.stats.get(name)
         for each in stats
         for name in ("documents_processed", "skipped_bad_requests")
     ]
-    return sum(int(metric.total) for metric in found if metric is not None)
+    return sum(int(metric.total) for metric in metrics if metric is not None)
 
 
 def metric(sums: RunningStats, unit: str) -> MetricStats:

@@ -107,11 +107,11 @@ class RankReporter:
 
     def silence(self) -> history.OutageStatus:
         longest = history.OutageStatus()
-        for one in self.outages:
+        for outage in self.outages:
             failing = history.OutageStatus(
-                round(one.seconds, 1), one.patience, one.unreachable, one.model
+                round(outage.seconds, 1), outage.patience, outage.unreachable, outage.model
             )
-            hanging = history.OutageStatus(round(one.hangs, 1), model=one.model)
+            hanging = history.OutageStatus(round(outage.hangs, 1), model=outage.model)
             longest = max(longest, failing, hanging)
         return longest
 
@@ -145,10 +145,10 @@ class RankReporter:
         """Keeps a bad answer, if it is one of the first, for the report."""
         examples = self._spread.examples.setdefault(fault, [])
         if len(examples) < 3:  # of each fault
-            shown = redact(text)
-            if len(shown) > 2 * _SHOWN_ANSWER:
-                shown = f"{shown[:_SHOWN_ANSWER]} ... {shown[-_SHOWN_ANSWER:]}"
-            examples.append([redact(document)[:_SHOWN_ID], shown])
+            excerpt = redact(text)
+            if len(excerpt) > 2 * _SHOWN_ANSWER:
+                excerpt = f"{excerpt[:_SHOWN_ANSWER]} ... {excerpt[-_SHOWN_ANSWER:]}"
+            examples.append([redact(document)[:_SHOWN_ID], excerpt])
             self._has_new_examples = True
 
     def has_answers(self) -> bool:
@@ -159,27 +159,27 @@ class RankReporter:
     def position(self) -> InputPosition:
         """Returns how much of the input is done."""
         source = self.source
-        reached = source.progress()
+        progress = source.progress()
         # A reader is ahead of the rank, so documents are taken to be equal:
         #
         #     done = what lies before the last document handed over * documents finished / documents
         #     up to that document
         #
         # This is exact at both ends, and grows steadily.
-        known = self._checkpoint.resumed.next_ordinal + source.handed_over
-        done = reached.done
-        if source.is_at_end and reached.total is not None:
-            done = reached.total
-        done = round(done * (self._before + self.own.documents) / max(known, 1))
-        if reached.total is not None:
-            done = min(done, reached.total)
-        return reached._replace(done=done)
+        handed_over = self._checkpoint.resumed.next_ordinal + source.handed_over
+        done = progress.done
+        if source.is_at_end and progress.total is not None:
+            done = progress.total
+        done = round(done * (self._before + self.own.documents) / max(handed_over, 1))
+        if progress.total is not None:
+            done = min(done, progress.total)
+        return progress._replace(done=done)
 
     def server(self, what: Any, name: str, url: str | None, why: str = "") -> None:
         if what == "restart":
             # Every rank that shares the server is called, and their numbers are added: only the
             # first counts.
-            is_first = not self.clients or any(one.is_first for one in self.clients)
+            is_first = not self.clients or any(client.is_first for client in self.clients)
             self.own.restarts += is_first
         event = history.ServerEvent(
             what=what,
@@ -239,7 +239,7 @@ class RankReporter:
         if not clients and self.source.has_begun and not self.source.handed_over:
             return READING, 0.0, False
         quiet = time.monotonic() - self._ended_at
-        if quiet >= 60.0 and any(one.in_flight + one.pausing for one in clients):
+        if quiet >= 60.0 and any(client.in_flight + client.pausing for client in clients):
             return "no answer", quiet, False
         if not clients:
             return WAITING, 0.0, False
@@ -264,19 +264,21 @@ class RankReporter:
         """Returns where the attempt stands. The checkpoint fills in the rest."""
         # Copies of the counters: they grow while other threads add them up.
         counters: dict[str, Any] = {
-            name: one.copy() for name, one in self.own.fields().items() if isinstance(one, Counter)
+            name: value.copy()
+            for name, value in self.own.fields().items()
+            if isinstance(value, Counter)
         }
-        found = history.ProgressRecord(own=replace(self.own, **counters), position=self.position())
+        record = history.ProgressRecord(own=replace(self.own, **counters), position=self.position())
         for client in self.clients:
-            found.in_flight += client.in_flight
-            found.waiting += client.waiting
+            record.in_flight += client.in_flight
+            record.waiting += client.waiting
             if client.is_first:  # of the ranks that share the servers
-                found.places += client.servers.router.capacity
-        found.waiting += self._early.total()
-        found.wait = self._wait()
-        found.silence = self.silence()
-        found.skipped = self.source.skipped
-        return found
+                record.places += client.servers.router.capacity
+        record.waiting += self._early.total()
+        record.wait = self._wait()
+        record.silence = self.silence()
+        record.skipped = self.source.skipped
+        return record
 
     def _wait(self) -> history.WaitStatus:
         now = time.monotonic()
@@ -317,10 +319,10 @@ class RankReporter:
             return history.AttemptEnd(why="stopped", what=history.WAITS_FOR_BATCHES)
         if isinstance(error, LimitReached):
             return history.AttemptEnd(why="stopped", what=error.setting)
-        what = type(error).__name__
+        text = type(error).__name__
         if isinstance(error, CkptError):  # a foreign error's text may hold a secret
-            what = redact(f"{what}: {error}")
-        return history.AttemptEnd(why="error", what=what[: history.MAX_TEXT])
+            text = redact(f"{text}: {error}")
+        return history.AttemptEnd(why="error", what=text[: history.MAX_TEXT])
 
 
 @contextmanager
@@ -328,8 +330,8 @@ def _screen(interval: float) -> Iterator[Report]:
     """Yields the screen of the command, with lines in the task's log file, or a screen of the
     rank's own.
     """
-    shown = reporter()
-    if shown is None:
+    report_to_command = reporter()
+    if report_to_command is None:
         with Screen(RunProgress(), interval) as screen:
             yield screen.update
         return
@@ -337,7 +339,7 @@ def _screen(interval: float) -> Iterator[Report]:
     lines = Screen(RunProgress(), interval, log=logger.debug)
 
     def report(rank: int, progress: RankProgress) -> None:
-        shown(rank, progress)
+        report_to_command(rank, progress)
         lines.update(rank, progress)
 
     yield report

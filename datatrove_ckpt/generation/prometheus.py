@@ -79,17 +79,17 @@ def _histogram(buckets: LogHistogram, ends: int, divisor: float = 1.0) -> Histog
     Args:
         ends: number of upper ends of the buckets, which are powers of two from 1 on.
     """
-    found: list[tuple[str, float]] = []
+    cumulative: list[tuple[str, float]] = []
     for power in range(ends):
         # The last bucket below 2 ** power.
         upto = sum(count for bucket, count in buckets.items() if bucket <= 4 * power)
-        found.append((repr(2.0**power / divisor), upto))
-    found.append(("+Inf", sum(buckets.values())))
+        cumulative.append((repr(2.0**power / divisor), upto))
+    cumulative.append(("+Inf", sum(buckets.values())))
     middles = (
         count * (buckets.lower(bucket) + buckets.lower(bucket + 1)) / 2
         for bucket, count in buckets.items()
     )
-    return found, sum(middles) / divisor
+    return cumulative, sum(middles) / divisor
 
 
 def _values(rank: RankSnapshot) -> dict[str, Value]:
@@ -156,7 +156,7 @@ class ExportedRanks:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._shown: dict[tuple[str, int], tuple[GetRank, float]] = {}
+        self._exported: dict[tuple[str, int], tuple[GetRank, float]] = {}
 
     @contextmanager
     def shows(self, rank: GetRank) -> Iterator[None]:
@@ -164,22 +164,22 @@ class ExportedRanks:
         first = rank()
         key = first.run, first.rank
         with self._lock:
-            self._shown[key] = rank, inf
+            self._exported[key] = rank, inf
         try:
             yield
         finally:
             last = rank()
             with self._lock:
-                self._shown[key] = lambda: last, time.monotonic() + _KEEP_ENDED_SECONDS
+                self._exported[key] = lambda: last, time.monotonic() + _KEEP_ENDED_SECONDS
 
     def collect(self) -> Iterator[Family]:
         """Returns the metrics of the ranks. A rank that has ended and started again counts once."""
         with self._lock:
-            self._shown = {
-                key: one for key, one in self._shown.items() if one[1] > time.monotonic()
+            self._exported = {
+                key: entry for key, entry in self._exported.items() if entry[1] > time.monotonic()
             }
-            shown = list(self._shown.values())
-        return families([rank() for rank, _ in shown])
+            exported = list(self._exported.values())
+        return families([rank() for rank, _ in exported])
 
 
 @cache
@@ -189,9 +189,9 @@ def metrics_port(process: int, host: str, first: int) -> ExportedRanks:
     Raises:
         OSError: no port is free.
     """
-    shown = ExportedRanks()
+    exported = ExportedRanks()
     registry = CollectorRegistry()
-    registry.register(shown)
+    registry.register(exported)
     for port in range(first, min(first + _PORTS, 1 << 16)):
         try:
             server, _ = start_http_server(port, host, registry)
@@ -203,7 +203,7 @@ def metrics_port(process: int, host: str, first: int) -> ExportedRanks:
         os.register_at_fork(after_in_child=server.socket.close)
         if port != first:
             logger.info(f"metrics_port: {first} is taken; this process has {host}:{port}.")
-        return shown
+        return exported
     raise OSError(f"metrics_port: no port of {host} is free from {first} on")
 
 

@@ -163,11 +163,11 @@ class RunProgress:
         complete = min(self._elsewhere, self._with_input)
         number = self._ended + len(reading)
         done = total = self._ended_size
-        for one in reading:
-            if one.position.share is None:
+        for progress in reading:
+            if progress.position.share is None:
                 return None
-            done += one.position.done
-            total += one.position.total or 0
+            done += progress.position.done
+            total += progress.position.total or 0
         if not total:
             return complete / self.ranks or None
         mean = total / number
@@ -177,7 +177,9 @@ class RunProgress:
     def _reading(self) -> list[RankProgress]:
         """Returns the ranks at work that have begun."""
         return [
-            one for rank, one in self._at_work.items() if rank < self._with_input and one.has_begun
+            progress
+            for rank, progress in self._at_work.items()
+            if rank < self._with_input and progress.has_begun
         ]
 
     @property
@@ -189,9 +191,9 @@ class RunProgress:
         share = self.share
         if not share or self._outages:
             return None
-        rest = self.documents * (1.0 - share) / share
+        remaining = self.documents * (1.0 - share) / share
         pace = self.rates(_TIME_LEFT_SECONDS).documents
-        return time_left(rest, pace, self._clock() - self._newest_at)
+        return time_left(remaining, pace, self._clock() - self._newest_at)
 
     @property
     def _outages(self) -> list[RankProgress]:
@@ -202,18 +204,18 @@ class RunProgress:
         """Names a server outage, or the common state of all ranks at work."""
         if not (self._at_work or self._ended):
             return "starting"
-        shown = max(self._outages, key=lambda one: one.seconds, default=None)
-        if shown is None:
+        progress = max(self._outages, key=lambda progress: progress.seconds, default=None)
+        if progress is None:
             at_work = self._at_work.values()
-            if len({one.state for one in at_work}) != 1:
+            if len({progress.state for progress in at_work}) != 1:
                 return ""
-            shown = min(at_work, key=lambda one: one.seconds)
+            progress = min(at_work, key=lambda progress: progress.seconds)
             # Short tasks that have just begun.
-            if shown.state in (WAITING, READING) and self.rates().documents:
+            if progress.state in (WAITING, READING) and self.rates().documents:
                 return ""
-        if not shown.seconds:
-            return shown.state
-        return f"{shown.state} for {duration(shown.seconds)}"
+        if not progress.seconds:
+            return progress.state
+        return f"{progress.state} for {duration(progress.seconds)}"
 
     @property
     def head(self) -> str:
@@ -227,7 +229,7 @@ class RunProgress:
     def parts(self) -> list[str]:
         """Returns the other texts, the most important first: a narrow terminal drops the last."""
         rates = self.rates()
-        left = self.seconds_left
+        seconds = self.seconds_left
         parts = [plural(self.documents, "doc")]
         in_flight = sum(progress.in_flight for progress in self._at_work.values())
         if in_flight and not self.work.documents:
@@ -235,8 +237,8 @@ class RunProgress:
         if self.state:
             parts.append(self.state)
         parts.append(f"{rates.documents:.1f} doc/s")
-        if left is not None:
-            parts.append(f"{duration(left)} left")
+        if seconds is not None:
+            parts.append(f"{duration(seconds)} left")
         if self.ranks > 1:
             parts.append(f"{self._complete + len(self._done)}/{self.ranks} tasks")
         return [*parts, f"{rates.completion_tokens:.0f} tok/s", f"{rates.requests:.1f} req/s"]
@@ -348,13 +350,13 @@ class BarTerminal:
 
     def print(self, text: str) -> None:
         with self._lock:
-            shown = text
+            output = text
             if (self._bar or self._text is None) and not self._is_partial:
-                shown = f"{_CLEAR}{shown}"
+                output = f"{_CLEAR}{output}"
             self._is_partial = not text.endswith("\n")
             if self._bar and not self._is_partial:
-                shown = f"{shown}{self._bar}\r"
-            _write_all(self._fd, shown)
+                output = f"{output}{self._bar}\r"
+            _write_all(self._fd, output)
 
     def _put(self, text: str) -> None:
         with suppress(OSError):  # the terminal is gone: no reason to fail

@@ -75,20 +75,20 @@ def write_card(runner: RunnerPlan, root: Path, command: str) -> None:
         def publish() -> None:
             head = repository.head()
             before = header
-            found = repository.look_up([_README], head)
-            if found:
-                blocks = repository.blocks(_README, found[_README].size + 1)
+            listing = repository.look_up([_README], head)
+            if listing:
+                blocks = repository.blocks(_README, listing[_README].size + 1)
                 before = b"".join(blocks).decode()
-            mark = f"<!-- datatrove-ckpt: {hub.path or '/'} -->"
-            start, _, rest = before.partition(mark)
-            _, has_end, after = rest.partition(_END)
+            start_mark = f"<!-- datatrove-ckpt: {hub.path or '/'} -->"
+            start, _, following = before.partition(start_mark)
+            _, has_end, after = following.partition(_END)
             if not has_end:
                 start = f"{before.rstrip()}\n\n"
                 after = "\n"
-            readme = f"{start}{mark}\n\n{section}\n\n{_END}{after}"
+            readme = f"{start}{start_mark}\n\n{section}\n\n{_END}{after}"
             if readme != before:
-                content = CommitOperationAdd(_README, readme.encode(errors="replace"))
-                repository.commit([content], "Card of a finished run", head)
+                operation = CommitOperationAdd(_README, readme.encode(errors="replace"))
+                repository.commit([operation], "Card of a finished run", head)
 
         calls.retry(f"{_README} cannot be changed", publish, retrying.HUB_PROBE)
 
@@ -148,5 +148,5 @@ def _lines(
 
 
 def _row(setting: str, value: str) -> str:
-    shown = value[:_MOST].replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
-    return f"| {setting} | {shown} |"
+    cell = value[:_MOST].replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+    return f"| {setting} | {cell} |"

@@ -156,8 +156,8 @@ class RankStatus(RunSums):
         last = self.attempt or AttemptSummary(0, 0.0, 0.0)
         if self.holder is None:
             return f"pid {last.pid} on {last.place}"
-        where = replace(last, host=str(self.holder.get("host"))).place
-        return f"pid {self.holder.get('pid')} on {where}"
+        place = replace(last, host=str(self.holder.get("host"))).place
+        return f"pid {self.holder.get('pid')} on {place}"
 
 
 @dataclass(slots=True)
@@ -255,9 +255,9 @@ class RunState:
     @property
     def causes(self) -> Counter[str]:
         """Returns the known causes of remaining dead letters."""
-        found = (self.totals.dead_letters, self.retried.dead_letters)
+        candidates = (self.totals.dead_letters, self.retried.dead_letters)
         return next(
-            (causes for causes in found if 0 < causes.total() <= self.delivered.dead),
+            (causes for causes in candidates if 0 < causes.total() <= self.delivered.dead),
             Counter(),
         )
 
@@ -306,13 +306,13 @@ _KEYS = [
 
 def to_json(state: RunState) -> bytes:
     """Returns the JSON of ``status --json``. docs/status.md explains it."""
-    content = {
+    fields = {
         "version": 2,  # new keys do not change it
         **{key: getattr(state, key) for key in _KEYS},
         "ranks": state.all_ranks,
     }
     option = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS | orjson.OPT_PASSTHROUGH_SUBCLASS
-    return orjson.dumps(content, _plain, option)
+    return orjson.dumps(fields, _plain, option)
 
 
 def _plain(value: object) -> object:
@@ -410,36 +410,36 @@ def _with_attempt(
 
 def _add_input(totals: Totals, ranks: list[RankStatus]) -> None:
     """Adds inputs; an unknown input counts as the mean of the others."""
-    known = [rank for rank in ranks if rank.position.total is not None]
-    units = {rank.position.unit for rank in known}
+    with_total = [rank for rank in ranks if rank.position.total is not None]
+    units = {rank.position.unit for rank in with_total}
     if len(units) != 1:
         return
-    done = sum(rank.position.done for rank in known)
-    total = sum(rank.position.total or 0 for rank in known)
+    done = sum(rank.position.done for rank in with_total)
+    total = sum(rank.position.total or 0 for rank in with_total)
     # A finished rank without a document had no input.
-    others = totals.not_started + sum(
+    without_total = totals.not_started + sum(
         rank.position.total is None and (rank.state != "finished" or rank.documents > 0)
         for rank in ranks
     )
-    with_input = max((rank.position.tasks or 0 for rank in known), default=0)
+    with_input = max((rank.position.tasks or 0 for rank in with_total), default=0)
     if with_input:
-        others = min(others, max(0, with_input - len(known)))
-    if others:
-        total += total * others // len(known)
+        without_total = min(without_total, max(0, with_input - len(with_total)))
+    if without_total:
+        total += total * without_total // len(with_total)
         totals.total_is_estimated = True
     totals.position = InputPosition(done, total, units.pop())
     if totals.rates.input <= 0:
         return
     # Without the work of ranks at a halt, but at least what the last rank needs.
-    rest = total - done
+    remaining = total - done
     halted = [rank for rank in ranks if not rank.goes_on]
     totals.halted = len(halted)
     for rank in halted:
         if rank.position.total is not None:
-            rest -= rank.position.total - rank.position.done
+            remaining -= rank.position.total - rank.position.done
     quiet = min((rank.wait.quiet for rank in ranks if rank.state == "running"), default=0.0)
     slowest = [rank.time_left for rank in ranks if rank.time_left is not None]
-    totals.time_left = time_left(max(0, rest), totals.rates.input, quiet, slowest)
+    totals.time_left = time_left(max(0, remaining), totals.rates.input, quiet, slowest)
 
 
 SILENT_SECONDS = 180.0
@@ -534,8 +534,8 @@ def _judge_running(rank: RankStatus, recent: History, last: ProgressRecord, now:
         if not last.silence.lasts:
             rank.rates = recent.rates()
     if rank.position.total is not None and seconds >= _MIN_SECONDS - 1:
-        rest = max(0, rank.position.total - rank.position.done)
-        rank.time_left = time_left(rest, rank.rates.input, rank.wait.quiet)
+        remaining = max(0, rank.position.total - rank.position.done)
+        rank.time_left = time_left(remaining, rank.rates.input, rank.wait.quiet)
     rank.has_rate = seconds >= RATE_SECONDS - 1
     if last.silence.lasts:
         # To the minute, so that all ranks in one outage have one reason.
@@ -613,10 +613,10 @@ def find_slow(ranks: Sequence[RankStatus]) -> None:
         return
     documents, tokens = (statistics.median(numbers) for numbers in zip(*peers, strict=True))
     for rank in running:
-        own = _speed(rank.rates)
-        if own[0] < SLOW_SHARE * documents and own[1] < SLOW_SHARE * tokens:
+        rate = _speed(rank.rates)
+        if rate[0] < SLOW_SHARE * documents and rate[1] < SLOW_SHARE * tokens:
             median = f"the median of {len(peers)} tasks is {documents:.3g}"
-            rank.need_attention("slow", f"{own[0]:.3g} documents/s; {median}")
+            rank.need_attention("slow", f"{rate[0]:.3g} documents/s; {median}")
 
 
 def _speed(done: Processed | WorkCounts, seconds: float = 1.0) -> tuple[float, float]:
@@ -642,7 +642,7 @@ def read_run_state(place: RunLocation, now: float | None = None) -> RunState:
     Raises:
         ConfigError: there is no rank, or this user may not read a rank.
     """
-    found = find_ranks(place.folder)
+    folders = find_ranks(place.folder)
     if now is None:
         now = time.time()
     state = RunState(place.what, place.is_copy, now)
@@ -662,11 +662,11 @@ def read_run_state(place: RunLocation, now: float | None = None) -> RunState:
                 command = shlex.join([*elsewhere, "--run-folder", str(logs.parent)])
             state.command = command
     run: Json = {}
-    for folder in found:
-        wanted = Include.HISTORY | Include.JOURNALS | Include.LETTERS
+    for folder in folders:
+        include = Include.HISTORY | Include.JOURNALS | Include.LETTERS
         if not run:
-            wanted |= Include.SETTINGS
-        ledger = read_rank(folder, wanted, _BYTES // len(found))
+            include |= Include.SETTINGS
+        ledger = read_rank(folder, include, _BYTES // len(folders))
         copied_at = None
         if place.mirror is not None:
             copied = place.mirror.ranks.get(str(ledger.key))
@@ -687,9 +687,9 @@ def read_run_state(place: RunLocation, now: float | None = None) -> RunState:
     state.foreign = [rank.rank for rank in state.ranks if 0 < state.tasks <= rank.rank]
     state.ranks = [rank for rank in state.ranks if rank.rank not in state.foreign]
     find_slow(state.ranks)
-    left = [rank for rank in state.all_ranks if rank.state != "finished"]
-    if all(rank.state != "running" for rank in left):
-        for rank in left:
+    unfinished = [rank for rank in state.all_ranks if rank.state != "finished"]
+    if all(rank.state != "running" for rank in unfinished):
+        for rank in unfinished:
             if rank.state == "unfinished" and rank.trouble is None:
                 rank.need_attention(
                     "unfinished", "nothing runs, and it is not finished; what it did is saved"
@@ -715,9 +715,9 @@ def _read_claims(state: RunState, place: RunLocation) -> None:
     store = open_store(f"{folder.rstrip('/')}/claims")
     finished = {rank.rank for rank in state.ranks if rank.state == "finished"}
     for worker in claimants(store):
-        left = [rank for rank in worker.ranks if rank not in finished]
-        if left or worker.is_alive:
-            state.workers.append(worker._replace(ranks=left))
+        unfinished = [rank for rank in worker.ranks if rank not in finished]
+        if unfinished or worker.is_alive:
+            state.workers.append(worker._replace(ranks=unfinished))
     state.given_up = given_up(store)
 
 

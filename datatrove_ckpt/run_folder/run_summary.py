@@ -81,14 +81,14 @@ def summary_line(
 
 
 def _next_step(runner: RunnerPlan, root: Path, counts: DocumentCounts, retry: str) -> str:
-    shown = str(runner.step.checkpoints_local_dir)
-    if runner.copy is not None or shown.startswith("~") or "$" in shown:
-        shown = str(root)  # a shell would not expand it in quotes
+    checkpoints = str(runner.step.checkpoints_local_dir)
+    if runner.copy is not None or checkpoints.startswith("~") or "$" in checkpoints:
+        checkpoints = str(root)  # a shell would not expand it in quotes
     if not counts.dead and "--retry-dead-letters" in retry.split():
-        return f"No dead letter is left. To check the files: {_verify(shown)}"
+        return f"No dead letter is left. To check the files: {_verify(checkpoints)}"
     if not counts.dead:
-        return f"To check the files: {_verify(shown)}"
-    seen = shlex.join(["datatrove-ckpt", "show", shown, "--dead"])
+        return f"To check the files: {_verify(checkpoints)}"
+    seen = shlex.join(["datatrove-ckpt", "show", checkpoints, "--dead"])
     if runner.plan.incomplete(skip_completed=True):  # a limit has ended the run
         return f"To see the dead letters: {seen}"
     if "--retry-dead-letters" not in retry.split():
@@ -107,15 +107,15 @@ def _attempts(job: JobTotals) -> str:
     were = "were"
     if sent.sent == 1:
         were = "was"
-    said = f" In {plural(attempts, 'attempt')} of {plural(job.ranks, 'task')}, {at_least}"
-    said += f"{plural(sent.sent, 'request')} {were} sent"
+    text = f" In {plural(attempts, 'attempt')} of {plural(job.ranks, 'task')}, {at_least}"
+    text += f"{plural(sent.sent, 'request')} {were} sent"
     if again:
-        said += f", {at_least}{again} of them again"
+        text += f", {at_least}{again} of them again"
     unused = sent.completion_tokens - job.counts.completion_tokens
     if unused > 0:
         tokens = plural(unused, "completion token")
-        return f"{said}, and {at_least}{tokens} paid that no finished chunk has."
-    return f"{said}."
+        return f"{text}, and {at_least}{tokens} paid that no finished chunk has."
+    return f"{text}."
 
 
 def _verify(checkpoints: Path | str) -> str:

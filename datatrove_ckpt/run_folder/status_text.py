@@ -42,8 +42,10 @@ def _all_lines(state: RunState) -> Iterator[tuple[str, str]]:
     if state.missing:
         yield "missing", f"not started: {ranges(state.missing)}"
     if state.gone:
-        what = "`run` restores them from the mirror, or refuses while their output files are there"
-        yield "", f"removed, though they had begun: {ranges(state.gone)}; {what}"
+        advice = (
+            "`run` restores them from the mirror, or refuses while their output files are there"
+        )
+        yield "", f"removed, though they had begun: {ranges(state.gone)}; {advice}"
     if state.foreign:
         ranks = f"{plural(state.tasks, 'task')}: {ranges(state.foreign)}"
         yield "foreign", f"folders that do not belong to the run of {ranks}; they are not counted"
@@ -118,12 +120,12 @@ def _workers(state: RunState) -> Iterator[tuple[str, str]]:
             claimed = f"gone, and left {claimed}"
         yield topic, f"{worker.process}: {claimed}"
         topic = ""
-    others = state.workers[_SHOWN_WORKERS:]
-    if others:
+    omitted = state.workers[_SHOWN_WORKERS:]
+    if omitted:
         yield (
             "",
-            f"{len(others)} more, with "
-            f"{plural(sum(len(worker.ranks) for worker in others), 'task')}",
+            f"{len(omitted)} more, with "
+            f"{plural(sum(len(worker.ranks) for worker in omitted), 'task')}",
         )
     for rank, cause in sorted(state.given_up.items()):
         yield "given up", f"task {rank}: {cause}"
@@ -201,9 +203,9 @@ def _answers(done: DocumentCounts) -> str:
     texts = []
     if done.endings:
         texts.append(_named_counts(done.endings))
-    half, most = done.lengths.percentiles.values()
-    if most:
-        texts.append(f"completion tokens p50 {short(half)}, p95 {short(most)}")
+    median, p95 = done.lengths.percentiles.values()
+    if p95:
+        texts.append(f"completion tokens p50 {short(median)}, p95 {short(p95)}")
     if not texts:
         return ""
     return f"{'; '.join(texts)}."

@@ -67,15 +67,19 @@ class MlflowRun:
         from mlflow.tracking import MlflowClient
 
         self._client = MlflowClient(tracking_uri=uri)
-        known = self._client.get_experiment_by_name(experiment)
-        place = self._client.create_experiment(experiment) if known is None else known.experiment_id
-        found = self._client.search_runs([place], f"tags.`{_JOB_TAG}` = '{job.id}'")
-        if found:
-            run = found[0]
+        existing = self._client.get_experiment_by_name(experiment)
+        experiment_id = (
+            self._client.create_experiment(experiment)
+            if existing is None
+            else existing.experiment_id
+        )
+        runs = self._client.search_runs([experiment_id], f"tags.`{_JOB_TAG}` = '{job.id}'")
+        if runs:
+            run = runs[0]
         else:
             start = int(1000 * job.started)
             run = self._client.create_run(
-                place, start_time=start, tags={_JOB_TAG: job.id}, run_name=job.name
+                experiment_id, start_time=start, tags={_JOB_TAG: job.id}, run_name=job.name
             )
         self._id = run.info.run_id
         self._started = job.started
@@ -156,12 +160,17 @@ class RunTracker(Tracker):
         folder = self.place.what if self.place.is_copy else str(self.place.folder.absolute())
         name = self.name or name_of_folder(folder)
         identity = state.identity
-        known = [name, identity.get("output_folder"), identity.get("output_filename"), state.tasks]
+        hashed = [
+            name,
+            identity.get("output_folder"),
+            identity.get("output_filename"),
+            state.tasks,
+        ]
         parameters = {}
         for key, value in flat(identity):
             parameters[key] = value if isinstance(value, str) else orjson.dumps(value).decode()
         started = state.totals.started or state.read_at
-        number = xxhash.xxh3_128_hexdigest(orjson.dumps(known))
+        number = xxhash.xxh3_128_hexdigest(orjson.dumps(hashed))
         job = TrackedJob(number, name, started, parameters)
         states = state.totals.states
         status = "KILLED"
@@ -181,5 +190,7 @@ class RunTracker(Tracker):
             at = state.newest
         totals = orjson.loads(to_json(state))["totals"]
         del totals["dead_letters"]  # their causes quote servers, and would be names
-        values = {key: float(one) for key, one in flat(totals) if isinstance(one, int | float)}
+        values = {
+            key: float(total) for key, total in flat(totals) if isinstance(total, int | float)
+        }
         return job, [(at, values, None)], status

@@ -83,10 +83,10 @@ def report_page(run: RunState) -> str:
     )
 
 
-def _history(path: Path, most: int) -> History:
+def _history(path: Path, max_lines: int) -> History:
     """Returns the history, without attempts if it is damaged: ``status`` names the damage."""
     with suppress(StorageFailed):
-        return read_history(str(path), most)
+        return read_history(str(path), max_lines)
     return History()
 
 
@@ -215,12 +215,12 @@ def _attempts(ranks: Iterable[RankStatus]) -> Markup:
         note += f" These are the last {len(newest)} of {len(ended)}."
     columns = ("task", "started", "last heartbeat", "how it ended", "where", "in flight#")
     rows = []
-    for rank, one in newest:
-        times = (clock(one.started), clock(one.last_seen))
+    for rank, attempt in newest:
+        times = (clock(attempt.started), clock(attempt.last_seen))
         in_flight = "not known"
-        if one.in_flight is not None:
-            in_flight = figure(one.in_flight)
-        rows.append([rank, *times, one.outcome, one.place, in_flight])
+        if attempt.in_flight is not None:
+            in_flight = figure(attempt.in_flight)
+        rows.append([rank, *times, attempt.outcome, attempt.place, in_flight])
     return table("Attempts that ended early", columns, rows, note)
 
 
@@ -282,13 +282,13 @@ def page(
     about = element("p", name(where, 400), f"{as_of}. {age}")
     if model:
         about = element("p", name(model), " in ", name(where, 400), f"{as_of}. {age}")
-    shown = (element("div", element("dt", topic), element("dd", text)) for topic, text in sums)
+    entries = (element("div", element("dt", topic), element("dd", text)) for topic, text in sums)
     parts = {
         "title": escaped(f"{shortened(called, 80)}: {state}"),
         "name": name(called),
         "state": element("span", state, class_=f"pill {_TONES.get(state, 'warning')}"),
         "about": about,
-        "sums": element("dl", *shown, class_="sums"),
+        "sums": element("dl", *entries, class_="sums"),
         "sections": joined(sections),
         "footer": escaped(f"Written by datatrove-ckpt {__version__}{as_of}."),
     }
@@ -413,12 +413,12 @@ def element(tag: str, /, *children: str, **attributes: str | float | None) -> Ma
 
     ``Markup`` among the children is taken as it is; any other text is escaped.
     """
-    given = [
+    written = [
         f' {key.rstrip("_").replace("_", "-")}="{_attribute(value)}"'
         for key, value in attributes.items()
         if value is not None
     ]
-    return Markup(f"<{tag}{''.join(given)}>{joined(children)}</{tag}>")
+    return Markup(f"<{tag}{''.join(written)}>{joined(children)}</{tag}>")
 
 
 def _attribute(value: str | float) -> str:

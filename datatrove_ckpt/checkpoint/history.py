@@ -494,8 +494,8 @@ class AttemptSummary:
                 self.in_flight = record.in_flight
             self.own = record.own.documents
             self.counted_at = record.at
-            own = record.own
-            self.cut_off = max(0, own.sent - own.requests - own.failed - own.lost)
+            work = record.own
+            self.cut_off = max(0, work.sent - work.requests - work.failed - work.lost)
 
     @property
     def has_sums(self) -> bool:
@@ -508,10 +508,10 @@ class AttemptSummary:
     def outcome(self) -> str:
         if self.ended is None:
             return "killed"
-        what = self.what.partition("\n")[0]
-        if self.why == "stopped" and what:
-            return f"stopped by {what}"
-        return what or self.why
+        cause = self.what.partition("\n")[0]
+        if self.why == "stopped" and cause:
+            return f"stopped by {cause}"
+        return cause or self.why
 
     @property
     def place(self) -> str:

@@ -224,8 +224,8 @@ class RankSummary:
         return sum(block.count(b"\n") for block in self.dead_letters(start, end))
 
 
-def describe_chunk(root: str, rank: int | None, chunk_index: int | None = None) -> str:
-    parts = [root] if root else []
+def describe_chunk(retry: str, rank: int | None, chunk_index: int | None = None) -> str:
+    parts = [retry] if retry else []
     parts += [f"task {rank}"] if rank is not None else []
     parts += [f"chunk {chunk_index}"] if chunk_index is not None else []
     return ", ".join(parts)
@@ -291,9 +291,9 @@ class JobTotals:
         if rank.history.last is not None and not rank.root:
             self.with_input = max(self.with_input, rank.history.last.position.tasks or 0)
 
-    def add(self, root: str, number: int, numbers: RunNumbers) -> None:
+    def add(self, retry: str, number: int, numbers: RunNumbers) -> None:
         self.parts += 1
-        self.ranks += not root
+        self.ranks += not retry
         read = numbers.counts.read
         if number in self.known:
             numbers = numbers.of_retry()

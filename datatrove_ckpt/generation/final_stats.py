@@ -16,18 +16,18 @@ from datatrove_ckpt.readers.shard_record import ShardRecord
 from datatrove_ckpt.rollouts.batch_rollout import BatchRollout
 
 
-def sum_rank(rank: int, root: Path, opened: Path | None = None) -> CompletedWork:
+def sum_rank(rank: int, checkpoints: Path, opened: Path | None = None) -> CompletedWork:
     """Returns what a rank and its retries have committed. Each document counts once.
 
     Args:
-        root: ``checkpoints_local_dir``.
+        checkpoints: ``checkpoints_local_dir``.
         opened: a folder that does not count: it is being written.
 
     Raises:
         CheckpointCorrupt: a commit is damaged.
     """
     total = CompletedWork()
-    for folder in layout.folders_of(root, rank):
+    for folder in layout.folders_of(checkpoints, rank):
         if folder == opened:
             continue
         done = sum_commits(read_commits(folder / layout.COMMITS).values())

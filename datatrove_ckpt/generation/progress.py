@@ -41,8 +41,8 @@ from datatrove_ckpt.process.screen import (
 from datatrove_ckpt.process.shutdown import Shutdown
 
 MINUTE_SECONDS = 60.0
-_SHOWN_ID = 200  # characters of a document's id
-_SHOWN_ANSWER = 200  # characters of its beginning, and as many of its end
+_MAX_ID = 200  # characters of a document's id
+_MAX_EXCERPT = 200  # characters of its beginning, and as many of its end
 
 
 class RankReporter:
@@ -146,9 +146,9 @@ class RankReporter:
         examples = self._spread.examples.setdefault(fault, [])
         if len(examples) < 3:  # of each fault
             excerpt = redact(text)
-            if len(excerpt) > 2 * _SHOWN_ANSWER:
-                excerpt = f"{excerpt[:_SHOWN_ANSWER]} ... {excerpt[-_SHOWN_ANSWER:]}"
-            examples.append([redact(document)[:_SHOWN_ID], excerpt])
+            if len(excerpt) > 2 * _MAX_EXCERPT:
+                excerpt = f"{excerpt[:_MAX_EXCERPT]} ... {excerpt[-_MAX_EXCERPT:]}"
+            examples.append([redact(document)[:_MAX_ID], excerpt])
             self._has_new_examples = True
 
     def has_answers(self) -> bool:
@@ -175,17 +175,17 @@ class RankReporter:
             done = min(done, progress.total)
         return progress._replace(done=done)
 
-    def server(self, what: Any, name: str, url: str | None, why: str = "") -> None:
-        if what == "restart":
+    def server(self, kind: Any, name: str, url: str | None, cause: str = "") -> None:
+        if kind == "restart":
             # Every rank that shares the server is called, and their numbers are added: only the
             # first counts.
             is_first = not self.clients or any(client.is_first for client in self.clients)
             self.own.restarts += is_first
         event = history.ServerEvent(
-            what=what,
+            what=kind,
             name=name,
             url=url and redact(url),
-            why=redact(why)[: history.MAX_TEXT],
+            why=redact(cause)[: history.MAX_TEXT],
         )
         self._checkpoint.note(event)
 
@@ -290,7 +290,7 @@ class RankReporter:
             return history.WaitStatus(quiet, all_started=all_started)
         seconds = round(now - oldest.started_at, 1)
         return history.WaitStatus(
-            quiet, seconds, redact(oldest.request.document)[:_SHOWN_ID], all_started
+            quiet, seconds, redact(oldest.request.document)[:_MAX_ID], all_started
         )
 
     def spread(self) -> history.RequestHistograms:

@@ -29,13 +29,13 @@ from datatrove_ckpt.run_folder.status_text import status_lines
 CARD = "card.md"
 _README = "README.md"
 _END = "<!-- end of datatrove-ckpt -->"
-_MOST = 400  # characters of a value
+_MAX_CHARACTERS = 400  # characters of a value
 _MADE_BY = b"Made by datatrove-ckpt "
 _OF_FILES = ("owner", "format", "written_by", "identity_version", "output_folder")
 _OF_OUTPUT = ("documents", "tokens", "answers", "skipped", "dead")
 
 
-def write_card(runner: RunnerPlan, root: Path, command: str) -> None:
+def write_card(runner: RunnerPlan, checkpoints: Path, command: str) -> None:
     """Writes the cards of a finished run: beside its checkpoints, or among them where that is a
     folder of other things; and on the hub.
 
@@ -46,10 +46,10 @@ def write_card(runner: RunnerPlan, root: Path, command: str) -> None:
         FileExistsError: the user has such a file.
         CkptError: the folder cannot be read, or takes no file; or the hub takes none.
     """
-    state = read_run_state(RunLocation(str(root), root, [str(root)]))
-    folder = root
-    if root.name == "checkpoints" and (root.parent / "output").is_dir():
-        folder = root.parent
+    state = read_run_state(RunLocation(str(checkpoints), checkpoints, [str(checkpoints)]))
+    folder = checkpoints
+    if checkpoints.name == "checkpoints" and (checkpoints.parent / "output").is_dir():
+        folder = checkpoints.parent
     path = folder / CARD
     if path.exists() and _MADE_BY not in path.read_bytes():
         raise FileExistsError(errno.EEXIST, "It is not a card of ours", str(path))
@@ -148,5 +148,5 @@ def _lines(
 
 
 def _row(setting: str, value: str) -> str:
-    cell = value[:_MOST].replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+    cell = value[:_MAX_CHARACTERS].replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
     return f"| {setting} | {cell} |"

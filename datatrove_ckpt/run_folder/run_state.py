@@ -629,32 +629,32 @@ def _speed(done: Processed | WorkCounts, seconds: float = 1.0) -> tuple[float, f
 
 # Limit for all ranks together: large files of many ranks are estimated.
 _BYTES = 1 << 24
-_MOST_BYTES = 1 << 23
+_MAX_BYTES = 1 << 23
 
 
 def wanted_files(name: str, size: int) -> bool:
-    return name not in (layout.CACHE, layout.RETRY_INPUT) and size <= _MOST_BYTES
+    return name not in (layout.CACHE, layout.RETRY_INPUT) and size <= _MAX_BYTES
 
 
-def read_run_state(place: RunLocation, now: float | None = None) -> RunState:
+def read_run_state(location: RunLocation, now: float | None = None) -> RunState:
     """Reads the ranks of a location.
 
     Raises:
         ConfigError: there is no rank, or this user may not read a rank.
     """
-    folders = find_ranks(place.folder)
+    folders = find_ranks(location.folder)
     if now is None:
         now = time.time()
-    state = RunState(place.what, place.is_copy, now)
-    state.logs = place.logging_dir
-    state.limits = recorded_limits(place.folder)
-    if place.config:
-        state.command = shlex.join(["datatrove-ckpt", "run", *place.given])
-        state.tasks = place.tasks
-    elif place.logging_dir:
+    state = RunState(location.what, location.is_copy, now)
+    state.logs = location.logging_dir
+    state.limits = recorded_limits(location.folder)
+    if location.config:
+        state.command = shlex.join(["datatrove-ckpt", "run", *location.given])
+        state.tasks = location.tasks
+    elif location.logging_dir:
         # Redaction may have hidden a quote of the command.
         with suppress(OSError, ValueError):
-            logs = Path(place.logging_dir)
+            logs = Path(location.logging_dir)
             command, _, started_in = (logs / COMMAND_FILE).read_text().partition("\n")
             # The run folder was moved or copied since.
             if started_in and not (Path(started_in).exists() and logs.samefile(started_in)):
@@ -668,8 +668,8 @@ def read_run_state(place: RunLocation, now: float | None = None) -> RunState:
             include |= Include.SETTINGS
         ledger = read_rank(folder, include, _BYTES // len(folders))
         copied_at = None
-        if place.mirror is not None:
-            copied = place.mirror.ranks.get(str(ledger.key))
+        if location.mirror is not None:
+            copied = location.mirror.ranks.get(str(ledger.key))
             # None: a refresh failed halfway.
             copied_at = 0.0 if copied is None else copied.when
         rank = rank_state(ledger, now, copied_at)
@@ -683,7 +683,7 @@ def read_run_state(place: RunLocation, now: float | None = None) -> RunState:
         state.tasks = int(state.identity.get("tasks") or state.tasks)
     numbers = {rank.rank for rank in state.ranks}
     state.missing = [rank for rank in range(state.tasks) if rank not in numbers]
-    state.gone = removed_ranks(place.folder, state.missing)
+    state.gone = removed_ranks(location.folder, state.missing)
     state.foreign = [rank.rank for rank in state.ranks if 0 < state.tasks <= rank.rank]
     state.ranks = [rank for rank in state.ranks if rank.rank not in state.foreign]
     find_slow(state.ranks)
@@ -698,18 +698,18 @@ def read_run_state(place: RunLocation, now: float | None = None) -> RunState:
     state.retried = add_up(state.retries, state.read_at)
     words = [rank.last_word for rank in state.all_ranks if rank.last_word is not None]
     state.newest = max(words, default=None)
-    for sample in layout.sample_folders(place.folder):
+    for sample in layout.sample_folders(location.folder):
         for folder in layout.rank_folders(sample):
             state.samples += read_rank(folder, Include.HISTORY).numbers()
     with suppress(OSError, CkptError):  # claims are hints
-        _read_claims(state, place)
+        _read_claims(state, location)
     return state
 
 
-def _read_claims(state: RunState, place: RunLocation) -> None:
-    folder = place.logging_dir
-    if folder is None and not place.is_copy:
-        folder = str(place.folder.parent / "logs")
+def _read_claims(state: RunState, location: RunLocation) -> None:
+    folder = location.logging_dir
+    if folder is None and not location.is_copy:
+        folder = str(location.folder.parent / "logs")
     if folder is None or ("://" not in folder and not Path(folder, "claims").is_dir()):
         return
     store = open_store(f"{folder.rstrip('/')}/claims")
@@ -721,9 +721,9 @@ def _read_claims(state: RunState, place: RunLocation) -> None:
     state.given_up = given_up(store)
 
 
-def check_idle(place: RunLocation, ranks: list[RankSummary]) -> None:
+def check_idle(location: RunLocation, ranks: list[RankSummary]) -> None:
     """Raises CheckpointLocked if a process works on the ranks, as far as the mirror shows."""
-    state = read_run_state(place)
+    state = read_run_state(location)
     running = {
         (rank.root, rank.rank): rank.process for rank in state.all_ranks if rank.state == "running"
     }
@@ -731,6 +731,6 @@ def check_idle(place: RunLocation, ranks: list[RankSummary]) -> None:
         if rank.key in running:
             raise CheckpointLocked(
                 f"{rank.place}: {running[rank.key]} works on this task, or was killed less than 20 "
-                f"minutes ago, as its mirror {place.what} shows. Wait for it to end, or stop it, "
-                "and run the same command again."
+                f"minutes ago, as its mirror {location.what} shows. Wait for it to end, or stop "
+                "it, and run the same command again."
             )

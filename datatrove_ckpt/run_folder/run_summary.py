@@ -13,12 +13,12 @@ from datatrove_ckpt.run_folder.run_plan import RunnerPlan
 
 
 def summary_line(
-    runner: RunnerPlan, root: Path, job: JobTotals, started: float, command: str
+    runner: RunnerPlan, checkpoints: Path, job: JobTotals, started: float, command: str
 ) -> str:
     """Returns the closing line.
 
     Args:
-        root: folder of the runner's checkpoints.
+        checkpoints: folder of the runner's checkpoints.
         job: the sums of its checkpoint.
         started: start of the command, in Unix seconds. Retries since then are named.
         command: the command as it was typed.
@@ -28,14 +28,14 @@ def summary_line(
         InputError: no row of the input is a document.
     """
     if not job.ranks:
-        find_ranks(root)  # raises, and says why
+        find_ranks(checkpoints)  # raises, and names the reason
     counts = job.counts
     skipped = job.numbers.skipped
     if counts.dead < 0 or counts.written + counts.dropped + counts.dead != counts.read:
         raise CheckpointCorrupt(
-            f"The commits in {root} contradict each other: {counts.read} documents read, "
+            f"The commits in {checkpoints} contradict each other: {counts.read} documents read, "
             f"{counts.written} written, {counts.dropped} dropped, {counts.dead} dead letters. Do "
-            f"not use the output before you have run: {_verify(root)}"
+            f"not use the output before you have run: {_verify(checkpoints)}"
         )
     if skipped and not counts.read:
         raise InputError(
@@ -76,7 +76,7 @@ def summary_line(
         f"{plural(counts.dead, 'dead letter')}), for {plural(counts.requests, 'request')} with "
         f"{counts.prompt_tokens} prompt and "
         f"{plural(counts.completion_tokens, 'completion token')}.{work} "
-        f"{_next_step(runner, root, counts, command)}"
+        f"{_next_step(runner, checkpoints, counts, command)}"
     )
 
 

@@ -13,8 +13,8 @@ from datatrove_ckpt.common.formatting import duration, figure, percent, plural, 
 from datatrove_ckpt.run_folder.estimate import estimate
 from datatrove_ckpt.run_folder.run_state import RankState, RankStatus, RunState, Totals
 
-_SHOWN_CAUSES = 5
-_SHOWN_WORKERS = 20
+_MAX_CAUSES = 5
+_MAX_WORKERS = 20
 
 
 def status_lines(state: RunState) -> Iterator[tuple[str, str]]:
@@ -109,7 +109,7 @@ def describe_batch(rank: RankStatus, batch: Batch, now: float) -> str:
 
 def _workers(state: RunState) -> Iterator[tuple[str, str]]:
     topic = "workers"
-    for worker in state.workers[:_SHOWN_WORKERS]:
+    for worker in state.workers[:_MAX_WORKERS]:
         if worker.runs_all:
             claimed = "all tasks"
         elif worker.ranks:
@@ -120,7 +120,7 @@ def _workers(state: RunState) -> Iterator[tuple[str, str]]:
             claimed = f"gone, and left {claimed}"
         yield topic, f"{worker.process}: {claimed}"
         topic = ""
-    omitted = state.workers[_SHOWN_WORKERS:]
+    omitted = state.workers[_MAX_WORKERS:]
     if omitted:
         yield (
             "",
@@ -174,10 +174,10 @@ def progress_of(state: RunState) -> str:
     if totals.time_left is None:
         return f"{done}, time left not known yet"
     end = datetime.datetime.fromtimestamp(state.read_at + totals.time_left).astimezone()
-    left = f"about {duration(totals.time_left)} left, until {end:%a %d %b %H:%M}"
+    remaining = f"about {duration(totals.time_left)} left, until {end:%a %d %b %H:%M}"
     if totals.halted:
-        left = f"{left}, not counting {plural(totals.halted, 'task')} without progress"
-    return f"{done}, {left}"
+        remaining = f"{remaining}, not counting {plural(totals.halted, 'task')} without progress"
+    return f"{done}, {remaining}"
 
 
 def _documents(state: RunState, totals: Totals) -> str:
@@ -269,7 +269,7 @@ def _in_flight(state: RunState, totals: Totals) -> str:
 
 def _named_counts(numbers: Mapping[str, int]) -> str:
     return ", ".join(
-        f"{count:,} {name}" for name, count in most_common_causes(numbers, _SHOWN_CAUSES).items()
+        f"{count:,} {name}" for name, count in most_common_causes(numbers, _MAX_CAUSES).items()
     )
 
 

@@ -45,7 +45,7 @@ _PROGRESS_LINES = 30_000
 More of them would cost seconds, and no screen could show them.
 """
 _LEAST_LINES = 30  # of one rank
-_MOST_LINES = 400
+_MAX_LINES = 400
 _MAX_ATTEMPTS = 30
 _TONES = {"finished": "good", "running": "good", "damaged": "critical", "failed": "critical"}
 _ORDER = ("damaged", "running", "failed", "lost", "interrupted", "unfinished")
@@ -53,7 +53,7 @@ _ORDER = ("damaged", "running", "failed", "lost", "interrupted", "unfinished")
 
 def report_page(run: RunState) -> str:
     ranks = run.all_ranks
-    lines = min(_MOST_LINES, max(_LEAST_LINES, _PROGRESS_LINES // max(1, len(ranks))))
+    lines = min(_MAX_LINES, max(_LEAST_LINES, _PROGRESS_LINES // max(1, len(ranks))))
     histories = [_history(rank.folder / HISTORY, lines) for rank in ranks]
     state = "finished"
     if not run.is_finished:
@@ -176,23 +176,23 @@ def _quality(done: DocumentCounts, spreads: Iterable[RequestHistograms]) -> Iter
         for kind, number in [*counts.items()][:_MAX_KINDS]
     ]
     lengths = done.lengths.percentiles
-    note = (
+    caption = (
         f"{figure(done.answers)} answers, with {figure(lengths['p50'])} completion tokens in the "
         f"median and {figure(lengths['p95'])} at the 95th percentile, rounded up by a fifth at "
         "most. Bad answers are at least so many."
     )
-    yield table("Answers", ("", "answers#", "share#"), rows, note)
+    yield table("Answers", ("", "answers#", "share#"), rows, caption)
     examples: dict[str, list[list[str]]] = {}
     for spread in spreads:
-        for kind, found in spread.examples.items():
-            examples.setdefault(kind, []).extend(found)
+        for kind, texts in spread.examples.items():
+            examples.setdefault(kind, []).extend(texts)
     rows = [
         [_named(kind), shortened(document, _MAX_ID), text]
         for kind in done.bad
         for document, text in examples.get(kind, [])[:_EXAMPLES]
     ]
-    note = f"The first answers that were found bad, at most {_EXAMPLES} of a kind."
-    yield table("Bad answers", ("what", "document", "answer"), rows, note)
+    caption = f"The first answers that were found bad, at most {_EXAMPLES} of a kind."
+    yield table("Bad answers", ("what", "document", "answer"), rows, caption)
 
 
 def _named(kind: str) -> str:
@@ -207,12 +207,12 @@ def _attempts(ranks: Iterable[RankStatus]) -> Markup:
         if attempt.why != "done" and not (rank.state == "running" and attempt is rank.attempt)
     ]
     newest = sorted(ended, key=lambda pair: pair[1].last_seen)[-_MAX_ATTEMPTS:]
-    note = (
+    caption = (
         "Killed: kill -9, out of memory, or a node that is gone. In flight: requests that were "
         "sent again."
     )
     if len(newest) < len(ended):
-        note += f" These are the last {len(newest)} of {len(ended)}."
+        caption += f" These are the last {len(newest)} of {len(ended)}."
     columns = ("task", "started", "last heartbeat", "how it ended", "where", "in flight#")
     rows = []
     for rank, attempt in newest:
@@ -221,7 +221,7 @@ def _attempts(ranks: Iterable[RankStatus]) -> Markup:
         if attempt.in_flight is not None:
             in_flight = figure(attempt.in_flight)
         rows.append([rank, *times, attempt.outcome, attempt.place, in_flight])
-    return table("Attempts that ended early", columns, rows, note)
+    return table("Attempts that ended early", columns, rows, caption)
 
 
 _SHARES = (0.5, 0.9, 0.99, 1.0)
@@ -246,12 +246,12 @@ def _spreads(spreads: Sequence[RequestHistograms], requests: int) -> Markup:
         if buckets:
             counted = max(counted, buckets.total())
             rows.append([kind, *(figure(buckets.at_most(share)) for share in _SHARES)])
-    note = (
+    caption = (
         f"{figure(counted)} of {figure(requests)} requests; numbers are rounded up, by a fifth "
         "at most."
     )
     columns = ("", *(f"{100 * share:.3g} % at most#" for share in _SHARES[:-1]), "all at most#")
-    return table("Requests", columns, rows, note)
+    return table("Requests", columns, rows, caption)
 
 
 _MAX_NAME = 160
@@ -261,7 +261,7 @@ _MAX_CELL = 4000
 
 def page(
     called: str,
-    where: str,
+    location: str,
     model: str,
     state: str,
     made_at: float,
@@ -273,15 +273,15 @@ def page(
 
     Args:
         called: the run's name.
-        where: the checkpoint folder or mirror, as it was given.
+        location: the checkpoint folder or mirror, as it was given.
         made_at: Unix seconds at which the state was read.
         age: how old it is.
         sums: text of ``status`` for each topic.
     """
     as_of = f", as of {clock(made_at)}"
-    about = element("p", name(where, 400), f"{as_of}. {age}")
+    about = element("p", name(location, 400), f"{as_of}. {age}")
     if model:
-        about = element("p", name(model), " in ", name(where, 400), f"{as_of}. {age}")
+        about = element("p", name(model), " in ", name(location, 400), f"{as_of}. {age}")
     entries = (element("div", element("dt", topic), element("dd", text)) for topic, text in sums)
     parts = {
         "title": escaped(f"{shortened(called, 80)}: {state}"),
@@ -297,7 +297,7 @@ def page(
 
 
 def table(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str = ""
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = ""
 ) -> Markup:
     """Returns a table; nothing without a row. A column whose title ends with "#" is of numbers."""
     if not rows:
@@ -315,7 +315,7 @@ def table(
         ]
         lines.append(element("tr", *cells))
     body = element("div", element("table", *lines), class_="table")
-    return element("section", element("h2", title), element("p", note), body, class_="wide")
+    return element("section", element("h2", title), element("p", caption), body, class_="wide")
 
 
 # charts: an invisible column above each interval has a tooltip with the values, without a script

@@ -453,7 +453,7 @@ class AttemptSummary:
         ended: time of its end line; None: it still runs, or was killed.
         why: "done", "stopped", "error", or "" without an end line.
         what: what stopped it, or the error.
-        without_a_word: it ended without an end line.
+        without_a_word: the attempt ended without an end line.
         counted_at: time of its last progress line.
         cut_off: requests whose answers were not waited for, and that may be paid.
         in_flight: requests in flight at its last progress line; None: there is no progress line.

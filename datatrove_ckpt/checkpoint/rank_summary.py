@@ -56,7 +56,7 @@ class Include(Flag):
 
     SETTINGS    all of run.json, with hashes in the place of secrets
     HISTORY     the attempts and the last minutes
-    JOURNALS    the documents in journals, counted
+    JOURNALS    the number of documents in journals
     COMMITS     the commits; with them, every line of commits and journals is checked
     LETTERS     the causes of dead letters
     """
@@ -156,9 +156,8 @@ class RankSummary:
         return int(self.run.get("owner", {}).get("fence", 0))
 
     def numbers(self) -> RunNumbers:
-        """Returns what all attempts did.
-
-        Whether the newest attempt was killed is not known here.
+        """Returns the sums over all attempts. They do not show whether the newest attempt was
+        killed.
         """
         attempts = self.history.attempts
         killed = [attempt for attempt in attempts if attempt.without_a_word]
@@ -306,7 +305,7 @@ class JobTotals:
 
 
 def read_rank(folder: Path, want: Include, max_bytes: int | None = None) -> RankSummary:
-    """Reads one rank. Damage is in the ledger, and no error.
+    """Reads one rank. Damage is an attribute of the summary, and no error.
 
     Args:
         max_bytes: limit for the journals, and for the dead letters. If the journals are larger,
@@ -429,7 +428,7 @@ def most_common_causes(causes: Mapping[str, int], limit: int = 20) -> Counter[st
 
 # lost commits ------------------------------------------------------------------------------------
 
-# Whether all commits of a rank are still there. Several files say how many there must be:
+# Checks that all commits of a rank are still there. Several files hold their number:
 #
 #     run.json        how many there were when the last owner started
 #     last_chunk      all chunks up to this chunk were committed

@@ -186,7 +186,7 @@ class RunProgress:
     def seconds_left(self) -> float | None:
         """Seconds left at the rate of the last ten minutes.
 
-        None if unknown, in an outage, and once nothing has been answered for longer than that.
+        None if unknown, in an outage, and once no request has been answered for longer than that.
         """
         share = self.share
         if not share or self._outages:

@@ -487,8 +487,8 @@ class _InputPass:
         yielded: number of documents so far, in all attempts.
         yielded_before: their number before the current file.
         omitted: number of documents that ``skip`` has left out.
-        file_position: the place in the current file where an earlier attempt ended; () if none
-            has begun this file.
+        file_position: the place in the current file where an earlier attempt ended; () if no
+            attempt has begun this file.
     """
 
     reader: SeekingReader
@@ -555,7 +555,7 @@ class _InputPass:
             yield index
 
     def documents_in(self, index: int) -> Iterator[Document]:
-        """Yields the documents of a file after the saved position, without those skipped."""
+        """Yields a file's documents after the saved position that ``skip`` does not omit."""
         reader = self.reader
         start = self.start
         file = self._begin_file(index)

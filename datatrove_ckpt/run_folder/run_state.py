@@ -2,9 +2,9 @@
 
 Times are Unix seconds, durations seconds, rates per second; None is unknown.
 
-``rank_state`` decides what a rank does, whether it needs attention, and why. Limits are minutes: a
-line per minute is due. A running rank has a process that holds its lock. Where locks are invisible
-(in a mirror's copy, and on some file systems), a rank runs as long as its history grows.
+``rank_state`` decides what a rank does, and whether and why it needs attention. Limits are minutes:
+a line per minute is due. A running rank has a process that holds its lock. Where locks are
+invisible (in a mirror's copy, and on some file systems), a rank runs as long as its history grows.
 """
 
 import datetime

@@ -128,7 +128,7 @@ class Tracker:
         """Reads the job, its new numbers, and its status."""
 
     def work(self) -> str:
-        """Sends the new numbers. Returns why the service lacks some, or ""."""
+        """Sends the new numbers. Returns the reason if the service lacks some, else ""."""
         try:
             job, points, status = self.look()
             run = self._run or self.service(job)
@@ -147,8 +147,8 @@ class Tracker:
 
 @dataclass
 class RunTracker(Tracker):
-    """Sends the numbers of one run, until it is finished, or no rank was at work at several looks.
-    They are sums, so those that the service misses are no loss.
+    """Sends the numbers of one run, until it is finished, or no rank was at work at several polls.
+    The numbers are sums, so numbers that the service misses are no loss.
     """
 
     place: RunLocation = field(kw_only=True)

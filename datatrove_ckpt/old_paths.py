@@ -1,7 +1,7 @@
 """Modules that have moved, under the paths by which pickles, YAML files and scripts may name them.
 
-Tasks that an earlier version has queued import what their executor.pik names. The two classes below
-are in the pickles of version 0.2.0 alone, beside a step's settings.
+Tasks that an earlier version has queued import what their executor.pik names. ``Door`` and
+``Description`` are in the pickles of version 0.2.0 alone, beside a step's settings.
 """
 
 import sys
@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Self
 
 _PACKAGE = "datatrove_ckpt"
 MOVED = {
+    "checkpoint.skipped": "old_paths",
     "errors.doors": "old_paths",
     "generation.code_walk": "old_paths",
     "readers.batch": "readers.batch_files",
+    "readers.extent": "old_paths",
     "readers.pages": "readers.whole_files",
     "readers.texts": "readers.whole_files",
     "rollouts.batch": "rollouts.batch_rollout",
@@ -30,6 +33,21 @@ class Door: ...
 
 Description = namedtuple("Description", "fields notes own counts edges state documented left")
 """The description of the user's code by version 5 of the identity."""
+
+
+class _ReaderState:
+    """What an earlier version pickled of a reader that had been used. The next run of the reader
+    makes its own.
+    """
+
+    def __new__(cls, *values: object) -> Self:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: object) -> None:
+        """Keeps nothing."""
+
+
+SkippedLines = FileExtent = InputExtent = _ReaderState
 
 
 class OldPaths:

@@ -69,6 +69,18 @@ def test_a_class_is_found_where_it_was_when_a_task_was_queued(old, new):
     assert dill.loads(pickled) is getattr(import_module(f"datatrove_ckpt.{new}"), name)
 
 
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        b"cdatatrove_ckpt.checkpoint.skipped\nSkippedLines\n(I1\nI0\ntR.",
+        b"ccopyreg\n_reconstructor\n(cdatatrove_ckpt.readers.extent\nFileExtent\n"
+        b"c__builtin__\nobject\nNtR(dVbefore\nF0.0\nsb.",
+    ],
+)
+def test_what_a_reader_that_was_used_left_in_a_queued_job_is_read_and_forgotten(pickled):
+    assert vars(dill.loads(pickled)) == {}
+
+
 def test_each_module_that_has_moved_is_there():
     assert [new for new in MOVED.values() if not find_spec(f"datatrove_ckpt.{new}")] == []
 

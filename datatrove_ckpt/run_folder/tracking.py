@@ -22,7 +22,7 @@ from datatrove_ckpt.run_folder.run_location import RunLocation
 from datatrove_ckpt.run_folder.run_state import read_run_state, to_json
 
 _JOB_TAG = "datatrove_ckpt.job"
-_NOT_IN_NAMES = re.compile(r"[^\w./ -]")  # what MLflow refuses
+_NOT_IN_NAMES = re.compile(r"[^\w./ -]|/(?=/)")  # what MLflow refuses
 _MAX_NAME = 250
 _MAX_VALUE = 500  # characters: the shortest limit of MLflow's stores
 IDLE_LOOKS = 3  # with no rank at work

@@ -47,7 +47,7 @@ def _one_after_the_other(ram, monkeypatch, policy):
     monkeypatch.setattr(tempfile, "tempdir", str(ram))
     monkeypatch.setattr(storage_thread, "MAX_GROUP", 1)
     monkeypatch.setattr(committed, "LAG_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
-    monkeypatch.setattr(local, "_MARKER_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
+    monkeypatch.setattr(local, "_MARKER_DELAYS", (0.0, 0.01, 0.01, 0.01, 0.01))
     policy("HUB", "HUB_LOOK", "READING", first=0.01)
     PASSES.watch(monkeypatch)
 

@@ -30,7 +30,7 @@ BUCKET = "hf://buckets/org/job"
 @pytest.fixture(autouse=True)
 def _no_copies(temporary, monkeypatch):
     """Nothing is left in the temporary folder, whatever happens."""
-    monkeypatch.setattr(local, "_MARKER_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
+    monkeypatch.setattr(local, "_MARKER_DELAYS", (0.0, 0.01, 0.01, 0.01, 0.01))
     yield
     # datatrove writes logs and markers through fsspec, which leaves one behind that cannot be
     # uploaded.

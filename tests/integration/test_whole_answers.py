@@ -149,7 +149,7 @@ CALLED = {"id": "c", "type": "custom", "custom": {"name": "look", "input": ""}}
         ([{"index": 1}, {"index": 0}], {"n": 2}, ""),
         ([{"index": 0}, {"index": 0}], {"n": 2}, "indices"),
         ([{"index": 0}, {"index": 1}, {"index": 2}], {"n": 2}, "3 of 2 choices"),
-        ([{"index": 0}, {"index": 1, "error": "overloaded"}], {"n": 2}, "is an error"),
+        ([{"index": 0}, {"index": 1, "error": "overloaded"}], {"n": 2}, "reports an error"),
         ([{"message": {"content": None}, **ENDED}], {}, "has no tool_calls"),
         (
             [{"message": {"tool_calls": [CALL, {"function": {"name": ""}}]}, **ENDED}],
@@ -157,7 +157,7 @@ CALLED = {"id": "c", "type": "custom", "custom": {"name": "look", "input": ""}}
             "tool_calls are not",
         ),
         ([{"message": {"content": ""}}], {"tool_choice": "required"}, "tool_choice 'required'"),
-        ([{"logprobs": {"content": None}}], {"logprobs": True}, "asks for logprobs"),
+        ([{"logprobs": {"content": None}}], {"logprobs": True}, "requests logprobs"),
         # The model has nothing to say.
         ([{"message": {"content": "", "tool_calls": []}}], {"tool_choice": "auto"}, ""),
         ([{"message": {"content": None, "tool_calls": [CALLED]}, **ENDED}], {}, ""),

@@ -3,7 +3,7 @@
 import pytest
 
 from datatrove_ckpt.run_folder import run_state
-from datatrove_ckpt.run_folder.tracking import RunTracker
+from datatrove_ckpt.run_folder.tracking import RunTracker, flat
 from tests.rank_folders import done, failed, minute, minutes, place_at, start, stopped, write_rank
 
 T = 1_800_000_000.0
@@ -76,3 +76,8 @@ def test_the_status_is_that_of_the_run(tmp_path, now, ends, status):
             break
     assert run.ends == ([] if status == "RUNNING" else [status])
     assert tracked.is_over == (status != "RUNNING")
+
+
+def test_names_hold_only_what_mlflow_takes():
+    values = {"work": {"endpoints": {"http://a:1/v1": 2}}}
+    assert dict(flat(values)) == {"work.endpoints.http__/a_1/v1": 2}

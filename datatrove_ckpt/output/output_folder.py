@@ -73,7 +73,7 @@ class OutputFolder:
         """
         self._template = writer.output_filename.template
         self._owner = OutputOwnership(
-            writer.output_folder, self._template, RunOrigin(root, mirror, run)
+            writer.output_folder, self._template, RunOrigin(root, mirror, run), self._is_unused
         )
         self._mirror = mirror
         self._logging_dir = logging_dir
@@ -90,12 +90,11 @@ class OutputFolder:
             check_access(self.hub, private, self.calls)
 
     def claim(self) -> None:
-        claim = partial(self._owner.claim, self._is_unused)
         if self.writer.output_folder.is_local():
             with explained("read", Path(self.location).absolute()):
-                claim()
+                self._owner.claim()
         else:
-            self.calls.retry("cannot be claimed for this run", claim)
+            self.calls.retry("cannot be claimed for this run", self._owner.claim)
 
     def refuse_existing(self, rank: int, retry: str) -> None:
         """Checks the folder before the first start of a rank, and claims it.
@@ -165,7 +164,7 @@ class OutputFolder:
         with_others: bool,
         contents: bool,
     ) -> OutputListing:
-        self._owner.check(self._is_unused)
+        self._owner.check()
         listing = list_output(self.writer, committed, rank, with_others)
         if contents:
             commits_of = cache(read_commits)

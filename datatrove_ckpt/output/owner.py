@@ -26,7 +26,7 @@ import secrets
 import shlex
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -129,44 +129,44 @@ class RunOrigin(NamedTuple):
         return self.recorded or owner
 
 
+@dataclass(eq=False)
 class OutputOwnership:
     """A run's claim on an output folder.
 
     Args:
         template: the writer's ``output_filename``. Templates that differ only in the ending have
             one owner.
+        is_unused: returns whether the folder holds no file of the template. Then a removed run with
+            the same ``home`` no longer owns the folder.
     """
 
-    def __init__(self, folder: DataFolder, template: str, origin: RunOrigin) -> None:
-        self._folder = folder
-        self._template = template
-        self._origin = origin
-        self._record = _record(
-            folder, f"{layout.OWNER}{xxhash.xxh3_64_hexdigest(stem(template).encode())}"
-        )
+    _folder: DataFolder
+    _template: str
+    _origin: RunOrigin
+    _is_unused: Callable[[], bool] = lambda: False
 
-    def check(self, is_unused: Callable[[], bool] = lambda: False) -> bool:
+    def __post_init__(self) -> None:
+        template_hash = xxhash.xxh3_64_hexdigest(stem(self._template).encode())
+        self._record = _record(self._folder, f"{layout.OWNER}{template_hash}")
+
+    def check(self) -> bool:
         """Whether this run owns the folder; False if it may become the owner. Changes nothing.
-
-        Args:
-            is_unused: returns whether the folder holds no file of the template. Then a removed run
-                with the same ``home`` no longer owns the folder.
 
         Raises:
             OutputMismatch: another run owns the folder.
             OSError: the record cannot be read.
         """
-        return self._compare(is_unused)[0]
+        return self._compare()[0]
 
-    def _compare(self, is_unused: Callable[[], bool]) -> tuple[bool, OutputOwner | None]:
+    def _compare(self) -> tuple[bool, OutputOwner | None]:
         owner = self._record.read()
         if owner is None or self._origin.owns(owner):
             return owner is not None, owner
-        if self._origin.is_gone(owner, is_unused):
+        if self._origin.is_gone(owner, self._is_unused):
             return False, owner
         raise self._refusal(owner)
 
-    def claim(self, is_unused: Callable[[], bool]) -> None:
+    def claim(self) -> None:
         """Makes this run the owner, unless the folder has another. A second call only compares.
 
         A run without checkpoints cannot own a folder.
@@ -178,11 +178,11 @@ class OutputOwnership:
         if self._origin.run is None:
             return
         try:
-            is_owned, owner = self._compare(is_unused)
+            is_owned, owner = self._compare()
             if is_owned and owner is not None:
                 self._origin.record(owner)
                 return
-            if owner is not None and not is_unused():
+            if owner is not None and not self._is_unused():
                 # All files belong to the owner, unless a rank of this run has replaced the record.
                 origin = self._origin
                 if (

@@ -196,7 +196,7 @@ def test_what_passes_is_tried_again_and_nothing_is_there_twice(hub, tmp_path, ki
 @pytest.mark.matrix("lag", [1, 3])
 def test_a_hub_that_shows_an_earlier_state_is_no_loss(hub, server, lag, monkeypatch, make):
     monkeypatch.setattr(
-        OutputOwnership, "claim", lambda self, is_unused: None
+        OutputOwnership, "claim", lambda self: None
     )  # another commit, which this hub would never show
     hub.lag_commits = lag
     hub.lag_kinds |= {"info", "commits"}

@@ -160,7 +160,7 @@ UNOWNED = pytest.mark.usefixtures("unowned")
 @pytest.fixture
 def unowned(monkeypatch):
     """As where nothing can be written beside the folder."""
-    monkeypatch.setattr(OutputOwnership, "claim", lambda self, is_unused: None)
+    monkeypatch.setattr(OutputOwnership, "claim", lambda self: None)
 
 
 def job(tmp_path, name, server, place, **changes):
@@ -487,7 +487,7 @@ def test_nodes_with_disks_of_their_own_may_begin_a_run_at_one_moment(tmp_path, m
             homes.record(homes.new_record(f"key {number}")._replace(home=mirror or "/same/path"))
         for number, homes in enumerate(claims):
             monkeypatch.setattr(socket, "gethostname", lambda number=number: f"node {number}")
-            OutputOwnership(folder, NAME, homes).claim(lambda: False)
+            OutputOwnership(folder, NAME, homes).claim()
         Place(tmp_path).forget_owner()
         for root in nodes:
             shutil.rmtree(root)
@@ -513,11 +513,11 @@ def claim_in_place_of_a_removed_run(tmp_path):
     """
     folder = Place(tmp_path).writer().output_folder
     root = tmp_path / "checkpoints"
-    OutputOwnership(folder, NAME, owner.RunOrigin(root, None, "run")).claim(lambda: True)
+    OutputOwnership(folder, NAME, owner.RunOrigin(root, None, "run"), lambda: True).claim()
     shutil.rmtree(root)
     return lambda is_unused=True: OutputOwnership(
-        folder, NAME, owner.RunOrigin(root, None, "run")
-    ).claim(lambda: is_unused)
+        folder, NAME, owner.RunOrigin(root, None, "run"), lambda: is_unused
+    ).claim()
 
 
 def test_a_removed_run_whose_files_are_there_keeps_its_folder(tmp_path):
@@ -525,7 +525,7 @@ def test_a_removed_run_whose_files_are_there_keeps_its_folder(tmp_path):
     claim_in_place_of_a_removed_run(tmp_path)
     homes = owner.RunOrigin(tmp_path / "checkpoints", None, "another run")
     with pytest.raises(OutputMismatch, match="belongs to another run"):
-        OutputOwnership(Place(tmp_path).writer().output_folder, NAME, homes).claim(lambda: False)
+        OutputOwnership(Place(tmp_path).writer().output_folder, NAME, homes).claim()
 
 
 def test_ranks_that_replace_the_owner_of_a_removed_run_at_one_moment_agree(tmp_path):

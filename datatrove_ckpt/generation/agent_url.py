@@ -18,6 +18,7 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import safe_text
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.process.open_files import make_room
+from datatrove_ckpt.process.shutdown import end_tasks
 
 _NO_RETRY = {"x-should-retry": "false"}
 """OpenAI's client obeys this header: the request has had its retries here."""
@@ -71,10 +72,7 @@ class _AgentRequests:
 
     async def cancel(self) -> None:
         """Ends the requests whose clients have gone: their answers would not be counted."""
-        tasks = [opened.task for opened in self._open]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*(opened.task for opened in self._open))
 
     def _abandoned(self, path: str, body: bytes) -> asyncio.Task[Any] | None:
         for opened in self._open:

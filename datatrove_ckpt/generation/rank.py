@@ -67,6 +67,7 @@ from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.host_loop import host_loop, rank_of_many
 from datatrove_ckpt.process.open_files import raise_limit
 from datatrove_ckpt.process.preemption import Preemption
+from datatrove_ckpt.process.shutdown import end_tasks
 from datatrove_ckpt.readers.pipeline import steps_before
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.step_stats import StepStats
@@ -382,9 +383,7 @@ class _Run:
                 await passes.settle(step.no_wait)
             return parked
         finally:
-            for watcher in watchers:
-                watcher.cancel()
-            await asyncio.gather(*watchers, return_exceptions=True)
+            await end_tasks(*watchers)
 
     async def _run_rollouts(
         self,

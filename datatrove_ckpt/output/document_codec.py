@@ -26,7 +26,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from types import MethodType
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import orjson
@@ -42,6 +42,9 @@ from datatrove_ckpt.errors import DocumentNotSerializable
 from datatrove_ckpt.output import formats
 from datatrove_ckpt.output.arrow_types import Row
 from datatrove_ckpt.output.file_names import FileNames, OurTemplate
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _NAMES = frozenset({"text", "id", "media"})
 _Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
@@ -139,10 +142,6 @@ Other = Callable[[object], object]
 
 class NotEncodable(TypeError):
     """A value has no JSON form."""
-
-
-class _Dataclass(Protocol):
-    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[object]]]
 
 
 def encode(document: Document) -> bytes:
@@ -403,12 +402,12 @@ def _elements(value: frozenset[object]) -> list[object]:
     return sorted(value, key=repr)
 
 
-def _fields(value: _Dataclass) -> dict[str, object]:
+def _fields(value: "DataclassInstance") -> dict[str, object]:
     return {name: getattr(value, name) for name in field_names(type(value))}
 
 
 @functools.cache
-def field_names(kind: type[_Dataclass]) -> tuple[str, ...]:
+def field_names(kind: "type[DataclassInstance]") -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind))
 
 

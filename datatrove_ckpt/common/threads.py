@@ -1,8 +1,8 @@
-"""Starts threads that keep no process alive."""
+"""Starts threads that keep no process alive, and calls functions in several threads."""
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from typing import TypeVar
 
@@ -30,3 +30,9 @@ def context_thread(work: Callable[..., object], name: str, *arguments: object) -
     thread = threading.Thread(target=run, args=(work, *arguments), name=name, daemon=True)
     thread.start()
     return thread
+
+
+def in_threads(call: Callable[..., T], *items: Iterable[object]) -> list[T]:
+    """Calls storage in threads, because each request may take tens of milliseconds."""
+    with ThreadPoolExecutor(32) as threads:
+        return list(threads.map(call, *items))

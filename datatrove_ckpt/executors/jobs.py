@@ -21,7 +21,6 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -40,6 +39,7 @@ from datatrove_ckpt.common import redaction, retrying
 from datatrove_ckpt.common.attempts import AttemptProgress
 from datatrove_ckpt.common.formatting import plural, plural_is, seconds_of
 from datatrove_ckpt.common.setting_types import Count, CountFromZero, CountOrAll, check
+from datatrove_ckpt.common.threads import in_threads
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp, GoalReached
 from datatrove_ckpt.executors.local import OwnExecutor
 from datatrove_ckpt.generation.limit_watch import limit_reached
@@ -504,8 +504,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         reached = self._worker().reached
 
         def look() -> dict[int, AttemptProgress]:
-            with ThreadPoolExecutor(32) as threads:
-                return dict(zip(ranks, threads.map(reached, ranks), strict=True))
+            return dict(zip(ranks, in_threads(reached, ranks), strict=True))
 
         return self._call_hub("The mirror cannot be read", look)
 

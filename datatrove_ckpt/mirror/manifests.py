@@ -31,8 +31,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import ClassVar, TypeVar
@@ -261,12 +260,6 @@ def decode_answers(data: bytes) -> Iterator[CachedRequest]:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise MirrorDamaged(f"an answer is damaged ({error!r})") from error
         yield request
-
-
-def in_threads(call: Callable[..., T], *items: Iterable[object]) -> list[T]:
-    """Calls an object store in threads: each request takes tens of milliseconds."""
-    with ThreadPoolExecutor(32) as threads:
-        return list(threads.map(call, *items))
 
 
 class MirrorDamaged(Exception):

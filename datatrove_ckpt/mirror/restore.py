@@ -64,6 +64,7 @@ from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.common.retrying import failure_line
+from datatrove_ckpt.common.threads import in_threads
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, CkptError, StorageFailed
 from datatrove_ckpt.mirror.manifests import (
     MAX_OBJECT_BYTES,
@@ -75,7 +76,6 @@ from datatrove_ckpt.mirror.manifests import (
     VersionWriter,
     contains_version,
     decode_answers,
-    in_threads,
 )
 
 _WITHOUT = " To start without what the mirror holds, remove the setting checkpoints_remote_dir."

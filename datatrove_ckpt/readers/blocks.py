@@ -18,7 +18,6 @@ import uuid
 from base64 import b64decode, b64encode
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from xxhash import xxh3_128_hexdigest
 import datatrove_ckpt.readers.jsonl as jsonl
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.lazy_pyarrow import pa
+from datatrove_ckpt.common.threads import in_threads
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.block_file import BlockFile, BlockRows, FileIndex, Group, check_columns
 from datatrove_ckpt.readers.choose_reader import FilesReader
@@ -158,32 +158,31 @@ class BlockInput:
         return self.__dict__ | {"_opened": OrderedDict()}
 
     def _index_files(self) -> list[FileIndex]:
-        with ThreadPoolExecutor(16) as threads:
-            numbers = range(len(self.names))
-            # The footers of Parquet files have the rows.
-            if isinstance(self._reader, ParquetReader) and self._reader.data_folder.is_local():
-                return list(threads.map(self._index_file, numbers))
-            options = [getattr(self._reader, name, None) for name in ("compression", "stream")]
-            kind = f"{self._reader.format}/{options}/{jsonl.PART_BYTES}"
-            counts = RowCounts(self.inputs, kind)
-            self._counts = counts
-            indexes = list(threads.map(counts.get, numbers))
-            if None not in indexes:
-                return [index for index in indexes if index is not None]
-            logger.info(
-                f"One process counts the rows of {plural(indexes.count(None), 'file')} in "
-                f"{self.inputs.folder.path}, once."
-            )
-            with counts.counting():
+        numbers = range(len(self.names))
+        # The footers of Parquet files have the rows.
+        if isinstance(self._reader, ParquetReader) and self._reader.data_folder.is_local():
+            return in_threads(self._index_file, numbers)
+        options = [getattr(self._reader, name, None) for name in ("compression", "stream")]
+        kind = f"{self._reader.format}/{options}/{jsonl.PART_BYTES}"
+        counts = RowCounts(self.inputs, kind)
+        self._counts = counts
+        indexes = in_threads(counts.get, numbers)
+        if None not in indexes:
+            return [index for index in indexes if index is not None]
+        logger.info(
+            f"One process counts the rows of {plural(indexes.count(None), 'file')} in "
+            f"{self.inputs.folder.path}, once."
+        )
+        with counts.counting():
 
-                def count(number: int) -> FileIndex:
-                    index = indexes[number] or counts.get(number)
-                    if index is None:
-                        index = self._index_file(number)
-                        counts.put(number, index)
-                    return index
+            def count(number: int) -> FileIndex:
+                index = indexes[number] or counts.get(number)
+                if index is None:
+                    index = self._index_file(number)
+                    counts.put(number, index)
+                return index
 
-                return list(threads.map(count, numbers))
+            return in_threads(count, numbers)
 
     def _index_file(self, number: int) -> FileIndex:
         with closing(self._reader.open_file(self.names[number])) as file:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from glob import has_magic
@@ -24,6 +23,7 @@ from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from datatrove_ckpt.checkpoint.layout import is_input
 from datatrove_ckpt.common import JsonObject, retrying
+from datatrove_ckpt.common.threads import in_threads
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.readers.input_errors import is_on_hub, naming_hub_input
 from datatrove_ckpt.readers.positions import ALL_ROWS, ReaderState, in_pipeline
@@ -282,8 +282,7 @@ def record_reader(
 
 def sample_files(inputs: InputFiles, indices: Sequence[int]) -> list[FileRecord]:
     """Records the files with the sizes in ``inputs``, and with new samples."""
-    with ThreadPoolExecutor(16, thread_name_prefix="datatrove-ckpt sample") as threads:
-        return list(threads.map(partial(_record, inputs), indices))
+    return in_threads(partial(_record, inputs), indices)
 
 
 def _record(inputs: InputFiles, index: int) -> FileRecord:

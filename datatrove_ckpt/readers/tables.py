@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 from datatrove.pipeline.readers import ipc, parquet
 
 from datatrove_ckpt.common.lazy_pyarrow import pa
+from datatrove_ckpt.common.threads import in_threads
 from datatrove_ckpt.readers.arrow_blocks import ArrowBlocks
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.block_file import TableFile
@@ -40,8 +40,7 @@ class _TableReader(SeekingReader):
 
     def schemas(self) -> Iterator[tuple[str, pa.Schema]]:
         names = list_input(self).names
-        with ThreadPoolExecutor(16) as threads:
-            yield from zip(names, threads.map(self._schema, names), strict=True)
+        yield from zip(names, in_threads(self._schema, names), strict=True)
 
     def _schema(self, name: str) -> pa.Schema:
         with closing(self.open_file(name)) as file:

@@ -3,7 +3,7 @@
 import math
 import time
 
-from datatrove_ckpt.common.counts import NO_SECONDS, Seconds
+from datatrove_ckpt.common.counts import Seconds
 
 # The ``testing`` package replaces these two, so that no time passes.
 _monotonic = time.monotonic
@@ -18,7 +18,7 @@ def unix_seconds() -> float:
 class RankClock:
     """Measures the seconds of a rank, added to those of earlier attempts."""
 
-    def __init__(self, earlier: Seconds = NO_SECONDS) -> None:
+    def __init__(self, earlier: Seconds) -> None:
         self._earlier = earlier
         self._started = _monotonic()
         self._serving = math.inf

@@ -102,7 +102,7 @@ class DiskClaims:
 
     heartbeat_seconds = 30.0
 
-    def __init__(self, folder: Path, owner: str = "") -> None:
+    def __init__(self, folder: Path, owner: str) -> None:
         self._folder = folder
         self._owner = owner
         if owner:

@@ -52,6 +52,7 @@ class OnceCall:
         return payload_hash(_as_json(arguments, PAYLOAD_JSON | orjson.OPT_SORT_KEYS))
 
 
+@dataclass(eq=False)
 class OnceCalls:
     """The calls of a rank. Must be created on the rank's event loop.
 
@@ -59,10 +60,11 @@ class OnceCalls:
         running: number of calls that have begun and not ended; a drain waits for them.
     """
 
-    def __init__(self, counts: WorkCounts, shutdown: Shutdown) -> None:
+    _counts: WorkCounts
+    _shutdown: Shutdown
+
+    def __post_init__(self) -> None:
         self.running = 0
-        self._counts = counts
-        self._shutdown = shutdown
         self._threads = asyncio.Semaphore(_THREADS)
 
     async def make(self, call: OnceCall) -> CachedAnswer:

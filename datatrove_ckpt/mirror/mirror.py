@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -65,8 +65,8 @@ class RemoteMirror:
     url: str
     folder: Path
     seconds: IntervalSeconds
-    shutdown: Shutdown = field(default_factory=Shutdown)
-    job: bytes | None = None
+    shutdown: Shutdown
+    job: bytes | None
 
     def __post_init__(self) -> None:
         self._interval = Interval(self.seconds, MIRROR_TUNING)

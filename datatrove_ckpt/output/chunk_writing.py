@@ -37,6 +37,7 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -86,17 +87,17 @@ from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.targets import make_target, remove_output
 
 
+@dataclass(eq=False)
 class ChunkWriter:
-    def __init__(
-        self, writer: DiskWriter, rank: int, names: FileNames, rows: RowsOf = one_row
-    ) -> None:
+    _writer: DiskWriter
+    _rank: int
+    _names: FileNames
+    _rows_of: RowsOf = one_row
+
+    def __post_init__(self) -> None:
         self.columns = RankColumns()
         self._input_types = NO_TYPES
-        self._writer = writer
         self._decode: Callable[[bytes], Document] = decode
-        self._rank = rank
-        self._names = names
-        self._rows_of = rows
 
     def resume(self, committed: Iterable[CommittedFile], input_types: Types) -> None:
         """Reads the types of the first committed file, if it is on a disk.

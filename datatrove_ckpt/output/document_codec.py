@@ -517,7 +517,7 @@ def _wrapped(value: object) -> dict[str, list[object]] | None:
     return None
 
 
-def wrap_deep(value: object, other: Other = _refuse, depth: int = _DEEPEST) -> object:
+def wrap_deep(value: object, other: Other, depth: int = _DEEPEST) -> object:
     """Returns an equal structure of plain JSON values.
 
     Raises:

@@ -43,6 +43,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -404,17 +405,19 @@ MOST_BYTES = 32 * 2**20
 """Limit of the bytes of small files that are sent inside a commit."""
 
 
+@dataclass(eq=False)
 class UploadedFile:
     """A file whose content is on the hub, or is sent inside its commit."""
 
-    def __init__(self, chunk_index: int, name: str, operation: Any) -> None:
-        self.chunk_index = chunk_index
-        self.name = name
-        self.operation = operation  # huggingface_hub's CommitOperationAdd
-        self._is_regular = getattr(operation, "_upload_mode", None) == "regular"
+    chunk_index: int
+    name: str
+    operation: Any  # huggingface_hub's CommitOperationAdd
+
+    def __post_init__(self) -> None:
+        self._is_regular = getattr(self.operation, "_upload_mode", None) == "regular"
         self.bytes_in_commit = 0
         if self._is_regular:
-            self.bytes_in_commit = operation.upload_info.size
+            self.bytes_in_commit = self.operation.upload_info.size
         self.earlier: Collection[str] = ()
         """Hashes of all content that the rank may have published under this name."""
 

@@ -8,6 +8,7 @@ while it can still become a dead letter.
 import copy
 import io
 from collections.abc import Callable
+from dataclasses import dataclass
 from string import Template
 
 from datatrove.data import Document
@@ -41,6 +42,7 @@ class _InMemory:
         pass
 
 
+@dataclass(eq=False)
 class WriterTrial:
     """Checks whether the user's writer, which must never have been opened, can write a document.
 
@@ -55,15 +57,14 @@ class WriterTrial:
         is_quick: whether a trial may run in the event loop.
     """
 
-    def __init__(
-        self, writer: DiskWriter, input_types: arrow_types.Types, rows: RowsOf = one_row
-    ) -> None:
-        self._writer = writer
-        self._rows = rows
-        self._input_types = input_types
+    _writer: DiskWriter
+    _input_types: arrow_types.Types
+    _rows: RowsOf = one_row
+
+    def __post_init__(self) -> None:
         self._takes_usual = False  # not known yet
-        self.is_quick = is_usual(writer) and any(
-            output_format.is_written_by(writer) for output_format in formats.FORMATS
+        self.is_quick = is_usual(self._writer) and any(
+            output_format.is_written_by(self._writer) for output_format in formats.FORMATS
         )
         self._copied = self._copy()
 

@@ -483,7 +483,6 @@ class CompletionClient:
     Attributes:
         without_reason: number of answers without a finish_reason.
         pausing: number of requests that wait for their next attempt.
-        cancelled: number of attempts that their rollout, or the end of the event loop, cancelled.
     """
 
     def __init__(
@@ -495,7 +494,7 @@ class CompletionClient:
     ) -> None:
         self.servers = servers
         self.sender = sender
-        self.answers = self.without_reason = self.in_flight = self.pausing = self.cancelled = 0
+        self.answers = self.without_reason = self.in_flight = self.pausing = 0
         self.outage = servers.outage
         self.api = default_api(servers.config)
         self._config = servers.config
@@ -665,7 +664,6 @@ class CompletionClient:
                 raise
         except asyncio.CancelledError:
             if not attempt.lost or attempt.is_cancelled:
-                self.cancelled += 1
                 raise
         finally:
             attempt.end()

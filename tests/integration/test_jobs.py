@@ -249,7 +249,7 @@ def test_an_interrupted_coordinator_leaves_its_jobs_and_the_next_one_waits_for_t
         said = command("run", "job.yaml", code=143)
         assert "To resume: datatrove-ckpt run job.yaml" in said
         (job,) = jobs.running
-        assert any("1 job go on: " in line and job.id in line for line in log), log
+        assert any("1 job continue: " in line and job.id in line for line in log), log
         go_on.set()
         assert "6 of 6 documents" in command("run", "job.yaml").out
         assert jobs.all == [job], "nothing was started twice"
@@ -334,7 +334,7 @@ def test_a_job_whose_token_expires_stops_instead_of_paying_for_what_its_disk_los
         records = "--pipeline.1.records_per_chunk=300"
         said = command("run", "job.yaml", records, code=1)
         assert (
-            "log in (hf auth login, or export HF_TOKEN). The jobs that run go on: the same command waits for them."
+            "log in (hf auth login, or export HF_TOKEN). The running jobs continue: the same command waits for them."
             in said.error
         )
         until(lambda: not jobs.running)

@@ -231,7 +231,7 @@ def test_the_config_that_users_copy_gets_more_workers_and_a_last_job_that_checks
     more, early = submitted(capsys.readouterr().out)
     until(lambda: cluster.show("job", early).get("JobState") == "FAILED", 240, job.describe)
     said = (tmp_path / f"slurm_run/logs/slurm/{early}.out").read_text()
-    assert "2 tasks are not complete: 0-1. Workers of another submission go on: pid " in said
+    assert "2 tasks are not complete: 0-1. Workers of another submission continue: pid " in said
     assert {cluster.show("job", f"{more}_{index}")["JobState"] for index in range(2)} == {
         "COMPLETED"
     }

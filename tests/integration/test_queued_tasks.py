@@ -14,6 +14,7 @@ from pathlib import Path
 import dill
 import pytest
 
+from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.old_paths import MOVED
 from tests import processes
 from tests.jobs import ids
@@ -46,6 +47,7 @@ def test_what_is_queued_is_the_job_that_it_was(pickle, here, monkeypatch):
 
 def test_a_file_that_names_classes_by_their_modules_is_the_job_that_it_was(here, monkeypatch):
     monkeypatch.setenv("PATH", os.environ["PATH"])
+    monkeypatch.setenv(LAUNCH, "")  # which a submission sets
     made = json.loads((QUEUED / "0.2.0-71ea9718" / "made.json").read_text())["paths"]
     (step,) = queue("paths", here)[1]
     (then,) = made

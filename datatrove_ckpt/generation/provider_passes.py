@@ -57,7 +57,6 @@ POLL_SECONDS = 60.0
 LIST_LAG_SECONDS = 60.0
 """Longest delay before a new batch is in the provider's list, and before a new file is found."""
 LOOK_SECONDS = 5.0
-_SHOWN = 2000
 
 
 async def open_provider(config: InferenceConfig, path: str) -> BatchProvider:

@@ -102,8 +102,12 @@ def _stays(scan: _PickleScan, value: object, is_private: bool) -> str:
 
 def restore(names: ScriptNames) -> None:
     main = sys.modules["__main__"]
-    if names.file is None or getattr(main, "__file__", None) != names.file:
+    if getattr(main, "__file__", None) != names.file:
         vars(main).update(names.values)
+    elif names.file is None:
+        # A worker of a notebook loads the pickle for each task: what rollouts have changed stays.
+        for name, value in names.values.items():
+            vars(main).setdefault(name, value)
 
 
 @contextmanager

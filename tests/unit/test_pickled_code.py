@@ -5,11 +5,13 @@ import functools
 import sys
 import types
 from pathlib import Path
+from types import ModuleType
 
 import dill
 import pytest
 
 from datatrove_ckpt.user_code import code_identity, script_names
+from datatrove_ckpt.user_code.script_names import ScriptNames, restore
 from tests.jobs import runner
 from tests.unit.test_identity import MODULE, as_main, load_changed
 
@@ -171,3 +173,11 @@ def test_a_step_among_the_names_of_the_script_is_pickled_once(tmp_path, script):
     assert "runner" in step.__getstate__()["_script_names"].values
     copied = copy.deepcopy(step)
     assert copied.rollout_fn is step.rollout_fn
+
+
+def test_a_second_task_of_a_worker_leaves_what_the_first_has_changed(monkeypatch):
+    notebook = ModuleType("__main__")  # without a file
+    notebook.count = 1
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    restore(ScriptNames(None, {"count": 0, "limit": 3}, {}))
+    assert (notebook.count, notebook.limit) == (1, 3)

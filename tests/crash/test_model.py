@@ -63,7 +63,7 @@ async def rollout(document, generate, prompt):
 
     The text says what happens: its kind and hardness.
     """
-    letter = getattr(document, "letter", None)
+    letter = getattr(document, "dead_letter", None)
     attempt = letter["attempts"] + 1 if letter else 1
     kind, hardness, _ = document.text.split()
     first = await generate(question(prompt, document.text, attempt))

@@ -330,7 +330,8 @@ class DocumentSource:
         if previous is None:
             return
         last = position_of(previous.document)
-        if self._in_order and position is not None and last is not None and last < position:
+        # The first two numbers of a position give the order of reading.
+        if self._in_order and position and last and last[:2] < position[:2]:
             previous.resumable = True
             return
         with self._lock:
@@ -341,7 +342,6 @@ class DocumentSource:
                 "A step between the reader and InferenceRunner reorders documents, or makes "
                 "several of one: a resume will count documents from the start instead of seeking."
             )
-        # The first two numbers of a position give the order of reading.
         if self._saved is not None and (position is None or position[:2] <= self._saved):
             raise ConfigError(
                 "A step between the reader and InferenceRunner reorders documents, or makes "

@@ -70,7 +70,8 @@ Position = tuple[int, int, FileState, FilePosition, SkippedLines]
 """Number of the reader, number of documents it has yielded, file, position in the file, lines
 skipped so far.
 
-Within one run, ``<`` orders positions as they were read: the first two numbers decide.
+Within one run, the first two numbers order positions as they were read. ``<`` of whole positions
+raises TypeError for copies that were pickled.
 """
 
 

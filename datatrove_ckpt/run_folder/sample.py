@@ -27,7 +27,7 @@ from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.generation.recorded_requests import NotedRequests, RecordedRequest, noting
 from datatrove_ckpt.generation.run_identity import servers_digest
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
-from datatrove_ckpt.readers.positions import position_of
+from datatrove_ckpt.readers.positions import Reading, position_of
 from datatrove_ckpt.run_folder.estimate import Estimate, estimate, quantile
 from datatrove_ckpt.run_folder.run_plan import RunnerPlan, RunPlan
 
@@ -67,7 +67,8 @@ def take_sample(plan: RunPlan, number: int, folder: Path) -> SentSample:
     if not plan.runners:
         raise ConfigError("--sample: the pipeline has no InferenceRunner.")
     runner = plan.runners[0]
-    with_input, tasks = _first_documents(runner, number)
+    with Reading():  # one order of all tasks
+        with_input, tasks = _first_documents(runner, number)
     first = [document for documents in tasks.values() for document in documents]
     texts = [document.text for document in first]
     recorded_requests: NotedRequests = {}

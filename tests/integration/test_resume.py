@@ -5,6 +5,7 @@ wrong document.
 import asyncio
 import itertools
 import json
+import pickle
 
 import pytest
 from datatrove.pipeline.readers import JsonlReader as OriginalJsonl
@@ -233,10 +234,17 @@ def twice(data):
         yield document
 
 
-def test_documents_that_do_not_come_in_order_are_counted(folder, server, log):
-    undisturbed = [document.id for document in read(folder, step=twice)]
-    again = interrupted(folder, server, read(folder, step=twice), seek=True)
-    again.run(read(folder, step=twice))
+def twice_by_other_processes(data):
+    for document in data:
+        yield pickle.loads(pickle.dumps(document))
+        yield pickle.loads(pickle.dumps(document))
+
+
+@pytest.mark.parametrize("step", [twice, twice_by_other_processes])
+def test_documents_that_do_not_come_in_order_are_counted(folder, server, log, step):
+    undisturbed = [document.id for document in read(folder, step=step)]
+    again = interrupted(folder, server, read(folder, step=step), seek=True)
+    again.run(read(folder, step=step))
     assert ids(folder) == undisturbed
     assert log.said("reorders documents, or makes several of one")
 

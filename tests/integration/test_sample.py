@@ -136,6 +136,15 @@ def test_a_sample_of_the_whole_input_is_exact_and_says_what_is_wrong_with_its_an
     assert "cost" not in said
 
 
+@pytest.mark.parametrize("number, sent", [(3, "a0 b0 c0"), (4, "a0 a1 b0 c0")])
+def test_a_sample_takes_the_first_documents_of_several_tasks(here, server, command, number, sent):
+    write_input(here, *[[f"{task}{index}" for index in range(5)] for task in "abc"])
+    words = job(server, "input", "--run-folder", "run", "--tasks=3")
+    said = command(*words, "--sample", number)
+    assert sorted(server.asked) == [f"Say {text}" for text in sent.split()]
+    assert "reorders" not in said
+
+
 def test_an_estimate_counts_in_whole_numbers(tmp_path, command):
     jsonl(tmp_path, [{"id": str(number), "text": "a" * number} for number in range(1, 8)])
     with FakeServer() as server:

@@ -12,6 +12,7 @@ datatrove deals tasks out to elements if tasks have several nodes, or retry dead
 
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -110,6 +111,8 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
             raise ConfigError(
                 f"logging_dir: {folder}: no variable is filled in here. Write the path itself."
             )
+        if options.keys().isdisjoint({"job_id_position", "job_id_retriever"}):
+            self.job_id_retriever = submitted_job
         self._prepare(DatatroveExecutor)
         self.max_rank_attempts = max_rank_attempts
         self.ranks_at_once = ranks_at_once
@@ -307,6 +310,22 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         self.job_id = launch_slurm_job(
             self.get_launch_file_contents(arguments, command), self.job_id_retriever
         )
+
+
+def submitted_job(printed: str) -> str:
+    """Returns the job id in what sbatch printed. A site's text may stand around sbatch's line.
+
+    Raises CkptError if no line is sbatch's, with or without ``--parsable``.
+    """
+    line = re.search(r"Submitted batch job (\d+)|^(\d+)(?:;\S+)?$", printed, re.MULTILINE)
+    if line is None:
+        raise CkptError(
+            f"sbatch printed no job id, but {printed.strip()!r}. Cancel what squeue shows of this "
+            "run. Then correct sbatch, which prints 'Submitted batch job 17' by itself, or set "
+            "job_id_position (the id is this word of the text, counted from 0), and run the same "
+            "command again."
+        )
+    return line[1] or line[2]
 
 
 @contextmanager

@@ -33,7 +33,7 @@ if os.environ.get("REFUSED") == str(number):
     sys.exit("sbatch: error: invalid partition specified: gpu")
 pathlib.Path("submitted", str(number)).write_text(" ".join(sys.argv[1:-1]) + os.environ["PYTHONPATH"] + "\\n"
     + pathlib.Path(sys.argv[-1]).read_text())
-print(f"Submitted batch job {{number}}")
+print(os.environ.get("PRINTED", "Submitted batch job {{number}}").format(number=number))
 """
 
 
@@ -202,6 +202,35 @@ def test_a_refusal_of_sbatch_is_1_and_says_what_was_submitted(
     assert "sbatch: error: invalid partition specified: gpu\n" in said
     assert f"error: sbatch ended with exit code 1; its message is above. {there}" in said
     assert said.endswith(f" The script is in {login_node}/slurm_run/logs/launch_script.slurm.\n")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "printed",
+    [
+        "Submitted batch job {number} on cluster big-2",
+        "*** 42 nodes are free ***\nSubmitted batch job {number}\nCost: 12.5 SU (project 4711)",
+        "{number};big",  # --parsable
+        "Quota: 17\n{number}\n",
+    ],
+)
+def test_the_job_id_is_found_among_the_words_of_a_site(login_node, capsys, monkeypatch, printed):
+    monkeypatch.setenv("PRINTED", printed)
+    assert run() == 0
+    assert "--dependency=afterany:7\n" in Path("submitted/8").read_text()
+    said = capsys.readouterr().out
+    assert "Submitted job 7: " in said
+    assert " Job 8 checks the run after it" in said
+
+
+def test_an_sbatch_that_prints_no_job_id_is_an_error_with_what_it_printed(
+    login_node, capsys, monkeypatch
+):
+    monkeypatch.setenv("PRINTED", "")
+    assert run() == 1
+    assert "error: sbatch printed no job id, but ''. Cancel what squeue" in capsys.readouterr().err
+    monkeypatch.setenv("PRINTED", "Job {number} is ready")
+    assert run("--executor.job_id_position=1") == 0
 
 
 def test_a_variable_in_logging_dir_is_refused_before_jobs_wait_for_it():

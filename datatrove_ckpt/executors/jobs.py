@@ -457,7 +457,10 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         def ask() -> list[Any]:
             labels = {_LABEL: self._label}
             alive = ["SCHEDULING", "RUNNING"]
-            return [*self._hub.list_jobs(status=alive, labels=labels, namespace=self.namespace)]
+            # Without a namespace, huggingface_hub 2.4 looks for the account of the login, and not
+            # for that of the token of ``HfApi``.
+            account = {"namespace": self.namespace, "token": self.token}
+            return [*self._hub.list_jobs(status=alive, labels=labels, **account)]
 
         jobs = []
         for job in self._call_hub("The jobs cannot be listed", ask):

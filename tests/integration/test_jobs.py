@@ -289,6 +289,15 @@ def test_cancel_with_and_without_jobs(
     assert datatrove_ckpt.run(run_folder=f"{base}/run/", jobs={}, **job) == f"{base}/run/output"
 
 
+def test_jobs_are_listed_by_a_token_without_a_login(hub, jobs, here, monkeypatch):
+    executor = an_executor(hub, here, token=hub.token)
+    monkeypatch.setenv("HF_TOKEN", "")
+    hub.requests.clear()
+    assert executor._alive() == []
+    assert hub.requests
+    assert {request.token for request in hub.requests} == {hub.token}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "refused, code, started, why",

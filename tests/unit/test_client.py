@@ -349,10 +349,30 @@ def test_a_server_that_refuses_every_request_is_asked_once(status):
     assert len(outcome.server.requests) == 1
 
 
+@pytest.mark.parametrize(
+    "error, is_refused",
+    [
+        ({"code": "insufficient_quota", "type": "insufficient_quota"}, True),
+        ({"message": "pay", "type": "exceeded_current_quota_error"}, True),
+        ({"code": "rate_limit_exceeded", "message": "insufficient_quota"}, False),
+        ({"code": ["insufficient_quota"]}, False),
+        ("insufficient_quota", False),
+    ],
+)
+def test_a_429_for_lack_of_credit_stops_at_once(error, is_refused):
+    limited = answer(http(429, json.dumps({"error": error}).encode(), "Retry-After: 1"))
+    outcome = Outcome(limited, GOOD)
+    if is_refused:
+        outcome.is_error(ServerRefused, "HTTP 429", "no credit left", str(error["type"]))
+        assert len(outcome.server.requests) == 1
+    else:
+        assert outcome.result == HI
+
+
 UNFINISHED = {
     **{
         f"status {status}": answer(http(status, b"later"))
-        for status in (408, 409, 425, 429, 498, 500, 502, 503, 504, 529)
+        for status in (408, 409, 424, 425, 429, 444, 460, 498, 499, 500, 502, 503, 504, 529)
     },
     "closed before the headers": then_close(),
     "truncated body": then_close(http(200, chat())[:-10]),

@@ -3,16 +3,16 @@
     what happens                                                     then
     400, 413, 414, 422, 431                                          RequestRejected: this request
                                                                      never succeeds
-    408, 409, 425, 429, 498, 5xx; refused, reset, torn connections;  retried, as long as the clocks
-                                                                     below allow; then
+    408, 409, 424, 425, 429, 444, 460, 498, 499, 5xx; refused,       retried, as long as the clocks
+    reset, torn connections;                                         below allow; then
     timeouts; bodies that are no completion; no choices;             ServerUnavailable (no request
                                                                      is answered), or
     two answers to one; finish_reason null, "abort" and the like     RequestFailed (others are);
                                                                      both stop the run
     an unknown form, three times in a row, or for a minute           ServerRefused, with path and
     finish_reason null, from a server that has sent no other         body
-    401, 402, 403, 404 and any other 4xx, any 3xx, 501               ServerRefused: no request of
-                                                                     this run succeeds. 403, 406,
+    401, 402, 403, 404 and any other 4xx, any 3xx, 501, 429          ServerRefused: no request of
+    for lack of credit                                               this run succeeds. 403, 406,
                                                                      451 are retried while others
                                                                      are answered. One of several
                                                                      endpoints gets no more requests
@@ -23,8 +23,9 @@
     the server died of this request alone, after two other deaths    RequestPoisoned
     this process may open no more connections                        TooManyOpenFiles: the run stops
 
-Only the HTTP status decides, not a body, which may quote the document. One exception: llama.cpp's
-500 for a text that is too long for an embedding counts as 413.
+Only the HTTP status decides, not a body, which may quote the document. Two exceptions: llama.cpp's
+500 for a text that is too long for an embedding counts as 413, and a 429 whose code is
+"insufficient_quota" or the like as 402.
 
 Sleeps between attempts grow from 0.5 s to 30 s with full jitter, or last as long as Retry-After
 requires (at most 120 s, and never beyond the patience). A sleeping request holds no place, except

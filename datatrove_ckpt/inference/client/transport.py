@@ -25,6 +25,10 @@ _TOO_LARGE = re.compile(
     rb"increase the physical batch "
     rb'size \(current batch size: \d+\)","type":"server_error"\}\}\s*'
 )
+_OUT_OF_CREDIT = frozenset(
+    {"insufficient_quota", "billing_hard_limit_reached", "exceeded_current_quota_error", "1113"}
+)
+"""The codes of OpenAI, Moonshot and Z.ai in a 429 that only a payment ends."""
 
 
 class ExchangeFailed(Exception):
@@ -103,18 +107,32 @@ def _error(response: Response, transport: Transport, model: str) -> RetryableErr
     if status in retrying.REJECTED:
         return RequestRejected(status, text)
     text = " ".join(text.split())
-    if status in retrying.SERVER.retried:
+    lacks_credit = status == 402 or (status == 429 and _lacks_credit(response.body))
+    if status in retrying.SERVER.retried and not lacks_credit:
         return RetryableError(
             f"HTTP {status} from {url}: {text}", retry_after=response.wait, status=status
         )
+    hint = _hint(status, transport, text)
+    if lacks_credit:
+        hint = "The account of this key has no credit left."
     refused = ServerRefused(
-        f"{url} answered HTTP {status} for model {model!r}. {_hint(status, transport, text)} "
+        f"{url} answered HTTP {status} for model {model!r}. {hint} "
         f"The server's answer: {text or '(empty)'}"
     )
     refused.status = status
     if status in retrying.OF_ONE_TEXT:
         return RetryableError(f"HTTP {status} from {url}: {text}", status=status, refusal=refused)
     return refused
+
+
+def _lacks_credit(body: bytes) -> bool:
+    """Returns whether the code or type of an error is about credit. Its message may quote the
+    document."""
+    try:
+        error = orjson.loads(body)["error"]
+        return not _OUT_OF_CREDIT.isdisjoint({error.get("code"), error.get("type")})
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return False
 
 
 def key_hint(url: HiddenUrl, api_key: Secret | None) -> str:
@@ -128,8 +146,6 @@ def _hint(status: int, transport: Transport, text: str) -> str:
         return "Redirects are not followed. Set the endpoint's URL to the final address."
     if status in (401, 403, 407):
         return f"It {key_hint(transport.url, transport.api_key)}."
-    if status == 402:
-        return "The account of this key has no credit left."
     if not (path := transport.url.reveal().path).endswith("/completions"):
         if "model" in text.lower():
             return "Check the model's name and the endpoint's URL."

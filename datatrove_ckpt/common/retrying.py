@@ -471,8 +471,8 @@ class FailureCounter:
 
 # Requests to an inference server; the patience is ``server_patience_seconds``.
 SERVER = RetryPolicy(
-    # 424: TGI failed to generate; 444, 460, 499: nginx, AWS and Gemini cut the connection. 501, "not
-    # implemented", does not pass.
+    # 424: TGI failed to generate; 444, 460, 499: nginx, AWS and Gemini cut the connection. 501,
+    # "not implemented", does not pass.
     retried=frozenset({408, 409, 424, 425, 429, 444, 460, 498, 499, *range(500, 600)}) - {501},
     limited=frozenset({429, 498, 503, 529}),  # 498: Groq's flex tier is full
     first=0.5,

@@ -127,7 +127,8 @@ def _error(response: Response, transport: Transport, model: str) -> RetryableErr
 
 def _lacks_credit(body: bytes) -> bool:
     """Returns whether the code or type of an error is about credit. Its message may quote the
-    document."""
+    document.
+    """
     try:
         error = orjson.loads(body)["error"]
         return not _OUT_OF_CREDIT.isdisjoint({error.get("code"), error.get("type")})

@@ -75,7 +75,7 @@ class JobInput:
         # Text before an "@" may be a password, which is refused below.
         kind = ""
         if pattern and "@" not in source:
-            kind = _kind(source)
+            kind = reader_name(source)
         shows_format = kind and (has_magic(source) or not self._is_here or Path(source).is_file())
         if shows_format or self.inspect_only:
             return node(kind, data_folder=folder, glob_pattern=pattern)
@@ -85,7 +85,11 @@ class JobInput:
             return node("HuggingFaceDatasetReader", dataset=source, load_from_disk=True)
         names = self._list(pattern or None)
         input_names = [name for name in names if pattern or PurePosixPath(name).stem != "README"]
-        kinds = {uncompressed(name).suffix: _kind(name) for name in input_names if _kind(name)}
+        kinds = {
+            uncompressed(name).suffix: reader_name(name)
+            for name in input_names
+            if reader_name(name)
+        }
         suffixes = sorted(kinds)
         rows = [suffix for suffix in suffixes if _READERS[kinds[suffix]].has_rows]
         texts = [suffix for suffix in suffixes if kinds[suffix] == "TextReader"]
@@ -214,7 +218,7 @@ def _is_absent(source: str) -> ConfigError:
     return ConfigError(f"input: {Path(source).absolute()} does not exist.{hint}")
 
 
-def _kind(name: str) -> str:
+def reader_name(name: str) -> str:
     """Returns the name of the reader for a file; "" if there is none."""
     return _SUFFIXES.get(uncompressed(name).suffix.lower(), "")
 
@@ -230,7 +234,7 @@ def _split(source: str) -> tuple[str, str]:
             if has_magic(part) and not Path("/".join(parts[: first + 1])).is_dir():
                 return "/".join(parts[:first]) or top, "/".join(parts[first:])
     folder, _, name = source.rstrip("/").rpartition("/")
-    if not source.endswith("/") and _kind(name) and not Path(source).is_dir():
+    if not source.endswith("/") and reader_name(name) and not Path(source).is_dir():
         # The name itself would match all names with this end.
         exactly = f"{escape(name[:-1])}[{name[-1]}]"
         return folder or top, exactly

@@ -46,11 +46,11 @@ def run(
         str(run_folder), str(input), prompt, rollout=rollout, model=model, endpoint=endpoint
     )
     short: JsonObject = {}
-    for name, value in [*vars(job).items(), *settings.items()]:
+    given = {name: value for name, value in vars(job).items() if value is not None}
+    for name, value in {**given, **settings}.items():
         if isinstance(value, Path):
             value = str(value)
-        if value is not None or name == "answer":
-            short[name] = value
+        short[name] = value
     with written_in("run()"):
         executor = build(expand(short, rows=rows))
         try:

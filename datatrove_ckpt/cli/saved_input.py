@@ -4,12 +4,15 @@ it: standard input, and objects of Python.
 
 import filecmp
 import json
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.job_file import recorded_settings
+from datatrove_ckpt.cli.job_input import reader_name
 from datatrove_ckpt.common.formatting import safe_repr
 from datatrove_ckpt.common.lazy_pyarrow import pa, pq
 from datatrove_ckpt.errors import ConfigError
@@ -59,6 +62,8 @@ def save_rows(rows: object, run_folder: Path) -> Path:
 
 def _lines(rows: Iterable[object]) -> Iterator[bytes]:
     for number, row in enumerate(rows):
+        if number == 0:
+            _refuse_path(row)
         if isinstance(row, str):
             row = {"text": row}
         if not isinstance(row, Mapping):
@@ -74,6 +79,19 @@ def _lines(rows: Iterable[object]) -> Iterator[bytes]:
                 "pyarrow.Table or a Dataset keeps its types."
             ) from None
         yield line
+
+
+def _refuse_path(row: object) -> None:
+    """Raises ConfigError for a path, or a text that is probably the path of an input."""
+    is_path = isinstance(row, os.PathLike)
+    if isinstance(row, str):
+        is_file_name = reader_name(row) != "" and not re.search(r"\s", row)
+        is_path = is_file_name or ("/" in row and os.path.exists(row))  # noqa: PTH110 (any text)
+    if is_path:
+        raise ConfigError(
+            f"input: row 0 is {str(row)!r}, a path. Give several files as a pattern or a folder, "
+            'such as documents/*.jsonl; or give texts that look like paths as {"text": ...}.'
+        )
 
 
 def _refuse_other_keys(value: object) -> None:
@@ -92,8 +110,8 @@ def _keep_table(table: Any, run_folder: Path) -> Path:
     path = run_folder / _FOLDER / "rows.parquet"
     new = path.with_name(f"{path.name}.new")
     files.disk.make_dirs(path.parent)
-    if hasattr(table, "reset_index"):  # an index without a name is the number of a row
-        table = table.reset_index(drop=set(table.index.names) == {None})
+    if hasattr(table, "reset_index"):
+        table = _with_index(table, path)
     if hasattr(table, "to_parquet"):
         table.to_parquet(new)
     else:
@@ -109,6 +127,18 @@ def _keep_table(table: Any, run_folder: Path) -> Path:
     is_equal = filecmp.cmp(new, path, shallow=False)
     files.disk.remove(new)
     return _compared(path, is_equal)
+
+
+def _with_index(frame: Any, path: Path) -> Any:
+    """Returns a DataFrame with its index as a column, unless the index only counts the rows, or a
+    run has begun without that column.
+    """
+    rows = frame.reset_index(drop=True)
+    if set(frame.index.names) == {None}:
+        begun_without = _has_begun_with(path) and len(pq.read_schema(path)) == len(rows.columns)
+        if begun_without or frame.index.equals(rows.index):
+            return rows
+    return frame.reset_index()
 
 
 def _has_begun_with(path: Path) -> bool:

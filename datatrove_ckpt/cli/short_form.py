@@ -228,9 +228,11 @@ def _place(name: str, value: object, by_class: dict[str, Node]) -> None:
         by_class: the arguments of the job's classes. The rollout's come last.
 
     Raises:
-        ConfigError: no class of the job has the setting.
+        ConfigError: no class of the job has the setting, and it has a value.
     """
     owners = [owner for owner in settings()[name] if owner in by_class]
+    if not owners and value is None:
+        return
     if not owners:
         hint = did_you_mean(yaml_config.OTHER_NAMES.get(name, ""), settings()) or (
             ". Remove it, or change the input or the rollout."

@@ -16,7 +16,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.job_file import record_output_folder
 from datatrove_ckpt.checkpoint.rank_summary import Include, JobTotals
 from datatrove_ckpt.common.formatting import plural
-from datatrove_ckpt.errors import CkptError, TooManyDeadLetters
+from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, InputError, TooManyDeadLetters
 from datatrove_ckpt.generation.final_stats import lines_with_error
 from datatrove_ckpt.mirror import restore
 from datatrove_ckpt.process.task_errors import log_disabled
@@ -173,6 +173,8 @@ def check_after_run(plan: RunPlan) -> dict[Path, JobTotals]:
 
     Raises:
         CkptError, OSError: as ``check_before_run``.
+        CheckpointCorrupt: the commits contradict each other.
+        InputError: no row of the input is a document.
         TooManyDeadLetters: all documents are dead letters, or all lines of a batch file have an
             error.
     """
@@ -188,6 +190,18 @@ def check_after_run(plan: RunPlan) -> dict[Path, JobTotals]:
         job = jobs[root] = earlier_runs.check_output_of_run(runner, root, want=want)
         earlier_runs.refuse_vanished_input(root, job)
         counts = job.counts
+        if counts.dead < 0 or counts.written + counts.dropped + counts.dead != counts.read:
+            raise CheckpointCorrupt(
+                f"The commits in {root} contradict each other: {counts.read} documents read, "
+                f"{counts.written} written, {counts.dropped} dropped, {counts.dead} dead letters. "
+                f"Do not use the output before you have run: datatrove-ckpt verify {root} --full"
+            )
+        if job.numbers.skipped and not counts.read:
+            raise InputError(
+                f"No row of the whole input is a document.{job.numbers.skipped} Check text_key and "
+                "the adapter of the reader.",
+                starts_over="anew",
+            )
         if counts.read and counts.dead == counts.read:
             often = "".join(cause for cause, _ in job.numbers.dead_letters.most_common(1))
             raise TooManyDeadLetters(

@@ -6,7 +6,6 @@ from pathlib import Path
 from datatrove_ckpt.checkpoint.rank_summary import JobTotals, find_ranks
 from datatrove_ckpt.common.counts import DocumentCounts
 from datatrove_ckpt.common.formatting import plural, plural_is
-from datatrove_ckpt.errors import CheckpointCorrupt, InputError
 from datatrove_ckpt.generation.final_stats import lines_with_error
 from datatrove_ckpt.generation.finished_from import EarlierRuns
 from datatrove_ckpt.run_folder.run_plan import RunnerPlan
@@ -22,27 +21,10 @@ def summary_line(
         job: the sums of its checkpoint.
         started: start of the command, in Unix seconds. Retries since then are named.
         command: the command as it was typed.
-
-    Raises:
-        CheckpointCorrupt: the commits contradict each other.
-        InputError: no row of the input is a document.
     """
     if not job.ranks:
         find_ranks(checkpoints)  # raises, and names the reason
     counts = job.counts
-    skipped = job.numbers.skipped
-    if counts.dead < 0 or counts.written + counts.dropped + counts.dead != counts.read:
-        raise CheckpointCorrupt(
-            f"The commits in {checkpoints} contradict each other: {counts.read} documents read, "
-            f"{counts.written} written, {counts.dropped} dropped, {counts.dead} dead letters. Do "
-            f"not use the output before you have run: {_verify(checkpoints)}"
-        )
-    if skipped and not counts.read:
-        raise InputError(
-            f"No row of the whole input is a document.{skipped} Check "
-            "text_key and the adapter of the reader.",
-            starts_over="anew",
-        )
     folder = runner.step.output_writer.output_folder.resolve_paths("")
     if not counts.read:
         return f"There are no documents in the input, so there is no output in {folder}."
@@ -60,7 +42,7 @@ def summary_line(
     errors = lines_with_error(runner.step.rollout_fn, counts)
     if errors:
         work += f" Lines with an error in the output: {errors} of {counts.written}."
-    work += str(skipped)
+    work += str(job.numbers.skipped)
     if idle and not runner.plan.incomplete(skip_completed=True):
         work += f" {idle} of {plural(job.ranks, 'task')} had no documents."
     work += f"{counts.odd_answers}{_attempts(job)}"

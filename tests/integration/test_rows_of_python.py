@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 import datatrove_ckpt
-from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.testing import FakeServer
 
 DAY = datetime.date(1066, 10, 14)
@@ -87,6 +87,21 @@ def test_tables_keep_their_types(server, make):
         run(server, TABLE.slice(1))
 
 
+@pytest.mark.parametrize("index", [["x", "y", "z"], [7, 0, 2]])
+def test_an_index_without_a_name_is_a_column_unless_it_counts_the_rows(server, index):
+    rows = pandas.DataFrame({"text": ["a", "b", "c"]}, index)
+    output = run(server, rows)
+    assert output.to_pandas().set_index("index")["text"].to_dict() == rows["text"].to_dict()
+    # A run that an earlier version has begun.
+    rows.reset_index(drop=True).to_parquet("runs/x/input/rows.parquet")
+    with pytest.raises(CheckpointMismatch, match="input"):
+        run(server, rows)
+    plain = run(server, rows.reset_index(drop=True), run_folder="runs/y")
+    run(server, rows, run_folder="runs/y")
+    assert "index" not in plain.to_pandas()
+    assert set(server.asked.values()) == {2}
+
+
 def frame():
     return TABLE.to_pandas(types_mapper=pandas.ArrowDtype)
 
@@ -103,6 +118,10 @@ def test_a_named_index_is_a_column(server):
         (datasets.DatasetDict({"train": datasets.Dataset(TABLE)}), r"one split.*DatasetDict"),
         (b"text", "it is bytes"),
         (7, "it is int"),
+        (["documents/a.jsonl.gz", "b.jsonl"], "row 0 is 'documents/a.jsonl.gz', a path"),
+        ([Path("documents")], "row 0 is 'documents', a path"),
+        (["runs/../runs"], "row 0 is 'runs/../runs', a path"),
+        (["s3://bucket/*.parquet"], "row 0 is 's3://bucket/.*', a path"),
         ([["a"]], "row 0 is neither a text nor a dictionary"),
         ([{"text": "a"}, {"text": "b", "day": DAY}], "row 1 does not fit into JSON: .*date"),
         ([{"text": "a", 1: "b", "1": "c"}], "row 0 does not fit into JSON: the key 1 is no text"),
@@ -110,6 +129,7 @@ def test_a_named_index_is_a_column(server):
     ],
 )
 def test_what_is_no_rows_is_refused(server, rows, message):
+    Path("runs").mkdir()
     with pytest.raises(ConfigError, match=message):
         run(server, rows)
     assert not server.payloads
@@ -128,3 +148,21 @@ def test_rows_that_were_wrong_before_the_first_request_may_change():
 def test_rows_are_for_a_run_folder_of_this_machine(server):
     with pytest.raises(ConfigError, match="memory://x"):
         run(server, ["a"], run_folder="memory://x")
+
+
+def test_a_setting_of_none_is_none(server):
+    """As ``null`` of YAML. A setting of a reader or rollout that the job has not does not matter."""
+    rows = [{"q": "a"}, {"q": "b", "text": "c"}]
+
+    async def rollout(document, generate):
+        answer = await generate({"messages": [{"role": "user", "content": document.metadata["q"]}]})
+        return answer.text
+
+    output = run(server, rows, prompt=None, rollout=rollout, text_key=None, json_schema=None)
+    assert [document.metadata["q"] for document in output] == ["a", "b"]
+
+
+def test_an_input_without_documents_is_no_success(server):
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"No row .* Skipped: 2 rows without text"):
+            run(server, [{"text": ""}, {"text": ""}])

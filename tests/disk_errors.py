@@ -5,8 +5,8 @@ import os
 
 from datatrove_ckpt.checkpoint.checksummed_lines import explained
 from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.testing import disk_in_place, outputs
-from datatrove_ckpt.testing.crashes import WatchedDisk, assert_equal, copy_tree, path_of
+from datatrove_ckpt.testing import outputs
+from tests.crashes import WatchedDisk, assert_equal, copy_tree, disk_in_place, path_of
 
 
 class FailingDisk(WatchedDisk):

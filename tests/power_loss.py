@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint.layout import CACHE
-from datatrove_ckpt.testing.crashes import EFFECTS, CopyingDisk, CrashingDisk, path_of
+from tests.crashes import EFFECTS, CopyingDisk, CrashingDisk, path_of
 
 
 class _File:

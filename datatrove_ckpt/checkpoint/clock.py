@@ -5,7 +5,7 @@ import time
 
 from datatrove_ckpt.common.counts import Seconds
 
-# The ``testing`` package replaces these two, so that no time passes.
+# ``tests/crashes.py`` replaces these two, so that no time passes.
 _monotonic = time.monotonic
 _wall = time.time
 

@@ -1,8 +1,8 @@
 """Changes the disk: all writes to a checkpoint or a staged output go through ``Disk``.
 
 Each method of ``Disk`` that changes the disk is one *effect*: it happened or it did not, except
-``write``, which a crash may cut to a prefix. ``testing`` replaces ``files.disk`` to crash before or
-within any effect.
+``write``, which a crash may cut to a prefix. ``tests/crashes.py`` replaces ``files.disk`` to crash
+before or within any effect.
 
 Errors of the operating system and of SQLite become ``StorageFailed``, which names the file.
 """

@@ -2,7 +2,7 @@
 
 ``put``, ``create``, ``copy``, ``delete`` and ``delete_tree`` are one effect each: it happened or it
 did not, except ``put`` where a put is not atomic (local files; not S3), which a kill may cut.
-``testing`` replaces them to crash before or within any effect. Credentials come from the
+``tests/crashes.py`` replaces them to crash before or within any effect. Credentials come from the
 environment.
 
 On the Hugging Face hub a mirror lies in a bucket. ``HfFileSystem`` finds objects only in listings,

@@ -1,29 +1,16 @@
-"""Tools for tests, also of users: a server that counts requests, and disks that crash a job at any
-effect. Start at ``assert_same_output_after_crash``.
-"""
+"""Tools for tests, also of users: a server that counts requests, and the files of an output."""
 
-from datatrove_ckpt.testing.crashes import (
-    EFFECTS,
-    REMOTE_EFFECTS,
-    CrashingDisk,
-    CrashReport,
-    SimulatedCrash,
-    assert_same_output_after_crash,
-    crash_at,
-    disk_in_place,
-    outputs,
-)
+from pathlib import Path
+
 from datatrove_ckpt.testing.fake_server import FakeServer
 
-__all__ = [
-    "EFFECTS",
-    "REMOTE_EFFECTS",
-    "CrashReport",
-    "CrashingDisk",
-    "FakeServer",
-    "SimulatedCrash",
-    "assert_same_output_after_crash",
-    "crash_at",
-    "disk_in_place",
-    "outputs",
-]
+__all__ = ["FakeServer", "outputs"]
+
+
+def outputs(folder: Path) -> dict[str, bytes]:
+    """Returns the content of every file below the folder, by relative path."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }

@@ -18,9 +18,9 @@ from datatrove_ckpt.checkpoint import storage_thread
 from datatrove_ckpt.executors import local
 from datatrove_ckpt.output import committed
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.testing import EFFECTS
 from tests.crash.test_hub import crashing_client
 from tests.crash.test_mirror import ask_twice
+from tests.crashes import EFFECTS
 from tests.jobs import runner
 from tests.mirrors import ONE_BY_ONE, PASSES, answered, in_newest_version
 

@@ -19,8 +19,14 @@ from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch
 from datatrove_ckpt.output.output_folder import OutputFolder
-from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
-from datatrove_ckpt.testing.crashes import EFFECTS, CopyingDisk, copy_tree, disk_in_place
+from datatrove_ckpt.testing import FakeServer
+from tests.crashes import (
+    EFFECTS,
+    CopyingDisk,
+    assert_same_output_after_crash,
+    copy_tree,
+    disk_in_place,
+)
 from tests.disk_errors import assert_same_output_after_disk_errors
 from tests.histories import read_history
 from tests.jobs import documents, run_job, runner, the_first_last, writer

@@ -12,8 +12,8 @@ from datatrove.pipeline.writers import ParquetWriter
 from huggingface_hub import get_session
 
 from datatrove_ckpt.output import committed
-from datatrove_ckpt.testing.crashes import CrashingDisk, disk_in_place
 from tests.crash.test_every_effect import answered
+from tests.crashes import CrashingDisk, disk_in_place
 from tests.hub.server import route
 from tests.jobs import run_job
 

@@ -16,18 +16,11 @@ from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
 from datatrove_ckpt.mirror import manifests
 from datatrove_ckpt.mirror.manifests import VersionStore, VersionWriter
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
-from datatrove_ckpt.testing.crashes import EFFECTS, REMOTE_EFFECTS
+from datatrove_ckpt.testing import FakeServer
 from tests.crash.test_every_effect import OF_FILES
+from tests.crashes import EFFECTS, REMOTE_EFFECTS, assert_same_output_after_crash
 from tests.jobs import documents, rejects, runner
-from tests.mirrors import (
-    ONE_BY_ONE,
-    PASSES,
-    Job,
-    assert_not_asked_again,
-    in_newest_version,
-    up_to,
-)
+from tests.mirrors import ONE_BY_ONE, PASSES, Job, assert_not_asked_again, in_newest_version, up_to
 from tests.yaml_jobs import write_input
 
 

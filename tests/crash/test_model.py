@@ -37,7 +37,8 @@ from datatrove_ckpt.errors import CheckpointMismatch, CkptError, DocumentFailed,
 from datatrove_ckpt.generation.dead_letters import read_letters
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.run_folder.verify import verify
-from datatrove_ckpt.testing import CrashingDisk, FakeServer, disk_in_place, outputs
+from datatrove_ckpt.testing import FakeServer, outputs
+from tests.crashes import CrashingDisk, disk_in_place
 from tests.disk_errors import FailingDisk
 from tests.jobs import runner
 from tests.power_loss import PowerLossDisk

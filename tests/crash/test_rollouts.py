@@ -15,8 +15,9 @@ from datatrove_ckpt.rollouts import (
     EmbedRollout,
     JudgeRollout,
 )
-from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
+from datatrove_ckpt.testing import FakeServer
 from tests.crash.test_every_effect import OF_FILES
+from tests.crashes import assert_same_output_after_crash
 from tests.integration.test_typed_ways import PATHS
 from tests.jobs import chat, runner
 from tests.pages import blocks

@@ -11,8 +11,9 @@ from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.checkpoint.request_cache import read_answers
 from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, ConfigError, DocumentFailed
 from datatrove_ckpt.run_folder.verify import verify
-from datatrove_ckpt.testing import assert_same_output_after_crash, outputs
+from datatrove_ckpt.testing import outputs
 from tests.crash.test_every_effect import OF_FILES, committed
+from tests.crashes import assert_same_output_after_crash
 from tests.jobs import chat, documents, runner
 from tests.kept import committed as ordinals_of
 from tests.make_release import run

@@ -23,7 +23,7 @@ from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.requests import RolloutRequests
 from datatrove_ckpt.output.chunk_writing import ChunkOutput
 from datatrove_ckpt.testing import FakeServer
-from datatrove_ckpt.testing.crashes import WatchedDisk, disk_in_place
+from tests.crashes import WatchedDisk, disk_in_place
 from tests.jobs import ask, chat, documents, ids, runner
 from tests.patience import until, until_async
 

@@ -12,7 +12,8 @@ from datatrove_ckpt.checkpoint.layout import HISTORY, is_journal
 from datatrove_ckpt.errors import CheckpointError, DocumentFailed, Preempted
 from datatrove_ckpt.generation import progress
 from datatrove_ckpt.run_folder.run_state import read_run_state
-from datatrove_ckpt.testing import FakeServer, crash_at
+from datatrove_ckpt.testing import FakeServer
+from tests.crashes import crash_at
 from tests.histories import read_history
 from tests.jobs import ask, documents, fails_at, runner
 from tests.patience import HeldTime, until_async

@@ -17,8 +17,9 @@ from datatrove_ckpt.checkpoint import storage_thread
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.open_checkpoint import Publisher
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
+from datatrove_ckpt.testing import FakeServer
 from tests.crash.test_every_effect import OF_FILES
+from tests.crashes import assert_same_output_after_crash
 from tests.jobs import ask, rows, runner
 from tests.patience import until
 from tests.yaml_jobs import endpoint, job_yaml

@@ -10,13 +10,10 @@ from datatrove.data import Document
 
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.config.models import models_of
-from datatrove_ckpt.errors import (
-    ConfigError,
-    DocumentFailed,
-    ServerStartFailed,
-)
-from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
+from datatrove_ckpt.errors import ConfigError, DocumentFailed, ServerStartFailed
+from datatrove_ckpt.testing import FakeServer
 from tests import jobs
+from tests.crashes import assert_same_output_after_crash
 from tests.histories import read_history
 from tests.integration.test_supervision import ENGINE
 from tests.jobs import chat, config, documents, letters, rows

@@ -18,7 +18,7 @@ from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch
 from datatrove_ckpt.run_folder.verify import verify
 from datatrove_ckpt.testing import FakeServer, outputs
-from datatrove_ckpt.testing.crashes import CopyingDisk, disk_in_place
+from tests.crashes import CopyingDisk, disk_in_place
 from tests.kept import content_of, edit
 from tests.make_release import TEXTS, run
 from tests.rank_folders import place_at

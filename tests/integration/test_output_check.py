@@ -24,7 +24,8 @@ from datatrove_ckpt.output.writer_checks import refuse_equal_folders, stands_els
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.run_folder import earlier_runs
 from datatrove_ckpt.run_folder.run_plan import RunPlan
-from datatrove_ckpt.testing import crash_at, outputs
+from datatrove_ckpt.testing import outputs
+from tests.crashes import crash_at
 from tests.jobs import ids, run_job, runner, writer
 from tests.kept import content_of
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job

@@ -25,8 +25,8 @@ from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch, StorageFai
 from datatrove_ckpt.output import output_folder, owner
 from datatrove_ckpt.output.committed import RankCommits, content_hash
 from datatrove_ckpt.output.owner import OutputOwnership
-from datatrove_ckpt.testing import FakeServer, crash_at
-from datatrove_ckpt.testing.crashes import WatchedDisk, disk_in_place
+from datatrove_ckpt.testing import FakeServer
+from tests.crashes import WatchedDisk, crash_at, disk_in_place
 from tests.jobs import ask, documents, run_job, runner
 
 NAME = "${rank}_${chunk_index}.jsonl"

@@ -19,16 +19,11 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove_ckpt.checkpoint import batch_log, files
 from datatrove_ckpt.checkpoint.batch_log import read_batches
 from datatrove_ckpt.checkpoint.layout import BATCHES_FOLDER
-from datatrove_ckpt.errors import (
-    ConfigError,
-    ServerRefused,
-    StorageFailed,
-    WaitsForBatches,
-)
+from datatrove_ckpt.errors import ConfigError, ServerRefused, StorageFailed, WaitsForBatches
 from datatrove_ckpt.generation import provider_passes
 from datatrove_ckpt.inference.client.provider_batches import BatchProvider, MessageBatches
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.testing.crashes import CopyingDisk, CrashReport, disk_in_place
+from tests.crashes import CopyingDisk, CrashReport, disk_in_place
 from tests.jobs import ask, chat, documents, letters, rows, run_job, runner
 from tests.power_loss import CopyingPowerLossDisk
 from tests.provider import FAILED, KEY, FakeMessages, FakeProvider

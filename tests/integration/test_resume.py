@@ -14,8 +14,7 @@ from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.errors import ConfigError, DocumentFailed
 from datatrove_ckpt.readers import JsonlReader, SeekingReader
 from datatrove_ckpt.readers.positions import RowBlock
-from datatrove_ckpt.testing import assert_same_output_after_crash
-from datatrove_ckpt.testing.crashes import EFFECTS
+from tests.crashes import EFFECTS, assert_same_output_after_crash
 from tests.jobs import ask, ids, runner
 from tests.patience import until
 from tests.yaml_jobs import write_input, write_rows

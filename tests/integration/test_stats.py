@@ -13,12 +13,8 @@ from datatrove.pipeline.readers import JsonlReader as DatatroveReader
 from datatrove_ckpt.checkpoint import open_checkpoint
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.testing import (
-    CrashingDisk,
-    FakeServer,
-    assert_same_output_after_crash,
-    disk_in_place,
-)
+from datatrove_ckpt.testing import FakeServer
+from tests.crashes import CrashingDisk, assert_same_output_after_crash, disk_in_place
 from tests.jobs import ask, chat, runner
 from tests.yaml_jobs import write_rows
 

@@ -17,13 +17,8 @@ from datatrove_ckpt.checkpoint.journal import ChunkJournal
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import OutputMismatch, StorageFailed
 from datatrove_ckpt.run_folder.verify import check_output
-from datatrove_ckpt.testing import (
-    FakeServer,
-    assert_same_output_after_crash,
-    disk_in_place,
-    outputs,
-)
-from datatrove_ckpt.testing.crashes import CopyingDisk
+from datatrove_ckpt.testing import FakeServer, outputs
+from tests.crashes import CopyingDisk, assert_same_output_after_crash, disk_in_place
 from tests.jobs import documents, letters, rejects, runner
 from tests.kept import edit
 from tests.patience import until_async

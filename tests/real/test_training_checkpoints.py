@@ -48,7 +48,6 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.inference.servers.server import free_port
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.testing.crashes import crash_at
 from datatrove_ckpt.torch import (
     Best,
     Every,
@@ -66,6 +65,7 @@ from datatrove_ckpt.torch import (
 from datatrove_ckpt.torch.sharded import _known_classes, _Metadata
 from datatrove_ckpt.torch.step_folder import StepName, read_manifest, sealed
 from datatrove_ckpt.torch.training_history import read_events
+from tests.crashes import crash_at
 from tests.patience import Patience, until
 from tests.processes import is_alive
 from tests.real import train as script

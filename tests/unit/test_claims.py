@@ -31,7 +31,7 @@ from datatrove_ckpt.claims.stores import (
 )
 from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.errors import CheckpointLocked
-from datatrove_ckpt.testing.crashes import CrashingDisk, disk_in_place
+from tests.crashes import CrashingDisk, disk_in_place
 
 RANKS = 4
 ATTEMPTS = 2

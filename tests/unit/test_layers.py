@@ -43,7 +43,7 @@ ROOMS = {
     " runner",
     "executors": "errors common process claims inference.servers user_code generation runner run_folder",
     "cli": "errors common config process checkpoint output readers torch run_folder executors",
-    "testing": "common checkpoint",
+    "testing": "common",
 }
 
 NOT_ROOMS = ("", "__main__", "inference", "old_paths", "run_inference", "types")

@@ -10,7 +10,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.run_folder.finding import RemoteFailed
 from datatrove_ckpt.run_folder.folder_checks import check_local_output, probe_object
-from datatrove_ckpt.testing import disk_in_place
+from tests.crashes import disk_in_place
 from tests.disk_errors import FailingDisk
 
 

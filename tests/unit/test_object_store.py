@@ -12,7 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.common import object_store
 from datatrove_ckpt.common.object_store import ObjectStore
-from datatrove_ckpt.testing.crashes import crash_at
+from tests.crashes import crash_at
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.request_cache import AnswerKey, CachedAnswer
 from datatrove_ckpt.common.counts import DocumentCounts
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced
-from datatrove_ckpt.testing.crashes import WatchedDisk, disk_in_place
+from tests.crashes import WatchedDisk, disk_in_place
 
 # chunks ------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.targets import LocalTarget, RemoteTarget, S3Target
 from datatrove_ckpt.output.writer_checks import check_writer
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.testing.crashes import WatchedDisk, disk_in_place
+from tests.crashes import WatchedDisk, disk_in_place
 
 
 class Breaking(MemoryFileSystem):

@@ -21,6 +21,7 @@ from datatrove_ckpt.checkpoint import clock, files, layout
 from datatrove_ckpt.checkpoint.checksummed_lines import whole_lines
 from datatrove_ckpt.checkpoint.history import parse_line
 from datatrove_ckpt.common.object_store import ObjectStore
+from datatrove_ckpt.testing import outputs
 
 EFFECTS = (
     "make_dir",
@@ -281,15 +282,6 @@ class CrashReport:
             f"{len(self.points)} crash points, {self.survivors} survivors, {len(self.states)} of "
             f"them different, {self.attempts} attempts"
         )
-
-
-def outputs(folder: Path) -> dict[str, bytes]:
-    """Returns the content of every file below the folder, by relative path."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 def assert_same_output_after_crash(

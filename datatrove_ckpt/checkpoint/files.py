@@ -45,6 +45,8 @@ PUBLIC_FOLDER = 0o777
 
 # Errors of file systems without hard links, or with a limit on them.
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+# Errors of file systems that sync no folder, such as CIFS and sshfs. Their server writes names.
+_NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
 def free_name(path: Path, ending: str) -> Path:
@@ -90,8 +92,14 @@ class Disk:
                 os.close(fd)
 
     def sync_dir(self, path: Path) -> None:
-        """Makes names that were created, renamed or removed in the folder survive power loss."""
-        self.sync(path)
+        """Makes names that were created, renamed or removed in the folder survive power loss, where
+        the file system can.
+        """
+        try:
+            self.sync(path)
+        except StorageFailed as error:
+            if getattr(error.__cause__, "errno", None) not in _NO_FOLDER_SYNC:
+                raise
 
     def rename(self, source: Path, target: Path) -> None:
         """Renames atomically, over any old ``target``."""
@@ -209,7 +217,7 @@ class Disk:
         try:
             return self.link(source, target)
         except StorageFailed as error:
-            if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in _NO_LINKS:
+            if getattr(error.__cause__, "errno", None) not in _NO_LINKS:
                 raise
         if target.exists():
             return False

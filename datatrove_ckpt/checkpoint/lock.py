@@ -16,7 +16,7 @@ import orjson
 from datatrove_ckpt.checkpoint.checksummed_lines import Json, explained
 from datatrove_ckpt.checkpoint.files import PRIVATE_FILE
 from datatrove_ckpt.common.pid_namespace import pid_namespace_id
-from datatrove_ckpt.errors import CheckpointLocked
+from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
 
 
 def _release_in_child() -> None:
@@ -90,6 +90,23 @@ def this_process() -> dict[str, object]:
         "place": pid_namespace_id(),
         **({"command": parent.pid} if parent else {}),
     }
+
+
+def check_sqlite_locks(path: Path) -> None:
+    """Raises StorageFailed if the file system lacks the locks of SQLite, which calls the file
+    locked then.
+    """
+    try:
+        with path.open("r+") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return
+    except OSError as error:
+        raise StorageFailed(
+            f"{path} cannot be locked: {error.strerror}. Mount its file system with locks (NFS 4 "
+            "has them, NFS 3 needs lockd), or choose a folder on another disk, and run the same "
+            "command again."
+        ) from error
 
 
 class Lock:

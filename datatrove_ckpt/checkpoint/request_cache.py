@@ -32,6 +32,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, explained, scan_lines, size_of
 from datatrove_ckpt.checkpoint.layout import CACHE_LOGS
+from datatrove_ckpt.checkpoint.lock import check_sqlite_locks
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
 
@@ -149,6 +150,7 @@ class RequestCache:
             self._connection = self._open()
         except StorageFailed as error:
             if "database is locked" in str(error.__cause__):
+                check_sqlite_locks(path)
                 raise CheckpointLocked(
                     f"Another process works on this task: it has {path} open. Wait for it to end, "
                     "or stop it, and run the same command again."

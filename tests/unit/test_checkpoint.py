@@ -6,11 +6,13 @@ import errno
 import fcntl
 import os
 import sqlite3
+import stat
 import subprocess
 import sys
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -429,6 +431,46 @@ def test_a_lock_is_held_until_released_and_the_next_process_is_told_by_whom(tmp_
     with pytest.raises(CheckpointLocked):
         Lock(tmp_path / "lock")
     second.release()
+
+
+@pytest.mark.parametrize(
+    "code, expected, says",
+    [
+        (None, CheckpointLocked, "Another process works on this task: it has"),
+        (errno.EAGAIN, CheckpointLocked, "Another process works on this task: it has"),
+        (errno.ENOLCK, StorageFailed, "cannot be locked: .* Mount its file system with locks"),
+    ],
+)
+def test_locks_that_a_file_system_lacks_are_not_another_process(
+    tmp_path, monkeypatch, code, expected, says
+):
+    def lockf(file, how):
+        if code is not None:
+            raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    cache = RequestCache(tmp_path / "replay.sqlite3")  # SQLite calls both locked
+    with pytest.raises(expected, match=says):
+        RequestCache(tmp_path / "replay.sqlite3")
+    cache.close()
+
+
+@pytest.mark.parametrize("code, fails", [("EINVAL", False), ("EBADF", False), ("EIO", True)])
+def test_a_file_system_that_syncs_no_folder_is_used_and_a_failing_one_is_not(
+    tmp_path, monkeypatch, code, fails
+):
+    """CIFS and sshfs refuse the sync of a folder."""
+    real = os.fsync
+
+    def fsync(fd):
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(getattr(errno, code), code)
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(StorageFailed) if fails else nullcontext():
+        files.Disk().replace(tmp_path / "file", b"content")
+    assert (tmp_path / "file").read_bytes() == b"content"
 
 
 # folders that ranks share ------------------------------------------------------------------------

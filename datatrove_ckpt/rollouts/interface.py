@@ -34,7 +34,8 @@ if TYPE_CHECKING:  # datatrove has no types
 
         Attributes:
             usage: the server's numbers of tokens.
-            tool_calls, logprobs: fields of the first choice, unchanged.
+            tool_calls: calls of the first choice; their arguments are JSON texts.
+            logprobs: field of the first choice, unchanged.
             choices: all ``n`` choices, each with text, finish_reason, reasoning, tool_calls and
                 logprobs, and with its refusal if there is one; empty for a single choice without a
                 refusal.

@@ -175,10 +175,45 @@ def test_the_cost_is_the_sum_of_the_servers_bills_over_attempts_and_tiers(here, 
             },
             (1000, 0, 900, 100, 0),
         ),
+        (
+            {"prompt_tokens": 1000, "completion_tokens": 10, "cached_tokens": 900},
+            (1000, 10, 900, 0, 0),
+        ),
+        (
+            {"prompt_tokens": 100, "completion_tokens": 10, "cache_read_input_tokens": 900},
+            (1000, 10, 900, 0, 0),
+        ),
+        (
+            {
+                "prompt_tokens": 1000,
+                "completion_tokens": 10,
+                "total_tokens": 1950,
+                "cache_read_input_tokens": 900,
+                "cache_creation_input_tokens": 40,
+            },
+            (1940, 10, 900, 40, 0),
+        ),
+        (
+            {"prompt_tokens": 1000, "total_tokens": 1000, "cache_read_input_tokens": 900},
+            (1000, 0, 900, 0, 0),
+        ),
         ({"prompt_tokens": 7, "prompt_tokens_details": None}, (7, 0, 0, 0, 0)),
         ({}, (0, 0, 0, 0, 0)),
     ],
-    ids=["chat", "responses", "anthropic", "deepseek", "openrouter", "litellm", "vllm", "nothing"],
+    ids=[
+        "chat",
+        "responses",
+        "anthropic",
+        "deepseek",
+        "openrouter",
+        "litellm",
+        "moonshot",
+        "renamed",
+        "renamed with a sum",
+        "included",
+        "vllm",
+        "nothing",
+    ],
 )
 def test_the_usages_of_all_apis_are_read(usage, tokens):
     assert token_counts(usage) == tokens

@@ -218,14 +218,24 @@ def choices(*found):
     return json.dumps({"choices": list(found)}).encode()
 
 
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
 TEXTS = [
     (None, ""),
     ("a\ud800b", "a\ufffdb"),
     ("\ud83d\ude00 é", "\U0001f600 é"),
     ([{"type": "text", "text": "one "}, {"type": "text", "text": "two"}], "one two"),
     ([{"type": "thinking", "thinking": []}, {"type": "text", "text": "so"}], "so"),
-    ([{"type": "refusal", "refusal": "no"}], [{"type": "refusal", "refusal": "no"}]),
-]
+    ([{"type": "refusal", "refusal": "no"}], '[{"type": "refusal", "refusal": "no"}]'),
+    ([{"type": "text", "text": "see "}, {"type": "reference", "reference_ids": [1]}, "this"], "see this"),
+    ([{"type": "output_text", "text": "a", "annotations": []}, {"type": "text", "text": None}], "a"),
+    ([PICTURE, {"type": "text", "text": "a"}], [PICTURE, {"type": "text", "text": "a"}]),
+    ({"type": "text", "text": "hi"}, "hi"),
+    ({"type": "person", "text": "K\xf6ln"}, '{"type": "person", "text": "K\xf6ln"}'),
+    ([{"text": "a", "label": 1}], '[{"text": "a", "label": 1}]'),
+    (["a", 7], '["a", 7]'),
+    (0, "0"),
+    ([], ""),
+]  # fmt: skip
 INDEXED = [
     {"index": index, "message": {"content": f"choice {index}"}, "finish_reason": "stop"}
     for index in (2, 0, 1)
@@ -238,6 +248,14 @@ EMPTY = {
 }
 CHOICES = [{"text": f"choice {index}", **EMPTY} for index in range(3)]
 HI = Completion("hi", "stop", {"total_tokens": 3})
+CALLED = {"id": "call_f", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLS = [  # of a message
+    *({"tool_calls": [{**CALLED, "function": {"name": "f", **arguments}}]} for arguments in (
+        {}, {"arguments": None}, {"arguments": ""}, {"arguments": []}, {"arguments": " null "})),
+    {"function_call": {"name": "f", "arguments": "{}"}, "content": None},
+    {"function_call": {"name": "f"}, "tool_calls": []},
+]  # fmt: skip
+CUSTOM_CALL = {"id": "c", "type": "custom", "custom": {"name": "f", "input": "x"}}
 
 
 NULL_ACCEPTED = {"accept_null_finish_reason": True, **ENDPOINT}
@@ -256,6 +274,12 @@ NULL_ACCEPTED = {"accept_null_finish_reason": True, **ENDPOINT}
         (b"\xef\xbb\xbf" + chat(), {}, HI),
         (chat(tool_calls=[{"function": {"name": "f", "arguments": {"city": "K\xf6ln"}}}]), {}, replace(HI,
          tool_calls=[{"function": {"name": "f", "arguments": '{"city": "K\xf6ln"}'}}])),
+        *((chat(**message), {}, replace(HI, text=message.get("content", "hi") or "", tool_calls=[CALLED]))
+          for message in CALLS),
+        (chat(tool_calls=[CUSTOM_CALL]), {}, replace(HI, tool_calls=[CUSTOM_CALL])),
+        (choices({"index": 0, "finish_reason": "length"}), {}, Completion("", "length", {})),
+        (choices({"message": None, "finish_reason": "content_filter"}), {}, Completion("", "content_filter", {})),
+        (choices({"index": 0, "finish_reason": "length"}), {"use_chat": False}, Completion("", "length", {})),
         (chat(None, refusal="no"), {}, replace(HI, text="", refusal="no", choices=[{"text": "", **EMPTY,
          "refusal": "no"}])),
         (choices(*INDEXED), {}, Completion("choice 0", "stop", {}, choices=CHOICES)),
@@ -385,7 +409,6 @@ UNFINISHED = {
     "html": answer(http(200, b"<html>gateway</html>")),
     "empty body": answer(http(200, b"")),
     "no choices": answer(http(200, b'{"choices": []}')),
-    "content a number": answer(http(200, chat(7))),
     "brackets without end": answer(http(200, b"[" * 100_000)),
     "finish_reason null": answer(http(200, chat(finish_reason=None))),
     **{
@@ -481,6 +504,9 @@ def test_a_server_that_never_gives_a_finish_reason_is_not_believed(settings):
     [
         b'{"output": "hi"}',
         b'{"choices": [{"content": "hi"}]}',
+        b'{"choices": [{"text": "hi", "finish_reason": "stop"}]}',
+        b'{"choices": [{"message": {"content": "hi"}, "finish_reason": 7}]}',
+        b'{"choices": [{"message": {"content": "hi"}}, {"message": {"content": "hi"}}]}',
         b"[]",
         b"<!DOCTYPE html>",
         b'{"done": false}\n{"done": true}',

@@ -40,11 +40,20 @@ _FAILURE = re.compile(
     r"|in_progress|interrupt|exception|shutdown|kill|preempt|disconnect|^\s*(?:none|null|unknown)\s*$",
     re.IGNORECASE,
 )
-_CONTENT = (str, list)
 _REASON = (str, type(None))
+# All fields of a choice that has no answer: thinking took all tokens, or a filter removed it.
+_NO_ANSWER = frozenset(
+    """
+    content_filter_results finish_reason index logprobs message native_finish_reason stop_reason
+    text token_ids
+    """.split()  # noqa: SIM905
+)
 _CHOICE = ("text", "finish_reason", "reasoning", "tool_calls", "logprobs")
+_TEXTS = ("text", "output_text")
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
-_Read = Callable[[JsonObject], tuple[object, object, object, object]]
+_MEDIA = re.compile("image|audio|video|file")
+_Text = str | list[object]
+_Read = Callable[[JsonObject], tuple[_Text, object, object, object]]
 """Text, reasoning, tool calls and refusal of a choice."""
 _SHOWN = 200  # characters
 
@@ -56,7 +65,7 @@ class Completion:
     """One answer.
 
     Attributes:
-        text: text; or the server's list, if the content has parts that are no text.
+        text: text; or the server's list, if the content has pictures or other media.
         finish_reason: None or empty may mean that the server cut the answer off.
         usage: the server's token counts; values that are no counts are removed.
         choices: all ``n`` choices; empty for a single choice without a refusal.
@@ -65,7 +74,7 @@ class Completion:
         endpoint: name of the endpoint that answered, if the config has ``endpoints``; else "".
     """
 
-    text: str | list[object]
+    text: _Text
     finish_reason: str | None
     usage: JsonObject
     reasoning: str = ""
@@ -223,23 +232,29 @@ def other_than_text(answer: JsonObject, values: JsonObject) -> Completion:
     return completion
 
 
-def _read_message(choice: JsonObject) -> tuple[object, object, object, object]:
+def _read_message(choice: JsonObject) -> tuple[_Text, object, object, object]:
     message = choice.get("message")
+    if message is None and _has_no_answer(choice):
+        message = {}
     if not isinstance(message, dict):
         raise UnexpectedResponse("the answer's choice has no message")
-    reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
-    content = message.get("content") or ""
-    if type(content) is list or type(reasoning) is list:
-        if reasoning:
-            reasoning = _joined(reasoning)
-        else:
-            reasoning = _thoughts(content)
-        content = _joined(content)
-    return content, reasoning, message.get("tool_calls"), message.get("refusal")
+    content = message.get("content")
+    reasoning = _joined(message.get("reasoning") or message.get("reasoning_content"))
+    calls = message.get("tool_calls")
+    legacy = message.get("function_call")
+    if not calls and isinstance(legacy, dict):
+        calls = [{"id": f"call_{legacy.get('name')}", "type": "function", "function": legacy}]
+    return _joined(content), reasoning or _thoughts(content), calls, message.get("refusal")
 
 
-def _read_text(choice: JsonObject) -> tuple[object, object, object, object]:
-    if "text" not in choice:
+def _has_no_answer(choice: JsonObject) -> bool:
+    texts = choice.get("message"), choice.get("text")
+    is_ended = isinstance(choice.get("finish_reason"), str)
+    return is_ended and texts == (None, None) and _NO_ANSWER.issuperset(choice)
+
+
+def _read_text(choice: JsonObject) -> tuple[_Text, object, object, object]:
+    if "text" not in choice and not _has_no_answer(choice):
         raise UnexpectedResponse("the answer's choice has no text")
     logprobs = choice.get("logprobs")
     if type(logprobs) is dict and type(logprobs.get("top_logprobs")) is list:
@@ -248,7 +263,7 @@ def _read_text(choice: JsonObject) -> tuple[object, object, object, object]:
             **logprobs,
             "top_logprobs": [_listed(top) for top in logprobs["top_logprobs"]],
         }
-    return choice["text"] or "", "", None, None
+    return _joined(choice.get("text")), "", None, None
 
 
 def _listed(top: object) -> object:
@@ -309,7 +324,7 @@ def _completion(raw: bytes, read: _Read) -> Completion:
         if not all(
             isinstance(choice, dict) and type(choice.get("index")) is int for choice in choices
         ):
-            raise RetryableError("one of the answer's choices is none, or has no index")
+            raise UnexpectedResponse("one of the answer's choices is none, or has no index")
         in_order = sorted(choices, key=itemgetter("index"))
         if [choice["index"] for choice in in_order] != [*range(len(choices))]:
             raise RetryableError("the indices of the answer's choices are not 0, 1, 2 and so on")
@@ -352,10 +367,8 @@ def _choice(choice: JsonObject, usage: JsonObject, read: _Read) -> Completion:
     reason = choice.get("finish_reason")
     if isinstance(reason, str) and reason not in ENDINGS and _FAILURE.search(reason):
         raise unfinished(reason)
-    if not (
-        isinstance(text, _CONTENT) and isinstance(reason, _REASON) and isinstance(reasoning, str)
-    ):
-        raise RetryableError("the answer's text, reasoning or finish_reason is not a string")
+    if not (isinstance(reason, _REASON) and isinstance(reasoning, str)):
+        raise UnexpectedResponse("the answer's reasoning or finish_reason is not a string")
     if not reason and not text and not usage:
         raise unfinished(reason)
     calls: list[object] = []
@@ -375,35 +388,64 @@ def _choice(choice: JsonObject, usage: JsonObject, read: _Read) -> Completion:
 
 
 def _is_call(call: object) -> bool:
-    """Returns whether a call has a name. Converts arguments that are an object to the text that
-    most servers send.
+    """Returns whether a call has a name. Converts its arguments to a JSON text, as most servers
+    send them.
     """
-    is_named = False
-    for part in call.values() if isinstance(call, dict) else ():
-        if isinstance(part, dict):
-            is_named |= part.get("name") not in (None, "") and isinstance(part["name"], str)
-            if isinstance(part.get("arguments"), dict):
-                part["arguments"] = json.dumps(part["arguments"], ensure_ascii=False)
-    return is_named
+    if not isinstance(call, dict):
+        return False
+    function = call.get("function")
+    if isinstance(function, dict):
+        function["arguments"] = _arguments(function.get("arguments"))
+    parts = [part for part in call.values() if isinstance(part, dict)]
+    return any(part.get("name") and isinstance(part["name"], str) for part in parts)
+
+
+def _arguments(arguments: object) -> str:
+    if not isinstance(arguments, str):
+        return json.dumps(arguments or {}, ensure_ascii=False)
+    if arguments.strip() in ("", "null"):
+        return "{}"
+    return arguments
 
 
 def unfinished(finish_reason: str | None) -> RetryableError:
     return RetryableError(f"the answer is not finished (finish_reason {finish_reason!r})")
 
 
-def _joined(content: object) -> object:
-    if not isinstance(content, list):
+def _joined(content: object) -> _Text:
+    """Returns the text of a content: its parts without thoughts and references, joined.
+
+    A content with media stays a list. Other values, which a gateway has parsed, become JSON again.
+    """
+    if isinstance(content, str):
         return content
-    parts = [{"text": part} if isinstance(part, str) else part for part in content]
-    if not all(isinstance(part, dict) and isinstance(part.get("type", ""), str) for part in parts):
-        return None
-    texts = [part.get("text", "") for part in parts if part.get("type", "text") == "text"]
-    if not all(isinstance(text, str) for text in texts):
-        return None
-    other_parts = [part for part in parts if part.get("type", "text") not in ("text", *_THOUGHTS)]
-    if parts and not other_parts:
-        return "".join(texts)
-    return content
+    if content is None or content == []:
+        return ""
+    parts = content if isinstance(content, list) else [content]
+    kinds = [_kind(part) for part in parts]
+    if all(kinds):
+        if isinstance(content, list) and any(map(_MEDIA.search, kinds)):
+            return content
+        if not {*_TEXTS, *_THOUGHTS}.isdisjoint(kinds):
+            texts = [part for part, kind in zip(parts, kinds, strict=True) if kind in _TEXTS]
+            return "".join(part if isinstance(part, str) else part["text"] or "" for part in texts)
+    return json.dumps(content, ensure_ascii=False)
+
+
+def _kind(part: object) -> str:
+    """Returns the type of a content's part; "" if the value is none."""
+    if isinstance(part, str):
+        return "text"
+    if not isinstance(part, dict):
+        return ""
+    kind = part.get("type")
+    if part.keys() == {"text"}:
+        kind = "text"
+    if not isinstance(kind, str):
+        return ""
+    if kind in _TEXTS and not isinstance(part.get("text", 0), str | None):
+        return ""
+    return kind
 
 
 def _thoughts(content: object) -> str:
@@ -427,16 +469,19 @@ _WRITTEN = ("cache_write_tokens", "cache_creation_tokens", "cache_creation_input
 
 def token_counts(usage: JsonObject) -> Tokens:
     prompt = usage.get("prompt_tokens")
-    if prompt is None:
-        # Anthropic counts the three apart.
-        prompt = usage.get("input_tokens") or 0
-        prompt += usage.get("cache_creation_input_tokens") or 0
-        prompt += usage.get("cache_read_input_tokens") or 0
     completion = usage.get("completion_tokens") or usage.get("output_tokens") or 0
     if _SUMS.issuperset(usage):  # most servers
-        return Tokens(prompt, completion)
-    cached = usage.get("cache_read_input_tokens") or usage.get("prompt_cache_hit_tokens") or 0
+        return Tokens(prompt or 0, completion)
+    read = usage.get("cache_read_input_tokens") or 0
     written = usage.get("cache_creation_input_tokens") or 0
+    # Anthropic counts the three apart, and so do gateways that only rename its fields.
+    apart = read + written
+    if prompt is None:
+        prompt = (usage.get("input_tokens") or 0) + apart
+    elif apart > prompt or apart == (usage.get("total_tokens") or 0) - prompt - completion:
+        prompt += apart
+    flat = (read, usage.get("prompt_cache_hit_tokens"), usage.get("cached_tokens"))
+    cached = next(filter(None, flat), 0)
     reasoning = 0
     for name, details in usage.items():
         if name.endswith("_details") and isinstance(details, dict):

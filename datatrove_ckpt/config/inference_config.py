@@ -13,6 +13,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from importlib.util import find_spec
@@ -349,6 +350,16 @@ class InferenceConfig:
             urls = self.urls
             return self._named(EndpointConfig(url, self.api_key_env, weight=1.0) for url in urls)
         return self._named_endpoints
+
+    def naming_endpoints(self) -> InferenceConfig:
+        """Returns the config with ``endpoint_url`` as ``endpoints``, whose answers have their
+        names.
+        """
+        if self.server_type != "endpoint" or self.endpoints is not None:
+            return self
+        naming = copy(self)
+        naming.endpoints = [*self.endpoints_by_name.values()]
+        return naming
 
     @cached_property
     def _named_endpoints(self) -> dict[str, EndpointConfig]:

@@ -209,6 +209,11 @@ class RunnerSettings(PipelineStep):
             self.rollout_fn = prompt.as_before()
         if recorded:
             self.tells_endpoints = _ENDPOINT_COLUMN in recorded
+        if self.tells_endpoints and not any(model.endpoints for model in self.models.values()):
+            models = {name: model.naming_endpoints() for name, model in self.models.items()}
+            if "named_models" in vars(self):
+                self.named_models = models
+            self.config = next(iter(models.values()))
 
     def _recorded(self) -> JsonObject:
         """Returns the settings with which the run began; {} if it has not begun."""

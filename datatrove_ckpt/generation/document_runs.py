@@ -147,6 +147,8 @@ class DocumentRuns:
         self._raise_if_stopping(answers)
         if answers.parked:
             raise DocumentParked
+        if source.finished is None:
+            self.results.check_returned(document, results)
         valid_results = [result for result in results if result is not None]
         self.results.put_added(document, answers)
         data = await self.results.encode(document, valid_results, slot.chunk.index, source.id)

@@ -14,12 +14,15 @@ from datatrove.data import Document, Media
 from loguru import logger
 
 from datatrove_ckpt.common.exact_json import loads
+from datatrove_ckpt.errors import DocumentNotSerializable
 from datatrove_ckpt.generation.document_answers import DocumentAnswers
 from datatrove_ckpt.generation.first_document import check_answer, check_first
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
+from datatrove_ckpt.generation.user_rollout import name_of
 from datatrove_ckpt.output.document_codec import encode_finished, writes_media
 from datatrove_ckpt.output.file_names import FileNames
 from datatrove_ckpt.output.writer_trial import WriterTrial
+from datatrove_ckpt.rollouts import InferenceResult, ReadyMade
 from datatrove_ckpt.rollouts.answer_form import FENCE
 from datatrove_ckpt.rollouts.interface import FIELDS
 from datatrove_ckpt.rollouts.settings import value_of
@@ -64,6 +67,27 @@ class ResultEncoder:
     def check(self, document: Document) -> None:
         if self._has_column or self._added:
             check_answer(self._step, document)
+
+    def check_returned(self, document: Document, results: list[object]) -> None:
+        """Checks that a rollout has put no other value into the answers' column than it returned.
+
+        It may put a part of a whole answer there. Ready-made rollouts know their column.
+
+        Raises:
+            DocumentNotSerializable: the returned value would have no column.
+        """
+        column = self._step.answer_column
+        rollout_fn = self._step.rollout_fn
+        if column not in document.metadata or isinstance(rollout_fn, ReadyMade):
+            return
+        current = repr(document.metadata[column])
+        is_whole = all(isinstance(result, InferenceResult | None) for result in results)
+        if not is_whole and current not in (repr(results), *map(repr, results)):
+            raise DocumentNotSerializable(
+                f"The rollout {name_of(rollout_fn)} has set metadata[{column!r}], and returned "
+                "another value, which belongs there. Return what the column is to hold, and use "
+                "other keys of the metadata."
+            )
 
     def put_added(self, document: Document, answers: DocumentAnswers) -> None:
         """Puts the columns of ``quality`` and the endpoints into the metadata. Values of an old

@@ -12,7 +12,7 @@ from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.config.generation_params import refuse_near_misses
-from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors import ConfigError, DocumentError
 from datatrove_ckpt.generation.results import put_answer
 from datatrove_ckpt.output.document_codec import PathResult
 from datatrove_ckpt.rollouts import (
@@ -308,13 +308,33 @@ def test_what_stands_under_the_name_of_the_answers(name, rollouts, tmp_path, ser
     assert one.metadata["summary"] == (answer if rollouts == 1 else [answer] * 2)
 
 
-def test_an_answer_that_a_rollout_names_itself_stays(tmp_path, server):
+@pytest.mark.parametrize("returned, summaries", [([7, 8], [[7, 8]]), (None, [])])
+def test_a_rollout_may_put_into_the_column_what_it_returns(tmp_path, server, returned, summaries):
+    async def rollout(document, generate):
+        document.metadata["summary"] = [7, 8]
+        return returned
+
+    run_job(tmp_path, server, 1, rollout, answer="summary")
+    assert [row["metadata"]["summary"] for row in rows(tmp_path)] == summaries
+
+
+def test_a_rollout_that_returns_another_value_than_it_puts_into_the_column_fails(tmp_path, server):
     async def rollout(document, generate):
         document.metadata["summary"] = "mine"
         return "other"
 
+    with pytest.raises(DocumentError, match=r"has set metadata\['summary'\], and returned"):
+        run_job(tmp_path, server, 1, rollout, answer="summary")
+
+
+def test_a_rollout_may_put_a_part_of_a_whole_answer_into_the_column(tmp_path, server):
+    async def rollout(document, generate):
+        answer = await generate({"messages": [{"role": "user", "content": document.text}]})
+        document.metadata["summary"] = len(answer.text)
+        return answer
+
     run_job(tmp_path, server, 1, rollout, answer="summary")
-    assert [row["metadata"]["summary"] for row in rows(tmp_path)] == ["mine"]
+    assert [type(row["metadata"]["summary"]) for row in rows(tmp_path)] == [int]
 
 
 @pytest.mark.parametrize("name", ["", "text", "rollout_results"])

@@ -94,7 +94,7 @@ def describe(state: RunState) -> Iterator[str]:
         yield f"  {topic:<{_LABEL}} {text}"
     yield ""
     yield from _describe_trouble(state)
-    if not state.totals.states["running"] and not state.retried.states["running"]:
+    if not state.is_at_work:
         yield from _what_next(state)
 
 

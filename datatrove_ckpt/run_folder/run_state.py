@@ -276,6 +276,13 @@ class RunState:
         return bool(self.totals.states["damaged"] or self.retried.states["damaged"])
 
     @property
+    def is_at_work(self) -> bool:
+        """Whether a task runs, or a process is between two tasks."""
+        return any(rank.state == "running" for rank in self.all_ranks) or any(
+            worker.is_alive for worker in self.workers
+        )
+
+    @property
     def is_finished(self) -> bool:
         return (
             bool(self.ranks)
@@ -687,9 +694,10 @@ def read_run_state(location: RunLocation, now: float | None = None) -> RunState:
     state.foreign = [rank.rank for rank in state.ranks if 0 < state.tasks <= rank.rank]
     state.ranks = [rank for rank in state.ranks if rank.rank not in state.foreign]
     find_slow(state.ranks)
-    unfinished = [rank for rank in state.all_ranks if rank.state != "finished"]
-    if all(rank.state != "running" for rank in unfinished):
-        for rank in unfinished:
+    with suppress(OSError, CkptError):  # claims are hints
+        _read_claims(state, location)
+    if not state.is_at_work:
+        for rank in state.all_ranks:
             if rank.state == "unfinished" and rank.trouble is None:
                 rank.need_attention(
                     "unfinished", "nothing runs, and it is not finished; what it did is saved"
@@ -701,8 +709,6 @@ def read_run_state(location: RunLocation, now: float | None = None) -> RunState:
     for sample in layout.sample_folders(location.folder):
         for folder in layout.rank_folders(sample):
             state.samples += read_rank(folder, Include.HISTORY).numbers()
-    with suppress(OSError, CkptError):  # claims are hints
-        _read_claims(state, location)
     return state
 
 

@@ -170,7 +170,7 @@ def progress_of(state: RunState) -> str:
     if totals.total_is_estimated:
         done = f"about {done}"
     if not totals.states["running"]:
-        return f"{done}, nothing runs"
+        return f"{done}, {'between two tasks' if state.is_at_work else 'nothing runs'}"
     if totals.time_left is None:
         return f"{done}, time left not known yet"
     end = datetime.datetime.fromtimestamp(state.read_at + totals.time_left).astimezone()

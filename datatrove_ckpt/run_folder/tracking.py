@@ -177,7 +177,7 @@ class RunTracker(Tracker):
         self.idle_looks += 1
         if state.is_finished:
             status = "FINISHED"
-        elif states["running"]:
+        elif state.is_at_work:
             status = "RUNNING"
             self.idle_looks = 0
         elif states["failed"] or states["damaged"]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from datatrove_ckpt.claims.stores import RUN, DiskClaims, new_owner
 from datatrove_ckpt.testing import FakeServer
 from tests.mirrors import Killed, known_ordinals
 from tests.rank_folders import write_rank
@@ -40,6 +41,15 @@ def test_missing_ranks_and_a_run_that_goes_on_with_the_same_command_are_said(tmp
         [4],
         [12],
     )
+
+
+@pytest.mark.parametrize("end", [RUN, ""])
+def test_a_process_between_two_tasks_runs(tmp_path, said, end):
+    write_rank(tmp_path / "checkpoints", 0, chunks=1, finished=True, tasks=2)
+    store = DiskClaims(tmp_path / "logs/claims", new_owner(end))
+    assert "Nothing runs" not in said(tmp_path)
+    store.close()
+    assert "Nothing runs at the moment, and the run is not finished." in said(tmp_path)
 
 
 def test_documents_that_are_dead_for_the_most_part_need_attention(tmp_path, said):

@@ -5,6 +5,7 @@ json, pandas and datasets read.
 """
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -12,8 +13,11 @@ import orjson
 _AS_ZEROS = bytes.maketrans(b"0123456789", b"0" * 10)
 
 
-def loads(line: bytes) -> Any:
+def loads(line: bytes, parse_constant: Callable[[str], object] | None = None) -> Any:
     """Returns the value of a line, with U+FFFD for lone surrogates.
+
+    Args:
+        parse_constant: returns the value of NaN, Infinity or -Infinity, as for ``json.loads``.
 
     Raises orjson.JSONDecodeError if the line is no JSON.
     """
@@ -22,7 +26,7 @@ def loads(line: bytes) -> Any:
     except orjson.JSONDecodeError as error:
         try:
             text = line.decode()
-            data = json.loads(text)
+            data = json.loads(text, parse_constant=parse_constant)
             if "\\u" not in text:
                 return data
             whole = json.dumps(data, ensure_ascii=False).encode("utf-16", "surrogatepass")

@@ -6,16 +6,19 @@ because it may be cut off, and an endpoint may ignore the field.
 
 import re
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import orjson
 
+from datatrove_ckpt.common.exact_json import loads
 from datatrove_ckpt.common.finish_reasons import CUT_OFF
 from datatrove_ckpt.common.formatting import missing_package
 from datatrove_ckpt.common.setting_types import check_value, one_of
 from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.interface import InferenceResult, Payload
+
+_DEEPEST = 200  # of the 254 that a document may have
 
 CANNED = "canned"
 """The "engine" of ``server_type: dummy``, whose answers have no form and are not checked."""
@@ -24,11 +27,40 @@ _WITH_FIELDS = [
 ]
 
 FENCE = re.compile(r"```\w*\n(.*)\n```", re.DOTALL)
+_THOUGHTS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/THINK]"))
 
 
 def is_cut_off(finish_reason: str | None) -> bool:
     """Returns whether an answer reached max_tokens, or the end of the model's context."""
     return finish_reason is not None and finish_reason.lower() in CUT_OFF
+
+
+def without_thoughts(text: str) -> str:
+    """Returns what follows the thoughts, or comes before thoughts without an end."""
+    for start, end in _THOUGHTS:
+        text = text.rpartition(end)[2].partition(start)[0]
+    return text
+
+
+def parsed_json(text: str) -> Any:
+    """Returns the value of an answer in JSON. Raises ValueError if it is none, or is too deep."""
+    value = loads(text.encode(errors="surrogatepass"), _refuse_constant)
+    if text.count("[") + text.count("{") > _DEEPEST:
+        level = [value]
+        for _ in range(_DEEPEST):
+            level = [part for whole in level for part in _containers_in(whole)]
+        if level:
+            raise ValueError(f"more than {_DEEPEST} lists and objects are in each other")
+    return value
+
+
+def _containers_in(value: Any) -> list[object]:
+    parts = value.values() if isinstance(value, dict) else value
+    return [part for part in parts if isinstance(part, dict | list)]
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 class InvalidAnswer(ValueError):
@@ -81,13 +113,14 @@ class AnswerForm(NamedTuple):
         return keys
 
     def read(self, answer: InferenceResult) -> tuple[str, str]:
-        """Returns the answer's text, without a code fence if needed, and its problem or ""."""
-        text = str(answer.text).strip()
+        """Returns the text, if needed without thoughts and a code fence, and its problem or ""."""
+        text = str(answer.text).strip().removeprefix("\ufeff")
         problem = self._problem(text)
-        fenced = FENCE.fullmatch(text)
-        if problem and fenced:
-            text = fenced[1].strip()
-            problem = self._problem(text)
+        for unwrapped in (without_thoughts, _without_fence):
+            inner = unwrapped(text).strip()
+            if problem and inner != text:
+                text = inner
+                problem = self._problem(text)
         return text, problem
 
     def _problem(self, text: str) -> str:
@@ -98,6 +131,11 @@ class AnswerForm(NamedTuple):
         if self.kind == "choice" and text not in [choice.strip() for choice in self.value]:
             return f"it is not one of {', '.join(self.value)}"
         return ""
+
+
+def _without_fence(text: str) -> str:
+    fenced = FENCE.fullmatch(text)
+    return fenced[1] if fenced else text
 
 
 def engine_of(server_type: str, form: AnswerForm) -> str:
@@ -146,9 +184,11 @@ def _problem(validator: Any, text: str) -> str:
     from referencing.exceptions import Unresolvable
 
     try:
-        error = best_match(validator.iter_errors(orjson.loads(text)))
-    except orjson.JSONDecodeError as problem:
+        error = best_match(validator.iter_errors(parsed_json(text)))
+    except ValueError as problem:
         return f"it is not JSON: {problem}"
+    except RecursionError:
+        return "it is nested too deep for its schema"
     except Unresolvable as problem:
         raise ConfigError(f"json_schema: a $ref leads outside of the schema: {problem}.") from None
     if error is None:

@@ -12,7 +12,7 @@ from datatrove.pipeline.inference.types import InferenceResult
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.templates import parse
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.rollouts.answer_form import CANNED, is_cut_off
+from datatrove_ckpt.rollouts.answer_form import CANNED, is_cut_off, without_thoughts
 from datatrove_ckpt.rollouts.chunked import sum_usage
 from datatrove_ckpt.rollouts.interface import Generate, Payload, chat_payload
 from datatrove_ckpt.rollouts.media import with_media
@@ -173,7 +173,7 @@ class JudgeRollout(PromptRollout):
         "think>".
         """
         if "think>" not in (self.score_pattern or ""):
-            text = text.rpartition("</think>")[2].partition("<think>")[0]
+            text = without_thoughts(text)
         if self.score_pattern is not None:
             matches = list(re.finditer(self.score_pattern, text))
             text = ""

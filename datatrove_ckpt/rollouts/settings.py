@@ -28,6 +28,7 @@ from datatrove_ckpt.rollouts.answer_form import (
     ends_in_blanks,
     engine_of,
     is_cut_off,
+    parsed_json,
 )
 from datatrove_ckpt.rollouts.interface import Generate, Payload
 from datatrove_ckpt.rollouts.prompt_source import prompt_source
@@ -317,7 +318,7 @@ class OneRequest(WholeText):
         if self.json_schema is None or not isinstance(value, str):
             return value
         try:
-            return orjson.loads(value)
+            return parsed_json(value)
         except ValueError:  # a canned answer, or an answer of an old run
             return value
 

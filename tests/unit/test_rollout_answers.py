@@ -33,6 +33,9 @@ SCHEMA = {
     "required": ["why", "answer"],
 }
 GOOD = '{"why": "it rains", "answer": 7}'
+TREE = {"allOf": [{"anyOf": [{"properties": {"in": {"$ref": "#"}}}]}]}
+DEEP = "[" * 199 + "{}," * 300 + "7" + "]" * 199
+THOUGHT = '{"why": "<think>no</think>", "answer": 7}'
 
 
 def config(server_type="vllm", **changes):
@@ -120,6 +123,13 @@ def test_a_form_that_nobody_can_ask_for_is_refused(settings, server_type, error)
     [
         ({"json_schema": SCHEMA}, GOOD, GOOD),
         ({"json_schema": SCHEMA}, f"\n```json\n{GOOD}\n```\n", GOOD),
+        ({"json_schema": SCHEMA}, f"\ufeff{GOOD}", GOOD),
+        ({"json_schema": SCHEMA}, f"<think>{GOOD[:-1]}</think>\n{GOOD}", GOOD),
+        ({"json_schema": SCHEMA}, f"so be it</think>```json\n{GOOD}\n```", GOOD),
+        ({"json_schema": SCHEMA}, f"[THINK]hm[/THINK]{GOOD}", GOOD),
+        ({"json_schema": SCHEMA}, THOUGHT, THOUGHT),
+        ({"json_schema": {}}, DEEP, DEEP),
+        ({"choice": ["yes", "no"]}, "<thinking>\nno?\n</thinking>\n\nyes", "yes"),
         ({"regex": r"\d+-\d+"}, " 12-34\n", "12-34"),
         ({"choice": ["yes", "no"]}, "no ", "no"),
         ({"choice": ["yes", "no"]}, "```text\nno\n```", "no"),
@@ -133,6 +143,12 @@ def test_a_valid_answer_is_the_result_without_what_surrounds_it(settings, given,
     "settings, given, problem",
     [
         ({"json_schema": SCHEMA}, '{"why": "it', "it is not JSON: "),
+        ({"json_schema": {}}, '{"a": NaN}', "it is not JSON: "),
+        ({"json_schema": {}}, '{"a": -Infinity, "b": "\\ud83d"}', "it is not JSON: "),
+        ({"json_schema": {}}, "[" * 2000 + "]" * 2000, "it is not JSON: "),
+        ({"json_schema": {}}, "[" * 201 + "]" * 201, "it is not JSON: more than 200 lists"),
+        ({"json_schema": TREE}, '{"in":' * 190 + "{}" + "}" * 190, "it is nested too deep"),
+        ({"json_schema": {}}, "9" * 5000, "it is not JSON: "),
         ({"json_schema": SCHEMA}, '{"why": "it rains"}', "$: 'answer' is a required property"),
         ({"regex": r"\d+"}, "12 apples", r"it does not match the regular expression \d+"),
         ({"choice": ["yes", "no"]}, "maybe", "it is not one of yes, no"),
@@ -283,6 +299,11 @@ NAMED = {  # the rollout, its result, the answer
         PromptRollout(json_schema=SCHEMA),
         InferenceResult(GOOD, "stop", {}),
         json.loads(GOOD),
+    ),
+    "JSON beyond orjson": (
+        PromptRollout(json_schema={}),
+        InferenceResult('{"a": 123456789012345678901, "b": "\\ud83d"}', "stop", {}),
+        {"a": 123456789012345678901, "b": "\ufffd"},
     ),
     "a path": (chat, PathResult("", "stop", {}, answer={"tokens": [1]}), {"tokens": [1]}),
     "a label": (ClassifyRollout(), {"label": "good", "score": 1.0, "scores": {}}, "good"),

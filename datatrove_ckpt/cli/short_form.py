@@ -35,6 +35,7 @@ from datatrove_ckpt.errors import ConfigError, named
 from datatrove_ckpt.errors.setting_names import form, use
 from datatrove_ckpt.output.formats import BY_NAME
 from datatrove_ckpt.readers import READERS
+from datatrove_ckpt.run_folder.run_location import default_mirror
 
 Node = JsonObject
 _READERS = [reader.__name__ for reader in READERS]
@@ -171,7 +172,7 @@ def expand(short: Node, inspect_only: bool = False, rows: object = None) -> Node
                 "--print-config then writes the long form, in which a URL can replace "
                 '"output_folder".'
             )
-        recorded = recorded_settings(job.root / "checkpoints")
+        recorded = _recorded(job, short)
         job_input = JobInput(_input(job, inspect_only, rows), inspect_only)
         reader = job_input.reader()
         job = _as_batch(job, job_input, reader, short)
@@ -219,6 +220,23 @@ def expand(short: Node, inspect_only: bool = False, rows: object = None) -> Node
     except ConfigError as error:
         named(error, form())
         raise
+
+
+def _recorded(job: ShortJob, short: Node) -> Node:
+    """Returns the settings with which the run began: on a new node, or for jobs elsewhere, those on
+    the mirror.
+    """
+    recorded = recorded_settings(job.root / "checkpoints")
+    mirror = short.get("checkpoints_remote_dir")
+    if job.is_remote:
+        mirror = mirror or default_mirror(f"{job.below}/logs")
+    if recorded or not isinstance(mirror, str):
+        return recorded
+    from datatrove_ckpt.mirror.restore import read_job  # slow to import
+
+    with suppress(ConfigError, OSError):  # the start of the run reports it
+        recorded = read_job(mirror)
+    return recorded
 
 
 def _place(name: str, value: object, by_class: dict[str, Node]) -> None:

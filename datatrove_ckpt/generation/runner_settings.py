@@ -145,7 +145,7 @@ class RunnerSettings(PipelineStep):
             self._check_without_checkpoints()
         else:
             self._check_folders(local)
-            self.adopt_recorded_settings()
+            self._adopt(self._recorded(None))
 
     def _check_names(self) -> None:
         key = self.metadata_key
@@ -197,9 +197,11 @@ class RunnerSettings(PipelineStep):
 
     def adopt_recorded_settings(self) -> None:
         """Keeps the form of chats and the output columns of a run that has begun: files with other
-        columns would not load together.
+        columns would not load together. A new node reads them from the mirror.
         """
-        recorded = self._recorded()
+        self._adopt(self._recorded(self.checkpoints_remote_dir))
+
+    def _adopt(self, recorded: JsonObject) -> None:
         prompt = self.rollout_fn
         if (
             isinstance(prompt, PromptRollout)
@@ -215,11 +217,17 @@ class RunnerSettings(PipelineStep):
                 self.named_models = models
             self.config = next(iter(models.values()))
 
-    def _recorded(self) -> JsonObject:
+    def _recorded(self, mirror: str | None) -> JsonObject:
         """Returns the settings with which the run began; {} if it has not begun."""
-        if self.checkpoints_local_dir is not None:
-            with suppress(ConfigError, OSError):  # the start of the run reports it
-                return recorded_settings(self.checkpoints_root)
+        if self.checkpoints_local_dir is None:
+            return {}
+        with suppress(ConfigError, OSError):  # the start of the run reports it
+            recorded = recorded_settings(self.checkpoints_root)
+            if recorded or mirror is None:
+                return recorded
+            from datatrove_ckpt.mirror.restore import read_job  # slow to import
+
+            return read_job(mirror)
         return {}
 
     def _check_without_checkpoints(self) -> None:
@@ -341,8 +349,9 @@ class RunnerSettings(PipelineStep):
             keys[CHAT_TEXTS] = True
         if self.tells_endpoints:
             keys[_ENDPOINT_COLUMN] = True
+        recorded = self._recorded(self.checkpoints_remote_dir)
         return run_identity(
-            self.code(), self.models, self.output_writer, chunk, keys, world_size, self._recorded()
+            self.code(), self.models, self.output_writer, chunk, keys, world_size, recorded
         )
 
     def changed(self, **settings: object) -> Self:

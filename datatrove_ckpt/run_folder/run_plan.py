@@ -74,6 +74,7 @@ class RunnerPlan:
 
     @cached_property
     def identity(self) -> RunIdentity:
+        self.step.adopt_recorded_settings()
         return self.step.identity(self.plan.tasks)
 
 

@@ -2,15 +2,17 @@
 mirror.
 """
 
+import shutil
 from unittest.mock import Mock
 
+import pandas
 import pytest
 from datatrove.io import get_datafolder
 
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget
-from tests.yaml_jobs import endpoint, job_yaml, write_job
+from tests.yaml_jobs import endpoint, job_yaml, write_job, write_rows
 
 MORE = """\
           records_per_chunk: 2
@@ -187,3 +189,19 @@ def test_repair_pays_for_nothing_that_the_mirror_has(cluster, where):
     cluster("a", "run")
     assert cluster.bills.paid == paid
     assert cluster.files() == before
+
+
+def test_settings_that_nobody_gave_are_those_of_the_mirror_on_a_new_node(
+    here, command, server, bills
+):
+    write_rows("in.jsonl", [{"text": f"text {n}", "answer": "old"} for n in range(40)])
+    job = ["--run-folder=r", "--input=in.jsonl", "--prompt={text}", "--model=m"]
+    job.append("--checkpoints-remote-dir=mirror")
+    several = f"--endpoints=[{{url: '{server.url}', model: one}}]"
+    command("run", *job, several, "--output-format=parquet", "--until=20")
+    for until in ("--until=30", "--until=40"):
+        shutil.rmtree("r/checkpoints")
+        command("run", *job, f"--endpoint={server.url}", until)
+    answers = pandas.concat(map(pandas.read_parquet, sorted(here.glob("r/output/*"))))
+    assert set(answers["answer_2_endpoint"]) == {server.url}
+    assert bills.paid == len(answers) == 40

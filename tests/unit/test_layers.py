@@ -42,7 +42,7 @@ ROOMS = {
     "run_folder": "errors common config process checkpoint mirror claims inference.servers output readers generation"
     " runner",
     "executors": "errors common process claims inference.servers user_code generation runner run_folder",
-    "cli": "errors common config process checkpoint output readers torch run_folder executors",
+    "cli": "errors common config process checkpoint mirror output readers torch run_folder executors",
     "testing": "common",
 }
 

@@ -22,7 +22,7 @@ from datatrove_ckpt.user_code.description import (
     inspect_objects,
     is_detached,
 )
-from datatrove_ckpt.user_code.statements import digest
+from datatrove_ckpt.user_code.statements import CELL, digest
 
 _PROCESS = secrets.token_hex(8)
 _VERSION = 7
@@ -30,6 +30,8 @@ _VERSION = 7
 
 Release 0.1.0 wrote no version.
 """
+_NOTEBOOK_VERSION = 8
+"""The version for the cells of a notebook."""
 _CONSTANTS = (str, int, float, bytes, type(None))
 _NOTHING = CodeDescription({}, {}, {}, [], frozenset(), [])
 _SETTING = re.compile(r"(rollout_fn|shared_context)\.(?!.* code$)")
@@ -77,7 +79,7 @@ def code_identity(
         named = _NOTHING._replace(fields={"rollout_version": rollout_version})
         return CodeIdentity(named, version=_VERSION)
     # A job that was queued before an upgrade.
-    if when_made is not None and when_made.version != _VERSION:
+    if when_made is not None and when_made.version not in (_VERSION, _NOTEBOOK_VERSION):
         if when_made.made is None:  # version 5 and before: the code could not be described
             return CodeIdentity(_NOTHING, version=2)
         return when_made
@@ -101,10 +103,15 @@ def code_identity(
         "shared_context": shared_context,
         **_of_writer(output_writer),
     }
+    version = _VERSION
     before = None
-    if when_made is not None and any(map(is_detached, inspect_objects(described).roots)):
-        before = when_made.made
     try:
+        roots = inspect_objects(described).roots
+        if any(CELL.match(root.file) for root in roots):
+            version = _NOTEBOOK_VERSION
+        if when_made is not None and any(map(is_detached, roots)):
+            before = when_made.made
+            version = when_made.version  # of the process that had the cells
         made = _redacted(describe(described, before), output_writer)
     except Exception as error:  # the user's objects may raise any error
         raise ConfigError(
@@ -117,7 +124,7 @@ def code_identity(
         made.fields.update(
             {name: value for name, value in when_made.fields.items() if _SETTING.match(name)}
         )
-    return CodeIdentity(made, _PROCESS, _VERSION, objects, constants)
+    return CodeIdentity(made, _PROCESS, version, objects, constants)
 
 
 def code_of(thing: object) -> dict[str, str]:

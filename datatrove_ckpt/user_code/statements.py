@@ -20,6 +20,7 @@ import hashlib
 import linecache
 import os
 import re
+import sys
 import threading
 import time
 import types
@@ -318,6 +319,13 @@ class Statement:
             names.add("__doc__")
         return names - {""}
 
+    @property
+    def rebound(self) -> set[str]:
+        """Returns the names that an assignment or import binds without a use of their values."""
+        if self.changes or not (self.is_import or isinstance(self.node, ast.Assign)):
+            return set()
+        return self.binds - {chain[0] for chain in self.chains}
+
     @functools.cached_property
     def chains(self) -> list[Chain]:
         """Returns the names of the file that it mentions, with the attributes that follow."""
@@ -460,6 +468,11 @@ class CodeSource:
         if path == NOTEBOOK:
             files = [*filter(CELL.match, linecache.cache)]
         self.texts = {file: "".join(linecache.getlines(file)) for file in files}
+        if path == NOTEBOOK:  # a cell counts where it was run last
+            inputs = vars(sys.modules["__main__"]).get("In", ())  # of IPython
+            runs = {text.rstrip("\n"): number for number, text in enumerate(inputs)}
+            by_run = sorted(self.texts.items(), key=lambda cell: runs.get(cell[1].rstrip("\n"), -1))
+            self.texts = dict(by_run)
 
     def holds(self, name: str) -> bool:
         """Whether the text of the file has this word."""
@@ -487,26 +500,48 @@ class CodeSource:
 
     @functools.cached_property
     def statements(self) -> list[Statement]:
-        statements = []
+        cells: dict[object, list[Statement]] = {}
         for file, text in self.texts.items():
             # A file that cannot be parsed cannot be imported.
             with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
                 body = parse(text).body
-                statements += [
-                    Statement(self, file, node, self._documented) for node in _apart(body)
-                ]
-        # A definition that a later definition of its name replaces before its use does not count.
+                cell = [Statement(self, file, node, self._documented) for node in _apart(body)]
+                key: object = file
+                if self.path == NOTEBOOK:  # a cell with another comment is the same cell
+                    key = "\n".join(statement.text for statement in cell)
+                cells.pop(key, None)
+                cells[key] = cell
+        statements = [statement for cell in cells.values() for statement in cell]
+        used_by = {
+            statement.node.name: statement.words
+            for statement in statements
+            if statement.is_definition
+        }
+        made = set[str]().union(*(part.binds for part in statements if not part.is_import))
+        # A statement whose names are bound anew before their use does not count. In a file, only
+        # definitions are such statements; in a notebook, people edit and run all of them again.
         replaced = set[str]()
         counted: list[Statement] = []
         for index, statement in reversed([*enumerate(statements)]):
             statement.index = index
-            if not statement.is_definition or statement.changes:
-                replaced -= statement.words
-            if statement.is_definition and statement.node.name in replaced:
-                continue
-            counted.insert(0, statement)
+            changed = {chain[0] for chain in statement.changes}
+            affected = set[str]()
+            rebound = set[str]()
+            if self.path == NOTEBOOK:
+                changed &= made  # an imported decorator changes nothing here
+                affected = (statement.binds | changed) - {"__doc__"}
+                called = statement.words & used_by.keys()
+                rebound = statement.rebound.difference(*map(used_by.__getitem__, called))
             if statement.is_definition:
-                replaced.add(statement.node.name)
+                rebound = {statement.node.name}
+                if not changed:
+                    affected = rebound
+            if affected and affected <= replaced:
+                continue
+            if changed or not statement.is_definition:
+                replaced -= statement.words
+            counted.insert(0, statement)
+            replaced |= rebound
         return counted
 
     @functools.cached_property

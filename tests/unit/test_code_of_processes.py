@@ -12,6 +12,7 @@ import pytest
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.user_code import statements
 from datatrove_ckpt.user_code.code_identity import code_identity
+from datatrove_ckpt.user_code.statements import digest
 from tests import processes
 from tests.unit.test_identity import as_main
 
@@ -19,6 +20,7 @@ SCRIPT = """
 import argparse, functools, json, os, sys
 from pk.settings import STYLE
 from datatrove_ckpt.user_code.code_identity import code_identity
+from datatrove_ckpt.user_code.statements import digest
 
 class Asker:
     def __init__(self, prompt, limit):
@@ -133,11 +135,17 @@ def notebook(monkeypatch):
         main = types.ModuleType("__main__")
         monkeypatch.setitem(sys.modules, "__main__", main)
         cells.clear()
+        main.In = ["", *sources]
         for number, source in enumerate(sources):
             name = pattern.format(number)
+            if "ipykernel" in pattern:  # it names equal cells alike
+                name = pattern.format(digest(source))
             cells[name] = (len(source), None, source.splitlines(keepends=True), name)
             exec(compile(source, name, "exec"), vars(main))
-        return code_identity(vars(main)["rollout"], None).fields
+        identity = code_identity(vars(main)["rollout"], None)
+        # Not compared with what version 7 wrote, which counted each cell that ever ran.
+        assert identity.version == 8
+        return identity.fields
 
     return run
 
@@ -161,14 +169,50 @@ def test_an_edit_in_any_cell_of_a_notebook_is_seen(notebook, pattern, cell, old,
     assert notebook(pattern, edited) != first
 
 
-def test_a_cell_that_was_edited_and_run_again_counts_as_if_the_notebook_was_run_from_its_top(
-    notebook,
-):
-    pattern = "<ipython-input-{0}-abc>"
-    again = [*CELLS, CELLS[1].replace("PROMPT + text", "text + PROMPT")]
-    from_the_top = [CELLS[0], again[-1], *CELLS[2:]]
-    assert notebook(pattern, again) == notebook(pattern, from_the_top)
-    assert notebook(pattern, again) != notebook(pattern, CELLS)
+EDITED = {
+    "a value": ("PROMPT = 'Say '", "PROMPT = 'Sing '"),
+    "a value that is made": ("import os\nPROMPT = os.sep", "import os\nPROMPT = os.sep * 2"),
+    "a table": ("PROMPT = {}\nPROMPT['a'] = 1", "PROMPT = {}\nPROMPT.update(a=2)"),
+    "an import": ("from os import sep as PROMPT", "from os import linesep as PROMPT"),
+    "a function": ("def PROMPT():\n    return 1", "def PROMPT():\n    return 2"),
+    "a class": (
+        "from dataclasses import dataclass\n@dataclass\nclass PROMPT:\n    a: int = 1",
+        "from dataclasses import dataclass\n@dataclass\nclass PROMPT:\n    a: int = 2",
+    ),
+    "an object": ("PROMPT = Words('a')", "PROMPT = Words('b')"),
+}
+CLASS = "class Words:\n    def __init__(self, word):\n        self.word = word"
+ROLLOUT = "async def rollout(document, generate):\n    return await generate({'prompt': PROMPT})"
+
+
+@pytest.mark.parametrize("pattern", ["<ipython-input-{0}-abc>", "/tmp/ipykernel_12/{0}.py"])
+@pytest.mark.parametrize("name", EDITED)
+def test_a_cell_counts_as_it_was_run_last(notebook, pattern, name):
+    """The identity is equal to that of a new kernel, where the notebook is run from its top."""
+    old, new = EDITED[name]
+    first = notebook(pattern, [CLASS, old, ROLLOUT])
+    edited = notebook(pattern, [CLASS, old, ROLLOUT, new])
+    assert edited != first
+    assert edited == notebook(pattern, [CLASS, new, ROLLOUT])
+    assert notebook(pattern, [CLASS, old, ROLLOUT, new, old]) == first
+    assert notebook(pattern, [CLASS, old, ROLLOUT, new, old, new]) == edited
+    assert notebook(pattern, [CLASS, old, ROLLOUT, f"{old}  # now", ROLLOUT]) == first
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        ["PROMPT = 'Say '", "PROMPT = PROMPT + 'it'"],
+        ["PROMPT = 'Say '", "OTHER = PROMPT", "PROMPT = OTHER + 'it'"],
+        ["PROMPT = 'Say '", "def more():\n    return PROMPT + 'it'", "PROMPT = more()"],
+        ["PROMPT = {'a': 'Say '}", "PROMPT['b'] = 1"],
+    ],
+)
+def test_a_value_that_a_later_cell_uses_counts(notebook, cells):
+    pattern = "/tmp/ipykernel_12/{0}.py"
+    first = notebook(pattern, [*cells, ROLLOUT])
+    edited = [cells[0].replace("Say", "Sing"), *cells[1:], ROLLOUT]
+    assert notebook(pattern, edited) != first
 
 
 def test_a_secret_is_in_no_field_wherever_the_rollout_takes_it_from(code_of):
@@ -193,6 +237,7 @@ rollout = make()
 LABELS = """
 import functools, json
 from datatrove_ckpt.user_code.code_identity import code_identity
+from datatrove_ckpt.user_code.statements import digest
 LABELS = {"one", "two", "three", "four", "five"}
 async def ask(document, generate, labels):
     return labels

@@ -80,11 +80,13 @@ class RunOrigin(NamedTuple):
     run: str | None = None
 
     @property
+    def file(self) -> Path:
+        return self.root / layout.HOME
+
+    @property
     def recorded(self) -> OutputOwner | None:
-        path = self.root / layout.HOME
-        if not path.exists():
-            return None
-        return OutputOwner(**orjson.loads(path.read_bytes()))
+        """Returns the record in ``home``; None if the file is missing or damaged."""
+        return _parsed(content_of(self.file) or b"")
 
     @property
     def place(self) -> str:
@@ -123,10 +125,18 @@ class RunOrigin(NamedTuple):
 
     def record(self, owner: OutputOwner) -> OutputOwner:
         """Records the run in ``home``, unless another rank has, and returns the record."""
-        path = self.root / layout.HOME
-        if not path.exists():
-            files.keep_first(path, orjson.dumps(owner._asdict()), files.PRIVATE_FILE)
+        if self.file.exists() and self.recorded is None:
+            files.disk.remove(self.file)  # it is damaged
+        if not self.file.exists():
+            files.keep_first(self.file, orjson.dumps(owner._asdict()), files.PRIVATE_FILE)
         return self.recorded or owner
+
+
+def _parsed(data: bytes) -> OutputOwner | None:
+    try:
+        return OutputOwner(**orjson.loads(data))
+    except (orjson.JSONDecodeError, TypeError):
+        return None
 
 
 @dataclass(eq=False)
@@ -206,10 +216,16 @@ class OutputOwnership:
 
     def _refusal(self, owner: OutputOwner) -> OutputMismatch:
         location = self._folder.resolve_paths("")
+        advice = ""
+        if owner.home == self._origin.place:
+            advice = (
+                f"If it is this very run, whose file {self._origin.file} is missing or damaged, "
+                f"copy {shlex.quote(self._record.place)} there, and run again. Else: "
+            )
         return OutputMismatch(
             f"{location} belongs to another run, with checkpoints in {owner.home} (host "
             f"{owner.host}): both runs would write files that output_filename {self._template!r} "
-            "names. Nothing was written. Choose another output folder for this run. If "
+            f"names. Nothing was written. {advice}Choose another output folder for this run. If "
             "the other run is no more, or its output was moved away, remove its files there, and "
             f"the file that names it, {shlex.quote(self._record.place)}; then run again."
         )
@@ -257,10 +273,7 @@ class _OwnerRecord:
         data = self.read_data()
         if data is None:
             return None
-        try:
-            return OutputOwner(**orjson.loads(data))
-        except (orjson.JSONDecodeError, TypeError):
-            return OutputOwner("(unknown: the record is damaged)", "", "damaged", "")
+        return _parsed(data) or OutputOwner("(unknown: the record is damaged)", "", "damaged", "")
 
     def create(self, data: bytes) -> None:
         """Writes the record, unless it exists. Raises OSError."""

@@ -10,6 +10,7 @@ import socket
 import threading
 from functools import partial
 from itertools import count
+from pathlib import Path
 from unittest.mock import Mock
 
 import fsspec
@@ -185,6 +186,27 @@ def killed_before_its_commit(step, monkeypatch):
         patch.setattr(CommitLog, "append", Mock(side_effect=StorageFailed("as asked")))
         with pytest.raises(StorageFailed):
             step.run(documents(2))  # one chunk: another one might be uploaded later
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 99, b"[]", b'{"home": "x"}', None])
+def test_a_run_whose_record_of_its_origin_is_damaged_says_what_restores_it(
+    tmp_path, servers, content
+):
+    step = job(tmp_path, "a", servers[0], Place(tmp_path))
+    step.run(documents(5))
+    home = tmp_path / "a/checkpoints" / HOME
+    record = home.read_bytes()
+    home.unlink() if content is None else home.write_bytes(content)
+    with pytest.raises(OutputMismatch, match=f"{home} is missing or damaged, copy ") as refused:
+        step.run(documents(5))
+    path = Path(str(refused.value).partition("damaged, copy ")[2].partition(" there, and run")[0])
+    shutil.copy(path, home)
+    step.run(documents(5))
+    assert home.read_bytes() == record
+    path.unlink()  # without the record beside the output, the run makes both anew
+    home.write_bytes(b"")
+    step.run(documents(5))
+    assert home.read_bytes() == path.read_bytes() != record
 
 
 @pytest.mark.matrix

@@ -11,6 +11,7 @@ from datatrove_ckpt.rollouts import Payload
 from datatrove_ckpt.rollouts.media import media_key, split_media
 
 # The hash of a payload with such a key depends on the order of the keys inside.
+_OF_TOOLS = ("arguments", "input")  # their nulls are values
 _WITH_SCHEMA = frozenset({"response_format", "structured_outputs", "json_schema"})
 
 
@@ -37,9 +38,37 @@ def hash_payload(payload: Payload) -> str:
 
 def body_of(payload: Payload) -> AnyBody:
     try:
-        return trim(orjson.dumps(payload, option=PAYLOAD_JSON))
+        data = orjson.dumps(payload, option=PAYLOAD_JSON)
+        if b":null" in data:
+            data = orjson.dumps(_without_filled(payload), option=PAYLOAD_JSON)
+        return trim(data)
     except TypeError:  # media: ``hash_payload`` has refused everything else
-        return RequestBody(*split_media(payload, PAYLOAD_JSON))
+        return RequestBody(*split_media(_without_filled(payload), PAYLOAD_JSON))
+
+
+def _without_filled(payload: Payload) -> Payload:
+    """Returns the payload without the nulls with which Arrow fills the keys of other messages.
+    OpenAI refuses them.
+
+    The hash includes them, so that runs that have begun find their answers.
+    """
+    if "messages" not in payload:
+        return payload
+    return {**payload, "messages": _without_nulls(payload["messages"])}
+
+
+def _without_nulls(value: object) -> object:
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if not isinstance(value, dict) or not value:
+        return value
+    kept = {}
+    for name, part in value.items():
+        if name not in _OF_TOOLS:
+            part = _without_nulls(part)
+        if part is not None or name == "content":
+            kept[name] = part
+    return kept or None
 
 
 def question_of(payload: Payload) -> str:

@@ -19,6 +19,7 @@ from datatrove.pipeline.inference.types import InferenceResult as Theirs
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.checkpoint.compare import compare
 from datatrove_ckpt.errors import ConfigError, DocumentFailed, ServerError, ServerRefused
+from datatrove_ckpt.generation.payloads import hash_payload
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_typed_ways import embeddings
 from tests.jobs import ask, chat, documents, results, rows, run_job, runner
@@ -232,6 +233,33 @@ def test_null_is_sent_where_it_was_written(tmp_path, server):
     (sent,) = server.payloads
     assert (sent["stop"], sent["tools"]) == (None, [{"default": None}])
     assert not {"extra_body", "extra_headers"} & set(sent)
+
+
+TEXT_PART = {"type": "text", "text": "look"}
+URL_PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": None}}}
+FILLED = [  # as Arrow fills messages, and what is sent
+    ({"role": "user", "content": "a", "name": None, "tool_calls": None}, {"role": "user", "content": "a"}),
+    ({"content": None, "role": "assistant", "tool_calls": [{**CALL, "id": None}]},
+     {"content": None, "role": "assistant", "tool_calls": [CALL]}),
+    ({"role": "user", "content": [{**TEXT_PART, "image_url": {"url": None}}, {**URL_PART, "text": None}]},
+     {"role": "user", "content": [TEXT_PART, URL_PART]}),
+    ({"role": "user", "content": [{**URL_PART, "image_url": {**URL_PART["image_url"], "detail": None}}]},
+     {"role": "user", "content": [URL_PART]}),
+    ({"role": "tool", "content": [], "meta": {}, "text": '":null'},) * 2,
+]  # fmt: skip
+
+
+def test_keys_of_messages_that_are_null_are_not_sent_and_the_key_of_the_answer_stays(
+    tmp_path, server
+):
+    payload = {"messages": [filled for filled, _ in FILLED], "stop": None}
+    run_job(tmp_path, server, 1, asking(payload))
+    (sent,) = server.payloads
+    assert sent["messages"] == [message for _, message in FILLED]
+    assert list(sent["messages"][1]) == ["content", "role", "tool_calls"]
+    assert sent["stop"] is None
+    assert hash_payload(payload) != hash_payload({**payload, "messages": sent["messages"]})
 
 
 def test_n_at_a_server_that_ignores_it_is_refused_wherever_it_stands(tmp_path, server):

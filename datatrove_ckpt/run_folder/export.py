@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import orjson
 from datatrove.io import get_datafolder
 
 from datatrove_ckpt import errors
+from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.checksummed_lines import Json
 from datatrove_ckpt.common.formatting import missing_package
 from datatrove_ckpt.common.lazy_pyarrow import pa, pq
@@ -134,16 +136,15 @@ def export(location: RunLocation, target: str) -> tuple[int, VerifyReport]:
         raise errors.ConfigError(
             f"{target}: ends with none of {', '.join(writers)}, and is no {_HUB}ORG/NAME."
         )
+    is_there = f"{target}: is there already. Remove it, or choose another name."
     if path.exists():
-        raise errors.ConfigError(f"{target}: is there already. Remove it, or choose another name.")
+        raise errors.ConfigError(is_there)
     report = _refuse_changes(location)
-    new = path.with_name(f"{path.name}.new")
-    try:
-        with _named(target):
-            count = writers[path.suffix](location, new)
-            new.rename(path)
-    finally:
-        new.unlink(missing_ok=True)
+    with _named(target), TemporaryDirectory(prefix=f"{path.name}.", dir=path.parent) as folder:
+        new = Path(folder, path.name)
+        count = writers[path.suffix](location, new)
+        if not files.disk.put_new(new, path):
+            raise errors.ConfigError(is_there)
     return count, report
 
 

@@ -177,8 +177,8 @@ def test_files_that_differ_from_their_commits_are_not_exported(run, target, expo
 def test_a_target_that_cannot_be_written_leaves_nothing_behind(run, target, monkeypatch, exported):
     run()
 
-    def fail(*_, **__):
-        Path(f"{target}.new").write_text("a part")
+    def fail(location, path):
+        path.write_text("a part")
         raise OSError(28, "No space left on device")
 
     for name in ("_write_csv", "_write_lines", "_write_parquet"):
@@ -225,6 +225,25 @@ def test_columns_and_rows_are_of_the_same_chunks(run, monkeypatch, exported):
     looks = iter([found[:1], found])  # a run goes on, and its next document has one column more
     monkeypatch.setattr(export, "committed_files", lambda *given: iter(next(looks)))
     assert exported("all.csv").startswith("2 documents")
+
+
+@pytest.mark.parametrize("target", ["all.csv", "all.jsonl", "all.parquet"])
+def test_files_of_others_stay(run, target, monkeypatch, exported):
+    run("in.parquet")
+    Path(f"{target}.new").write_text("mine")
+    exported(target)
+    assert Path(f"{target}.new").read_text() == "mine"
+    Path(target).unlink()
+
+    def write(location, path):
+        path.write_text("an export")
+        Path(target).write_text("made meanwhile")
+
+    for name in ("_write_csv", "_write_lines", "_write_parquet"):
+        monkeypatch.setattr(f"datatrove_ckpt.run_folder.export.{name}", write)
+    assert "is there already" in exported(target, code=2).error
+    assert Path(target).read_text() == "made meanwhile"
+    assert {path.name for path in Path().glob("all.*")} == {target, f"{target}.new"}
 
 
 def test_what_cannot_be_written_is_one_line(run, exported):

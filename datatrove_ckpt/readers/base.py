@@ -43,6 +43,7 @@ from datatrove_ckpt.readers.inputs import (
     shorten,
     shuffled_names,
 )
+from datatrove_ckpt.readers.partial_files import WHOLE, refuse_partial_files, whole_option
 from datatrove_ckpt.readers.positions import (
     ALL_ROWS,
     BadRow,
@@ -87,6 +88,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     A subclass lists it before datatrove's reader of the format.
     """
 
+    compression: str | None = None
     shuffle_seed: int | None = None
     path_columns: bool = False
     max_skipped: int | None = None  # pickles of earlier releases
@@ -402,7 +404,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             raise position_mismatch(
                 f"{position} was made by reader {made_by}, and this is {this_reader}."
             )
-        recorded = dict(state["options"])
+        recorded = {key: value for key, value in state["options"].items() if key != WHOLE}
         current = self._options()
         if "shard" in state:
             recorded["shard"] = state["shard"]
@@ -506,6 +508,7 @@ class _InputPass:
         state = reader._checked_state(self.start.state, self.shard)
         if state is not None:
             self._resume(state)
+        self._whole = whole_option(self.inputs.names, reader.compression)
         self.extent = InputProgress(self.inputs, reader.limit, reader.data_folder.is_local())
         self.documents_bar = tqdm(
             total=None if reader.limit == -1 else reader.limit,
@@ -522,6 +525,8 @@ class _InputPass:
 
     def _resume(self, state: ReaderState) -> None:
         self.digest = self.inputs.check_before(state)
+        names = self.inputs.names[: self.digest.files + 1]
+        refuse_partial_files(self.inputs.folder, names, self.reader.compression, state["options"])
         self.file_position = tuple(state["at"])
         self._check_current_file(state["file"])
         self.yielded = state["documents"]
@@ -601,6 +606,7 @@ class _InputPass:
         if not self.reader._may_grow(name):
             recorded["hash"] = self.inputs.fingerprint(index)
         state = self.reader._reader_state(self.start.number)
+        state["options"] |= self._whole
         state |= {
             "shard": list(self.shard),
             "earlier": list(self.start.earlier),
@@ -634,6 +640,7 @@ class _InputPass:
             self.inputs,
             self.digest.files,
             self._is_at_limit(),
+            self._whole,
         )
         if not self.yielded + self.omitted and self.inputs.row_shard == ALL_ROWS:
             for name, damaged in self.start.skipped_in.items():

@@ -239,7 +239,7 @@ def _cut(files: Sequence[FileIndex], size: int) -> Iterator[Block]:
             first += rows
 
 
-_VERSION = 3
+_VERSION = 4
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 """Names of file systems for the time of the last change."""
 

@@ -1,16 +1,18 @@
 """Opens compressed files as streams of bytes, with errors that name a damaged or cut-off file.
 
-fsspec's zstd stream ends without an error in the middle of a frame, and after the first of several
-frames. So zstd is decompressed here. gzip, bz2 and xz streams notice a missing end, but their
-errors do not name the file.
+A compressed file is a sequence of streams. The libraries' files for zstd, bz2 and xz end without an
+error at a stream that they cannot read, and xz at the padding between two streams. So their streams
+are decompressed here.
 """
 
+import bz2
 import gzip
 import io
 import lzma
+import shlex
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import PurePosixPath
 from typing import IO, Any, cast
@@ -19,6 +21,7 @@ from datatrove.io import DataFolder
 from fsspec.compression import compr
 from fsspec.utils import infer_compression
 
+from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.input_errors import naming_hub_input
 
@@ -49,14 +52,23 @@ def _decompressed(file: IO[bytes], codec: str, name: str) -> io.RawIOBase:
 
     Raises:
         ConfigError: the library for this compression is not installed.
+        InputError: a zip file holds several files.
     """
+    if codec == "zip":
+        return _only_file(file, name)
+    if codec == "bz2":
+        return _StreamFile(file, bz2.BZ2Decompressor)
+    if codec in ("xz", "lzma"):
+        return _StreamFile(file, lzma.LZMADecompressor, padding=b"\0")
     if codec == "zstd":
         try:
-            import zstandard  # noqa: F401
+            import zstandard
         except ImportError:
             pass  # fsspec knows other packages
         else:
-            return _ZstdFile(file)
+            # As `zstd --long=31` writes.
+            decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
+            return _StreamFile(file, decompressor.decompressobj)
     if codec not in compr:
         install = "install its library"
         if codec in _PACKAGES:
@@ -114,20 +126,25 @@ def open_content(folder: DataFolder, name: str, compression: str | None) -> Iter
         yield file  # a file of 0 bytes is empty, although its compression would need a header
 
 
-class _ZstdFile(io.RawIOBase):
-    """Decompresses all frames of a zstd file.
+class _StreamFile(io.RawIOBase):
+    """Decompresses all streams of a file.
+
+    Args:
+        new_stream: makes the decompressor of a stream, such as ``bz2.BZ2Decompressor``.
+        padding: the byte that may be repeated after a stream; b"": none.
 
     Raises:
-        EOFError: the file ends within a frame.
+        EOFError: a stream is damaged or incomplete, or other bytes follow.
     """
 
-    def __init__(self, file: IO[bytes]) -> None:
-        import zstandard
-
+    def __init__(
+        self, file: IO[bytes], new_stream: Callable[[], Any], padding: bytes = b""
+    ) -> None:
         self._file = file
-        # As `zstd --long=31` writes.
-        self._new_frame = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj
-        self._frame = self._new_frame()
+        self._new_stream = new_stream
+        self._padding = padding
+        self._stream = new_stream()
+        self._start = 0
         self._started = False
         self._waiting = memoryview(b"")
 
@@ -146,15 +163,44 @@ class _ZstdFile(io.RawIOBase):
     def _fill(self) -> bool:
         """Decompresses the next bytes, perhaps to nothing. Returns False at the end of the file."""
         data = b""
-        if self._frame.eof:
-            data = self._frame.unused_data
-            self._frame = self._new_frame()
+        if self._stream.eof:
+            data = self._stream.unused_data
+            self._stream = self._new_stream()
             self._started = False
-        data = data or self._file.read(2**14)  # a block of 4 bytes may become 128 kB
+        data = data or self._file.read(2**12)  # a block of 4 bytes may become 128 kB
         if not data:
             if self._started:
-                raise EOFError("the last zstd frame is incomplete")
+                raise EOFError(f"the stream that begins at byte {self._start} is incomplete")
             return False
-        self._started = True
-        self._waiting = memoryview(self._frame.decompress(data))
+        if not self._started:
+            end = self._file.tell()
+            if end > len(data):  # else it is the first stream
+                data = data.lstrip(self._padding)
+            self._start = end - len(data)
+            self._started = bool(data)
+        try:
+            self._waiting = memoryview(self._stream.decompress(data))
+        except Exception as error:  # each library raises its own
+            raise EOFError(f"{error} in the stream that begins at byte {self._start}") from error
         return True
+
+
+def files_in(archive: zipfile.ZipFile) -> list[str]:
+    """Returns the names of the files in a zip, without folders and macOS's own."""
+    names = archive.namelist()
+    return [name for name in names if not name.endswith("/") and not name.startswith("__MACOSX/")]
+
+
+def _only_file(file: IO[bytes], name: str) -> io.RawIOBase:
+    archive = zipfile.ZipFile(file)
+    names = files_in(archive)
+    if len(names) != 1:
+        raise InputError(
+            f"The input file {name!r} holds {plural(len(names), 'file')}: "
+            f"{', '.join(names[:3])}. Unpack it (unzip {shlex.quote(name)} -d FOLDER), and give "
+            "the folder as the input."
+        )
+    try:
+        return cast("io.RawIOBase", archive.open(names[0]))
+    except RuntimeError as error:  # a password, or an unusual compression
+        raise zipfile.BadZipFile(str(error)) from error

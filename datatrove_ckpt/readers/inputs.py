@@ -275,9 +275,15 @@ def path_columns(name: str) -> dict[str, str | None]:
 
 
 def record_reader(
-    reader: BaseDiskReader, inputs: InputFiles, count: int, limited: bool = False
+    reader: BaseDiskReader,
+    inputs: InputFiles,
+    count: int,
+    limited: bool = False,
+    whole: JsonObject | None = None,
 ) -> ReaderRecord:
-    return ReaderRecord(options_of(reader), sample_files(inputs, range(count)), limited)
+    """Records a reader's input. ``whole``: see ``partial_files.whole_option``."""
+    options = options_of(reader) | (whole or {})
+    return ReaderRecord(options, sample_files(inputs, range(count)), limited)
 
 
 def sample_files(inputs: InputFiles, indices: Sequence[int]) -> list[FileRecord]:

@@ -40,7 +40,7 @@ from datatrove_ckpt.mirror.restore import compare_mirrored_job, restore_outdated
 from datatrove_ckpt.output.committed import RankCommits
 from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.process.gc_tuning import gc_paused
-from datatrove_ckpt.readers import HuggingFaceDatasetReader
+from datatrove_ckpt.readers import HuggingFaceDatasetReader, SeekingReader
 from datatrove_ckpt.readers.inputs import (
     MISSING,
     list_input,
@@ -48,6 +48,7 @@ from datatrove_ckpt.readers.inputs import (
     sample_files,
     shuffled_names,
 )
+from datatrove_ckpt.readers.partial_files import WHOLE, refuse_partial_files
 from datatrove_ckpt.readers.positions import Reading
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard_record import FileRecord, ReaderRecord, ShardRecord
@@ -311,6 +312,8 @@ def _check_reader(
     ranks = []  # with a difference
     for rank, record in records.items():
         read = {file.name for file in record.files}
+        if isinstance(reader, SeekingReader):
+            refuse_partial_files(reader.data_folder, read, reader.compression, record.options)
         if rank in resuming:
             if any(changed.get(name) == _OTHER_CONTENT for name in read):
                 ranks.append(rank)
@@ -327,7 +330,7 @@ def _check_reader(
         differing = {
             name: f"{value!r} -> {options_now[name]!r}"
             for name, value in (without | record.options).items()
-            if value != options_now[name]
+            if name != WHOLE and value != options_now[name]
         }
         options |= differing
         if differing or would_read != read or not read.isdisjoint(changed):

@@ -5,18 +5,22 @@ it was finished.
 import asyncio
 import gzip
 import json
+import lzma
 import os
 import shutil
 import stat
+import zipfile
 
 import orjson
 import pytest
 from datatrove.pipeline.base import PipelineStep
+from fsspec.compression import compr
 
 from datatrove_ckpt.checkpoint import storage_thread
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.open_checkpoint import Publisher
-from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.readers import JsonlReader, base, compressed
+from datatrove_ckpt.run_folder import earlier_runs
 from datatrove_ckpt.testing import FakeServer
 from tests.crash.test_every_effect import OF_FILES
 from tests.crashes import assert_same_output_after_crash
@@ -58,6 +62,7 @@ def job(here, command, server):
         tasks=2,
         steps=(),
         code=0,
+        until=None,
         **options,
     ):
         data = json.dumps({"data_folder": f"{here}/documents", **options})
@@ -65,7 +70,10 @@ def job(here, command, server):
         text = text.replace(
             "{data_folder: input}", "\n      - ".join([data, *map(json.dumps, steps)])
         )
-        (here / "job.yaml").write_text(f"{text}          records_per_chunk: 3\n")
+        text += "          records_per_chunk: 3\n"
+        if until is not None:
+            text += f"          until: {until}\n"
+        (here / "job.yaml").write_text(text)
         return command("run", "job.yaml", code=code)
 
     return run
@@ -291,6 +299,52 @@ def test_a_finished_rank_without_its_record_of_the_input_is_refused_and_the_advi
     assert "write {} into it" in said
     record.write_text("{}")
     job()
+
+
+def padded_xz(path):
+    path.write_bytes(
+        lzma.compress(lines(0, 1, 2).encode()) + bytes(8) + lzma.compress(lines(3).encode())
+    )
+
+
+def zip_of_two(path):
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("a.jsonl", lines(0, 1, 2))
+        file.writestr("b.jsonl", lines(3))
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+@pytest.mark.parametrize("write, suffix", [(padded_xz, "xz"), (zip_of_two, "zip")])
+def test_a_run_of_an_earlier_release_that_has_read_half_of_a_file_is_refused(
+    job, command, tmp_path, monkeypatch, write, suffix, is_finished
+):
+    name = f"0.jsonl.{suffix}"
+    (tmp_path / "documents/0.jsonl").unlink()
+    write(tmp_path / "documents" / name)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(
+            compressed, "_decompressed", lambda file, codec, _: compr[codec](file, mode="r")
+        )
+        earlier.setattr(base, "whole_option", lambda *_: {})
+        earlier.setattr(earlier_runs, "refuse_partial_files", lambda *_: None)
+        job(tasks=1, until=None if is_finished else 3)
+    before = outputs(tmp_path)
+    half = f"{name!r} was read by an earlier release only up to"
+    for _ in range(2):
+        assert half in job(tasks=1, code=1).err
+        assert half in command("verify", "job.yaml", code=1).out
+    assert outputs(tmp_path) == before
+    for path in ("checkpoints", "output", "logs"):
+        shutil.rmtree(tmp_path / path)
+    if suffix == "xz":
+        job(tasks=1)
+        job(tasks=1)
+        command("verify", "job.yaml")
+        assert sorted(outputs(tmp_path)) == sorted(
+            f"text {n}" for n in (0, 1, 2, 3, 2, 3, 4, 5, 6, 7)
+        )
+    else:
+        assert "unzip 0.jsonl.zip -d FOLDER" in job(tasks=1, code=1).err
 
 
 def test_finished_ranks_refuse_what_unfinished_ones_may_see(job, tmp_path):

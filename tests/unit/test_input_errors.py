@@ -7,6 +7,7 @@ import bz2
 import codecs
 import gzip
 import lzma
+import zipfile
 from contextlib import nullcontext, suppress
 
 import pyarrow as pa
@@ -197,6 +198,50 @@ def test_a_zstd_file_that_is_cut_between_two_blocks_or_within_a_later_frame_is_a
         path.write_bytes(cut)
         with pytest.raises(InputError, match=r"'a.jsonl.zst' is damaged or cut off"):
             list(JsonlReader(tmp_path.as_posix()).run())
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("behind", [b"garbage", b"\0" * 8 + b"x", LINES[0]])
+def test_bytes_behind_a_compressed_stream_are_an_error_that_names_their_place(
+    tmp_path, suffix, behind
+):
+    stream = COMPRESS[suffix](b"".join(LINES))
+    (tmp_path / f"a.jsonl.{suffix}").write_bytes(stream + behind)
+    place = ""
+    if suffix != "gz":
+        start = len(stream) + 8 * (suffix == "xz" and behind[0] == 0)
+        place = f".* in the stream that begins at byte {start}"
+    with pytest.raises(InputError, match=rf"'a.jsonl.{suffix}' is damaged or cut off: {place}"):
+        list(JsonlReader(tmp_path.as_posix()).run())
+
+
+@pytest.mark.parametrize("padding", [4, 2**13])
+def test_all_streams_of_an_xz_file_are_read(tmp_path, padding):
+    streams = [lzma.compress(line) + bytes(padding) for line in LINES[:3]]
+    (tmp_path / "a.jsonl.xz").write_bytes(b"".join(streams))
+    assert texts(JsonlReader(tmp_path.as_posix())) == ["0", "1", "2"]
+
+
+ZIPS = {
+    "one file": (["a.jsonl"], ""),
+    "a folder": (["d/", "d/a.jsonl"], ""),
+    "from macOS": (["__MACOSX/._a.jsonl", "a.jsonl"], ""),
+    "two files": (["a.jsonl", "b.jsonl"], "'a.jsonl.zip' holds 2 files: a.jsonl, b.jsonl. Unpack"),
+    "no file": (["d/"], "'a.jsonl.zip' holds 0 files"),
+}
+
+
+@pytest.mark.parametrize("names, problem", ZIPS.values(), ids=ZIPS)
+def test_the_only_file_of_a_zip_is_read(tmp_path, names, problem):
+    with zipfile.ZipFile(tmp_path / "a.jsonl.zip", "w") as file:
+        for name in names:
+            file.writestr(name, b"" if name.endswith("/") else b"".join(LINES[:3]))
+    reader = JsonlReader(tmp_path.as_posix())
+    if problem:
+        with pytest.raises(InputError, match=problem):
+            texts(reader)
+    else:
+        assert texts(reader) == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])

@@ -1,0 +1,66 @@
+"""Finds input files of which earlier releases read only the beginning: an xz file up to the padding
+between its streams, the first file of a zip, the first page of a TIFF.
+
+The rest of such a file would move all later documents, so a run that began with an earlier release
+is refused. States and records of runs that began later have the option ``whole``.
+"""
+
+import zipfile
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import IO
+
+from datatrove.io import DataFolder
+
+from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.errors import CheckpointMismatch
+from datatrove_ckpt.readers.compressed import codec_of, files_in
+
+WHOLE = "whole"
+_PADDED_STREAM = b"\0\0\0\0\xfd7zXZ\0"
+
+
+def whole_option(names: Iterable[str], compression: str | None) -> JsonObject:
+    """Returns the option of a reader's state or record, if a file may be of these kinds."""
+    if any(codec_of(name, compression) in ("xz", "zip") for name in names):
+        return {WHOLE: True}
+    return {}
+
+
+def refuse_partial_files(
+    folder: DataFolder, names: Iterable[str], compression: str | None, options: JsonObject
+) -> None:
+    """Raises CheckpointMismatch if an earlier release read only the beginning of one of the files.
+
+    Args:
+        options: the reader's options in the state or record.
+    """
+    if WHOLE in options:
+        return
+    for name in names:
+        codec = codec_of(name, compression)
+        with suppress(FileNotFoundError, zipfile.BadZipFile):  # a new run cannot read it either
+            if codec in ("xz", "zip") and _has_more(folder, name, codec):
+                raise CheckpointMismatch(
+                    f"The input file {name!r} was read by an earlier release only up to the "
+                    "padding after its first stream, or only its first file. The rest is not in "
+                    "the output.",
+                    starts_over="with old results",
+                )
+
+
+def _has_more(folder: DataFolder, name: str, codec: str) -> bool:
+    with folder.open(name, "rb", compression=None) as file:
+        if codec == "xz":
+            return _has_padded_stream(file)
+        archive = zipfile.ZipFile(file)
+        return files_in(archive) != archive.namelist()[:1]
+
+
+def _has_padded_stream(file: IO[bytes]) -> bool:
+    end = b""
+    while part := file.read(2**20):
+        if _PADDED_STREAM in end + part:
+            return True
+        end = part[1 - len(_PADDED_STREAM) :]
+    return False

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from datatrove_ckpt.common import BATCH, JsonObject
 from datatrove_ckpt.common.counts import Tokens
@@ -27,9 +27,11 @@ from datatrove_ckpt.common.setting_types import (
     Count,
     CountFromZero,
     Positive,
+    argument_hint,
     check,
     check_value,
     one_of,
+    takes,
 )
 from datatrove_ckpt.config.endpoints import (
     EndpointConfig,
@@ -46,8 +48,15 @@ from datatrove_ckpt.config.generation_params import (
 )
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
 
-# The first setting that fits an answer applies: loops are often cut off.
 _MOST_COST = 1 << 43  # of an answer, in billionths: sums of a million answers fit into 64 bits
+_STARTING = (
+    "server_start_timeout_sec",
+    "server_ready_max_attempts",
+    "server_ready_delay_sec",
+    "server_start_max_retries",
+)
+"""Settings whose bounds datatrove's scripts know in its words."""
+# The first setting that fits an answer applies: loops are often cut off.
 _BAD_ANSWERS = ("on_loop", "on_refusal", "on_cut_off")
 
 
@@ -228,6 +237,11 @@ class InferenceConfig:
     answer_schema = ""
 
     def __post_init__(self) -> None:
+        for name in _STARTING:
+            value = getattr(self, name)
+            bounds = get_args(argument_hint(InferenceConfig, name))[1]
+            if takes(float, value) and value not in bounds:
+                raise ConfigError(f"is {value}, and {name} must be {bounds.rule}.", setting=name)
         check(InferenceConfig, vars(self))
         self.prices = read_prices(self.prices, self.model_name_or_path)
         self._check_endpoints()

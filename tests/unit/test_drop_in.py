@@ -38,6 +38,23 @@ def test_values_that_datatrove_derives_are_the_same():
         assert dataclasses.asdict(InferenceConfig(**common)).items() >= expected.items()
 
 
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("server_start_timeout_sec", 0),
+        ("server_ready_max_attempts", 0),
+        ("server_ready_delay_sec", -0.5),
+        ("server_start_max_retries", -1),
+    ],
+)
+def test_the_bounds_of_a_servers_start_are_refused_in_datatroves_words(name, value):
+    settings = {"server_type": "dummy", "model_name_or_path": "m", name: value}
+    with pytest.raises(ValueError, match=name) as expected:
+        theirs.InferenceConfig(**settings)
+    with pytest.raises(ValueError, match=str(expected.value)):
+        InferenceConfig(**settings)
+
+
 @pytest.mark.parametrize("method", ["__init__", "run_async"])
 def test_the_runner_takes_datatroves_arguments_first(method):
     expected, ours = (

@@ -525,6 +525,26 @@ def test_the_third_answer_of_an_unknown_form_ends_the_run_with_path_and_body(bod
     assert len(outcome.server.requests) == 3
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        "Content-Length: 1\r\nContent-Length: 2",
+        "X: bare\nContent-Length: 0",
+        "X: folded\r\n twice\r\nContent-Length: 0",
+        "Transfer-Encoding: gzip, chunked",
+        "Content-Length : 0",
+    ],
+)
+def test_the_third_answer_of_a_form_that_http_lacks_ends_the_run_with_the_form(head):
+    raw = then_close(f"HTTP/1.1 200 OK\r\n{head}\r\n\r\n".encode())
+    outcome = Outcome(raw, **ENDPOINT)
+    outcome.is_error(
+        ServerRefused, "has sent 3 answers in a row", "gzip" if "gzip" in head else repr(head)[1:-1]
+    )
+    assert len(outcome.server.requests) == 3
+    assert Outcome(raw, raw, GOOD, **ENDPOINT).result == HI
+
+
 async def test_after_the_third_such_answer_only_what_was_in_flight_is_paid():
     """Requests that wait for a place, or for their next attempt, are not sent."""
     async with talking(answer(http(200, b"data: 1")), max_concurrent_generations=4, **ENDPOINT) as (

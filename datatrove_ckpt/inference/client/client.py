@@ -9,8 +9,8 @@
                                                                      is answered), or
     two answers to one; finish_reason null, "abort" and the like     RequestFailed (others are);
                                                                      both stop the run
-    an unknown form, three times in a row, or for a minute           ServerRefused, with path and
-    finish_reason null, from a server that has sent no other         body
+    an unknown form, three times in a row, also of HTTP, or for a    ServerRefused, with path and
+    minute finish_reason null, from a server that has sent no other  body
     401, 402, 403, 404 and any other 4xx, any 3xx, 501, 429          ServerRefused: no request of
     for lack of credit                                               this run succeeds. 403, 406,
                                                                      451 are retried while others
@@ -698,11 +698,15 @@ class CompletionClient:
             body = with_field(body, b"model", target.model)
         try:
             response = await post(transport, body, self._config.model_name_or_path, api.extras)
-            answer = api.parse(response.body)
+            try:
+                answer = api.parse(response.body)
+                if answer.answer is None or api.generates:
+                    self._check_reason(answer, target)
+            except UnexpectedResponse as failure:
+                failure.quoted = response.body.decode(errors="replace")
+                raise
             if api.tiers and not answer.service_tier:
                 answer.service_tier = api.tiers[0]
-            if answer.answer is None or api.generates:
-                self._check_reason(answer, target)
             transport.is_read = True
             target.mark_alive(started_at)
             target.failures = 0
@@ -719,8 +723,6 @@ class CompletionClient:
             raise
         except RetryableError as failure:
             remember_sent(api.extras)  # the answer may quote them
-            if isinstance(failure, UnexpectedResponse):
-                failure.quoted = response.body.decode(errors="replace")
             failure.quote()
             if isinstance(failure, UnexpectedResponse):
                 transport.note_unread(self.outage.clock(), failure, failure.seconds)

@@ -94,6 +94,10 @@ class RemoteProtocolError(ConnectionError):
     """Reports bytes that are no whole HTTP/1.1 response."""
 
 
+class UnreadableResponse(RemoteProtocolError):
+    """Reports a form that HTTP/1.1 does not have, or that this client does not support."""
+
+
 class UnaskedBytes(RemoteProtocolError):
     """Reports bytes without a request: the response may belong to another request."""
 
@@ -128,7 +132,7 @@ class ResponseParser:
         self._framing_bytes = 0
         self._ends_at_close = False
         self._complete = False
-        self._refusal = ""
+        self._refusal = RemoteProtocolError()
         self._fields: dict[bytes, bytes] = {}
         self._llhttp = HttpResponseParser(self)
         # RFC 9112 allows both: Transfer-Encoding overrides Content-Length (section 6.3), and spaces
@@ -155,11 +159,11 @@ class ResponseParser:
         except HttpParserError as error:
             if self._complete:
                 raise UnaskedBytes from None
-            if self._refusal:
-                raise RemoteProtocolError(self._refusal) from None
+            if self._refusal.args:
+                raise self._refusal from None
             if isinstance(error, HttpParserCallbackError):
                 raise  # a bug in our callback
-            raise RemoteProtocolError(f"not HTTP/1.1 ({error}): {data[:100]!r}") from None
+            raise UnreadableResponse(f"not HTTP/1.1 ({error}): {data[:200]!r}") from None
         if self._framing_bytes > _MAX_FRAMING_BYTES and not self._complete:
             raise RemoteProtocolError("header and trailer are too long")
         return self._complete
@@ -210,7 +214,7 @@ class ResponseParser:
         elif length is not None:
             # llhttp has checked that these are digits.
             if refusal := self._large.refusal(int(length)):
-                self._refuse(refusal)
+                self._stop(RemoteProtocolError(refusal))
         else:
             self._ends_at_close = True
         # A proxy may disagree with us about where such a response ends.
@@ -226,14 +230,17 @@ class ResponseParser:
     def on_body(self, data: bytes) -> None:
         self._framing_bytes -= len(data)
         if refusal := self._large.append(self._body, data):
-            self._refuse(refusal)
+            self._stop(RemoteProtocolError(refusal))
 
     def on_message_complete(self) -> None:
         self._complete = self.status > 0
         self._fields.clear()
 
     def _refuse(self, reason: str) -> NoReturn:
-        self._refusal = reason
+        self._stop(UnreadableResponse(reason))
+
+    def _stop(self, error: RemoteProtocolError) -> NoReturn:
+        self._refusal = error
         raise _StopParsing
 
 

@@ -12,8 +12,13 @@ from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.redaction import Secret, excerpt, redact, remember_sent
 from datatrove_ckpt.errors import CkptError, RequestRejected, ServerRefused
 from datatrove_ckpt.inference.client.body import AnyBody, RequestBody
-from datatrove_ckpt.inference.client.http1 import ConnectTimeout, Response, Transport
-from datatrove_ckpt.inference.client.responses import RetryableError
+from datatrove_ckpt.inference.client.http1 import (
+    ConnectTimeout,
+    Response,
+    Transport,
+    UnreadableResponse,
+)
+from datatrove_ckpt.inference.client.responses import RetryableError, UnexpectedResponse
 from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl
 from datatrove_ckpt.process.open_files import refuse_exhaustion
 
@@ -87,6 +92,8 @@ async def post(transport: Transport, body: AnyBody, model: str, extras: Extras |
         cause = f"{failure.kind} from {url}"
         if failure.details:
             cause += f": {failure.details}"
+        if isinstance(error, UnreadableResponse):
+            raise UnexpectedResponse(cause) from None
         unsent = isinstance(error, ConnectionRefusedError)
         raise RetryableError(cause, unreachable=True, unsent=unsent) from None
     if response.status in _ANSWERED:

@@ -13,11 +13,13 @@ from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerRefused, ServerStartFailed
 from datatrove_ckpt.inference.client.client import EndpointAccess, Outage
+from datatrove_ckpt.inference.client.http1 import UnreadableResponse
 from datatrove_ckpt.inference.client.transport import ExchangeFailed, get, key_hint
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.screen import has_terminal
 
-_OTHER_SCHEME = ("ProtocolError", "SSLError", "ResetError")  # how these exchanges fail
+# How exchanges with the other scheme fail.
+_OTHER_SCHEME = ("ProtocolError", "SSLError", "ResetError", UnreadableResponse.__name__)
 NEW_RUN_SECONDS = 30.0
 """The wait of a new run at a terminal if nothing listens, at the usual patience."""
 _PROBE_TIMEOUT = 10.0  # seconds
@@ -151,6 +153,8 @@ async def _ask(url: HiddenUrl, api_key: Secret | None) -> EndpointProbe:
         if error.kind.endswith(_OTHER_SCHEME) and (scheme := await _other_scheme(target)):
             cause = f"speaks {scheme}: correct its URL"
             return EndpointProbe(str(target), cause, True)
+        if error.kind == UnreadableResponse.__name__:
+            return EndpointProbe(str(target), f"sends no HTTP that can be read: {error}", True)
         is_absent = error.kind == ConnectionRefusedError.__name__
         return EndpointProbe(str(target), str(error), api=api, is_absent=is_absent)
     status = response.status

@@ -11,7 +11,7 @@ values, and dicts, maps and lists of these.
 import math
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from datetime import date, datetime, time, timedelta
+from datetime import UTC, date, datetime, time, timedelta
 from functools import cache
 from itertools import chain
 from types import MappingProxyType
@@ -194,7 +194,9 @@ def _is_same(value: Any, stored: Any, loosely: bool) -> bool:
     same_type = type(value) is type(stored) or any(
         isinstance(value, base) and isinstance(stored, base) for base in (datetime, timedelta)
     )
-    return same_type and bool(value == stored or (value != value and stored != stored))
+    return same_type and bool(
+        _in_utc(value) == _in_utc(stored) or (value != value and stored != stored)
+    )
 
 
 def _is_equal(value: Any, stored: Any) -> bool:
@@ -209,7 +211,14 @@ def _is_equal(value: Any, stored: Any) -> bool:
     if isinstance(stored, datetime) != isinstance(value, datetime):
         value = _at_midnight(value)
         stored = _at_midnight(stored)
-    return bool(value == stored) or (value != value and stored != stored)
+    return bool(_in_utc(value) == _in_utc(stored)) or (value != value and stored != stored)
+
+
+def _in_utc(value: Any) -> Any:
+    """Converts a time: in an hour that clocks repeat, times of two zones are never equal."""
+    if isinstance(value, datetime) and value.tzinfo is not None:
+        return value.astimezone(UTC)
+    return value
 
 
 def _at_midnight(value: Any) -> Any:

@@ -30,6 +30,7 @@ from tests.yaml_jobs import write_rows
 DAY = datetime.date(2026, 1, 2)
 MIDNIGHT = datetime.datetime(2026, 1, 2)
 MOMENT = datetime.datetime(2026, 1, 2, 3, 4, 5, 678901)
+REPEATED = [datetime.datetime(2024, 10, 27, hour, 30) for hour in (0, 1)]  # of one hour in Berlin
 TYPES = [
     (pa.int8(), [1, None, -128, 127]),
     (pa.uint64(), [1, None, 2**64 - 1, 0]),
@@ -71,6 +72,12 @@ TYPES = [
         [{"a": 1, "b": None}, None, {"a": None, "b": [{"c": DAY}]}],
     ),
     (pa.list_(pa.struct([("role", pa.string())])), [[{"role": "user"}], None, []]),
+    (pa.timestamp("ms", "Europe/Berlin"), REPEATED),
+    (pa.timestamp("s", "Europe/Berlin"), [None, REPEATED[1], MIDNIGHT]),
+    (pa.timestamp("ns", "America/New_York"), [datetime.datetime(2024, 11, 3, 6, 30), None]),
+    (pa.timestamp("ms", "Australia/Lord_Howe"), [datetime.datetime(2026, 4, 4, 14, 45)]),
+    (pa.list_(pa.timestamp("ms", "Europe/Berlin")), [REPEATED, None]),
+    (pa.struct({"a": pa.timestamp("ms", "Europe/Berlin")}), [{"a": time} for time in REPEATED]),
 ]
 
 

@@ -10,14 +10,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from datatrove_ckpt.checkpoint import files
+from datatrove.io import get_datafolder
+
+from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.job_file import recorded_settings
 from datatrove_ckpt.cli.job_input import reader_name
 from datatrove_ckpt.common.formatting import safe_repr
 from datatrove_ckpt.common.lazy_pyarrow import pa, pq
 from datatrove_ckpt.errors import ConfigError
-
-_FOLDER = "input"
+from datatrove_ckpt.output.owner import RunOrigin
 
 
 def save_lines(lines: Iterable[bytes], run_folder: Path, name: str) -> Path:
@@ -26,7 +27,7 @@ def save_lines(lines: Iterable[bytes], run_folder: Path, name: str) -> Path:
     Raises:
         ConfigError: the run has begun with other lines.
     """
-    path = run_folder / _FOLDER / f"{name}.jsonl"
+    path = run_folder / layout.KEPT_INPUT / f"{name}.jsonl"
     if not _has_begun_with(path):
         files.disk.make_dirs(path.parent)
         files.disk.replace(path, lines)
@@ -58,6 +59,21 @@ def save_rows(rows: object, run_folder: Path) -> Path:
             f"DataFrame, or a dataset (one split); it is {type(rows).__name__}."
         )
     return save_lines(_lines(rows), run_folder, "rows")
+
+
+def record_folder(run_folder: Path, mirror: object) -> None:
+    """Records where the rows of a run that begins are. For a run of an earlier release, its origin
+    has the path, unless that is a mirror.
+    """
+    checkpoints = run_folder / "checkpoints"
+    folder = run_folder / layout.KEPT_INPUT
+    record = folder / layout.BEGAN_IN
+    if recorded_settings(checkpoints):
+        origin = RunOrigin(checkpoints, None).recorded
+        if record.exists() or origin is None or mirror or Path(origin.home).name != "checkpoints":
+            return
+        folder = Path(origin.home).with_name(layout.KEPT_INPUT)
+    files.disk.replace(record, os.fsencode(get_datafolder(str(folder)).resolve_paths("")))
 
 
 def _lines(rows: Iterable[object]) -> Iterator[bytes]:
@@ -107,7 +123,7 @@ def _refuse_other_keys(value: object) -> None:
 
 
 def _keep_table(table: Any, run_folder: Path) -> Path:
-    path = run_folder / _FOLDER / "rows.parquet"
+    path = run_folder / layout.KEPT_INPUT / "rows.parquet"
     new = path.with_name(f"{path.name}.new")
     files.disk.make_dirs(path.parent)
     if hasattr(table, "reset_index"):

@@ -23,6 +23,7 @@ from typing import Any
 
 import orjson
 
+from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.job_file import recorded_settings
 from datatrove_ckpt.cli import saved_input, yaml_config
 from datatrove_ckpt.cli.job_input import JobInput, class_of, node
@@ -173,7 +174,8 @@ def expand(short: Node, inspect_only: bool = False, rows: object = None) -> Node
                 '"output_folder".'
             )
         recorded = _recorded(job, short)
-        job_input = JobInput(_input(job, inspect_only, rows), inspect_only)
+        mirror = short.get("checkpoints_remote_dir")
+        job_input = JobInput(_input(job, inspect_only, rows, mirror), inspect_only)
         reader = job_input.reader()
         job = _as_batch(job, job_input, reader, short)
         tasks = recorded.get("tasks") if job.tasks is None else job.tasks
@@ -446,7 +448,7 @@ def _server(job: ShortJob, short: Node, inspect_only: bool) -> Node:
     return config
 
 
-def _input(job: ShortJob, inspect_only: bool, rows: object) -> str:
+def _input(job: ShortJob, inspect_only: bool, rows: object, mirror: object) -> str:
     """Returns the input; for standard input and rows, the file from which each start reads them."""
     if rows is None and job.input != "-":
         return job.input
@@ -455,20 +457,22 @@ def _input(job: ShortJob, inspect_only: bool, rows: object) -> str:
             "input: standard input, and rows of Python, are kept in run_folder, which must be a "
             f"folder of this machine; it is {job.run_folder}. Give the path of a file."
         )
-    if rows is not None:
-        return str(saved_input.save_rows(rows, job.root))
     data = b""
-    if not (inspect_only or sys.stdin.isatty()):
+    if rows is None and not (inspect_only or sys.stdin.isatty()):
         data = sys.stdin.buffer.read()
-    if data:
+    path = job.root / layout.KEPT_INPUT / "stdin.jsonl"
+    if rows is not None:
+        path = saved_input.save_rows(rows, job.root)
+    elif data:
         if not data.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
             raise ConfigError(
                 "input: standard input holds no JSON lines. Save it, and name the file."
             )
-        return str(saved_input.save_lines([data], job.root, "stdin"))
-    path = job.root / "input" / "stdin.jsonl"
-    if not (inspect_only or path.exists()):
+        saved_input.save_lines([data], job.root, "stdin")
+    elif not (inspect_only or path.exists()):
         raise ConfigError("input: standard input is empty.")
+    if not inspect_only:
+        saved_input.record_folder(job.root, mirror)
     return str(path)
 
 

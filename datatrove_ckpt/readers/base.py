@@ -38,6 +38,7 @@ from datatrove_ckpt.readers.inputs import (
     list_input,
     metadata_hash,
     path_columns,
+    path_of,
     position_mismatch,
     record_reader,
     shorten,
@@ -268,7 +269,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             if self._resolved is None:
                 self._resolved = {}
             if source_file not in self._resolved:
-                self._resolved[source_file] = self.data_folder.resolve_paths(source_file)
+                self._resolved[source_file] = path_of(self.data_folder, source_file)
             document.metadata.setdefault("file_path", self._resolved[source_file])
         return document
 

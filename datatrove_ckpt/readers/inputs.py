@@ -7,11 +7,13 @@ are not read again, because this would take the time that seeking saves.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from glob import has_magic
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -21,6 +23,7 @@ from datatrove.pipeline.readers.base import BaseDiskReader
 from fsspec.utils import glob_translate
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
+from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.layout import is_input
 from datatrove_ckpt.common import JsonObject, retrying
 from datatrove_ckpt.common.threads import in_threads
@@ -191,6 +194,17 @@ class InputFiles:
             f"The input has changed: {before['files']} files of {before['bytes']} bytes were read "
             f"before {current!r}, and the files before it now are not the same."
         )
+
+
+def path_of(folder: DataFolder, name: str) -> str:
+    """Returns the path of an input file; for rows that a run keeps, the path when the run began."""
+    resolved: str = folder.resolve_paths(name)
+    path = Path(resolved)
+    if folder.is_local() and path.parent.name == layout.KEPT_INPUT:
+        with suppress(OSError):
+            began_in = os.fsdecode(path.with_name(layout.BEGAN_IN).read_bytes())
+            return str(Path(began_in, path.name))
+    return resolved
 
 
 class InputDigest:

@@ -1,7 +1,9 @@
 """``datatrove_ckpt.run(input=...)`` with what a program or a notebook has in memory."""
 
 import datetime
+import io
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import datasets
@@ -10,8 +12,9 @@ import pyarrow as pa
 import pytest
 
 import datatrove_ckpt
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError, ServerRefused
 from datatrove_ckpt.testing import FakeServer
+from tests.jobs import Budget
 
 DAY = datetime.date(1066, 10, 14)
 COLUMNS = {"text": ["a", "b", "c"], "day": [DAY, None, DAY], "n": [2**63, 1, 0]}
@@ -166,3 +169,42 @@ def test_an_input_without_documents_is_no_success(server):
     for _ in range(2):
         with pytest.raises(InputError, match=r"No row .* Skipped: 2 rows without text"):
             run(server, [{"text": ""}, {"text": ""}])
+
+
+def standard_input(monkeypatch):
+    lines = b"".join(b'{"text": "%s"}\n' % text for text in (b"a", b"b", b"c", b"d"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines)))
+    return "-"
+
+
+KEPT = {
+    "stdin.jsonl": standard_input,
+    "rows.jsonl": lambda monkeypatch: [*"abcd"],
+    "rows.parquet": lambda monkeypatch: pandas.DataFrame({"text": [*"abcd"]}),
+}
+
+
+@pytest.mark.matrix("name", KEPT)
+@pytest.mark.matrix("is_older", [False, True])
+def test_rows_of_a_run_folder_that_moves_have_one_path(tmp_path, monkeypatch, name, is_older):
+    budget = Budget()
+    with FakeServer(status=budget) as server:
+        folder = Path("runs/x")
+        for place, answers in (("y", 1), ("z", 2), ("link", 9)):
+            budget.left = answers
+            settings = {"run_folder": folder, "records_per_chunk": 2}
+            with nullcontext() if answers > 2 else pytest.raises(ServerRefused):
+                run(server, KEPT[name](monkeypatch), **settings)
+            if is_older:
+                (folder / "input" / ".began_in").unlink(missing_ok=True)
+            moved = Path(place)
+            if place == "link":
+                moved.symlink_to(folder)
+            else:
+                folder.rename(moved)
+            folder = moved
+        output = run(server, KEPT[name](monkeypatch), run_folder=folder)
+    assert {document.metadata["file_path"] for document in output} == {
+        f"{tmp_path}/runs/x/input/{name}"
+    }
+    assert budget.left == 9 - 1, "answers are paid for once"

@@ -7,9 +7,9 @@ from copy import deepcopy
 
 from datatrove.pipeline.inference.types import InferenceError
 
+from datatrove_ckpt.common.warnings import warn_once
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS
 from datatrove_ckpt.errors import BadAnswer, ConfigError, RequestRejected, named
-from datatrove_ckpt.generation.document_answers import warn_once
 from datatrove_ckpt.generation.requests import RolloutRequests, failed
 from datatrove_ckpt.inference.client.responses import Api
 from datatrove_ckpt.output.document_codec import Result

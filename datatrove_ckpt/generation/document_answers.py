@@ -1,9 +1,6 @@
 """Looks up one document's saved answers, counts its answers, and parks it for a batch."""
 
 import asyncio
-from functools import lru_cache
-
-from loguru import logger
 
 from datatrove_ckpt.checkpoint.batch_log import fields_of_batch
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
@@ -12,6 +9,7 @@ from datatrove_ckpt.checkpoint.request_cache import AnswerKey, CachedAnswer
 from datatrove_ckpt.common.counts import DocumentCounts, DocumentWork, Outcome
 from datatrove_ckpt.common.finish_reasons import ENDINGS, USUAL
 from datatrove_ckpt.common.redaction import redact
+from datatrove_ckpt.common.warnings import warn_once
 from datatrove_ckpt.errors import CkptError, RequestRejected
 from datatrove_ckpt.generation.quality import INVALID, REPEATING, choices_of
 from datatrove_ckpt.generation.rank_requests import RankContext
@@ -261,8 +259,3 @@ class DocumentAnswers:
         self._pending -= 1
         if not self._pending:
             self._rank.waiting -= 1
-
-
-@lru_cache(maxsize=100)
-def warn_once(text: str) -> None:
-    logger.warning(text)

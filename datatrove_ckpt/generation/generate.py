@@ -13,10 +13,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.warnings import warn_once
 from datatrove_ckpt.config.generation_params import refuse_near_misses
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.bad_answers import acceptable
-from datatrove_ckpt.generation.document_answers import warn_once
 from datatrove_ckpt.generation.once import OnceCall, result_of
 from datatrove_ckpt.generation.requests import RolloutRequests
 from datatrove_ckpt.generation.user_frames import user_call_site

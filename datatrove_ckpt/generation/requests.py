@@ -24,6 +24,7 @@ from datatrove_ckpt.common import BATCH, JsonObject
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.redaction import masked
 from datatrove_ckpt.common.retrying import REJECTED
+from datatrove_ckpt.common.warnings import warn_once
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import PAYLOAD_JSON, merged
 from datatrove_ckpt.generation.document_answers import DocumentAnswers
@@ -87,8 +88,14 @@ class RolloutRequests:
         answers = self.answers
         rollout_idx = self.rollout_idx
         model = config.model_name_or_path
+        named = payload.get("model") or model
         if whole:
-            model = payload.get("model") or model
+            model = named
+        elif named != model:
+            warn_once(
+                f"A payload names the model {named!r}, which is not sent: the run's model is "
+                f"{model!r}. Leave it out of the payload, or start a run with that model."
+            )
         # datatrove's order of keys: engines answer in the order of a schema.
         payload = {**payload, "model": model}
         if generates:

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from datatrove_ckpt.common.counts import DAMAGED, WITHOUT_TEXT, SkippedLines
 from datatrove_ckpt.common.redaction import check_no_secrets, check_options, refuse_variables
+from datatrove_ckpt.common.warnings import warn_once
 from datatrove_ckpt.errors import (
     ConfigError,
     DocumentError,
@@ -124,6 +125,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     _resolved: dict[str, str] | None = None
     types: DeclaredTypes | None = None  # of formats that have none
     _damaged_rows = 0  # rows of the task so far
+    _has_read_row = False
+    _prepares_rows = True
 
     def __init__(
         self,
@@ -225,11 +228,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def get_document_from_dict(
         self, data: Row, source_file: str, id_in_file: int | str
     ) -> Document | None:
-        if self.path_columns:
-            for name, value in path_columns(source_file).items():
-                data.setdefault(name, value)
-        if self.types is not None:
-            self.types.convert(data)
+        if self._prepares_rows:
+            self._prepare(data, source_file)
         fields = self.adapter(data, source_file, id_in_file)
         if self.text_key is None and not fields.get("text"):
             metadata = fields.get("metadata", {})
@@ -272,6 +272,30 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 self._resolved[source_file] = path_of(self.data_folder, source_file)
             document.metadata.setdefault("file_path", self._resolved[source_file])
         return document
+
+    def _prepare(self, row: Row, source_file: str) -> None:
+        """Adds the columns that folders name, and gives values their declared types, in place."""
+        if self.path_columns:
+            for name, value in path_columns(source_file).items():
+                row.setdefault(name, value)
+        if not self._has_read_row:
+            self._has_read_row = True
+            self._prepares_rows = self.path_columns or self.types is not None
+            self._warn_of_absent(row)
+        if self.types is not None:
+            self.types.convert(row)
+
+    def _warn_of_absent(self, row: Row) -> None:
+        """Logs a warning about the columns that settings name and the first row does not have."""
+        columns = [("types", name) for name in getattr(self.types, "names", ())]
+        if self.id_key != "id" and self.has_default_adapter():
+            columns.append(("id_key", self.id_key))
+        for setting, name in columns:
+            if name not in row:
+                warn_once(
+                    f"{setting}: the first row has no column {name!r}; its columns: "
+                    f"{', '.join(row)}. Correct the name, unless other rows have that column."
+                )
 
     def documents_of(
         self, name: str, blocks: Iterable[RowBlock], number: int = 0, task: str = ""

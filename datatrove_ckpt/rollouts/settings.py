@@ -16,6 +16,7 @@ from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.setting_types import Count, Positive, check
+from datatrove_ckpt.common.warnings import warn_once
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
 from datatrove_ckpt.config.inference_config import dashed_names
@@ -73,6 +74,8 @@ class ReadyMade:
             raise ConfigError(
                 f"tokenizer: nothing is measured in tokens; set {self._token_setting}."
             )
+        if "{text}" in (getattr(self, "system_prompt", None) or ""):
+            warn_once("system_prompt: has {text}, which is sent as it is. Only prompts are filled.")
         self._leave_out_defaults()
 
     @property

@@ -4,9 +4,11 @@ what was checked.
 
 import gc
 import sys
+from pathlib import Path
 
 import pytest
 
+from datatrove_ckpt.common.warnings import warn_once
 from tests.yaml_jobs import endpoint, job_yaml, write_job
 
 
@@ -87,3 +89,29 @@ def test_what_a_rollout_has_forgotten_is_said_in_the_last_line(
     last = printed.error if code else printed.out.splitlines()[-1]
     assert said in last
     assert code or "or a return missing?" in last
+
+
+async def names_model(document, generate):
+    return await generate({"model": "m-2", "messages": [{"role": "user", "content": "a"}]})
+
+
+@pytest.mark.parametrize(
+    "arguments, warning",
+    [
+        (["--id-key=key"], "id_key: the first row has no column 'key'; its columns: text, n."),
+        (["--types={m: int64}"], "types: the first row has no column 'm'; its columns: text, n."),
+        (["--system-prompt=Of {text}"], "has {text}, which is sent as it is."),
+        ([f"--rollout={__name__}.names_model"], "A payload names the model 'm-2', which is not"),
+        (["--types={n: int64}", "--system-prompt=Of {a}", "--id-key=n"], ""),
+    ],
+)
+def test_what_has_no_effect_is_one_warning(command, server, here, log, arguments, warning):
+    warn_once.cache_clear()
+    Path("a.jsonl").write_text('{"text": "a", "n": 1}\n{"text": "b", "n": 2}\n')
+    prompt = [] if "rollout" in arguments[0] else ["--prompt={text}"]
+    job = ["--run-folder=x", "--input=a.jsonl", "--model=m", f"--endpoint={server.url}"]
+    said = command("run", *job, *prompt, *arguments)
+    # A task's log goes to the terminal.
+    warnings = [line for line in [*log, *said.err.splitlines()] if "WARNING" in line]
+    assert len(warnings) == bool(warning)
+    assert all(warning in line for line in warnings)

@@ -10,7 +10,7 @@ from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.errors.setting_names import written_in
-from datatrove_ckpt.run_folder.run_output import OutputPath, OutputUrl
+from datatrove_ckpt.run_folder.documents import OutputPath, OutputUrl
 from datatrove_ckpt.run_folder.run_plan import RunPlan
 
 

@@ -14,7 +14,7 @@ from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.errors import printable
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder.documents import ShownDocument, read_dead_letters, read_documents
-from datatrove_ckpt.run_folder.export import export as write_export
+from datatrove_ckpt.run_folder.documents import export as write_export
 from datatrove_ckpt.run_folder.report.page import report_page
 from datatrove_ckpt.run_folder.run_location import RunLocation
 from datatrove_ckpt.run_folder.run_state import read_run_state, wanted_files

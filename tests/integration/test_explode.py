@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from datatrove_ckpt.run_folder.run_output import OutputPath
+from datatrove_ckpt.run_folder.documents import OutputPath
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget, rejects
 from tests.yaml_jobs import write_rows

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from datatrove_ckpt.run_folder import documents, export
-from datatrove_ckpt.run_folder.export import dataset
+from datatrove_ckpt.run_folder import documents
+from datatrove_ckpt.run_folder.documents import dataset
 from datatrove_ckpt.run_folder.run_location import RunLocation, open_location
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import rejects
@@ -182,7 +182,7 @@ def test_a_target_that_cannot_be_written_leaves_nothing_behind(run, target, monk
         raise OSError(28, "No space left on device")
 
     for name in ("_write_csv", "_write_lines", "_write_parquet"):
-        monkeypatch.setattr(f"datatrove_ckpt.run_folder.export.{name}", fail)
+        monkeypatch.setattr(f"datatrove_ckpt.run_folder.documents.{name}", fail)
     assert "No space left on device" in exported(target, code=1)
     assert not list(Path().glob("all.*"))
 
@@ -223,7 +223,7 @@ def test_columns_and_rows_are_of_the_same_chunks(run, monkeypatch, exported):
     run()
     found = [*documents.committed_files(RunLocation("x", Path("x/checkpoints"), ["x"]))]
     looks = iter([found[:1], found])  # a run goes on, and its next document has one column more
-    monkeypatch.setattr(export, "committed_files", lambda *given: iter(next(looks)))
+    monkeypatch.setattr(documents, "committed_files", lambda *given: iter(next(looks)))
     assert exported("all.csv").startswith("2 documents")
 
 

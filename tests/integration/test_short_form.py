@@ -30,7 +30,7 @@ from datatrove_ckpt.errors.setting_names import written_in
 from datatrove_ckpt.generation.datatrove_errors import DocumentFailed
 from datatrove_ckpt.inference.servers.host import ServerHost
 from datatrove_ckpt.readers import JsonlReader, position_state
-from datatrove_ckpt.run_folder.run_output import OutputPath
+from datatrove_ckpt.run_folder.documents import OutputPath
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import golden
 from tests.jobs import Budget, rejects

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from datatrove_ckpt.run_folder.run_output import OutputPath
+from datatrove_ckpt.run_folder.documents import OutputPath
 from datatrove_ckpt.testing import FakeServer
 from tests import processes
 from tests.integration.test_examples import ON_ONE_CORE, write_documents

@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import datatrove_ckpt
 from datatrove_ckpt.cli.short_form import make_executor
-from datatrove_ckpt.run_folder import environment_checks, finding, folder_checks, input_checks
+from datatrove_ckpt.run_folder import environment_checks, finding, folder_checks
 from datatrove_ckpt.testing import FakeServer
 from tests.yaml_jobs import ENDPOINT, doctor_lines, job_yaml
 
@@ -170,7 +170,7 @@ def test_a_check_that_fails_is_a_problem_and_no_traceback(found, monkeypatch):
         raise RuntimeError("of a kind\nthat nobody thought of")
 
     monkeypatch.setattr(environment_checks, "check_checkpoints", fails)
-    monkeypatch.setattr(input_checks, "list_files", fails)
+    monkeypatch.setattr(environment_checks, "list_files", fails)
     checks = found()
     message = "this could not be checked: RuntimeError: of a kind that nobody thought of."
     assert checks["checkpoints, reachable"] == ("problem", message)

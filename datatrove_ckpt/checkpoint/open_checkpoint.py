@@ -1,6 +1,6 @@
 """OpenCheckpoint is the event loop's side of a rank's checkpoint.
 
-Its methods are synchronous and return immediately. The storage thread writes (``storage_thread``)
+Its methods are synchronous and return immediately. The storage thread writes (``rank_files``)
 and commits. The publisher thread turns complete journals into output files (steps 2 and 3 of a
 commit); it is a separate thread, because publishing may take minutes (gzip, uploads). The event
 loop polls the state.
@@ -39,7 +39,12 @@ from datatrove_ckpt.checkpoint.job_file import join_job
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, FinishedDocument
 from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.checkpoint.placement import Placement, PublicationStopped, WaitingChunk
-from datatrove_ckpt.checkpoint.rank_files import RankFiles, Snapshot
+from datatrove_ckpt.checkpoint.rank_files import (
+    MAX_BACKLOG_BYTES,
+    RankFiles,
+    Snapshot,
+    StorageThread,
+)
 from datatrove_ckpt.checkpoint.rank_summary import (
     Include,
     RankSummary,
@@ -54,7 +59,6 @@ from datatrove_ckpt.checkpoint.request_cache import (
     RequestCache,
 )
 from datatrove_ckpt.checkpoint.run_limits import RunTotals
-from datatrove_ckpt.checkpoint.storage_thread import MAX_BACKLOG_BYTES, StorageThread
 from datatrove_ckpt.common.counts import CompletedWork, DocumentTally
 from datatrove_ckpt.common.setting_types import IntervalSeconds as SecondsOrAuto
 from datatrove_ckpt.common.threads import context_thread

@@ -37,8 +37,7 @@ from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.hub_writers import with_our_uploads
 from datatrove_ckpt.output.writer_checks import check_output_folder, check_writer
 from datatrove_ckpt.process.open_files import requests_at_once
-from datatrove_ckpt.process.preemption import Preemption
-from datatrove_ckpt.process.preemption_notices import Setting, check_notice
+from datatrove_ckpt.process.preemption import Preemption, Setting, check_notice
 from datatrove_ckpt.process.shutdown import SIGNALS, check_signals
 from datatrove_ckpt.process.task_errors import safe_log
 from datatrove_ckpt.rollouts import BatchRollout, EmbedRollout, PromptRollout, Rollout, for_config

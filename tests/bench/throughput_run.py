@@ -139,13 +139,13 @@ def ours(job, seed):
 def _simulated(job, servers):
     """Lets the runner launch simulated servers, and its loops run in virtual time."""
     from datatrove_ckpt.generation import rank
-    from datatrove_ckpt.inference.servers import supervision
+    from datatrove_ckpt.inference.servers import host
     from datatrove_ckpt.run_folder import environment_checks
 
     loops = types.SimpleNamespace(new_event_loop=virtual_loop)
     with (
         mock.patch.dict(sys.modules, uvloop=loops),
-        mock.patch.object(supervision, "InferenceServer", _launched(job, servers)),
+        mock.patch.object(host, "InferenceServer", _launched(job, servers)),
         mock.patch.object(rank, "check_servers"),
         mock.patch.object(environment_checks, "check_servers"),
     ):
@@ -153,9 +153,9 @@ def _simulated(job, servers):
 
 
 def _launched(job, servers):
-    from datatrove_ckpt.inference.servers import supervision
+    from datatrove_ckpt.inference.servers import host
 
-    class Launched(supervision.InferenceServer):  # type: ignore[misc]
+    class Launched(host.InferenceServer):  # type: ignore[misc]
         """Believes that a simulated engine is its process."""
 
         @property

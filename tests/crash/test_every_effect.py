@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from datatrove.pipeline.writers import ParquetWriter
 
-from datatrove_ckpt.checkpoint import files, storage_thread
+from datatrove_ckpt.checkpoint import files, rank_files
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.history import AttemptEnd
 from datatrove_ckpt.checkpoint.identity import read_run
@@ -45,7 +45,7 @@ def _every_write_alone(monkeypatch):
     """Makes the storage thread take items one by one, so that there is a crash point between any
     two of them.
     """
-    monkeypatch.setattr(storage_thread, "MAX_GROUP", 1)
+    monkeypatch.setattr(rank_files, "MAX_GROUP", 1)
 
 
 @pytest.fixture

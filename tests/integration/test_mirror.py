@@ -37,24 +37,15 @@ from datatrove_ckpt.errors import (
     StorageFailed,
 )
 from datatrove_ckpt.mirror import mirror
-from datatrove_ckpt.mirror.manifests import FilePart, MirrorDamaged, VersionStore
+from datatrove_ckpt.mirror.manifests import FilePart, ManifestSigner, MirrorDamaged, VersionStore
 from datatrove_ckpt.mirror.restore import restore
-from datatrove_ckpt.mirror.signatures import ManifestSigner
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.run_folder.preflight import check_before_run
 from datatrove_ckpt.run_folder.run_plan import RunPlan
 from datatrove_ckpt.run_folder.verify import verify
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ids, rejects, runner
-from tests.mirrors import (
-    ONE_BY_ONE,
-    PASSES,
-    Job,
-    answered,
-    ask_twice,
-    read_rows,
-    up_to,
-)
+from tests.mirrors import ONE_BY_ONE, PASSES, Job, answered, ask_twice, read_rows, up_to
 from tests.patience import until
 from tests.rank_folders import place_at
 from tests.yaml_jobs import write_input

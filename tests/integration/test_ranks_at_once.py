@@ -18,12 +18,8 @@ from pathlib import Path
 import pytest
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
-from datatrove_ckpt.errors import (
-    DocumentFailed,
-    Preempted,
-    UnexpectedExit,
-)
-from datatrove_ckpt.inference.servers import supervision
+from datatrove_ckpt.errors import DocumentFailed, Preempted, UnexpectedExit
+from datatrove_ckpt.inference.servers import host
 from datatrove_ckpt.process import rank_threads
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.workers import TaskList
@@ -43,7 +39,7 @@ from tests.processes import is_alive
 def _in_tmp_path(here, monkeypatch, policy):
     monkeypatch.setattr("tempfile.tempdir", str(here))
     policy("RESTART", first=0.01)
-    monkeypatch.setattr(supervision, "_PROBE_INTERVAL", 0.1)
+    monkeypatch.setattr(host, "_PROBE_INTERVAL", 0.1)
     Path("engine.py").write_text(SCRIPT)
 
 

@@ -20,8 +20,8 @@ from aiohttp import web
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.client import routing
-from datatrove_ckpt.inference.servers import server, supervision
-from datatrove_ckpt.inference.servers.supervision import launched_servers
+from datatrove_ckpt.inference.servers import host, server
+from datatrove_ckpt.inference.servers.host import launched_servers
 from datatrove_ckpt.inference.servers.warm import RankModels
 from datatrove_ckpt.process.shutdown import Shutdown
 from tests.clients import client_of
@@ -107,9 +107,9 @@ def _quick(here, monkeypatch, policy):
     # that port.
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
     monkeypatch.setattr(server, "_PORTS", server._PORTS[worker::64])
-    monkeypatch.setattr(supervision, "_PROBE_INTERVAL", 0.1)
-    monkeypatch.setattr(supervision, "_PROBE_PAUSE", 0.02)
-    monkeypatch.setattr(supervision, "_DRAIN_MARGIN", 0.0)
+    monkeypatch.setattr(host, "_PROBE_INTERVAL", 0.1)
+    monkeypatch.setattr(host, "_PROBE_PAUSE", 0.02)
+    monkeypatch.setattr(host, "_DRAIN_MARGIN", 0.0)
     (here / "engine.py").write_text(ENGINE)
 
 
@@ -217,7 +217,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    for module in (supervision, routing):
+    for module in (host, routing):
         monkeypatch.setattr(module, "time", made)
     return made
 

@@ -19,7 +19,7 @@ from loguru import logger
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.inference.client import client, routing
-from datatrove_ckpt.inference.servers import supervision
+from datatrove_ckpt.inference.servers import host
 from datatrove_ckpt.inference.servers.guardian import descendants
 
 
@@ -82,7 +82,7 @@ def main(folder):
     os.chdir(folder)
     job = json.loads(Path("job.json").read_text())
     if job["standing_clock"]:
-        supervision.time = routing.time = StandingClock()  # type: ignore[attr-defined, assignment]
+        host.time = routing.time = StandingClock()  # type: ignore[attr-defined, assignment]
     logger.remove()
     logger.add("runner.log", format="{time:HH:mm:ss} {level} {message}")
     documents = [

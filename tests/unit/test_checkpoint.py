@@ -38,7 +38,7 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_folder,
 )
 from datatrove_ckpt.checkpoint.lock import Lock
-from datatrove_ckpt.checkpoint.rank_files import RankFiles
+from datatrove_ckpt.checkpoint.rank_files import RankFiles, StorageThread
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, recover
 from datatrove_ckpt.checkpoint.request_cache import (
     AnswerKey,
@@ -49,7 +49,6 @@ from datatrove_ckpt.checkpoint.request_cache import (
     read_answers,
 )
 from datatrove_ckpt.checkpoint.run_limits import RunTotals, read_paid
-from datatrove_ckpt.checkpoint.storage_thread import StorageThread
 from datatrove_ckpt.common.counts import DocumentCounts, LogHistogram, Seconds
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, StorageFailed
 from datatrove_ckpt.process import open_files

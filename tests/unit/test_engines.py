@@ -16,8 +16,7 @@ from datatrove_ckpt.config.inference_config import ENGINES, SINGLE_NODE, EngineL
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.inference.servers import sglang_launch
-from datatrove_ckpt.inference.servers.server import redacted_command
-from datatrove_ckpt.inference.servers.server_log import find_cause
+from datatrove_ckpt.inference.servers.server import find_cause, redacted_command
 from datatrove_ckpt.inference.servers.sglang_launch import Hidden
 from datatrove_ckpt.rollouts import PromptRollout
 from tests.golden import hold

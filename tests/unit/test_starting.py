@@ -1,6 +1,6 @@
 """What a server's log says while its model loads."""
 
-from datatrove_ckpt.inference.servers.server_log import last_line, read_log
+from datatrove_ckpt.inference.servers.server import last_line, read_log
 
 
 def test_the_last_line_is_the_state_of_a_progress_bar_of_this_start(tmp_path):

@@ -451,7 +451,7 @@ class ModelServers:
         return self.config.request_timeout or 3600.0
 
     def look(self) -> None:
-        """Checks for a silent endpoint. ``servers/supervision.py`` checks launched servers."""
+        """Checks for a silent endpoint. ``servers/host.py`` checks launched servers."""
         if self.config.server_type == "endpoint":
             name = "The server"
             if len(self.router.targets) > 1:

@@ -1,29 +1,358 @@
 """Lends the servers of a process, launched or external, to one rank or to several ranks.
 
-A rank calls ``ServerHost.lend``. Its servers may come from the rank before (``warm.py``). Rollouts
-do not notice a server that is down: its requests go to the other servers, or wait. External servers
-are only checked: they must answer before the first request.
+A rank calls ``ServerHost.lend``. ``ServerSupervisor`` keeps each launched server running, and
+restarts a server that dies or hangs. Servers may come from the rank before (``warm.py``).
+Rollouts do not notice a server that is down: its requests go to the other servers, or wait.
+External servers are only checked: they must answer before the first request.
 """
 
 import asyncio
 import contextvars
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import NoReturn
 
 from loguru import logger
 
+from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.memory import ByteBudget, media_bytes
 from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.errors import CkptError, named
+from datatrove_ckpt.config.inference_config import NodeGroup
+from datatrove_ckpt.errors import CkptError, ServerDied, ServerStartFailed, named
 from datatrove_ckpt.inference.client import routing
-from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers
-from datatrove_ckpt.inference.servers.admission import follow_endpoint
+from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers, hang_after
+from datatrove_ckpt.inference.client.urls import HiddenUrl
+from datatrove_ckpt.inference.servers.admission import (
+    Metrics,
+    adapt_admission,
+    follow_endpoint,
+    read_metrics,
+)
 from datatrove_ckpt.inference.servers.endpoint_probe import endpoints_of, ready_endpoints
-from datatrove_ckpt.inference.servers.supervision import launched_servers
+from datatrove_ckpt.inference.servers.multi_node import HeadNode
+from datatrove_ckpt.inference.servers.server import NO_ANSWER, InferenceServer
 from datatrove_ckpt.inference.servers.warm import RankModels
 from datatrove_ckpt.process.shutdown import Shutdown, end_tasks, wait_until_cancelled
+
+# All times are seconds.
+_PROBE_INTERVAL = 5.0
+_PROBE_TIMEOUT = 10.0
+_PROBE_PAUSE = 0.3
+# Added to the time for requests in flight after a SIGTERM.
+_DRAIN_MARGIN = 5.0
+_RESTART_WINDOW_SECONDS = 3600.0  # for ``server_max_restarts``
+_LONG_AGO = -1.0
+
+
+@dataclass(eq=False, repr=False)
+class ServerSupervisor:
+    """Keeps one server running: starts it, watches it, and restarts it when it dies or hangs.
+
+    Requests that were in flight are then sent again. A server counts as dead when
+
+    - its process ends;
+    - its health address answers 5xx or refuses connections. The address is probed after failures
+      that may be the server's fault, and every few seconds while requests are in flight: vLLM's
+      HTTP process may outlive its engine;
+    - it has requests, and for ``hang_timeout`` seconds (``hang_after``, once it has answered) it
+      answered none and counted no tokens.
+
+    It may be restarted ``server_max_restarts`` times within an hour, apart from deaths that are
+    attributed to a request.
+
+    Args:
+        server: the server, which an earlier rank may have started.
+        shutdown: the rank's shutdown; after a requested stop the server is not restarted.
+    """
+
+    server: InferenceServer
+    model_servers: ModelServers
+    shutdown: Shutdown
+
+    def __post_init__(self) -> None:
+        self.target = self.model_servers.router.add(self.probe)
+        self.restarts = 0
+        self.config = self.model_servers.config
+        self._name = (
+            f"{self.config.log_prefix}Server {self.server.replica} of task {self.server.rank}"
+        )
+        self._death = routing.ServerDeath("")
+        self._death_cause: asyncio.Future[str]
+        self._recent_restarts = self.server.restarted_at
+        self._probing: asyncio.Task[None] | None = None
+        self._probed_since = _LONG_AGO
+        self._watching = False
+        self._longest = 0.0
+
+    async def start(self) -> None:
+        if await self.server.take_over():
+            self._tell("reused")
+        else:
+            self._tell("restart" if self.restarts else "start")
+            await self.server.start()
+            self._tell("ready")
+        self._death_cause = asyncio.get_running_loop().create_future()
+        self.model_servers.mark_up(self.target, HiddenUrl(self.server.url), self.server.api_key)
+
+    def _tell(self, event: str, cause: str = "") -> None:
+        url = self.server.url if event in ("ready", "reused") else None
+        self.model_servers.report_event(
+            event, self.config.server_name(self.server.replica), url, cause.partition("\n")[0]
+        )
+
+    async def stop(self) -> None:
+        await self.model_servers.disconnect(self.target)
+        with self.shutdown.closing():
+            # The server has no time to stop by itself.
+            is_late = self.shutdown.is_fast or self.shutdown.late
+            await (self.server.kill() if is_late else self.server.stop())
+
+    async def supervise(self) -> NoReturn:
+        """Restarts the server after each death. Raises ServerDied after too many restarts."""
+        while True:
+            cause = await self._until_death()
+            self._tell("death", cause)
+            await self.model_servers.disconnect(self.target)
+            if self.shutdown.is_stopping:
+                # A cluster also signals the server, which may end before us.
+                logger.info(f"{self._name} has ended. It is not restarted, because the run ends.")
+                await wait_until_cancelled()
+            logger.warning(
+                f"{self._name} is given up: {cause}\n{self._death.in_flight} requests are sent "
+                "again."
+            )
+            await self.server.kill()
+            await self._restart(cause)
+
+    async def _until_death(self) -> str:
+        self._watching = True
+        self._exit_code: int | None = None
+        watchers = [self._watch_process(), self._watch_health(), self._watch_progress()]
+        if self.config.follows_metrics:
+            router = self.model_servers.router
+            names = self.config.engine.metrics
+            watchers.append(adapt_admission(self._name, self.target, router, names))
+        tasks = [asyncio.create_task(watcher) for watcher in watchers]
+        waits: list[asyncio.Future[str] | asyncio.Task[None]] = [self._death_cause, *tasks]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()  # raises only if a watcher has a bug
+            cause = await self._death_cause
+        finally:
+            await end_tasks(*tasks, *([self._probing] if self._probing else []))
+        return await self.server.report(cause, self._exit_code)
+
+    def mark_dead(self, cause: str) -> None:
+        if not self._death_cause.done():
+            self._death = self.model_servers.router.mark_dead(self.target, cause)
+            self._death_cause.set_result(cause)
+
+    async def _restart(self, cause: str) -> None:
+        while True:
+            await asyncio.sleep(self._next_backoff(cause))
+            if self.shutdown.is_stopping:
+                await wait_until_cancelled()
+            self.restarts += 1
+            try:
+                await self.start()
+            except ServerStartFailed as error:
+                cause = str(error)
+                logger.warning(f"{self._name} could not be restarted: {cause}")
+            else:
+                number = len(self._recent_restarts)
+                logger.info(
+                    f"{self._name} is back (restart {number} of {self.config.server_max_restarts})."
+                )
+                return
+
+    def _next_backoff(self, cause: str) -> float:
+        """Returns the seconds before a restart. Raises ServerDied after too many restarts."""
+        now = time.monotonic()
+        allowed = self.config.server_max_restarts
+        while self._recent_restarts and self._recent_restarts[0] < now - _RESTART_WINDOW_SECONDS:
+            self._recent_restarts.popleft()
+        # The request is a dead letter now, so the next start should work.
+        if self._death.attributed:
+            self._death = routing.ServerDeath("")
+            return retrying.RESTART.first
+        if len(self._recent_restarts) >= allowed:
+            raise ServerDied(
+                f"{self._name} was restarted {len(self._recent_restarts)} times within "
+                f"{_RESTART_WINDOW_SECONDS:g} s, and died again (server_max_restarts={allowed}). "
+                f"Last cause: {cause}"
+            )
+        self._recent_restarts.append(now)
+        return retrying.RESTART.wait(len(self._recent_restarts))
+
+    async def _watch_process(self) -> None:
+        self._exit_code = await self.server.watch()
+        self.mark_dead(f"died with exit code {self._exit_code}")
+
+    async def _watch_health(self) -> None:
+        while True:
+            await asyncio.sleep(_PROBE_INTERVAL)
+            if self.target.attempts:
+                await self.probe(_LONG_AGO, False)
+
+    async def _watch_progress(self) -> None:
+        interval = min(self.config.hang_timeout / 4, 30.0)
+        last: Metrics | None = None
+        while True:
+            await asyncio.sleep(interval)
+            last = await self._check_progress(last, min(interval, 5.0))
+
+    async def _check_progress(self, last: Metrics | None, seconds: float) -> Metrics | None:
+        """Marks the server dead if it hangs. Returns metrics; None without metrics or requests."""
+        metrics = None
+        if self.target.attempts:
+            metrics = await read_metrics(self.target, self.config.engine.metrics, seconds)
+        quiet = time.monotonic() - self.target.alive_at
+        if metrics is not None and last is not None and metrics.tokens != last.tokens:
+            self._longest = max(self._longest, quiet)
+            quiet = 0.0
+            self.target.mark_alive()
+        in_flight = len(self.target.attempts)
+        timeout = self.config.hang_timeout
+        # Without token counts a long answer looks like a hang; a user's setting is obeyed.
+        is_usual = timeout == InferenceConfig.hang_timeout
+        if is_usual and metrics is not None and metrics.tokens and self.target.accepted_at:
+            timeout = min(timeout, hang_after(self._longest))
+        if in_flight and quiet >= timeout:
+            self.mark_dead(
+                f"hangs: it has {in_flight} requests, and answered none and counted no token for "
+                f"{timeout:g} s (hang_timeout={self.config.hang_timeout:g})"
+            )
+        return metrics
+
+    async def probe(self, since: float, until_proof: bool) -> None:
+        """Returns when the server is known to be alive. If it is dead, the waiting attempts are
+        aborted.
+
+        A vLLM that received SIGTERM answers 500 to new requests, and reports itself healthy. So the
+        proof of health is an answer to an attempt that started after ``since``, or a server that
+        still runs after ``server_drain_sec``.
+
+        Args:
+            since: start time of the failed attempt.
+            until_proof: wait for the proof.
+        """
+        if not self._watching or self._death_cause.done():
+            return
+        if self._probing is None or self._probing.done():
+            self._probed_since = _LONG_AGO
+            self._probing = asyncio.create_task(self._run_probes())
+        self._probed_since = max(self._probed_since, since)
+        await asyncio.wait([self._probing])
+        if self.shutdown.is_stopping:
+            return  # nothing is sent again
+        deadline = time.monotonic() + self.config.server_drain_sec + _DRAIN_MARGIN
+        while until_proof and self.target.accepted_at <= since and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(_PROBE_PAUSE)
+
+    async def _run_probes(self) -> None:
+        problem: str | None = None
+        for number in range(3):
+            if number:
+                await asyncio.sleep(_PROBE_PAUSE)
+            problem = await self.server.problem(_PROBE_TIMEOUT)
+            if problem is None:
+                return
+        # A server too busy to answer a probe is dead only if it has answered no request since the
+        # youngest failed attempt started.
+        if problem != NO_ANSWER or self.target.alive_at <= self._probed_since:
+            self.mark_dead(
+                f"is dead, although its process is running: its health address {problem}"
+            )
+
+
+@asynccontextmanager
+async def launched_servers(
+    rank: int, model_servers: ModelServers, shutdown: Shutdown, models: RankModels
+) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """Runs the servers of a model in this block. After a good end, they may stay for the next rank.
+
+    Yields an async function that raises ServerDied once no server remains, and none may be
+    restarted.
+    """
+    config = model_servers.config
+    async with AsyncExitStack() as stack:
+        nodes = NodeGroup.from_environment()
+        on_launch = None
+        if nodes.count > 1:
+            head = await stack.enter_async_context(HeadNode(config))
+            on_launch = head.start_workers
+        servers, leases = await models.get(config)
+        for server in servers:
+            # Settings that are not in the command may differ from the earlier rank's.
+            server.config = config
+            server.rank = rank
+        servers = servers or [
+            InferenceServer(config, rank, index, lease, nodes, on_launch)
+            for index, lease in enumerate(leases)
+        ]
+        supervisors: list[ServerSupervisor] = []
+        ends_well = False
+        try:
+            for server in servers:
+                supervisors.append(ServerSupervisor(server, model_servers, shutdown))
+            await _run_all(supervisor.start() for supervisor in supervisors)
+            supervision = asyncio.create_task(_supervise(supervisors, model_servers.router))
+            try:
+                yield lambda: asyncio.shield(supervision)
+                ends_well = True
+            finally:
+                await end_tasks(supervision)
+        finally:
+            for supervisor in supervisors:
+                model_servers.router.mark_dead(supervisor.target, "the run ends")
+            if ends_well and models.keep(servers):
+                await asyncio.gather(
+                    *(model_servers.disconnect(supervisor.target) for supervisor in supervisors)
+                )
+            else:
+                try:
+                    await asyncio.gather(*(supervisor.stop() for supervisor in supervisors))
+                finally:
+                    for server in servers:
+                        server.lease.close()
+
+
+async def _supervise(supervisors: list[ServerSupervisor], router: routing.Router) -> None:
+    running = len(supervisors)
+
+    async def supervise(supervisor: ServerSupervisor) -> None:
+        nonlocal running
+        try:
+            await supervisor.supervise()
+        except ServerDied as error:
+            running -= 1
+            if not running:
+                raise
+            logger.error(
+                f"{error}\nThe run continues without this server, with {running} of "
+                f"{len(supervisors)}."
+            )
+
+    try:
+        await _run_all(map(supervise, supervisors))
+    except ServerDied as error:
+        router.fail(str(error))
+        raise
+
+
+async def _run_all(work: Iterable[Awaitable[None]]) -> None:
+    """Raises the first error, without an exception group, and cancels the others."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        await end_tasks(*tasks)
+
 
 Watch = Callable[[], Awaitable[None]]
 """A function that raises when no server remains."""

@@ -3,6 +3,9 @@
 Every engine runs under a guardian (``guardian.py``) on 127.0.0.1, with a free port, a fresh API key
 in its environment, and a log file. It is ready when GET /v1/models answers 200.
 
+The log of a failed start is searched for its cause: engines bury it in tracebacks, and each wrong
+guess costs a start-up on a GPU node.
+
 A server can be started again after ``stop``, with another port and another key. It belongs to no
 event loop: a rank can pass it on to the next rank of its process (``warm.py``).
 """
@@ -23,17 +26,16 @@ from pathlib import Path
 from loguru import logger
 
 from datatrove_ckpt.common import retrying
-from datatrove_ckpt.common.redaction import (
-    HIDDEN,
-    Secret,
-    hide,
-    may_name_secret,
-)
+from datatrove_ckpt.common.formatting import as_line, cut
+from datatrove_ckpt.common.redaction import HIDDEN, Secret, hide, may_name_secret
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import (
+    ENGINES,
     HOST,
     SINGLE_NODE,
+    Engine,
     EngineCommand,
+    KnownFailure,
     NodeGroup,
 )
 from datatrove_ckpt.config.paths import expand_path
@@ -43,10 +45,100 @@ from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers import leftovers
 from datatrove_ckpt.inference.servers.gpus import GpuLease
 from datatrove_ckpt.inference.servers.guarded import GuardedProcess
-from datatrove_ckpt.inference.servers.server_log import find_cause, last_line, read_log
 from datatrove_ckpt.process.event_loop import in_own_thread
 from datatrove_ckpt.process.open_files import refuse_exhaustion
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
+
+# Bytes at the end of the log: vLLM prints the cause well before its last traceback.
+_SEARCHED_BYTES = 256 * 1024
+_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
+_EXTRAS = {engine.package: engine.name for engine in ENGINES.values()}
+_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+_COMMON = (
+    (
+        KnownFailure(
+            "The server does not know a flag or its value. Check model_kwargs against its "
+            "--help. To leave out a flag of ours that an old version lacks, set model_kwargs "
+            "{flag: null}.",
+            True,
+        ),
+        r"unrecognized arguments|invalid choice:|ambiguous option|expected (?:one|at least one) "
+        r"argument"
+        r"|arguments are required|ignored explicit argument|invalid \w+ value:",
+    ),
+    (Engine.PORT_TAKEN, r"address already in use|errno 98\b"),
+    (
+        KnownFailure(
+            "The model hub refuses access. Accept the model's licence and export HF_TOKEN.", True
+        ),
+        r"gated ?repo|access to model .* is restricted|401 client error",
+    ),
+    (
+        KnownFailure(
+            "There is no such model. Check its name: a name on the hub, or a folder on this node.",
+            True,
+        ),
+        r"repository ?not ?found|not a valid model identifier|incorrect "
+        r"path_or_model_id|hfvalidationerror",
+    ),
+    (
+        KnownFailure(
+            "The model brings its own code. If you trust it, set trust_remote_code: true.", True
+        ),
+        r"contains custom code which must be executed|(?:pass the argument|set the option) "
+        r".?trust_remote_code",
+    ),
+    (Engine.TOO_FEW_GPUS, r"invalid device ordinal|no cuda gpus are available"),
+    (Engine.GPU_FULL, r"cuda out of memory|outofmemoryerror"),
+)
+# Causes of all engines: a user's script may start any engine.
+_CAUSES = (*(cause for engine in ENGINES.values() for cause in engine.causes), *_COMMON)
+
+
+def find_cause(exit_code: int | None, log: str) -> KnownFailure | None:
+    if exit_code == 127:
+        return KnownFailure("The command was not found, or is not executable.", permanent=True)
+    if missing := _MODULE.search(log):
+        name = missing[1]
+        if name in _EXTRAS:
+            package = f"'datatrove-ckpt[{_EXTRAS[name]}]'"
+        else:
+            package = name.partition(".")[0]
+        return KnownFailure(
+            f"The Python package {name!r} is missing. Run: pip install {package}", permanent=True
+        )
+    for cause, pattern in _CAUSES:
+        if exit_code is not None and re.search(pattern, log, re.IGNORECASE):
+            return cause
+    if exit_code == 137:
+        return KnownFailure(
+            "It was killed (SIGKILL), perhaps out of main memory. See dmesg, or ask Slurm for more "
+            "--mem."
+        )
+    return None
+
+
+def read_log(path: Path, start: int) -> str:
+    """Returns the log from byte ``start``, at most its end; empty if there is no log."""
+    try:
+        with path.open("rb") as log:
+            size = log.seek(0, 2)
+            log.seek(max(start, size - _SEARCHED_BYTES))
+            return log.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def last_line(log: str) -> str:
+    """Returns the last line with text, fit for a terminal; for a progress bar its last state."""
+    for line in reversed(log.replace("\r", "\n").split("\n")):
+        text = as_line(_ESCAPE.sub("", line)).strip()
+        if text:
+            return cut(text, 200)
+    return ""
+
 
 NO_ANSWER = "does not answer"
 # Outside Linux's ephemeral ports (32768 to 60999): an engine may bind its port late.

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from datatrove_ckpt.checkpoint import layout, lock, rank_files, rank_summary
+from datatrove_ckpt.checkpoint import fence, layout, rank_files, rank_summary
 from datatrove_ckpt.checkpoint.chunks import ChunkTracker, no_position
 from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits
 from datatrove_ckpt.checkpoint.identity import RunIdentity, run_with_secrets
@@ -221,7 +221,7 @@ def test_a_takeover_while_a_check_reads_the_owner_is_found_by_the_next_one(tmp_p
             found.append(opened(tmp_path))
         return found[0]
 
-    monkeypatch.setattr(lock, "run_with_secrets", read_and_lose)
+    monkeypatch.setattr(fence, "run_with_secrets", read_and_lose)
     older.lease.check()
     with pytest.raises(Fenced):
         older.lease.files.write([], {})

@@ -240,7 +240,7 @@ def test_files_of_others_stay(run, target, monkeypatch, exported):
         Path(target).write_text("made meanwhile")
 
     for name in ("_write_csv", "_write_lines", "_write_parquet"):
-        monkeypatch.setattr(f"datatrove_ckpt.run_folder.export.{name}", write)
+        monkeypatch.setattr(f"datatrove_ckpt.run_folder.documents.{name}", write)
     assert "is there already" in exported(target, code=2).error
     assert Path(target).read_text() == "made meanwhile"
     assert {path.name for path in Path().glob("all.*")} == {target, f"{target}.new"}

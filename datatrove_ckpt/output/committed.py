@@ -73,10 +73,12 @@ class OutputListing:
         self.hub_files |= files
         self.sizes |= {name: file.size for name, file in files.items()}
 
-    def note(self, name: str, size: int | None, stamp: int, file: OutputFile | None) -> None:
+    def note(
+        self, name: str, size: int | None, stamps: Sequence[int], file: OutputFile | None
+    ) -> None:
         if file is not None:
             name = file.path
-            if file.stamp not in (0, stamp) and file.size == size:
+            if file.stamp not in (0, *stamps) and file.size == size:
                 self.touched.add(plain(name))
         self.sizes[name] = size
 
@@ -173,12 +175,12 @@ def list_files(
     if folder.is_local():
         root = Path(folder.resolve_paths(""))
         for name, status in _scan(root, head, everywhere, without):
-            listing.note(name, status.st_size, local_stamp(status), committed.get(name))
+            listing.note(name, status.st_size, local_stamps(status), committed.get(name))
         # Files behind a link, or of an earlier template.
         for name in [name for name in committed if name not in listing.sizes]:
             with suppress(FileNotFoundError, NotADirectoryError):
                 status = (root / name).stat()
-                listing.note(name, status.st_size, local_stamp(status), committed[name])
+                listing.note(name, status.st_size, local_stamps(status), committed[name])
     elif hub is not None:
         base = posixpath.dirname(head)
         with file_system_call():
@@ -188,7 +190,7 @@ def list_files(
             missing = [name for name in committed if name not in listing.hub_files]
             listing.hub_files |= hub.look_up(missing)
         for name, file in listing.hub_files.items():
-            listing.note(name, file.size, file.stamp, committed.get(name))
+            listing.note(name, file.size, [file.stamp], committed.get(name))
     else:
         with file_system_call():
             folder.invalidate_cache()
@@ -197,7 +199,7 @@ def list_files(
             if any(name not in remote and not name.startswith(head) for name in committed):
                 remote |= _find(folder, "")
         for name, info in remote.items():
-            listing.note(name, info.get("size"), remote_stamp(info), committed.get(name))
+            listing.note(name, info.get("size"), [remote_stamp(info)], committed.get(name))
     return listing
 
 
@@ -220,8 +222,12 @@ def remote_stamp(info: Info) -> int:
     return stamp_of(next((str(info[tag]) for tag in _TAGS if info.get(tag)), ""))
 
 
-def local_stamp(status: os.stat_result) -> int:
-    return stamp_of(f"{status.st_mtime_ns}:{status.st_ino}")
+def local_stamps(status: os.stat_result) -> list[int]:
+    """Returns the stamp of a local file, and its stamp in commits of earlier releases, which had
+    the time that a user can put back.
+    """
+    changed = stamp_of(f"changed {status.st_ctime_ns}:{status.st_ino}")
+    return [changed, stamp_of(f"{status.st_mtime_ns}:{status.st_ino}")]
 
 
 def content_hash(folder: DataFolder, path: str) -> str:

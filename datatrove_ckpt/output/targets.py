@@ -69,7 +69,7 @@ from datatrove_ckpt.output.committed import (
     RankCommits,
     content_hash,
     first_names,
-    local_stamp,
+    local_stamps,
     other_content,
     remote_stamp,
 )
@@ -127,12 +127,11 @@ class OutputTarget(Placement):
             if there != file.hexdigest():
                 self.replace(file.path, name)
         self.settle_names(staged.finished)
-        published = [
+        files.disk.remove_tree(staged.folder)  # before the stamps: its names count as a change
+        return [
             OutputFile(name, file.size, file.hexdigest(), stamp=self.stamp(name), rows=file.rows)
             for name, file in finished
         ]
-        files.disk.remove_tree(staged.folder)
-        return published
 
     def create(self, staged: Path, name: str) -> bool:
         """Publishes one file and returns True, unless its name exists."""
@@ -191,7 +190,10 @@ class LocalTarget(OutputTarget):
             cause = error.__cause__
             if not isinstance(cause, OSError) or cause.errno != errno.EXDEV:
                 raise
-        return name(self._copied(staged), final)
+        copied = self._copied(staged)
+        named = name(copied, final)
+        files.disk.remove(copied)
+        return named
 
     def _copied(self, staged: Path) -> Path:
         """Copies a file to the file system of the output."""
@@ -218,7 +220,7 @@ class LocalTarget(OutputTarget):
 
     def stamp(self, name: str) -> int:
         with explained("look at", self._root / name):
-            return local_stamp((self._root / name).stat())
+            return local_stamps((self._root / name).stat())[0]
 
     def prepare(self) -> None:
         files.disk.remove_tree(self._beside)

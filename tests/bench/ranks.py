@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, verified_body
-from datatrove_ckpt.output.committed import local_stamp
+from datatrove_ckpt.output.committed import local_stamps
 from datatrove_ckpt.testing import FakeServer
 from tests.bench import tables
 from tests.bench.measure import ROOT, table
@@ -123,7 +123,7 @@ def _copy(folder, rank):
 def _make_sparse(path, size):
     path.touch()
     os.truncate(path, size)
-    return local_stamp(path.stat())
+    return local_stamps(path.stat())[0]
 
 
 def _environment():

@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import fsspec
@@ -15,11 +16,13 @@ from datatrove.io import DataFolder
 from datatrove.pipeline.writers import JsonlWriter
 from fsspec.implementations.memory import MemoryFileSystem
 
+from datatrove_ckpt.checkpoint.commits import stamp_of
 from datatrove_ckpt.checkpoint.placement import PublicationStopped
 from datatrove_ckpt.checkpoint.publish_intents import PublishIntents
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.redaction import check_options
 from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed, StorageFailed
+from datatrove_ckpt.output.committed import list_files
 from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.interruptible_calls import InterruptibleCalls
 from datatrove_ckpt.output.output_folder import OutputFolder
@@ -398,6 +401,25 @@ def test_a_file_on_another_file_system_is_copied_in_parts_and_synced_before_it_h
     with disk_in_place(disk := TwoFileSystems()):
         target.publish(0, staged, PublishIntents(tmp_path))
     copied = disk.happened.index("link a")
-    effects = [label.split(" ")[0] for label in disk.happened[copied - 6 : copied + 2]]
-    assert effects == ["create", *["write"] * 4, "sync", "link", "sync"]
+    effects = [label.split(" ")[0] for label in disk.happened[copied - 6 : copied + 3]]
+    assert effects == ["create", *["write"] * 4, "sync", "link", "remove", "sync"]
     assert (output / "a").stat().st_size > 3 << 20
+
+
+@pytest.mark.parametrize("disk", [WatchedDisk, TwoFileSystems])
+def test_a_file_is_read_again_if_it_has_changed_though_its_time_was_put_back(tmp_path, disk):
+    folder = DataFolder(str(tmp_path / "output"))
+    path = tmp_path / "output/a"
+    staged = staged_files(tmp_path, a=b"content")
+    with disk_in_place(disk()):
+        (file,) = LocalTarget(folder, tmp_path, 0).publish(0, staged, PublishIntents(tmp_path))
+    before = path.stat()
+    older = replace(file, stamp=stamp_of(f"{before.st_mtime_ns}:{before.st_ino}"))
+    for committed in (file, older):
+        assert not list_files(folder, {"a": committed}).touched
+    path.write_bytes(path.read_bytes()[::-1])
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    while path.stat().st_ctime_ns == before.st_ctime_ns:  # the kernel's clock is a coarse one
+        path.touch()
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert list_files(folder, {"a": file}).touched == {"a"}

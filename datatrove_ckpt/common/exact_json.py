@@ -5,11 +5,12 @@ json, pandas and datasets read.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import orjson
 
+_EXACT = frozenset({str, int, bool, type(None)})
 _AS_ZEROS = bytes.maketrans(b"0123456789", b"0" * 10)
 
 
@@ -45,8 +46,13 @@ def _may_be_inexact(value: object) -> bool:
     """Whether a value may hold a float that was a long integer. Long lists are not searched, and
     may.
     """
+    items: Iterable[object]
     if isinstance(value, dict):
-        return any(map(_may_be_inexact, value.values()))
-    if isinstance(value, list):
-        return len(value) > 16 or any(map(_may_be_inexact, value))
-    return isinstance(value, float) and abs(value) >= 2**63
+        items = value.values()
+    elif isinstance(value, list):
+        if len(value) > 16:
+            return True
+        items = value
+    else:
+        return isinstance(value, float) and abs(value) >= 2**63
+    return not _EXACT.issuperset(map(type, items)) and any(map(_may_be_inexact, items))

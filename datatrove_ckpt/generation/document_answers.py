@@ -11,7 +11,7 @@ from datatrove_ckpt.common.finish_reasons import ENDINGS, USUAL
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.common.warnings import warn_once
 from datatrove_ckpt.errors import CkptError, RequestRejected
-from datatrove_ckpt.generation.quality import INVALID, REPEATING, choices_of
+from datatrove_ckpt.generation.quality import INVALID, REPEATING, choices_of, text_of
 from datatrove_ckpt.generation.rank_requests import RankContext
 from datatrove_ckpt.inference.client.responses import Api, token_counts
 from datatrove_ckpt.output.document_codec import Result
@@ -138,10 +138,13 @@ class DocumentAnswers:
         choices = choices_of(result)
         self.results.append(result)
         reasons = [choice["finish_reason"] for choice in choices]
-        result.reasons = [
-            reason if reason in USUAL else redact(reason)[:60]  # characters
-            for reason in filter(None, reasons)
-        ]
+        if USUAL.issuperset(reasons):
+            result.reasons = reasons
+        else:
+            result.reasons = [
+                reason if reason in USUAL else redact(reason)[:60]  # characters
+                for reason in filter(None, reasons)
+            ]
         is_cut = self._count_reasons(result, reasons)
         faults: list[str] = []
         result.faults = faults
@@ -149,13 +152,13 @@ class DocumentAnswers:
         if api.generates:
             quality = self._rank.quality
             for choice in choices:
-                text = choice["text"]
-                if isinstance(text, str):
-                    text = text.strip()
-                # An answer that calls a tool has no text.
-                if not text and choice["finish_reason"] not in ("tool_calls", "function_call"):
+                text = text_of(choice)
+                # An answer that calls a tool has no text; other contents are a list.
+                has_parts = isinstance(choice["text"], list) and choice["text"]
+                calls_tool = choice["finish_reason"] in ("tool_calls", "function_call")
+                if not (text or has_parts or calls_tool):
                     is_empty = True
-                faults += quality.faults(choice, question)
+                faults += quality.faults(choice, text, question)
             for fault in faults:
                 self.reasons[fault] = self.reasons.get(fault, 0) + 1
             if is_cut:

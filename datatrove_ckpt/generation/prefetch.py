@@ -223,7 +223,8 @@ class DocumentSource:
                 batch = self._buffer
                 self._buffer = []
                 self._bytes = 0
-            self._room.set()
+            if not self._room.is_set():  # an event that is set costs as much
+                self._room.set()
             if batch:
                 self.handed_over += len(batch)
                 self._newest = position_of(batch[-1].document)

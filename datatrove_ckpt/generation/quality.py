@@ -54,7 +54,8 @@ def choices_of(answer: Result) -> Sequence[JsonObject]:
     return answer.choices or [{"text": answer.text, "finish_reason": answer.finish_reason}]
 
 
-def _text_of(choice: JsonObject) -> str:
+def text_of(choice: JsonObject) -> str:
+    """Returns the text without blanks around it; "" if the answer has none."""
     text = choice["text"]
     return text.strip() if isinstance(text, str) else ""
 
@@ -87,9 +88,13 @@ class AnswerQuality:
                 "`datatrove-ckpt run --sample 5` before you pay for more."
             )
 
-    def faults(self, choice: JsonObject, prompt: str) -> list[str]:
-        """Returns each fault of an answer once. ``prompt``: the last message."""
-        text = _text_of(choice)
+    def faults(self, choice: JsonObject, text: str, prompt: str) -> list[str]:
+        """Returns each fault of an answer once.
+
+        Args:
+            text: ``text_of`` the choice.
+            prompt: the last message.
+        """
         faults = self._clear_faults(choice, text)
         length = len(text)
         if length < _LONG:
@@ -107,7 +112,7 @@ class AnswerQuality:
         """Returns the first setting that applies to a choice of the answer, or ""."""
         choices = choices_of(answer)
         faults = {
-            fault for choice in choices for fault in self._clear_faults(choice, _text_of(choice))
+            fault for choice in choices for fault in self._clear_faults(choice, text_of(choice))
         }
         if any(is_cut_off(_reason_of(choice)) for choice in choices):
             faults.add("on_cut_off")

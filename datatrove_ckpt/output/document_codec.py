@@ -179,7 +179,10 @@ def encode_finished(document: Document, key: str) -> bytes:
         data = orjson.dumps(fields, option=_OPTIONS)
     except TypeError:
         return encode(document)
-    if _TAG_BYTES not in data and (b"null" not in data or not has_nan(metadata)):
+    start = len(document.text)  # its bytes come first: searching them would cost most of this
+    if data.find(_TAG_BYTES, start) < 0 and (
+        data.find(b"null", start) < 0 or not has_nan(metadata)
+    ):
         return trim(data)
     return encode(document)
 
@@ -222,9 +225,11 @@ def dump(fields: dict[str, object], other: Other) -> bytes:
     try:
         data = orjson.dumps(fields, default=encoder.wrap, option=_OPTIONS)
         # orjson calls ``wrap`` neither for NaN (null) nor for a user's "$py" key, but the bytes
-        # show both.
-        if data.count(_TAG_BYTES) == encoder.wrapped and (
-            b"null" not in data or not has_nan(fields)
+        # behind the text show both.
+        text = fields["text"]
+        start = len(text) if isinstance(text, str) else 0
+        if data.count(_TAG_BYTES, start) == encoder.wrapped and (
+            data.find(b"null", start) < 0 or not has_nan(fields)
         ):
             return trim(data)
     except orjson.JSONEncodeError as error:
@@ -578,8 +583,7 @@ def document_of(row: JsonObject) -> Document:
     return Document(row.get("text") or "", str(row.get("id")), metadata=metadata)
 
 
-# Not ".": fsspec keeps the folder that it was during this import.
-_DEFAULT = JsonlWriter("/", "${rank}").adapter.__func__
+_DEFAULT = DiskWriter._default_adapter  # a writer to get it from would cost 25 ms
 """datatrove's default adapter."""
 _DOCUMENT_FIELDS = field_names(Document)
 

@@ -31,7 +31,7 @@ def sentence(chance, words=12):
 
 
 def faults(quality, text, prompt=""):
-    return quality.faults({"text": text, "finish_reason": "stop"}, prompt)
+    return quality.faults({"text": text, "finish_reason": "stop"}, text.strip(), prompt)
 
 
 def good(chance):

@@ -24,6 +24,7 @@ from datatrove_ckpt.errors import ConfigError
 
 _ENVIRONMENT = {"pyvenv.cfg", "conda-meta"}
 _NO_CODE = {"__pycache__", "site-packages"}
+_STDLIB = sysconfig.get_path("stdlib")
 
 
 def own_modules() -> dict[str, dict[str, Path]]:
@@ -57,7 +58,7 @@ def places_of(name: str) -> list[Path]:
 
 def is_installed(path: Path) -> bool:
     by_pip = {"site-packages", "dist-packages"} & {*path.parts}
-    return bool(by_pip) or path.is_relative_to(sysconfig.get_path("stdlib"))
+    return bool(by_pip) or path.is_relative_to(_STDLIB)
 
 
 def _files(package: Path) -> Iterator[Path]:

@@ -34,7 +34,7 @@ from datatrove_ckpt.inference.client.client import CompletionClient, Outage, Req
 from datatrove_ckpt.inference.client.http1 import Transport
 from datatrove_ckpt.inference.client.responses import CHAT, Completion, RetryableError
 from datatrove_ckpt.inference.client.routing import Request, Sender, Target
-from datatrove_ckpt.inference.client.urls import HiddenUrl, beside
+from datatrove_ckpt.inference.client.urls import HiddenUrl, beside, proxy_of
 from datatrove_ckpt.testing import FakeServer
 from tests.clients import Sleeps, client_of, turns
 
@@ -1006,6 +1006,55 @@ async def test_proxies_of_the_environment_are_for_endpoints_only(monkeypatch):
         assert head.startswith(f"POST {url}/v1/chat/completions HTTP".encode())
         assert b"\r\nProxy-Authorization: Basic bWU6b2YtYS1wcm94eQ==\r\n" in head
         assert redact("of-a-proxy bWU6b2YtYS1wcm94eQ==") == "*** ***=="
+
+
+PROXY = "http://proxy.test:3128"
+
+
+@pytest.mark.parametrize(
+    "url, environment, proxy",
+    [
+        ("http://127.0.0.1:8000", {"http_proxy": PROXY, "no_proxy": "a.test, 127.0.0.0/8"}, None),
+        ("http://10.1.2.3", {"http_proxy": PROXY, "NO_PROXY": "10.1.0.0/255.255.0.0"}, None),
+        ("http://[fd00::5]:8000", {"http_proxy": PROXY, "no_proxy": "fd00::/8"}, None),
+        ("http://[::1]:8000", {"http_proxy": PROXY, "no_proxy": "[::1]"}, None),
+        ("http://gpu1.svc.test", {"http_proxy": PROXY, "no_proxy": "*.svc.test"}, None),
+        ("http://gpu1.svc.test", {"http_proxy": PROXY, "no_proxy": "10.0.0.0/8,svc"}, PROXY),
+        ("http://11.1.2.3", {"http_proxy": PROXY, "no_proxy": "10.0.0.0/8"}, PROXY),
+        ("http://a.test", {"all_proxy": PROXY}, PROXY),
+        ("https://a.test", {"ALL_PROXY": "proxy.test:3128"}, PROXY),
+        ("http://127.0.0.1", {"all_proxy": PROXY, "no_proxy": "127.0.0.0/8"}, None),
+        ("http://a.test", {"all_proxy": "socks5h://proxy.test:1080"}, None),
+        ("http://a.test", {"all_proxy": "socks5h://proxy.test:1080", "http_proxy": PROXY}, PROXY),
+    ],
+)
+def test_the_proxy_of_a_url(url, environment, proxy, monkeypatch):
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert repr(proxy_of(HiddenUrl(url))) == str(proxy)
+
+
+@pytest.mark.parametrize(
+    "status, words",
+    [
+        (407, "It is reached through the proxy {proxy}: write its user and password into http_proxy"),
+        (403, "It is reached through the proxy {proxy}: name server.test in NO_PROXY, or correct http_proxy or all_proxy. Or it refuses this run's key"),
+        (404, "Check the model's name"),
+    ],
+)  # fmt: skip
+async def test_a_refusal_through_a_proxy_names_the_proxy_first(status, words, monkeypatch):
+    async with serving(answer(http(status, b"denied"))) as (_, proxy_url):
+        monkeypatch.setenv("http_proxy", proxy_url)
+        url = "http://server.test/v1"
+        async with client_of(config(**ENDPOINT), [url], "key", sleep=Sleeps()) as client:
+            with pytest.raises(ServerRefused) as refused:
+                await client.complete(BODY)
+        named = f"{url}/chat/completions (through the proxy {proxy_url}) answered HTTP {status} "
+        assert str(refused.value).startswith(named)
+        assert words.format(proxy=proxy_url) in str(refused.value)
 
 
 async def test_a_server_that_failed_and_was_restarted_takes_requests_at_once():

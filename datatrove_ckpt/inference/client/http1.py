@@ -43,6 +43,7 @@ from datatrove_ckpt.inference.client.urls import (
     basic_authorization,
     beside,
     headers_for,
+    proxy_advice,
     proxy_of,
 )
 
@@ -96,6 +97,10 @@ class RemoteProtocolError(ConnectionError):
 
 class UnreadableResponse(RemoteProtocolError):
     """Reports a form that HTTP/1.1 does not have, or that this client does not support."""
+
+
+class ProxyRefused(ConnectionError):
+    """Reports a proxy that refuses a tunnel until a person acts."""
 
 
 class UnaskedBytes(RemoteProtocolError):
@@ -451,6 +456,8 @@ class Transport:
     Attributes:
         unasked: number of times that bytes arrived without a request.
         unread: number of answers in a row that cannot be read.
+        proxy: proxy of the environment; None: the connection is direct.
+        through: words that name the proxy in an error; "" without one.
         is_read: whether an answer could be read.
     """
 
@@ -475,8 +482,9 @@ class Transport:
         self._timeout = timeout
         self._connect_timeout = min(_CONNECT_SECONDS, timeout)
         self._method = method
-        self._proxy = proxy_of(url) if proxied else None
-        self._peer = self._proxy or url
+        self.proxy = proxy_of(url) if proxied else None
+        self._peer = self.proxy or url
+        self.through = f" (through the proxy {self.proxy})" if self.proxy else ""
         for address in (url, self._peer):
             remember(*address.secrets)
         self._headers = headers_for(url, api_key)
@@ -546,9 +554,7 @@ class Transport:
             text = os.strerror(number)
         else:
             text = str(error)
-        if self._proxy is not None:
-            return f"{text} (through the proxy {self._proxy})"
-        return text
+        return f"{text}{self.through}"
 
     # refusals ------------------------------------------------------------------------------------
 
@@ -663,7 +669,7 @@ class Transport:
         if peer.scheme == "https":
             tls = {"ssl": _tls(), "server_hostname": peer.raw_host}
         create = partial(self._loop.create_connection, host=host, port=port, family=family, **tls)
-        if self._proxy is not None and self.url.reveal().scheme == "https":
+        if self.proxy is not None and self.url.reveal().scheme == "https":
             connection = await self._through_tunnel(create)
         else:
             _, connection = await create(partial(_Connection, self))
@@ -677,7 +683,12 @@ class Transport:
             host = f"{url.host_subcomponent}:{url.port}"
             fields = _lines({"Host": host, **self._proxy_headers()})
             transport.write(f"CONNECT {host} HTTP/1.1\r\n{fields}\r\n".encode())
-            if (status := await tunnel.status) != 200:
+            status = await tunnel.status
+            if status in (403, 407):
+                raise ProxyRefused(
+                    f"the proxy answered HTTP {status}: {proxy_advice(self.url, status)}"
+                )
+            if status != 200:
                 raise ConnectionError(f"the proxy answered HTTP {status}")
             connection = _Connection(self)
             connection.connection_made(transport)  # it may be lost in the handshake
@@ -720,9 +731,9 @@ class Transport:
             connection.abort(TimeoutError())
 
     def _proxy_headers(self) -> dict[str, str]:
-        if self._proxy is None or not self._proxy.has_credentials:
+        if self.proxy is None or not self.proxy.has_credentials:
             return {}
-        return {"Proxy-Authorization": basic_authorization(self._proxy)}
+        return {"Proxy-Authorization": basic_authorization(self.proxy)}
 
     def _head_for(self, url: HiddenUrl, headers: dict[str, str]) -> bytes:
         """Returns the head of a request, up to the value of Content-Length.
@@ -744,7 +755,7 @@ class Transport:
             "Content-Type": "application/json",
         }
         target = revealed.raw_path_qs
-        if self._proxy is not None and revealed.scheme == "http":
+        if self.proxy is not None and revealed.scheme == "http":
             target = f"http://{host}{target}"
             fields |= self._proxy_headers()
         lines = _lines({**fields, **headers})

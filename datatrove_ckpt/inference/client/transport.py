@@ -14,12 +14,13 @@ from datatrove_ckpt.errors import CkptError, RequestRejected, ServerRefused
 from datatrove_ckpt.inference.client.body import AnyBody, RequestBody
 from datatrove_ckpt.inference.client.http1 import (
     ConnectTimeout,
+    ProxyRefused,
     Response,
     Transport,
     UnreadableResponse,
 )
 from datatrove_ckpt.inference.client.responses import RetryableError, UnexpectedResponse
-from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl
+from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl, proxy_advice
 from datatrove_ckpt.process.open_files import refuse_exhaustion
 
 # 203: a proxy changed something. 202, 204 and 206 lack the answer or a part.
@@ -92,6 +93,8 @@ async def post(transport: Transport, body: AnyBody, model: str, extras: Extras |
         cause = f"{failure.kind} from {url}"
         if failure.details:
             cause += f": {failure.details}"
+        if isinstance(error, ProxyRefused):
+            raise ServerRefused(f"{url}: {failure.details}.") from None
         if isinstance(error, UnreadableResponse):
             raise UnexpectedResponse(cause) from None
         unsent = isinstance(error, ConnectionRefusedError)
@@ -106,7 +109,7 @@ async def post(transport: Transport, body: AnyBody, model: str, extras: Extras |
 
 
 def _error(response: Response, transport: Transport, model: str) -> RetryableError | CkptError:
-    url = transport.url
+    url = f"{transport.url}{transport.through}"
     status = response.status
     if status == 500 and _TOO_LARGE.fullmatch(response.body):
         status = 413
@@ -143,7 +146,18 @@ def _lacks_credit(body: bytes) -> bool:
         return False
 
 
-def key_hint(url: HiddenUrl, api_key: Secret | None) -> str:
+def refusal_hint(
+    url: HiddenUrl, api_key: Secret | None, status: int, proxy: HiddenUrl | None
+) -> str:
+    """Returns the rest of a sentence about a URL that answers 401, 403 or 407."""
+    hint = _key_hint(url, api_key)
+    if proxy is None or status == 401 or url.reveal().scheme == "https":
+        return hint
+    hint = "" if status == 407 else f". Or it {hint}"
+    return f"is reached through the proxy {proxy}: {proxy_advice(url, status)}{hint}"
+
+
+def _key_hint(url: HiddenUrl, api_key: Secret | None) -> str:
     if api_key is None and not any(url.secrets):
         return "wants a key, and this run sends none: set api_key_env, or check proxies"
     return "refuses this run's key: check api_key_env, that the key may use this model, and proxies"
@@ -153,7 +167,7 @@ def _hint(status: int, transport: Transport, text: str) -> str:
     if status < 400:
         return "Redirects are not followed. Set the endpoint's URL to the final address."
     if status in (401, 403, 407):
-        return f"It {key_hint(transport.url, transport.api_key)}."
+        return f"It {refusal_hint(transport.url, transport.api_key, status, transport.proxy)}."
     if not (path := transport.url.reveal().path).endswith("/completions"):
         if "model" in text.lower():
             return "Check the model's name and the endpoint's URL."

@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 from base64 import b64encode
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import lru_cache
+from ipaddress import ip_address, ip_network
 from urllib.request import getproxies, proxy_bypass
 
+from loguru import logger
 from yarl import URL
 
 from datatrove_ckpt.common.redaction import Secret
@@ -140,10 +144,41 @@ def beside(
 def proxy_of(url: HiddenUrl) -> HiddenUrl | None:
     """Returns the proxy that the environment sets for the URL; None without one."""
     scheme = url.reveal().scheme
-    proxy = getproxies().get(scheme)
+    proxies = getproxies()
+    name = scheme if scheme in proxies else "all"
+    proxy = proxies.get(name)
     host = url.reveal().host or ""
-    if not proxy or proxy_bypass(host) or proxy_bypass(f"{host}:{url.reveal().port}"):
+    if not proxy or _is_direct(host, url.reveal().port, proxies.get("no", "")):
+        return None
+    if name == "all" and proxy.startswith("socks"):
+        _warn_of_socks()
         return None
     if "://" not in proxy:
         proxy = f"http://{proxy}"
-    return HiddenUrl(proxy, f"{scheme}_proxy")
+    return HiddenUrl(proxy, f"{name}_proxy")
+
+
+def _is_direct(host: str, port: int | None, no_proxy: str) -> bool:
+    if proxy_bypass(host) or proxy_bypass(f"{host}:{port}"):
+        return True
+    for entry in no_proxy.split(","):
+        pattern = entry.strip()
+        if pattern.startswith("*.") and host.endswith(pattern[1:]):
+            return True
+        with suppress(ValueError):  # a name
+            if ip_address(host) in ip_network(pattern.strip("[]"), strict=False):
+                return True
+    return False
+
+
+@lru_cache(maxsize=1)
+def _warn_of_socks() -> None:
+    logger.warning("all_proxy is a SOCKS proxy, which is not used: requests go directly.")
+
+
+def proxy_advice(url: HiddenUrl, status: int) -> str:
+    """Returns what helps if a proxy answers 403 or 407."""
+    variables = f"{url.reveal().scheme}_proxy or all_proxy"
+    if status == 407:
+        return f"write its user and password into {variables}, as http://USER:PASSWORD@HOST:PORT"
+    return f"name {url.reveal().host} in NO_PROXY, or correct {variables}"

@@ -13,9 +13,9 @@ from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerRefused, ServerStartFailed
 from datatrove_ckpt.inference.client.client import EndpointAccess, Outage
-from datatrove_ckpt.inference.client.http1 import UnreadableResponse
-from datatrove_ckpt.inference.client.transport import ExchangeFailed, get, key_hint
-from datatrove_ckpt.inference.client.urls import HiddenUrl
+from datatrove_ckpt.inference.client.http1 import ProxyRefused, UnreadableResponse
+from datatrove_ckpt.inference.client.transport import ExchangeFailed, get, refusal_hint
+from datatrove_ckpt.inference.client.urls import HiddenUrl, proxy_of
 from datatrove_ckpt.process.screen import has_terminal
 
 # How exchanges with the other scheme fail.
@@ -155,13 +155,16 @@ async def _ask(url: HiddenUrl, api_key: Secret | None) -> EndpointProbe:
             return EndpointProbe(str(target), cause, True)
         if error.kind == UnreadableResponse.__name__:
             return EndpointProbe(str(target), f"sends no HTTP that can be read: {error}", True)
+        if error.kind == ProxyRefused.__name__:
+            return EndpointProbe(str(target), f"cannot be reached: {error}", True)
         is_absent = error.kind == ConnectionRefusedError.__name__
         return EndpointProbe(str(target), str(error), api=api, is_absent=is_absent)
     status = response.status
     if status in retrying.SERVER.retried:  # another answer may come later
         return EndpointProbe(str(target), f"HTTP {status}", api=api)
-    if status in (401, 403):
-        return EndpointProbe(str(target), f"{key_hint(url, api_key)} (HTTP {status})", True)
+    if status in (401, 403, 407):
+        cause = refusal_hint(url, api_key, status, proxy_of(url))
+        return EndpointProbe(str(target), f"{cause} (HTTP {status})", True)
     return EndpointProbe(
         str(target), api=url, models=_listed(response.body) if status == 200 else None
     )

@@ -77,16 +77,19 @@ def noting(rollout_fn: Rollout, recorded: NotedRequests) -> Rollout:
     Raises:
         ConfigError: a file that the rollout needs is missing here.
     """
+    of_rollout = {}  # for ResultEncoder
     if isinstance(rollout_fn, ReadyMade):
         rollout_fn.prepare()
+        of_rollout["value_of"] = rollout_fn.value_of
+    if isinstance(rollout_fn, PromptRollout):
+        of_rollout["drop_sent"] = rollout_fn.drop_sent
 
     async def rollout(document: Document, generate: Generate, **shared: object) -> object:
         return await rollout_fn(
             document, _RecordingGenerate(generate, recorded.setdefault(id(document), [])), **shared
         )
 
-    if isinstance(rollout_fn, PromptRollout):
-        vars(rollout)["drop_sent"] = rollout_fn.drop_sent  # for ResultEncoder
+    vars(rollout).update(of_rollout)
     return rollout
 
 

@@ -22,7 +22,7 @@ from datatrove_ckpt.generation.user_rollout import name_of
 from datatrove_ckpt.output.document_codec import encode_finished, writes_media
 from datatrove_ckpt.output.file_names import FileNames
 from datatrove_ckpt.output.writer_trial import WriterTrial
-from datatrove_ckpt.rollouts import InferenceResult, ReadyMade
+from datatrove_ckpt.rollouts import InferenceResult
 from datatrove_ckpt.rollouts.answer_form import FENCE
 from datatrove_ckpt.rollouts.interface import FIELDS
 from datatrove_ckpt.rollouts.settings import value_of
@@ -78,7 +78,7 @@ class ResultEncoder:
         """
         column = self._step.answer_column
         rollout_fn = self._step.rollout_fn
-        if column not in document.metadata or isinstance(rollout_fn, ReadyMade):
+        if column not in document.metadata or hasattr(rollout_fn, "value_of"):
             return
         current = repr(document.metadata[column])
         is_whole = all(isinstance(result, InferenceResult | None) for result in results)

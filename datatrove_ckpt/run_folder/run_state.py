@@ -489,7 +489,10 @@ def rank_state(ledger: RankSummary, now: float, copied_at: float | None) -> Rank
     rank.attempts = recent.attempts
     # Otherwise more is done than that line shows.
     if last is not None and (last.documents.read or not rank.documents):
-        rank.position = last.position
+        done = last.position.done
+        if last.documents.read > rank.documents:  # ``repair`` has taken commits back
+            done = done * rank.documents // last.documents.read
+        rank.position = last.position._replace(done=done)
     attempt = rank.attempt
     quiet = now - max(recent.last_at or 0.0, copied_at or 0.0)
     limit = COPY_SECONDS if rank.is_copy else SILENT_SECONDS

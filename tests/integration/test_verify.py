@@ -4,6 +4,7 @@ byte for byte.
 
 import asyncio
 import json
+import re
 import shutil
 from itertools import islice
 
@@ -364,6 +365,7 @@ def test_a_damaged_file_is_named_with_what_to_do_and_its_repaired_chunk_alone_is
     )
     assert not chunk_file(job, 1).exists()
     assert not (job / "checkpoints/last_chunk/00000.txt").exists()
+    assert re.search(r"\b8\d(\.\d)? % of the input", said("status", job))
     text = said("verify", job, "--full", code=3)
     assert text.splitlines()[0] == "task 0, chunk 1: is not started, although later chunks are."
     run(job, server)

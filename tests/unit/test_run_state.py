@@ -178,9 +178,8 @@ def test_attempts_are_counted_with_the_time_of_those_that_saved_nothing(tmp_path
 def test_a_cost_without_a_counted_request_estimates_the_whole(tmp_path):
     """A kill may lose the count of the answers whose cost is known."""
     paid = work(10, requests=0, cost=5_000_000_000)
-    write_rank(
-        tmp_path, history=[start(T), replace(minute(T + 1, 10, 100), total=paid), stopped(T + 2)]
-    )
+    history = [start(T), replace(minute(T + 1, 10, 100), total=paid), stopped(T + 2)]
+    write_rank(tmp_path, history=history, chunks=1)
     assert "; about 50 for the whole input" in dict(status_lines(read(tmp_path, T + 100)))["paid"]
 
 

@@ -330,7 +330,13 @@ def _executor(job: ShortJob, executor: Node, config: Node) -> Node:
 
 
 def _text(name: str, value: object, inspect_only: bool) -> object:
-    """Returns the value of a setting; for a prompt or schema ``@FILE``, the content of the file."""
+    """Returns the value of a setting; for a prompt or schema ``@FILE``, the content of the file.
+
+    Raises:
+        ConfigError: a setting of the form is empty, or the file cannot be read.
+    """
+    if value == "" and name in NAMES:
+        raise ConfigError(f"{name}: is empty. Leave it out, or write null for no value.")
     is_schema = name == "json_schema"
     if not (is_schema or name.endswith("prompt")):
         return value

@@ -504,12 +504,10 @@ class DocumentCounts(Counts):
         if phrases:
             text += f" {' and '.join(phrases)}."
         faults = [
-            f"{self.reasons[name]} {words}"
-            for name, words in FAULTS.items()
-            if 100 * self.reasons[name] > self.answers
+            f"{self.reasons[name]} {words}" for name, words in FAULTS.items() if self.reasons[name]
         ]
         if faults:
-            text += f" Of {answers} at least {', '.join(faults)}."
+            text += f" Faults of {answers}: at least {', '.join(faults)}."
         return text
 
 

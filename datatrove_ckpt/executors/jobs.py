@@ -229,7 +229,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         ranks = self._incomplete(range(self.tasks), self.skip_completed)
         if running:
             logger.info(
-                f"{plural(len(running), 'job')} of an earlier start still run: "
+                f"{plural_is(len(running), 'job')} still at work, of an earlier start: "
                 f"{_job_urls(running)}. Waiting."
             )
         else:  # the markers of ranks that run again would hide failures
@@ -292,8 +292,9 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             except KeyboardInterrupt:
                 if jobs := self._alive():
                     logger.warning(
-                        f"{plural(len(jobs), 'job')} continue: {_job_urls(jobs)}. The same command "
-                        "waits for them. To cancel them: run --cancel, or cancel() of the executor."
+                        f"{plural_is(len(jobs), 'job')} still at work: {_job_urls(jobs)}. The same "
+                        "command waits for them. To cancel them: run --cancel, or cancel() of the "
+                        "executor."
                     )
                 raise
             if given_up := claims.given_up():
@@ -341,7 +342,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         foreign = [job for job in running if job.settings not in ("", self._settings)]
         if foreign:
             raise CheckpointMismatch(
-                f"{plural(len(foreign), 'job')} of an earlier start still run, with other "
+                f"{plural_is(len(foreign), 'job')} still at work, of an earlier start with other "
                 f"settings, rollout code or package: {_job_urls(foreign)}. Wait for them with what "
                 "they were started with, or cancel them (run --cancel, or cancel() of the "
                 "executor), and run this again."

@@ -87,7 +87,7 @@ def answers(payload, times):
     return COLUMNS.get(payload["messages"][-1]["content"], ("", "fine"))[1]
 
 
-def test_bad_answers_are_counted_over_all_attempts_and_said_where_they_are_many(tmp_path):
+def test_bad_answers_are_counted_over_all_attempts(tmp_path):
     bad = {"looping": 1, "refusing": 1, "repeating": 1}
     refused = ["text 5"]
     with FakeServer(answers, rejects(refused, 401)) as server:
@@ -99,8 +99,8 @@ def test_bad_answers_are_counted_over_all_attempts_and_said_where_they_are_many(
             assert counts.answers == counts.lengths.total() == number
             assert counts.reasons == {"stop": number, **bad}
     assert counts.odd_answers == (
-        " 1 of 8 answers is empty. Of 8 answers at least 1 looping, 1 refusing, 1 repeating another "
-        "answer."
+        " 1 of 8 answers is empty. Faults of 8 answers: at least 1 looping, 1 refusing, 1 repeating "
+        "another answer."
     )
 
 

@@ -249,7 +249,7 @@ def test_an_interrupted_coordinator_leaves_its_jobs_and_the_next_one_waits_for_t
         said = command("run", "job.yaml", code=143)
         assert "To resume: datatrove-ckpt run job.yaml" in said
         (job,) = jobs.running
-        assert any("1 job continue: " in line and job.id in line for line in log), log
+        assert any("1 job is still at work: " in line and job.id in line for line in log), log
         go_on.set()
         assert "6 of 6 documents" in command("run", "job.yaml").out
         assert jobs.all == [job], "nothing was started twice"

@@ -17,6 +17,7 @@ MOVED = {
     "checkpoint.skipped": "old_paths",
     "errors.doors": "old_paths",
     "generation.code_walk": "old_paths",
+    "output.hub_pace": "output.hub",
     "readers.batch": "readers.batch_files",
     "readers.extent": "old_paths",
     "readers.pages": "readers.whole_files",

@@ -29,7 +29,7 @@ from datatrove_ckpt.common import object_store, redaction, retrying
 from datatrove_ckpt.errors import setting_names
 from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers, Outage
 from datatrove_ckpt.inference.servers.warm import close_warm_servers
-from datatrove_ckpt.output import committed
+from datatrove_ckpt.output import output_folder
 from datatrove_ckpt.process import shutdown
 from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.user_code.code_identity import code_identity as describe
@@ -338,7 +338,7 @@ def hub(tmp_path, monkeypatch, policy):
     talk to it, and this process waits for it in short pauses.
     """
     policy("HUB", "HUB_LOOK", first=0.01)
-    monkeypatch.setattr(committed, "LAG_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
+    monkeypatch.setattr(output_folder, "LAG_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
     with FakeHub() as running, pointed_at(running, tmp_path / "huggingface"):
         yield running
 

@@ -33,8 +33,7 @@ from datatrove.executor.jobs import JobsPipelineExecutor as DatatroveExecutor
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
-from datatrove_ckpt.claims.claims import Claims
-from datatrove_ckpt.claims.stores import LOOKS, refuse_for_claims
+from datatrove_ckpt.claims.claims import LOOKS, Claims, refuse_for_claims
 from datatrove_ckpt.common import redaction, retrying
 from datatrove_ckpt.common.attempts import AttemptProgress
 from datatrove_ckpt.common.formatting import plural, plural_is, seconds_of

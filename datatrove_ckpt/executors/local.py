@@ -33,8 +33,7 @@ from datatrove.utils.stats import MetricStats, MetricStatsDict, PipelineStats
 from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
-from datatrove_ckpt.claims.claims import Claims
-from datatrove_ckpt.claims.stores import RUN, new_owner, open_store
+from datatrove_ckpt.claims.claims import RUN, Claims, new_owner, open_store
 from datatrove_ckpt.common import JsonObject, object_store
 from datatrove_ckpt.common.attempts import AttemptProgress
 from datatrove_ckpt.common.formatting import plural, plural_is

@@ -31,17 +31,13 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from datatrove_ckpt.claims import claims
-from datatrove_ckpt.claims.stores import open_store
+from datatrove_ckpt.claims.claims import open_store
 from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.common.formatting import plural, plural_is, ranges
 from datatrove_ckpt.common.retrying import code_of_rank
 from datatrove_ckpt.common.setting_types import Count, CountOrAll, check
 from datatrove_ckpt.errors import CkptError, ConfigError, GoalReached
-from datatrove_ckpt.executors.local import (
-    LocalPipelineExecutor,
-    OwnExecutor,
-    raise_limit_reached,
-)
+from datatrove_ckpt.executors.local import LocalPipelineExecutor, OwnExecutor, raise_limit_reached
 from datatrove_ckpt.generation.limit_watch import limit_reached
 from datatrove_ckpt.process import task_errors
 from datatrove_ckpt.process.slurm_job import job_id_in_environment

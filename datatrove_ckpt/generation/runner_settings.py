@@ -33,7 +33,7 @@ from datatrove_ckpt.errors.setting_names import form
 from datatrove_ckpt.generation.run_identity import CHAT_TEXTS, run_identity, sent_chats_as_texts
 from datatrove_ckpt.generation.user_rollout import SharedContext, check_rollout
 from datatrove_ckpt.output.document_codec import RowsOf, exploded, one_row
-from datatrove_ckpt.output.hub_pace import CommitPace
+from datatrove_ckpt.output.hub import CommitPace
 from datatrove_ckpt.output.hub_writers import with_our_uploads
 from datatrove_ckpt.output.writer_checks import check_output_folder, check_writer
 from datatrove_ckpt.process.open_files import requests_at_once

@@ -73,17 +73,17 @@ from datatrove_ckpt.output.arrow_types import (
     type_of,
     unify_types,
 )
-from datatrove_ckpt.output.committed import (
+from datatrove_ckpt.output.document_codec import RowsOf, decode, decode_for, one_row, write_for
+from datatrove_ckpt.output.file_managers import StagedFiles
+from datatrove_ckpt.output.file_names import FileNames, plain
+from datatrove_ckpt.output.hub import CommitPace
+from datatrove_ckpt.output.output_folder import (
     CommittedFile,
+    OutputFolder,
     OutputListing,
     RankCommits,
     other_content,
 )
-from datatrove_ckpt.output.document_codec import RowsOf, decode, decode_for, one_row, write_for
-from datatrove_ckpt.output.file_managers import StagedFiles
-from datatrove_ckpt.output.file_names import FileNames, plain
-from datatrove_ckpt.output.hub_pace import CommitPace
-from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.targets import make_target, remove_output
 
 

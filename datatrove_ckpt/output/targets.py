@@ -18,7 +18,7 @@ systems need only ``put_file`` and ``info``.
 A rank's uploaded files are committed to the hub with few commits, in a dedicated thread. They wait
 until the first file has waited for ``hub_commit_seconds`` or a part of it, or there are 100 files,
 or the rank has no more files. While more files may come, they then wait for the rank's turn
-(``hub_pace``).
+(``hub.CommitPace``).
 
     a kill before the commit       the next attempt writes the chunk again, and does not send
                                    content that the hub has
@@ -63,8 +63,19 @@ from datatrove_ckpt.common.formatting import duration, no_bars_in_logs, plural, 
 from datatrove_ckpt.common.object_store import Creator
 from datatrove_ckpt.common.threads import context_thread
 from datatrove_ckpt.errors import OutputFailed, StorageFailed
-from datatrove_ckpt.output.committed import (
+from datatrove_ckpt.output.file_managers import StagedFiles
+from datatrove_ckpt.output.file_names import STAGING, plain
+from datatrove_ckpt.output.hub import (
+    CommitHistory,
+    CommitPace,
+    HubFolder,
+    commit_title,
+    hub_failure,
+)
+from datatrove_ckpt.output.interruptible_calls import InterruptibleCalls
+from datatrove_ckpt.output.output_folder import (
     Info,
+    OutputFolder,
     OutputListing,
     RankCommits,
     content_hash,
@@ -73,12 +84,6 @@ from datatrove_ckpt.output.committed import (
     other_content,
     remote_stamp,
 )
-from datatrove_ckpt.output.file_managers import StagedFiles
-from datatrove_ckpt.output.file_names import STAGING, plain
-from datatrove_ckpt.output.hub import HubFolder, hub_failure
-from datatrove_ckpt.output.hub_pace import CommitHistory, CommitPace, commit_title
-from datatrove_ckpt.output.interruptible_calls import InterruptibleCalls
-from datatrove_ckpt.output.output_folder import OutputFolder
 
 PART_BYTES = 8 << 20
 """Size of a part of a multipart upload. Files of twice this size and more are sent in parts. s3fs's

@@ -37,8 +37,7 @@ from datatrove_ckpt.errors.setting_names import name_copy, use
 from datatrove_ckpt.generation.finished_from import EarlierRuns
 from datatrove_ckpt.generation.runner_settings import described
 from datatrove_ckpt.mirror.restore import compare_mirrored_job, restore_outdated
-from datatrove_ckpt.output.committed import RankCommits
-from datatrove_ckpt.output.output_folder import OutputFolder
+from datatrove_ckpt.output.output_folder import OutputFolder, RankCommits
 from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.readers import HuggingFaceDatasetReader, SeekingReader
 from datatrove_ckpt.readers.inputs import (

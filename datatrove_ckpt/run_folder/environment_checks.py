@@ -27,14 +27,13 @@ from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.inference.servers.endpoint_probe import EndpointProbe, ask_endpoints
 from datatrove_ckpt.inference.servers.host import check_servers
 from datatrove_ckpt.output.arrow_types import NO_TYPES
-from datatrove_ckpt.output.committed import first_names, has_commits
 from datatrove_ckpt.output.document_codec import decode, encode
 from datatrove_ckpt.output.encoded_input import as_read
 from datatrove_ckpt.output.file_managers import missing_codec
 from datatrove_ckpt.output.file_names import writer_name
-from datatrove_ckpt.output.hub import HubFolder
+from datatrove_ckpt.output.hub import HOUR, HubFolder
 from datatrove_ckpt.output.hub_access import check_access
-from datatrove_ckpt.output.hub_pace import HOUR
+from datatrove_ckpt.output.output_folder import first_names, has_commits
 from datatrove_ckpt.output.writer_trial import WriterTrial
 from datatrove_ckpt.process import event_loop, open_files
 from datatrove_ckpt.readers import BatchReader, HuggingFaceDatasetReader

@@ -25,7 +25,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.compare import compare
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.layout import is_journal
-from datatrove_ckpt.claims.stores import refuse_for_claims
+from datatrove_ckpt.claims.claims import refuse_for_claims
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import no_bars_in_logs
 from datatrove_ckpt.common.launchers import launcher

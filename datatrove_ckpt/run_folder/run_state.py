@@ -43,8 +43,7 @@ from datatrove_ckpt.checkpoint.rank_summary import (
     read_rank,
 )
 from datatrove_ckpt.checkpoint.run_limits import Limits, RunTotals, recorded_limits
-from datatrove_ckpt.claims.claims import Claimant, claimants, given_up
-from datatrove_ckpt.claims.stores import open_store
+from datatrove_ckpt.claims.claims import Claimant, claimants, given_up, open_store
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.counts import (
     DocumentCounts,

@@ -40,7 +40,11 @@ from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import plural, repair_command
 from datatrove_ckpt.output.arrow_types import Schema
 from datatrove_ckpt.output.chunk_writing import read_schema, schema_mismatches
-from datatrove_ckpt.output.committed import (
+from datatrove_ckpt.output.file_names import STAGING, output_pattern, plain, rank_and_chunk
+from datatrove_ckpt.output.formats import format_of_file, is_known
+from datatrove_ckpt.output.hub import HubFolder
+from datatrove_ckpt.output.interruptible_calls import InterruptibleCalls
+from datatrove_ckpt.output.output_folder import (
     STRAY_ADVICE,
     OutputListing,
     content_hash,
@@ -49,10 +53,6 @@ from datatrove_ckpt.output.committed import (
     listed,
     published_names,
 )
-from datatrove_ckpt.output.file_names import STAGING, output_pattern, plain, rank_and_chunk
-from datatrove_ckpt.output.formats import format_of_file, is_known
-from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.interruptible_calls import InterruptibleCalls
 from datatrove_ckpt.output.owner import OutputOwnership, RunOrigin
 from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.readers.partial_files import refuse_partial_files

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, verified_body
-from datatrove_ckpt.output.committed import local_stamps
+from datatrove_ckpt.output.output_folder import local_stamps
 from datatrove_ckpt.testing import FakeServer
 from tests.bench import tables
 from tests.bench.measure import ROOT, table

@@ -16,7 +16,7 @@ from loguru import logger
 from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.checkpoint import rank_files
 from datatrove_ckpt.executors import local
-from datatrove_ckpt.output import committed
+from datatrove_ckpt.output import output_folder
 from datatrove_ckpt.readers import JsonlReader
 from tests.crash.test_hub import crashing_client
 from tests.crash.test_mirror import ask_twice
@@ -46,7 +46,7 @@ def client(hub, monkeypatch):
 def _one_after_the_other(ram, monkeypatch, policy):
     monkeypatch.setattr(tempfile, "tempdir", str(ram))
     monkeypatch.setattr(rank_files, "MAX_GROUP", 1)
-    monkeypatch.setattr(committed, "LAG_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
+    monkeypatch.setattr(output_folder, "LAG_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
     monkeypatch.setattr(local, "_MARKER_DELAYS", (0.0, 0.01, 0.01, 0.01, 0.01))
     policy("HUB", "HUB_LOOK", "READING", first=0.01)
     PASSES.watch(monkeypatch)

@@ -11,7 +11,7 @@ import pytest
 from datatrove.pipeline.writers import ParquetWriter
 from huggingface_hub import get_session
 
-from datatrove_ckpt.output import committed
+from datatrove_ckpt.output import output_folder
 from tests.crash.test_every_effect import answered
 from tests.crashes import CrashingDisk, disk_in_place
 from tests.hub.server import route
@@ -86,7 +86,7 @@ def client(hub, monkeypatch):
 @pytest.fixture(autouse=True)
 def _quick(temporary, monkeypatch, policy):
     policy("HUB", "HUB_LOOK", first=0.01)
-    monkeypatch.setattr(committed, "LAG_LOOKS", (0.0,))
+    monkeypatch.setattr(output_folder, "LAG_LOOKS", (0.0,))
     yield
     assert list(temporary.iterdir()) == []
 

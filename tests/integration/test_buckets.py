@@ -13,8 +13,8 @@ from huggingface_hub import HfApi, HfFileSystem
 from huggingface_hub.errors import EntryNotFoundError
 
 from datatrove_ckpt import LocalPipelineExecutor
-from datatrove_ckpt.claims import stores
-from datatrove_ckpt.claims.stores import ObjectClaims
+from datatrove_ckpt.claims import claims
+from datatrove_ckpt.claims.claims import ObjectClaims
 from datatrove_ckpt.common.object_store import check_mirror
 from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.executors import local
@@ -108,7 +108,7 @@ def test_a_plain_run_does_not_wait_for_one_that_was_killed_on_another_machine(jo
 def test_workers_share_a_job_in_a_bucket_and_leave_no_claims(job, server, monkeypatch, run):
     put_input(job, 2, 3)
     write_yaml(server, tasks=2)
-    monkeypatch.setattr(stores, "_HUB_SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(claims, "_HUB_SETTLE_SECONDS", 0.0)
     assert "This worker has completed 2 tasks" in run("--worker")
     assert not [name for name in job.files("org/job", kind="bucket") if "/claims/" in name]
     lose_the_node()

@@ -15,7 +15,7 @@ import pytest
 from datatrove.data import Document, Media, MediaType
 
 from datatrove_ckpt.checkpoint.identity import FORMAT
-from datatrove_ckpt.claims import stores
+from datatrove_ckpt.claims import claims
 from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
 from datatrove_ckpt.generation import provider_passes
@@ -102,7 +102,7 @@ def found(tmp_path_factory):
     with shapes_of_all_writes() as shapes, pytest.MonkeyPatch.context() as patch:
         for name in ("POLL_SECONDS", "LOOK_SECONDS"):
             patch.setattr(provider_passes, name, 0.01)
-        patch.setattr(stores, "_SETTLE_SECONDS", 0.01)
+        patch.setattr(claims, "_SETTLE_SECONDS", 0.01)
         with_the_job_of_a_release(folder / "release")
         with_batches(folder / "batches")
         with_workers(folder / "worker", str(folder / "worker/logs"))

@@ -22,8 +22,7 @@ from datatrove_ckpt.checkpoint.publish_intents import PublishIntents
 from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed, OutputMismatch
 from datatrove_ckpt.generation import stopping
 from datatrove_ckpt.output import targets
-from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_pace import CommitPace
+from datatrove_ckpt.output.hub import CommitPace, HubFolder
 from datatrove_ckpt.output.interruptible_calls import InterruptibleCalls
 from datatrove_ckpt.output.owner import OutputOwnership
 from datatrove_ckpt.output.targets import HubTarget

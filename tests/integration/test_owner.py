@@ -24,7 +24,7 @@ from datatrove_ckpt.checkpoint.publish_intents import PublishIntents
 from datatrove_ckpt.common import object_store
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch, StorageFailed
 from datatrove_ckpt.output import output_folder, owner
-from datatrove_ckpt.output.committed import RankCommits, content_hash
+from datatrove_ckpt.output.output_folder import RankCommits, content_hash
 from datatrove_ckpt.output.owner import OutputOwnership
 from datatrove_ckpt.testing import FakeServer
 from tests.crashes import WatchedDisk, crash_at, disk_in_place

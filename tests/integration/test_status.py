@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.claims.stores import RUN, DiskClaims, new_owner
+from datatrove_ckpt.claims.claims import RUN, DiskClaims, new_owner
 from datatrove_ckpt.testing import FakeServer
 from tests.mirrors import Killed, known_ordinals
 from tests.rank_folders import write_rank

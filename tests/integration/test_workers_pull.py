@@ -16,7 +16,7 @@ import xxhash
 from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint.lock import Lock
-from datatrove_ckpt.claims.stores import DiskClaims
+from datatrove_ckpt.claims.claims import DiskClaims
 from datatrove_ckpt.executors import local
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes

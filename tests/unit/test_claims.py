@@ -18,14 +18,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from datatrove_ckpt.checkpoint.lock import Lock, _held
-from datatrove_ckpt.claims import stores
-from datatrove_ckpt.claims.claims import Claims, claimants, given_up
-from datatrove_ckpt.claims.stores import (
+from datatrove_ckpt.claims import claims
+from datatrove_ckpt.claims.claims import (
     LOOKS,
     RUN,
     Claim,
+    Claims,
     DiskClaims,
     ObjectClaims,
+    claimants,
+    given_up,
     new_owner,
     open_store,
 )
@@ -386,7 +388,7 @@ def test_a_process_beats_and_then_sees_what_others_have_completed_also_after_an_
 def test_a_beat_keeps_a_process_of_another_host_alive_however_long_it_works(
     tmp_path, monkeypatch, where
 ):
-    monkeypatch.setattr(stores, "has_ended", lambda owner: False)
+    monkeypatch.setattr(claims, "has_ended", lambda owner: False)
     monkeypatch.setattr(fcntl, "flock", no_locks)
     job = Job(where(tmp_path))
     late = Process(job)
@@ -401,7 +403,7 @@ def test_a_beat_keeps_a_process_of_another_host_alive_however_long_it_works(
 
 def test_a_process_whose_file_a_power_loss_has_cut_has_no_name():
     for content in (b"", b'{"host":', b"7"):
-        assert stores._name_process(content) == "another process"
+        assert claims._name_process(content) == "another process"
 
 
 def test_no_beat_comes_after_the_end(job, tmp_path):
@@ -416,7 +418,7 @@ def test_a_process_of_this_host_that_has_ended_is_dead_at_once_on_object_stores(
     tmp_path,
 ):
     job = Job(in_bucket(tmp_path))
-    code = "from datatrove_ckpt.claims.stores import new_owner; print(new_owner())"
+    code = "from datatrove_ckpt.claims.claims import new_owner; print(new_owner())"
     owner = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -440,7 +442,7 @@ def test_a_lock_of_another_pid_namespace_with_this_pid_and_host_name_is_no_lock_
 
 IN_A_NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
 HOLDS_ITS_NAME = (
-    "import sys; from datatrove_ckpt.claims.stores import new_owner; "
+    "import sys; from datatrove_ckpt.claims.claims import new_owner; "
     "print(new_owner(), flush=True); sys.stdin.read()"
 )
 
@@ -472,7 +474,7 @@ def is_alive_here(owner, folder):
 
 
 def test_where_boot_and_namespace_are_unknown_only_beats_show_a_death(tmp_path, monkeypatch):
-    monkeypatch.setattr(stores, "pid_namespace_id", lambda: "")
+    monkeypatch.setattr(claims, "pid_namespace_id", lambda: "")
     assert list(is_alive_here(new_owner(), tmp_path)) == [True, False]
 
 
@@ -495,7 +497,7 @@ def test_of_two_processes_that_take_a_rank_at_once_the_object_store_gives_it_to_
             won.append(second.store.put(Claim(0, 1, second.owner), {}))
 
     clock = SimpleNamespace(time=time.time, sleep=other_writes_meanwhile)
-    monkeypatch.setattr(stores, "time", clock)
+    monkeypatch.setattr(claims, "time", clock)
     won.append(first.store.put(Claim(0, 1, first.owner), {}))
     assert sorted(won) == [False, True]
 
@@ -657,8 +659,8 @@ def test_flocks_that_no_other_machine_sees_are_not_taken_for_a_death(tmp_path, m
     job = Job(on_disk(tmp_path))
     here = Process(job)
     assert here.take() == 0
-    monkeypatch.setattr(stores, "lock_holder", lambda path: None)
-    monkeypatch.setattr(stores, "pid_namespace_id", lambda: "another".rjust(16))
+    monkeypatch.setattr(claims, "lock_holder", lambda path: None)
+    monkeypatch.setattr(claims, "pid_namespace_id", lambda: "another".rjust(16))
     there = Process(job)
     assert there.claims.free().ranks == [1, 2, 3]
     for _ in range(3):

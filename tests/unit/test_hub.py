@@ -9,14 +9,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from datatrove_ckpt.common.retrying import (
-    HUB,
-    FailureCounter,
-    FileSystemFailed,
-    failure_line,
+from datatrove_ckpt.common.retrying import HUB, FailureCounter, FileSystemFailed, failure_line
+from datatrove_ckpt.output.hub import (
+    HOUR,
+    CommitHistory,
+    CommitPace,
+    HubFolder,
+    MadeCommit,
+    commit_title,
+    hub_failure,
 )
-from datatrove_ckpt.output.hub import HubFolder, hub_failure
-from datatrove_ckpt.output.hub_pace import HOUR, CommitHistory, CommitPace, MadeCommit, commit_title
 from datatrove_ckpt.output.interruptible_calls import InterruptibleCalls
 
 

@@ -22,10 +22,9 @@ from datatrove_ckpt.checkpoint.publish_intents import PublishIntents
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.redaction import check_options
 from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed, StorageFailed
-from datatrove_ckpt.output.committed import list_files
 from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.interruptible_calls import InterruptibleCalls
-from datatrove_ckpt.output.output_folder import OutputFolder
+from datatrove_ckpt.output.output_folder import OutputFolder, list_files
 from datatrove_ckpt.output.targets import LocalTarget, RemoteTarget, S3Target
 from datatrove_ckpt.output.writer_checks import check_writer
 from datatrove_ckpt.readers import JsonlReader

@@ -21,7 +21,7 @@ from datatrove_ckpt.cli.main import make_parser
 from datatrove_ckpt.common.counts import METRICS, DocumentCounts, WorkCounts
 from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.mirror import manifests
-from datatrove_ckpt.output.committed import file_problem
+from datatrove_ckpt.output.output_folder import file_problem
 from datatrove_ckpt.readers import base
 from datatrove_ckpt.run_folder import verify
 from datatrove_ckpt.run_folder.run_state import RankStatus, RunState, to_json

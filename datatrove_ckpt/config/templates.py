@@ -16,9 +16,10 @@ from loguru import logger
 from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.errors import ConfigError
 
-_PART = r"\[(?:\d+|[^\W\d]\w*)\]|\.[^\W\d]\w*"
+_NAME = r"[^\W\d](?:[\w -]*\w)?"
+_PART = rf"\[(?:\d+|{_NAME})\]|\.{_NAME}"
 _FIELD = re.compile(
-    rf"metadata\[([^\[\]{{}}]+)\]|(?!metadata(?:$|\[\D)|text[.\[]|id[.\[])([^\W\d]\w*(?:{_PART})*)"
+    rf"metadata\[([^\[\]{{}}]+)\]|(?!metadata(?:$|\[\D)|text[.\[]|id[.\[])({_NAME}(?:{_PART})*)"
 )
 _OWN = ("text", "id")
 _NULLS: set[str] = set()  # columns of which this process has warned
@@ -127,7 +128,12 @@ def _lookup(name: str, key: str, document: Document, text: str, values: dict[str
     if name == "key" and key in values:
         return values[key]
     value: Any = document.metadata
-    for part in _parts(name, key):
+    path = _parts(name, key)
+    if path[0] not in value and key in value:  # a column with a dot in its name
+        path = (key,)
+    for part in path:
+        if value is None:  # a struct
+            break
         if isinstance(value, str):  # a part of it would be a character
             raise lacks(document, "prompt", key)
         try:

@@ -46,6 +46,7 @@ EARLIER = {"summary": {"moods": ["good", "bad"]}, "rollout_results": [{"text": "
         (PromptRollout("{metadata[text]}"), "not this one"),
         (PromptRollout("{rollout_results[0][text]} {summary[moods][1]} {summary.moods[0]}"), "é bad good"),
         (PromptRollout("{rollout_results[0].text} {summary}"), 'é {"moods":["good","bad"]}'),
+        (PromptRollout("{a.b} {a-b c} {of-all.x y} {null.part[0].x}"), "dot hyphen of all None"),
         (PromptRollout("Say: {text}", prompt_column="title"), "Say: Rain"),
         (PromptRollout("Say: [[DOCUMENT]]", prompt_column="title"), "Say: Rain"),
         (ChunkedRollout(prompt_column="title"), "Rain"),
@@ -54,6 +55,7 @@ EARLIER = {"summary": {"moods": ["good", "bad"]}, "rollout_results": [{"text": "
 )  # fmt: skip
 def test_keys_of_the_metadata_and_parts_of_their_values_are_filled_in(rollout, prompt):
     given = document(title="Rain", year=1854, **EARLIER)
+    given.metadata |= {"a.b": "dot", "a-b c": "hyphen", "of-all": {"x y": "of all"}, "null": None}
     given.metadata["text"] = "not this one"
     sent = asked(rollout, given)
     assert sent in ({"prompt": prompt}, {"messages": [{"role": "user", "content": prompt}]})

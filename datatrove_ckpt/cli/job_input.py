@@ -24,6 +24,16 @@ from datatrove_ckpt.readers.inputs import InputFolder
 
 _READERS = {reader.__name__: reader for reader in READERS}
 _SUFFIXES = {suffix: reader.__name__ for reader in READERS for suffix in reader.suffixes.split()}
+_FRAME = " (in Python: datatrove_ckpt.run(input=pandas."
+_OTHER_FORMATS = {
+    ".tsv": ' (rename it to .csv, and set delimiter: "\\t")',
+    ".xlsx": f"{_FRAME}read_excel(FILE), ...))",
+    ".sqlite": f"{_FRAME}read_sql('select * from TABLE', sqlite3.connect(FILE)), ...))",
+    ".db": f"{_FRAME}read_sql('select * from TABLE', sqlite3.connect(FILE)), ...))",
+    ".zip": " (unpack it: unzip FILE -d FOLDER, and give FOLDER)",
+    ".warc": " (in the long form, its reader is class_path: WarcReader)",
+}
+"""Ways to read other formats, by suffix."""
 _DATASET = re.compile(r"hf://datasets/([^/@*]+/[^/@*]+)/?")
 _MOST_TASKS = 100
 LEAST_BYTES = 1 << 22
@@ -120,10 +130,9 @@ class JobInput:
         if not names:
             return "no file"
         if not suffixes:
-            return (
-                f"none of {', '.join(_SUFFIXES)} (rename .tsv files to .csv, and set delimiter: "
-                '"\\t")'
-            )
+            name = f"{self._source}/{names[0]}".rstrip("/").lower().removesuffix(".gz")
+            advice = (text for suffix, text in _OTHER_FORMATS.items() if name.endswith(suffix))
+            return f"none of {', '.join(_SUFFIXES)}{next(advice, '')}"
         other_names = [name for name in names if uncompressed(name).suffix not in suffixes]
         is_of_rows = all(_READERS[kind].has_rows for kind in kinds.values())
         several = len(suffixes) > 1 and not self._pattern

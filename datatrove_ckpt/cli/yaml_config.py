@@ -422,6 +422,8 @@ def read_argument(text: str, hint: object) -> object:
     """Reads a value of the command line as in the file. In text arguments, ``Summarise: {text}`` is
     no mapping, and ``# {text}`` no comment.
     """
+    if hint is Any and len(text) == 1 and not text.isalnum():
+        return text  # such as a delimiter
     value = yaml_text.read_value(text)
     outers = {origin(kind) for kind in alternatives(hint)}
     if isinstance(value, dict | list):

@@ -10,9 +10,10 @@ each run forgets where the previous run ended.
 
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import IO, Any, ClassVar, Protocol, runtime_checkable
 
 from datatrove.data import Document, DocumentsPipeline, Media
 from datatrove.io import DataFolderLike
@@ -29,7 +30,7 @@ from datatrove_ckpt.errors import (
     DocumentNotSerializable,
     InputError,
 )
-from datatrove_ckpt.readers.compressed import codec_of
+from datatrove_ckpt.readers.compressed import codec_of, open_content
 from datatrove_ckpt.readers.declared_types import DeclaredTypes
 from datatrove_ckpt.readers.empty_input import refuse_file_without_documents
 from datatrove_ckpt.readers.input_progress import FileProgress, InputProgress
@@ -91,6 +92,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     """
 
     compression: str | None = None
+    encoding: str | None = None
     shuffle_seed: int | None = None
     path_columns: bool = False
     max_skipped: int | None = None  # pickles of earlier releases
@@ -248,8 +250,9 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if not hasattr(fields["text"], "__len__") or isinstance(fields["text"], bytes):
             raise DocumentNotSerializable(
                 f"The document {fields.get('id')!r} of the input file {source_file!r} has a text "
-                f"of type {type(fields['text']).__name__}, not str. Write it as a string, or set "
-                "a text_key that gives one, or write an adapter."
+                f"of type {type(fields['text']).__name__}, not str. Write it as a string, set "
+                f"types: {{{self.text_key}: string}} (JSON lines), a text_key that gives one, or "
+                "write an adapter."
             )
         if fields.get("media"):
             try:
@@ -367,10 +370,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         self.stat_update("damaged_lines")
         count = self.stats["damaged_lines"].total
         advice = ""
-        if "UTF-8" in str(error):
-            advice = ". Save it as UTF-8"
         if count == _MAX_LOGGED:
-            advice += "; others are only counted"
+            advice = "; others are only counted"
         if count <= _MAX_LOGGED:
             logger.warning(f"Error when reading `{file}`, {location}: {error}{advice}")
         return DAMAGED
@@ -495,14 +496,38 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
 
     def _may_grow(self, name: str) -> bool:
         """Returns whether a longer file may continue the file that was read."""
-        # Compressed data does not end at a line's end.
-        return self.grows and codec_of(name, self.compression) is None
+        # Compressed data does not end at a line's end, nor may a text that is converted.
+        return self.grows and self.encoding is None and codec_of(name, self.compression) is None
 
     def _check_read_part(self, name: str, file_position: FilePosition) -> None:
         """Raises CheckpointMismatch if the content before ``file_position`` has changed.
 
         Called for files that may grow; others must be the same as a whole.
         """
+
+
+class TextFilesReader(SeekingReader):
+    """The base of the readers of text."""
+
+    _order_options = (*SeekingReader._order_options, "compression", "encoding")
+
+    def __init__(
+        self,
+        data_folder: DataFolderLike,
+        *arguments: Any,
+        encoding: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(data_folder, *arguments, **options)
+        try:
+            "".encode(encoding or "utf-8")
+        except LookupError as error:
+            raise ConfigError(f"encoding: {error}. Write one such as windows-1252.") from None
+        self.encoding = encoding
+
+    def open(self, name: str) -> AbstractContextManager[IO[bytes]]:
+        """Opens a file as UTF-8 text, see ``open_content``."""
+        return open_content(self.data_folder, name, self.compression, self.encoding)
 
 
 @dataclass(eq=False)

@@ -162,7 +162,9 @@ class BlockInput:
         # The footers of Parquet files have the rows.
         if isinstance(self._reader, ParquetReader) and self._reader.data_folder.is_local():
             return in_threads(self._index_file, numbers)
-        options = [getattr(self._reader, name, None) for name in ("compression", "stream")]
+        options = [
+            getattr(self._reader, name, None) for name in ("compression", "stream", "encoding")
+        ]
         kind = f"{self._reader.format}/{options}/{jsonl.PART_BYTES}"
         counts = RowCounts(self.inputs, kind)
         self._counts = counts

@@ -6,6 +6,7 @@ are decompressed here.
 """
 
 import bz2
+import codecs
 import gzip
 import io
 import lzma
@@ -95,6 +96,11 @@ def naming_damage(name: str) -> Iterator[None]:
         library = type(error).__module__.partition(".")[0]
         if not (is_plain or isinstance(error, _DAMAGE) or library in _LIBRARIES):
             raise
+        if "crypt" in str(error):  # of Parquet or a zip
+            raise InputError(
+                f"The input file {name!r} is encrypted: {error}. Write it decrypted, and run the "
+                "same command again."
+            ) from error
         raise InputError(
             f"The input file {name!r} is damaged or cut off: {error}. Replace it by a complete "
             "copy, or correct its name if its suffix is of another format or compression, and run "
@@ -111,9 +117,22 @@ class DecompressedFile(io.BufferedReader):
         self.stored = stored
 
 
+def likely_encoding(begin: bytes) -> str:
+    """Returns the encoding that a text that is not UTF-8 probably has."""
+    if begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    return "windows-1252"
+
+
 @contextmanager
-def open_content(folder: DataFolder, name: str, compression: str | None) -> Iterator[IO[bytes]]:
-    """Opens an input file, decompressed."""
+def open_content(
+    folder: DataFolder, name: str, compression: str | None, encoding: str | None = None
+) -> Iterator[IO[bytes]]:
+    """Opens an input file, decompressed, and as UTF-8 if it has another ``encoding``.
+
+    Raises:
+        InputError: the file is damaged, or has another encoding.
+    """
     codec = codec_of(name, compression)
     with ExitStack() as stack:
         stack.enter_context(naming_hub_input(folder, name, missing=False))
@@ -123,10 +142,54 @@ def open_content(folder: DataFolder, name: str, compression: str | None) -> Iter
             stack.enter_context(naming_damage(name))
             # Decompressors may return less than requested, and may lack readline().
             file = stack.enter_context(DecompressedFile(_decompressed(file, codec, name), file))
-        yield file  # a file of 0 bytes is empty, although its compression would need a header
+        if encoding is not None:
+            recoded = _RecodedFile(file, encoding)
+            file = stack.enter_context(DecompressedFile(recoded, getattr(file, "stored", file)))
+        try:
+            yield file  # a file of 0 bytes is empty, although its compression would need a header
+        except UnicodeDecodeError as error:
+            likely = likely_encoding(error.object)
+            raise InputError(
+                f"The input file {name!r} is not {error.encoding}: {error}. Set encoding: "
+                f"{likely}, or the encoding that it has, or convert it (iconv -f {likely} -t "
+                "utf-8), and run the same command again."
+            ) from error
 
 
-class _StreamFile(io.RawIOBase):
+class _ConvertedFile(io.RawIOBase):
+    """Reads the converted content of a file. A subclass implements ``_fill``."""
+
+    _waiting = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        target = memoryview(buffer).cast("B")
+        while not self._waiting and self._fill():
+            pass
+        size = min(len(target), len(self._waiting))
+        target[:size] = self._waiting[:size]
+        self._waiting = self._waiting[size:]
+        return size
+
+    def _fill(self) -> bool:
+        """Converts the next bytes, perhaps to nothing. Returns False at the end of the file."""
+        raise NotImplementedError
+
+
+class _RecodedFile(_ConvertedFile):
+    """Reads a text as UTF-8."""
+
+    def __init__(self, file: IO[bytes], encoding: str) -> None:
+        self._text = io.TextIOWrapper(file, encoding, newline="")
+
+    def _fill(self) -> bool:
+        self._waiting = memoryview(self._text.read(2**14).encode())
+        return bool(self._waiting)
+
+
+class _StreamFile(_ConvertedFile):
     """Decompresses all streams of a file.
 
     Args:
@@ -146,22 +209,8 @@ class _StreamFile(io.RawIOBase):
         self._stream = new_stream()
         self._start = 0
         self._started = False
-        self._waiting = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        target = memoryview(buffer).cast("B")
-        while not self._waiting and self._fill():
-            pass
-        size = min(len(target), len(self._waiting))
-        target[:size] = self._waiting[:size]
-        self._waiting = self._waiting[size:]
-        return size
 
     def _fill(self) -> bool:
-        """Decompresses the next bytes, perhaps to nothing. Returns False at the end of the file."""
         data = b""
         if self._stream.eof:
             data = self._stream.unused_data

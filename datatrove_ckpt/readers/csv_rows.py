@@ -4,9 +4,9 @@ A ``FilePosition`` is (rows, hash of these rows). A resume reads the file from i
 compares the hash.
 """
 
-import codecs
 import csv
 import io
+import re
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
@@ -16,8 +16,7 @@ from datatrove.pipeline.readers import csv as datatrove_csv
 from xxhash import xxh3_64
 
 from datatrove_ckpt.errors import ConfigError, InputError
-from datatrove_ckpt.readers.base import SeekingReader
-from datatrove_ckpt.readers.compressed import open_content
+from datatrove_ckpt.readers.base import TextFilesReader
 from datatrove_ckpt.readers.declared_types import DeclaredTypes
 from datatrove_ckpt.readers.input_errors import refuse_equal_names
 from datatrove_ckpt.readers.inputs import position_mismatch, refuse_pointer
@@ -31,7 +30,7 @@ from datatrove_ckpt.readers.positions import (
 )
 
 
-class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, unused-ignore]
+class CSVReader(TextFilesReader, datatrove_csv.CsvReader):  # type: ignore[misc, unused-ignore]
     """datatrove's ``CSVReader``, with its arguments. A byte order mark is no part of a name, and
     line breaks within a cell stay as they are.
 
@@ -41,8 +40,9 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
         max_skipped: how many rows of a task may be left out because they have more or fewer cells
             than there are names, or a ``media`` that is none. One more stops the task
             (``DamagedLine``). None: any number.
-        delimiter: the character between cells. A backslash and a t also mean a tab.
-        types: see ``JsonlReader``. An empty cell is null, but a text or bytes stay empty.
+        delimiter: the character between cells. A backslash and a t also mean a tab. A first line
+            such as ``sep=;`` comes before it.
+        encoding, types: see ``JsonlReader``. An empty cell is null, but a text or bytes stay empty.
 
     Raises:
         InputError: two columns have one name, a quote is not closed, or another character is
@@ -53,7 +53,6 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
     format = "csv"
     suffixes = ".csv"
     grows = True
-    _order_options = (*SeekingReader._order_options, "compression")
     delimiter = ","  # pickles of earlier releases
 
     def __init__(
@@ -78,10 +77,15 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
     def _read_rows(self, name: str, file_position: FilePosition) -> Iterator[ReadRow]:
         done, kept_hash = file_position or (0, 0)
         extent = self._file_extent
-        with open_content(self.data_folder, name, self.compression) as content:
+        with self.open(name) as content:
             lines = io.TextIOWrapper(content, "utf-8-sig", newline="")
             stored = getattr(content, "stored", content)
-            rows = _rows(lines, name, self.delimiter)
+            first_line = lines.readline()
+            declared = re.fullmatch(r"sep=(.)\s*", first_line)  # Excel's
+            if declared:
+                rows = _rows(chain(["\n"], lines), name, declared[1])
+            else:
+                rows = _rows(chain([first_line], lines), name, self.delimiter)
             _, names = next(rows, (1, []))
             refuse_equal_names(names, name)
             if len(names) == 1 and self.text_key not in names:
@@ -112,7 +116,7 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
                     more_or_fewer = "more" if len(cells) > len(names) else "fewer"
                     row = BadRow(
                         f"{more_or_fewer} cells than columns; put cells with {self.delimiter!r} in "
-                        "quotes"
+                        "quotes, without blanks before them"
                     )
                 yield row, number - 1, (number, digest.intdigest()), line
             if number < done:
@@ -136,14 +140,6 @@ def _rows(lines: Iterable[str], file: str, delimiter: str) -> Iterator[tuple[int
         line = reader.line_num + 1
         try:
             cells = next(reader, None)
-        except UnicodeDecodeError as error:
-            command = "iconv -f latin1 -t utf-8, or another encoding"
-            if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                command = "iconv -f utf-16 -t utf-8"
-            raise InputError(
-                f"The input file {file!r} is not UTF-8: {error}. Convert it ({command}), and run "
-                "the same command again."
-            ) from error
         except csv.Error as error:
             problem = f"a cell that cannot be read ({error})"
             raise _odd_row(file, problem, line) from error

@@ -78,7 +78,8 @@ def explain(reader: BaseDiskReader, name: str, damaged: bool = False) -> str:
                     return _explain_row(reader, name, cast("JsonObject", row), damaged)
         return ""
     compression = getattr(reader, "compression", "infer")
-    with open_content(reader.data_folder, name, compression) as content:
+    encoding = getattr(reader, "encoding", None)
+    with open_content(reader.data_folder, name, compression, encoding) as content:
         return _explain_text(content, reader, name, damaged)
 
 

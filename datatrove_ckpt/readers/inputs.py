@@ -275,6 +275,8 @@ def options_of(reader: BaseDiskReader) -> JsonObject:
         options["path_columns"] = True
     if getattr(reader, "delimiter", ",") != ",":
         options["delimiter"] = reader.delimiter
+    if getattr(reader, "encoding", None):
+        options["encoding"] = reader.encoding
     return options | {"default_metadata": plain_settings(reader.default_metadata or {})}
 
 
@@ -378,7 +380,7 @@ def list_input(reader: BaseDiskReader, afresh: bool = True, of_rank: bool = Fals
         of_rank: whether to accept special files, which may be another rank's.
 
     Raises:
-        InputError: a file in the folder is a FIFO, a socket or a device.
+        InputError: a file in the folder is a FIFO, a socket or a device, or its name is not UTF-8.
         OSError: the folder or the list cannot be read.
     """
     folder = reader.data_folder
@@ -406,6 +408,12 @@ def list_input(reader: BaseDiskReader, afresh: bool = True, of_rank: bool = Fals
         )
     files = (name for name, info in listed.items() if info["type"] != "directory")
     names = sorted(name for name in files if is_input(name, pattern))
+    for name in names:
+        if name.encode(errors="replace").decode() != name:
+            raise InputError(
+                f"The name of the input file {os.fsencode(name)!r} in {folder.path} is not UTF-8. "
+                "Rename the file, and run the same command again."
+            )
     # A listing does not follow symbolic links: their type is "other".
     infos = {name: listed[name] for name in names if listed[name]["type"] != "other"}
     inputs = InputFiles(folder, names, infos)

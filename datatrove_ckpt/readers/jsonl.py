@@ -30,13 +30,12 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from datatrove_ckpt.common.exact_json import loads
 from datatrove_ckpt.errors import DocumentNotSerializable, InputError
-from datatrove_ckpt.readers.base import SeekingReader
+from datatrove_ckpt.readers.base import TextFilesReader
 from datatrove_ckpt.readers.block_file import BlockFile, FileIndex, Group, changed_error
 from datatrove_ckpt.readers.compressed import (
     DecompressedFile,
-    codec_of,
+    likely_encoding,
     naming_damage,
-    open_content,
 )
 from datatrove_ckpt.readers.declared_types import DeclaredTypes
 from datatrove_ckpt.readers.empty_input import MAX_LINE_BYTES, read_line, refuse_array
@@ -57,7 +56,7 @@ _SKIP_BYTES = 2**20
 _HEAD = 2**16
 
 
-class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[misc, unused-ignore]
+class JsonlReader(TextFilesReader, datatrove_jsonl.JsonlReader):  # type: ignore[misc, unused-ignore]
     """datatrove's ``JsonlReader``, with its arguments and a position on each document.
 
     Args:
@@ -65,6 +64,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         path_columns: folders such as ``lang=en`` are columns.
         max_skipped: how many lines of a task may be left out because they cannot be read. One more
             stops the task (``DamagedLine``). None: any number.
+        encoding: encoding of the files, if it is not UTF-8, such as windows-1252.
         types: types of columns, by Arrow's names, such as ``{score: float64, day: date32}``: values
             are converted, and Parquet output has these types. A line with a value that cannot be
             converted counts as a line that cannot be read.
@@ -75,7 +75,6 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
     format = "jsonl"
     suffixes = ".jsonl .json .ndjson"
     grows = True
-    _order_options = (*SeekingReader._order_options, "compression")
 
     def __init__(
         self,
@@ -109,7 +108,11 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             refuse_pointer(line, name)
             if _opens_array(line.strip()):  # else each line except the last would be damaged
                 refuse_array(self, name)
-            problem = _SPREAD if line.strip() == b"{" else error
+            problem = str(error)
+            if line.strip() == b"{":
+                problem = _SPREAD
+            elif "UTF-8" in problem:
+                problem += f". Set encoding: {likely_encoding(line)}, or the encoding that it has"
             return BadRow(problem, line[:60].decode(errors="replace").rstrip())
         if not isinstance(data, dict):
             if _holds_objects(data):  # else a whole file would be one damaged line
@@ -224,8 +227,8 @@ class LineBlocks(BlockFile):
     def __init__(self, reader: JsonlReader, name: str) -> None:
         self.name = name
         self._reader = reader
-        self._open = partial(open_content, reader.data_folder, name, reader.compression)
-        self._is_plain = codec_of(name, reader.compression) is None
+        self._open = partial(reader.open, name)
+        self._is_plain = reader._may_grow(name)
         self._stack = ExitStack()
         self._file: IO[bytes] | None = None
         self._offset = 0  # in the content

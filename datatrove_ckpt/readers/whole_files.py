@@ -17,8 +17,7 @@ from datatrove.pipeline.readers.base import BaseDiskReader
 from datatrove_ckpt.common.formatting import install_extra
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import ConfigError, InputError
-from datatrove_ckpt.readers.base import SeekingReader
-from datatrove_ckpt.readers.compressed import open_content
+from datatrove_ckpt.readers.base import SeekingReader, TextFilesReader
 from datatrove_ckpt.readers.empty_input import MAX_LINE_BYTES
 from datatrove_ckpt.readers.positions import FilePosition, Row, RowBlock
 
@@ -26,11 +25,12 @@ _PDF = b"%PDF-"
 _LOCK = threading.RLock()
 
 
-class TextReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ignore]
+class TextReader(TextFilesReader, BaseDiskReader):  # type: ignore[misc, unused-ignore]
     """Makes a document of each file: its text, and its path below the folder as the id.
 
     Args:
         shuffle_seed: shuffles the files by this number; ``shuffle_files`` is refused.
+        encoding: encoding of the files, if it is not UTF-8, such as windows-1252.
 
     The other arguments are the same as in datatrove's readers of files.
     """
@@ -39,25 +39,20 @@ class TextReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ig
     suffixes = ".txt .text .md .rst .html .htm"
     has_rows = False
     compression = "infer"
+    _order_options = (*SeekingReader._order_options, "encoding")
 
     def blocks(self, name: str, file_position: FilePosition) -> Iterator[RowBlock]:
         self._file_extent.per = self._file_extent.size
         if file_position:
             return
-        with open_content(self.data_folder, name, self.compression) as file:
+        with self.open(name) as file:
             data = file.read(MAX_LINE_BYTES + 1)
-        if len(data) > MAX_LINE_BYTES:
-            raise InputError(
-                f"The input file {name!r} is longer than {MAX_LINE_BYTES} bytes. Split it, or move "
-                "it out of the folder, and run the same command again."
-            )
-        try:
+            if len(data) > MAX_LINE_BYTES:
+                raise InputError(
+                    f"The input file {name!r} is longer than {MAX_LINE_BYTES} bytes. Split it, or "
+                    "move it out of the folder, and run the same command again."
+                )
             text = data.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise InputError(
-                f"The input file {name!r} is no text in UTF-8: {error}. Save it as UTF-8, or move "
-                "it out of the folder, and run the same command again."
-            ) from None
         row = None
         if text:
             row = {"text": text, "id": name}

@@ -305,7 +305,11 @@ def _check_reader(
             )
     changed = {name: _difference(file, current.get(name)) for name, file in recorded.items()}
     changed = {name: text for name, text in changed.items() if text}
-    without = {"path_columns": False, "delimiter": ","}  # a record has what is set
+    without = {
+        "path_columns": False,
+        "delimiter": ",",
+        "encoding": None,
+    }  # a record has what is set
     options_now = without | options_of(reader)
     options = dict[str, str]()
     ranks = []  # with a difference

@@ -87,6 +87,10 @@ run job.yaml --input=backup
 run job.yaml --input=dict
 run job.yaml --input=pictures
 run job.yaml --input=table/a.tsv
+run job.yaml --input=table/b.xlsx
+run job.yaml --input=table/c.warc.gz
+run job.yaml --input=table/d.zip
+run job.yaml --input=table/e.sqlite
 run job.yaml --input=scans
 run job.yaml --input=nowhere/
 run job.yaml --rollout=my.rollout
@@ -143,7 +147,8 @@ export runs/x answers.xlsx
 
 STRAYS = """
 backup/README.md backup/a.jsonl backup/b.jsonl.bak dict/dataset_dict.json linked/a.jsonl mixed/a.jsonl mixed/b.csv
-pictures/README.md pictures/a.svg scans/a.pdf scans/b.png scans/b.svg table/a.tsv twice/a.jsonl twice/a.jsonl.gz
+pictures/README.md pictures/a.svg scans/a.pdf scans/b.png scans/b.svg table/a.tsv table/b.xlsx table/c.warc.gz table/d.zip table/e.sqlite
+twice/a.jsonl twice/a.jsonl.gz
 """
 """Empty files of kinds that do not go together."""
 MINE = """

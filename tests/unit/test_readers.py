@@ -24,9 +24,10 @@ from datatrove.pipeline.readers import IpcReader as OriginalIpc
 from datatrove.pipeline.readers import JsonlReader as OriginalJsonl
 from datatrove.pipeline.readers import ParquetReader as OriginalParquet
 
-from datatrove_ckpt.errors import CheckpointMismatch, InputError
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import (
     CSVReader,
+    DamagedLine,
     IpcReader,
     JsonlReader,
     ParquetReader,
@@ -358,13 +359,70 @@ def test_a_file_whose_rows_have_their_text_elsewhere_is_named(tmp_path, log):
 
 def test_a_file_that_is_no_text_is_named(tmp_path, monkeypatch):
     folder = write_texts(tmp_path, {"a.txt": b"fine", "b.txt": b"\xff\xfea\0", "c.txt": b""})
-    with pytest.raises(InputError, match=r"'b.txt' is no text in UTF-8: .* 0xff in position 0"):
+    with pytest.raises(InputError, match=r"'b.txt' is not utf-8: .* 0xff .* Set encoding: utf-16"):
         list(TextReader(folder).run())
     write_texts(tmp_path, {"b.txt": b"x" * 11})
     monkeypatch.setattr("datatrove_ckpt.readers.whole_files.MAX_LINE_BYTES", 10)
     with pytest.raises(InputError, match=r"'b.txt' is longer than 10 bytes"):
         list(TextReader(folder).run())
     assert list(TextReader(folder, glob_pattern="c.*").run()) == []
+
+
+PRICES = [f"café {number} €" for number in range(40)]
+IN_FILES = {
+    "jsonl": "".join(f'{{"text": "{text}"}}\n' for text in PRICES),
+    "jsonl gzip": "".join(f'{{"text": "{text}"}}\n' for text in PRICES),
+    "csv": "".join(f"{text}\r\n" for text in ["text", *PRICES]),
+    "txt": "".join(PRICES),
+}
+
+
+@pytest.mark.parametrize("encoding", ["windows-1252", "utf-16", "utf-16-le"])
+@pytest.mark.parametrize("kind", IN_FILES)
+@pytest.mark.usefixtures("_blocks")
+def test_files_of_another_encoding_are_read_from_any_position(tmp_path, kind, encoding):
+    codec = "gzip" if kind == "jsonl gzip" else None
+    path = tmp_path / f"a.{NAMES[codec] if kind.startswith('jsonl') else kind}"
+    path.write_bytes(COMPRESS[codec](IN_FILES[kind].encode(encoding)))
+
+    def ours(encoding=encoding):
+        return reader(tmp_path.as_posix(), kind, encoding=encoding, max_skipped=0)
+
+    documents = list(ours().run())
+    texts = [document.text for document in documents]
+    assert texts == (["".join(PRICES)] if kind == "txt" else PRICES)
+    for done, document in enumerate(documents, 1):
+        resumed = ours()
+        resumed.load_state_dict(state_of(document))
+        assert [later.text for later in resumed.run()] == texts[done:]
+    other = ours(None)
+    other.load_state_dict(state_of(documents[0]))
+    with pytest.raises(CheckpointMismatch, match=f"made with encoding='{encoding}', now None"):
+        list(other.run())
+    if encoding != "utf-16-le":  # which has no mark at its beginning
+        with pytest.raises((InputError, DamagedLine), match=f"Set encoding: {encoding}"):
+            list(ours(None).run())
+
+
+@pytest.mark.parametrize("begin", ["sep=;\n", "\ufeffsep=;\r\n", "sep=;\n\n"])
+def test_the_first_line_of_a_csv_may_declare_its_delimiter(tmp_path, begin):
+    (tmp_path / "a.csv").write_text(f"{begin}id;text\n1;a,b\n2;c\n3\n", newline="")
+    rows = CSVReader(tmp_path.as_posix(), max_skipped=1)
+    assert [(row.id, row.text) for row in rows.run()] == [("1", "a,b"), ("2", "c")]
+    line = 5 + begin.endswith("\n\n")
+    with pytest.raises(DamagedLine, match=f"begins in line {line}"):
+        list(CSVReader(tmp_path.as_posix()).run())
+
+
+def test_a_file_whose_name_is_not_utf_8_is_named(tmp_path):
+    (tmp_path / os.fsdecode(b"caf\xe9.jsonl")).write_text('{"text": "a"}\n')
+    with pytest.raises(InputError, match=r"input file b'caf\\xe9.jsonl' in .* is not UTF-8"):
+        list(JsonlReader(tmp_path.as_posix()).run())
+
+
+def test_an_encoding_that_python_lacks_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="encoding: unknown encoding: nope"):
+        JsonlReader(tmp_path.as_posix(), encoding="nope")
 
 
 # States ------------------------------------------------------------------------------------------

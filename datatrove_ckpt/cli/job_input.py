@@ -60,8 +60,10 @@ class JobInput:
 
     def __init__(self, source: str, inspect_only: bool) -> None:
         self.inspect_only = inspect_only
-        self._source = source
         self._is_here = "://" not in source
+        if self._is_here:
+            source = os.path.expanduser(source)  # noqa: PTH111 (keeps a / at its end)
+        self._source = source
         self._folder, self._pattern = _split(source)
 
     def reader(self) -> JsonObject:

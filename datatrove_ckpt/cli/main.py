@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not is_known and (hint or not equals):
             if flag.removeprefix("--") in _own_flags(typed):
                 hint = "; give its value alone."
-            parser.error(f"{flag}: there is no such flag{hint or '.'}")
+            parser.error(f"{flag}: there is no such flag{hint or '.'}{_INSTEAD.get(flag, '')}")
         if not equals:
             hint = ""
             if bool in (kinds or {}).values():
@@ -130,6 +130,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
 
 
+_INSTEAD = {
+    "--force": " A run replaces nothing: choose another run_folder.",
+    "--overwrite": " A run replaces nothing: choose another run_folder.",
+    "--restart": " For a new run, choose another run_folder.",
+    "--resume": " The same command resumes.",
+}
+"""Advice about flags of other tools."""
+
+
 class _Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         if "(SETTINGS)\n" in str(self.epilog):
@@ -147,8 +156,13 @@ class _Parser(argparse.ArgumentParser):
         hint = ""
         if message.startswith("unrecognized"):
             hint = ". A pattern, or a value with spaces, needs quotes."
-        if re.search(r"argument COMMAND: .* '\S+\.ya?ml'", message):
-            hint = ". Write run before the file."
+            if re.match(r"\S+ arguments: -\w", message):
+                hint = ". Write two dashes and the whole name, as COMMAND --help shows."
+        command = re.match(r"argument COMMAND: invalid choice: '(.*?)'", message)
+        if command:
+            hint = formatting.did_you_mean(command[1], [name for name, _, _, _ in _COMMANDS])
+            if command[1].endswith((".yaml", ".yml")):
+                hint = ". Write run before the file."
         super().error(f"{message}{hint}")
 
 

@@ -41,6 +41,7 @@ from datatrove_ckpt.common.setting_types import (
     takes_class,
     value_hint,
 )
+from datatrove_ckpt.config.endpoints import EndpointConfig
 from datatrove_ckpt.config.generation_params import REQUEST_PARAMETERS
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.setting_names import form, setting_name
@@ -74,6 +75,7 @@ OTHER_NAMES = {
     other_name: name
     for name, other_names in {
         "api_key_env": "key",
+        "default_generation_params": "generation generation_config sampling sampling_params",
         "dp": "data_parallel_size",
         "endpoint": "api_base base_url url",
         "input": "data dataset file files input_dir input_file input_files inputs",
@@ -122,6 +124,8 @@ def load(path: str | Path) -> JsonObject:
         hint = ""
         if re.search("character '[@`%]|mapping values", str(problem)):
             hint = " Does a text need quotes?"
+        if "alphabetic" in str(problem):  # after *
+            hint = ' Write a pattern in quotes: "*.jsonl".'
         if Path(path).suffix not in (".yaml", ".yml"):
             hint = " Is it the input? Then write --input before it."
         raise ConfigError(f"{path}{location}: not valid YAML: {problem}.{hint}") from None
@@ -300,10 +304,14 @@ def import_name(path: object, yaml_path: str, kind: str = "class") -> Any:
     """
     if re.search(r"[/:]|\.py$", str(path)):
         file, _, name = str(path).partition(":")
-        module_name = Path(file).stem
+        if file.startswith(("/", "~", "..")):
+            file = Path(file).name
+        module_name = file.removeprefix("./").removesuffix(".py").replace("/", ".")
+        if not (name or file.endswith(".py")):
+            module_name, _, name = module_name.rpartition(".")
         raise ConfigError(
             f'{yaml_path}: "{path}" names a file. Write {module_name}.{name or "my_name"}; '
-            f"{module_name}.py is found in the folder where the command runs."
+            f"{module_name.replace('.', '/')}.py is found in the folder where the command runs."
         )
     module_name, _, name = str(path).rpartition(".")
     if not module_name and name not in SHORT_NAMES:
@@ -351,9 +359,15 @@ def refuse_unknown(mapping: JsonObject, allowed: list[str], yaml_path: str) -> N
         if key not in allowed:
             name = OTHER_NAMES.get(key, key)
             hint = did_you_mean(name, allowed, 0.7) or did_you_mean(key, allowed, 0.7)
+            longer = [other for other in allowed if other.startswith(f"{key}_")]
+            if longer and not hint:
+                hint = f', did you mean "{longer[0]}"?'
+            of_endpoints = "endpoints" in allowed and key in EndpointConfig.__dataclass_fields__
+            if of_endpoints and not hint:
+                hint = "; it belongs into an item of endpoints."
             if key in REQUEST_PARAMETERS and key not in OTHER_NAMES and _OF_REQUESTS in allowed:
                 hint = f"; as a parameter of requests it belongs into {_OF_REQUESTS}."
-            if not hint and len(allowed) > _MAX_LISTED:
+            if not hint and len(allowed) > _MAX_LISTED and "pipeline" not in allowed:
                 hint = "; see docs/settings.md."
             hint = hint or f"; allowed are {', '.join(allowed) or 'none'}."
             raise ConfigError(f'{yaml_path}: unknown key "{key}"{hint}')

@@ -161,7 +161,12 @@ def check_value(name: str, hint: object, value: object) -> None:
     elif isinstance(value, str | list | tuple | dict):
         text = show(masked(name, value))
     advice = did_you_mean(value, _choices(kinds)) or "."
-    if isinstance(value, str) and any(origin(kind) is list for kind in kinds):
+    if isinstance(value, str) and value.startswith('{"'):
+        try:
+            json.loads(value)
+        except ValueError as error:
+            advice = f": {error}."
+    elif isinstance(value, str) and any(origin(kind) is list for kind in kinds):
         advice = f"; write [{value}]."
     elif isinstance(value, dict) and list(value.values()) == [None] and str in kinds:
         advice = f"; write '{{{next(iter(value))}}}', in quotes."  # YAML's {text}

@@ -143,6 +143,21 @@ verify runs/x --ful
 track runs/x --wandb team/texts
 status runs/nothere
 export runs/x answers.xlsx
+run job.yaml --prompt=null --rollout m/f.rollout
+run job.yaml --prompt=null --rollout ../m/f.py:rollout
+run job.yaml --prompt=null --rollout JudgeRolout --judge-prompt {text}
+run job.yaml --slurm '{nodes: 4}'
+run job.yaml --jobs '{hardware: a10g}'
+run job.yaml --requests-per-minute 60
+run job.yaml --sampling '{temperature: 0}'
+run job.yaml --on-cut-off '{retries: 2}'
+run job.yaml --json-schema '{"type": "object"'
+run job.yaml --default-generation-params '{"a" 1}'
+run job.yaml --input “documents”
+run job.yaml --input ''
+run job.yaml --force
+run job.yaml -n 3
+runn job.yaml --n 3
 """.strip().splitlines()
 
 STRAYS = """

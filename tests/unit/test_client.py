@@ -776,6 +776,18 @@ def test_retry_after_does_not_outlast_the_patience_and_the_wait_is_shown(log):
     assert re.search(r"waiting, 3 s of 10 s \(server_patience_seconds\)", log[0])
 
 
+async def test_a_day_of_retry_after_does_not_outlast_the_patience_of_all_requests():
+    """Other requests wait for the time that the refused ones have learned."""
+    limited = answer(http(429, b"slow", "Retry-After: 86400"))
+    settings = {"max_concurrent_generations": "auto", "server_patience_seconds": 10.0, **ENDPOINT}
+    async with talking(limited, **settings) as (server, client, sleeps):
+        for _ in range(3):
+            with pytest.raises(ServerUnavailable, match="No request was answered for 1"):
+                await asyncio.wait_for(client.complete(BODY), 5)
+        assert sleeps.now == pytest.approx(10, abs=1)
+        assert len(server.requests) <= 6
+
+
 @pytest.mark.parametrize("status", [429, 504])
 def test_a_late_answer_is_not_taken_for_that_to_the_next_request(status):
     """As a gateway sends it that has given up a request: first its own answer, and then that of the

@@ -4,17 +4,24 @@ Ctrl-C prints one message even during imports, which take a second.
 """
 
 import sys
+from contextlib import suppress
+
+from datatrove_ckpt.process.streams import flush_streams, open_streams
 
 
 def main() -> int:
     """Returns the exit code; see cli/main.py."""
+    open_streams()
     try:
         from datatrove_ckpt.cli.main import main as command
 
         code = command()
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        with suppress(OSError):
+            print("interrupted", file=sys.stderr)
         code = 130
+    finally:
+        flush_streams()
     if event_loop := sys.modules.get("datatrove_ckpt.process.event_loop"):
         event_loop.exit_past_threads(code)
     return code

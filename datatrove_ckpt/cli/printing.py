@@ -1,6 +1,5 @@
 """Prints the results, notes and errors of commands. No foreign text controls the terminal."""
 
-import os
 import re
 import sys
 import textwrap
@@ -15,6 +14,7 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import byte_size
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.errors.setting_names import with_originals
+from datatrove_ckpt.process.streams import drop_rest
 
 _INDENT = re.compile(r"(?: +\w* +)?")
 
@@ -44,7 +44,8 @@ def say_result(is_json: bool, fields: JsonObject, lines: Iterable[str]) -> None:
 
 def note(text: str) -> None:
     """Prints a text beside the command's result, on standard error."""
-    print(redact(text), file=sys.stderr)
+    with suppress(OSError):  # the exit code is the result where nobody reads
+        print(redact(text), file=sys.stderr)
 
 
 def write_out(text: str, raw: bool = False) -> None:
@@ -53,20 +54,19 @@ def write_out(text: str, raw: bool = False) -> None:
     Escapes characters that the terminal's encoding lacks. Drops the rest of the text if the reader
     has gone (``status | head``).
     """
+    from datatrove_ckpt.checkpoint.checksummed_lines import explained  # see ``fail``
+
     masked = text if raw else redact(text)
-    try:
+    with explained("write to", "standard output"):
         try:
-            sys.stdout.write(masked)
-        except UnicodeEncodeError as error:
-            escaped = masked.encode(error.encoding, "backslashreplace")
-            sys.stdout.write(escaped.decode(error.encoding))
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The buffer's rest would fail again when Python ends.
-        with suppress(OSError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sys.stdout.fileno())
-            os.close(nowhere)
+            try:
+                sys.stdout.write(masked)
+            except UnicodeEncodeError as error:
+                escaped = masked.encode(error.encoding, "backslashreplace")
+                sys.stdout.write(escaped.decode(error.encoding))
+            sys.stdout.flush()
+        except BrokenPipeError:
+            drop_rest(sys.stdout)
 
 
 def write_page(output: str | None, checkpoints: Path, page: str, of: str) -> int:

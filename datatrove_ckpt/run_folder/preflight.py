@@ -19,6 +19,7 @@ from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, InputError, TooManyDeadLetters
 from datatrove_ckpt.generation.final_stats import lines_with_error
 from datatrove_ckpt.mirror import restore
+from datatrove_ckpt.process.streams import flush_streams
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder import earlier_runs
 from datatrove_ckpt.run_folder.environment_checks import check_environment, check_hub
@@ -232,4 +233,6 @@ def run_checked(executor: PipelineExecutor) -> PipelineStats | None:
     except CkptError as error:  # its message suffices; a script shows only its own frame
         error.__traceback__ = None
         raise
+    finally:
+        flush_streams()
     return stats

@@ -3,13 +3,15 @@ what was checked.
 """
 
 import gc
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from datatrove_ckpt.common.warnings import warn_once
-from tests.yaml_jobs import endpoint, job_yaml, write_job
+from tests.processes import run
+from tests.yaml_jobs import endpoint, job_yaml, write_input, write_job
 
 
 def test_the_command_names_the_line_of_a_rollout_and_the_log_with_the_traceback(
@@ -115,3 +117,49 @@ def test_what_has_no_effect_is_one_warning(command, server, here, log, arguments
     warnings = [line for line in [*log, *said.err.splitlines()] if "WARNING" in line]
     assert len(warnings) == bool(warning)
     assert all(warning in line for line in warnings)
+
+
+STREAMS = {
+    "errors closed": "2>&-",
+    "all closed": "<&- >&- 2>&-",
+    "output closed": ">&-",
+    "nobody reads": ">&PIPE 2>&PIPE",
+    "nobody reads errors": "2>&PIPE",
+    "a full disk for errors": "2>/dev/full",
+}
+
+
+@pytest.mark.matrix("case", STREAMS)
+def test_a_command_whose_streams_are_closed_or_not_read_does_its_work(here, server, case):
+    write_input(here, ["a", "b"], ["c"])
+    reader, pipe = os.pipe()
+    os.close(reader)
+    redirections = STREAMS[case].replace("PIPE", str(pipe))
+    job = f"run --input input --tasks 2 --prompt {{text}} --model m --endpoint {server.url}"
+    for words, code in (
+        (f"{job} --run-folder run", 0),
+        ("--version", 0),
+        ("status nothing", 2),
+        ("status --nonsense", 2),
+    ):
+        printed = run(
+            f"{sys.executable} -m datatrove_ckpt {words} {redirections}",
+            shell=True,
+            executable="/bin/bash",  # sh has descriptors of one digit
+            env={**os.environ, "PYTHONUNBUFFERED": ""},
+            pass_fds=[pipe],
+        )
+        assert printed.returncode == code, words
+        assert "Traceback" not in printed.stdout + printed.stderr
+        assert "Exception ignored" not in printed.stdout + printed.stderr
+    os.close(pipe)
+    assert "3 written" in run([sys.executable, "-m", "datatrove_ckpt", "verify", "run"]).stdout
+
+
+def test_output_that_cannot_be_written_is_an_error_that_names_it(here, server):
+    write_input(here, ["a"])
+    job = f"run --input input --prompt {{text}} --model m --endpoint {server.url} --run-folder run"
+    ended = run(f"{sys.executable} -m datatrove_ckpt {job} >/dev/full", shell=True)
+    assert ended.returncode == 1
+    assert "error: Could not write to standard output: No space left" in ended.stderr
+    assert "Traceback" not in ended.stderr

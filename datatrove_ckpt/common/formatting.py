@@ -44,6 +44,21 @@ _MISTAKES: Sequence[tuple[type[Exception] | tuple[type[Exception], ...], str, st
         "from a thread: `asyncio.run_coroutine_threadsafe(generate(...), loop).result()`, with the "
         "rollout's loop",
     ),
+    (
+        RuntimeError,
+        "a running event loop|loop is already running",
+        "a rollout is a coroutine: `await generate({...})` in place of `asyncio.run`",
+    ),
+    (
+        TypeError,
+        r"BoundGenerate\.__call__",
+        "`generate` takes one payload, a dict: `await generate({'messages': [...]})`",
+    ),
+    (
+        (AttributeError, TypeError),
+        "generate has no '(text|id|metadata|media)'|Document' object is not callable",
+        "the arguments of a rollout are `(document, generate)`, in this order",
+    ),
 )
 _MOST_RUNS = 50
 _SIZES = {
@@ -180,7 +195,7 @@ def safe_text(value: object) -> str:
 def likely_mistake(error: BaseException) -> str:
     """Returns a hint if a usual mistake in a rollout caused the error; else ""."""
     for kinds, words, hint in _MISTAKES:
-        if isinstance(error, kinds) and words in safe_text(error):
+        if isinstance(error, kinds) and re.search(words, safe_text(error)):
             return f" ({hint})"
     return ""
 

@@ -61,6 +61,24 @@ def test_the_command_names_the_line_of_a_rollout_and_the_log_with_the_traceback(
             "from a different loop (from a thread: `asyncio.run_coroutine_threadsafe(",
         ),
         (
+            "import asyncio; asyncio.run(generate({}))",
+            1,
+            "(a rollout is a coroutine: `await generate({",
+        ),
+        (
+            "import asyncio; asyncio.get_event_loop().run_until_complete(generate({}))",
+            1,
+            "(a rollout is a coroutine: `await generate({",
+        ),
+        (
+            "await generate(messages=[])",
+            1,
+            "(`generate` takes one payload, a dict: `await generate({",
+        ),
+        ("await generate('a', 'b')", 1, "(`generate` takes one payload, a dict: `await generate({"),
+        ("generate.metadata['a']", 1, "(the arguments of a rollout are `(document, generate)`"),
+        ("await document({})", 1, "(the arguments of a rollout are `(document, generate)`"),
+        (
             "return document",
             1,
             "rollout ask returned the document itself. Return what is to be added to it",

@@ -13,16 +13,18 @@ from typing import IO
 from datatrove.io import DataFolder
 
 from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.pictures import tiff_pages
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers.compressed import codec_of, files_in
 
 WHOLE = "whole"
+_KINDS = ("xz", "zip", "tiff")
 _PADDED_STREAM = b"\0\0\0\0\xfd7zXZ\0"
 
 
 def whole_option(names: Iterable[str], compression: str | None) -> JsonObject:
     """Returns the option of a reader's state or record, if a file may be of these kinds."""
-    if any(codec_of(name, compression) in ("xz", "zip") for name in names):
+    if any(_kind(name, compression) in _KINDS for name in names):
         return {WHOLE: True}
     return {}
 
@@ -38,21 +40,34 @@ def refuse_partial_files(
     if WHOLE in options:
         return
     for name in names:
-        codec = codec_of(name, compression)
-        with suppress(FileNotFoundError, zipfile.BadZipFile):  # a new run cannot read it either
-            if codec in ("xz", "zip") and _has_more(folder, name, codec):
+        kind = _kind(name, compression)
+        # A new run cannot read it either.
+        with suppress(FileNotFoundError, zipfile.BadZipFile):
+            if kind in _KINDS and _has_more(folder, name, kind):
                 raise CheckpointMismatch(
                     f"The input file {name!r} was read by an earlier release only up to the "
-                    "padding after its first stream, or only its first file. The rest is not in "
-                    "the output.",
+                    "padding after its first stream, or only its first file or page. The rest is "
+                    "not in the output.",
                     starts_over="with old results",
                 )
 
 
-def _has_more(folder: DataFolder, name: str, codec: str) -> bool:
+def _kind(name: str, compression: str | None) -> str | None:
+    if name.lower().endswith((".tif", ".tiff")):
+        return "tiff"
+    return codec_of(name, compression)
+
+
+def _has_more(folder: DataFolder, name: str, kind: str) -> bool:
     with folder.open(name, "rb", compression=None) as file:
-        if codec == "xz":
+        if kind == "xz":
             return _has_padded_stream(file)
+        if kind == "tiff":
+            with suppress(Exception):  # Pillow's plugins raise anything
+                from PIL import Image
+
+                return len(tiff_pages(Image.open(file))) > 1
+            return False
         archive = zipfile.ZipFile(file)
         return files_in(archive) != archive.namelist()[:1]
 

@@ -8,13 +8,14 @@ import io
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import Any
+from typing import IO, Any
 
 from datatrove.data import MediaType
 from datatrove.io import DataFileLike, DataFolderLike
 from datatrove.pipeline.readers.base import BaseDiskReader
 
 from datatrove_ckpt.common.formatting import install_extra
+from datatrove_ckpt.common.pictures import tiff_pages, with_png_mode
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.base import SeekingReader, TextFilesReader
@@ -22,6 +23,9 @@ from datatrove_ckpt.readers.empty_input import MAX_LINE_BYTES
 from datatrove_ckpt.readers.positions import FilePosition, Row, RowBlock
 
 _PDF = b"%PDF-"
+_PDF_BEGINS = 1024  # other bytes may come before
+_TIFF = (b"II*\0", b"MM\0*")
+_MAX_PIXELS = 2**30  # take 4 GB
 _LOCK = threading.RLock()
 
 
@@ -60,10 +64,10 @@ class TextReader(TextFilesReader, BaseDiskReader):  # type: ignore[misc, unused-
 
 
 class PageReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ignore]
-    """Makes a document of each page of each PDF, and of each picture.
+    """Makes a document of each page of each PDF or TIFF, and of each picture.
 
     The document's ``media`` is the page as a PNG, or the picture's file; its ``text`` what a PDF
-    holds as text, "" for a scan; its id the file's path below the folder, of a PDF with ``#page``,
+    holds as text, "" for a scan; its id the file's path below the folder, of a page with ``#page``,
     from 1.
 
     Args:
@@ -72,7 +76,7 @@ class PageReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ig
     The other arguments are the same as in datatrove's readers of files.
 
     Raises:
-        InputError: a PDF is damaged or has a password.
+        InputError: a PDF is damaged or has a password, or a page is too large.
     """
 
     format = "page"
@@ -96,60 +100,96 @@ class PageReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ig
     def blocks(self, name: str, file_position: FilePosition) -> Iterator[RowBlock]:
         first = file_position[0] if file_position else 0
         with self.data_folder.open(name, "rb") as file:
-            is_pdf = file.read(len(_PDF)) == _PDF
+            begin = file.read(_PDF_BEGINS)
             file.seek(0)
-            pages: Iterator[Row]
-            if is_pdf:
-                pages = self._pages(file, name, first)
+            if _PDF in begin:
+                pages = self._pdf_pages(file, name, first)
+            elif begin.startswith(_TIFF):
+                pages = self._tiff_pages(file, name, first)
             else:
-                self._file_extent.per = self._file_extent.size
-                pages = iter([] if first else [{"id": name, "media": _media(name, file.read())}])
+                pages = self._picture(file, name, first)
             for number, page in enumerate(pages, first + 1):
                 yield RowBlock("page {}", [(page, number, (number,), number)])
 
-    def _pages(self, file: io.IOBase, name: str, first: int) -> Iterator[Row]:
-        try:
+    def _picture(self, file: IO[bytes], name: str, first: int) -> Iterator[Row]:
+        self._file_extent.per = self._file_extent.size
+        if not first:
+            yield {"id": name, "media": _media(name, file.read())}
+
+    def _tiff_pages(self, file: IO[bytes], name: str, first: int) -> Iterator[Row]:
+        with _needing_media(name):
+            from PIL import Image
+        with _drawing(name), Image.open(file) as tiff:
+            numbers = tiff_pages(tiff)
+        if len(numbers) == 1:
+            file.seek(0)
+            yield from self._picture(file, name, first)
+            return
+        self._file_extent.per = self._file_extent.size / len(numbers)
+        for number in range(first, len(numbers)):
+            file.seek(0)
+            with _drawing(f"{name}#{number + 1}"), Image.open(file) as tiff:
+                tiff.seek(numbers[number])
+                page = _page(name, number, with_png_mode(tiff))
+            yield page
+
+    def _pdf_pages(self, file: IO[bytes], name: str, first: int) -> Iterator[Row]:
+        with _needing_media(name):
             import PIL  # noqa: F401 (for to_pil)
             import pypdfium2
-        except ImportError as error:
-            raise ConfigError(
-                f"The input file {name!r} is a PDF, and {install_extra(str(error.name), 'media')}"
-            ) from None
 
-        with _pdfium(name):
+        with _drawing(name):
             pdf = pypdfium2.PdfDocument(file)
             pages = len(pdf)
         try:
             self._file_extent.per = self._file_extent.size / max(1, pages)
+            scale = self.dpi / 72  # a PDF's unit is a point, 72 in an inch
             for number in range(first, pages):
-                with _pdfium(name), closing(pdf[number]) as page:
+                with _drawing(f"{name}#{number + 1}"), closing(pdf[number]) as page:
                     text = page.get_textpage().get_text_bounded()
-                    # A PDF's unit is a point, 72 in an inch.
-                    with closing(page.render(scale=self.dpi / 72)) as bitmap:
+                    width, height = page.get_size()
+                    if width * height * scale**2 > _MAX_PIXELS:
+                        raise ValueError(f"{width:.0f} x {height:.0f} points are too large")
+                    with closing(page.render(scale=scale)) as bitmap:
                         image = bitmap.to_pil()
-                png = io.BytesIO()
-                image.save(png, "PNG")
-                fields = {"text": text, "page": number + 1}
-                name_of_page = f"{name}#{number + 1}"
-                yield {**fields, "id": name_of_page, "media": _media(name_of_page, png.getvalue())}
+                yield {"text": text, **_page(name, number, image)}
         finally:
-            with _pdfium(name):
+            with _drawing(name):
                 pdf.close()
 
 
 @contextmanager
-def _pdfium(name: str) -> Iterator[None]:
-    """Admits one thread at a time: tasks overlap, and PDFium crashes with several threads."""
-    import pypdfium2
+def _needing_media(name: str) -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        advice = install_extra(str(error.name), "media")
+        raise ConfigError(f"The input file {name!r} has pages, and {advice}") from None
 
+
+@contextmanager
+def _drawing(place: str) -> Iterator[None]:
+    """Admits one thread at a time: tasks overlap, and PDFium crashes with several threads."""
     with _LOCK:
         try:
             yield
-        except pypdfium2.PdfiumError as error:
+        except Exception as error:  # Pillow's plugins raise anything
             raise InputError(
-                f"The input file {name!r} is damaged, or has a password: {failure_line(error)}. "
-                "Repair it, or move it out of the folder, and run the same command again."
+                f"The input file {place!r} is damaged, or has a password or no page: "
+                f"{failure_line(error)}. Repair it, or move it out of the folder, and run the same "
+                "command again."
             ) from None
+
+
+def _page(name: str, number: int, image: Any) -> Row:
+    png = io.BytesIO()
+    image.save(png, "PNG")
+    name_of_page = f"{name}#{number + 1}"
+    return {
+        "page": number + 1,
+        "id": name_of_page,
+        "media": _media(name_of_page, png.getvalue()),
+    }
 
 
 def _media(name: str, data: bytes) -> list[Row]:

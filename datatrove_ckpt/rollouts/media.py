@@ -28,6 +28,7 @@ from fsspec.utils import get_protocol
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import error_text, missing_package
 from datatrove_ckpt.common.memory import ByteBudget, media_bytes
+from datatrove_ckpt.common.pictures import with_png_mode
 from datatrove_ckpt.config.templates import lacks
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.interface import Payload
@@ -461,11 +462,8 @@ def resized(data: bytes, side: int) -> bytes:
                 image.load()
                 if max(image.size) <= side:
                     return data
-                turned = ImageOps.exif_transpose(image)  # the new file has no Exif data
-                if turned.mode.startswith("I"):
-                    turned = turned.convert("I").point(lambda value: value / 256).convert("L")
-                elif turned.mode not in ("L", "LA", "RGB", "RGBA"):
-                    turned = turned.convert("RGBA" if "transparency" in turned.info else "RGB")
+                # The new file has no Exif data.
+                turned = with_png_mode(ImageOps.exif_transpose(image))
                 scale = side / max(turned.size)
                 size = (max(1, round(turned.width * scale)), max(1, round(turned.height * scale)))
                 made = io.BytesIO()

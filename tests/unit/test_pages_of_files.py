@@ -11,6 +11,7 @@ import pytest
 
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.readers import PageReader, position_state
+from datatrove_ckpt.rollouts.media import resized
 from datatrove_ckpt.testing import FakeServer
 
 Image = pytest.importorskip("PIL.Image")
@@ -74,6 +75,62 @@ def test_a_page_is_a_document_and_the_rest_is_the_same_after_each(folder):
     sharper.load_state_dict(position_state(whole[0]))
     with pytest.raises(CheckpointMismatch, match="dpi=144, now 300"):
         next(sharper.run())
+
+
+def tiff(*images, previews=()):
+    """A TIFF of these images; those with the numbers in ``previews`` are no pages."""
+    file = io.BytesIO()
+    first, *others = [image.copy() for image in images]
+    for number, image in enumerate(others, 1):
+        image.encoderinfo = {"tiffinfo": {254: int(number in previews)}}
+    first.save(file, "TIFF", save_all=True, append_images=others)
+    return file.getvalue()
+
+
+GREYS = Image.new("F", (8, 4))
+GREYS.putdata([0.25, 1.0] * 16)
+RED, GREEN = Image.new("RGB", (8, 4), "red"), Image.new("CMYK", (8, 4), (255, 0, 255, 0))
+
+
+def test_each_page_of_a_tiff_is_a_document(tmp_path):
+    path = tmp_path / "a.tiff"
+    path.write_bytes(tiff(RED, RED, GREEN, GREYS, previews=[1]))
+    whole = list(PageReader(str(tmp_path)).run())
+    assert [document.id for document in whole] == ["a.tiff#1", "a.tiff#2", "a.tiff#3"]
+    assert [document.metadata["page"] for document in whole] == [1, 2, 3]
+    shown = [color_of(document)[1] for document in whole]
+    assert shown == [[4, 0, 0], [0, 4, 0], [4, 4, 4]]
+    for done, document in enumerate(whole, 1):
+        resumed = PageReader(str(tmp_path))
+        resumed.load_state_dict(position_state(document))
+        assert [later.id for later in resumed.run()] == [later.id for later in whole[done:]]
+    path.write_bytes(path.read_bytes()[:-300])
+    with pytest.raises(InputError, match=r"'a.tiff(#\d)?' is damaged"):
+        list(PageReader(str(tmp_path)).run())
+    for images in ([GREYS], [RED, RED]):
+        path.write_bytes(tiff(*images, previews=[1]))
+        (alone,) = PageReader(str(tmp_path)).run()
+        assert (alone.id, alone.media[0].media_bytes) == ("a.tiff", path.read_bytes())
+
+
+def test_a_picture_of_floats_keeps_its_greys():
+    file = io.BytesIO()
+    GREYS.save(file, "TIFF")
+    with Image.open(io.BytesIO(resized(file.getvalue(), 4))) as smaller:
+        assert (smaller.mode, smaller.size) == ("L", (4, 2))
+        assert 100 < smaller.getpixel((1, 1)) < 200
+
+
+def test_a_pdf_may_begin_after_other_bytes_and_a_page_may_be_too_large(folder):
+    path = Path(folder, "a.pdf")
+    path.write_bytes(b"MIME-Version: 1.0\r\n\r\n" + path.read_bytes())
+    assert len(list(PageReader(folder, glob_pattern="a.pdf").run())) == 3
+    pdf = pypdfium2.PdfDocument.new()
+    pdf.new_page(72, 72)
+    pdf.new_page(90_000, 90_000)
+    pdf.save(path)
+    with pytest.raises(InputError, match=r"'a.pdf#2' is damaged.* 90000 x 90000 points"):
+        list(PageReader(folder, glob_pattern="a.pdf").run())
 
 
 def test_a_damaged_pdf_is_named(folder):

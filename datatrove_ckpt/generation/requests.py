@@ -155,6 +155,11 @@ class RolloutRequests:
         rank = self.rank
         model = self.model
         answers = self.answers
+        if key.occurrence and sent.get("temperature") == 0:
+            warn_once(
+                "A document sends a request again at temperature 0, where the answer is mostly the "
+                "same. Raise the temperature, or set show_error for answers in a form."
+            )
         try:
             completion = None
             if cached is not None and cached.error_message is not None:

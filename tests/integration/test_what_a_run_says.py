@@ -115,9 +115,15 @@ async def names_model(document, generate):
     return await generate({"model": "m-2", "messages": [{"role": "user", "content": "a"}]})
 
 
+COLD = ["--choice=[other]", "--engine=none", "--answer-attempts=2", "--invalid-answer=drop"]
+
+
 @pytest.mark.parametrize(
     "arguments, warning",
     [
+        ([*COLD, "--temperature=0"], "A document sends a request again at temperature 0, where"),
+        ([*COLD, "--temperature=0", "--show-error=true"], ""),
+        ([*COLD, "--temperature=0.7"], ""),
         (["--id-key=key"], "id_key: the first row has no column 'key'; its columns: text, n."),
         (["--types={m: int64}"], "types: the first row has no column 'm'; its columns: text, n."),
         (["--system-prompt=Of {text}"], "has {text}, which is sent as it is."),

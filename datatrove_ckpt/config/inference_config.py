@@ -169,8 +169,8 @@ class InferenceConfig:
             Anthropic's ``/v1/messages/batches``), for half the price, and are answered within a
             day. Needs checkpoints; each request in a row is another pass over the input.
         on_cut_off (identity): what becomes of an answer that reached max_tokens: "keep", "drop"
-            (its rollout gives None), "dead_letter", or "retry": once, or with other parameters
-            ``{"retry": 2, "max_tokens": 2048, "then": "drop"}``, at most twice.
+            (its rollout gives None), "dead_letter", or "retry": once, or so many times, with
+            other parameters: ``{"retry": 2, "max_tokens": 2048, "then": "drop"}``.
         on_loop (identity): the same of an answer that repeats itself, also if it is cut off.
         on_refusal (identity): the same of a refusal.
 

@@ -97,6 +97,12 @@ def _check_call(rollout_fn: Rollout, shared: Shared, complete: bool) -> None:
         signature = inspect.signature(rollout_fn)
     except (TypeError, ValueError):
         return  # some callables of other languages have no signature
+    if next(iter(signature.parameters), "") == "generate":
+        raise ConfigError(
+            f"{name_of(rollout_fn)} takes generate first, and is given the document first. "
+            f"{_ADVICE}.",
+            setting="rollout_fn",
+        )
     bind = signature.bind if complete else signature.bind_partial
     try:
         bind("document", "generate", **shared)

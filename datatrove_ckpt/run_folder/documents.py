@@ -340,7 +340,7 @@ def export(location: RunLocation, target: str) -> tuple[int, VerifyReport]:
         The number of documents, and the report of ``verify``.
 
     Raises:
-        ConfigError: ``target`` is neither, or its file is there already.
+        ConfigError: ``target`` is neither, its file is there already, or its folder is missing.
         OutputMismatch: the output holds other documents than the commits name.
         CkptError: the output cannot be read.
     """
@@ -359,6 +359,8 @@ def export(location: RunLocation, target: str) -> tuple[int, VerifyReport]:
     is_there = f"{target}: is there already. Remove it, or choose another name."
     if path.exists():
         raise ConfigError(is_there)
+    if not path.parent.is_dir():
+        raise ConfigError(f"{target}: the folder {path.parent} does not exist. Make it first.")
     report = _refuse_changes(location)
     with _named(target), TemporaryDirectory(prefix=f"{path.name}.", dir=path.parent) as folder:
         new = Path(folder, path.name)

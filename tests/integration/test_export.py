@@ -250,8 +250,8 @@ def test_what_cannot_be_written_is_one_line(run, exported):
     run()
     exported("all.csv")
     assert "is there already" in exported("all.csv", code=2).error
-    said = exported("none/all.csv", code=1).error
-    assert "none/all.csv was not written: FileNotFoundError" in said
+    said = exported("none/all.csv", code=2).error
+    assert "none/all.csv: the folder none does not exist. Make it first." in said
 
 
 def test_a_repository_gets_a_dataset(run, hub, exported):

@@ -93,6 +93,11 @@ async def yields(document, generate):
             {"words": 1},
             "rollout(document, generate, words=...): ",
         ),
+        (
+            lambda generate, document: ask(document, generate),
+            None,
+            "takes generate first, and is given the document first. Write `async def rollout(",
+        ),
         (ask, {"document": 1}, "multiple values for argument 'document'"),
     ],
 )

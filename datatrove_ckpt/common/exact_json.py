@@ -6,11 +6,13 @@ json, pandas and datasets read.
 
 import json
 from collections.abc import Callable, Iterable
+from itertools import repeat
 from typing import Any
 
 import orjson
 
 _EXACT = frozenset({str, int, bool, type(None)})
+_DEEPEST = 252  # of orjson's 254, two are a document's
 _AS_ZEROS = bytes.maketrans(b"0123456789", b"0" * 10)
 
 
@@ -20,7 +22,7 @@ def loads(line: bytes, parse_constant: Callable[[str], object] | None = None) ->
     Args:
         parse_constant: returns the value of NaN, Infinity or -Infinity, as for ``json.loads``.
 
-    Raises orjson.JSONDecodeError if the line is no JSON.
+    Raises orjson.JSONDecodeError if the line is no JSON, or so deep that it could not be written.
     """
     try:
         data = orjson.loads(line)
@@ -42,10 +44,12 @@ def loads(line: bytes, parse_constant: Callable[[str], object] | None = None) ->
     return data
 
 
-def _may_be_inexact(value: object) -> bool:
+def _may_be_inexact(value: object, depth: int = 0) -> bool:
     """Whether a value may hold a float that was a long integer. Long lists are not searched, and
     may.
     """
+    if depth > _DEEPEST:
+        raise orjson.JSONDecodeError(f"a value is in more than {_DEEPEST} others", "", 0)
     items: Iterable[object]
     if isinstance(value, dict):
         items = value.values()
@@ -55,4 +59,6 @@ def _may_be_inexact(value: object) -> bool:
         items = value
     else:
         return isinstance(value, float) and abs(value) >= 2**63
-    return not _EXACT.issuperset(map(type, items)) and any(map(_may_be_inexact, items))
+    return not _EXACT.issuperset(map(type, items)) and any(
+        map(_may_be_inexact, items, repeat(depth + 1))
+    )

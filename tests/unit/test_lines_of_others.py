@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from datatrove_ckpt.output.document_codec import encode
 from datatrove_ckpt.readers import JsonlReader
 
 LINES = [
@@ -15,6 +16,7 @@ LINES = [
     b'{"text":"a","x\\ud800":1}',  # a lone surrogate in a name
     b'{"text":"\\ud83d\\ude00 \\ud83d"}',  # a pair of surrogates
     b'{"text":"NaN \\\\u","x":NaN}',  # NaN in a text
+    b'{"text":"a","x":%b}' % (b"[" * 252 + b"]" * 252),  # as deep as can be written
 ]
 
 
@@ -39,10 +41,19 @@ def test_a_line_that_others_read_is_a_document(tmp_path, line):
     del row["file_path"]
     assert as_read(row) == as_read(json.loads(line))
     assert "damaged_lines" not in reader.stats.stats
+    encode(document)
 
 
 @pytest.mark.parametrize(
-    "line", [b'{"text":NaN', b"{'text':'a'}", b'{"text":"a\xff"}', b"[" * 9999]
+    "line",
+    [
+        b'{"text":NaN',
+        b"{'text':'a'}",
+        b'{"text":"a\xff"}',
+        b"[" * 9999,
+        *(b'{"text":"a","x":%b}' % (b"[" * depth + b"]" * depth) for depth in (253, 600)),
+        b'{"text":"a","x":%b}' % (b'{"a":' * 400 + b"1" * 30 + b"}" * 400),
+    ],
 )
 def test_what_nobody_reads_is_damaged_as_before(tmp_path, line):
     (tmp_path / "a.jsonl").write_bytes(b'{"text":"first"}\n' + line + b"\n")

@@ -16,7 +16,10 @@ def main() -> int:
         from datatrove_ckpt.cli.main import main as command
 
         code = command()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, RuntimeError) as error:
+        # Python 3.11 raises RuntimeError from what __set_name__ raises, as in an enum's import.
+        if not isinstance(error.__cause__ or error, KeyboardInterrupt):
+            raise
         with suppress(OSError):
             print("interrupted", file=sys.stderr)
         code = 130

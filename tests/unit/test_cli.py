@@ -127,15 +127,26 @@ def test_our_errors_are_1_and_a_message_and_their_traceback_is_in_the_task_log(r
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("module", ["datatrove", "datatrove_ckpt.cli.run"])
-def test_ctrl_c_while_the_command_imports_is_no_traceback(tmp_path, module):
+@pytest.mark.parametrize(
+    "module, interrupt",
+    [
+        ("datatrove", "signal.raise_signal(signal.SIGINT)"),
+        ("datatrove", "type('Class', (), {'name': Name()})"),
+        ("datatrove_ckpt.cli.run", "signal.raise_signal(signal.SIGINT)"),
+    ],
+)
+def test_ctrl_c_while_the_command_imports_is_no_traceback(tmp_path, module, interrupt):
     (tmp_path / "sitecustomize.py").write_text(f"""
 import signal, sys
+
+class Name:
+    def __set_name__(self, owner, name):
+        signal.raise_signal(signal.SIGINT)
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
         if name == "{module}":
-            signal.raise_signal(signal.SIGINT)
+            {interrupt}
 
 sys.meta_path.insert(0, Finder())
 """)

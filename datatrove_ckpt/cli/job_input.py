@@ -188,7 +188,7 @@ class JobInput:
                 for name in self._list(lines.glob_pattern)[:1]:
                     for block in islice(lines.blocks(name, ()), 1):
                         for row, _, _, _ in islice(block.rows, _MAX_LINES):
-                            if isinstance(row, dict) and {"custom_id", "body"} <= row.keys():
+                            if isinstance(row, dict) and _seems_request(row):
                                 return row
         return {}
 
@@ -220,6 +220,12 @@ class JobInput:
         if not names and self._is_here and not Path(self._folder).is_dir():
             raise _is_absent(self._folder)
         return names
+
+
+def _seems_request(row: JsonObject) -> bool:
+    if "custom_id" in row:
+        return not row.keys().isdisjoint(("body", "params"))
+    return "url" in row and isinstance(row.get("body"), dict)
 
 
 def _is_absent(source: str) -> ConfigError:

@@ -72,7 +72,7 @@ class BatchReader(JsonlReader):
                         )
                     earlier.add(custom_id)
             except DamagedLine as error:
-                raise ConfigError(str(error)) from None
+                raise ConfigError(f"The input seems to be a batch file: {error}") from None
 
     def get_document_from_dict(
         self, data: Row, source_file: str, id_in_file: int | str
@@ -90,7 +90,7 @@ class BatchReader(JsonlReader):
             document = self.skip_damaged(source_file, line, BadRow(problem))
             document.metadata["custom_id"] = name
             return document
-        return PositionedDocument(text, name, metadata={"url": data["url"]})
+        return PositionedDocument(text, name, metadata={"url": _url_of(data)})
 
     def skip_damaged(
         self, file: str, where: str, bad: BadRow, in_training: bool = False
@@ -102,6 +102,14 @@ class BatchReader(JsonlReader):
         )
 
 
+def _url_of(data: Row) -> object:
+    """Returns the path of a line's request; Azure's batch files omit /v1."""
+    url = data.get("url")
+    if url not in _URLS and f"/v1{url}" in _URLS:
+        return f"/v1{url}"
+    return url
+
+
 def _problem(data: Row) -> str:
     """Returns why a line is no request that can be sent; "" for a request."""
     body = data.get("body")
@@ -109,7 +117,9 @@ def _problem(data: Row) -> str:
         return "it has no custom_id that is a text"
     if data.get("method", "POST") != "POST":
         return f"its method is {data['method']!r}, and requests are sent by POST"
-    if data.get("url") not in _URLS:
+    if "params" in data:
+        return "it has params, as Anthropic's batches: write OpenAI's form, a url and a body"
+    if _url_of(data) not in _URLS:
         return f"its url is {data.get('url')!r}, and not one of {', '.join(_URLS)}"
     if not isinstance(body, dict) or not body:
         return "its body is no object with keys"

@@ -83,6 +83,28 @@ def test_each_body_is_sent_as_written_to_its_url_and_each_line_has_the_whole_ans
     assert ranked == ranks
 
 
+@pytest.mark.parametrize(
+    "line, why",
+    [
+        ({"custom_id": "1", "params": {"messages": []}}, "line 1: it has params, as Anthropic's"),
+        ({"url": CHAT, "body": {"messages": []}}, "line 1: it has no custom_id"),
+        ({"method": "POST", "url": "/x", "body": {"a": 1}}, "line 1: it has no custom_id"),
+    ],
+)
+def test_a_batch_file_of_another_form_is_named_as_one(server, run, line, why):
+    write(line)
+    said = run(code=2).error
+    assert "The input seems to be a batch file: `requests.jsonl`" in said
+    assert why in said
+
+
+def test_azures_urls_are_openais(server, run):
+    write(request("a", "/chat/completions", messages=[{"role": "user", "content": "q"}]))
+    run()
+    (line,) = results()
+    assert line["response"]["status_code"] == 200
+
+
 def test_two_files_may_not_have_a_line_of_one_custom_id(server, run):
     Path("requests.jsonl").mkdir()
     for name in ("a", "b"):
@@ -128,6 +150,7 @@ REFUSED = [
     (request("1", extra_headers={}), "line 2: its body has extra_headers"),
     ({**request("1"), "body": "text"}, "line 2: its body is no object with keys"),
     (request("1", seed=-(2**63) - 1), "line 2: its body cannot be sent as it is written: Integer"),
+    ({"custom_id": "1", "params": {"messages": []}}, "line 2: it has params, as Anthropic's"),
     (request("0"), "line 2: an earlier line also has the custom_id '0'"),
 ]
 

@@ -7,13 +7,13 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint import files, layout
-from datatrove_ckpt.checkpoint.job_file import recorded_settings
 from datatrove_ckpt.cli.job_input import reader_name
 from datatrove_ckpt.common.formatting import safe_repr
 from datatrove_ckpt.common.lazy_pyarrow import pa, pq
@@ -21,59 +21,109 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.output.owner import RunOrigin
 
 
-def save_lines(lines: Iterable[bytes], run_folder: Path, name: str) -> Path:
-    """Writes JSON lines, unless a run has begun with them.
+@dataclass(frozen=True)
+class SavedInput:
+    """The input that a run folder keeps.
 
-    Raises:
-        ConfigError: the run has begun with other lines.
+    Attributes:
+        folder: the folder with the rows, below the run folder.
+        has_begun: whether checkpoints or their mirror show that the run has begun.
+        mirror: ``checkpoints_remote_dir``.
     """
-    path = run_folder / layout.KEPT_INPUT / f"{name}.jsonl"
-    if not _has_begun_with(path):
+
+    folder: Path
+    has_begun: bool
+    mirror: object
+
+    def save_lines(self, lines: Iterable[bytes], name: str) -> Path:
+        """Writes JSON lines, unless the run has begun with them.
+
+        Raises:
+            ConfigError: the run has begun with other lines.
+        """
+        path = self.folder / f"{name}.jsonl"
+        if not self._has_begun_with(path):
+            files.disk.make_dirs(path.parent)
+            files.disk.replace(path, lines)
+            return path
+        with path.open("rb") as file:  # a copy might not fit on the disk
+            is_equal = all(file.read(len(line)) == line for line in lines) and not file.read(1)
+        return _compared(path, is_equal)
+
+    def save_rows(self, rows: object) -> Path:
+        """Writes a table as Parquet, with its types, or else texts or dictionaries as JSON lines,
+        unless the run has begun with them.
+
+        Args:
+            rows: a DataFrame of pandas or polars, a ``datasets.Dataset``, or another object that
+                exports an Arrow stream; or an iterable of texts or dictionaries, which are not held
+                in memory.
+
+        Raises:
+            ConfigError: ``rows`` is none of these, a row does not fit, or the run began with other
+                rows.
+        """
+        is_series = hasattr(rows, "to_frame")
+        if hasattr(rows, "to_parquet") or (hasattr(rows, "__arrow_c_stream__") and not is_series):
+            return self._save_table(rows)
+        if not isinstance(rows, Iterable) or isinstance(rows, Mapping | bytes):
+            raise ConfigError(
+                "input: takes a path, a list or an iterator of texts or dictionaries, a "
+                f"DataFrame, or a dataset (one split); it is {type(rows).__name__}."
+            )
+        return self.save_lines(_lines(rows), "rows")
+
+    def record_folder(self) -> None:
+        """Records where the rows are when the run begins. For a run of an earlier release, its
+        origin has the path, unless that is a mirror.
+        """
+        folder = self.folder
+        record = folder / layout.BEGAN_IN
+        if self.has_begun:
+            origin = RunOrigin(folder.with_name("checkpoints"), None).recorded
+            if record.exists() or origin is None or self.mirror:
+                return
+            if Path(origin.home).name != "checkpoints":
+                return
+            folder = Path(origin.home).with_name(layout.KEPT_INPUT)
+        files.disk.replace(record, os.fsencode(get_datafolder(str(folder)).resolve_paths("")))
+
+    def _save_table(self, table: Any) -> Path:
+        path = self.folder / "rows.parquet"
+        new = path.with_name(f"{path.name}.new")
         files.disk.make_dirs(path.parent)
-        files.disk.replace(path, lines)
-        return path
-    with path.open("rb") as file:  # a copy might not fit on the disk
-        is_equal = all(file.read(len(line)) == line for line in lines) and not file.read(1)
-    return _compared(path, is_equal)
+        if hasattr(table, "reset_index"):
+            table = self._with_index(table, path)
+        if hasattr(table, "to_parquet"):
+            table.to_parquet(new)
+        else:
+            batches = pa.RecordBatchReader.from_stream(table)
+            with pq.ParquetWriter(new, batches.schema) as file:
+                for batch in batches:
+                    file.write_batch(batch)
+        if not self._has_begun_with(path):
+            files.disk.sync(new)
+            files.disk.rename(new, path)
+            files.disk.sync_dir(path.parent)
+            return path
+        is_equal = filecmp.cmp(new, path, shallow=False)
+        files.disk.remove(new)
+        return _compared(path, is_equal)
 
+    def _with_index(self, frame: Any, path: Path) -> Any:
+        """Returns a DataFrame with its index as a column, unless the index only counts the rows, or
+        the run has begun without that column.
+        """
+        rows = frame.reset_index(drop=True)
+        if set(frame.index.names) == {None}:
+            columns = len(rows.columns)
+            begun_without = self._has_begun_with(path) and len(pq.read_schema(path)) == columns
+            if begun_without or frame.index.equals(rows.index):
+                return rows
+        return frame.reset_index()
 
-def save_rows(rows: object, run_folder: Path) -> Path:
-    """Writes a table as Parquet, with its types, or else texts or dictionaries as JSON lines,
-    unless a run has begun with them.
-
-    Args:
-        rows: a DataFrame of pandas or polars, a ``datasets.Dataset``, or another object that
-            exports an Arrow stream; or an iterable of texts or dictionaries, which are not held in
-            memory.
-
-    Raises:
-        ConfigError: ``rows`` is none of these, a row does not fit, or the run began with other
-            rows.
-    """
-    is_series = hasattr(rows, "to_frame")
-    if hasattr(rows, "to_parquet") or (hasattr(rows, "__arrow_c_stream__") and not is_series):
-        return _keep_table(rows, run_folder)
-    if not isinstance(rows, Iterable) or isinstance(rows, Mapping | bytes):
-        raise ConfigError(
-            "input: takes a path, a list or an iterator of texts or dictionaries, a "
-            f"DataFrame, or a dataset (one split); it is {type(rows).__name__}."
-        )
-    return save_lines(_lines(rows), run_folder, "rows")
-
-
-def record_folder(run_folder: Path, mirror: object) -> None:
-    """Records where the rows of a run that begins are. For a run of an earlier release, its origin
-    has the path, unless that is a mirror.
-    """
-    checkpoints = run_folder / "checkpoints"
-    folder = run_folder / layout.KEPT_INPUT
-    record = folder / layout.BEGAN_IN
-    if recorded_settings(checkpoints):
-        origin = RunOrigin(checkpoints, None).recorded
-        if record.exists() or origin is None or mirror or Path(origin.home).name != "checkpoints":
-            return
-        folder = Path(origin.home).with_name(layout.KEPT_INPUT)
-    files.disk.replace(record, os.fsencode(get_datafolder(str(folder)).resolve_paths("")))
+    def _has_begun_with(self, path: Path) -> bool:
+        return self.has_begun and path.exists()
 
 
 def _lines(rows: Iterable[object]) -> Iterator[bytes]:
@@ -120,45 +170,6 @@ def _refuse_other_keys(value: object) -> None:
     elif isinstance(value, list | tuple):
         for item in value:
             _refuse_other_keys(item)
-
-
-def _keep_table(table: Any, run_folder: Path) -> Path:
-    path = run_folder / layout.KEPT_INPUT / "rows.parquet"
-    new = path.with_name(f"{path.name}.new")
-    files.disk.make_dirs(path.parent)
-    if hasattr(table, "reset_index"):
-        table = _with_index(table, path)
-    if hasattr(table, "to_parquet"):
-        table.to_parquet(new)
-    else:
-        batches = pa.RecordBatchReader.from_stream(table)
-        with pq.ParquetWriter(new, batches.schema) as file:
-            for batch in batches:
-                file.write_batch(batch)
-    if not _has_begun_with(path):
-        files.disk.sync(new)
-        files.disk.rename(new, path)
-        files.disk.sync_dir(path.parent)
-        return path
-    is_equal = filecmp.cmp(new, path, shallow=False)
-    files.disk.remove(new)
-    return _compared(path, is_equal)
-
-
-def _with_index(frame: Any, path: Path) -> Any:
-    """Returns a DataFrame with its index as a column, unless the index only counts the rows, or a
-    run has begun without that column.
-    """
-    rows = frame.reset_index(drop=True)
-    if set(frame.index.names) == {None}:
-        begun_without = _has_begun_with(path) and len(pq.read_schema(path)) == len(rows.columns)
-        if begun_without or frame.index.equals(rows.index):
-            return rows
-    return frame.reset_index()
-
-
-def _has_begun_with(path: Path) -> bool:
-    return path.exists() and recorded_settings(path.parent.parent / "checkpoints") != {}
 
 
 def _compared(path: Path, is_equal: bool) -> Path:

@@ -25,9 +25,10 @@ import orjson
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.job_file import recorded_settings
-from datatrove_ckpt.cli import saved_input, yaml_config
+from datatrove_ckpt.cli import yaml_config
 from datatrove_ckpt.cli.job_input import JobInput, class_of, node
 from datatrove_ckpt.cli.job_settings import ShortJob
+from datatrove_ckpt.cli.saved_input import SavedInput
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.common.setting_types import parameters_of
@@ -175,7 +176,8 @@ def expand(short: Node, inspect_only: bool = False, rows: object = None) -> Node
             )
         recorded = _recorded(job, short)
         mirror = short.get("checkpoints_remote_dir")
-        job_input = JobInput(_input(job, inspect_only, rows, mirror), inspect_only)
+        saved = SavedInput(job.root / layout.KEPT_INPUT, recorded != {}, mirror)
+        job_input = JobInput(_input(job, inspect_only, rows, saved), inspect_only)
         reader = job_input.reader()
         job = _as_batch(job, job_input, reader, short)
         tasks = recorded.get("tasks") if job.tasks is None else job.tasks
@@ -462,7 +464,7 @@ def _server(job: ShortJob, short: Node, inspect_only: bool) -> Node:
     return config
 
 
-def _input(job: ShortJob, inspect_only: bool, rows: object, mirror: object) -> str:
+def _input(job: ShortJob, inspect_only: bool, rows: object, saved: SavedInput) -> str:
     """Returns the input; for standard input and rows, the file from which each start reads them."""
     if rows is None and job.input != "-":
         return job.input
@@ -474,19 +476,19 @@ def _input(job: ShortJob, inspect_only: bool, rows: object, mirror: object) -> s
     data = b""
     if rows is None and not (inspect_only or sys.stdin.isatty()):
         data = sys.stdin.buffer.read()
-    path = job.root / layout.KEPT_INPUT / "stdin.jsonl"
+    path = saved.folder / "stdin.jsonl"
     if rows is not None:
-        path = saved_input.save_rows(rows, job.root)
+        path = saved.save_rows(rows)
     elif data:
         if not data.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
             raise ConfigError(
                 "input: standard input holds no JSON lines. Save it, and name the file."
             )
-        saved_input.save_lines([data], job.root, "stdin")
+        saved.save_lines([data], "stdin")
     elif not (inspect_only or path.exists()):
         raise ConfigError("input: standard input is empty.")
     if not inspect_only:
-        saved_input.record_folder(job.root, mirror)
+        saved.record_folder()
     return str(path)
 
 

@@ -479,7 +479,8 @@ def upload_rank(url: str, folder: Path) -> None:
 
 
 def upload_finished_ranks(url: str, root: Path) -> None:
-    """Uploads the finished ranks that a mirror lacks, including retries: a mirror may be set later.
+    """Uploads the finished ranks that a mirror lacks, including retries: a mirror may be set later,
+    or have been away.
 
     A remote that fails costs a warning; the next start tries again.
 
@@ -504,14 +505,20 @@ def upload_finished_ranks(url: str, root: Path) -> None:
 
 
 def _upload_missing(url: str, folder: Path) -> bool:
-    """Uploads a finished rank, and returns True, unless a version other than 1 is there.
+    """Uploads a finished rank, and returns True, unless the mirror has it, or work of another node.
 
     A kill in the first upload leaves an empty version 1.
     """
-    is_there = any(version.number > 1 for version in VersionStore(url).all_versions())
-    if not is_there:
-        upload_rank(url, folder)
-    return not is_there
+    mirrored = VersionStore(url)
+    versions = [version for version in mirrored.all_versions() if version.number > 1]
+    newest = mirrored.newest(versions, mirrored.read_manifest, [])
+    if newest is not None and newest.finished:
+        return False
+    owner = _owner_of(folder)
+    if versions and (owner is None or not contains_version(owner, versions[-1])):
+        return False
+    upload_rank(url, folder)
+    return True
 
 
 # job.json ----------------------------------------------------------------------------------------

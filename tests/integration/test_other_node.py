@@ -205,3 +205,21 @@ def test_settings_that_nobody_gave_are_those_of_the_mirror_on_a_new_node(
     answers = pandas.concat(map(pandas.read_parquet, sorted(here.glob("r/output/*"))))
     assert set(answers["answer_2_endpoint"]) == {server.url}
     assert bills.paid == len(answers) == 40
+
+
+def test_a_mirror_that_was_away_for_the_end_of_a_run_gets_it_at_the_next_start(here, cluster):
+    mirror = here / "mirror"
+    cluster.run_until("a", 3)
+    mirror.rename(here / "away")
+    cluster("a", "run")
+    before = cluster.files()
+    shutil.rmtree(mirror)
+    (here / "away").rename(mirror)
+    versions = []
+    for _ in range(2):
+        cluster("a", "run")
+        versions.append(sorted(mirror.glob("*/generation-*")))
+    assert versions[0] == versions[1], "a whole mirror is left as it is"
+    shutil.rmtree(cluster.disk("a"))
+    assert f"{DOCUMENTS} of {DOCUMENTS} documents" in cluster("a", "run")
+    assert (cluster.bills.paid, cluster.files()) == (DOCUMENTS, before)

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, NamedTuple, NoReturn, Self, TextIO
 
 import multiprocess
@@ -457,6 +458,7 @@ class NotebookBar:
     """The bar of tqdm in a notebook. Raises ImportError: ``ipywidgets`` is not installed."""
 
     def __init__(self, progress: RunProgress) -> None:
+        import_module("ipywidgets")  # without it, tqdm prints an error of its own
         from tqdm.notebook import tqdm
 
         self._progress = progress

@@ -39,6 +39,9 @@ def test_the_page_has_each_part_loads_nothing_and_runs_nothing():
     assert [part for part in ("http:", "https:", "@import", "url(") if part in source] == []
     assert re.findall('<link [^>]*href="([^"]*)', source) == ["data:,"]
     assert "default-src 'none'" in source
+    # Both ends of an axis fit into the width of a phone.
+    assert ">2026-09-21 14:13:20</text>" in source
+    assert ">16:53:20 UTC</text>" in source
     assert "max-width: 520px" in source, "charts fit a phone, with larger labels"
 
 

@@ -220,6 +220,8 @@ def test_a_notebook_has_the_bar_of_tqdm_where_its_widgets_are_installed(monkeypa
             shown.append("closed")
 
     monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    widgets = ModuleType("ipywidgets") if has_widgets else None
+    monkeypatch.setitem(sys.modules, "ipywidgets", widgets)
     monkeypatch.setattr("tqdm.notebook.tqdm", Bar)
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     clock, lines = Clock(), []

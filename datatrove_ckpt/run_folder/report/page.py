@@ -353,9 +353,13 @@ def chart(
         line = f"M{_LEFT} {number(y(value))}H{_WIDTH - _RIGHT}"
         parts.append(element("path", d=line, class_=kind))
         parts.append(element("text", short(value), x=_LEFT - 8, y=y(value) + 4, text_anchor="end"))
-    for at, anchor in ((edges[0], "start"), (edges[-1], "end")):
+    first = clock(edges[0]).removesuffix(" UTC")  # both must fit into the width of a phone
+    last = clock(edges[-1])
+    if last[:10] == first[:10]:
+        last = last[11:]
+    for at, text, anchor in ((edges[0], first, "start"), (edges[-1], last, "end")):
         parts.append(element("path", d=f"M{number(x(at))} {_FLOOR}v5", class_="axis"))
-        parts.append(element("text", clock(at), x=x(at), y=_FLOOR + 20, text_anchor=anchor))
+        parts.append(element("text", text, x=x(at), y=_FLOOR + 20, text_anchor=anchor))
     keys = []
     for index, (line, values) in enumerate(lines.items()):
         places = [

@@ -29,7 +29,7 @@ from datatrove_ckpt.readers.input_errors import naming_hub_input
 # Without the library, fsspec would read such a file as text.
 _CODECS_BY_SUFFIX = {".zst": "zstd", ".lz4": "lz4"}
 _PACKAGES = {"zstd": "'datatrove-ckpt[zstd]'", "lz4": "lz4", "snappy": "python-snappy"}
-_DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, zipfile.BadZipFile)
+_DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile)
 _LIBRARIES = {"zstandard", "isal", "backports", "compression", "lz4", "snappy", "pyarrow"}
 
 
@@ -91,10 +91,8 @@ def naming_damage(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # bz2 raises a plain OSError. An OSError of the operating system has an errno.
-        is_plain = type(error) is OSError and error.errno is None
         library = type(error).__module__.partition(".")[0]
-        if not (is_plain or isinstance(error, _DAMAGE) or library in _LIBRARIES):
+        if not isinstance(error, _DAMAGE) and library not in _LIBRARIES:
             raise
         if "crypt" in str(error):  # of Parquet or a zip
             raise InputError(

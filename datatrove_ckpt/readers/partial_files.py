@@ -18,13 +18,12 @@ from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers.compressed import codec_of, files_in
 
 WHOLE = "whole"
-_KINDS = ("xz", "zip", "tiff")
 _PADDED_STREAM = b"\0\0\0\0\xfd7zXZ\0"
 
 
 def whole_option(names: Iterable[str], compression: str | None) -> JsonObject:
     """Returns the option of a reader's state or record, if a file may be of these kinds."""
-    if any(_kind(name, compression) in _KINDS for name in names):
+    if any(_kind(name, compression) for name in names):
         return {WHOLE: True}
     return {}
 
@@ -43,19 +42,23 @@ def refuse_partial_files(
         kind = _kind(name, compression)
         # A new run cannot read it either.
         with suppress(FileNotFoundError, zipfile.BadZipFile):
-            if kind in _KINDS and _has_more(folder, name, kind):
+            if kind and _has_more(folder, name, kind):
                 raise CheckpointMismatch(
                     f"The input file {name!r} was read by an earlier release only up to the "
                     "padding after its first stream, or only its first file or page. The rest is "
                     "not in the output.",
-                    starts_over="with old results",
+                    starts_over="anew" if kind == "tiff" else "with old results",
                 )
 
 
-def _kind(name: str, compression: str | None) -> str | None:
+def _kind(name: str, compression: str | None) -> str:
+    """Returns the kind of a file that earlier releases may have read in part; "" for others."""
     if name.lower().endswith((".tif", ".tiff")):
         return "tiff"
-    return codec_of(name, compression)
+    codec = codec_of(name, compression)
+    if codec in ("xz", "zip"):
+        return codec
+    return ""
 
 
 def _has_more(folder: DataFolder, name: str, kind: str) -> bool:

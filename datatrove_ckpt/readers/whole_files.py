@@ -119,7 +119,8 @@ class PageReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ig
     def _tiff_pages(self, file: IO[bytes], name: str, first: int) -> Iterator[Row]:
         with _needing_media(name):
             from PIL import Image
-        with _drawing(name), Image.open(file) as tiff:
+        with _drawing(name):
+            tiff = Image.open(file)
             numbers = tiff_pages(tiff)
         if len(numbers) == 1:
             file.seek(0)
@@ -127,8 +128,7 @@ class PageReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ig
             return
         self._file_extent.per = self._file_extent.size / len(numbers)
         for number in range(first, len(numbers)):
-            file.seek(0)
-            with _drawing(f"{name}#{number + 1}"), Image.open(file) as tiff:
+            with _drawing(f"{name}#{number + 1}"):
                 tiff.seek(numbers[number])
                 page = _page(name, number, with_png_mode(tiff))
             yield page

@@ -372,21 +372,23 @@ def _readers(logging_dir: str | None) -> list[Json]:
 
 def _check_input(rank: RankSummary, readers: list[Json]) -> Iterator[Problem]:
     """Finds files of which an earlier release read only the beginning."""
-    if rank.root or not readers:  # a retry reads no input
+    if rank.root or rank.damage is not None:  # a retry reads no input
         return
     read: dict[tuple[int, str], Json] = {}  # options of reader and file
     for commit in rank.commits.values():
         if state := commit.position:
             read[state["number"], state["file"]["name"]] = state["options"]
-    if rank.is_finished and (record := ShardRecord.read(rank.folder / layout.SHARD)):
-        for number, recorded in enumerate(record.readers):
-            read |= {(number, file.name): recorded.options for file in recorded.files}
+    record = ShardRecord.read(rank.folder / layout.SHARD) or ShardRecord()
+    for number, recorded in enumerate(record.readers):
+        read |= {(number, file.name): recorded.options for file in recorded.files}
     for (number, name), options in read.items():
-        for reader in readers[number : number + 1]:
+        if number < len(readers):
             # A URL has lost its protocol there, and is not found.
-            folder = get_datafolder(reader["data_folder"].split("'")[1])
+            folder = get_datafolder(readers[number]["data_folder"].split("'")[1])
             try:
-                refuse_partial_files(folder, [name], reader.get("compression"), options)
+                refuse_partial_files(
+                    folder, [name], readers[number].get("compression", "infer"), options
+                )
             except errors.CheckpointMismatch as error:
                 yield Problem("input", str(error), *rank.key)
                 return

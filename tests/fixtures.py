@@ -28,7 +28,7 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.common import object_store, redaction, retrying
 from datatrove_ckpt.errors import setting_names
 from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers, Outage
-from datatrove_ckpt.inference.servers.warm import close_warm_servers
+from datatrove_ckpt.inference.servers.host import close_warm_servers
 from datatrove_ckpt.output import output_folder
 from datatrove_ckpt.process import shutdown
 from datatrove_ckpt.testing import FakeServer

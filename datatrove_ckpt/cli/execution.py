@@ -13,9 +13,9 @@ from datatrove_ckpt.checkpoint.clock import unix_seconds
 from datatrove_ckpt.checkpoint.job_file import refuse_other_tasks
 from datatrove_ckpt.checkpoint.layout import rank_numbers
 from datatrove_ckpt.cli.advice_commands import advise
-from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import fail, note, say
 from datatrove_ckpt.cli.short_form import Node
+from datatrove_ckpt.cli.yaml_config import FullConfig
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.common.redaction import redact

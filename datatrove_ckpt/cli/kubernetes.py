@@ -7,9 +7,8 @@ from pathlib import Path
 from datatrove.executor.base import PipelineExecutor
 
 from datatrove_ckpt.cli import short_form, yaml_config
-from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import note, say
-from datatrove_ckpt.cli.yaml_text import dump
+from datatrove_ckpt.cli.yaml_config import FullConfig, dump
 from datatrove_ckpt.common.redaction import may_hold_secret
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.executors import kubernetes

@@ -6,9 +6,8 @@
 import argparse
 
 from datatrove_ckpt.cli import printing
-from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.short_form import make_executor
-from datatrove_ckpt.cli.yaml_config import build
+from datatrove_ckpt.cli.yaml_config import FullConfig, build
 from datatrove_ckpt.common.formatting import plural, plural_or_no
 from datatrove_ckpt.errors import ConfigError
 

@@ -8,22 +8,26 @@ alternatives.
         pipeline:
           - class_path: JsonlReader
             init_args: {data_folder: documents}
+
+YAML is read and written as 1.2, because PyYAML's 1.1 breaks datatrove's values: ``no`` is a
+language, ``20:00:00`` a Slurm time limit, ``1e-5`` a number.
 """
 
 import contextlib
 import importlib
 import inspect
+import math
 import re
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml  # type: ignore[import-untyped]
 
-from datatrove_ckpt.cli import yaml_text
 from datatrove_ckpt.common import JsonObject, redaction
 from datatrove_ckpt.common.formatting import did_you_mean, missing_package
+from datatrove_ckpt.common.redaction import is_secret
 from datatrove_ckpt.common.setting_types import (
     alternatives,
     argument_hint,
@@ -47,6 +51,79 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.setting_names import form, setting_name
 from datatrove_ckpt.output.formats import FORMATS
 from datatrove_ckpt.readers import READERS
+
+
+def read_value(text: str) -> object:
+    try:
+        return yaml.load(text, Loader)
+    except (yaml.YAMLError, RecursionError):
+        return text
+
+
+class Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """YAML 1.2's core schema. Duplicate keys are errors: PyYAML would silently drop the first."""
+
+    yaml_implicit_resolvers: ClassVar[JsonObject] = {}
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, object]:
+        names: list[object] = []
+        for key, _ in node.value:
+            if key.value in names:
+                raise yaml.constructor.ConstructorError(
+                    problem=f'key "{key.value}" twice', problem_mark=key.start_mark
+                )
+            names.append(key.value)
+        mapping: dict[Hashable, object] = super().construct_mapping(node, deep)
+        return mapping
+
+
+for _tag, _first, _pattern in (
+    ("null", "~nN", r"~|null|Null|NULL|"),
+    ("bool", "tTfF", r"true|True|TRUE|false|False|FALSE"),
+    ("int", "-+0123456789", r"[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+"),
+    (
+        "float",
+        "-+.0123456789",
+        r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+",
+    ),
+    ("float", "-+.", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"),
+    ("merge", "<", r"<<"),
+):
+    Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), [*_first, ""]
+    )
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+# PyYAML writes these unescaped in keys, and reads them as spaces.
+_ODD_BREAKS = re.compile("[\r\x85\u2028\u2029]")
+
+
+def _represent_text(dumper: _Dumper, text: str) -> yaml.Node:
+    style = None
+    if _ODD_BREAKS.search(text):
+        style = '"'
+    elif "\n" in text:
+        style = "|"
+    elif read_value(text) != text:
+        style = "'"
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def dump(value: object) -> str:
+    """Returns YAML that ``read_value`` reads back unchanged."""
+    text: str = yaml.dump(
+        value, Dumper=_Dumper, allow_unicode=True, sort_keys=False, width=math.inf
+    )
+    return text
+
 
 _Built = typing.TypeVar("_Built")
 _NAMES_BY_MODULE = {
@@ -109,7 +186,7 @@ def load(path: str | Path) -> JsonObject:
         ConfigError: the file cannot be read, is not YAML, or does not have the key "executor".
     """
     try:
-        job = yaml.load(Path(path).read_text(encoding="utf-8"), yaml_text.Loader)
+        job = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}. Give the YAML "
@@ -260,7 +337,7 @@ def _value(hint: object, value: object, label: str, key: str) -> object:
     elif isinstance(value, str) and {str, Any}.isdisjoint(kinds):
         if any(map(is_callable, kinds)):
             return _import_function(value, yaml_path)
-        unquoted = yaml_text.read_value(value)  # a quoted number
+        unquoted = read_value(value)  # a quoted number
         if takes(hint, unquoted):
             value = unquoted
     try:
@@ -438,7 +515,7 @@ def read_argument(text: str, hint: object) -> object:
     """
     if hint is Any and len(text) == 1 and not text.isalnum():
         return text  # such as a delimiter
-    value = yaml_text.read_value(text)
+    value = read_value(text)
     outers = {origin(kind) for kind in alternatives(hint)}
     if isinstance(value, dict | list):
         is_meant = outers - _SCALARS and text.lstrip().startswith(("{", "["))
@@ -452,3 +529,56 @@ def read_argument(text: str, hint: object) -> object:
     if is_text:
         return text
     return value
+
+
+# the long form ------------------------------------------------------------------------------------
+
+
+class FullConfig:
+    """The configuration of a job as YAML that can be run again, with secrets masked.
+
+    Args:
+        config: the content of the file with overrides applied, which ``build`` has accepted.
+    """
+
+    def __init__(self, config: JsonObject) -> None:
+        self._secrets: list[str] = []
+        self._config = {**config, "executor": self._masked("", config["executor"])}
+
+    def text(self) -> str:
+        return (
+            "# The long form of the run. It can be run as it stands, but for what is "
+            f"hidden.\n{dump(self._config)}"
+        )
+
+    def redact(self, text: str) -> str:
+        for secret in sorted(self._secrets, key=len, reverse=True):
+            text = text.replace(secret, MASK)
+        return text
+
+    def _masked(self, name: str, value: object) -> object:
+        if value and isinstance(value, str | list | dict) and is_secret(name, value):
+            self._secrets += [
+                text for _, text in leaves(value, "") if text and isinstance(text, str)
+            ]
+            return MASK
+        if isinstance(value, list):
+            return [self._masked(name, part) for part in value]
+        if not isinstance(value, dict):
+            return value
+        if "class_path" not in value:
+            return {key: self._masked(f"{name}.{key}", part) for key, part in value.items()}
+        cls = import_name(value["class_path"], "class_path")
+        arguments = {}
+        declared = {
+            name
+            for base in cls.__mro__
+            if base.__module__.partition(".")[0] in ("datatrove", "datatrove_ckpt")
+            for name in parameters_of(base)[0]
+        }
+        for key, part in (value.get("init_args") or {}).items():
+            secret_name = key
+            if key in declared:  # such as ``text_key``, which is no secret by its name
+                secret_name = ""
+            arguments[key] = self._masked(secret_name, part)
+        return {"class_path": value["class_path"], "init_args": arguments}

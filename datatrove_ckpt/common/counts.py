@@ -21,8 +21,19 @@ from dataclasses import dataclass, field, replace
 from operator import mul
 from typing import Any, Literal, NamedTuple, Self
 
-from datatrove_ckpt.common.finish_reasons import USUAL
 from datatrove_ckpt.common.formatting import plural
+
+ENDINGS = frozenset(
+    """
+    complete completed end_turn eos eos_token function_call stop stop_sequence tool_call tool_calls
+    tool_use
+    """.split()  # noqa: SIM905
+)
+"""Reasons of whole answers."""
+CUT_OFF = frozenset({"length", "max_tokens", "model_length", "model_context_window_exceeded"})
+"""The answer reached max_tokens, or the end of the model's context."""
+USUAL = ENDINGS | CUT_OFF
+
 
 Unit = Literal["bytes", "rows"]
 

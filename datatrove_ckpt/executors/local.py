@@ -642,7 +642,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                 limit_met.set()
                 return None
 
-        from datatrove_ckpt.inference.servers.warm import close_warm_servers
+        from datatrove_ckpt.inference.servers.host import close_warm_servers
 
         try:
             with gc_tuned(), chdir("."):

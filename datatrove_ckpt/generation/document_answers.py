@@ -6,8 +6,7 @@ from datatrove_ckpt.checkpoint.batch_log import fields_of_batch
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import FinishedDocument
 from datatrove_ckpt.checkpoint.request_cache import AnswerKey, CachedAnswer
-from datatrove_ckpt.common.counts import DocumentCounts, DocumentWork, Outcome
-from datatrove_ckpt.common.finish_reasons import ENDINGS, USUAL
+from datatrove_ckpt.common.counts import ENDINGS, USUAL, DocumentCounts, DocumentWork, Outcome
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.common.warnings import warn_once
 from datatrove_ckpt.errors import CkptError, RequestRejected
@@ -16,7 +15,7 @@ from datatrove_ckpt.generation.rank_requests import RankContext
 from datatrove_ckpt.inference.client.responses import Api, token_counts
 from datatrove_ckpt.output.document_codec import Result
 from datatrove_ckpt.rollouts import Payload
-from datatrove_ckpt.rollouts.answer_form import ends_in_blanks, is_cut_off
+from datatrove_ckpt.rollouts.settings import ends_in_blanks, is_cut_off
 
 _PARKED_SECONDS = 0.05
 

@@ -43,7 +43,7 @@ from datatrove_ckpt.readers.positions import (
     position_state,
 )
 from datatrove_ckpt.readers.revisions import Revisions
-from datatrove_ckpt.readers.step_records import StepRecord
+from datatrove_ckpt.readers.shard_record import StepRecord
 from datatrove_ckpt.readers.step_stats import STATS, StepStats
 
 # A step sees only the remaining documents after a resume that seeks, so a step that counts, samples

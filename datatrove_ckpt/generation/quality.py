@@ -12,7 +12,7 @@ from loguru import logger
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.counts import FAULTS
 from datatrove_ckpt.output.document_codec import Result
-from datatrove_ckpt.rollouts.answer_form import is_cut_off
+from datatrove_ckpt.rollouts.settings import is_cut_off
 
 LOOPING, REFUSING, COPYING, REPEATING, INVALID = FAULTS
 _REPEATED_TAIL = 24  # characters: shorter tails stand in texts by chance

@@ -50,8 +50,7 @@ from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.generation.scheduler import Scheduler
 from datatrove_ckpt.generation.user_frames import first_failure
 from datatrove_ckpt.generation.user_rollout import bind_shared, name_of, shared_arguments
-from datatrove_ckpt.inference.servers.host import ServerHost, check_servers
-from datatrove_ckpt.inference.servers.warm import one_rank
+from datatrove_ckpt.inference.servers.host import ServerHost, check_servers, one_rank
 from datatrove_ckpt.mirror.mirror import RemoteMirror
 from datatrove_ckpt.output.chunk_writing import ChunkOutput, prepare_arrow
 from datatrove_ckpt.output.output_folder import OutputFolder

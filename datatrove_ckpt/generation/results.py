@@ -23,9 +23,8 @@ from datatrove_ckpt.output.document_codec import encode_finished, writes_media
 from datatrove_ckpt.output.file_names import FileNames
 from datatrove_ckpt.output.writer_trial import WriterTrial
 from datatrove_ckpt.rollouts import InferenceResult
-from datatrove_ckpt.rollouts.answer_form import FENCE
 from datatrove_ckpt.rollouts.interface import FIELDS
-from datatrove_ckpt.rollouts.settings import value_of
+from datatrove_ckpt.rollouts.settings import FENCE, value_of
 
 DROPPED = b"null"
 

@@ -25,8 +25,7 @@ from datatrove_ckpt.common.object_store import check_mirror
 from datatrove_ckpt.common.redaction import Veiled
 from datatrove_ckpt.common.setting_types import Count, IntervalSeconds, NotNegative, Positive, check
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
-from datatrove_ckpt.config.inference_config import NodeGroup
-from datatrove_ckpt.config.models import models_of
+from datatrove_ckpt.config.inference_config import NodeGroup, models_of
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.setting_names import form
@@ -46,7 +45,7 @@ from datatrove_ckpt.user_code import script_names
 from datatrove_ckpt.user_code.code_identity import CodeIdentity, code_identity, code_of
 
 if TYPE_CHECKING:
-    from datatrove_ckpt.readers.step_records import StepRecord
+    from datatrove_ckpt.readers.shard_record import StepRecord
 
 
 _ENDPOINT_COLUMN = "endpoint_column"  # the field of runs that began with ``endpoints``
@@ -432,7 +431,7 @@ RunnerSettings.__init__.__qualname__ = "InferenceRunner.__init__"
 
 def described(steps: Sequence[object]) -> list[StepRecord]:
     """Describes the executor's steps before a runner, with their code."""
-    from datatrove_ckpt.readers.step_records import describe_pipeline
+    from datatrove_ckpt.readers.shard_record import describe_pipeline
 
     return describe_pipeline(steps, code_of)
 

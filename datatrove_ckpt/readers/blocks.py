@@ -31,10 +31,16 @@ from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.lazy_pyarrow import pa
 from datatrove_ckpt.common.threads import in_threads
 from datatrove_ckpt.errors import ConfigError, InputError
-from datatrove_ckpt.readers.block_file import BlockFile, BlockRows, FileIndex, Group, check_columns
+from datatrove_ckpt.readers.block_file import (
+    BlockFile,
+    BlockRows,
+    FileIndex,
+    Group,
+    ParquetBlocks,
+    check_columns,
+)
 from datatrove_ckpt.readers.choose_reader import FilesReader
 from datatrove_ckpt.readers.inputs import InputFiles
-from datatrove_ckpt.readers.parquet_blocks import ParquetBlocks
 from datatrove_ckpt.readers.positions import Row
 from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
 

@@ -30,8 +30,7 @@ from datatrove_ckpt.common.threads import in_threads
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.readers.input_errors import is_on_hub, naming_hub_input
 from datatrove_ckpt.readers.positions import ALL_ROWS, ReaderState, in_pipeline
-from datatrove_ckpt.readers.shard_record import FileRecord, ReaderRecord
-from datatrove_ckpt.readers.step_records import plain_settings
+from datatrove_ckpt.readers.shard_record import FileRecord, ReaderRecord, plain_settings
 
 _SAMPLE = 2**16
 # Names of file systems for a value that changes with a file's content.

@@ -18,8 +18,7 @@ from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.empty_input import refuse_file_without_documents
 from datatrove_ckpt.readers.inputs import InputFolder, list_input, record_reader
 from datatrove_ckpt.readers.positions import Reading
-from datatrove_ckpt.readers.shard_record import ReaderRecord, ShardRecord
-from datatrove_ckpt.readers.step_records import StepRecord
+from datatrove_ckpt.readers.shard_record import ReaderRecord, ShardRecord, StepRecord
 
 
 def steps_before(documents: Iterable[Document]) -> Iterator[tuple[Any, str, dict[str, Any]]]:

@@ -7,7 +7,6 @@ template, a schema or a tokenizer once.
 The names below belong to this module, because pickles and identities hold them.
 """
 
-from datatrove_ckpt.rollouts.answer_form import InvalidAnswer
 from datatrove_ckpt.rollouts.batch_rollout import BatchRollout, batch_line
 from datatrove_ckpt.rollouts.chunked import ChunkedRollout, split_text
 from datatrove_ckpt.rollouts.embed import ClassifyRollout, EmbedRollout
@@ -24,7 +23,7 @@ from datatrove_ckpt.rollouts.interface import (
 from datatrove_ckpt.rollouts.judge import JudgeRollout
 from datatrove_ckpt.rollouts.media import InvalidMedia, media_part
 from datatrove_ckpt.rollouts.prompt import CompletionRollout, PromptRollout, for_config
-from datatrove_ckpt.rollouts.settings import ReadyMade
+from datatrove_ckpt.rollouts.settings import InvalidAnswer, ReadyMade
 
 __all__ = [
     "BatchRollout",

@@ -16,9 +16,8 @@ from datatrove.pipeline.inference.types import InferenceResult
 from datatrove_ckpt.common.setting_types import Count
 from datatrove_ckpt.config.templates import check_template, fill, times_text
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.rollouts.answer_form import is_cut_off
 from datatrove_ckpt.rollouts.interface import Generate, Payload, chat_payload, generate_all
-from datatrove_ckpt.rollouts.settings import ReadyMade
+from datatrove_ckpt.rollouts.settings import ReadyMade, is_cut_off
 
 # Boundaries at which a text may be split, best first: blank line, sentence, word.
 _BOUNDARIES = (

@@ -12,12 +12,12 @@ from datatrove.pipeline.inference.types import InferenceResult
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.templates import parse
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.rollouts.answer_form import CANNED, is_cut_off, without_thoughts
 from datatrove_ckpt.rollouts.chunked import sum_usage
 from datatrove_ckpt.rollouts.interface import Generate, Payload, chat_payload
 from datatrove_ckpt.rollouts.media import with_media
 from datatrove_ckpt.rollouts.prompt import PromptRollout
 from datatrove_ckpt.rollouts.prompt_source import prompt_source
+from datatrove_ckpt.rollouts.settings import CANNED, is_cut_off, without_thoughts
 
 _ANSWER = ("", "key", "answer")
 # The whole number: no part of "3,5" or "1e-3" is a number.

@@ -50,8 +50,7 @@ from datatrove_ckpt.readers.inputs import (
 from datatrove_ckpt.readers.partial_files import WHOLE, refuse_partial_files
 from datatrove_ckpt.readers.positions import Reading
 from datatrove_ckpt.readers.revisions import Revisions
-from datatrove_ckpt.readers.shard_record import FileRecord, ReaderRecord, ShardRecord
-from datatrove_ckpt.readers.step_records import differences
+from datatrove_ckpt.readers.shard_record import FileRecord, ReaderRecord, ShardRecord, differences
 from datatrove_ckpt.run_folder.run_plan import RunnerPlan, RunPlan, WrongMarker
 
 # What ``check_job`` compares before any task of a job starts. datatrove skips tasks that have a

@@ -9,7 +9,7 @@ import pytest
 from datatrove.data import Document
 
 from datatrove_ckpt import InferenceConfig
-from datatrove_ckpt.config.models import models_of
+from datatrove_ckpt.config.inference_config import models_of
 from datatrove_ckpt.errors import ConfigError, DocumentFailed, ServerStartFailed
 from datatrove_ckpt.testing import FakeServer
 from tests import jobs

@@ -21,8 +21,7 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.client import routing
 from datatrove_ckpt.inference.servers import host, server
-from datatrove_ckpt.inference.servers.host import launched_servers
-from datatrove_ckpt.inference.servers.warm import RankModels
+from datatrove_ckpt.inference.servers.host import RankModels, launched_servers
 from datatrove_ckpt.process.shutdown import Shutdown
 from tests.clients import client_of
 from tests.patience import until, until_async

@@ -22,9 +22,9 @@ from datatrove.pipeline.readers import JsonlReader
 
 from datatrove_ckpt import InferenceConfig, LocalPipelineExecutor
 from datatrove_ckpt.errors import DocumentFailed
-from datatrove_ckpt.inference.servers import server, warm
+from datatrove_ckpt.inference.servers import host, server
 from datatrove_ckpt.inference.servers.guardian import process_table
-from datatrove_ckpt.inference.servers.warm import close_warm_servers
+from datatrove_ckpt.inference.servers.host import close_warm_servers
 from datatrove_ckpt.testing import outputs
 from tests import jobs
 from tests.integration.test_supervision import ENGINE, engines, lines
@@ -180,7 +180,7 @@ def test_a_server_with_other_settings_is_stopped_before_the_new_one_starts(
 def test_nothing_of_warm_servers_is_pickled_or_shown():
     step = runner()
     step.run([Document(text="a", id="a")], 0, 9)
-    (kept,) = warm._warm.values()
+    (kept,) = host._warm.values()
     key = kept.servers[0].api_key
     assert key is not None
     assert key.reveal() not in repr(kept) + repr(vars(kept.servers[0])) + repr(kept.settings)

@@ -12,8 +12,13 @@ from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.engines import llamacpp
 from datatrove_ckpt.config.engines.llamacpp import resolve_model_path
-from datatrove_ckpt.config.inference_config import ENGINES, SINGLE_NODE, EngineLaunch, NodeGroup
-from datatrove_ckpt.config.models import models_of
+from datatrove_ckpt.config.inference_config import (
+    ENGINES,
+    SINGLE_NODE,
+    EngineLaunch,
+    NodeGroup,
+    models_of,
+)
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.inference.servers import sglang_launch
 from datatrove_ckpt.inference.servers.server import find_cause, redacted_command

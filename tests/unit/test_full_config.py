@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.cli.yaml_config import MASK
-from datatrove_ckpt.cli.yaml_text import read_value
+from datatrove_ckpt.cli.yaml_config import MASK, read_value
 from tests.yaml_jobs import job_yaml, write_job
 
 CONFIGS = Path(__file__).parents[2] / "configs"

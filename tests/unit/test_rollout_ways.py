@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from datatrove_ckpt.config.models import models_of
+from datatrove_ckpt.config.inference_config import models_of
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts import (
     ChunkedRollout,

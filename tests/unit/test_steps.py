@@ -8,7 +8,7 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.readers.step_records import (
+from datatrove_ckpt.readers.shard_record import (
     StepRecord,
     describe_pipeline,
     differences,

@@ -10,15 +10,14 @@ from contextlib import asynccontextmanager
 import pytest
 
 from datatrove_ckpt.config import InferenceConfig, inference_config
-from datatrove_ckpt.config.inference_config import ENGINES, visible_gpus
-from datatrove_ckpt.config.models import models_of
+from datatrove_ckpt.config.inference_config import ENGINES, models_of, visible_gpus
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.inference.client.routing import Target
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers import gpus as gpu_leases
 from datatrove_ckpt.inference.servers.admission import Metrics, parse_metrics, read_metrics
+from datatrove_ckpt.inference.servers.host import RankModels
 from datatrove_ckpt.inference.servers.server import InferenceServer
-from datatrove_ckpt.inference.servers.warm import RankModels
 from tests.clients import config
 from tests.jobs import leased_gpus
 

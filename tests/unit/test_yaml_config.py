@@ -13,8 +13,7 @@ from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
 
 from datatrove_ckpt import InferenceConfig, LocalPipelineExecutor
 from datatrove_ckpt.cli.short_form import read_config
-from datatrove_ckpt.cli.yaml_config import build, load
-from datatrove_ckpt.cli.yaml_text import read_value
+from datatrove_ckpt.cli.yaml_config import build, load, read_value
 from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts import EmbedRollout, PromptRollout

@@ -2,7 +2,7 @@
 
 from hypothesis import given, settings
 
-from datatrove_ckpt.cli.yaml_text import dump, read_value
+from datatrove_ckpt.cli.yaml_config import dump, read_value
 from tests.unit.test_documents import plain
 
 

@@ -29,8 +29,7 @@ import numpy.typing as npt
 import orjson
 
 from datatrove_ckpt.common import JsonObject, retrying
-from datatrove_ckpt.common.counts import Tokens
-from datatrove_ckpt.common.finish_reasons import ENDINGS
+from datatrove_ckpt.common.counts import ENDINGS, Tokens
 from datatrove_ckpt.common.redaction import excerpt
 from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.inference.client.urls import Extras

@@ -17,8 +17,8 @@ from datatrove_ckpt.config.inference_config import (
     MetricNames,
 )
 from datatrove_ckpt.errors import TooManyOpenFiles
+from datatrove_ckpt.inference.client.client import ExchangeFailed, get
 from datatrove_ckpt.inference.client.routing import AdaptiveLimit, Router, Target
-from datatrove_ckpt.inference.client.transport import ExchangeFailed, get
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
 
 

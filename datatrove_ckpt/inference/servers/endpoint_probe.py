@@ -12,9 +12,14 @@ from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, ServerRefused, ServerStartFailed
-from datatrove_ckpt.inference.client.client import EndpointAccess, Outage
+from datatrove_ckpt.inference.client.client import (
+    EndpointAccess,
+    ExchangeFailed,
+    Outage,
+    get,
+    refusal_hint,
+)
 from datatrove_ckpt.inference.client.http1 import ProxyRefused, UnreadableResponse
-from datatrove_ckpt.inference.client.transport import ExchangeFailed, get, refusal_hint
 from datatrove_ckpt.inference.client.urls import HiddenUrl, proxy_of
 from datatrove_ckpt.process.screen import has_terminal
 

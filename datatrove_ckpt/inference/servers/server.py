@@ -7,7 +7,7 @@ The log of a failed start is searched for its cause: engines bury it in tracebac
 guess costs a start-up on a GPU node.
 
 A server can be started again after ``stop``, with another port and another key. It belongs to no
-event loop: a rank can pass it on to the next rank of its process (``warm.py``).
+event loop: a rank can pass it on to the next rank of its process (``RankModels``).
 """
 
 import asyncio
@@ -40,7 +40,7 @@ from datatrove_ckpt.config.inference_config import (
 )
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ServerStartFailed, TooManyOpenFiles
-from datatrove_ckpt.inference.client.transport import ExchangeFailed, get
+from datatrove_ckpt.inference.client.client import ExchangeFailed, get
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers import leftovers
 from datatrove_ckpt.inference.servers.gpus import GpuLease

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from datatrove_ckpt import __version__
 from datatrove_ckpt.cli.printing import fail, say
 from datatrove_ckpt.common import formatting
-from datatrove_ckpt.common.setting_types import meanings
+from datatrove_ckpt.common.setting_types import docstring, meanings
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.errors.setting_names import written_in
 from datatrove_ckpt.process.gc_tuning import gc_paused
@@ -279,7 +279,7 @@ def _command(module: str, *arguments: _Argument) -> Callable[[Callable[[], None]
             returns the exit code.
     """
     return lambda described: _COMMANDS.append(
-        (described.__name__, module, inspect.getdoc(described) or "", arguments)
+        (described.__name__, module, inspect.cleandoc(docstring(described)), arguments)
     )
 
 

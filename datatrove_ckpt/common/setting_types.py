@@ -4,12 +4,14 @@ docstrings of their classes.
 The checks of Python and YAML use it, ``--help``, the completion of a shell, and docs/settings.md.
 """
 
+import ast
 import functools
 import inspect
 import json
 import math
 import os
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -104,11 +106,19 @@ def alternatives(hint: object) -> list[object]:
 _ENTRY = re.compile(r"^ {8}(\w+(?:, \w+)*)(?: \((\w+)\))?: (.*(?:\n {12}.*)*)", re.MULTILINE)
 
 
+def docstring(described: Callable[..., object]) -> str:
+    """Returns a docstring as written, also where Python runs without docstrings (``-OO``)."""
+    if sys.flags.optimize < 2:
+        return described.__doc__ or ""
+    (definition,) = ast.parse(inspect.getsource(described)).body
+    return ast.get_docstring(definition, clean=False) or ""  # type: ignore[arg-type]
+
+
 def meanings(cls: type) -> dict[str, tuple[str, str]]:
     """Returns the meanings of a class's settings from its docstring: what another value does to
     a run that has begun ("identity", "request", "free" or ""), and what the setting means.
     """
-    entries = _ENTRY.findall((cls.__doc__ or "").partition("Raises:")[0])
+    entries = _ENTRY.findall(docstring(cls).partition("Raises:")[0])
     return {
         name: (effect, " ".join(text.split()).replace("``", "`"))
         for names, effect, text in entries

@@ -187,3 +187,16 @@ def test_output_that_cannot_be_written_is_an_error_that_names_it(here, server):
     assert ended.returncode == 1
     assert "error: Could not write to standard output: No space left" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_a_command_works_without_docstrings(here, server):
+    """With ``python -OO``."""
+    write_input(here, ["a"])
+    job = [f"--endpoint={server.url}", "--input=input", "--prompt={text}", "--model=m"]
+    command = ["-m", "datatrove_ckpt", "run"]
+    usual, stripped = (
+        run([sys.executable, *flags, *command, "--help"]).stdout for flags in ([], ["-OO"])
+    )
+    assert stripped == usual
+    ended = run([sys.executable, "-OO", *command, *job, "--run-folder=run"])
+    assert "1 of 1 documents are in 1 file" in ended.stdout, ended.stderr

@@ -199,4 +199,4 @@ def test_a_command_works_without_docstrings(here, server):
     )
     assert stripped == usual
     ended = run([sys.executable, "-OO", *command, *job, "--run-folder=run"])
-    assert "1 of 1 documents are in 1 file" in ended.stdout, ended.stderr
+    assert "1 of 1 document is in 1 file" in ended.stdout, ended.stderr

@@ -33,6 +33,7 @@ from datatrove_ckpt.output.document_codec import fingerprint
 from datatrove_ckpt.output.encoded_input import EncodedInput, as_read
 from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.exits import exit_error
+from datatrove_ckpt.process.fork_boundaries import between_forks
 from datatrove_ckpt.readers import SeekingReader
 from datatrove_ckpt.readers.pipeline import PipelineReaders, steps_before
 from datatrove_ckpt.readers.positions import (
@@ -180,7 +181,7 @@ class DocumentSource:
         self._stateful_steps = stateful_steps(documents) if seek is None else []
         self._may_seek = not self._stateful_steps if seek is None else seek
         self._readers = PipelineReaders(documents, pipeline)
-        self._documents = iter(documents)
+        self._documents = between_forks(documents)
         self._keep_as_read = keep_as_read
         self._reading = Reading(revisions=revisions)
         self._previous: SourceDocument | None = None

@@ -62,6 +62,7 @@ from datatrove_ckpt.output.writer_checks import (
 from datatrove_ckpt.output.writer_trial import WriterTrial
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.exits import no_exit
+from datatrove_ckpt.process.fork_boundaries import wait_to_fork
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.host_loop import host_loop, rank_of_many
 from datatrove_ckpt.process.open_files import raise_limit
@@ -361,6 +362,7 @@ class _Run:
         """Runs the pass with its watchers, on the event loop. Returns whether requests were
         parked.
         """
+        wait_to_fork()
         watchers = [
             asyncio.create_task(progress.report()),
             asyncio.create_task(self.preemption.watch_time_limit()),

@@ -22,6 +22,7 @@ from functools import partial
 from typing import TypeVar, TypeVarTuple
 
 from datatrove_ckpt.common.threads import in_thread
+from datatrove_ckpt.process.fork_boundaries import wait_to_fork
 from datatrove_ckpt.process.screen import exit_now
 
 # Seconds between two cancellations of the tasks that are left at the end.
@@ -78,10 +79,13 @@ def run(main: Awaitable[_Result]) -> _Result:
         factory = uvloop.new_event_loop
     runner = asyncio.Runner(loop_factory=factory)
     threads = []
+
+    def begin_thread() -> None:
+        threads.append(threading.current_thread())
+        wait_to_fork()
+
     # As asyncio's own, but with the threads of ``asyncio.to_thread`` to join.
-    executor = ThreadPoolExecutor(
-        thread_name_prefix="asyncio", initializer=lambda: threads.append(threading.current_thread())
-    )
+    executor = ThreadPoolExecutor(thread_name_prefix="asyncio", initializer=begin_thread)
     runner.get_loop().set_default_executor(executor)
     pid = os.getpid()
     try:

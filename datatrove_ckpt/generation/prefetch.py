@@ -29,6 +29,7 @@ from datatrove_ckpt.common.formatting import safe_repr, safe_text
 from datatrove_ckpt.common.threads import context_thread
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation.finished_from import FinishedDocuments
+from datatrove_ckpt.generation.user_frames import stands_at
 from datatrove_ckpt.output.document_codec import fingerprint
 from datatrove_ckpt.output.encoded_input import EncodedInput, as_read
 from datatrove_ckpt.process.event_loop import end_fork
@@ -201,6 +202,8 @@ class DocumentSource:
         self._length = len(documents) if isinstance(documents, Sized) else None
         self._first = 0
         self.has_begun = False
+        self._taken_at = time.monotonic()  # the last documents
+        self._thread = threading.get_ident()  # of the reader, once it has begun
 
     @property
     def skipped(self) -> SkippedLines:
@@ -215,6 +218,7 @@ class DocumentSource:
         """
         self._first = point.next_ordinal
         self.has_begun = True
+        self._taken_at = time.monotonic()
         # A daemon, because a blocked reader must not keep a failed process running.
         context_thread(self._run, "datatrove-ckpt reader", point)
         ended = False
@@ -227,6 +231,7 @@ class DocumentSource:
             if not self._room.is_set():  # an event that is set costs as much
                 self._room.set()
             if batch:
+                self._taken_at = time.monotonic()
                 self.handed_over += len(batch)
                 self._newest = position_of(batch[-1].document)
                 yield batch
@@ -236,6 +241,18 @@ class DocumentSource:
     @property
     def is_at_end(self) -> bool:
         return self._ended and self.error is None and not self._buffer
+
+    @property
+    def quiet_seconds(self) -> float:
+        """Seconds for which the reader has given no document; 0 if it is not waited for."""
+        if not self.has_begun or self._buffer or self._ended:
+            return 0.0
+        return time.monotonic() - self._taken_at
+
+    @property
+    def reader_place(self) -> str:
+        """The place where the reader stands, such as ", in job.py, line 9 (pages)"."""
+        return stands_at(self._thread)
 
     def progress(self) -> InputPosition:
         """Returns how much of the input lies before the end of the last document that was handed
@@ -268,6 +285,7 @@ class DocumentSource:
 
     def _run(self, point: ResumePoint) -> None:
         pid = os.getpid()
+        self._thread = threading.get_ident()
         try:
             self._readers.start()
             if point.next_ordinal:

@@ -65,6 +65,15 @@ def runs_at(thread: int) -> str:
     return ""
 
 
+def stands_at(thread: int) -> str:
+    """Returns the line of the user's code that a thread runs, or else its innermost line."""
+    line = runs_at(thread)
+    frame = sys._current_frames().get(thread)
+    if line or frame is None:
+        return line
+    return _line_text(frame.f_code, frame.f_lineno)
+
+
 def is_package_code(code: CodeType) -> bool:
     return code.co_filename.startswith(_PACKAGE)
 

@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from datatrove.data import Document
 
 from datatrove_ckpt.common.warnings import warn_once
+from tests.jobs import ask, runner
+from tests.patience import until
 from tests.processes import run
 from tests.yaml_jobs import endpoint, job_yaml, write_input, write_job
 
@@ -200,3 +203,19 @@ def test_a_command_works_without_docstrings(here, server):
     assert stripped == usual
     ended = run([sys.executable, "-OO", *command, *job, "--run-folder=run"])
     assert "1 of 1 document is in 1 file" in ended.stdout, ended.stderr
+
+
+def test_a_reader_that_gives_no_document_is_named_with_its_place(
+    tmp_path, server, log, monkeypatch
+):
+    monkeypatch.setattr("datatrove_ckpt.generation.progress.MINUTE_SECONDS", 0.3)
+    warning = "no document has come, and no request is out: the reader stands, in tests/"
+
+    def pages():
+        yield Document(text="a", id="1")
+        until(lambda: log.said(warning))
+        yield Document(text="b", id="2")
+
+    runner(tmp_path, server, ask).run(pages())
+    assert len(log.said(warning)) == 1
+    assert server.asked.total() == 2

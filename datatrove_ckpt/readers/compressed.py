@@ -91,8 +91,10 @@ def naming_damage(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # pyarrow also raises a plain OSError. An OSError of the operating system has an errno.
+        is_plain = type(error) is OSError and error.errno is None
         library = type(error).__module__.partition(".")[0]
-        if not isinstance(error, _DAMAGE) and library not in _LIBRARIES:
+        if not (is_plain or isinstance(error, _DAMAGE) or library in _LIBRARIES):
             raise
         if "crypt" in str(error):  # of Parquet or a zip
             raise InputError(

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import IO
 
-from datatrove.io import DataFolder
+from datatrove.io import DataFolder, DataFolderLike, get_datafolder
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.pictures import tiff_pages
@@ -29,7 +29,7 @@ def whole_option(names: Iterable[str], compression: str | None) -> JsonObject:
 
 
 def refuse_partial_files(
-    folder: DataFolder, names: Iterable[str], compression: str | None, options: JsonObject
+    folder: DataFolderLike, names: Iterable[str], compression: str | None, options: JsonObject
 ) -> None:
     """Raises CheckpointMismatch if an earlier release read only the beginning of one of the files.
 
@@ -42,7 +42,7 @@ def refuse_partial_files(
         kind = _kind(name, compression)
         # A new run cannot read it either.
         with suppress(FileNotFoundError, zipfile.BadZipFile):
-            if kind and _has_more(folder, name, kind):
+            if kind and _has_more(get_datafolder(folder), name, kind):
                 raise CheckpointMismatch(
                     f"The input file {name!r} was read by an earlier release only up to the "
                     "padding after its first stream, or only its first file or page. The rest is "

@@ -383,12 +383,11 @@ def _check_input(rank: RankSummary, readers: list[Json]) -> Iterator[Problem]:
         read |= {(number, file.name): recorded.options for file in recorded.files}
     for (number, name), options in read.items():
         if number < len(readers):
+            reader = readers[number]
             # A URL has lost its protocol there, and is not found.
-            folder = get_datafolder(readers[number]["data_folder"].split("'")[1])
+            folder = reader["data_folder"].split("'")[1]
             try:
-                refuse_partial_files(
-                    folder, [name], readers[number].get("compression", "infer"), options
-                )
+                refuse_partial_files(folder, [name], reader.get("compression", "infer"), options)
             except errors.CheckpointMismatch as error:
                 yield Problem("input", str(error), *rank.key)
                 return

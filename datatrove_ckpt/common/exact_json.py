@@ -36,7 +36,7 @@ def loads(line: bytes, parse_constant: Callable[[str], object] | None = None) ->
             return json.loads(whole.decode("utf-16", "replace"))
         except (ValueError, RecursionError):
             raise error from None
-    if _may_be_inexact(data):
+    if _may_be_inexact([data]):
         zeros = line.translate(_AS_ZEROS)
         # The digits may belong to a float or a text.
         if b"0" * 20 in zeros or b"-" + b"0" * 19 in zeros:
@@ -44,21 +44,20 @@ def loads(line: bytes, parse_constant: Callable[[str], object] | None = None) ->
     return data
 
 
-def _may_be_inexact(value: object, depth: int = 0) -> bool:
-    """Whether a value may hold a float that was a long integer. Long lists are not searched, and
-    may.
+def _may_be_inexact(items: Iterable[Any]) -> bool:
+    """Whether one of the items may hold a float that was a long integer. Long lists are not
+    searched, and may.
     """
-    if depth > _DEEPEST:
-        raise orjson.JSONDecodeError(f"a value is in more than {_DEEPEST} others", "", 0)
-    items: Iterable[object]
-    if isinstance(value, dict):
-        items = value.values()
-    elif isinstance(value, list):
-        if len(value) > 16:
+    for item in items:
+        kind = type(item)
+        if kind in _EXACT:  # most values: a call for each would cost as much as parsing them
+            continue
+        if kind is float:
+            may_be = abs(item) >= 2**63
+        elif kind is dict:
+            may_be = _may_be_inexact(item.values())
+        else:
+            may_be = len(item) > 16 or _may_be_inexact(item)
+        if may_be:
             return True
-        items = value
-    else:
-        return isinstance(value, float) and abs(value) >= 2**63
-    return not _EXACT.issuperset(map(type, items)) and any(
-        map(_may_be_inexact, items, repeat(depth + 1))
-    )
+    return False

@@ -17,8 +17,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.run_folder import tracking
 from datatrove_ckpt.run_folder.run_state import wanted_files
 from datatrove_ckpt.torch.step_folder import is_training
-from datatrove_ckpt.torch.training_history import MetricsRow
-from datatrove_ckpt.torch.training_state import read_training
+from datatrove_ckpt.torch.training_history import MetricsRow, read_training
 
 _SENDING_SECONDS = 60.0  # between two sendings
 

@@ -12,7 +12,7 @@ from datatrove_ckpt.cli.printing import say, say_result, write_page
 from datatrove_ckpt.common.formatting import byte_size, duration, figure, plural, plural_or_no
 from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.run_folder.report.page import clock, page, table
-from datatrove_ckpt.torch.training_state import TrainingState, read_training
+from datatrove_ckpt.torch.training_history import TrainingState, read_training
 
 _BARS = "▁▂▃▄▅▆▇█"
 

@@ -34,8 +34,7 @@ from datatrove_ckpt.generation.datatrove_errors import raised_for_scripts
 from datatrove_ckpt.generation.dead_letters import next_retry, retried_dead_letters
 from datatrove_ckpt.generation.document_limit import DocumentLimit
 from datatrove_ckpt.generation.document_runs import DocumentRuns
-from datatrove_ckpt.generation.failure_advice import offer_skipping
-from datatrove_ckpt.generation.failures import FailurePolicy
+from datatrove_ckpt.generation.failures import FailurePolicy, offer_skipping
 from datatrove_ckpt.generation.final_stats import fill_stats, sum_rank
 from datatrove_ckpt.generation.finished_from import EarlierRuns, FinishedDocuments
 from datatrove_ckpt.generation.input_columns import input_types

@@ -14,7 +14,7 @@ from datatrove.data import Document
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.counts import Tokens
-from datatrove_ckpt.generation.payloads import question_of
+from datatrove_ckpt.generation.requests import question_of
 from datatrove_ckpt.inference.client.responses import token_counts
 from datatrove_ckpt.rollouts import Generate, PromptRollout, ReadyMade, Rollout
 from datatrove_ckpt.rollouts.media import media_key

@@ -15,8 +15,8 @@ from loguru import logger
 
 from datatrove_ckpt.common.exact_json import loads
 from datatrove_ckpt.errors import DocumentNotSerializable
-from datatrove_ckpt.generation.document_answers import DocumentAnswers
 from datatrove_ckpt.generation.first_document import check_answer, check_first
+from datatrove_ckpt.generation.requests import DocumentAnswers
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.generation.user_rollout import name_of
 from datatrove_ckpt.output.document_codec import encode_finished, writes_media

@@ -7,7 +7,7 @@
     ``aborted``        work in progress is cut off, and not recorded: the drain is over, or nothing
                        can be saved
 
-``generation/stopping.py`` has the order of a stop. Signal handlers call ``request`` and
+``generation/scheduler.py`` has the order of a stop. Signal handlers call ``request`` and
 ``fast_stop``: neither this module nor a callback may lock or log.
 """
 

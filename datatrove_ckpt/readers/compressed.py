@@ -24,7 +24,7 @@ from fsspec.utils import infer_compression
 
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import ConfigError, InputError
-from datatrove_ckpt.readers.input_errors import naming_hub_input
+from datatrove_ckpt.readers.inputs import naming_hub_input
 
 # Without the library, fsspec would read such a file as text.
 _CODECS_BY_SUFFIX = {".zst": "zstd", ".lz4": "lz4"}

@@ -18,8 +18,7 @@ from xxhash import xxh3_64
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.base import TextFilesReader
 from datatrove_ckpt.readers.declared_types import DeclaredTypes
-from datatrove_ckpt.readers.input_errors import refuse_equal_names
-from datatrove_ckpt.readers.inputs import position_mismatch, refuse_pointer
+from datatrove_ckpt.readers.inputs import position_mismatch, refuse_equal_names, refuse_pointer
 from datatrove_ckpt.readers.positions import (
     PLAIN_INTEGER,
     BadRow,

@@ -39,8 +39,13 @@ from datatrove_ckpt.errors import CkptError, ConfigError, InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.empty_input import NoDocuments
-from datatrove_ckpt.readers.input_errors import explain_hub_error, one_line
-from datatrove_ckpt.readers.inputs import InputFiles, fingerprint, shorten
+from datatrove_ckpt.readers.inputs import (
+    InputFiles,
+    explain_hub_error,
+    fingerprint,
+    one_line,
+    shorten,
+)
 from datatrove_ckpt.readers.positions import (
     FilePosition,
     FileRead,

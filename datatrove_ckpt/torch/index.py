@@ -24,8 +24,7 @@ from xxhash import xxh3_64_hexdigest
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.lazy_pyarrow import pa
 from datatrove_ckpt.readers.block_file import BlockRows
-from datatrove_ckpt.readers.blocks import Block, BlockInput, UnifiedSchema
-from datatrove_ckpt.readers.choose_reader import FilesReader
+from datatrove_ckpt.readers.blocks import Block, BlockInput, FilesReader, UnifiedSchema
 from datatrove_ckpt.readers.inputs import position_mismatch
 from datatrove_ckpt.readers.positions import ReaderState, Row
 from datatrove_ckpt.torch.order import BlockTable, EpochOrder, Numbers, OpenWindow

@@ -14,7 +14,7 @@ import orjson
 import pytest
 
 from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.generation import blocked_loop, document_answers
+from datatrove_ckpt.generation import blocked_loop, requests
 from datatrove_ckpt.generation.agent_url import serve
 from datatrove_ckpt.generation.recorded_requests import noting
 from datatrove_ckpt.process import event_loop
@@ -137,7 +137,7 @@ def test_an_agent_may_leave_its_connection_open(tmp_path, server, fails):
 
 @pytest.mark.parametrize("differ", [False, True])
 def test_prompts_that_differ_after_a_kill_are_said(tmp_path, server, log, differ):
-    document_answers.warn_once.cache_clear()
+    requests.warn_once.cache_clear()
     server._status = rejects(["bad"])
     fails = FailsFirst()
 

@@ -18,9 +18,8 @@ from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest
 from datatrove_ckpt.errors import DocumentFailed
-from datatrove_ckpt.generation.document_answers import DocumentAnswers
 from datatrove_ckpt.generation.prefetch import SourceDocument
-from datatrove_ckpt.generation.requests import RolloutRequests
+from datatrove_ckpt.generation.requests import DocumentAnswers, RolloutRequests
 from datatrove_ckpt.output.chunk_writing import ChunkOutput
 from datatrove_ckpt.testing import FakeServer
 from tests.crashes import WatchedDisk, disk_in_place

@@ -20,7 +20,7 @@ from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.placement import WaitingChunk
 from datatrove_ckpt.checkpoint.publish_intents import PublishIntents
 from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed, OutputMismatch
-from datatrove_ckpt.generation import stopping
+from datatrove_ckpt.generation import scheduler
 from datatrove_ckpt.output import targets
 from datatrove_ckpt.output.hub import CommitPace, HubFolder
 from datatrove_ckpt.output.interruptible_calls import InterruptibleCalls
@@ -331,8 +331,8 @@ def stops(last, ready):
 
 
 def test_a_drain_commits_what_is_uploaded(hub, server, tmp_path, monkeypatch, make):
-    monkeypatch.setattr(stopping, "_PUBLISH_WAIT_SECONDS", 60.0)
-    monkeypatch.setattr(stopping, "_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(scheduler, "_PUBLISH_WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(scheduler, "_GRACE_SECONDS", 0.05)
     rollout = stops(4, lambda: len(hub.repo("org/data").uploads) == 2)
     step = make(rollout=rollout, hub_commit_seconds=10_000)
     with pytest.raises(KeyboardInterrupt):

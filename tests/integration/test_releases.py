@@ -16,7 +16,7 @@ from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, verified_b
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import VersionMismatch
-from datatrove_ckpt.generation.payloads import hash_payload
+from datatrove_ckpt.generation.requests import hash_payload
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.run_folder.run_location import open_location
 from datatrove_ckpt.run_folder.run_state import read_run_state

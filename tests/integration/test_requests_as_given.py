@@ -19,7 +19,7 @@ from datatrove.pipeline.inference.types import InferenceResult as Theirs
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.checkpoint.compare import compare
 from datatrove_ckpt.errors import ConfigError, DocumentFailed, ServerError, ServerRefused
-from datatrove_ckpt.generation.payloads import hash_payload
+from datatrove_ckpt.generation.requests import hash_payload
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_typed_ways import embeddings
 from tests.jobs import ask, chat, documents, results, rows, run_job, runner

@@ -16,7 +16,7 @@ from datatrove_ckpt.common.setting_types import meanings
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.errors import CheckpointMismatch, ServerRefused
 from datatrove_ckpt.generation import provider_passes
-from datatrove_ckpt.generation.payloads import hash_payload
+from datatrove_ckpt.generation.requests import hash_payload
 from datatrove_ckpt.rollouts import (
     ChunkedRollout,
     ClassifyRollout,

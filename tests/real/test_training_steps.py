@@ -27,7 +27,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.torch import Best, Every, EverySteps, Last, TrainingCheckpoints, step_folder
 from datatrove_ckpt.torch import checkpoints as module
 from datatrove_ckpt.torch.step_folder import CheckedFile, blocks, size_and_hash
-from datatrove_ckpt.torch.training_state import read_training
+from datatrove_ckpt.torch.training_history import read_training
 from tests.real.loops import Full
 
 KEEP = Last(2) | Best("loss") | Every(30)

@@ -4,7 +4,7 @@ import asyncio
 
 from datatrove.data import Document
 
-from datatrove_ckpt.generation.payloads import request_seed
+from datatrove_ckpt.generation.requests import request_seed
 from tests.jobs import ask, chat, documents, run_job, runner
 
 

@@ -6,7 +6,6 @@ json, pandas and datasets read.
 
 import json
 from collections.abc import Callable, Iterable
-from itertools import repeat
 from typing import Any
 
 import orjson

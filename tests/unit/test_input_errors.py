@@ -25,6 +25,7 @@ from datatrove_ckpt.readers import (
     position_state,
 )
 from datatrove_ckpt.readers.blocks import BlockInput
+from datatrove_ckpt.readers.partial_files import refuse_partial_files
 from tests.unit.tables import reader_of, write_table
 
 LINES = [b'{"text": "%d", "id": "%d"}\n' % (i, i) for i in range(2000)]
@@ -220,6 +221,31 @@ def test_all_streams_of_an_xz_file_are_read(tmp_path, padding):
     streams = [lzma.compress(line) + bytes(padding) for line in LINES[:3]]
     (tmp_path / "a.jsonl.xz").write_bytes(b"".join(streams))
     assert texts(JsonlReader(tmp_path.as_posix())) == ["0", "1", "2"]
+
+
+STREAMS = [
+    lzma.compress(b"".join(LINES[:count]), check=check)
+    for count, check in ((0, lzma.CHECK_CRC32), (1, lzma.CHECK_NONE), (2000, lzma.CHECK_SHA256))
+]
+PADDED = {
+    "one stream": (STREAMS[:1], False),
+    "streams alone": (STREAMS, False),
+    "padding at the end": ([*STREAMS, bytes(40)], False),
+    "padding before the last": ([*STREAMS, bytes(4), STREAMS[1], bytes(8)], True),
+    "padding before the second": ([STREAMS[0], bytes(4096), *STREAMS], True),
+    "no xz": ([b"YZ" * 20], False),
+    "zeros": ([bytes(100)], False),
+    "cut off": ([STREAMS[2][:-5]], False),
+}
+
+
+@pytest.mark.parametrize("parts, is_padded", PADDED.values(), ids=PADDED)
+def test_an_xz_file_with_padding_before_a_stream_was_read_in_part(tmp_path, parts, is_padded):
+    (tmp_path / "a.jsonl.xz").write_bytes(b"".join(parts))
+    folder = str(tmp_path)
+    with pytest.raises(CheckpointMismatch) if is_padded else nullcontext():
+        refuse_partial_files(folder, ["a.jsonl.xz", "gone.xz"], "infer", {})
+    refuse_partial_files(folder, ["a.jsonl.xz"], "infer", {"whole": True})
 
 
 ZIPS = {

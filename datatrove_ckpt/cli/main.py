@@ -132,8 +132,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 _INSTEAD = {
     "--force": " A run replaces nothing: choose another run_folder.",
-    "--overwrite": " A run replaces nothing: choose another run_folder.",
-    "--restart": " For a new run, choose another run_folder.",
     "--resume": " The same command resumes.",
 }
 """Advice about flags of other tools."""

@@ -319,10 +319,6 @@ def _executor(job: ShortJob, executor: Node, config: Node) -> Node:
     user_arguments = job.slurm or job.jobs or {}
     for name in user_arguments.keys() & executor.keys():
         raise ConfigError(f"{name}: is set beside `slurm` and `jobs`, and not inside.")
-    for setting, cls in (("slurm", "SlurmPipelineExecutor"), ("jobs", "JobsPipelineExecutor")):
-        if getattr(job, setting) is not None:
-            known = parameters_of(yaml_config.import_name(cls, ""))[0]
-            yaml_config.refuse_unknown(user_arguments, [*known], setting)
     if job.slurm is not None:
         slurm = {**_SLURM, "job_name": job.root.name, "slurm_logs_folder": f"{job.root}/logs/slurm"}
         if config["server_type"] != "endpoint":
@@ -343,8 +339,6 @@ def _text(name: str, value: object, inspect_only: bool) -> object:
     """
     if value == "" and name in NAMES:
         raise ConfigError(f"{name}: is empty. Leave it out, or write null for no value.")
-    if name in NAMES and name != "prompt" and re.fullmatch("“.*”", str(value)):
-        raise ConfigError(f'{name}: {value} is in typographic quotes. Write ".')
     is_schema = name == "json_schema"
     if not (is_schema or name.endswith("prompt")):
         return value

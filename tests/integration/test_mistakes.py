@@ -153,7 +153,6 @@ run job.yaml --sampling '{temperature: 0}'
 run job.yaml --on-cut-off '{retries: 2}'
 run job.yaml --json-schema '{"type": "object"'
 run job.yaml --default-generation-params '{"a" 1}'
-run job.yaml --input “documents”
 run job.yaml --input ''
 run job.yaml --force
 run job.yaml -n 3

@@ -10,8 +10,7 @@ from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.errors import DocumentFailed
-from datatrove_ckpt.inference.servers.gpus import lease_gpus
-from datatrove_ckpt.inference.servers.server import InferenceServer
+from datatrove_ckpt.inference.servers.server import InferenceServer, lease_gpus
 
 STOPS_SOON = {"server_patience_seconds": 0.1}
 """Config for servers that stop answering by design, where the rank's stop is waited for.

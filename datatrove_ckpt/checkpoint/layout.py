@@ -62,7 +62,7 @@ PUBLISHING = "publishing.jsonl"
 HOME = "home"
 """File below ``checkpoints_local_dir`` that holds where the run began.
 
-The owner record of the output folder names this origin (see ``output/owner.py``).
+The owner record of the output folder names this origin (see ``output/output_folder.py``).
 """
 KEPT_INPUT = "input"
 """Folder below a run folder with rows that only the process had that began the run."""

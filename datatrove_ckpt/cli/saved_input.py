@@ -18,7 +18,7 @@ from datatrove_ckpt.cli.job_input import reader_name
 from datatrove_ckpt.common.formatting import safe_repr
 from datatrove_ckpt.common.lazy_pyarrow import pa, pq
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.output.owner import RunOrigin
+from datatrove_ckpt.output.output_folder import RunOrigin
 
 
 @dataclass(frozen=True)

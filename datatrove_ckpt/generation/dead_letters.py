@@ -24,7 +24,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, CkptError, RequestRejected
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.output.document_codec import decode
 from datatrove_ckpt.output.encoded_input import as_read
-from datatrove_ckpt.readers.positions import position_state
+from datatrove_ckpt.readers.inputs import position_state
 
 Letter = JsonObject
 """A line of ``dead_letters.jsonl``; its ``document`` is as ``documents.encode`` wrote it."""

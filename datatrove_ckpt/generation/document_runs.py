@@ -29,8 +29,12 @@ from datatrove_ckpt.generation.document_limit import DocumentLimit
 from datatrove_ckpt.generation.failures import FailurePolicy, drops
 from datatrove_ckpt.generation.generate import BoundGenerate
 from datatrove_ckpt.generation.prefetch import SourceDocument
-from datatrove_ckpt.generation.rank_requests import RankContext
-from datatrove_ckpt.generation.requests import DocumentAnswers, DocumentParked, RolloutRequests
+from datatrove_ckpt.generation.requests import (
+    DocumentAnswers,
+    DocumentParked,
+    RankContext,
+    RolloutRequests,
+)
 from datatrove_ckpt.generation.results import DROPPED, ResultEncoder
 from datatrove_ckpt.generation.user_rollout import name_of
 from datatrove_ckpt.process.event_loop import end_fork

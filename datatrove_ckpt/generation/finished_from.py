@@ -44,7 +44,7 @@ from datatrove_ckpt.output.arrow_types import Row
 from datatrove_ckpt.output.csv_writer import text_of
 from datatrove_ckpt.output.document_codec import Result, decode, document_of, encode, result_of
 from datatrove_ckpt.output.formats import CSV, Format, format_of_file, from_cell
-from datatrove_ckpt.output.owner import RunOrigin, owners_of
+from datatrove_ckpt.output.output_folder import RunOrigin, owners_of
 from datatrove_ckpt.rollouts.interface import FIELDS
 
 Places = str | Path | Sequence[str]

@@ -36,14 +36,14 @@ from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.exits import exit_error
 from datatrove_ckpt.process.fork_boundaries import between_forks
 from datatrove_ckpt.readers import SeekingReader
-from datatrove_ckpt.readers.pipeline import PipelineReaders, steps_before
-from datatrove_ckpt.readers.positions import (
+from datatrove_ckpt.readers.inputs import (
     Position,
     ReaderState,
     Reading,
     position_of,
     position_state,
 )
+from datatrove_ckpt.readers.pipeline import PipelineReaders, steps_before
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard_record import StepRecord
 from datatrove_ckpt.readers.step_stats import STATS, StepStats

@@ -17,25 +17,14 @@ from typing import IO, TypeVar
 import orjson
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.batch_log import (
-    ANSWER,
-    FAILURE,
-    Batch,
-    RequestId,
-    fields_of_batch,
-)
+from datatrove_ckpt.checkpoint.batch_log import ANSWER, FAILURE, Batch, RequestId, fields_of_batch
 from datatrove_ckpt.checkpoint.clock import unix_seconds
-from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
-from datatrove_ckpt.checkpoint.rank_files import RankFiles
+from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, RankFiles
 from datatrove_ckpt.checkpoint.request_cache import CachedAnswer, CachedRequest
 from datatrove_ckpt.common import MESSAGES, retrying
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.errors import (
-    CheckpointMismatch,
-    ServerRefused,
-    WaitsForBatches,
-)
+from datatrove_ckpt.errors import CheckpointMismatch, ServerRefused, WaitsForBatches
 from datatrove_ckpt.inference.client.client import Outage
 from datatrove_ckpt.inference.client.provider_batches import (
     ENDED,

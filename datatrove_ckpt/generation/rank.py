@@ -42,7 +42,7 @@ from datatrove_ckpt.generation.limit_watch import LimitWatch, limit_reached
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.quality import AnswerQuality
-from datatrove_ckpt.generation.rank_requests import RankContext
+from datatrove_ckpt.generation.requests import RankContext
 from datatrove_ckpt.generation.results import ResultEncoder
 from datatrove_ckpt.generation.run_identity import servers_digest
 from datatrove_ckpt.generation.runner_settings import RunnerSettings

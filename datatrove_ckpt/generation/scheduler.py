@@ -17,7 +17,7 @@ from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import CheckpointError, CkptError, named
 from datatrove_ckpt.generation.document_runs import DocumentRuns
 from datatrove_ckpt.generation.prefetch import DocumentSource
-from datatrove_ckpt.generation.rank_requests import RankContext, RankModel
+from datatrove_ckpt.generation.requests import RankContext, RankModel
 from datatrove_ckpt.inference.client.routing import Sender
 from datatrove_ckpt.inference.servers.host import ServerHost
 from datatrove_ckpt.process.event_loop import in_own_thread

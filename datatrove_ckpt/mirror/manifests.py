@@ -49,7 +49,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.checksummed_lines import Json, add_checksum, is_count, verified_body
 from datatrove_ckpt.checkpoint.identity import WRITTEN_BY, check_format, check_run
-from datatrove_ckpt.checkpoint.rank_files import Snapshot
+from datatrove_ckpt.checkpoint.open_checkpoint import Snapshot
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Secret

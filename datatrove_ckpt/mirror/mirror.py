@@ -27,9 +27,8 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import identity, layout
 from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, Interval
-from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
+from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, Snapshot
 from datatrove_ckpt.checkpoint.placement import PublicationStopped
-from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.common.setting_types import IntervalSeconds

@@ -59,7 +59,7 @@ from datatrove_ckpt.checkpoint.job_file import (
     refuse_changes,
 )
 from datatrove_ckpt.checkpoint.lock import Lock
-from datatrove_ckpt.checkpoint.rank_files import Snapshot
+from datatrove_ckpt.checkpoint.open_checkpoint import Snapshot
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.object_store import ObjectStore

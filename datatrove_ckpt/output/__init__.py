@@ -3,7 +3,8 @@ published in one step.
 
     chunk_writing.py   ChunkOutput: documents -> staged files -> published files, with a copy of the
                        user's writer and the types of columns; start reading here
-    output_folder.py   OutputFolder: how a rank checks its output folder
+    output_folder.py   OutputFolder: how a rank checks its output folder: whose it is,
+                       the files in it, and those that commits name
     writer_trial.py, writer_checks.py
                        the user's writer: a trial of a document, what is refused
     formats.py         the formats whose files can be read again
@@ -11,9 +12,7 @@ published in one step.
     targets.py         where staged files go: a local folder, a remote folder, the hub
     interruptible_calls.py       calls to storages: stopped with the rank, and retried
     hub*.py            the Hugging Face hub: access, uploads, their pace, its writers
-    file_names.py, committed.py
-                       file names; the files in the folder, and those that commits name
-    owner.py           the run that an output folder belongs to
+    file_names.py      file names
     document_codec.py       a document as bytes and back, and as a cheap row for a writer
     arrow_types.py     the Arrow types of values
 

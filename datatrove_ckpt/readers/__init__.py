@@ -1,7 +1,7 @@
 """datatrove's readers, with the same arguments and documents, and a position on each document.
 
 Start at ``base.py`` (SeekingReader: files, resuming, positions, for all formats) and
-``positions.py`` (how a position gets from a document to the checkpoint and back).
+``inputs.py`` (how a position gets from a document to the checkpoint and back).
 
 A position is the reader's state right after a document, as plain JSON below 1 kB. In a pipeline
 ``InferenceRunner`` takes positions from documents, and returns a saved state through ``Reading``.
@@ -18,8 +18,8 @@ from datatrove_ckpt.readers.base import DamagedLine, SeekingReader, Stateful
 from datatrove_ckpt.readers.batch_files import BatchReader
 from datatrove_ckpt.readers.csv_rows import CSVReader
 from datatrove_ckpt.readers.huggingface import HuggingFaceDatasetReader
+from datatrove_ckpt.readers.inputs import PositionedDocument, Reading, position_state
 from datatrove_ckpt.readers.jsonl import JsonlReader
-from datatrove_ckpt.readers.positions import PositionedDocument, Reading, position_state
 from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
 from datatrove_ckpt.readers.whole_files import PageReader, TextReader
 

@@ -13,9 +13,8 @@ from datatrove.io import DataFolderLike
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers.base import DamagedLine
-from datatrove_ckpt.readers.inputs import list_input
+from datatrove_ckpt.readers.inputs import BadRow, PositionedDocument, Row, list_input
 from datatrove_ckpt.readers.jsonl import JsonlReader
-from datatrove_ckpt.readers.positions import BadRow, PositionedDocument, Row
 
 _URLS = (
     "/v1/chat/completions",

@@ -29,8 +29,14 @@ from datatrove_ckpt.common.lazy_pyarrow import pa, pq
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.input_progress import FileProgress
-from datatrove_ckpt.readers.inputs import naming_hub_input, position_mismatch, refuse_equal_names
-from datatrove_ckpt.readers.positions import FilePosition, Row, RowBlock
+from datatrove_ckpt.readers.inputs import (
+    FilePosition,
+    Row,
+    RowBlock,
+    naming_hub_input,
+    position_mismatch,
+    refuse_equal_names,
+)
 
 _PART_BYTES = 2**25  # a thousand rows with pictures may be 10 GB
 

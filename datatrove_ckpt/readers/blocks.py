@@ -44,9 +44,8 @@ from datatrove_ckpt.readers.block_file import (
 )
 from datatrove_ckpt.readers.compressed import uncompressed
 from datatrove_ckpt.readers.huggingface import HuggingFaceDatasetReader
-from datatrove_ckpt.readers.inputs import InputFiles, list_input
+from datatrove_ckpt.readers.inputs import InputFiles, Row, list_input
 from datatrove_ckpt.readers.jsonl import JsonlReader
-from datatrove_ckpt.readers.positions import Row
 from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
 
 FilesReader = JsonlReader | ParquetReader | IpcReader

@@ -18,14 +18,16 @@ from xxhash import xxh3_64
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.base import TextFilesReader
 from datatrove_ckpt.readers.declared_types import DeclaredTypes
-from datatrove_ckpt.readers.inputs import position_mismatch, refuse_equal_names, refuse_pointer
-from datatrove_ckpt.readers.positions import (
+from datatrove_ckpt.readers.inputs import (
     PLAIN_INTEGER,
     BadRow,
     FilePosition,
     ReadRow,
     Row,
     RowBlock,
+    position_mismatch,
+    refuse_equal_names,
+    refuse_pointer,
 )
 
 

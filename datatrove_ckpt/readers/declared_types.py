@@ -9,7 +9,7 @@ from decimal import Decimal
 from datatrove_ckpt.common.formatting import missing_package, safe_repr
 from datatrove_ckpt.common.lazy_pyarrow import pa
 from datatrove_ckpt.errors import ConfigError, DocumentNotSerializable
-from datatrove_ckpt.readers.positions import Row
+from datatrove_ckpt.readers.inputs import Row
 
 _TEXTS = ("string", "large_string", "string_view")
 _BYTES = ("binary", "large_binary", "binary_view")

@@ -40,19 +40,17 @@ from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.empty_input import NoDocuments
 from datatrove_ckpt.readers.inputs import (
-    InputFiles,
-    explain_hub_error,
-    fingerprint,
-    one_line,
-    shorten,
-)
-from datatrove_ckpt.readers.positions import (
     FilePosition,
     FileRead,
+    InputFiles,
     ReaderState,
     Row,
     RowBlock,
+    explain_hub_error,
+    fingerprint,
     job_revisions,
+    one_line,
+    shorten,
 )
 from datatrove_ckpt.readers.revisions import is_commit
 from datatrove_ckpt.readers.shard_record import plain_settings

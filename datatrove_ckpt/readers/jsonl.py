@@ -32,22 +32,19 @@ from datatrove_ckpt.common.exact_json import loads
 from datatrove_ckpt.errors import DocumentNotSerializable, InputError
 from datatrove_ckpt.readers.base import TextFilesReader
 from datatrove_ckpt.readers.block_file import BlockFile, FileIndex, Group, changed_error
-from datatrove_ckpt.readers.compressed import (
-    DecompressedFile,
-    likely_encoding,
-    naming_damage,
-)
+from datatrove_ckpt.readers.compressed import DecompressedFile, likely_encoding, naming_damage
 from datatrove_ckpt.readers.declared_types import DeclaredTypes
 from datatrove_ckpt.readers.empty_input import MAX_LINE_BYTES, read_line, refuse_array
 from datatrove_ckpt.readers.input_progress import FileProgress
-from datatrove_ckpt.readers.inputs import position_mismatch, refuse_pointer
-from datatrove_ckpt.readers.positions import (
+from datatrove_ckpt.readers.inputs import (
     PLAIN_INTEGER,
     BadRow,
     FilePosition,
     ReadRow,
     Row,
     RowBlock,
+    position_mismatch,
+    refuse_pointer,
 )
 
 PART_BYTES = 2**20

@@ -16,8 +16,7 @@ from datatrove.pipeline.readers.base import BaseDiskReader
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.empty_input import refuse_file_without_documents
-from datatrove_ckpt.readers.inputs import InputFolder, list_input, record_reader
-from datatrove_ckpt.readers.positions import Reading
+from datatrove_ckpt.readers.inputs import InputFolder, Reading, list_input, record_reader
 from datatrove_ckpt.readers.shard_record import ReaderRecord, ShardRecord, StepRecord
 
 

@@ -19,8 +19,8 @@ from datatrove.utils.stats import MetricStats, MetricStatsDict, Stats
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.checksummed_lines import read_shard
+from datatrove_ckpt.readers.inputs import ReaderState
 from datatrove_ckpt.readers.pipeline import steps_before
-from datatrove_ckpt.readers.positions import ReaderState
 
 STATS = "stats"
 

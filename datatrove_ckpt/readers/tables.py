@@ -20,8 +20,13 @@ from datatrove_ckpt.common.lazy_pyarrow import pa
 from datatrove_ckpt.common.threads import in_threads
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.block_file import ArrowBlocks, ParquetBlocks, TableFile
-from datatrove_ckpt.readers.inputs import list_input, naming_hub_input, refuse_equal_names
-from datatrove_ckpt.readers.positions import FilePosition, RowBlock
+from datatrove_ckpt.readers.inputs import (
+    FilePosition,
+    RowBlock,
+    list_input,
+    naming_hub_input,
+    refuse_equal_names,
+)
 
 
 class _TableReader(SeekingReader):

@@ -20,7 +20,7 @@ from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.base import SeekingReader, TextFilesReader
 from datatrove_ckpt.readers.empty_input import MAX_LINE_BYTES
-from datatrove_ckpt.readers.positions import FilePosition, Row, RowBlock
+from datatrove_ckpt.readers.inputs import FilePosition, Row, RowBlock
 
 _PDF = b"%PDF-"
 _PDF_BEGINS = 1024  # other bytes may come before

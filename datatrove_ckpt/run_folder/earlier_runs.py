@@ -42,13 +42,13 @@ from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.readers import HuggingFaceDatasetReader, SeekingReader
 from datatrove_ckpt.readers.inputs import (
     MISSING,
+    Reading,
     list_input,
     options_of,
     sample_files,
     shuffled_names,
 )
 from datatrove_ckpt.readers.partial_files import WHOLE, refuse_partial_files
-from datatrove_ckpt.readers.positions import Reading
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard_record import FileRecord, ReaderRecord, ShardRecord, differences
 from datatrove_ckpt.run_folder.run_plan import RunnerPlan, RunPlan, WrongMarker

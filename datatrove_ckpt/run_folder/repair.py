@@ -56,7 +56,7 @@ from datatrove_ckpt.errors import (
     OutputMismatch,
 )
 from datatrove_ckpt.mirror.restore import restore_advice
-from datatrove_ckpt.output.owner import RunOrigin
+from datatrove_ckpt.output.output_folder import RunOrigin
 from datatrove_ckpt.output.targets import remove_output
 from datatrove_ckpt.output.writer_checks import stands_elsewhere
 from datatrove_ckpt.run_folder.verify import REDO_KINDS, Problem, VerifyReport, is_owned, other_run

@@ -27,7 +27,7 @@ from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.generation.recorded_requests import NotedRequests, RecordedRequest, noting
 from datatrove_ckpt.generation.run_identity import servers_digest
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
-from datatrove_ckpt.readers.positions import Reading, position_of
+from datatrove_ckpt.readers.inputs import Reading, position_of
 from datatrove_ckpt.run_folder.estimate import Estimate, estimate, quantile
 from datatrove_ckpt.run_folder.run_plan import RunnerPlan, RunPlan
 

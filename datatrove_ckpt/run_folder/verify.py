@@ -47,13 +47,14 @@ from datatrove_ckpt.output.interruptible_calls import InterruptibleCalls
 from datatrove_ckpt.output.output_folder import (
     STRAY_ADVICE,
     OutputListing,
+    OutputOwnership,
+    RunOrigin,
     content_hash,
     file_problem,
     list_files,
     listed,
     published_names,
 )
-from datatrove_ckpt.output.owner import OutputOwnership, RunOrigin
 from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.readers.partial_files import refuse_partial_files
 from datatrove_ckpt.readers.shard_record import ShardRecord

@@ -9,7 +9,7 @@ Start at ``dataset.py`` (ReaderDataset, ``restore``) and ``checkpoints.py`` (Tra
     packing.py, mixing.py, stateful.py
                     Pack, Mix, and their base, which is also ReaderDataset's
     policies.py     when a training saves, and which steps stay
-    step_folder.py, training_history.py, training_state.py
+    step_folder.py, training_history.py
                     the folder of a training, as others read it: format of steps, loss curve
     steps.py, sharded.py, training_input.py, ranks.py
                     how steps are saved; states of which each rank has a part, and their copies in

@@ -35,7 +35,7 @@ from datatrove_ckpt.common.setting_types import Count, check_value, refuse
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import SeekingReader
 from datatrove_ckpt.readers.blocks import FilesReader, folder_reader, hub_reader
-from datatrove_ckpt.readers.positions import ReaderState
+from datatrove_ckpt.readers.inputs import ReaderState
 from datatrove_ckpt.torch.index import InputIndex, RowSource
 from datatrove_ckpt.torch.order import (
     Even,

@@ -25,8 +25,7 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.lazy_pyarrow import pa
 from datatrove_ckpt.readers.block_file import BlockRows
 from datatrove_ckpt.readers.blocks import Block, BlockInput, FilesReader, UnifiedSchema
-from datatrove_ckpt.readers.inputs import position_mismatch
-from datatrove_ckpt.readers.positions import ReaderState, Row
+from datatrove_ckpt.readers.inputs import ReaderState, Row, position_mismatch
 from datatrove_ckpt.torch.order import BlockTable, EpochOrder, Numbers, OpenWindow
 from datatrove_ckpt.torch.states import check_settings
 

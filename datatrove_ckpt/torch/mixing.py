@@ -20,7 +20,7 @@ from xxhash import xxh3_64_intdigest
 import datatrove_ckpt.torch.stateful as stateful
 from datatrove_ckpt.common.setting_types import check
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.readers.positions import ReaderState
+from datatrove_ckpt.readers.inputs import ReaderState
 from datatrove_ckpt.torch.states import Slot
 
 AtEnd = Literal["stop", "drop", "repeat"]

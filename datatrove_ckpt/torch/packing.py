@@ -17,7 +17,7 @@ import numpy.typing as npt
 import datatrove_ckpt.torch.stateful as stateful
 from datatrove_ckpt.common.setting_types import Count, check
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.readers.positions import ReaderState
+from datatrove_ckpt.readers.inputs import ReaderState
 from datatrove_ckpt.torch.states import Slot
 
 TokenArray = npt.NDArray[Any]

@@ -17,7 +17,7 @@ from loguru import logger
 
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.readers.base import Stateful
-from datatrove_ckpt.readers.positions import ReaderState
+from datatrove_ckpt.readers.inputs import ReaderState
 from datatrove_ckpt.torch.states import Slot, check_checksums, check_settings, sealed
 
 if TYPE_CHECKING:

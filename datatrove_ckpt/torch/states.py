@@ -24,7 +24,7 @@ from loguru import logger
 from xxhash import xxh3_64_hexdigest
 
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, ConfigError
-from datatrove_ckpt.readers.positions import ReaderState
+from datatrove_ckpt.readers.inputs import ReaderState
 from datatrove_ckpt.torch.order import ConsumedRound, Even, RemainingPositions, Topology
 
 _KEY = "checksum"

@@ -14,7 +14,7 @@ from huggingface_hub import HfFileSystem
 from loguru import logger
 
 from datatrove_ckpt import LocalPipelineExecutor
-from datatrove_ckpt.checkpoint import rank_files
+from datatrove_ckpt.checkpoint import open_checkpoint
 from datatrove_ckpt.executors import local
 from datatrove_ckpt.output import output_folder
 from datatrove_ckpt.readers import JsonlReader
@@ -45,7 +45,7 @@ def client(hub, monkeypatch):
 @pytest.fixture(autouse=True)
 def _one_after_the_other(ram, monkeypatch, policy):
     monkeypatch.setattr(tempfile, "tempdir", str(ram))
-    monkeypatch.setattr(rank_files, "MAX_GROUP", 1)
+    monkeypatch.setattr(open_checkpoint, "MAX_GROUP", 1)
     monkeypatch.setattr(output_folder, "LAG_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
     monkeypatch.setattr(local, "_MARKER_DELAYS", (0.0, 0.01, 0.01, 0.01, 0.01))
     policy("HUB", "HUB_LOOK", "READING", first=0.01)

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 from datatrove.pipeline.writers import ParquetWriter
 
-from datatrove_ckpt.checkpoint import files, rank_files
+from datatrove_ckpt.checkpoint import files, open_checkpoint
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.history import AttemptEnd
 from datatrove_ckpt.checkpoint.identity import read_run
-from datatrove_ckpt.checkpoint.rank_files import RankFiles
+from datatrove_ckpt.checkpoint.open_checkpoint import RankFiles
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch
 from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.testing import FakeServer
@@ -45,7 +45,7 @@ def _every_write_alone(monkeypatch):
     """Makes the storage thread take items one by one, so that there is a crash point between any
     two of them.
     """
-    monkeypatch.setattr(rank_files, "MAX_GROUP", 1)
+    monkeypatch.setattr(open_checkpoint, "MAX_GROUP", 1)
 
 
 @pytest.fixture

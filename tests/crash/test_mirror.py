@@ -11,7 +11,7 @@ import pytest
 from loguru import logger
 
 from datatrove_ckpt import LocalPipelineExecutor
-from datatrove_ckpt.checkpoint import rank_files
+from datatrove_ckpt.checkpoint import open_checkpoint
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
 from datatrove_ckpt.mirror import manifests
 from datatrove_ckpt.mirror.manifests import VersionStore, VersionWriter
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("code_described_once")
 
 @pytest.fixture(autouse=True)
 def _every_write_alone(monkeypatch):
-    monkeypatch.setattr(rank_files, "MAX_GROUP", 1)
+    monkeypatch.setattr(open_checkpoint, "MAX_GROUP", 1)
     PASSES.watch(monkeypatch)
 
 

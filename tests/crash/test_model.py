@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import HypothesisException
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from datatrove_ckpt.checkpoint import rank_files
+from datatrove_ckpt.checkpoint import open_checkpoint
 from datatrove_ckpt.checkpoint.checksummed_lines import read_lines
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.journal import FinishedDocument
@@ -348,7 +348,7 @@ class JobMachine(RuleBasedStateMachine):
         self.server.asked.clear()
         self._before(way)
         with disk_in_place(disk), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rank_files, "MAX_GROUP", way.group)
+            patch.setattr(open_checkpoint, "MAX_GROUP", way.group)
             try:
                 self._step(way, **changes).run([] if way.retry else self._read(way))
                 returned = True

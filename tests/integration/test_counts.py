@@ -14,8 +14,7 @@ from datatrove.data import Document
 from datatrove_ckpt.checkpoint import open_checkpoint
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import FinishedDocument
-from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
-from datatrove_ckpt.checkpoint.rank_files import RankFiles
+from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, RankFiles
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest
 from datatrove_ckpt.errors import DocumentFailed
 from datatrove_ckpt.generation.prefetch import SourceDocument

@@ -24,7 +24,7 @@ from datatrove_ckpt.generation import scheduler
 from datatrove_ckpt.output import targets
 from datatrove_ckpt.output.hub import CommitPace, HubFolder
 from datatrove_ckpt.output.interruptible_calls import InterruptibleCalls
-from datatrove_ckpt.output.owner import OutputOwnership
+from datatrove_ckpt.output.output_folder import OutputOwnership
 from datatrove_ckpt.output.targets import HubTarget
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, documents, runner

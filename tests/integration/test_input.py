@@ -16,7 +16,7 @@ import pytest
 from datatrove.pipeline.base import PipelineStep
 from fsspec.compression import compr
 
-from datatrove_ckpt.checkpoint import rank_files
+from datatrove_ckpt.checkpoint import open_checkpoint
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.open_checkpoint import Publisher
 from datatrove_ckpt.readers import JsonlReader, base, compressed
@@ -422,7 +422,7 @@ def test_the_record_is_right_after_a_crash_at_every_effect(ram, monkeypatch, ste
         return publish(self, chunk, journal)
 
     monkeypatch.setattr(Publisher, "_publish", last_once_recorded)
-    monkeypatch.setattr(rank_files, "MAX_GROUP", 1)
+    monkeypatch.setattr(open_checkpoint, "MAX_GROUP", 1)
     with FakeServer() as server:
         job = runner(folder, server, last_once_committed, records_per_chunk=1, sync_seconds=3600)
 

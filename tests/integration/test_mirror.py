@@ -20,8 +20,7 @@ import pytest
 from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.checkpoint.checksummed_lines import add_checksum, verified_body
 from datatrove_ckpt.checkpoint.layout import OWNER
-from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
-from datatrove_ckpt.checkpoint.rank_files import RankFiles
+from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, RankFiles
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Secret
 from datatrove_ckpt.common.threads import in_thread

@@ -23,9 +23,8 @@ from datatrove_ckpt.checkpoint.layout import HOME
 from datatrove_ckpt.checkpoint.publish_intents import PublishIntents
 from datatrove_ckpt.common import object_store
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch, StorageFailed
-from datatrove_ckpt.output import output_folder, owner
-from datatrove_ckpt.output.output_folder import RankCommits, content_hash
-from datatrove_ckpt.output.owner import OutputOwnership
+from datatrove_ckpt.output import output_folder
+from datatrove_ckpt.output.output_folder import OutputOwnership, RankCommits, content_hash
 from datatrove_ckpt.testing import FakeServer
 from tests.crashes import WatchedDisk, crash_at, disk_in_place
 from tests.jobs import ask, documents, run_job, runner
@@ -504,7 +503,7 @@ def test_nodes_with_disks_of_their_own_may_begin_a_run_at_one_moment(tmp_path, m
         claims = []
         for number, root in enumerate(nodes):
             monkeypatch.setattr(socket, "gethostname", lambda number=number: f"node {number}")
-            homes = owner.RunOrigin(root, mirror, "same")
+            homes = output_folder.RunOrigin(root, mirror, "same")
             claims.append(homes)
             homes.record(homes.new_record(f"key {number}")._replace(home=mirror or "/same/path"))
         for number, homes in enumerate(claims):
@@ -535,17 +534,17 @@ def claim_in_place_of_a_removed_run(tmp_path):
     """
     folder = Place(tmp_path).writer().output_folder
     root = tmp_path / "checkpoints"
-    OutputOwnership(folder, NAME, owner.RunOrigin(root, None, "run"), lambda: True).claim()
+    OutputOwnership(folder, NAME, output_folder.RunOrigin(root, None, "run"), lambda: True).claim()
     shutil.rmtree(root)
     return lambda is_unused=True: OutputOwnership(
-        folder, NAME, owner.RunOrigin(root, None, "run"), lambda: is_unused
+        folder, NAME, output_folder.RunOrigin(root, None, "run"), lambda: is_unused
     ).claim()
 
 
 def test_a_removed_run_whose_files_are_there_keeps_its_folder(tmp_path):
     """Workers publish without the checks that a whole run makes before it starts."""
     claim_in_place_of_a_removed_run(tmp_path)
-    homes = owner.RunOrigin(tmp_path / "checkpoints", None, "another run")
+    homes = output_folder.RunOrigin(tmp_path / "checkpoints", None, "another run")
     with pytest.raises(OutputMismatch, match="belongs to another run"):
         OutputOwnership(Place(tmp_path).writer().output_folder, NAME, homes).claim()
 
@@ -569,7 +568,7 @@ def test_a_rank_that_read_the_owner_of_a_removed_run_before_another_replaced_it_
     tmp_path, monkeypatch
 ):
     claim = claim_in_place_of_a_removed_run(tmp_path)
-    read = owner._LocalRecord.read
+    read = output_folder._LocalRecord.read
 
     def interrupted(record):
         found = read(record)
@@ -577,7 +576,7 @@ def test_a_rank_that_read_the_owner_of_a_removed_run_before_another_replaced_it_
         claim()
         return found
 
-    monkeypatch.setattr(owner._LocalRecord, "read", interrupted)
+    monkeypatch.setattr(output_folder._LocalRecord, "read", interrupted)
     claim(is_unused=False)  # the other rank has published since
     claim(is_unused=False)
 

@@ -13,7 +13,7 @@ from datatrove.pipeline.readers import JsonlReader as OriginalJsonl
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.errors import ConfigError, DocumentFailed
 from datatrove_ckpt.readers import JsonlReader, SeekingReader
-from datatrove_ckpt.readers.positions import RowBlock
+from datatrove_ckpt.readers.inputs import RowBlock
 from tests.crashes import EFFECTS, assert_same_output_after_crash
 from tests.jobs import ask, ids, runner
 from tests.patience import until

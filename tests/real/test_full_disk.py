@@ -25,7 +25,7 @@ from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceRunner
-from datatrove_ckpt.checkpoint.rank_files import StorageThread
+from datatrove_ckpt.checkpoint.open_checkpoint import StorageThread
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.common.threads import in_thread
 from datatrove_ckpt.errors import OutputFailed, StorageFailed

@@ -38,7 +38,7 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_folder,
 )
 from datatrove_ckpt.checkpoint.lock import Lock
-from datatrove_ckpt.checkpoint.rank_files import RankFiles, StorageThread
+from datatrove_ckpt.checkpoint.open_checkpoint import RankFiles, StorageThread
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, recover
 from datatrove_ckpt.checkpoint.request_cache import (
     AnswerKey,

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from datatrove_ckpt.checkpoint import fence, layout, rank_files, rank_summary
+from datatrove_ckpt.checkpoint import fence, layout, open_checkpoint, rank_summary
 from datatrove_ckpt.checkpoint.chunks import ChunkTracker, no_position
 from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits
 from datatrove_ckpt.checkpoint.identity import RunIdentity, run_with_secrets
@@ -149,7 +149,7 @@ def test_what_is_written_is_synced_once_in_sync_seconds_and_not_once_in_a_group(
 ):
     """On a slow disk a sync takes 200 milliseconds, and a group comes each few milliseconds."""
     now = [0.0]
-    monkeypatch.setattr(rank_files, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(open_checkpoint, "time", SimpleNamespace(monotonic=lambda: now[0]))
     checkpoint = opened(tmp_path, records_per_chunk=100, sync_seconds=600.0)
     until_written(checkpoint)
     written = ["commit replay.sqlite3", "write chunk_00000.jsonl"]

@@ -14,7 +14,7 @@ from datatrove_ckpt.config.inference_config import ENGINES, models_of, visible_g
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.inference.client.routing import Target
 from datatrove_ckpt.inference.client.urls import HiddenUrl
-from datatrove_ckpt.inference.servers import gpus as gpu_leases
+from datatrove_ckpt.inference.servers import server as gpu_leases
 from datatrove_ckpt.inference.servers.admission import Metrics, parse_metrics, read_metrics
 from datatrove_ckpt.inference.servers.host import RankModels
 from datatrove_ckpt.inference.servers.server import InferenceServer

@@ -9,7 +9,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.checkpoint.identity import FORMAT
-from datatrove_ckpt.checkpoint.rank_files import Snapshot
+from datatrove_ckpt.checkpoint.open_checkpoint import Snapshot
 from datatrove_ckpt.checkpoint.request_cache import (
     AnswerKey,
     CachedAnswer,

@@ -63,9 +63,8 @@ from datatrove_ckpt.inference.servers.admission import (
     read_metrics,
 )
 from datatrove_ckpt.inference.servers.endpoint_probe import endpoints_of, ready_endpoints
-from datatrove_ckpt.inference.servers.gpus import GpuLease, lease_gpus
 from datatrove_ckpt.inference.servers.multi_node import HeadNode
-from datatrove_ckpt.inference.servers.server import NO_ANSWER, InferenceServer
+from datatrove_ckpt.inference.servers.server import NO_ANSWER, GpuLease, InferenceServer, lease_gpus
 from datatrove_ckpt.process.event_loop import in_own_thread
 from datatrove_ckpt.process.shutdown import Shutdown, end_tasks, wait_until_cancelled
 

@@ -22,8 +22,7 @@ from loguru import logger
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import NodeGroup
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
-from datatrove_ckpt.inference.servers.gpus import lease_gpus
-from datatrove_ckpt.inference.servers.server import InferenceServer
+from datatrove_ckpt.inference.servers.server import InferenceServer, lease_gpus
 from datatrove_ckpt.process.shutdown import Shutdown
 
 _START = b"s"

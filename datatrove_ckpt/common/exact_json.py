@@ -35,7 +35,7 @@ def loads(line: bytes, parse_constant: Callable[[str], object] | None = None) ->
             return json.loads(whole.decode("utf-16", "replace"))
         except (ValueError, RecursionError):
             raise error from None
-    if _may_be_inexact([data]):
+    if _may_be_inexact([data], -1):
         zeros = line.translate(_AS_ZEROS)
         # The digits may belong to a float or a text.
         if b"0" * 20 in zeros or b"-" + b"0" * 19 in zeros:
@@ -43,10 +43,12 @@ def loads(line: bytes, parse_constant: Callable[[str], object] | None = None) ->
     return data
 
 
-def _may_be_inexact(items: Iterable[Any]) -> bool:
+def _may_be_inexact(items: Iterable[Any], depth: int = 0) -> bool:
     """Whether one of the items may hold a float that was a long integer. Long lists are not
     searched, and may.
     """
+    if depth > _DEEPEST:
+        raise orjson.JSONDecodeError(f"a value is in more than {_DEEPEST} others", "", 0)
     for item in items:
         kind = type(item)
         if kind in _EXACT:  # most values: a call for each would cost as much as parsing them
@@ -54,9 +56,9 @@ def _may_be_inexact(items: Iterable[Any]) -> bool:
         if kind is float:
             may_be = abs(item) >= 2**63
         elif kind is dict:
-            may_be = _may_be_inexact(item.values())
+            may_be = _may_be_inexact(item.values(), depth + 1)
         else:
-            may_be = len(item) > 16 or _may_be_inexact(item)
+            may_be = len(item) > 16 or _may_be_inexact(item, depth + 1)
         if may_be:
             return True
     return False

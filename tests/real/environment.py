@@ -11,6 +11,8 @@ tests/real/environment.py`, which needs Python alone.
       python-3.13-1/                     another Python, and what the package itself needs
       uv-1/                              uv, where the machine has none
       twine-1/                           twine
+      litellm-1.108.7-1/                 LiteLLM's proxy; 0.8 GB
+      vllm-router-0.1.17-1/              vLLM's router
       smollm2-135m-1/                    SmolLM2-135M-Instruct as a checkpoint that vLLM can serve;
                                          269 MB
       tiny-1/                            random weights: embed/, classify/ (3 labels), picture/; 73
@@ -145,6 +147,16 @@ def other_python(version, found):
 def twine():
     """The program that checks what is to be published."""
     return _program("twine-1", "twine", program="twine")
+
+
+def litellm():
+    """The program of LiteLLM's proxy."""
+    return _program("litellm-1.108.7-1", "litellm[proxy]==1.108.7", program="litellm")
+
+
+def vllm_router():
+    """The program of vLLM's router."""
+    return _program("vllm-router-0.1.17-1", "vllm-router==0.1.17", program="vllm-router")
 
 
 def model():

@@ -29,7 +29,7 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.inference.client import body as body_limits
 from datatrove_ckpt.inference.client import http1 as plain_transport
 from datatrove_ckpt.inference.client.body import LargeAnswer, RequestBody
-from datatrove_ckpt.inference.client.client import CompletionClient, Outage, RequestClock
+from datatrove_ckpt.inference.client.client import CompletionClient, Outage, RequestClock, post
 from datatrove_ckpt.inference.client.http1 import Transport
 from datatrove_ckpt.inference.client.responses import CHAT, Completion, RetryableError
 from datatrove_ckpt.inference.client.routing import Request, Sender, Target
@@ -1094,7 +1094,7 @@ async def test_a_whole_answer_is_thrown_away_where_its_server_is_given_up_in_the
         given_up = asyncio.Event()
 
         async def posted_too_late(*request):
-            raw = await client.post(*request)
+            raw = await post(*request)
             if not given_up.is_set():
                 # Its cancellation comes with the next turn.
                 client.servers.router.mark_dead(target, "stopped")

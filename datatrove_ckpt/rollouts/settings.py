@@ -42,8 +42,6 @@ from datatrove_ckpt.rollouts.token_counter import (
     load_counter,
 )
 
-_DEEPEST = 200  # of the 254 that a document may have
-
 CANNED = "canned"
 """The "engine" of ``server_type: dummy``, whose answers have no form and are not checked."""
 _WITH_FIELDS = [
@@ -68,19 +66,7 @@ def without_thoughts(text: str) -> str:
 
 def parsed_json(text: str) -> Any:
     """Returns the value of an answer in JSON. Raises ValueError if it is none, or is too deep."""
-    value = loads(text.encode(errors="surrogatepass"), _refuse_constant)
-    if text.count("[") + text.count("{") > _DEEPEST:
-        level = [value]
-        for _ in range(_DEEPEST):
-            level = [part for whole in level for part in _containers_in(whole)]
-        if level:
-            raise ValueError(f"more than {_DEEPEST} lists and objects are in each other")
-    return value
-
-
-def _containers_in(value: Any) -> list[object]:
-    parts = value.values() if isinstance(value, dict) else value
-    return [part for part in parts if isinstance(part, dict | list)]
+    return loads(text.encode(errors="surrogatepass"), _refuse_constant)
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -34,7 +34,7 @@ SCHEMA = {
 }
 GOOD = '{"why": "it rains", "answer": 7}'
 TREE = {"allOf": [{"anyOf": [{"properties": {"in": {"$ref": "#"}}}]}]}
-DEEP = "[" * 199 + "{}," * 300 + "7" + "]" * 199
+DEEP = "[" * 199 + "7" + "]" * 199
 THOUGHT = '{"why": "<think>no</think>", "answer": 7}'
 
 
@@ -146,7 +146,7 @@ def test_a_valid_answer_is_the_result_without_what_surrounds_it(settings, given,
         ({"json_schema": {}}, '{"a": NaN}', "it is not JSON: "),
         ({"json_schema": {}}, '{"a": -Infinity, "b": "\\ud83d"}', "it is not JSON: "),
         ({"json_schema": {}}, "[" * 2000 + "]" * 2000, "it is not JSON: "),
-        ({"json_schema": {}}, "[" * 201 + "]" * 201, "it is not JSON: more than 200 lists"),
+        ({"json_schema": {}}, "[" * 260 + "]" * 260, "it is not JSON: "),
         ({"json_schema": TREE}, '{"in":' * 190 + "{}" + "}" * 190, "it is nested too deep"),
         ({"json_schema": {}}, "9" * 5000, "it is not JSON: "),
         ({"json_schema": SCHEMA}, '{"why": "it rains"}', "$: 'answer' is a required property"),

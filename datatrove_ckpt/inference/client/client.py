@@ -87,7 +87,6 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.inference.client.body import AnyBody, RequestBody, with_field
 from datatrove_ckpt.inference.client.http1 import (
     ConnectTimeout,
-    ProxyRefused,
     Response,
     Transport,
     UnreadableResponse,
@@ -114,7 +113,7 @@ from datatrove_ckpt.inference.client.routing import (
     Sender,
     Target,
 )
-from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl, proxy_advice
+from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl
 from datatrove_ckpt.process.open_files import refuse_exhaustion, requests_at_once
 
 # 203: a proxy changed something. 202, 204 and 206 lack the answer or a part.
@@ -125,10 +124,12 @@ _TOO_LARGE = re.compile(
     rb"increase the physical batch "
     rb'size \(current batch size: \d+\)","type":"server_error"\}\}\s*'
 )
-_OUT_OF_CREDIT = frozenset(
-    {"insufficient_quota", "billing_hard_limit_reached", "exceeded_current_quota_error", "1113"}
+# The codes of OpenAI, Moonshot and Z.ai in a 429 that only a payment ends. Inside a message that
+# quotes a document, quotes are escaped.
+_LACKS_CREDIT = re.compile(
+    rb'"(?:code|type)": ?"(?:insufficient_quota|billing_hard_limit_reached'
+    rb'|exceeded_current_quota_error|1113)"'
 )
-"""The codes of OpenAI, Moonshot and Z.ai in a 429 that only a payment ends."""
 
 
 class ExchangeFailed(Exception):
@@ -187,8 +188,6 @@ async def post(transport: Transport, body: AnyBody, model: str, extras: Extras |
         cause = f"{failure.kind} from {url}"
         if failure.details:
             cause += f": {failure.details}"
-        if isinstance(error, ProxyRefused):
-            raise ServerRefused(f"{url}: {failure.details}.") from None
         if isinstance(error, UnreadableResponse):
             raise UnexpectedResponse(cause) from None
         unsent = isinstance(error, ConnectionRefusedError)
@@ -211,7 +210,7 @@ def _error(response: Response, transport: Transport, model: str) -> RetryableErr
     if status in retrying.REJECTED:
         return RequestRejected(status, text)
     text = " ".join(text.split())
-    lacks_credit = status == 402 or (status == 429 and _lacks_credit(response.body))
+    lacks_credit = status == 402 or (status == 429 and bool(_LACKS_CREDIT.search(response.body)))
     if status in retrying.SERVER.retried and not lacks_credit:
         return RetryableError(
             f"HTTP {status} from {url}: {text}", retry_after=response.wait, status=status
@@ -229,26 +228,18 @@ def _error(response: Response, transport: Transport, model: str) -> RetryableErr
     return refused
 
 
-def _lacks_credit(body: bytes) -> bool:
-    """Returns whether the code or type of an error is about credit. Its message may quote the
-    document.
-    """
-    try:
-        error = orjson.loads(body)["error"]
-        return not _OUT_OF_CREDIT.isdisjoint({error.get("code"), error.get("type")})
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return False
-
-
 def refusal_hint(
     url: HiddenUrl, api_key: Secret | None, status: int, proxy: HiddenUrl | None
 ) -> str:
     """Returns the rest of a sentence about a URL that answers 401, 403 or 407."""
     hint = _key_hint(url, api_key)
-    if proxy is None or status == 401 or url.reveal().scheme == "https":
+    if proxy is None or status == 401:
         return hint
-    hint = "" if status == 407 else f". Or it {hint}"
-    return f"is reached through the proxy {proxy}: {proxy_advice(url, status)}{hint}"
+    variables = f"{url.reveal().scheme}_proxy or all_proxy"
+    advice = f"name {url.reveal().host} in NO_PROXY, or correct {variables}. Or it {hint}"
+    if status == 407:
+        advice = f"write its user and password into {variables}, as http://USER:PASSWORD@HOST:PORT"
+    return f"is reached through the proxy {proxy}: {advice}"
 
 
 def _key_hint(url: HiddenUrl, api_key: Secret | None) -> str:

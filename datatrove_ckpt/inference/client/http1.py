@@ -43,7 +43,6 @@ from datatrove_ckpt.inference.client.urls import (
     basic_authorization,
     beside,
     headers_for,
-    proxy_advice,
     proxy_of,
 )
 
@@ -99,8 +98,8 @@ class UnreadableResponse(RemoteProtocolError):
     """Reports a form that HTTP/1.1 does not have, or that this client does not support."""
 
 
-class ProxyRefused(ConnectionError):
-    """Reports a proxy that refuses a tunnel until a person acts."""
+class _TunnelRefused(ConnectionError):
+    """Reports a proxy that answers CONNECT with 403 or 407, its first argument."""
 
 
 class UnaskedBytes(RemoteProtocolError):
@@ -514,7 +513,10 @@ class Transport:
         head = self._head
         if extras:
             head = self._head_for(*beside(self.url, self._headers, extras))
-        connection = self._take_idle() or await self._connect()
+        try:
+            connection = self._take_idle() or await self._connect()
+        except _TunnelRefused as refusal:
+            return Response(refusal.args[0], b"")
         if self._closed:
             connection.abort()
             raise ConnectionAbortedError("the client is closed")
@@ -685,9 +687,7 @@ class Transport:
             transport.write(f"CONNECT {host} HTTP/1.1\r\n{fields}\r\n".encode())
             status = await tunnel.status
             if status in (403, 407):
-                raise ProxyRefused(
-                    f"the proxy answered HTTP {status}: {proxy_advice(self.url, status)}"
-                )
+                raise _TunnelRefused(status)
             if status != 200:
                 raise ConnectionError(f"the proxy answered HTTP {status}")
             connection = _Connection(self)

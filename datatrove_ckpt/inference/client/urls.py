@@ -6,14 +6,13 @@ import re
 from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import lru_cache
 from ipaddress import ip_address, ip_network
 from urllib.request import getproxies, proxy_bypass
 
-from loguru import logger
 from yarl import URL
 
 from datatrove_ckpt.common.redaction import Secret
+from datatrove_ckpt.common.warnings import warn_once
 from datatrove_ckpt.errors import ConfigError
 
 _VERSION = re.compile(r"v\d+[a-z0-9]*")
@@ -151,7 +150,7 @@ def proxy_of(url: HiddenUrl) -> HiddenUrl | None:
     if not proxy or _is_direct(host, url.reveal().port, proxies.get("no", "")):
         return None
     if name == "all" and proxy.startswith("socks"):
-        _warn_of_socks()
+        warn_once("all_proxy is a SOCKS proxy, which is not used: requests go directly.")
         return None
     if "://" not in proxy:
         proxy = f"http://{proxy}"
@@ -169,16 +168,3 @@ def _is_direct(host: str, port: int | None, no_proxy: str) -> bool:
             if ip_address(host) in ip_network(pattern.strip("[]"), strict=False):
                 return True
     return False
-
-
-@lru_cache(maxsize=1)
-def _warn_of_socks() -> None:
-    logger.warning("all_proxy is a SOCKS proxy, which is not used: requests go directly.")
-
-
-def proxy_advice(url: HiddenUrl, status: int) -> str:
-    """Returns what helps if a proxy answers 403 or 407."""
-    variables = f"{url.reveal().scheme}_proxy or all_proxy"
-    if status == 407:
-        return f"write its user and password into {variables}, as http://USER:PASSWORD@HOST:PORT"
-    return f"name {url.reveal().host} in NO_PROXY, or correct {variables}"

@@ -19,7 +19,7 @@ from datatrove_ckpt.inference.client.client import (
     get,
     refusal_hint,
 )
-from datatrove_ckpt.inference.client.http1 import ProxyRefused, UnreadableResponse
+from datatrove_ckpt.inference.client.http1 import UnreadableResponse
 from datatrove_ckpt.inference.client.urls import HiddenUrl, proxy_of
 from datatrove_ckpt.process.screen import has_terminal
 
@@ -160,8 +160,6 @@ async def _ask(url: HiddenUrl, api_key: Secret | None) -> EndpointProbe:
             return EndpointProbe(str(target), cause, True)
         if error.kind == UnreadableResponse.__name__:
             return EndpointProbe(str(target), f"sends no HTTP that can be read: {error}", True)
-        if error.kind == ProxyRefused.__name__:
-            return EndpointProbe(str(target), f"cannot be reached: {error}", True)
         is_absent = error.kind == ConnectionRefusedError.__name__
         return EndpointProbe(str(target), str(error), api=api, is_absent=is_absent)
     status = response.status

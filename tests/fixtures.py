@@ -371,6 +371,9 @@ def _as_if_alone(request, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     # Ranks would stop for the end of another test's Slurm job.
     monkeypatch.setattr("datatrove_ckpt.process.slurm_job._first_asked", {})
+    # Whose fault a rejection is.
+    monkeypatch.setattr("datatrove_ckpt.inference.client.client._ANSWERS_WITHIN", 0.5)
+    monkeypatch.setattr("datatrove_ckpt.inference.client.client.PROBE_INTERVAL", 2.0)
     # Servers of tests send nothing unasked, but for those of test_client.py.
     monkeypatch.setattr("datatrove_ckpt.inference.client.http1.QUIET", 0.0)
     if "real_ready_window" not in request.fixturenames:

@@ -75,14 +75,21 @@ def rejects(texts, status=400):
     return lambda payload, times: status if payload["messages"][-1]["content"] in texts else None
 
 
+def rejects_documents(payload, times):
+    """For a server: it rejects all documents, and not one word in place of their texts."""
+    return None if '"JSON"' in json.dumps(payload) else 400
+
+
 class Budget:
     """For a server: it refuses its key, which stops a rank, when so many requests are answered."""
 
-    left = 0
+    def __init__(self, left=0, status=401):
+        self.left = left
+        self.status = status
 
     def __call__(self, payload, times):
         self.left -= 1
-        return None if self.left >= 0 else 401
+        return None if self.left >= 0 else self.status
 
 
 def config(server, **changes):

@@ -398,7 +398,7 @@ def _read_journals(
 
 
 def _causes(path: str, size: int, max_bytes: int) -> Counter[str]:
-    """Counts causes, without their numbers, in the last ``max_bytes`` bytes of the dead letters."""
+    """Counts causes in the last ``max_bytes`` bytes of the dead letters."""
     causes: Counter[str] = Counter()
     with explained("read", path), suppress(FileNotFoundError), open(path, "rb") as file:  # noqa: PTH123 (speed)
         if size > max_bytes:
@@ -411,9 +411,18 @@ def _causes(path: str, size: int, max_bytes: int) -> Counter[str]:
                 )
                 error, _, _ = str(dead_letter.get("error", "")).partition("\n")
                 # As much as is kept of a server's answer.
-                numberless = re.sub(r"(?<!HTTP )(?<!\d)\d+", "#", as_line(error))
-                causes[cut(numberless, 2000)] += 1
-    return most_common_causes(causes)
+                causes[cut(as_line(error), 2000)] += 1
+    return merged_causes(causes)
+
+
+def merged_causes(causes: Mapping[str, int]) -> Counter[str]:
+    """Adds up causes that differ only in numbers, under the most frequent of them."""
+    texts: dict[str, str] = {}
+    merged = Counter[str]()
+    for text, count in Counter(causes).most_common():
+        numberless = re.sub(r"(?<!HTTP )(?<!\d)\d+", "#", text)
+        merged[texts.setdefault(numberless, text)] += count
+    return most_common_causes(merged)
 
 
 def most_common_causes(causes: Mapping[str, int], limit: int = 20) -> Counter[str]:

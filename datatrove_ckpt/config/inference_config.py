@@ -129,8 +129,7 @@ class InferenceConfig:
         trust_remote_code (free): let vLLM and SGLang run code that comes with the model.
         request_max_attempts (free): attempts of a request that fails while others are answered
             (408, 409, 425, 429, 5xx, resets, timeouts, incomplete answers), before its document is
-            at fault. If fewer than 50 are answered, it stops the task after
-            ``server_patience_seconds``.
+            at fault.
         server_patience_seconds (free): how long the run waits while requests fail, and none is
             answered (unreachable, 5xx, 429). Then the task stops; no document is blamed. At 600, a
             new run at a terminal waits 30 s for an endpoint where nothing listens.

@@ -127,6 +127,8 @@ def _message_in(body: str) -> str:
         value = json.loads(body)
     except ValueError:
         return body
+    if isinstance(value, list) and value:  # Gemini's
+        value = value[0]
     for name in ("error", "message", "detail"):
         if isinstance(value, dict):
             value = value.get(name, value)
@@ -386,6 +388,7 @@ class ServerRefused(ServerError):
     """
 
     status: int | None = None
+    body = ""
 
 
 class RequestError(CkptError):

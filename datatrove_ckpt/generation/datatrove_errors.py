@@ -116,4 +116,6 @@ class raised_for_scripts:
                 redact(part) if isinstance(part, str) else part for part in cause.args
             )
         if (raised := _RAISED.get(type(error))) is not None:
-            raise raised(str(error)) from error.__cause__
+            failure = raised(str(error))
+            failure.changes = error.changes
+            raise failure from error.__cause__

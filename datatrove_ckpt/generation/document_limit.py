@@ -16,6 +16,7 @@ from datatrove_ckpt.process.open_files import requests_at_once
 
 _SMALL = 1 << 16  # bytes of a document that are not counted
 _IDLE_SECONDS = 1.0
+_MOST_UNDECIDED = 1000
 
 
 def most_documents(configs: list[InferenceConfig]) -> int:
@@ -60,7 +61,7 @@ class DocumentLimit:
     async def acquire(self, size: int) -> None:
         if size > _SMALL:
             await self._bytes.acquire(size)
-        while self._in_work >= self._size:
+        while self._is_full:
             # One wake-up for each turn of the event loop: a semaphore has one for each document.
             self._room = asyncio.get_running_loop().create_future()
             if self._is_idle():
@@ -91,11 +92,21 @@ class DocumentLimit:
         busy = any(router.in_flight or router.waiting for router in routers)
         return bool(routers) and not self._is_fixed and not busy
 
+    @property
+    def _is_full(self) -> bool:
+        undecided = sum(sender.undecided for sender in self._models)
+        return self._in_work - min(undecided, _MOST_UNDECIDED) >= self._size
+
     def changed(self, sender: Sender) -> None:
-        if self._is_fixed or sender not in self._models:
-            return
+        if sender in self._models:
+            if not self._is_fixed:
+                self._resize(sender)
+            if not self._is_full:
+                self._wake()
+
+    def _resize(self, sender: Sender) -> None:
         _, router = self._models[sender]
-        is_full = self._in_work >= self._size or self._room is not None
+        is_full = self._is_full or self._room is not None
         if is_full and not router.waiting and router.in_flight < router.capacity:
             self._elsewhere += 1
         texts = sum(config.texts_for(each.capacity) for config, each in self._models.values())
@@ -104,8 +115,6 @@ class DocumentLimit:
             capacity += WINDOW
         self._size = min(self._max_documents, max(1, capacity) + self._elsewhere)
         sender.may_grow = self._size < self._max_documents
-        if self._in_work < self._size:
-            self._wake()
 
     def _wake(self) -> None:
         if self._room is not None and not self._room.done():

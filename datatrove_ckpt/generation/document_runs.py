@@ -21,10 +21,8 @@ from datatrove_ckpt.errors import (
     CheckpointError,
     ConfigError,
     DocumentNotSerializable,
-    RequestFailed,
     causes,
 )
-from datatrove_ckpt.generation.dead_letters import RetriedDocument
 from datatrove_ckpt.generation.document_limit import DocumentLimit
 from datatrove_ckpt.generation.failures import FailurePolicy, drops
 from datatrove_ckpt.generation.generate import BoundGenerate
@@ -95,10 +93,7 @@ class DocumentRuns:
             self.limit.release(source.size)
 
     async def _run_document(self, source: SourceDocument, slot: ChunkSlot) -> FinishedDocument:
-        document = source.document
         answers = DocumentAnswers(self.requests, slot, source.id, len(self._rollouts))
-        if isinstance(document, RetriedDocument):
-            answers.is_suspect = document.dead_letter["kind"] == RequestFailed.__name__
         retried_letter = self.failures.retried_letter(source, slot.ordinal)
         if retried_letter is not None:
             return answers.finished("dead", source.fingerprint, retried_letter)

@@ -39,7 +39,6 @@ _LONGEST = 0.005  # seconds that a text waits for others
 
 class Waiter(Protocol):
     order: int
-    is_suspect: bool
 
 
 @dataclass(eq=False)
@@ -118,7 +117,6 @@ async def _run(batch: _TextBatch, texts: list[_Text], request: Request) -> None:
     if not texts:
         return
     request.is_shared = len(texts) > 1
-    request.is_suspect = any(text.waiter.is_suspect for text in texts)
     api = batch.api._replace(parse=partial(parse_embeddings, count=len(texts)))
     inputs: str | list[str] = texts[0].text
     if request.is_shared:

@@ -19,7 +19,6 @@ from loguru import logger
 
 from datatrove_ckpt import errors
 from datatrove_ckpt.common.formatting import plural, safe_repr, safe_text
-from datatrove_ckpt.common.retrying import OF_ONE_TEXT
 from datatrove_ckpt.config.generation_params import max_tokens_of
 from datatrove_ckpt.errors import (
     CkptError,
@@ -41,7 +40,7 @@ from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.generation.user_frames import user_frame_of
 from datatrove_ckpt.generation.user_rollout import NotAwaitable, name_of
-from datatrove_ckpt.rollouts import InvalidAnswer
+from datatrove_ckpt.rollouts import InvalidAnswer, Payload
 
 _ACCEPTED = {"accept_changes": True}
 _AS_DEAD_LETTERS = {"on_document_error": "dead_letter"}
@@ -96,13 +95,24 @@ def _advice(error: BaseException) -> tuple[str, list[Mapping[str, object]]]:
         if any(isinstance(cause, RequestFailed) for cause in causes(error)):
             return f"{_RUN_AGAIN} {_WITHOUT_SUCH}", [_AS_DEAD_LETTERS]
         return _RUN_AGAIN, []
+    advice, changes = _about_payload(rejected.body, getattr(error, "payload", None) or {})
+    if changes:
+        return advice, changes
+    fault = "If the server was at fault, correct it"
+    if rejected.remembered:
+        fault = "The request was not sent this time"
+    advice += f"{fault}; to send the request again, set retry_errors."
+    return advice, [{"retry_errors": True}]
+
+
+def _about_payload(rejection: str, payload: Payload) -> tuple[str, list[Mapping[str, object]]]:
+    """Returns the advice that a rejection gives about a payload, and the settings that it names."""
     advice = ""
-    payload = getattr(error, "payload", None) or {}
-    if too_long := _TOO_LONG.search(rejected.body):
+    if too_long := _TOO_LONG.search(rejection):
         context = int(too_long[1] or 0)
         max_tokens = max_tokens_of(payload)
         prompt = 1
-        if prompt_match := _PROMPT_TOKENS.search(rejected.body):
+        if prompt_match := _PROMPT_TOKENS.search(rejection):
             prompt = int(prompt_match[1])
         if max_tokens + prompt > context > prompt:
             lower = min(context // 2, context - prompt)
@@ -115,18 +125,14 @@ def _advice(error: BaseException) -> tuple[str, list[Mapping[str, object]]]:
         advice = (
             "The prompt is longer than the model's context. ChunkedRollout splits long documents. "
         )
-    if "schema" in rejected.body.lower() and "response_format" in payload:
+    if "schema" in rejection.lower() and "response_format" in payload:
         advice = (
             "Correct the schema, and set accept_changes. A strict schema, as of OpenAI's API, "
             "requires each of its properties, with the type null if it may be missing, and has "
             "additionalProperties: false."
         )
         return advice, [_ACCEPTED]
-    fault = "If the server was at fault, correct it"
-    if rejected.remembered:
-        fault = "The request was not sent this time"
-    advice += f"{fault}; to send the request again, set retry_errors."
-    return advice, [{"retry_errors": True}]
+    return advice, []
 
 
 def offer_skipping(error: BaseException) -> None:
@@ -143,35 +149,28 @@ def offer_skipping(error: BaseException) -> None:
         error.changes = [{"skip_bad_requests": True}, *error.changes]
 
 
-def unanswered(doc_id: str, ordinal: int, error: CkptError, answered_requests: int) -> CkptError:
+def unanswered(doc_id: str, ordinal: int, error: CkptError, payload: Payload) -> CkptError:
     """Returns the error that stops the rank after a server failed for a request of this
     document.
-
-    Args:
-        answered_requests: number of answered requests, once no further request can be answered.
     """
     document = describe_document(doc_id, ordinal)
-    is_away = isinstance(error, ServerUnavailable)
-    facts = str(error)
-    if answered_requests and (
-        is_away or (isinstance(error, ServerRefused) and error.status in OF_ONE_TEXT)
-    ):
-        facts = f"{error.args[0]} {plural(answered_requests, 'other request')} had answers."
-    elif is_away:
+    if isinstance(error, ServerUnavailable):
         return ServerUnavailable(f"{error} A request of {document} is waiting.")
-    elif not isinstance(error, RequestFailed):
+    if isinstance(error, ServerRefused):
+        advice, changes = _about_payload(error.body, payload)
+        if changes:
+            error.args = (error.args[0], f" {advice}")
+            error.changes = changes
+        return error
+    if not isinstance(error, RequestFailed):
         return error
     message = (
-        f"A request of {document} has no answer. {facts} This does not show that the document is "
+        f"A request of {document} has no answer. {error} This does not show that the document is "
         "at fault, so there is no dead letter. If the server is at fault, correct it, and run the "
         "same command again. To continue without this document, let the rollout return None for it "
         "before any request, and set accept_changes."
     )
-    if isinstance(error, RequestFailed):
-        return DocumentFailed(message, error=error, changes=[_ACCEPTED])
-    error.args = (message,)
-    error.changes = [_ACCEPTED]
-    return error
+    return DocumentFailed(message, error=error, changes=[_ACCEPTED])
 
 
 @dataclass

@@ -141,7 +141,7 @@ class BoundGenerate:
         except ValueError as problem:
             return self._refused(str(problem).rstrip("."))
         if whole:
-            api = with_raw_response(api)
+            api = with_raw_response(api)._replace(model=str(payload.get("model", "")))
         if requests.model.policies and api.generates:
             return acceptable(requests, payload, api, whole)
         return requests.answered(payload, api, whole)

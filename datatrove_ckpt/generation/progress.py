@@ -27,8 +27,8 @@ from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError, LimitReached, WaitsForBatches
 from datatrove_ckpt.generation.prefetch import DocumentSource
-from datatrove_ckpt.inference.client.client import CompletionClient, Outage
-from datatrove_ckpt.inference.client.responses import Completion, token_counts
+from datatrove_ckpt.inference.client.client import CompletionClient, Outage, count_answer
+from datatrove_ckpt.inference.client.responses import Completion
 from datatrove_ckpt.process.screen import (
     READING,
     WAITING,
@@ -117,28 +117,10 @@ class RankReporter:
 
     def answered(self, answer: Completion, config: InferenceConfig) -> tuple[int, int]:
         """Counts an answer of a server; returns its prompt and completion tokens."""
-        tokens = token_counts(answer.usage)
-        self.own.requests += 1
-        self.own.prompt_tokens += tokens.prompt
-        self.own.completion_tokens += tokens.completion
+        tokens = count_answer(self.own, answer, config)
         self._spread.milliseconds.add(1000 * answer.seconds)
         self._spread.prompt_tokens.add(tokens.prompt)
         self._spread.completion_tokens.add(tokens.completion)
-        self.own.cached_tokens += tokens.cached
-        self.own.reasoning_tokens += tokens.reasoning
-        tier = answer.service_tier
-        if tier:
-            tiers = self.own.tiers
-            name = tier if tier in tiers else redact(tier)
-            if name in tiers or len(tiers) < 20:  # a server may say anything
-                tiers[name] += 1
-        if answer.endpoint:
-            self.own.endpoints[answer.endpoint] += 1
-        if config.prices_at(answer.endpoint):
-            cost = config.cost(tokens, tier, answer.endpoint)
-            self.own.cost += cost
-            if answer.endpoint:
-                self.own.endpoint_costs[answer.endpoint] += cost
         return tokens[:2]
 
     def example(self, fault: str, document: str, text: str) -> None:

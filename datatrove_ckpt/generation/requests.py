@@ -114,7 +114,6 @@ class RankContext:
         self.calls = OnceCalls(self.observer.own, self.shutdown)
         self.waiting = 0
         self.documents: dict[int, asyncio.Task[None]] = {}
-        self.all_started = False
         self.has_ended = False
         self.is_ending = False
         self.storage_free = asyncio.Event()
@@ -146,7 +145,7 @@ class DocumentAnswers:
         reused: number of requests and calls of each rollout that earlier attempts have saved.
         tokens: prompt and completion tokens of each answer in turn.
         failed: number of requests without an answer.
-        order, is_suspect: the fields of ``routing.Request``.
+        order: the field of ``routing.Request``.
         cut_off, empty: number of answers that ended at max_tokens, and of answers without a text,
             or with a vector of zeros.
         reasons: number of answers by finish_reason, and by fault.
@@ -157,7 +156,6 @@ class DocumentAnswers:
     failure: CkptError | None = None
     failed = cut_off = empty = 0
     parked = batch_answers = 0
-    is_suspect = False
     _cached: asyncio.Future[dict[AnswerKey, CachedAnswer]] | None = None
     _pending = 0
 
@@ -584,8 +582,6 @@ class RolloutRequests:
             )
         try:
             completion = None
-            if cached is not None and cached.error_message is not None:
-                answers.is_suspect = True
             if cached is not None or model.config.provider_batches:
                 completion = await self._batched(key, body, api, cached)
             if completion is None:
@@ -598,9 +594,7 @@ class RolloutRequests:
                     if model.batches is not None and api.is_shared:
                         completion = await model.batches.complete(client, sent, api, answers)
                     else:
-                        request = Request(
-                            client.sender, answers.doc_id, answers.order, body, answers.is_suspect
-                        )
+                        request = Request(client.sender, answers.doc_id, answers.order, body)
                         completion = await client.complete(body, api, request)
                 finally:
                     answers.request_finished()
@@ -627,17 +621,12 @@ class RolloutRequests:
             await self.keep(key, CachedAnswer(None, f"{error.status} {error.body}"))
             raise error
         at_fault = isinstance(error, errors.RequestFailed) and error.is_documents
-        if at_fault:
-            model.client.result().sender.at_fault.add(self.answers.slot.ordinal)
-            # Saved, so that the next attempt needs no other requests to compare with. Status 0: all
-            # versions send such a request again.
-            await self.keep(key, CachedAnswer(None, f"0 {error}"))
         if at_fault or isinstance(error, errors.RequestPoisoned):
             raise failed(errors.named(error, model.config.name), payload) from error
         model.is_dead = model.is_dead or isinstance(
             error, errors.ServerDied | errors.ServerUnavailable
         )
-        stopped = self._stopped(error)
+        stopped = self._stopped(error, payload)
         if isinstance(error, errors.RequestFailed):
             raise failed(error, payload) from error
         raise stopped from error
@@ -754,17 +743,12 @@ class RolloutRequests:
             )
             raise self._stopped(error)
 
-    def _stopped(self, error: errors.CkptError) -> RolloutServerError:
+    def _stopped(
+        self, error: errors.CkptError, payload: Payload | None = None
+    ) -> RolloutServerError:
         errors.named(error, self.model.config.name)
         answers = self.answers
-        rank = self.rank
-        # The number of answered requests, if only documents that may be at fault remain.
-        answered_requests = 0
-        if rank.all_started and self.model.client.done():
-            client = self.model.client.result()
-            if len(rank.documents) <= client.sender.most_at_fault:
-                answered_requests = client.answers
-        answers.fail(unanswered(answers.doc_id, answers.slot.ordinal, error, answered_requests))
+        answers.fail(unanswered(answers.doc_id, answers.slot.ordinal, error, payload or {}))
         return RolloutServerError(error)
 
     async def keep(self, key: AnswerKey, answer: CachedAnswer) -> None:

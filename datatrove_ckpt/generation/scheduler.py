@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from loguru import logger
 
 from datatrove_ckpt.common.formatting import plural
-from datatrove_ckpt.errors import CheckpointError, CkptError, named
+from datatrove_ckpt.errors import CheckpointError, CkptError, ServerRefused, named
 from datatrove_ckpt.generation.document_runs import DocumentRuns
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.requests import RankContext, RankModel
@@ -99,6 +99,10 @@ async def stop_when_requested(
     finally:
         in_flight = sum(client.in_flight for client in clients)
         shutdown.given_up = in_flight + counts.lost - lost_before
+    failure = shutdown.failure
+    if isinstance(failure, ServerRefused) and failure.status is not None:
+        for client in clients:
+            failure.args += (await client.unlisted_models(),)
     # 2. Other documents end unrecorded. ``abort`` comes before the cancellations, because a
     # cancelled rollout is no failure.
     shutdown.abort()
@@ -200,7 +204,6 @@ class Scheduler:
             if documents.error is not None:
                 self.shutdown.fail(documents.error)
                 await wait_until_cancelled()
-            self.requests.all_started = True
             host = host_loop()
             if host is not None:
                 host.has_admitted = True

@@ -33,7 +33,7 @@ from datatrove_ckpt.output.file_managers import missing_codec
 from datatrove_ckpt.output.file_names import writer_name
 from datatrove_ckpt.output.hub import HOUR, HubFolder
 from datatrove_ckpt.output.hub_access import check_access
-from datatrove_ckpt.output.output_folder import first_names, has_commits
+from datatrove_ckpt.output.output_folder import has_commits
 from datatrove_ckpt.output.writer_trial import WriterTrial
 from datatrove_ckpt.process import event_loop, open_files
 from datatrove_ckpt.readers import BatchReader, HuggingFaceDatasetReader
@@ -349,11 +349,7 @@ def _check_answer(
             )
             return Finding("problem", "endpoint", text)
         return Finding("ok", "endpoint", f"{answer.url} answers, and serves {model}.")
-    listed = first_names([*answer.models], 5) or "none"
-    text = (
-        f"{answer.url} does not list the model {model!r}; it lists {listed}. Correct the model's "
-        "name."
-    )
+    text = f"{answer.unlisted(model)} Correct the model's name."
     return Finding("problem", "endpoint", text)
 
 

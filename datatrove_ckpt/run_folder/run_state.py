@@ -39,7 +39,7 @@ from datatrove_ckpt.checkpoint.rank_summary import (
     JobTotals,
     RankSummary,
     find_ranks,
-    most_common_causes,
+    merged_causes,
     read_rank,
 )
 from datatrove_ckpt.checkpoint.run_limits import Limits, RunTotals, recorded_limits
@@ -350,7 +350,7 @@ def add_up(ranks: list[RankStatus], now: float, tasks: int = 0) -> Totals:
     totals.as_of = min(
         (rank.as_of for rank in running or ranks if rank.as_of is not None), default=None
     )
-    totals.dead_letters = most_common_causes(totals.dead_letters)
+    totals.dead_letters = merged_causes(totals.dead_letters)
     totals.not_started = max(0, tasks - sum(rank.rank < tasks for rank in ranks))
     spans = []
     for rank in ranks:

@@ -82,7 +82,8 @@ def test_a_stream_is_a_whole_answer(tmp_path, server, with_usage):
 
 def test_other_paths_and_what_is_refused(tmp_path, server):
     server.paths["/v1/embeddings"] = embeddings
-    server._status = lambda payload, times: 400 if "messages" in payload else None
+    is_chat = {"role": "user", "content": "text 0"}
+    server._status = lambda body, times: 400 if is_chat in body.get("messages", []) else None
 
     async def rollout(document, generate):
         async with generate.url() as url:

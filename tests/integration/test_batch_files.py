@@ -15,7 +15,7 @@ from datatrove_ckpt.readers import batch_files
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
 from tests.integration.test_typed_ways import embeddings
-from tests.jobs import rejects, rows
+from tests.jobs import rejects, rejects_documents, rows
 from tests.kept import until_kept
 
 CHAT = "/v1/chat/completions"
@@ -133,7 +133,7 @@ def test_a_rejected_request_is_a_line_with_its_error_and_the_run_goes_on(server,
 
 def test_a_run_whose_every_line_has_an_error_does_not_end_with_0(server, run):
     write(request("0"), request("1"))
-    server._status = lambda payload, times: 400
+    server._status = rejects_documents
     for _ in range(2):
         assert "All lines have an error" in run(code=1).error
     assert [line["error"]["code"] for line in results()] == ["400", "400"]

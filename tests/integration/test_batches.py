@@ -149,9 +149,7 @@ def test_of_a_bad_text_among_eight_its_document_alone_fails(shared, tmp_path, ba
 
 @pytest.mark.usefixtures("answers_between")
 def test_a_text_that_fails_again_and_again_beside_others_is_named(shared, tmp_path):
-    """A NaN, say. The others of its request are answered; the rank stops, for no document pays for
-    a server.
-    """
+    """A NaN, say. The others of its request are answered."""
     shared._status = lambda payload, times: 500 if "text 5" in texts_of(payload) else None
 
     async def ask(document, generate):
@@ -162,7 +160,7 @@ def test_a_text_that_fails_again_and_again_beside_others_is_named(shared, tmp_pa
         return "done"
 
     config = {"texts_per_request": 8, "server_patience_seconds": 60.0, "request_max_attempts": 2}
-    with pytest.raises(CkptError, match=r"id 5.*this request failed while others were answered"):
+    with pytest.raises(CkptError, match=r"id 5.*fails at this request, and answers others"):
         run_job(tmp_path, shared, 10, ask, config=config)
     assert asked(shared)["text 4"] <= 16
     alone = [payload["input"] for payload in shared.payloads if texts_of(payload) == ["text 5"]]

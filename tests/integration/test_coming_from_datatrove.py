@@ -16,7 +16,17 @@ from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config.inference_config import SINGLE_NODE, EngineLaunch
 from datatrove_ckpt.inference.client.client import ModelServers
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import ask, chat, config, documents, rejects, run_job, runner, writer
+from tests.jobs import (
+    ask,
+    chat,
+    config,
+    documents,
+    rejects,
+    rejects_documents,
+    run_job,
+    runner,
+    writer,
+)
 from tests.pages import ROOT, pages, table_rows
 
 _NAMES = "InferenceConfig, InferenceError, InferenceResult, InferenceRunner, ServerError"
@@ -168,7 +178,7 @@ def test_documents_in_memory_get_no_marks(tmp_path):
         return None if document.id == "id 0" else await ask(document, generate)
 
     given = documents(2)
-    with FakeServer(status=lambda payload, times: 400) as server:
+    with FakeServer(status=rejects_documents) as server:
         runner(tmp_path, server, rollout, skip_bad_requests=True).run(given)
     assert [document.metadata for document in given] == [{"rollout_results": []}, {}]
 

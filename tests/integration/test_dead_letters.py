@@ -160,7 +160,7 @@ def test_a_run_whose_every_document_was_rejected_does_not_end_with_0(here, comma
         for _ in range(2):
             said = command("run", "job.yaml", code=1).err
             assert (
-                "All documents are dead letters: refused with # (BadRequestError: HTTP 400). To"
+                "All documents are dead letters: refused with 400 (BadRequestError: HTTP 400). To"
                 in said
             )
             assert "start again with retry_dead_letters." in said

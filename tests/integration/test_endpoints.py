@@ -17,7 +17,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentFaile
 from datatrove_ckpt.inference.client import client, minute_limits
 from datatrove_ckpt.inference.client.minute_limits import MinuteLimits
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import Budget, ask, chat, documents, rows, run_job, runner, texts_of
+from tests.jobs import Budget, ask, chat, documents, rejects, rows, run_job, runner, texts_of
 from tests.yaml_jobs import job_yaml, write_job
 
 VECTOR = [0.25, -1.5, 3.0]
@@ -279,9 +279,11 @@ def test_a_minute_that_is_full_beside_an_endpoint_that_fails_is_no_outage(
 
 
 def test_the_error_of_a_request_that_is_rejected_names_the_endpoint(tmp_path, two):
-    two[1].refuses = 400
+    config = {"max_concurrent_generations": 3}
+    two[1]._status = rejects(["text 4"])
+    two[0].refuses = 400  # it refuses all, so that the other gets its requests
     with pytest.raises(DocumentFailed, match=rf"\({two[1].url}: BadRequestError: HTTP 400\)"):
-        step(tmp_path, ends(*two), config={"max_concurrent_generations": 3}).run(documents(10))
+        step(tmp_path, ends(*two), config=config).run(documents(10))
 
 
 # who gets a request ------------------------------------------------------------------------------

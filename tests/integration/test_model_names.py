@@ -18,7 +18,7 @@ from datatrove_ckpt.errors import (
     ServerRefused,
 )
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import chat, config, documents, letters, rejects, rows, run_job
+from tests.jobs import chat, config, documents, letters, rejects, rejects_documents, rows, run_job
 
 from .test_models import runner as runner_of_both
 from .test_models import says
@@ -119,7 +119,7 @@ def test_an_answer_stays_with_the_path_of_its_request(here, a, monkeypatch):
 
 
 def test_a_rejection_names_its_model(here, a):
-    with FakeServer(status=lambda payload, times: 400) as judges:
+    with FakeServer(status=rejects_documents) as judges:
         named = r"failed: refused with 400 \(judge: BadRequestError: HTTP 400\)"
         for asked in ("If the server was at fault", "The request was not sent this time"):
             with pytest.raises(DocumentFailed, match=rf"{named}.*{asked}"):

@@ -33,7 +33,7 @@ from datatrove_ckpt.readers import JsonlReader, position_state
 from datatrove_ckpt.run_folder.documents import OutputPath
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import golden
-from tests.jobs import Budget, rejects
+from tests.jobs import Budget, rejects, rejects_documents
 from tests.jobs import rows as written
 from tests.unit.tables import write_table
 from tests.yaml_jobs import write_rows
@@ -285,7 +285,7 @@ def test_the_percentage_of_a_run_of_more_tasks_than_files_is_that_of_the_files(c
     with FakeServer(status=lambda body, times: 400 * ("file 2" in str(body)) or None) as server:
         job = ["--input", "in", "--endpoint", server.url, "--model", "fake", "--prompt", "{text}"]
         command("run", *job, "--run-folder", "r", "--tasks", "20", "--workers", "1", code=1)
-    assert "50.0 % of the input" in command("status", "r")
+    assert "75.0 % of the input" in command("status", "r"), "others decide whose fault it is"
 
 
 def test_each_file_is_a_task_here_if_that_is_worth_it():
@@ -806,7 +806,7 @@ def test_the_command_that_is_printed_for_a_max_tokens_above_the_context_continue
 def test_a_refused_request_is_explained_by_what_the_server_says(
     error, settings, said, unsaid, command
 ):
-    with FakeServer(status=lambda payload, times: 400) as server:
+    with FakeServer(status=Budget(0, 400) if "schema" in error else rejects_documents) as server:
         server.error = error
         write(server, **settings)
         told = command("run", "job.yaml", code=1).err

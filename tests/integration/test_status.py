@@ -55,7 +55,7 @@ def test_a_process_between_two_tasks_runs(tmp_path, said, end):
 def test_documents_that_are_dead_for_the_most_part_need_attention(tmp_path, said):
     letters = [("str", f"HTTP 404: no model {number}") for number in range(11)]
     write_rank(tmp_path, 0, chunks=1, per_chunk=20, letters=letters, finished=True, tasks=2)
-    told = "More than half of the documents are dead letters, most often HTTP 404: no model #."
+    told = "More than half of the documents are dead letters, most often HTTP 404: no model 0."
     assert told in said(tmp_path)
     write_rank(tmp_path, 1, chunks=1, tasks=2)
     (tmp_path / "00001/run.json").write_text("{")

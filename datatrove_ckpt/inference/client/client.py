@@ -2,7 +2,8 @@
 
     what happens                                                     then
     400, 413, 414, 422, 431                                          RequestRejected: this request
-                                                                     never succeeds
+                                                                     never succeeds; ServerRefused
+                                                                     if no other does
     408, 409, 424, 425, 429, 444, 460, 498, 499, 5xx; refused,       retried, as long as the clocks
     reset, torn connections;                                         below allow; then
     timeouts; bodies that are no completion; no choices;             ServerUnavailable (no request
@@ -45,9 +46,12 @@ Two clocks end the retries; both run for ``server_patience_seconds``:
                        its end, and after ``request_max_attempts`` such failures, the request has
                        failed (``RequestFailed``).
 
-A request that failed ``request_max_attempts`` times, while the same servers answered 50 others, is
-its document's fault (``RequestFailed.is_documents``), unless too many documents are at fault
-(``Sender``).
+Other requests of the same kind show whether a server works (``evidence.py``). A rejection is its
+document's fault if the server then answers a request that was sent later. So are
+``request_max_attempts`` failures (``RequestFailed.is_documents``) since which it has answered 50
+others. Without these answers, a probe decides: answered, it is the document's fault; refused, the
+server's, which gets no more requests of the run. Otherwise it decides nothing. A request that
+failed in an outage is counted anew when the server answers others again.
 
 Many requests may compete for a small rate, so failures of a busy server (429, 498, 503, 529) have
 ten times the patience. A busy server that has worked on a request for a minute counts as reachable.
@@ -62,6 +66,8 @@ import math
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -69,6 +75,7 @@ import orjson
 from loguru import logger
 
 from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common.counts import Tokens, WorkCounts
 from datatrove_ckpt.common.formatting import cut
 from datatrove_ckpt.common.redaction import Secret, excerpt, redact, remember_sent
 from datatrove_ckpt.config import InferenceConfig
@@ -85,6 +92,11 @@ from datatrove_ckpt.errors import (
     named,
 )
 from datatrove_ckpt.inference.client.body import AnyBody, RequestBody, with_field
+from datatrove_ckpt.inference.client.evidence import (
+    PROBE_INTERVAL,
+    AnsweredRequests,
+    with_one_word,
+)
 from datatrove_ckpt.inference.client.http1 import (
     ConnectTimeout,
     Response,
@@ -100,8 +112,10 @@ from datatrove_ckpt.inference.client.responses import (
     NoFinishReason,
     RetryableError,
     UnexpectedResponse,
+    listed_models,
     token_counts,
     unfinished,
+    unlisted,
 )
 from datatrove_ckpt.inference.client.routing import (
     AdaptiveLimit,
@@ -270,6 +284,11 @@ _SHORTEST_REST = 1.0
 _SAY_AFTER = 3.0  # a reset connection or a single 503 is normal
 _SAY_FAILS_AGAIN = 600.0  # an endpoint with a limit fails each minute
 _WORKS = 60.0
+_ENOUGH = 50  # answers to others that show that a server works
+_ANSWERS_WITHIN = 1.0  # seconds for which a rejection waits for answers before a probe
+_MOST_UNDECIDED = 8  # rejected requests that let others start before a probe
+_LOOK_SECONDS = 0.05
+_LIST_SECONDS = 10.0
 
 _HINT = (
     "If this server never gives one, and its answers are complete, set accept_null_finish_reason "
@@ -418,6 +437,23 @@ class Outage:
 
 
 @dataclass(eq=False)
+class _Failures:
+    """The failures of a request at a server that answers others.
+
+    Attributes:
+        answers: number of other requests that the server had answered before.
+        since: time of the first failure.
+        number: number of failures.
+        last_at: time of the last failure.
+    """
+
+    answers: int
+    since: float
+    number: int
+    last_at: float
+
+
+@dataclass(eq=False)
 class RequestClock:
     """The clock of one request that has failed.
 
@@ -426,32 +462,37 @@ class RequestClock:
 
     Attributes:
         beside: number of failures while other requests were answered.
+        is_alone: whether the server has answered no request that was sent between the last two
+            failures, unless it only has no room.
     """
 
     _outage: Outage
     _began_at: float
     _answers: int
     _tiers: Sequence[str]
-    _request: Request
     _attempts: int = 0
     beside: int = 0
     _seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self._at = self._began_at
-        # How many requests each server had answered at each failure.
-        self._failures: dict[Target, list[int]] = {}
+        self._failures: dict[AnsweredRequests, _Failures] = {}
+        self.is_alone = False
 
-    def failed(self, failure: RetryableError, target: Target, max_attempts: int) -> int:
+    def failed(self, failure: RetryableError, answered: AnsweredRequests, max_attempts: int) -> int:
         """Counts a failure and returns the number of failures.
+
+        Args:
+            answered: the server's answers to other requests.
 
         Raises:
             RequestFailed: this request has used up its patience or attempts.
-            ServerRefused: the server refuses this request, and answers no other.
         """
         self._attempts += 1
+        self.is_alone = False
         if not (failure.unsent or failure.server_is_limited):
-            self._judge(failure, target, max_attempts)
+            self._count(answered)
+            self.check(failure, max_attempts)
         now = self._outage.clock()
         if self._outage.answers > self._answers:
             self.beside += 1
@@ -466,28 +507,30 @@ class RequestClock:
             )
         return self._attempts
 
-    def _judge(self, failure: RetryableError, target: Target, max_attempts: int) -> None:
-        """Compares a failure with the other requests of its server.
+    def _count(self, answered: AnsweredRequests) -> None:
+        now = time.monotonic()
+        failures = self._failures.get(answered)
+        if failures is not None:
+            self.is_alone = answered.sent_at < failures.last_at
+        # A server that has answered nothing since the first failure may have been away.
+        if failures is None or answered.sent_at < failures.since:
+            failures = self._failures[answered] = _Failures(answered.number, now, 0, now)
+        failures.number += 1
+        failures.last_at = now
 
-        Raises:
-            ServerRefused: the server refuses this request, and answers no other.
-            RequestFailed: the servers that fail at this request answer others.
-        """
-        request = self._request
-        failures = self._failures.setdefault(target, [])
-        answers_before = 0
-        if len(failures) > 1:
-            answers_before = failures[-2]
-        answers_others = target.attempts or target.answers > answers_before
-        if failure.refusal is not None and not answers_others and not request.is_suspect:
-            raise failure.refusal
-        failures.append(target.answers)
+    @property
+    def number(self) -> int:
+        """The number of failures since which the servers have answered others."""
+        return sum(failures.number for failures in self._failures.values())
+
+    def check(self, failure: RetryableError, max_attempts: int) -> None:
+        """Raises RequestFailed if the servers that fail at this request answer others."""
         counted = sum(
-            len(answers)
-            for server, answers in self._failures.items()
-            if request.is_suspect or server.answers - answers[0] >= 50
+            failures.number
+            for answered, failures in self._failures.items()
+            if answered.number - failures.answers >= _ENOUGH or answered.probed_at >= failures.since
         )
-        if counted >= max_attempts and (request.is_suspect or request.sender.may_blame):
+        if counted >= max_attempts:
             error = RequestFailed(
                 f"Given up after {self._attempts} attempts: the server fails at this request, and "
                 f"answers others (request_max_attempts={max_attempts}). Last cause: {failure}"
@@ -625,6 +668,30 @@ class ModelServers:
         return now - min(starts, default=now)
 
 
+def count_answer(work: WorkCounts, answer: Completion, config: InferenceConfig) -> Tokens:
+    """Counts an answer, its tokens and its cost."""
+    tokens = token_counts(answer.usage)
+    work.requests += 1
+    work.prompt_tokens += tokens.prompt
+    work.completion_tokens += tokens.completion
+    work.cached_tokens += tokens.cached
+    work.reasoning_tokens += tokens.reasoning
+    tier = answer.service_tier
+    if tier:
+        tiers = work.tiers
+        name = tier if tier in tiers else redact(tier)
+        if name in tiers or len(tiers) < 20:  # a server may say anything
+            tiers[name] += 1
+    if answer.endpoint:
+        work.endpoints[answer.endpoint] += 1
+    if config.prices_at(answer.endpoint):
+        cost = config.cost(tokens, tier, answer.endpoint)
+        work.cost += cost
+        if answer.endpoint:
+            work.endpoint_costs[answer.endpoint] += cost
+    return tokens
+
+
 def default_api(config: InferenceConfig) -> Api:
     if config.use_chat:
         return CHAT
@@ -659,6 +726,20 @@ class CompletionClient:
         self._router.senders.append(self.sender)
         self._sleep = sleep
 
+    async def unlisted_models(self) -> str:
+        """Returns a sentence for each endpoint whose list of models lacks its model."""
+        sentences = ""
+        for target in self._router.targets:
+            if target.url is None or self._config.server_type != "endpoint":
+                continue
+            url = target.url.api("models")
+            with suppress(ExchangeFailed):
+                response = await get(url, target.api_key, _LIST_SECONDS, proxied=True)
+                models = listed_models(response.body) if response.status == 200 else None
+                if models is not None and target.model not in models:
+                    sentences += f" {unlisted(url, target.model, models)}"
+        return sentences
+
     @property
     def is_first(self) -> bool:
         return self._router.senders[:1] == [self.sender]
@@ -692,6 +773,14 @@ class CompletionClient:
         """
         api = api or self.api
         request = request or Request(self.sender)
+        while True:
+            try:
+                return await self._complete(body, api, request)
+            except _Rejected as error:
+                rejected = error
+            await self._decide(rejected.target, request, body, api, rejected.error)
+
+    async def _complete(self, body: AnyBody, api: Api, request: Request) -> Completion:
         work = self.sender.work
         began_at = self.outage.clock()
         answers = self.outage.answers
@@ -723,13 +812,13 @@ class CompletionClient:
                 if request.is_shared and request.is_quarantined:
                     raise MustDivide from None
                 continue
-            except (RequestRejected, ServerRefused) as error:
-                kind = "refused" if error.status is None else f"HTTP {error.status}"
-                self.sender.count_error(kind, target.name)
-                if isinstance(error, RequestRejected):
-                    raise named(error, target.name) from None
+            except ServerRefused as error:
+                self.sender.count_error(_kind(error), target.name)
                 self._leave(target, error)
                 continue
+            except RequestRejected as error:
+                self.sender.count_error(_kind(error), target.name)
+                raise _Rejected(target, named(error, target.name)) from None
             except RetryableError as error:
                 self.sender.count_error(error.kind, target.name)
                 work.sent -= error.unsent
@@ -737,9 +826,9 @@ class CompletionClient:
                 if request.may_not_be_sent:
                     work.resent += 1
                     continue
-                clock = clock or RequestClock(self.outage, began_at, answers, api.tiers, request)
+                clock = clock or RequestClock(self.outage, began_at, answers, api.tiers)
                 failure = error
-                delay = await self._delay_after(error, target, clock)
+                delay = await self._delay_after(error, target, clock, body, api)
             finally:
                 self._router.release(target, request)
             work.retries += not failure.unsent
@@ -749,7 +838,7 @@ class CompletionClient:
             api = clock.next_api(api, failure)
 
     async def _delay_after(
-        self, error: RetryableError, target: Target, clock: RequestClock
+        self, error: RetryableError, target: Target, clock: RequestClock, body: AnyBody, api: Api
     ) -> float:
         """Counts a failure, and waits while the request keeps its place. Returns the seconds of the
         further wait.
@@ -759,11 +848,15 @@ class CompletionClient:
         """
         if not self._router.has_spent:
             self.outage.failed(error, self.servers.oldest_in_flight)
-        try:
-            failures = clock.failed(error, target, self._config.request_max_attempts)
-        except ServerRefused as refusal:
-            self._leave(target, refusal)
-            return 0.0
+        max_attempts = self._config.request_max_attempts
+        answered = target.evidence.of(api)
+        failures = clock.failed(error, answered, max_attempts)
+        if clock.is_alone or clock.number >= max_attempts:
+            if await self._probe(target, body, api):
+                clock.check(error, max_attempts)
+            elif answered.refusal is not None:
+                self._leave(target, copy(answered.refusal))
+                return 0.0
         if target.cooldown_until > time.monotonic() and self._router.has_other(target):
             return 0.0
         retry_after = min(error.retry_after or 0.0, clock.remaining(error))
@@ -772,6 +865,115 @@ class CompletionClient:
             return delay
         await self._wait(max(delay, target.pace.seconds), error)
         return 0.0
+
+    async def _decide(
+        self,
+        target: Target,
+        request: Request,
+        body: AnyBody,
+        api: Api,
+        rejection: CkptError,
+    ) -> None:
+        """Waits until another request shows whose fault a rejection is. Returns if the request must
+        be sent to another server.
+
+        Raises:
+            RequestRejected: the server answers others, so that its document is at fault.
+            ServerRefused: the server refuses others, too.
+            RequestFailed, ServerUnavailable: the patience is over.
+        """
+        answered = target.evidence.of(api)
+        # The model and the key of a server that we launched stay the same.
+        is_own = self._config.server_type != "endpoint"
+        if request.is_shared or (is_own and answered.number):
+            raise rejection
+        rejected_at = time.monotonic()
+        began_at = self.outage.clock()
+        is_shown = False
+        is_limited = began_at < target.evidence.probe_at
+        frees_place = is_limited or self.sender.undecided < _MOST_UNDECIDED
+        with self.sender.deciding(frees_place):
+            async with target.evidence.deciding:
+                while answered.sent_at < rejected_at and target.up:
+                    if answered.refusal is not None:
+                        self._leave(target, copy(answered.refusal))
+                        return
+                    await self._pause(_LOOK_SECONDS)
+                    waited = self.outage.clock() - began_at
+                    if waited >= _SAY_AFTER and not is_shown:
+                        is_shown = True
+                        logger.info(
+                            f"{rejection}: an answer to another request, or a probe within "
+                            f"{PROBE_INTERVAL:.0f} s, shows whether the document is at fault."
+                        )
+                    if waited >= self.outage.patience:
+                        raise RequestFailed(
+                            f"The server rejected this request, and in {waited:.0f} s it neither "
+                            f"answered nor refused another: {rejection}"
+                        )
+                    has_time = waited < _ANSWERS_WITHIN and (
+                        self.sender.undecided < _MOST_UNDECIDED
+                    )
+                    may_answer = target.attempts and not answered.number
+                    if answered.sent_at < rejected_at and not (has_time or may_answer):
+                        await self._probe(target, body, api)
+        if target.up:
+            raise rejection
+
+    async def _probe(self, target: Target, body: AnyBody, api: Api) -> bool:
+        """Sends a probe if the last one is a minute old. Returns whether it was answered. A refusal
+        is kept in ``AnsweredRequests.refusal``.
+
+        Raises:
+            ServerUnavailable: the patience with an outage is over.
+        """
+        evidence = target.evidence
+        now = self.outage.clock()
+        if now < evidence.probe_at or self.sender.shutdown.is_stopping:
+            return False
+        evidence.probe_at = now + PROBE_INTERVAL
+        answered = evidence.of(api)
+        others = "a request that it had answered before"
+        if answered.api is not None:
+            body = answered.shortest
+            api = answered.api
+        else:
+            body = with_one_word(body)
+            others = "a request with one word in place of each text"
+        request = Request(self.sender, body=body)
+        self._router.assign(target, request)
+        work = self.sender.work
+        sent_at = time.monotonic()
+        try:
+            async with asyncio.timeout(min(self.servers.timeout, self.outage.patience)):
+                answer = await self._attempt(target, request, body, api)
+            answered.probed_at = sent_at
+            count_answer(work, answer, self._config)
+            return True
+        except (AttemptLost, TimeoutError):
+            pass
+        except RequestRejected as error:
+            self.sender.count_error(_kind(error), target.name)
+            answered.refusal = ServerRefused(
+                f"{target.url} answers HTTP {error.status}, also to {others}, so no document is at "
+                f"fault: {str(error.args[2]).rstrip('.')}.",
+                " Check the key, the model's name and the settings of the request, and run the "
+                "same command again.",
+            )
+            answered.refusal.status = error.status
+            answered.refusal.body = error.body
+        except ServerRefused as error:
+            self.sender.count_error(_kind(error), target.name)
+            answered.refusal = error
+        except RetryableError as error:
+            self.sender.count_error(error.kind, target.name)
+            answered.refusal = error.refusal
+            if error.refusal is None and not self._router.has_spent:
+                self.outage.failed(error, self.servers.oldest_in_flight)
+        finally:
+            self._router.release(target, request)
+        work.failed += 1
+        return False
 
     def _leave(self, target: Target, refusal: ServerRefused) -> None:
         """Stops sending requests to an endpoint that refuses them, if there are other endpoints;
@@ -846,6 +1048,7 @@ class CompletionClient:
         self.answers += 1
         self.without_reason += not answer.finish_reason
         target.answers += 1
+        target.evidence.of(api).add(body, api, attempt.started_at)
         self.outage.answered()
         return answer
 
@@ -952,6 +1155,20 @@ class CompletionClient:
         if target.gives_reasons or self._config.engine.is_known or not answer.text:
             raise unfinished(answer.finish_reason)
         raise NoFinishReason(f"the answer has no finish_reason, so it may be cut off. {_HINT}")
+
+
+class _Rejected(Exception):
+    """Reports that a server has rejected a request."""
+
+    def __init__(self, target: Target, error: CkptError) -> None:
+        self.target = target
+        self.error = error
+
+
+def _kind(error: RequestRejected | ServerRefused) -> str:
+    if error.status is None:
+        return "refused"
+    return f"HTTP {error.status}"
 
 
 async def _close(target: Target) -> None:

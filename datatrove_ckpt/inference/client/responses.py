@@ -18,7 +18,7 @@ or has NaN or infinity (null in JSON), is retried.
 import base64
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from operator import itemgetter
@@ -170,6 +170,7 @@ class Api(NamedTuple):
         tiers: values of ``service_tier``; attempts use the next tier if the server has no room for
             long.
         lacks_model: whether the body has no model, because each endpoint has its own name for it.
+        model: name of the model, if the payload names its own.
     """
 
     path: str
@@ -179,6 +180,7 @@ class Api(NamedTuple):
     extras: Extras | None = None
     tiers: Sequence[str] = ()
     lacks_model: bool = False
+    model: str = ""
 
     @property
     def generates(self) -> bool:
@@ -223,6 +225,29 @@ def parse_other(raw: bytes) -> Completion:
     return other_than_text(
         answer, {name: value for name, value in answer.items() if name not in ("id", "created")}
     )
+
+
+def listed_models(body: bytes) -> dict[str, object] | None:
+    """Returns the names in an answer to GET /v1/models, each with its ``max_model_len`` or None;
+    None without a list, as with some gateways.
+    """
+    try:
+        data = orjson.loads(memoryview(body))["data"]
+        lengths = {
+            str(model["id"]): model.get("max_model_len")
+            for model in data
+            if isinstance(model, dict) and "id" in model
+        }
+        if isinstance(data, list):
+            return lengths
+        return None
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def unlisted(url: object, model: str, models: Iterable[str]) -> str:
+    listed = ", ".join([*models][:5]) or "none"
+    return f"{url} does not list the model {model!r}; it lists {listed}."
 
 
 def other_than_text(answer: JsonObject, values: JsonObject) -> Completion:

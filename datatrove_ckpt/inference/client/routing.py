@@ -35,7 +35,8 @@ import heapq
 import math
 import time
 from bisect import insort
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import attrgetter
@@ -49,13 +50,13 @@ from datatrove_ckpt.common.retrying import SERVER, Quota
 from datatrove_ckpt.config.inference_config import FIRST_LIMIT, REQUESTS_WITHOUT_METRICS
 from datatrove_ckpt.errors import ServerDied
 from datatrove_ckpt.inference.client.body import AnyBody, RequestBody
+from datatrove_ckpt.inference.client.evidence import Evidence
 from datatrove_ckpt.inference.client.http1 import Transport
 from datatrove_ckpt.inference.client.minute_limits import MinuteLimits, QuotaUse
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.shutdown import Shutdown
 
 _DEATHS_TO_QUARANTINE = 2
-_IN_A_ROW = 20  # documents
 _WORKS_WITHIN = 120.0  # seconds of an answer: two minutes of its limits
 _FAILURES = 3  # in a row
 # Share of a KV cache from which it counts as full: the requests that run grow. Simulated engines
@@ -115,7 +116,8 @@ class Sender:
         on_change: function that is called when the capacity of targets may have changed.
 
     Attributes:
-        at_fault: numbers of documents whose requests fail while others are answered.
+        undecided: number of documents that wait for a decision whose fault a rejection is, so that
+            others start.
         may_grow: whether ``on_change`` is also called when a target could take a request, and none
             waits.
     """
@@ -125,7 +127,7 @@ class Sender:
     on_server: OnServer | None = None
     work: WorkCounts = field(default_factory=WorkCounts)
     on_change: Callable[[Sender], None] | None = None
-    at_fault: set[int] = field(default_factory=set)
+    undecided: int = 0
     may_grow: bool = False
 
     def count_error(self, kind: str, endpoint: str) -> None:
@@ -134,23 +136,16 @@ class Sender:
         if endpoint:
             self.work.endpoint_errors[endpoint] += 1
 
-    @property
-    def most_at_fault(self) -> int:
-        """The maximum number of documents that may be at fault for failed requests.
-
-        Above 1 %, the server is at fault, which may fail at long prompts.
-        """
-        return max(1, self.work.documents // 100)
-
-    @property
-    def may_blame(self) -> bool:
-        """False if too many documents are already at fault, in all or in a row."""
-        if len(self.at_fault) >= self.most_at_fault:
-            return False
-        ordinals = sorted(self.at_fault)
-        ends_of_rows = ordinals[_IN_A_ROW - 2 :]
-        rows = zip(ordinals, ends_of_rows, strict=False)
-        return all(end - start >= _IN_A_ROW for start, end in rows)
+    @contextmanager
+    def deciding(self, frees_place: bool) -> Iterator[None]:
+        """Lets another document start meanwhile, if ``frees_place``."""
+        self.undecided += frees_place
+        if self.on_change is not None:
+            self.on_change(self)
+        try:
+            yield
+        finally:
+            self.undecided -= frees_place
 
 
 @dataclass(eq=False)
@@ -161,7 +156,6 @@ class Request:
         document: id of its document.
         order: priority; requests of the document with the lowest order are sent first.
         body: JSON of the request.
-        is_suspect: whether an earlier attempt of the rank has found its document at fault.
 
     Attributes:
         prefix_hashes: hashes of its leading texts; None before a router has received it.
@@ -176,7 +170,6 @@ class Request:
     document: str = ""
     order: int = 0
     body: AnyBody = b""
-    is_suspect: bool = False
     prefix_hashes: Sequence[int] | None = None
     known_prefix: int = 0
     is_shared: bool = False
@@ -284,6 +277,7 @@ class Target:
         accepted_at: start of the youngest attempt that it answered.
         gives_reasons: whether an answer had a finish_reason.
         answers: number of its answers.
+        evidence: what it has answered.
     """
 
     bit: int = 1
@@ -315,6 +309,7 @@ class Target:
     accepted_at: float = 0.0
     gives_reasons: bool = False
     answers: int = 0
+    evidence: Evidence = field(default_factory=Evidence)
 
     def add_in_flight(self, number: int) -> None:
         self.in_flight += number
@@ -591,7 +586,7 @@ class Router:
             return None
         target = self._room().choose(self._prefixes.homes(request.known_prefix))
         if target is not None:
-            self._assign(target, request)
+            self.assign(target, request)
         return target
 
     async def acquire(self, request: Request) -> Target:
@@ -652,7 +647,7 @@ class Router:
                 continue
             del waiting[number]
             if is_wanted and chosen is not None:
-                place.set_result(self._assign(chosen, request))
+                place.set_result(self.assign(chosen, request))
                 room = self._room()
         if waiting and room.opens_at < self._looks_at:
             self._look_later(room.opens_at)
@@ -740,7 +735,7 @@ class Router:
             if self.has_limits:
                 self.admit()
 
-    def _assign(self, target: Target, request: Request) -> Target:
+    def assign(self, target: Target, request: Request) -> Target:
         self._prefixes.add(request.prefix_hashes or (), target.bit)
         target.add_in_flight(1)
         if not self.has_homes:
@@ -778,7 +773,7 @@ class Router:
             and self.in_flight < self._limit
         ):
             request, future = quarantine.start_next()
-            future.set_result(self._assign(reserved, request))
+            future.set_result(self.assign(reserved, request))
 
 
 def _stage(load: float) -> int:

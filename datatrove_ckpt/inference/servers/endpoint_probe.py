@@ -5,7 +5,6 @@ import os
 import re
 from dataclasses import dataclass
 
-import orjson
 from loguru import logger
 
 from datatrove_ckpt.common import retrying
@@ -20,6 +19,7 @@ from datatrove_ckpt.inference.client.client import (
     refusal_hint,
 )
 from datatrove_ckpt.inference.client.http1 import UnreadableResponse
+from datatrove_ckpt.inference.client.responses import listed_models, unlisted
 from datatrove_ckpt.inference.client.urls import HiddenUrl, proxy_of
 from datatrove_ckpt.process.screen import has_terminal
 
@@ -52,6 +52,9 @@ class EndpointProbe:
     api: HiddenUrl | None = None
     models: dict[str, object] | None = None
     is_absent: bool = False
+
+    def unlisted(self, model: str) -> str:
+        return unlisted(self.url, model, self.models or ())
 
 
 def endpoints_of(config: InferenceConfig) -> list[EndpointAccess]:
@@ -169,7 +172,7 @@ async def _ask(url: HiddenUrl, api_key: Secret | None) -> EndpointProbe:
         cause = refusal_hint(url, api_key, status, proxy_of(url))
         return EndpointProbe(str(target), f"{cause} (HTTP {status})", True)
     return EndpointProbe(
-        str(target), api=url, models=_listed(response.body) if status == 200 else None
+        str(target), api=url, models=listed_models(response.body) if status == 200 else None
     )
 
 
@@ -183,21 +186,6 @@ async def _other_scheme(target: HiddenUrl) -> str:
         if error.kind != "SSLCertVerificationError":
             return ""
     return scheme
-
-
-def _listed(body: bytes) -> dict[str, object] | None:
-    try:
-        data = orjson.loads(memoryview(body))["data"]
-        lengths = {
-            str(model["id"]): model.get("max_model_len")
-            for model in data
-            if isinstance(model, dict) and "id" in model
-        }
-        if isinstance(data, list):
-            return lengths
-        return None
-    except (ValueError, TypeError, KeyError):
-        return None
 
 
 def _with_environment(url: str) -> HiddenUrl:

@@ -792,7 +792,10 @@ class CompletionClient:
             deaths = len(request.deaths)
             was_quarantined = deaths > 0 and request.is_quarantined
             try:
-                if target.pace is not None and (seconds := self._limited_for(target.pace)):
+                # At the end of the patience, a last request is sent, which decides.
+                if target.pace is not None and (
+                    seconds := min(target.pace.take(), max(0.0, self.outage.remaining()))
+                ):
                     if not self._router.has_other(target):
                         await self._pause(seconds)
                     if target.limits is not None:
@@ -998,16 +1001,6 @@ class CompletionClient:
             await self._pause(pause)
             seconds -= pause
             self.outage.show(str(failure))
-
-    def _limited_for(self, pace: AdaptiveLimit) -> float:
-        """Returns the seconds for which a limit allows no request.
-
-        At the end of the patience a last request is sent, which decides.
-        """
-        remaining = self.outage.remaining()
-        if remaining <= 0:
-            return 0.0
-        return min(pace.take(), remaining)
 
     async def _pause(self, seconds: float) -> None:
         self.pausing += 1

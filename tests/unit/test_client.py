@@ -723,7 +723,7 @@ def test_a_probe_has_one_word_in_place_of_each_text_and_all_else_of_the_request(
         **payload,
         "messages": [
             {"role": "system", "content": "JSON"},
-            {"role": "user", "content": [{"type": "text", "text": "JSON"}, picture]},
+            {"role": "user", "content": "JSON"},
         ],
         "prompt": ["JSON", "JSON"],
         "input": "JSON",

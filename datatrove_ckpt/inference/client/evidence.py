@@ -80,7 +80,7 @@ class Evidence:
 
 
 def with_one_word(body: AnyBody) -> bytes:
-    """Returns the body with one word in place of each text."""
+    """Returns the body with one word in place of each text, and of a message with pictures."""
     payload: JsonObject = orjson.loads(body if isinstance(body, bytes) else b"".join(body))
     return orjson.dumps(_with_one_word(payload, ""))
 
@@ -88,6 +88,8 @@ def with_one_word(body: AnyBody) -> bytes:
 def _with_one_word(value: object, name: str) -> object:
     if isinstance(value, dict):
         return {key: _with_one_word(member, key) for key, member in value.items()}
+    if isinstance(value, list) and name == "content":  # a picture may be at fault
+        return _WORD
     if isinstance(value, list):
         return [_with_one_word(member, name) for member in value]
     if isinstance(value, str) and name in _TEXTS:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import os
 import threading
 import time
@@ -202,7 +203,7 @@ class DocumentSource:
         self._length = len(documents) if isinstance(documents, Sized) else None
         self._first = 0
         self.has_begun = False
-        self._taken_at = time.monotonic()  # the last documents
+        self._taken_at = math.inf  # the last documents; before them the start
         self._thread = threading.get_ident()  # of the reader, once it has begun
 
     @property
@@ -242,16 +243,12 @@ class DocumentSource:
     def is_at_end(self) -> bool:
         return self._ended and self.error is None and not self._buffer
 
-    @property
-    def quiet_seconds(self) -> float:
-        """Seconds for which the reader has given no document; 0 if it is not waited for."""
-        if not self.has_begun or self._buffer or self._ended:
-            return 0.0
-        return time.monotonic() - self._taken_at
-
-    @property
-    def reader_place(self) -> str:
-        """The place where the reader stands, such as ", in job.py, line 9 (pages)"."""
+    def stands(self, seconds: float) -> str:
+        """Returns the place where the reader stands, such as ", in job.py, line 9 (pages)", if it
+        has given no document for so many seconds; else "".
+        """
+        if self._buffer or self._ended or time.monotonic() < self._taken_at + seconds:
+            return ""
         return stands_at(self._thread)
 
     def progress(self) -> InputPosition:

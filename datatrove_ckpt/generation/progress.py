@@ -180,7 +180,7 @@ class RankReporter:
     async def _show(self) -> None:
         every = min(self._interval, 1.0)
         was_silent = False
-        was_idle = False
+        warned = False
         with _screen(self._interval) as report:
             try:
                 while True:
@@ -191,14 +191,18 @@ class RankReporter:
                     for client in self.clients:
                         client.servers.look()
                     report(self._rank, self.now())
-                    is_idle = self._idle_seconds() >= MINUTE_SECONDS
-                    if is_idle and not was_idle:
+                    place = ""
+                    if time.monotonic() - self._ended_at >= MINUTE_SECONDS:
+                        record = self.progress()
+                        if not record.in_flight + record.waiting:
+                            place = self.source.stands(MINUTE_SECONDS)
+                    if place and not warned:
                         logger.warning(
                             "For a minute, no document has come, and no request is out: the "
-                            f"reader stands{self.source.reader_place}. Wait for what it reads, or "
-                            "stop this run and correct that: the same command resumes."
+                            f"reader stands{place}. Wait for what it reads, or stop this run and "
+                            "correct that: the same command resumes."
                         )
-                    was_idle = is_idle
+                    warned = bool(place)
                     if self.silence().lasts != was_silent:
                         was_silent = not was_silent
                         self._checkpoint.note(self.progress())
@@ -226,9 +230,6 @@ class RankReporter:
         silence = self.silence()
         if silence.lasts:
             return str(silence), silence.seconds, True
-        idle = self._idle_seconds()
-        if idle >= MINUTE_SECONDS:
-            return "no document", idle, False
         clients = self.clients
         if not clients and self.source.has_begun and not self.source.handed_over:
             return READING, 0.0, False
@@ -241,13 +242,6 @@ class RankReporter:
         if early is not None:
             return f"{WAITING} of {early}", 0.0, False
         return "", 0.0, False
-
-    def _idle_seconds(self) -> float:
-        """Returns the seconds for which no document has come and no request was out."""
-        requests = sum(client.in_flight + client.waiting for client in self.clients)
-        if requests or self._early.total():
-            return 0.0
-        return min(self.source.quiet_seconds, time.monotonic() - self._ended_at)
 
     # the history ---------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ def open_streams() -> None:
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_RDWR)  # the lowest free number
             os.set_inheritable(nowhere, True)
-            setattr(sys, name, os.fdopen(nowhere, "r" if name == "stdin" else "w"))
+            setattr(sys, name, os.fdopen(nowhere, "r+"))
 
 
 def drop_rest(stream: TextIO) -> None:

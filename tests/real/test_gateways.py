@@ -1,6 +1,7 @@
 """Real gateways before servers that a test plays: LiteLLM's proxy, and vLLM's router before two.
 
-A gateway has errors of its own: both answer 500 while an upstream is away.
+A gateway has errors of its own: LiteLLM's proxy without a database answers 400 to a wrong key and to
+a wrong model, and both answer 500 while an upstream is away.
 """
 
 import json
@@ -170,6 +171,29 @@ def assert_complete(folder):
     assert answers == {f"{number:03}": f"answer to text {number}" for number in range(NUMBER)}
     verified = run([sys.executable, "-m", "datatrove_ckpt", "verify", "run", "--full"], cwd=folder)
     assert verified.returncode == 0, verified.stdout
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [({"key": "sk-wrong"}, "No connected db"), ({"model": "mm"}, "Invalid model name")],
+)
+def test_a_wrong_key_and_a_wrong_model_are_no_documents_fault(
+    litellm, upstreams, start, tmp_path, wrong, words
+):
+    (upstream, _) = upstreams
+    with upstream.serving():
+        refused = start(litellm, **wrong)
+        said = refused.communicate()[0]
+        assert refused.returncode == 1
+        assert words in said
+        assert "Traceback" not in said
+        assert not upstream.asked
+        assert not (tmp_path / "run/checkpoints/00000/dead_letters.jsonl").exists()
+        corrected = start(litellm)
+        said = corrected.communicate()[0]
+        assert corrected.returncode == 0, said
+    assert_complete(tmp_path)
+    assert set(upstream.asked.values()) == {1}
 
 
 def test_an_upstream_that_is_away_is_waited_for(litellm, upstreams, start, tmp_path):

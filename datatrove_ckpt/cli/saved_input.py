@@ -18,7 +18,6 @@ from datatrove_ckpt.cli.job_input import reader_name
 from datatrove_ckpt.common.formatting import safe_repr
 from datatrove_ckpt.common.lazy_pyarrow import pa, pq
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.output.output_folder import RunOrigin
 
 
 @dataclass(frozen=True)
@@ -80,6 +79,8 @@ class SavedInput:
         folder = self.folder
         record = folder / layout.BEGAN_IN
         if self.has_begun:
+            from datatrove_ckpt.output.output_folder import RunOrigin  # slow to import
+
             origin = RunOrigin(folder.with_name("checkpoints"), None).recorded
             if record.exists() or origin is None or self.mirror:
                 return

@@ -2,8 +2,6 @@
 records of differences that a user accepted.
 """
 
-from __future__ import annotations
-
 import datetime
 import re
 from collections.abc import Iterable, Sequence

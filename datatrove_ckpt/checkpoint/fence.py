@@ -11,8 +11,6 @@ or up to a version of the mirror (see ``mirror/restore.py``). It also holds the 
 its start, so that the next owner notices lost commits.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket

@@ -6,8 +6,6 @@ a crash leaves either description, and both are accepted. Secrets are compared a
 earlier releases wrote some of them in plain text.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ its ``run.json`` is written. After a crash in between, the next rank that differ
 rank is compared if it holds work, or if the process that wrote its ``run.json`` still has its lock.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress

@@ -2,8 +2,6 @@
 request of its document, which is saved, counted and resumed like other requests.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections.abc import AsyncIterator

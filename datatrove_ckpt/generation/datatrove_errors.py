@@ -7,8 +7,6 @@ A pickled error lacks document and payload: a document may not be picklable, and
 a secret.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from datatrove.data import Document

@@ -1,7 +1,5 @@
 """Makes the calls of a rollout besides its requests: each once, and saved like an answer."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import time

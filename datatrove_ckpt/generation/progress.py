@@ -6,8 +6,6 @@ attempt. The storage thread adds its numbers, and writes the line
 ``final_stats`` has the numbers of all attempts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import time

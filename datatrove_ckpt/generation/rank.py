@@ -3,8 +3,6 @@
 A program that only makes or inspects a step (``runner.py``) does not import this module.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Iterable, Iterator

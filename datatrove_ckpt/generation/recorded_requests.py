@@ -1,7 +1,5 @@
 """Records the requests of a rollout, for ``run --sample`` and the checks of prompts."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Finds the places in the user's code from which an error or a call came, for messages."""
 
-from __future__ import annotations
-
 import sys
 import sysconfig
 from pathlib import Path

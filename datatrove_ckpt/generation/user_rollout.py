@@ -4,8 +4,6 @@ A rollout is refused before the run only if it provably fails: a plain ``def`` m
 awaitable.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager

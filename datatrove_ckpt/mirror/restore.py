@@ -33,8 +33,6 @@ new owner: a node with the old folder restores it at its next start, and a proce
 on the rank stops.
 """
 
-from __future__ import annotations
-
 import datetime
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator

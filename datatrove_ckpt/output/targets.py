@@ -31,8 +31,6 @@ The hub may lag behind its newest commit, so commits may be repeated harmlessly.
 are few.
 """
 
-from __future__ import annotations
-
 import copy
 import errno
 import hashlib

@@ -2,8 +2,6 @@
 completion markers and checkpoints, the input that finished tasks have read, and the output.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Checks what a job needs: settings that fit each other, folders, input, servers, a writer."""
 
-from __future__ import annotations
-
 import copy
 import re
 import time

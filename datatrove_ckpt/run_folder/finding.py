@@ -1,7 +1,5 @@
 """The result of a check before a run. Errors of a check become findings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace

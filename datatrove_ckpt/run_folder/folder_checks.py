@@ -4,8 +4,6 @@ No rank's folder, lock or database is touched. A checkpoint needs locks, appends
 that reach permanent storage: ``file_system`` finds in /proc/mounts what a folder lacks of them.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import time

@@ -3,8 +3,6 @@
 A run raises the first finding that refuses, before it starts anything; doctor prints all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path

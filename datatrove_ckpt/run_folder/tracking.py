@@ -4,8 +4,6 @@ All attempts of a job find their run there again, by the job's id. MLflow gives 
 the job's is a tag.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from abc import abstractmethod

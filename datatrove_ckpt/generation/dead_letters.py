@@ -22,8 +22,7 @@ from datatrove_ckpt.common.formatting import likely_mistake, safe_text
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, RequestRejected
 from datatrove_ckpt.generation.prefetch import SourceDocument
-from datatrove_ckpt.output.document_codec import decode
-from datatrove_ckpt.output.encoded_input import as_read
+from datatrove_ckpt.output.document_codec import as_read, decode
 from datatrove_ckpt.readers.inputs import position_state
 
 Letter = JsonObject

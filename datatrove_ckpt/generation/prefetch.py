@@ -31,8 +31,7 @@ from datatrove_ckpt.common.threads import context_thread
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation.finished_from import FinishedDocuments
 from datatrove_ckpt.generation.user_frames import stands_at
-from datatrove_ckpt.output.document_codec import fingerprint
-from datatrove_ckpt.output.encoded_input import EncodedInput, as_read
+from datatrove_ckpt.output.document_codec import EncodedInput, as_read, fingerprint
 from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.exits import exit_error
 from datatrove_ckpt.process.fork_boundaries import between_forks
@@ -41,11 +40,11 @@ from datatrove_ckpt.readers.inputs import (
     Position,
     ReaderState,
     Reading,
+    Revisions,
     position_of,
     position_state,
 )
 from datatrove_ckpt.readers.pipeline import PipelineReaders, steps_before
-from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard_record import StepRecord
 from datatrove_ckpt.readers.step_stats import STATS, StepStats
 

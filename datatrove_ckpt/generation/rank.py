@@ -65,8 +65,8 @@ from datatrove_ckpt.process.host_loop import host_loop, rank_of_many
 from datatrove_ckpt.process.open_files import raise_limit
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import end_tasks
+from datatrove_ckpt.readers.inputs import Revisions
 from datatrove_ckpt.readers.pipeline import steps_before
-from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.step_stats import StepStats
 from datatrove_ckpt.rollouts import ReadyMade
 

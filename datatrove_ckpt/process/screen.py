@@ -25,8 +25,7 @@ import multiprocess
 from loguru import logger
 
 from datatrove_ckpt.common.counts import InputPosition, Processed
-from datatrove_ckpt.common.formatting import duration, filled_cells, percent, plural
-from datatrove_ckpt.common.time_left import time_left
+from datatrove_ckpt.common.formatting import duration, filled_cells, percent, plural, time_left
 from datatrove_ckpt.process.parent_watch import end_managers
 
 WAITING = "waiting for the server"

@@ -28,15 +28,16 @@ from datatrove_ckpt.errors import ConfigError, DocumentError, DocumentNotSeriali
 from datatrove_ckpt.readers.compressed import codec_of, open_content
 from datatrove_ckpt.readers.declared_types import DeclaredTypes
 from datatrove_ckpt.readers.empty_input import refuse_file_without_documents
-from datatrove_ckpt.readers.input_progress import FileProgress, InputProgress
 from datatrove_ckpt.readers.inputs import (
     ALL_ROWS,
     BadRow,
     FilePosition,
+    FileProgress,
     FileRead,
     FileState,
     InputDigest,
     InputFiles,
+    InputProgress,
     Position,
     PositionedDocument,
     ReaderStart,

@@ -28,9 +28,9 @@ from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.lazy_pyarrow import pa, pq
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers.compressed import naming_damage
-from datatrove_ckpt.readers.input_progress import FileProgress
 from datatrove_ckpt.readers.inputs import (
     FilePosition,
+    FileProgress,
     Row,
     RowBlock,
     naming_hub_input,

@@ -14,7 +14,7 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import DocumentNotSerializable, InputError
 from datatrove_ckpt.readers.block_file import ArrowBlocks, ParquetBlocks, TableFile
 from datatrove_ckpt.readers.compressed import open_content
-from datatrove_ckpt.readers.input_progress import FileProgress
+from datatrove_ckpt.readers.inputs import FileProgress
 
 MAX_LINE_BYTES = 2**28
 """Limit of a JSONL line or CSV field, in bytes. A small compressed file of zeros is a huge line."""

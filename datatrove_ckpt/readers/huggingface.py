@@ -48,11 +48,11 @@ from datatrove_ckpt.readers.inputs import (
     RowBlock,
     explain_hub_error,
     fingerprint,
+    is_commit,
     job_revisions,
     one_line,
     shorten,
 )
-from datatrove_ckpt.readers.revisions import is_commit
 from datatrove_ckpt.readers.shard_record import plain_settings
 
 _HUB_FILE = re.compile(r"hf://datasets/(?P<repository>[^@]+)@(?P<commit>[^/]+)/(?P<path>.+)")

@@ -12,10 +12,15 @@ writers do not see it. It costs one tuple per document; only saving builds the s
 The readers of a pipeline start lazily, at the first ``next``, and find a ``Reading`` in their
 thread. A state has the number of its reader, in the order of starting. An attribute of the step
 would not do, because a step may run several ranks.
+
+The part of a rank's input before a document is measured for percentages and the remaining time. The
+unit is stored bytes, because a listing has them; each format converts its positions to bytes. No
+file is opened, and documents cost nothing.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import threading
@@ -25,7 +30,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from glob import has_magic
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote
 
 import orjson
@@ -36,16 +41,66 @@ from fsspec.utils import glob_translate
 from loguru import logger
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
-from datatrove_ckpt.checkpoint import layout
+from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.layout import is_input
 from datatrove_ckpt.common import JsonObject, retrying
 from datatrove_ckpt.common.counts import InputPosition, SkippedLines
 from datatrove_ckpt.common.retrying import http_status, hub_refusal, library_line
-from datatrove_ckpt.common.threads import in_threads
-from datatrove_ckpt.errors import CheckpointMismatch, CkptError, InputError
-from datatrove_ckpt.readers.input_progress import FileProgress, InputProgress
-from datatrove_ckpt.readers.revisions import Revisions
+from datatrove_ckpt.common.threads import context_thread, in_threads
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, CkptError, InputError
 from datatrove_ckpt.readers.shard_record import FileRecord, ReaderRecord, plain_settings
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def is_commit(revision: str | None) -> bool:
+    return revision is not None and _COMMIT.fullmatch(revision) is not None
+
+
+@dataclass
+class Revisions:
+    _folder: Path
+
+    def commit(self, dataset: str, revision: str, resolve: Callable[[], str | None]) -> str | None:
+        """Returns the commit that this job reads as ``revision`` of the dataset.
+
+        Args:
+            resolve: requests the commit from the hub, once per job. Returns None if the hub is
+                offline.
+
+        Raises:
+            CheckpointCorrupt: the recorded commit cannot be read.
+        """
+        path = self._folder / f"dataset_{xxh3_64_hexdigest(f'{dataset}@{revision}'.encode())}.json"
+        recorded = self._read(path)
+        if recorded is not None:
+            return recorded
+        commit = resolve()
+        if commit is None:
+            return None
+        fields = {"dataset": dataset, "revision": revision, "commit": commit}
+        files.keep_first(
+            path, orjson.dumps(fields, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+        )
+        return self._read(path)
+
+    def _read(self, path: Path) -> str | None:
+        try:
+            fields = orjson.loads(path.read_bytes())
+            commit = fields["commit"]
+            if is_commit(commit):
+                return str(commit)
+        except FileNotFoundError:
+            return None
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            pass
+        raise CheckpointCorrupt(
+            path,
+            " should name the commit of the dataset that this run reads, and cannot be read. "
+            "Restore it from a copy, or write the commit as `revision` into dataset_options and "
+            "remove the file.",
+        )
+
 
 ReaderState = JsonObject
 """The state of a reader."""
@@ -799,3 +854,110 @@ def list_input(reader: BaseDiskReader, afresh: bool = True, of_rank: bool = Fals
             with suppress(FileNotFoundError):
                 inputs.info(index)
     return inputs
+
+
+# progress -----------------------------------------------------------------------------------------
+
+
+# More files are measured in a thread, because a stat may take 1 ms and a request 50. Beyond
+# _MEASURED, a sample is measured, because the hub limits requests.
+_AT_ONCE = 64
+_MEASURED = 1000
+
+
+class MeasuredInputs(Protocol):
+    """The part of ``inputs.InputFiles`` that is needed to measure an input."""
+
+    names: Sequence[str]
+    tasks: int | None
+
+    def size_for_people(self, index: int) -> int: ...
+
+
+@dataclass(slots=True, eq=False)
+class FileProgress:
+    """Converts positions in one file of an input to bytes. The format sets the fields when it opens
+    the file.
+
+    Attributes:
+        before: bytes of the files before this file.
+        per: bytes for each unit of a position's first number; None: unknown.
+        starts: share of the file before each group, from 0 to 1, with a last 1, if positions are
+            group and row.
+        lengths: rows of each group, as far as they are known.
+        end: offset at which the reading of a file that may grow ended; None before the end.
+    """
+
+    before: float = 0.0
+    size: float = 0.0
+    per: float | None = None
+    starts: list[float] = field(default_factory=list)
+    lengths: dict[int, int] = field(default_factory=dict)
+    end: int | None = None
+
+    def progress(self, position: tuple[int, ...]) -> float:
+        if not position:
+            return self.before
+        number = position[0]
+        inside = 0.0
+        if 0 <= number < len(self.starts) - 1:
+            start, end = self.starts[number : number + 2]
+            part = position[1] / max(1, self.lengths.get(number, position[1]))
+            inside = self.size * (start + (end - start) * min(1.0, part))
+        elif self.per is not None:
+            inside = number * self.per
+        return self.before + max(0.0, min(float(self.size), inside))
+
+
+@dataclass(eq=False)
+class InputProgress:
+    """The size of the input of one reader in one rank, and the progress in it.
+
+    Args:
+        limit: the reader's limit; -1: none.
+        is_near: whether a size costs no request.
+    """
+
+    inputs: MeasuredInputs
+    _limit: int
+    _is_near: bool
+    total: float | None = None
+    """Size in bytes; None: unknown, or not measured yet (``measure``)."""
+    _is_measured: bool = False
+
+    def measure(self) -> None:
+        """Reads the sizes once, in a thread if this may take long."""
+        if self._is_measured:
+            return
+        self._is_measured = True
+        if self._is_near and len(self.inputs.names) <= _AT_ONCE:
+            self._measure()
+        else:
+            context_thread(self._measure, "datatrove-ckpt sizes")
+
+    def _measure(self) -> None:
+        # The reader raises a better error when it opens the file.
+        with suppress(Exception):
+            count = len(self.inputs.names)
+            max_measured = _MEASURED if self._is_near else 50
+            chosen = range(0, count, max(1, -(-count // max_measured)))
+            sizes = [self.inputs.size_for_people(index) for index in chosen]
+            if not count or any(sizes):
+                self.total = sum(sizes) * count / max(1, len(sizes))
+
+    def progress(
+        self, file: FileProgress, position: tuple[int, ...], documents: int
+    ) -> InputPosition:
+        self.measure()
+        done = file.progress(position)
+        coarse = file.per is None and not file.starts
+        total = self.total
+        if coarse and len(self.inputs.names) < 20:
+            total = None
+        if self._limit > 0 and documents / self._limit >= done / (total or math.inf):
+            return InputPosition(min(documents, self._limit), self._limit, "rows")
+        if total is not None:
+            return InputPosition(min(int(done), int(total)), int(total), "bytes")
+        if done:
+            return InputPosition(int(done), None, "bytes")
+        return InputPosition()

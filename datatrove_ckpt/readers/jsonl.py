@@ -35,11 +35,11 @@ from datatrove_ckpt.readers.block_file import BlockFile, FileIndex, Group, chang
 from datatrove_ckpt.readers.compressed import DecompressedFile, likely_encoding, naming_damage
 from datatrove_ckpt.readers.declared_types import DeclaredTypes
 from datatrove_ckpt.readers.empty_input import MAX_LINE_BYTES, read_line, refuse_array
-from datatrove_ckpt.readers.input_progress import FileProgress
 from datatrove_ckpt.readers.inputs import (
     PLAIN_INTEGER,
     BadRow,
     FilePosition,
+    FileProgress,
     ReadRow,
     Row,
     RowBlock,

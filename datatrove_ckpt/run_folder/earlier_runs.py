@@ -41,13 +41,13 @@ from datatrove_ckpt.readers import HuggingFaceDatasetReader, SeekingReader
 from datatrove_ckpt.readers.inputs import (
     MISSING,
     Reading,
+    Revisions,
     list_input,
     options_of,
     sample_files,
     shuffled_names,
 )
 from datatrove_ckpt.readers.partial_files import WHOLE, refuse_partial_files
-from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard_record import FileRecord, ReaderRecord, ShardRecord, differences
 from datatrove_ckpt.run_folder.run_plan import RunnerPlan, RunPlan, WrongMarker
 

@@ -25,8 +25,7 @@ from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.inference.servers.endpoint_probe import EndpointProbe, ask_endpoints
 from datatrove_ckpt.inference.servers.host import check_servers
 from datatrove_ckpt.output.arrow_types import NO_TYPES
-from datatrove_ckpt.output.document_codec import decode, encode
-from datatrove_ckpt.output.encoded_input import as_read
+from datatrove_ckpt.output.document_codec import as_read, decode, encode
 from datatrove_ckpt.output.file_managers import missing_codec
 from datatrove_ckpt.output.file_names import writer_name
 from datatrove_ckpt.output.hub import HOUR, HubFolder

@@ -53,8 +53,7 @@ from datatrove_ckpt.common.counts import (
     RunNumbers,
     WorkCounts,
 )
-from datatrove_ckpt.common.formatting import duration, plural, without_flag
-from datatrove_ckpt.common.time_left import time_left
+from datatrove_ckpt.common.formatting import duration, plural, time_left, without_flag
 from datatrove_ckpt.config.paths import COMMAND_FILE
 from datatrove_ckpt.errors import CheckpointLocked, CkptError
 from datatrove_ckpt.run_folder.run_location import RunLocation

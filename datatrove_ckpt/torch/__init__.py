@@ -4,7 +4,6 @@ whole checkpoints.
 Start at ``dataset.py`` (ReaderDataset, ``restore``) and ``checkpoints.py`` (TrainingCheckpoints).
 
     order.py        which row stands at which position of an epoch, and which worker reads it
-    index.py        the rows of an input by number, in ``readers/blocks.py``
     states.py       states of ReaderDataset, their checksums; states of all workers together
     packing.py, mixing.py, stateful.py
                     Pack, Mix, and their base, which is also ReaderDataset's

@@ -14,8 +14,8 @@ from aiohttp import web
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.config.endpoints import EndpointConfig
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentFailed, ServerRefused
-from datatrove_ckpt.inference.client import client, minute_limits
-from datatrove_ckpt.inference.client.minute_limits import MinuteLimits
+from datatrove_ckpt.inference.client import client, routing
+from datatrove_ckpt.inference.client.routing import MinuteLimits
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget, ask, chat, documents, rejects, rows, run_job, runner, texts_of
 from tests.yaml_jobs import job_yaml, write_job
@@ -271,7 +271,7 @@ def test_an_endpoint_that_fails_leaves_its_requests_to_the_others(
 def test_a_minute_that_is_full_beside_an_endpoint_that_fails_is_no_outage(
     tmp_path, two, log, monkeypatch
 ):
-    monkeypatch.setattr(minute_limits, "MINUTE_SECONDS", 2.0)
+    monkeypatch.setattr(routing, "MINUTE_SECONDS", 2.0)
     monkeypatch.setattr(client, "_SAY_AFTER", 0.3)
     step(tmp_path, ends(*two, requests_per_minute=1)).run(documents(2))
     assert two[1].payloads
@@ -312,7 +312,7 @@ def test_tasks_in_turn_share_the_minute_of_a_process(tmp_path, two):
 
 def test_a_minute_of_requests_and_tokens_is_sent_and_refused_requests_do_not_count(monkeypatch):
     now = 0.0
-    monkeypatch.setattr(minute_limits, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(routing, "time", SimpleNamespace(monotonic=lambda: now))
     limits = MinuteLimits(EndpointConfig("http://e", requests_per_minute=3, tokens_per_minute=100))
     counted = []
     for now in (0.0, 10.0, 20.0):

@@ -25,7 +25,7 @@ from PIL import Image
 import datatrove_ckpt.rollouts.media
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.errors import CkptError, ConfigError, Preempted
-from datatrove_ckpt.output.encoded_input import as_read
+from datatrove_ckpt.output.document_codec import as_read
 from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.rollouts.media import kind_of, resized
 from datatrove_ckpt.testing import FakeServer

@@ -13,7 +13,7 @@ import pytest
 import torch
 from datatrove.data import Document
 
-from datatrove_ckpt.output.encoded_input import as_read
+from datatrove_ckpt.output.document_codec import as_read
 from tests.pages import blocks, torch_example
 from tests.patience import until
 from tests.real.test_training_checkpoints import kill, processes_below

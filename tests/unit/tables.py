@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import zstandard
 
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader
-from datatrove_ckpt.torch.index import batch_rows
+from datatrove_ckpt.torch.dataset import batch_rows
 
 _COMPRESS = {".gz": gzip.compress, ".zst": zstandard.compress}
 

@@ -12,7 +12,7 @@ from datatrove.pipeline.readers import HuggingFaceDatasetReader as Original
 
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import HuggingFaceDatasetReader, PositionedDocument, position_state
-from datatrove_ckpt.readers.revisions import Revisions
+from datatrove_ckpt.readers.inputs import Revisions
 from datatrove_ckpt.torch import Mix, Pack
 from tests.unit.tables import write_table
 from tests.unit.test_readers import rows

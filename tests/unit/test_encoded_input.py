@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from datatrove.data import Document, Media
 
-from datatrove_ckpt.output.document_codec import decode, encode, fingerprint
-from datatrove_ckpt.output.encoded_input import as_read
+from datatrove_ckpt.output.document_codec import as_read, decode, encode, fingerprint
 
 
 class Color(enum.Enum):

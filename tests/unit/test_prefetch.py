@@ -10,8 +10,7 @@ from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.generation import prefetch
 from datatrove_ckpt.generation.prefetch import DocumentSource
-from datatrove_ckpt.output.document_codec import fingerprint
-from datatrove_ckpt.output.encoded_input import as_read
+from datatrove_ckpt.output.document_codec import as_read, fingerprint
 
 
 @pytest.mark.parametrize(

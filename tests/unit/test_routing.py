@@ -10,11 +10,11 @@ import pytest
 from datatrove_ckpt.config.endpoints import EndpointConfig
 from datatrove_ckpt.generation.embedding_batches import EmbeddingBatches
 from datatrove_ckpt.inference.client.body import RequestBody
-from datatrove_ckpt.inference.client.minute_limits import MinuteLimits
 from datatrove_ckpt.inference.client.responses import CHAT
 from datatrove_ckpt.inference.client.routing import (
     _REMEMBERED,
     WINDOW,
+    MinuteLimits,
     MustDivide,
     PrefixIndex,
     Request,

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from datatrove_ckpt.torch import index
-from datatrove_ckpt.torch.index import RowBatches, batch_rows, json_row
+from datatrove_ckpt.torch import dataset
+from datatrove_ckpt.torch.dataset import RowBatches, batch_rows, json_row
 from tests.unit.tables import table_rows
 
 TOKENS = [[1, 2, 3], [], [4], [5, 6]]
@@ -65,7 +65,7 @@ def test_values_are_those_of_pyarrow():
 @pytest.mark.parametrize("together", [1, 8, 10**9])
 @pytest.mark.parametrize("name", LISTS)
 def test_lists_of_numbers_are_arrays_of_their_own(name, together, monkeypatch):
-    monkeypatch.setattr(index, "_COPIED_TOGETHER", together)
+    monkeypatch.setattr(dataset, "_COPIED_TOGETHER", together)
     for table in sliced(LISTS[name]):
         rows = [row["a"] for row in table_rows(table)]
         assert [row.tolist() for row in rows] == table["a"].to_pylist()
@@ -117,7 +117,7 @@ ALL = COLUMNS | LISTS
 @pytest.fixture(params=[0, 10**6], ids=["apart", "joined"])
 def small(request, monkeypatch):
     """Batches of any size stay apart, or are joined."""
-    monkeypatch.setattr(index, "_JOINED", request.param)
+    monkeypatch.setattr(dataset, "_JOINED", request.param)
 
 
 def check(tables, rows):

@@ -16,8 +16,14 @@ from datatrove.io import DataFolder
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import JsonlReader, ParquetReader
-from datatrove_ckpt.torch.dataset import Batched, Epoch, ReaderDataset, parse_window
-from datatrove_ckpt.torch.index import InputIndex, RowSource
+from datatrove_ckpt.torch.dataset import (
+    Batched,
+    Epoch,
+    InputIndex,
+    ReaderDataset,
+    RowSource,
+    parse_window,
+)
 from datatrove_ckpt.torch.mixing import Mix
 from datatrove_ckpt.torch.order import order_by_rows
 from datatrove_ckpt.torch.states import DatasetState, Slot

@@ -92,18 +92,13 @@ from datatrove_ckpt.errors import (
     named,
 )
 from datatrove_ckpt.inference.client.body import AnyBody, RequestBody, with_field
-from datatrove_ckpt.inference.client.evidence import (
-    PROBE_INTERVAL,
-    AnsweredRequests,
-    with_one_word,
-)
+from datatrove_ckpt.inference.client.evidence import PROBE_INTERVAL, AnsweredRequests, with_one_word
 from datatrove_ckpt.inference.client.http1 import (
     ConnectTimeout,
     Response,
     Transport,
     UnreadableResponse,
 )
-from datatrove_ckpt.inference.client.minute_limits import limits_of
 from datatrove_ckpt.inference.client.responses import (
     CHAT,
     COMPLETIONS,
@@ -126,6 +121,7 @@ from datatrove_ckpt.inference.client.routing import (
     Router,
     Sender,
     Target,
+    limits_of,
 )
 from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl
 from datatrove_ckpt.process.open_files import refuse_exhaustion, requests_at_once

@@ -31,13 +31,13 @@ from datatrove_ckpt.cli.job_settings import ShortJob
 from datatrove_ckpt.cli.saved_input import SavedInput
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import did_you_mean
+from datatrove_ckpt.common.launchers import default_mirror
 from datatrove_ckpt.common.setting_types import parameters_of
 from datatrove_ckpt.config.templates import parse
 from datatrove_ckpt.errors import ConfigError, named
 from datatrove_ckpt.errors.setting_names import form, use
 from datatrove_ckpt.output.formats import BY_NAME
 from datatrove_ckpt.readers import READERS
-from datatrove_ckpt.run_folder.run_location import default_mirror
 
 Node = JsonObject
 _READERS = [reader.__name__ for reader in READERS]

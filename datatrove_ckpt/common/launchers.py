@@ -42,3 +42,10 @@ def launcher(executor: object) -> Launcher:
         if kind.__name__ in LAUNCHERS:
             return LAUNCHERS[kind.__name__]
     return Launcher()
+
+
+def default_mirror(logging_dir: str, runner: int = 0) -> str:
+    """Returns the default mirror of a runner on Hugging Face Jobs, by its number among the
+    runners.
+    """
+    return f"{logging_dir.rstrip('/')}/checkpoints{f'-{runner}' if runner else ''}"

@@ -37,6 +37,7 @@ from datatrove_ckpt.claims.claims import LOOKS, Claims, refuse_for_claims
 from datatrove_ckpt.common import redaction, retrying
 from datatrove_ckpt.common.attempts import AttemptProgress
 from datatrove_ckpt.common.formatting import plural, plural_is, seconds_of
+from datatrove_ckpt.common.launchers import default_mirror
 from datatrove_ckpt.common.setting_types import Count, CountFromZero, CountOrAll, check
 from datatrove_ckpt.common.threads import in_threads
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp, GoalReached
@@ -44,7 +45,6 @@ from datatrove_ckpt.executors.local import OwnExecutor
 from datatrove_ckpt.generation.limit_watch import limit_reached
 from datatrove_ckpt.process import job_launch, task_errors
 from datatrove_ckpt.process.signals import Interruption
-from datatrove_ckpt.run_folder.run_location import default_mirror
 from datatrove_ckpt.user_code import own_modules
 
 if TYPE_CHECKING:

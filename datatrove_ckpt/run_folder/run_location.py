@@ -19,7 +19,7 @@ from datatrove_ckpt.checkpoint.checksummed_lines import is_count
 from datatrove_ckpt.checkpoint.rank_summary import RankSummary
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import plural_or_no
-from datatrove_ckpt.common.launchers import LAUNCHERS
+from datatrove_ckpt.common.launchers import LAUNCHERS, default_mirror
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CheckpointError, ConfigError
 from datatrove_ckpt.errors.setting_names import name_copy
@@ -327,10 +327,3 @@ def _arguments(node: object) -> JsonObject:
     if isinstance(node, dict) and isinstance(node.get("init_args"), dict):
         return node["init_args"]  # type: ignore[no-any-return]
     return {}
-
-
-def default_mirror(logging_dir: str, runner: int = 0) -> str:
-    """Returns the default mirror of a runner on Hugging Face Jobs, by its number among the
-    runners.
-    """
-    return f"{logging_dir.rstrip('/')}/checkpoints{f'-{runner}' if runner else ''}"

@@ -379,7 +379,7 @@ def _as_if_alone(request, monkeypatch):
     if "real_ready_window" not in request.fixturenames:
         # On a busy machine the first answer may take seconds: a small patience is for later ones.
         monkeypatch.setattr(
-            "datatrove_ckpt.inference.servers.endpoint_probe.ready_window", lambda config: 60.0
+            "datatrove_ckpt.inference.servers.host.ready_window", lambda config: 60.0
         )
     disk = files.disk
     with setting_names.written_in(""):

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from datatrove_ckpt.inference.servers.admission import Admission, Metrics
+from datatrove_ckpt.inference.servers.host import Admission, Metrics
 from tests.virtual_time import VirtualTimeLoop
 
 BLOCK = 16  # tokens

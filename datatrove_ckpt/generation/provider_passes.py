@@ -37,7 +37,7 @@ from datatrove_ckpt.inference.client.provider_batches import (
     RemoteBatch,
 )
 from datatrove_ckpt.inference.client.responses import RetryableError
-from datatrove_ckpt.inference.servers.endpoint_probe import ready_endpoints
+from datatrove_ckpt.inference.servers.host import ready_endpoints
 from datatrove_ckpt.process.shutdown import Shutdown
 
 T = TypeVar("T")

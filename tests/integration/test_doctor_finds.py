@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import datatrove_ckpt
 from datatrove_ckpt.cli.short_form import make_executor
-from datatrove_ckpt.run_folder import environment_checks, finding, folder_checks
+from datatrove_ckpt.run_folder import environment_checks, finding
 from datatrove_ckpt.testing import FakeServer
 from tests.yaml_jobs import ENDPOINT, doctor_lines, job_yaml
 
@@ -207,7 +207,7 @@ def test_a_file_system_without_locks_is_a_warning(found, monkeypatch):
 
 def test_a_folder_that_never_answers_is_a_problem(found, monkeypatch):
     never = threading.Event()
-    monkeypatch.setattr(folder_checks, "file_system", lambda folder: never.wait())
+    monkeypatch.setattr(environment_checks, "file_system", lambda folder: never.wait())
     monkeypatch.setattr(finding, "REMOTE_SECONDS", 0.5)
     said = found()["checkpoints, reachable"][1]
     never.set()
@@ -222,7 +222,7 @@ def test_nothing_is_written_into_a_repository_where_each_write_is_a_commit(tmp_p
         def resolve_paths(self, path):
             return "hf://datasets/me/answers"
 
-    [said] = folder_checks.check_remote(Repository(str(tmp_path)))
+    [said] = environment_checks.check_remote(Repository(str(tmp_path)))
     assert not any(tmp_path.iterdir())
     assert said.state == "warning"
     assert "Use hf://buckets/" in said.message
@@ -232,4 +232,4 @@ def test_a_disk_with_too_little_room_is_a_problem(tmp_path, monkeypatch):
     for size, state in ((1 << 27, "ok"), (1 << 25, "problem")):
         status = SimpleNamespace(f_bavail=size, f_frsize=1)
         monkeypatch.setattr(os, "statvfs", lambda path, status=status: status)
-        assert folder_checks.check_room(tmp_path).state == state
+        assert environment_checks.check_room(tmp_path).state == state

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.errors import ServerRefused
-from datatrove_ckpt.inference.servers.endpoint_probe import ask_endpoints
+from datatrove_ckpt.inference.servers.host import ask_endpoints
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import run_job
 

@@ -23,16 +23,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.process.task_errors import safe_log
 from tests.clients import client_of, lent_client
 from tests.hub import pointed_at
-from tests.unit.test_client import (
-    BODY,
-    answer,
-    chat,
-    http,
-    never,
-    reset,
-    serving,
-    then_close,
-)
+from tests.unit.test_client import BODY, answer, chat, http, never, reset, serving, then_close
 
 KEY, CODE, PASSWORD = "sk-canary-key-1234", "canary/code 5678", "canary:pass-9012"
 SHOWN = "canary"
@@ -59,9 +50,7 @@ def said():
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch):
-    monkeypatch.setattr(
-        "datatrove_ckpt.inference.servers.endpoint_probe._PROBE_TIMEOUT", 0.3
-    )  # seconds
+    monkeypatch.setattr("datatrove_ckpt.inference.servers.host._ENDPOINT_TIMEOUT", 0.3)  # seconds
     monkeypatch.setenv("KEY_OF_TEST", KEY)
     monkeypatch.setenv("CODE", quote(CODE, safe=""))
     for name in ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"):
@@ -149,7 +138,7 @@ async def start(config):
 
 
 async def complete(config):
-    from datatrove_ckpt.inference.servers.endpoint_probe import endpoints_of
+    from datatrove_ckpt.inference.servers.host import endpoints_of
 
     endpoints = endpoints_of(config)
     urls = [one.url for one in endpoints]

@@ -22,20 +22,10 @@ from datatrove_ckpt.errors import (
     UnexpectedExit,
 )
 from datatrove_ckpt.inference.client import client
-from datatrove_ckpt.inference.servers import endpoint_probe
+from datatrove_ckpt.inference.servers import host
 from datatrove_ckpt.testing import FakeServer
 from tests.histories import read_history
-from tests.jobs import (
-    STOPS_SOON,
-    Budget,
-    ask,
-    documents,
-    ids,
-    letters,
-    rejects,
-    run_job,
-    runner,
-)
+from tests.jobs import STOPS_SOON, Budget, ask, documents, ids, letters, rejects, run_job, runner
 from tests.patience import until
 
 
@@ -59,9 +49,9 @@ def all_of(number):
 def test_only_a_new_run_at_a_terminal_ends_soon_where_nothing_listens(
     tmp_path, monkeypatch, before, patience, at_terminal, ends
 ):
-    monkeypatch.setattr(endpoint_probe, "has_terminal", lambda: at_terminal)
-    monkeypatch.setattr(endpoint_probe, "NEW_RUN_SECONDS", 0.1)
-    monkeypatch.setattr(endpoint_probe, "ready_window", lambda config: 0.5)
+    monkeypatch.setattr(host, "has_terminal", lambda: at_terminal)
+    monkeypatch.setattr(host, "NEW_RUN_SECONDS", 0.1)
+    monkeypatch.setattr(host, "ready_window", lambda config: 0.5)
     settings = {"server_patience_seconds": patience}
     with FakeServer(status=rejects(["text 3"], 401)) as server:
         if before == "answers":

@@ -16,7 +16,7 @@ import pytest
 from datatrove.data import Document
 
 from datatrove_ckpt import InferenceConfig
-from datatrove_ckpt.inference.servers.admission import parse_metrics
+from datatrove_ckpt.inference.servers.host import parse_metrics
 from tests.jobs import rows, runner
 from tests.patience import until
 from tests.real import environment

@@ -14,12 +14,8 @@ from datatrove_ckpt.generation.document_limit import DocumentLimit, most_documen
 from datatrove_ckpt.inference.client.http1 import Response
 from datatrove_ckpt.inference.client.routing import Request, Router, Sender, Target
 from datatrove_ckpt.inference.client.urls import HiddenUrl
-from datatrove_ckpt.inference.servers import admission
-from datatrove_ckpt.inference.servers.admission import (
-    Admission,
-    Metrics,
-    adapt_admission,
-)
+from datatrove_ckpt.inference.servers import host
+from datatrove_ckpt.inference.servers.host import Admission, Metrics, adapt_admission
 from tests.clients import config, turns
 from tests.simulated_engine import Engine, Simulation
 
@@ -94,8 +90,8 @@ def test_a_sample_that_shows_nothing_new_changes_no_limit(seen, limit):
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
-    monkeypatch.setattr(admission, "_SAMPLE_SECONDS", 0.0)
-    monkeypatch.setattr(admission, "_WAIT_FOR_METRICS_SECONDS", 0.05)
+    monkeypatch.setattr(host, "_SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr(host, "_WAIT_FOR_METRICS_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -104,7 +100,7 @@ def adapted(monkeypatch):
 
     async def adapt(read, until):
         if read is not None:
-            monkeypatch.setattr(admission, "read_metrics", lambda *_: read())
+            monkeypatch.setattr(host, "read_metrics", lambda *_: read())
         target = Target(url=HiddenUrl("http://127.0.0.1:1"))
         names = config().engine.metrics
         following = asyncio.create_task(adapt_admission("Server 0", target, Router(1000), names))
@@ -210,7 +206,7 @@ async def test_whatever_the_metrics_show_a_server_gets_requests_and_a_document(
         )
         return Response(200, page.encode())
 
-    monkeypatch.setattr(admission, "get", get)
+    monkeypatch.setattr(host, "get", get)
     target = await adapted(None, lambda target: len(reads) > 4)
     target.add_in_flight(0)
     assert target.limit >= 8

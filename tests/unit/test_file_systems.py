@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.run_folder.folder_checks import FilesystemTraits, Mount, find_mount, traits
+from datatrove_ckpt.run_folder.environment_checks import FilesystemTraits, Mount, find_mount, traits
 
 TEXT = """\
 /dev/nvme0n1p1 / ext4 rw,relatime 0 0

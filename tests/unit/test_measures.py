@@ -8,8 +8,8 @@ import pytest
 from datatrove.io import get_datafolder
 from fsspec.implementations.memory import MemoryFileSystem
 
+from datatrove_ckpt.run_folder.environment_checks import check_local_output, probe_object
 from datatrove_ckpt.run_folder.finding import RemoteFailed
-from datatrove_ckpt.run_folder.folder_checks import check_local_output, probe_object
 from tests.crashes import disk_in_place
 from tests.disk_errors import FailingDisk
 

@@ -15,8 +15,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.inference.client.routing import Target
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers import server as gpu_leases
-from datatrove_ckpt.inference.servers.admission import Metrics, parse_metrics, read_metrics
-from datatrove_ckpt.inference.servers.host import RankModels
+from datatrove_ckpt.inference.servers.host import Metrics, RankModels, parse_metrics, read_metrics
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from tests.clients import config
 from tests.jobs import leased_gpus

@@ -72,7 +72,7 @@ class Dummy(Engine):
 class Endpoint(AnyProgram):
     """Servers that run already, which any program may be.
 
-    ``inference/servers/endpoint_probe.py`` waits for them.
+    ``inference/servers/host.py`` waits for them.
     """
 
     name = "endpoint"

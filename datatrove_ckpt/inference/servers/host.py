@@ -19,15 +19,20 @@ event loop and ``ServerHost``. With ``reuse_servers``:
 
 Servers that serve a model on several nodes are not kept: their other parts belong to processes that
 end with the rank. A fork of this process has no warm servers: it would stop its parent's.
+
+The number of requests at an engine follows its /metrics (``adapt_admission``).
 """
 
 import asyncio
 import atexit
 import contextvars
+import math
 import os
+import re
 import sys
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -51,22 +56,427 @@ from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.memory import ByteBudget, media_bytes
 from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.inference_config import NodeGroup
-from datatrove_ckpt.errors import CkptError, ServerDied, ServerStartFailed, named
-from datatrove_ckpt.inference.client import routing
-from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers, hang_after
-from datatrove_ckpt.inference.client.urls import HiddenUrl
-from datatrove_ckpt.inference.servers.admission import (
-    Metrics,
-    adapt_admission,
-    follow_endpoint,
-    read_metrics,
+from datatrove_ckpt.config.inference_config import (
+    ENGINES,
+    FIRST_LIMIT,
+    REQUESTS_WITHOUT_METRICS,
+    MetricNames,
+    NodeGroup,
 )
-from datatrove_ckpt.inference.servers.endpoint_probe import endpoints_of, ready_endpoints
+from datatrove_ckpt.errors import (
+    CkptError,
+    ConfigError,
+    ServerDied,
+    ServerRefused,
+    ServerStartFailed,
+    TooManyOpenFiles,
+    named,
+)
+from datatrove_ckpt.inference.client import routing
+from datatrove_ckpt.inference.client.client import (
+    CompletionClient,
+    EndpointAccess,
+    ExchangeFailed,
+    ModelServers,
+    Outage,
+    get,
+    hang_after,
+    refusal_hint,
+)
+from datatrove_ckpt.inference.client.http1 import UnreadableResponse
+from datatrove_ckpt.inference.client.responses import listed_models, unlisted
+from datatrove_ckpt.inference.client.routing import AdaptiveLimit, Router, Target
+from datatrove_ckpt.inference.client.urls import HiddenUrl, proxy_of
 from datatrove_ckpt.inference.servers.multi_node import HeadNode
 from datatrove_ckpt.inference.servers.server import NO_ANSWER, GpuLease, InferenceServer, lease_gpus
 from datatrove_ckpt.process.event_loop import in_own_thread
+from datatrove_ckpt.process.screen import has_terminal
 from datatrove_ckpt.process.shutdown import Shutdown, end_tasks, wait_until_cancelled
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """An engine's metrics at one moment, summed over its data-parallel parts.
+
+    Attributes:
+        running, waiting: number of running and of waiting requests.
+        tokens: number of tokens generated and processed since its start.
+        preemptions: number of requests that lost their place in the KV cache since its start.
+        cache_usage: share of the KV cache that running requests use.
+    """
+
+    running: float
+    waiting: float
+    tokens: float
+    preemptions: float = 0.0
+    cache_usage: float = 0.0
+
+
+def parse_metrics(names: MetricNames, text: str) -> Metrics | None:
+    running, waiting, preemptions, tokens, usage = names
+    sums = defaultdict[str, float](float)
+    caches = 0  # a KV cache for each of a server's ``dp``
+    for line in text.splitlines():
+        name = line.partition("{")[0].partition(" ")[0]
+        if name and name in (running, waiting, preemptions, usage, *tokens):
+            number, *_ = line[len(name) :].rpartition("}")[2].split()  # a time may follow
+            sums[name] += float(number)
+            caches += name == usage
+    if not sums or not all(map(math.isfinite, sums.values())):
+        return None
+    return Metrics(
+        sums[running],
+        sums[waiting],
+        sum(sums[name] for name in tokens),
+        sums[preemptions],
+        sums[usage] / max(1, caches),
+    )
+
+
+async def _read_page(target: Target, seconds: float) -> str:
+    """Returns the text at /metrics; "" if the server shows none, or does not answer in time."""
+    assert target.url is not None
+    is_external = target.probe is None
+    try:
+        response = await get(target.url.api("/metrics"), target.api_key, seconds, is_external)
+        if response.status == 200:
+            return response.body.decode()
+        return ""
+    except (ExchangeFailed, TooManyOpenFiles, ValueError):
+        return ""
+
+
+async def read_metrics(target: Target, names: MetricNames | None, seconds: float) -> Metrics | None:
+    """Returns the metrics; None if the engine has none, or does not answer in time."""
+    if names is None:
+        return None
+    try:
+        return parse_metrics(names, await _read_page(target, seconds))
+    except ValueError:
+        return None
+
+
+# At most twice the target waits, even if the engine runs a single request at a time.
+_LEAST_TARGET = FIRST_LIMIT // 2
+_USUAL_SAMPLES = 5
+# Requests per sample: a request in 2.5 seconds, twice as many after 9 s without a preemption.
+_GROWTH_AFTER_PREEMPTION = 0.1
+_ACCELERATION = 1.02
+_SAMPLE_SECONDS = 0.25
+_METRICS_TIMEOUT = 5.0  # seconds
+_WAIT_FOR_METRICS_SECONDS = 30.0
+
+
+class Admission:
+    """Decides the number of requests in flight for ``max_concurrent_generations: auto``.
+
+    An engine is busiest when a few requests always wait in its own queue; further requests would
+    only be lost with a dead server. So the limit follows the engine's metrics.
+
+    - All requests on the way to the queue, or back, may reach the queue together. So only requests
+      that are always on the way count as normal, and the limit grows by at most ``target`` per
+      sample: the queue stays below twice the target.
+    - Until a request waits in the queue, the limit grows twice as fast.
+    - vLLM's numbers describe its last step. A sample that equals the sample before changes nothing.
+    - With an empty queue the limit never falls: the missing requests are on the way.
+    - An engine that runs more requests than its KV cache can hold preempts requests, which lose
+      their work and wait again. So after a preemption the limit is the number of running requests,
+      and grows slowly.
+
+    Attributes:
+        limit: maximum number of requests in flight.
+        target: number of requests that should wait in the engine: at least 8, an eighth of the
+            running requests, and the number that is always on the way.
+    """
+
+    def __init__(self) -> None:
+        self.limit = FIRST_LIMIT
+        self.target = _LEAST_TARGET
+        self._last = Metrics(0.0, 0.0, 0.0, preemptions=math.inf)
+        self._has_queued = False
+        self._on_the_way: deque[float] = deque(maxlen=_USUAL_SAMPLES)
+        self._growth = math.inf  # requests more per sample
+        self._exact = float(FIRST_LIMIT)  # the limit with its fraction
+
+    def update(self, metrics: Metrics, in_flight: int) -> None:
+        last = self._last
+        self._last = metrics
+        if metrics == last:
+            return
+        usual = 0.0
+        if len(self._on_the_way) == _USUAL_SAMPLES:
+            usual = min(self._on_the_way)
+        on_the_way = max(0.0, in_flight - metrics.running - metrics.waiting)
+        self._on_the_way.append(on_the_way)
+        self.target = math.ceil(max(_LEAST_TARGET, metrics.running / 8, usual))
+        preempted = metrics.preemptions > last.preemptions
+        if preempted:
+            self._growth = _GROWTH_AFTER_PREEMPTION
+            wanted = metrics.running
+        else:
+            self._growth *= _ACCELERATION
+            self._has_queued = self._has_queued or metrics.waiting > 0
+            more = self.target
+            if not self._has_queued:
+                more *= 2
+            missing = more - metrics.waiting - max(0.0, on_the_way - usual)
+            wanted = in_flight + self._exact % 1 + min(missing, self._growth)
+        falls = metrics.waiting or preempted
+        self._exact = max(_LEAST_TARGET, wanted if falls else max(self._exact, wanted))
+        self.limit = math.floor(self._exact)
+
+
+async def adapt_admission(
+    name: str, target: Target, router: Router, names: MetricNames | None
+) -> NoReturn:
+    """Adapts the target's limit to its engine until cancelled.
+
+    Without metrics (vLLM's ``disable-log-stats``) the answers decide. The answers also decide if a
+    counter of tokens falls twice: a load balancer then shows another server's metrics each time,
+    and the limit would grow without bound. If the metrics stop, the limit stays, and the measured
+    use of the cache is dropped.
+    """
+    admission = Admission()  # new for each process of the server
+    read_at = time.monotonic()
+    tokens: float | None = None
+    falls = 0
+    reason = "shows no metrics at /metrics"
+    while True:
+        await asyncio.sleep(_SAMPLE_SECONDS)
+        metrics = await read_metrics(target, names, _METRICS_TIMEOUT)
+        if metrics is not None:
+            read_at = time.monotonic()
+            falls += tokens is not None and metrics.tokens < tokens
+            tokens = metrics.tokens
+            # A restart also lets the counter fall, once.
+            if falls == 2:
+                reason = "shows the metrics of several servers in turn, as a load balancer does"
+                break
+            admission.update(metrics, target.in_flight)
+            target.limit = admission.limit
+            # Space that no request uses may belong to transfers to other servers.
+            target.cache_share_per_request = metrics.cache_usage / (metrics.running or math.inf)
+            target.foreign_requests = max(0.0, metrics.running + metrics.waiting - target.in_flight)
+        elif time.monotonic() - read_at < _WAIT_FOR_METRICS_SECONDS:
+            continue
+        elif tokens is None:
+            break
+        else:
+            target.cache_share_per_request = 0.0
+        router.admit(resized=True)
+    target.pace = AdaptiveLimit(target)
+    target.cache_share_per_request = 0.0
+    target.foreign_requests = 0.0
+    router.admit(resized=True)
+    logger.warning(
+        f"{name} {reason}, so max_concurrent_generations: auto starts with {FIRST_LIMIT} requests "
+        f"at once and goes up to {REQUESTS_WITHOUT_METRICS}. Let the server show its own "
+        "metrics, or set a number."
+    )
+    await wait_until_cancelled()
+
+
+async def follow_endpoint(target: Target, router: Router) -> None:
+    """Adapts a target's limit to its engine, if /metrics has the names of an engine.
+
+    Some names appear with the first request. So the page is read until an answer has come.
+    """
+    looks = 0
+    while True:
+        is_last = target.answers > 0
+        page = await _read_page(target, _METRICS_TIMEOUT)
+        for engine in ENGINES.values():
+            names = engine.metrics
+            if names is not None and names.are_in(page):
+                target.pace = None
+                await adapt_admission(str(target.url), target, router, names)
+        if is_last:
+            return
+        looks += 1
+        await asyncio.sleep(retrying.RESTART.wait(looks))
+
+
+# How exchanges with the other scheme fail.
+_OTHER_SCHEME = ("ProtocolError", "SSLError", "ResetError", UnreadableResponse.__name__)
+NEW_RUN_SECONDS = 30.0
+"""The wait of a new run at a terminal if nothing listens, at the usual patience."""
+_ENDPOINT_TIMEOUT = 10.0  # seconds
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+
+
+@dataclass(frozen=True)
+class EndpointProbe:
+    """The answer of an endpoint to GET /v1/models.
+
+    Attributes:
+        url: URL without credentials and query string.
+        cause: cause of a failure; "" if the endpoint can be used.
+        refused: whether it refuses the key, or speaks http where the URL has https, or https where
+            it has http.
+        api: the URL, or its /v1; None if the API is not known yet.
+        models: listed names, each with its ``max_model_len`` or None; None without a list, as with
+            some gateways.
+        is_absent: whether the connection was refused, so that nothing listens there.
+    """
+
+    url: str
+    cause: str = ""
+    refused: bool = False
+    api: HiddenUrl | None = None
+    models: dict[str, object] | None = None
+    is_absent: bool = False
+
+    def unlisted(self, model: str) -> str:
+        return unlisted(self.url, model, self.models or ())
+
+
+def endpoints_of(config: InferenceConfig) -> list[EndpointAccess]:
+    """Returns the endpoints of a config.
+
+    Raises:
+        ConfigError: an endpoint_url is not a URL, or the key is not set.
+    """
+    return [
+        EndpointAccess(
+            name, endpoint, _with_environment(endpoint.url), config.endpoint_api_key(endpoint)
+        )
+        for name, endpoint in config.endpoints_by_name.items()
+    ]
+
+
+async def ask_endpoints(config: InferenceConfig) -> list[EndpointProbe]:
+    return await asyncio.gather(
+        *(_ask(endpoint.url, endpoint.api_key) for endpoint in endpoints_of(config))
+    )
+
+
+async def ready_endpoints(
+    config: InferenceConfig, outage: Outage, is_new: bool = False
+) -> list[EndpointAccess]:
+    """Waits until an endpoint answers GET /v1/models, or /models below its own path.
+
+    Every status except 401, 403, 429 and 5xx counts as an answer: some gateways do not list models.
+    An endpoint gets no requests before it is known whether its API is below /v1.
+
+    If nothing listens, the port may be wrong: a new run at a terminal waits only for
+    ``NEW_RUN_SECONDS``. A job may start beside its server, which loads a model for minutes.
+
+    Args:
+        config: config with the ready window, of which at most ``server_patience_seconds`` count.
+        outage: the model's outage clock, which runs while there is no answer.
+        is_new: whether no request of the run has been answered yet.
+
+    Raises:
+        ConfigError: an endpoint_url is not a URL, or the key is not set.
+        ServerRefused: all endpoints refuse (``EndpointProbe.refused``).
+        ServerStartFailed: no server answered in time.
+    """
+    endpoints = endpoints_of(config)
+    is_usual = config.server_patience_seconds == InferenceConfig.server_patience_seconds
+    may_be_wrong = is_new and is_usual and has_terminal()
+    started = outage.clock()
+    failures = 0
+    while True:
+        answers = await ask_endpoints(config)
+        if all(answer.refused for answer in answers):
+            raise ServerRefused(f"{answers[0].url} {answers[0].cause}.")
+        probes = [*zip(endpoints, answers, strict=True)]
+        causes = [f"{endpoint.url}: {answer.cause}" for endpoint, answer in probes if answer.cause]
+        if len(causes) < len(answers):
+            if causes:
+                logger.warning(
+                    f"{config.log_prefix}{len(causes)} of {len(answers)} endpoints do not answer: "
+                    f"{'; '.join(causes)}. Endpoints that refuse get no requests, nor do endpoints "
+                    "whose path has no version: their API may be there or below /v1."
+                )
+            outage.patience = config.server_patience_seconds
+            return [endpoint._replace(url=answer.api) for endpoint, answer in probes if answer.api]
+        failures = failures + 1
+        advice = ""
+        outage.patience = ready_window(config)
+        if may_be_wrong and all(answer.is_absent for answer in answers):
+            outage.patience = min(outage.patience, NEW_RUN_SECONDS)
+            advice = " To wait for a server that starts later: server_patience_seconds: 1800."
+        outage.begin(": HTTP " not in causes[0], started)
+        delay = retrying.ENDPOINT.wait(failures)
+        if delay > outage.remaining():
+            each = "".join(f"  {cause}\n" for cause in causes)
+            raise ServerStartFailed(
+                f"No endpoint was ready within {outage.patience:g} s:\n{each}Check that the "
+                "server runs, that this machine can reach it, and its URL. If an endpoint "
+                f"answers 429, it limits requests: start later.{advice}"
+            )
+        outage.show(causes[0])
+        await asyncio.sleep(delay)
+
+
+def ready_window(config: InferenceConfig) -> float:
+    return min(
+        config.server_patience_seconds,
+        config.server_ready_max_attempts * config.server_ready_delay_sec,
+    )
+
+
+async def _ask(url: HiddenUrl, api_key: Secret | None) -> EndpointProbe:
+    """Requests the URL, and then its /v1 if the API may be there."""
+    target = url.api("models")
+    below = url.api("/v1")
+    api = None if url.may_lack_version else url
+    try:
+        response = await get(target, api_key, _ENDPOINT_TIMEOUT, proxied=True)
+        if api is None and response.status not in (200, *retrying.SERVER.retried):
+            below_response = await get(
+                below.api("models"), api_key, _ENDPOINT_TIMEOUT, proxied=True
+            )
+            if below_response.status in (200, *retrying.SERVER.retried):
+                response = below_response
+                url = below
+                target = below.api("models")
+    except ExchangeFailed as error:
+        if error.kind.endswith(_OTHER_SCHEME) and (scheme := await _other_scheme(target)):
+            cause = f"speaks {scheme}: correct its URL"
+            return EndpointProbe(str(target), cause, True)
+        if error.kind == UnreadableResponse.__name__:
+            return EndpointProbe(str(target), f"sends no HTTP that can be read: {error}", True)
+        is_absent = error.kind == ConnectionRefusedError.__name__
+        return EndpointProbe(str(target), str(error), api=api, is_absent=is_absent)
+    status = response.status
+    if status in retrying.SERVER.retried:  # another answer may come later
+        return EndpointProbe(str(target), f"HTTP {status}", api=api)
+    if status in (401, 403, 407):
+        cause = refusal_hint(url, api_key, status, proxy_of(url))
+        return EndpointProbe(str(target), f"{cause} (HTTP {status})", True)
+    return EndpointProbe(
+        str(target), api=url, models=listed_models(response.body) if status == 200 else None
+    )
+
+
+async def _other_scheme(target: HiddenUrl) -> str:
+    """Returns the other scheme (http for https) if the server speaks it; else ""."""
+    scheme = "http" if target.reveal().scheme == "https" else "https"
+    url = HiddenUrl(target.reveal().with_scheme(scheme).with_user(None).with_query(None))
+    try:
+        await get(url, None, _ENDPOINT_TIMEOUT, proxied=True)
+    except ExchangeFailed as error:
+        if error.kind != "SSLCertVerificationError":
+            return ""
+    return scheme
+
+
+def _with_environment(url: str) -> HiddenUrl:
+    """Returns the URL with each ``${NAME}`` replaced by that environment variable, stripped.
+
+    Raises:
+        ConfigError: a variable is not set, or the result is no URL.
+    """
+    for name in _VARIABLE.findall(url):
+        if name not in os.environ:
+            raise ConfigError(
+                f"{url} names the environment variable {name}, which is "
+                "not set. Export it where the tasks run.",
+                setting="endpoint_url",
+            )
+    return HiddenUrl(_VARIABLE.sub(lambda name: os.environ[name[1]].strip(), url), url)
 
 
 @dataclass

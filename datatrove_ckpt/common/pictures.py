@@ -16,16 +16,9 @@ def tiff_pages(tiff: Any) -> list[int]:
 
 
 def with_png_mode(image: Any) -> Any:
-    """Returns a picture with 8 bits a channel. Floats from 0 to 1, or else their range, become
-    greys.
-    """
-    if image.mode == "F":
-        low, high = image.getextrema()
-        low = min(low, 0)
-        scale = 255 / (max(high, 1) - low)
-        return image.point(lambda value: value * scale - low * scale).convert("L")
+    """Returns a picture with 8 bits a channel; a picture of floats, which PNG refuses, as it is."""
     if image.mode.startswith("I"):
         return image.convert("I").point(lambda value: value / 256).convert("L")
-    if image.mode not in ("L", "LA", "RGB", "RGBA"):
+    if image.mode not in ("F", "L", "LA", "RGB", "RGBA"):
         return image.convert("RGBA" if "transparency" in image.info else "RGB")
     return image

@@ -792,6 +792,22 @@ async def test_rejections_wait_for_an_answer_to_a_later_request_before_a_probe()
         assert len(server.requests) == 4
 
 
+@pytest.mark.parametrize("settings", [ENDPOINT, {}])
+async def test_a_rejection_waits_a_minute_for_the_first_answer_which_may_take_an_hour(settings):
+    async with talking(never, answer(http(400, b"bad")), GOOD, **settings) as (
+        server,
+        client,
+        sleeps,
+    ):
+        earlier = asyncio.create_task(client.complete(SHORTEST))
+        await server.arrived.acquire()
+        with pytest.raises(RequestRejected, match="bad"):
+            await client.complete(BODY)
+        assert PROBE_INTERVAL <= sum(sleeps) < PROBE_INTERVAL + 1
+        assert not earlier.done()
+        earlier.cancel()
+
+
 async def test_an_outage_is_no_mark_against_the_requests_that_it_hit():
     """The server is away for almost all of the patience, and then fails this request a few times
     more.

@@ -913,7 +913,7 @@ class CompletionClient:
                     has_time = waited < _ANSWERS_WITHIN and (
                         self.sender.undecided < _MOST_UNDECIDED
                     )
-                    may_answer = target.attempts and not answered.number
+                    may_answer = waited < PROBE_INTERVAL and target.attempts and not answered.number
                     if answered.sent_at < rejected_at and not (has_time or may_answer):
                         await self._probe(target, body, api)
         if target.up:

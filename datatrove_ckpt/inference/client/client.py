@@ -812,14 +812,11 @@ class CompletionClient:
                     raise MustDivide from None
                 continue
             except ServerRefused as error:
-                self.sender.count_error(_kind(error), target.name)
                 self._leave(target, error)
                 continue
             except RequestRejected as error:
-                self.sender.count_error(_kind(error), target.name)
                 raise _Rejected(target, named(error, target.name)) from None
             except RetryableError as error:
-                self.sender.count_error(error.kind, target.name)
                 work.sent -= error.unsent
                 # A cluster stops our servers together with us.
                 if request.may_not_be_sent:
@@ -952,7 +949,6 @@ class CompletionClient:
         except (AttemptLost, TimeoutError):
             pass
         except RequestRejected as error:
-            self.sender.count_error(_kind(error), target.name)
             answered.refusal = ServerRefused(
                 f"{target.url} answers HTTP {error.status}, also to {others}, so no document is at "
                 f"fault: {str(error.args[2]).rstrip('.')}.",
@@ -962,10 +958,8 @@ class CompletionClient:
             answered.refusal.status = error.status
             answered.refusal.body = error.body
         except ServerRefused as error:
-            self.sender.count_error(_kind(error), target.name)
             answered.refusal = error
         except RetryableError as error:
-            self.sender.count_error(error.kind, target.name)
             answered.refusal = error.refusal
             if error.refusal is None and not self._router.has_spent:
                 self.outage.failed(error, self.servers.oldest_in_flight)
@@ -1017,8 +1011,9 @@ class CompletionClient:
         self.sender.work.sent += 1
         try:
             answer = await self._send(target, transport, request, body, attempt.started_at, api)
-        except (RetryableError, CkptError):
+        except (RetryableError, CkptError) as error:
             if not attempt.lost:
+                self.sender.count_error(_kind(error), target.name)
                 raise
         except asyncio.CancelledError:
             if not attempt.lost or attempt.is_cancelled:
@@ -1154,10 +1149,12 @@ class _Rejected(Exception):
         self.error = error
 
 
-def _kind(error: RequestRejected | ServerRefused) -> str:
-    if error.status is None:
+def _kind(error: RetryableError | CkptError) -> str:
+    if isinstance(error, RetryableError):
+        return error.kind
+    if (status := getattr(error, "status", None)) is None:
         return "refused"
-    return f"HTTP {error.status}"
+    return f"HTTP {status}"
 
 
 async def _close(target: Target) -> None:

@@ -8,7 +8,6 @@ place of each text.
 
 import asyncio
 import math
-import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -45,16 +44,13 @@ class AnsweredRequests:
     shortest: AnyBody = b""
     api: Api | None = None
     refusal: ServerRefused | None = None
-    _size: int = sys.maxsize
 
     def add(self, body: AnyBody, api: Api, sent_at: float) -> None:
         self.number += 1
         self.refusal = None
         if sent_at > self.sent_at:
             self.sent_at = sent_at
-        size = len(body)
-        if size < self._size:
-            self._size = size
+        if self.api is None or len(body) < len(self.shortest):
             self.shortest = body
             self.api = api
 

@@ -184,7 +184,8 @@ class VerifyReport:
 @gc_paused()  # commits of many ranks, and no garbage
 def verify(location: RunLocation, full: bool = False) -> VerifyReport:
     report = VerifyReport(location, full)
-    readers = _readers(location.logging_dir)
+    # The checkpoints alone may be named of a run folder.
+    readers = _readers(location.logging_dir or str(location.folder.parent / "logs"))
     for rank in read_ranks(location.folder, CHECKED):
         report.ranks.append(rank)
         report.sums.add_rank(rank)
@@ -386,7 +387,7 @@ def _check_input(rank: RankSummary, readers: list[Json]) -> Iterator[Problem]:
         if number < len(readers):
             reader = readers[number]
             # A URL has lost its protocol there, and is not found.
-            folder = reader["data_folder"].split("'")[1]
+            folder = reader["data_folder"].split("path='")[1].rsplit("', fs=")[0]
             try:
                 refuse_partial_files(folder, [name], reader.get("compression", "infer"), options)
             except errors.CheckpointMismatch as error:

@@ -161,10 +161,7 @@ def _is_direct(host: str, port: int | None, no_proxy: str) -> bool:
     if proxy_bypass(host) or proxy_bypass(f"{host}:{port}"):
         return True
     for entry in no_proxy.split(","):
-        pattern = entry.strip()
-        if pattern.startswith("*.") and host.endswith(pattern[1:]):
-            return True
         with suppress(ValueError):  # a name
-            if ip_address(host) in ip_network(pattern.strip("[]"), strict=False):
+            if ip_address(host) in ip_network(entry.strip(" []"), strict=False):
                 return True
     return False

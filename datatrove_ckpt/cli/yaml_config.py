@@ -380,15 +380,13 @@ def import_name(path: object, yaml_path: str, kind: str = "class") -> Any:
         ConfigError: there is no such name, or its module cannot be imported.
     """
     if re.search(r"[/:]|\.py$", str(path)):
-        file, _, name = str(path).partition(":")
-        if file.startswith(("/", "~", "..")):
-            file = Path(file).name
-        module_name = file.removeprefix("./").removesuffix(".py").replace("/", ".")
-        if not (name or file.endswith(".py")):
-            module_name, _, name = module_name.rpartition(".")
+        place = re.sub(r"^(?:(?:/|~|\.\.).*/|\./)", "", str(path))
+        name = re.sub(r"(?:\.py)?:|/", ".", place)
+        if name.endswith(".py"):
+            name = f"{name.removesuffix('py')}my_name"
         raise ConfigError(
-            f'{yaml_path}: "{path}" names a file. Write {module_name}.{name or "my_name"}; '
-            f"{module_name.replace('.', '/')}.py is found in the folder where the command runs."
+            f'{yaml_path}: "{path}" names a file. Write {name}; its module is found from the '
+            "folder where the command runs."
         )
     module_name, _, name = str(path).rpartition(".")
     if not module_name and name not in SHORT_NAMES:

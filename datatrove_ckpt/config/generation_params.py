@@ -193,10 +193,8 @@ def answer_policy(setting: str, value: BadAnswerSetting) -> AnswerPolicy:
         value = {"retry": 1}
     if not isinstance(value, dict):
         return AnswerPolicy(0, {}, value)
-    if "retry" not in value:
-        raise ConfigError(f'lacks the key "retry"; it has {", ".join(value)}.', setting=setting)
     params = dict(value)
-    retries = params.pop("retry")
+    retries = params.pop("retry", None)
     fallback = params.pop("then", "keep")
     setting_types.check_value(f"{setting}.retry", setting_types.Count, retries)
     setting_types.check_value(f"{setting}.then", _Then, fallback)

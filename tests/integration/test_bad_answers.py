@@ -222,7 +222,7 @@ def test_no_try_is_paid_twice(tmp_path, left):
     "value, wrong",
     [
         ("dropp", 'on_loop: "dropp" is not one of keep, retry, drop, dead_letter'),
-        ({"then": "drop"}, 'on_loop: lacks the key "retry"; it has then.'),
+        ({"then": "drop"}, "on_loop.retry: null is not a whole number >= 1"),
         ({"retry": 1, "then": "retry"}, "on_loop.then: "),
         ({"retry": 1, "max_token": 9}, "on_loop.max_token: "),
         ({"retry": 1, "temperature": -1}, "on_loop.temperature: "),

@@ -27,6 +27,7 @@ MOVED = {
     "readers.step_records": "readers.shard_record",
     "readers.texts": "readers.whole_files",
     "rollouts.batch": "rollouts.batch_rollout",
+    "rollouts.judge": "rollouts.prompt",
     "testing.server": "testing.fake_server",
     "torch.workers": "torch.loader_workers",
 }

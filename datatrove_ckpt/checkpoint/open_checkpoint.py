@@ -28,6 +28,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, Self, TypeVar
 
+from loguru import logger
+
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint import files, history, layout
 from datatrove_ckpt.checkpoint.batch_log import BatchLog, ParkedRequest
@@ -41,7 +43,6 @@ from datatrove_ckpt.checkpoint.chunks import (
 )
 from datatrove_ckpt.checkpoint.clock import RankClock, unix_seconds
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, OutputFile
-from datatrove_ckpt.checkpoint.disk_space import DiskSpace
 from datatrove_ckpt.checkpoint.fence import Fence, RunClaim
 from datatrove_ckpt.checkpoint.history import ProgressRecord, Record
 from datatrove_ckpt.checkpoint.identity import RunIdentity
@@ -49,7 +50,7 @@ from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.job_file import join_job
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, FinishedDocument
 from datatrove_ckpt.checkpoint.lock import Lock
-from datatrove_ckpt.checkpoint.placement import Placement, PublicationStopped, WaitingChunk
+from datatrove_ckpt.checkpoint.publish_intents import Placement, PublicationStopped, WaitingChunk
 from datatrove_ckpt.checkpoint.rank_summary import (
     Include,
     RankSummary,
@@ -65,11 +66,69 @@ from datatrove_ckpt.checkpoint.request_cache import (
 )
 from datatrove_ckpt.checkpoint.run_limits import PaidFile, RunTotals, read_paid
 from datatrove_ckpt.common.counts import CompletedWork, DocumentCounts, DocumentTally, WorkCounts
+from datatrove_ckpt.common.formatting import byte_size, plural
 from datatrove_ckpt.common.setting_types import IntervalSeconds as SecondsOrAuto
 from datatrove_ckpt.common.threads import context_thread
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
 from datatrove_ckpt.process.shutdown import Shutdown, get_within
 from datatrove_ckpt.process.slurm_job import job_id
+
+_CHECK_SECONDS = 1.0
+
+
+class DiskSpace:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._next_check = 0.0
+        self._is_low = False
+
+    def holds_up(self, waiting: int, max_ignored: int) -> bool:
+        """Whether no document should be started. Logs each change.
+
+        Args:
+            waiting: number of chunks that wait to be put in place.
+            max_ignored: number of waiting chunks that are too few to free enough space.
+        """
+        was_low = self._is_low
+        now = time.monotonic()
+        if waiting <= max_ignored:
+            self._is_low = False
+        elif now >= self._next_check:
+            self._next_check = now + _CHECK_SECONDS
+            free = free_bytes(self._folder)
+            reserve = reserve_bytes(self._folder)
+            if was_low:
+                self._is_low = free < reserve * 1.1  # the run would alternate every second
+            elif free < reserve:
+                self._is_low = True
+                logger.warning(
+                    f"{self._folder}: only {byte_size(free)} are free, less than the reserve of "
+                    f"{byte_size(reserve)}, and {plural(waiting, 'chunk')} wait for the hub. No "
+                    "new document is started until space is free; documents in progress continue."
+                )
+        if was_low and not self._is_low:
+            logger.info(
+                f"{self._folder}: {byte_size(free_bytes(self._folder))} are free. New documents "
+                "are started."
+            )
+        return self._is_low
+
+
+def free_bytes(folder: Path) -> int:
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def reserve_bytes(folder: Path) -> int:
+    """Returns the reserve: a disk with less free space is nearly full.
+
+    The reserve is a twentieth of the disk, and at most 10 GiB. It is at least 64 MiB, because
+    SQLite's log and other files need space on a small disk too; and at most half of the disk.
+    """
+    status = os.statvfs(folder)
+    disk = status.f_blocks * status.f_frsize
+    return min(max(64 * 2**20, min(10 * 2**30, disk // 20)), disk // 2)
+
 
 # A snapshot copies nothing but new rows of the request cache. A file of a checkpoint only grows
 # until it is removed, so its size at the instant marks the bytes that belong to the snapshot, to be

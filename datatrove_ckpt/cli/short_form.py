@@ -26,9 +26,8 @@ import orjson
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.job_file import recorded_settings
 from datatrove_ckpt.cli import yaml_config
-from datatrove_ckpt.cli.job_input import JobInput, class_of, node
+from datatrove_ckpt.cli.job_input import JobInput, SavedInput, class_of, node
 from datatrove_ckpt.cli.job_settings import ShortJob
-from datatrove_ckpt.cli.saved_input import SavedInput
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.common.launchers import default_mirror

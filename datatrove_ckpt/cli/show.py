@@ -81,7 +81,7 @@ def export(arguments: argparse.Namespace) -> int:
 def sample(executor: PipelineExecutor, number: int) -> int:
     """Prints the answers to the first documents, or why there is none. Returns the exit code."""
     from datatrove_ckpt.process import signals
-    from datatrove_ckpt.run_folder.prefix_cache_check import check_prompts
+    from datatrove_ckpt.run_folder.environment_checks import check_prompts
     from datatrove_ckpt.run_folder.run_plan import RunPlan
     from datatrove_ckpt.run_folder.sample import estimate_lines, take_sample
 

@@ -45,7 +45,7 @@ from datatrove_ckpt.executors.local import OwnExecutor
 from datatrove_ckpt.generation.limit_watch import limit_reached
 from datatrove_ckpt.process import job_launch, task_errors
 from datatrove_ckpt.process.signals import Interruption
-from datatrove_ckpt.user_code import own_modules
+from datatrove_ckpt.user_code import script_names
 
 if TYPE_CHECKING:
     from datatrove_ckpt.run_folder.run_plan import RunPlan
@@ -136,7 +136,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         configs = [config for runner in self._runners for config in runner.models.values()]
         # An image may contain its engine.
         engines = [] if self.image else [config.server_type for config in configs]
-        self.dependencies = [*own_modules.required("hub", *engines), *(dependencies or ())]
+        self.dependencies = [*script_names.required("hub", *engines), *(dependencies or ())]
         self._prepare(DatatroveExecutor)
         in_files = {
             "env": self.env or {},
@@ -209,7 +209,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
                 setting="executor",
             )
         self._secrets()
-        own_modules.own_files()
+        script_names.own_files()
 
     def _ensure_logging_dir_repo(self) -> None:
         with retrying.naming_hub():
@@ -529,8 +529,8 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
 
     @cached_property
     def _bundle_name(self) -> str:
-        digest = hashlib.sha256(own_modules.bundle()).hexdigest()
-        return f"datatrove_ckpt-{own_modules.version()}-{digest[:12]}.zip"
+        digest = hashlib.sha256(script_names.bundle()).hexdigest()
+        return f"datatrove_ckpt-{script_names.version()}-{digest[:12]}.zip"
 
     def _seconds(self) -> float:
         if self.timeout is None:
@@ -583,7 +583,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         executor.token = executor.secrets = executor.depends = None
         executor.skip_completed = True  # the markers of ranks that run once more are gone
         for name, data in {
-            self._bundle_name: own_modules.bundle(),
+            self._bundle_name: script_names.bundle(),
             "executor.pik": dill.dumps(executor, fmode=dill.CONTENTS_FMODE),
         }.items():
             with self.logging_dir.open(name, "wb") as file:

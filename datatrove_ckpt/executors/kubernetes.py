@@ -108,7 +108,7 @@ def config_map(text: str, plan: RunPlan, metadata: JsonObject) -> tuple[JsonObje
     """Returns the job's file and the user's own modules, as far as there is room, and the names of
     the other modules.
     """
-    from datatrove_ckpt.user_code.own_modules import own_modules  # slow to import
+    from datatrove_ckpt.user_code.script_names import own_modules  # slow to import
 
     data = {"job.yaml": text}
     # ``kubectl apply`` copies the object into an annotation, which has at most 256 KiB.

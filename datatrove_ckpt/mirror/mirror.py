@@ -28,7 +28,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint import identity, layout
 from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, Interval
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, Snapshot
-from datatrove_ckpt.checkpoint.placement import PublicationStopped
+from datatrove_ckpt.checkpoint.publish_intents import PublicationStopped
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.common.setting_types import IntervalSeconds

@@ -53,8 +53,7 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.journal import FinishedDocument
 from datatrove_ckpt.checkpoint.open_checkpoint import RankLease
-from datatrove_ckpt.checkpoint.placement import Placement
-from datatrove_ckpt.checkpoint.publish_intents import PublishIntents
+from datatrove_ckpt.checkpoint.publish_intents import Placement, PublishIntents
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
 from datatrove_ckpt.common.lazy_pyarrow import pa, pq
 from datatrove_ckpt.errors import CkptError, OutputFailed, OutputMismatch

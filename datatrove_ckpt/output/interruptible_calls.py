@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from datatrove_ckpt.checkpoint.open_checkpoint import RankLease
-from datatrove_ckpt.checkpoint.placement import PublicationStopped
+from datatrove_ckpt.checkpoint.publish_intents import PublicationStopped
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.threads import in_thread
 from datatrove_ckpt.errors import OutputFailed

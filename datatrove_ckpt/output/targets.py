@@ -54,8 +54,12 @@ from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.checksummed_lines import explained
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.open_checkpoint import RankLease
-from datatrove_ckpt.checkpoint.placement import Placement, PublicationStopped, WaitingChunk
-from datatrove_ckpt.checkpoint.publish_intents import PublishIntents
+from datatrove_ckpt.checkpoint.publish_intents import (
+    Placement,
+    PublicationStopped,
+    PublishIntents,
+    WaitingChunk,
+)
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import duration, no_bars_in_logs, plural, ranges
 from datatrove_ckpt.common.object_store import Creator

@@ -20,9 +20,13 @@ from datatrove_ckpt.rollouts.interface import (
     Rollout,
     chat,
 )
-from datatrove_ckpt.rollouts.judge import JudgeRollout
 from datatrove_ckpt.rollouts.media import InvalidMedia, media_part
-from datatrove_ckpt.rollouts.prompt import CompletionRollout, PromptRollout, for_config
+from datatrove_ckpt.rollouts.prompt import (
+    CompletionRollout,
+    JudgeRollout,
+    PromptRollout,
+    for_config,
+)
 from datatrove_ckpt.rollouts.settings import InvalidAnswer, ReadyMade
 
 __all__ = [

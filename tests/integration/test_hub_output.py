@@ -17,8 +17,7 @@ from datatrove.pipeline.writers.huggingface import HuggingFaceBucketWriter, Hugg
 
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.checkpoint.placement import WaitingChunk
-from datatrove_ckpt.checkpoint.publish_intents import PublishIntents
+from datatrove_ckpt.checkpoint.publish_intents import PublishIntents, WaitingChunk
 from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed, OutputMismatch
 from datatrove_ckpt.generation import scheduler
 from datatrove_ckpt.output import targets

@@ -21,7 +21,7 @@ from datatrove_ckpt.checkpoint.identity import RunIdentity, run_with_secrets
 from datatrove_ckpt.checkpoint.journal import FinishedDocument
 from datatrove_ckpt.checkpoint.layout import CACHE_FILES, journal_name
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
-from datatrove_ckpt.checkpoint.placement import Placement
+from datatrove_ckpt.checkpoint.publish_intents import Placement
 from datatrove_ckpt.checkpoint.rank_summary import CHECKED, Include
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.request_cache import AnswerKey, CachedAnswer

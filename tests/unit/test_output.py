@@ -17,8 +17,7 @@ from datatrove.pipeline.writers import JsonlWriter
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.checkpoint.commits import stamp_of
-from datatrove_ckpt.checkpoint.placement import PublicationStopped
-from datatrove_ckpt.checkpoint.publish_intents import PublishIntents
+from datatrove_ckpt.checkpoint.publish_intents import PublicationStopped, PublishIntents
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.redaction import check_options
 from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed, StorageFailed

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.user_code.own_modules import own_files, own_modules
+from datatrove_ckpt.user_code.script_names import own_files, own_modules
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_those_in_the_working_folder_go_along_and_installed_ones_do_not(
 
 
 def test_what_is_too_large_or_secret_is_refused(write, monkeypatch):
-    monkeypatch.setattr("datatrove_ckpt.user_code.own_modules._MAX_BYTES", 2**10)
+    monkeypatch.setattr("datatrove_ckpt.user_code.script_names._MAX_BYTES", 2**10)
     write("own_b/__init__.py", "own_b/small.txt")
     write("own_b/table.bin", content="\n" * 2**10)
     importlib.import_module("own_b")

@@ -2,9 +2,9 @@
 
 import threading
 
-from datatrove_ckpt.checkpoint import disk_space, files
+from datatrove_ckpt.checkpoint import files, open_checkpoint
 from datatrove_ckpt.checkpoint.open_checkpoint import MAX_PUBLISHING
-from datatrove_ckpt.checkpoint.placement import Placement
+from datatrove_ckpt.checkpoint.publish_intents import Placement
 from datatrove_ckpt.errors import StorageFailed
 from tests.unit.test_open_checkpoint import answer_and_finish, opened
 
@@ -33,9 +33,9 @@ def finish_chunks(checkpoint, held, number):
 
 
 def free(monkeypatch, share):
-    monkeypatch.setattr(disk_space, "_CHECK_SECONDS", 0.0)
-    monkeypatch.setattr(disk_space, "reserve_bytes", lambda folder: 1000)
-    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: int(1000 * share))
+    monkeypatch.setattr(open_checkpoint, "_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(open_checkpoint, "reserve_bytes", lambda folder: 1000)
+    monkeypatch.setattr(open_checkpoint, "free_bytes", lambda folder: int(1000 * share))
 
 
 def test_chunks_wait_in_any_number_and_are_committed_in_any_order(tmp_path, monkeypatch):

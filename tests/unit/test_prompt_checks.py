@@ -14,7 +14,7 @@ from datatrove_ckpt.rollouts import (
     PromptRollout,
     chat,
 )
-from datatrove_ckpt.run_folder.prefix_cache_check import check_prompts
+from datatrove_ckpt.run_folder.environment_checks import check_prompts
 
 
 def own_text(seed, length):

@@ -5,7 +5,7 @@ json, pandas and datasets read.
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import orjson
@@ -15,11 +15,8 @@ _DEEPEST = 252  # of orjson's 254, two are a document's
 _AS_ZEROS = bytes.maketrans(b"0123456789", b"0" * 10)
 
 
-def loads(line: bytes, parse_constant: Callable[[str], object] | None = None) -> Any:
+def loads(line: bytes) -> Any:
     """Returns the value of a line, with U+FFFD for lone surrogates.
-
-    Args:
-        parse_constant: returns the value of NaN, Infinity or -Infinity, as for ``json.loads``.
 
     Raises orjson.JSONDecodeError if the line is no JSON, or so deep that it could not be written.
     """
@@ -28,7 +25,7 @@ def loads(line: bytes, parse_constant: Callable[[str], object] | None = None) ->
     except orjson.JSONDecodeError as error:
         try:
             text = line.decode()
-            data = json.loads(text, parse_constant=parse_constant)
+            data = json.loads(text)
             if "\\u" not in text:
                 return data
             whole = json.dumps(data, ensure_ascii=False).encode("utf-16", "surrogatepass")

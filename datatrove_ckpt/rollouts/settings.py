@@ -11,11 +11,12 @@ because it may be cut off, and an endpoint may ignore the field.
 import asyncio
 import copy
 import dataclasses
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import orjson
 from datatrove.data import Document
@@ -66,11 +67,10 @@ def without_thoughts(text: str) -> str:
 
 def parsed_json(text: str) -> Any:
     """Returns the value of an answer in JSON. Raises ValueError if it is none, or is too deep."""
-    return loads(text.encode(errors="surrogatepass"), _refuse_constant)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number of JSON")
+    value = loads(text.encode(errors="surrogatepass"))
+    if "N" in text or "I" in text:
+        json.dumps(value, allow_nan=False)  # raises
+    return value
 
 
 class InvalidAnswer(ValueError):

@@ -47,6 +47,7 @@ def test_no_failure_shows_a_key_of_a_payload_or_speaks_to_the_terminal(
 ):
     """The server answers with what it was sent and what a terminal would obey."""
     recording.status = 400
+    recording.answers_probes = True
     recording.said = f"{FORGED} {SENT} {IN_ENVIRONMENT}".encode()
     monkeypatch.setenv("SOME_PASSPHRASE", IN_ENVIRONMENT)
     step = runner(tmp_path, recording, rollout, on_document_error=on_document_error)

@@ -213,7 +213,7 @@ def test_the_exit_code_of_a_worker_tells_what_happened(command, monkeypatch):
     with FakeServer(
         status=lambda payload, times: statuses.get(payload["messages"][-1]["content"][4:])
     ) as server:
-        config = f"{ENDPOINT.replace('URL', server.url)}, server_patience_seconds: 0.1"
+        config = f"{ENDPOINT.replace('URL', server.url)}, server_patience_seconds: 1"
         write_job(Path(), job_yaml(config, 4), *([f"document {rank}"] for rank in range(4)))
         run = ("run", "job.yaml", "--worker", "--executor.ranks_at_once=1")
         codes = [command(*run, code=None).code for _ in range(3)]

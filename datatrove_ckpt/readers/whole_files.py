@@ -117,9 +117,9 @@ class PageReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ig
             yield {"id": name, "media": _media(name, file.read())}
 
     def _tiff_pages(self, file: IO[bytes], name: str, first: int) -> Iterator[Row]:
-        with _needing_media(name):
-            from PIL import Image
         with _drawing(name):
+            from PIL import Image
+
             tiff = Image.open(file)
             numbers = tiff_pages(tiff)
         if len(numbers) == 1:
@@ -134,11 +134,10 @@ class PageReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ig
             yield page
 
     def _pdf_pages(self, file: IO[bytes], name: str, first: int) -> Iterator[Row]:
-        with _needing_media(name):
+        with _drawing(name):
             import PIL  # noqa: F401 (for to_pil)
             import pypdfium2
 
-        with _drawing(name):
             pdf = pypdfium2.PdfDocument(file)
             pages = len(pdf)
         try:
@@ -159,20 +158,14 @@ class PageReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ig
 
 
 @contextmanager
-def _needing_media(name: str) -> Iterator[None]:
-    try:
-        yield
-    except ImportError as error:
-        advice = install_extra(str(error.name), "media")
-        raise ConfigError(f"The input file {name!r} has pages, and {advice}") from None
-
-
-@contextmanager
 def _drawing(place: str) -> Iterator[None]:
     """Admits one thread at a time: tasks overlap, and PDFium crashes with several threads."""
     with _LOCK:
         try:
             yield
+        except ImportError as error:
+            advice = install_extra(str(error.name), "media")
+            raise ConfigError(f"The input file {place!r} has pages, and {advice}") from None
         except Exception as error:  # Pillow's plugins raise anything
             raise InputError(
                 f"The input file {place!r} is damaged, or has a password or no page: "

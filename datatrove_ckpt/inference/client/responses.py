@@ -452,7 +452,9 @@ def _joined(content: object) -> _Text:
             return content
         if not {*_TEXTS, *_THOUGHTS}.isdisjoint(kinds):
             texts = [part for part, kind in zip(parts, kinds, strict=True) if kind in _TEXTS]
-            return "".join(part if isinstance(part, str) else part["text"] or "" for part in texts)
+            return "".join(
+                part if isinstance(part, str) else part.get("text") or "" for part in texts
+            )
     return json.dumps(content, ensure_ascii=False)
 
 
@@ -460,16 +462,13 @@ def _kind(part: object) -> str:
     """Returns the type of a content's part; "" if the value is none."""
     if isinstance(part, str):
         return "text"
-    if not isinstance(part, dict):
-        return ""
-    kind = part.get("type")
-    if part.keys() == {"text"}:
-        kind = "text"
-    if not isinstance(kind, str):
-        return ""
-    if kind in _TEXTS and not isinstance(part.get("text", 0), str | None):
-        return ""
-    return kind
+    if isinstance(part, dict) and isinstance(part.get("text"), str | None):
+        kind = part.get("type")
+        if part.keys() == {"text"}:
+            kind = "text"
+        if isinstance(kind, str):
+            return kind
+    return ""
 
 
 def _thoughts(content: object) -> str:

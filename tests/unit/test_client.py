@@ -761,10 +761,55 @@ async def test_a_probe_without_an_answer_in_time_decides_nothing():
     settings = {"request_timeout": 0.1, "server_patience_seconds": 50.0}
     async with talking(*replies, **settings, **ENDPOINT) as (_, client, sleeps):
         await client.complete(SHORTEST)
-        with pytest.raises(RequestFailed, match="neither answered nor refused another") as caught:
+        with pytest.raises(
+            RequestFailed, match=r"neither answered nor refused another .*=50"
+        ) as caught:
             await client.complete(BODY)
         assert not caught.value.is_documents
         assert sum(sleeps) >= 50
+
+
+async def test_a_rejection_outlasts_the_patience_while_a_later_request_is_in_flight():
+    held = asyncio.Event()
+    later = []
+
+    async def sleep(seconds):
+        if not later:
+            later.append(asyncio.create_task(client.complete(b"{}")))
+        await sleeps(seconds)
+        if sleeps.now > 100:
+            held.set()
+            await later[0]
+
+    async def slow(server, writer):
+        await held.wait()
+        await GOOD(server, writer)
+
+    settings = {"server_patience_seconds": 50.0, **ENDPOINT}
+    replies = [GOOD, answer(http(400, b"bad")), slow]
+    async with talking(*replies, sleep=sleep, **settings) as (_, client, sleeps):
+        await client.complete(SHORTEST)
+        client.servers.router.targets[0].evidence.probe_at = 1000.0
+        rejected = asyncio.create_task(client.complete(BODY))
+        await asyncio.wait([rejected])
+        held.set()
+        with pytest.raises(RequestRejected, match="bad"):
+            await rejected
+
+
+async def test_a_probe_has_the_time_of_other_requests(monkeypatch):
+    monkeypatch.setattr("datatrove_ckpt.inference.client.client._ANSWERS_WITHIN", 0.0)
+
+    async def slow(server, writer):
+        await asyncio.sleep(0.3)
+        await GOOD(server, writer)
+
+    settings = {"server_patience_seconds": 0.1, **ENDPOINT}
+    replies = [GOOD, answer(http(400, b"bad")), slow]
+    async with talking(*replies, **settings) as (_, client, _):
+        await client.complete(SHORTEST)
+        with pytest.raises(RequestRejected, match="bad"):
+            await client.complete(BODY)
 
 
 async def test_rejections_wait_for_an_answer_to_a_later_request_before_a_probe():

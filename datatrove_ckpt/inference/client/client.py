@@ -894,7 +894,6 @@ class CompletionClient:
                     if answered.refusal is not None:
                         self._leave(target, copy(answered.refusal))
                         return
-                    await self._pause(_LOOK_SECONDS)
                     waited = self.outage.clock() - began_at
                     if waited >= _SAY_AFTER and not is_shown:
                         is_shown = True
@@ -902,17 +901,22 @@ class CompletionClient:
                             f"{rejection}: an answer to another request, or a probe within "
                             f"{PROBE_INTERVAL:.0f} s, shows whether the document is at fault."
                         )
-                    if waited >= self.outage.patience:
+                    patience = self.outage.patience
+                    if any(attempt.started_at > rejected_at for attempt in target.attempts):
+                        patience = max(patience, self.servers.timeout)
+                    if waited >= patience:
                         raise RequestFailed(
                             f"The server rejected this request, and in {waited:.0f} s it neither "
-                            f"answered nor refused another: {rejection}"
+                            f"answered nor refused another (server_patience_seconds="
+                            f"{self.outage.patience:g}): {rejection}"
                         )
                     has_time = waited < _ANSWERS_WITHIN and (
                         self.sender.undecided < _MOST_UNDECIDED
                     )
                     may_answer = waited < PROBE_INTERVAL and target.attempts and not answered.number
-                    if answered.sent_at < rejected_at and not (has_time or may_answer):
+                    if not (has_time or may_answer):
                         await self._probe(target, body, api)
+                    await self._pause(_LOOK_SECONDS)
         if target.up:
             raise rejection
 
@@ -941,12 +945,11 @@ class CompletionClient:
         work = self.sender.work
         sent_at = time.monotonic()
         try:
-            async with asyncio.timeout(min(self.servers.timeout, self.outage.patience)):
-                answer = await self._attempt(target, request, body, api)
+            answer = await self._attempt(target, request, body, api)
             answered.probed_at = sent_at
             count_answer(work, answer, self._config)
             return True
-        except (AttemptLost, TimeoutError):
+        except AttemptLost:
             pass
         except RequestRejected as error:
             answered.refusal = ServerRefused(

@@ -156,11 +156,8 @@ class _Parser(argparse.ArgumentParser):
             hint = ". A pattern, or a value with spaces, needs quotes."
             if re.match(r"\S+ arguments: -\w", message):
                 hint = ". Write two dashes and the whole name, as COMMAND --help shows."
-        command = re.match(r"argument COMMAND: invalid choice: '(.*?)'", message)
-        if command:
-            hint = formatting.did_you_mean(command[1], [name for name, _, _, _ in _COMMANDS])
-            if command[1].endswith((".yaml", ".yml")):
-                hint = ". Write run before the file."
+        if re.search(r"argument COMMAND: .* '\S+\.ya?ml'", message):
+            hint = ". Write run before the file."
         super().error(f"{message}{hint}")
 
 

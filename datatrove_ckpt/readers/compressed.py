@@ -143,7 +143,7 @@ def open_content(
             # Decompressors may return less than requested, and may lack readline().
             file = stack.enter_context(DecompressedFile(_decompressed(file, codec, name), file))
         if encoding is not None:
-            recoded = _RecodedFile(file, encoding)
+            recoded = _RecodedFile(file, encoding, name)
             file = stack.enter_context(DecompressedFile(recoded, getattr(file, "stored", file)))
         try:
             yield file  # a file of 0 bytes is empty, although its compression would need a header
@@ -179,13 +179,27 @@ class _ConvertedFile(io.RawIOBase):
 
 
 class _RecodedFile(_ConvertedFile):
-    """Reads a text as UTF-8."""
+    """Reads a text as UTF-8.
 
-    def __init__(self, file: IO[bytes], encoding: str) -> None:
+    Raises:
+        InputError: a text in UTF-16 has no byte order mark.
+    """
+
+    def __init__(self, file: IO[bytes], encoding: str, name: str) -> None:
         self._text = io.TextIOWrapper(file, encoding, newline="")
+        self._name = name
 
     def _fill(self) -> bool:
-        self._waiting = memoryview(self._text.read(2**14).encode())
+        try:
+            text = self._text.read(2**14)
+        except UnicodeDecodeError:
+            raise
+        except UnicodeError as error:
+            raise InputError(
+                f"The input file {self._name!r} is not utf-16: {error}. Set encoding: utf-16-le or "
+                "utf-16-be, or the encoding that it has, and run the same command again."
+            ) from error
+        self._waiting = memoryview(text.encode())
         return bool(self._waiting)
 
 

@@ -425,6 +425,12 @@ def test_an_encoding_that_python_lacks_is_refused(tmp_path):
         JsonlReader(tmp_path.as_posix(), encoding="nope")
 
 
+def test_a_text_in_utf_16_without_a_byte_order_mark_is_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("text,id\na,b\n")
+    with pytest.raises(InputError, match=r"'a.csv' is not utf-16: .*Set encoding: utf-16-le or"):
+        list(CSVReader(tmp_path.as_posix(), encoding="utf-16").run())
+
+
 # States ------------------------------------------------------------------------------------------
 
 

@@ -32,7 +32,8 @@ def drop_rest(stream: TextIO) -> None:
 def flush_streams() -> None:
     """Flushes the streams before the command ends, and drops what cannot be written."""
     for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            drop_rest(stream)
+        with suppress(ValueError):  # a script has closed it
+            try:
+                stream.flush()
+            except OSError:
+                drop_rest(stream)

@@ -17,7 +17,7 @@ from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, InputError, TooManyDeadLetters
 from datatrove_ckpt.generation.final_stats import lines_with_error
 from datatrove_ckpt.mirror import restore
-from datatrove_ckpt.process.streams import flush_streams
+from datatrove_ckpt.process.streams import flush_streams, open_streams
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder import earlier_runs
 from datatrove_ckpt.run_folder.environment_checks import check_environment, check_hub
@@ -221,6 +221,7 @@ def run_checked(executor: PipelineExecutor) -> PipelineStats | None:
 
     Returns what its ``run_ranks`` returns.
     """
+    open_streams()  # a script may lack them, too
     plan = RunPlan(executor)
     try:
         with plan.with_mirrors() as seen:

@@ -163,14 +163,19 @@ def test_a_command_whose_streams_are_closed_or_not_read_does_its_work(here, serv
     os.close(reader)
     redirections = STREAMS[case].replace("PIPE", str(pipe))
     job = f"run --input input --tasks 2 --prompt {{text}} --model m --endpoint {server.url}"
+    settings = {"input": "input", "prompt": "{text}", "model": "m", "endpoint": server.url}
+    settings |= {"run_folder": "script"}
+    (here / "job.py").write_text(f"import datatrove_ckpt\ndatatrove_ckpt.run(**{settings})")
+    is_logged = "2>&-" not in redirections  # datatrove's import fails without standard error
     for words, code in (
-        (f"{job} --run-folder run", 0),
-        ("--version", 0),
-        ("status nothing", 2),
-        ("status --nonsense", 2),
+        (f"-m datatrove_ckpt {job} --run-folder run", 0),
+        ("-m datatrove_ckpt --version", 0),
+        ("-m datatrove_ckpt status nothing", 2),
+        ("-m datatrove_ckpt status --nonsense", 2),
+        *[("job.py", 0)] * is_logged,
     ):
         printed = run(
-            f"{sys.executable} -m datatrove_ckpt {words} {redirections}",
+            f"{sys.executable} {words} {redirections}",
             shell=True,
             executable="/bin/bash",  # sh has descriptors of one digit
             env={**os.environ, "PYTHONUNBUFFERED": ""},

@@ -75,11 +75,6 @@ _MISTAKES: Sequence[tuple[type[Exception] | tuple[type[Exception], ...], str, st
         r"BoundGenerate\.__call__",
         "`generate` takes one payload, a dict: `await generate({'messages': [...]})`",
     ),
-    (
-        (AttributeError, TypeError),
-        "generate has no '(text|id|metadata|media)'|Document' object is not callable",
-        "the arguments of a rollout are `(document, generate)`, in this order",
-    ),
 )
 _MOST_RUNS = 50
 _SIZES = {

@@ -79,8 +79,6 @@ def test_the_command_names_the_line_of_a_rollout_and_the_log_with_the_traceback(
             "(`generate` takes one payload, a dict: `await generate({",
         ),
         ("await generate('a', 'b')", 1, "(`generate` takes one payload, a dict: `await generate({"),
-        ("generate.metadata['a']", 1, "(the arguments of a rollout are `(document, generate)`"),
-        ("await document({})", 1, "(the arguments of a rollout are `(document, generate)`"),
         (
             "return document",
             1,

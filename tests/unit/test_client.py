@@ -713,9 +713,10 @@ def test_a_probe_has_one_word_in_place_of_each_text_and_all_else_of_the_request(
             {"role": "user", "content": parts},
         ],
         "prompt": ["a", "b"],
-        "input": "c",
+        "input": [[1, 2], [3]],
         "response_format": {"type": "text", "schema": SCHEMA},
         "stop": ["text"],
+        "stop_token_ids": [1],
     }
     before, after = orjson.dumps(payload).split(b"eHh4")
     probe = orjson.loads(with_one_word(RequestBody([before, after], [b"xxx"])))
@@ -726,7 +727,7 @@ def test_a_probe_has_one_word_in_place_of_each_text_and_all_else_of_the_request(
             {"role": "user", "content": "JSON"},
         ],
         "prompt": ["JSON", "JSON"],
-        "input": "JSON",
+        "input": ["JSON", "JSON"],
     }
     assert [*probe] == [*payload]
 

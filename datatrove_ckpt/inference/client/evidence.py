@@ -86,6 +86,8 @@ def _with_one_word(value: object, name: str) -> object:
         return {key: _with_one_word(member, key) for key, member in value.items()}
     if isinstance(value, list) and name == "content":  # a picture may be at fault
         return _WORD
+    if isinstance(value, list) and name in _TEXTS and value and type(value[0]) is int:  # tokens
+        return _WORD
     if isinstance(value, list):
         return [_with_one_word(member, name) for member in value]
     if isinstance(value, str) and name in _TEXTS:

@@ -114,7 +114,7 @@ def finish_one_task(run):
     fails = Path("input/1.jsonl")
     whole = fails.read_text()
     fails.write_text("\n".join([*whole.splitlines()[:3], '{"id": "id 7", "text": "refused"}']))
-    assert "refused" in run(code=1)
+    assert "refused" in run("--executor.ranks_at_once=1", code=1)
     fails.write_text(whole)
     assert sorted(path.name for path in Path("logs/completions").iterdir()) == ["00000"]
 

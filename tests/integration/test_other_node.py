@@ -29,7 +29,7 @@ class Bills(Budget):
     """Counts what is answered. What is in ``bad`` never is."""
 
     def __init__(self):
-        self.left = 1000
+        super().__init__(1000)
         self.paid = 0
         self.bad = set()
 

@@ -66,6 +66,11 @@ The owner record of the output folder names this origin (see ``output/output_fol
 """
 KEPT_INPUT = "input"
 """Folder below a run folder with rows that only the process had that began the run."""
+BEGAN_IN = ".began_in"
+"""File beside these rows with the path of their folder when the run began.
+
+Documents have this path, wherever the run folder is now.
+"""
 RETRY_INPUT = "input.jsonl"
 """File in the folder of a retry: the dead letters that the retry processes."""
 CHECKPOINT_LINES = (

@@ -20,8 +20,7 @@ from typing import Any
 
 from datatrove.io import get_datafolder
 
-from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.layout import is_input
+from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.cli.yaml_config import import_name
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import safe_repr
@@ -173,7 +172,7 @@ class JobInput:
             for name in folders:
                 path = Path(at, name)
                 inside = f"{at.removeprefix(self._folder)}/{name}"
-                if path.is_symlink() and is_input(inside, None):
+                if path.is_symlink() and layout.is_input(inside, None):
                     return f"a link to a folder, {path}, which readers do not follow"
         return ""
 
@@ -279,10 +278,12 @@ class SavedInput:
     Attributes:
         folder: the folder with the rows, below the run folder.
         has_begun: whether checkpoints or their mirror show that the run has begun.
+        mirror: ``checkpoints_remote_dir``.
     """
 
     folder: Path
     has_begun: bool
+    mirror: object
 
     def save_lines(self, lines: Iterable[bytes], name: str) -> Path:
         """Writes JSON lines, unless the run has begun with them.
@@ -321,6 +322,23 @@ class SavedInput:
                 f"DataFrame, or a dataset (one split); it is {type(rows).__name__}."
             )
         return self.save_lines(_lines(rows), "rows")
+
+    def record_folder(self) -> None:
+        """Records where the rows are when the run begins. For a run of an earlier release, its
+        origin has the path, unless that is a mirror.
+        """
+        folder = self.folder
+        record = folder / layout.BEGAN_IN
+        if self.has_begun:
+            from datatrove_ckpt.output.output_folder import RunOrigin  # slow to import
+
+            origin = RunOrigin(folder.with_name("checkpoints"), None).recorded
+            if record.exists() or origin is None or self.mirror:
+                return
+            if Path(origin.home).name != "checkpoints":
+                return
+            folder = Path(origin.home).with_name(layout.KEPT_INPUT)
+        files.disk.replace(record, os.fsencode(get_datafolder(str(folder)).resolve_paths("")))
 
     def _save_table(self, table: Any) -> Path:
         path = self.folder / "rows.parquet"

@@ -174,7 +174,8 @@ def expand(short: Node, inspect_only: bool = False, rows: object = None) -> Node
                 '"output_folder".'
             )
         recorded = _recorded(job, short)
-        saved = SavedInput(job.root / layout.KEPT_INPUT, recorded != {})
+        mirror = short.get("checkpoints_remote_dir")
+        saved = SavedInput(job.root / layout.KEPT_INPUT, recorded != {}, mirror)
         job_input = JobInput(_input(job, inspect_only, rows, saved), inspect_only)
         reader = job_input.reader()
         job = _as_batch(job, job_input, reader, short)
@@ -479,6 +480,8 @@ def _input(job: ShortJob, inspect_only: bool, rows: object, saved: SavedInput) -
         saved.save_lines([data], "stdin")
     elif not (inspect_only or path.exists()):
         raise ConfigError("input: standard input is empty.")
+    if not inspect_only:
+        saved.record_folder()
     return str(path)
 
 

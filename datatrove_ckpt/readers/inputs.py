@@ -633,11 +633,9 @@ def path_of(folder: DataFolder, name: str) -> str:
     resolved: str = folder.resolve_paths(name)
     path = Path(resolved)
     if folder.is_local() and path.parent.name == layout.KEPT_INPUT:
-        root = path.parent.with_name("checkpoints")
-        with suppress(OSError, ValueError, LookupError, TypeError):  # the start reports damage
-            home = Path(orjson.loads((root / layout.HOME).read_bytes())["home"])
-            if home.is_absolute() and home.name == root.name:  # else a mirror
-                return str(home.with_name(layout.KEPT_INPUT) / path.name)
+        with suppress(OSError):
+            began_in = os.fsdecode(path.with_name(layout.BEGAN_IN).read_bytes())
+            return str(Path(began_in, path.name))
     return resolved
 
 

@@ -3,6 +3,7 @@
 import datetime
 import io
 import json
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pyarrow as pa
 import pytest
 
 import datatrove_ckpt
+from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError, ServerRefused
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget
@@ -184,16 +186,22 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("name", KEPT)
-def test_rows_of_a_run_folder_that_moves_have_one_path(tmp_path, monkeypatch, name):
+@pytest.mark.matrix("name", KEPT)
+@pytest.mark.matrix("kind", ["", "older", "lost"])
+def test_rows_of_a_run_folder_that_moves_have_one_path(tmp_path, monkeypatch, name, kind):
     budget = Budget()
     with FakeServer(status=budget) as server:
         folder = Path("runs/x")
         for place, answers in (("y", 1), ("z", 2), ("link", 9)):
             budget.left = answers
             settings = {"run_folder": folder, "records_per_chunk": 2}
+            if kind == "lost":
+                settings |= {"checkpoints_remote_dir": str(tmp_path / "mirror")}
+                shutil.rmtree(folder / "checkpoints", ignore_errors=True)
             with nullcontext() if answers > 2 else pytest.raises(ServerRefused):
                 run(server, KEPT[name](monkeypatch), **settings)
+            if kind == "older":
+                (folder / "input" / layout.BEGAN_IN).unlink()
             moved = Path(place)
             if place == "link":
                 moved.symlink_to(folder)

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import clock
+from datatrove_ckpt.inference.client import client
 from datatrove_ckpt.testing import FakeServer
 from tests.golden import hold
 from tests.jobs import Budget
@@ -51,6 +52,9 @@ def test_a_run_that_was_stopped_once(here, command, monkeypatch, sleeps):
     monkeypatch.setattr(clock, "_wall", lambda: 1_800_000_000.0)
     monkeypatch.setattr(clock, "_monotonic", lambda: 0.0)
     monkeypatch.setattr("time.time", lambda: 1_800_000_000.0)
+    # A rejection is probed at once, whatever else is answered.
+    monkeypatch.setattr(client, "_ANSWERS_WITHIN", 0.0)
+    monkeypatch.setattr(client, "PROBE_INTERVAL", 0.0)
     status = Status()
     with FakeServer(answer, status) as server:
         server.usage = USAGE

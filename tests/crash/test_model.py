@@ -92,6 +92,8 @@ def refuse(payload, times):
         FAULTS.answers_left -= 1
         if FAULTS.answers_left < 0:
             return 401
+    if _is_probe(payload["messages"][-1]["content"]):
+        return None
     _, kind, hardness, _, attempt, answer = _words(payload["messages"][-1]["content"])
     return (
         400
@@ -101,7 +103,12 @@ def refuse(payload, times):
 
 
 def slowness(payload, times):
-    return 0.003 if payload["messages"][-1]["content"].split()[1] == "slow" else 0.0
+    return 0.003 if " slow " in payload["messages"][-1]["content"] else 0.0
+
+
+def _is_probe(content):
+    """Whether a request has one word in place of a text."""
+    return content == "JSON"
 
 
 def outcome(text, attempt):
@@ -362,7 +369,10 @@ class JobMachine(RuleBasedStateMachine):
         assert not (returned and crashed), f"the job ignored a crash: {crashed}"
         self.count["runs"] += 1
         asked = {
-            (int(number), int(attempt)) for *_, number, attempt, _ in map(_words, self.server.asked)
+            (int(number), int(attempt))
+            for content in self.server.asked
+            if not _is_probe(content)
+            for *_, number, attempt, _ in [_words(content)]
         }
         assert not asked & done, f"re-requested what was finished: {asked & done}"
         if not way.retry:

@@ -881,7 +881,7 @@ class CompletionClient:
         answered = target.evidence.of(api)
         # The model and the key of a server that we launched stay the same.
         is_own = self._config.server_type != "endpoint"
-        if request.is_shared or (is_own and answered.number):
+        if request.is_shared:
             raise rejection
         rejected_at = time.monotonic()
         began_at = self.outage.clock()
@@ -891,6 +891,8 @@ class CompletionClient:
         with self.sender.deciding(frees_place):
             async with target.evidence.deciding:
                 while answered.sent_at < rejected_at and target.up:
+                    if is_own and answered.number:
+                        break
                     if answered.refusal is not None:
                         self._leave(target, copy(answered.refusal))
                         return

@@ -593,7 +593,7 @@ class HubTarget(_TargetOnHub):
         except PublicationStopped:
             return
         except BaseException as error:  # every failure here must reach the event loop
-            waiting, _ = self._chunks[batch[0].chunk_index]
+            waiting, _ = next(iter(self._chunks.values()))
             waiting.failed(error)
 
     def _next_batch(self) -> list[UploadedFile]:
@@ -660,8 +660,9 @@ class HubTarget(_TargetOnHub):
             self._confirmed[plain(file.name)] = len(self._seen)
             if file.chunk_index not in waiting_chunks:
                 waiting_chunks.add(file.chunk_index)
-                waiting, folder = self._chunks.pop(file.chunk_index)
+                waiting, folder = self._chunks[file.chunk_index]
                 files.disk.remove_tree(folder)
+                del self._chunks[file.chunk_index]
                 waiting.done()
 
     def _look_at_history(self) -> CommitHistory:

@@ -228,7 +228,7 @@ class DocumentSource:
                 batch = self._buffer
                 self._buffer = []
                 self._bytes = 0
-            if not self._room.is_set():  # an event that is set costs as much
+            if not self._room.is_set():  # setting a set event takes its lock, too
                 self._room.set()
             if batch:
                 self._taken_at = time.monotonic()

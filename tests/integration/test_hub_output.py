@@ -5,6 +5,7 @@ import io
 import os
 import queue
 import signal
+import threading
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -16,9 +17,10 @@ from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 from datatrove.pipeline.writers.huggingface import HuggingFaceBucketWriter, HuggingFaceDatasetWriter
 
 from datatrove_ckpt import InferenceRunner
+from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.publish_intents import PublishIntents, WaitingChunk
-from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed, OutputMismatch
+from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed, OutputMismatch, StorageFailed
 from datatrove_ckpt.generation import scheduler
 from datatrove_ckpt.output import targets
 from datatrove_ckpt.output.hub import CommitPace, HubFolder
@@ -137,9 +139,29 @@ def test_a_rank_waits_until_the_repository_has_had_few_enough_commits_in_an_hour
     assert "the task has nothing else left to do." in said
 
 
+def test_an_error_after_a_commit_stops_the_rank(hub, make, monkeypatch):
+    remove_tree = files.disk.remove_tree
+
+    def fail(folder):
+        if threading.current_thread().name == "datatrove-ckpt hub":
+            raise StorageFailed(f"{folder} cannot be removed")
+        remove_tree(folder)
+
+    monkeypatch.setattr(files.disk, "remove_tree", fail)
+    with pytest.raises(StorageFailed, match="chunk_00000 cannot be removed"):
+        make(hub_commit_seconds=0).run(documents(7))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("event", ["deleted", "made anew"])
-def test_files_that_vanish_during_the_run_are_missed_at_its_end(hub, tmp_path, event, make):
+@pytest.mark.parametrize(
+    "event, error",
+    [
+        ("deleted", r"_00000\.parquet is missing"),
+        # What was uploaded for the repository that was deleted cannot be committed to another one.
+        ("made anew", r"_00000\.parquet is missing|Not Found|Invalid rev id|upload it first"),
+    ],
+)
+def test_files_that_vanish_during_the_run_are_missed_at_its_end(hub, tmp_path, event, error, make):
     events = []
 
     async def rollout(document, generate):
@@ -157,11 +179,7 @@ def test_files_that_vanish_during_the_run_are_missed_at_its_end(hub, tmp_path, e
         hub_commit_seconds=0,
         config={"max_concurrent_documents": 1},
     )
-    # What was uploaded for the repository that was deleted cannot be committed to another one.
-    with pytest.raises(
-        (OutputMismatch, OutputFailed),
-        match=r"_00000\.parquet is missing|Not Found|Invalid rev id|upload it first",
-    ):
+    with pytest.raises((OutputMismatch, OutputFailed), match=error):
         step.run(documents(7))
     assert events == [event]
 

@@ -854,6 +854,27 @@ async def test_a_rejection_waits_a_minute_for_the_first_answer_which_may_take_an
         earlier.cancel()
 
 
+async def test_any_answer_of_a_launched_server_decides_a_rejection():
+    """Its model and key stay the same, so no later answer and no probe is needed."""
+    released = asyncio.Event()
+
+    async def held(server, writer):
+        await released.wait()
+        await GOOD(server, writer)
+
+    async def sleep(seconds):
+        assert not released.is_set(), "it waits for more"
+        released.set()
+        await asyncio.wait([earlier])
+
+    async with talking(held, answer(http(400, b"bad")), sleep=sleep) as (server, client, _):
+        earlier = asyncio.create_task(client.complete(SHORTEST))
+        await server.arrived.acquire()
+        with pytest.raises(RequestRejected, match="bad"):
+            await client.complete(BODY)
+        assert len(server.requests) == 2
+
+
 async def test_an_outage_is_no_mark_against_the_requests_that_it_hit():
     """The server is away for almost all of the patience, and then fails this request a few times
     more.

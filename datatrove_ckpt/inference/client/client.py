@@ -433,7 +433,7 @@ class Outage:
 
 
 @dataclass(eq=False)
-class _Failures:
+class _ServerFailures:
     """The failures of a request at a server that answers others.
 
     Attributes:
@@ -472,7 +472,7 @@ class RequestClock:
 
     def __post_init__(self) -> None:
         self._at = self._began_at
-        self._failures: dict[AnsweredRequests, _Failures] = {}
+        self._failures: dict[AnsweredRequests, _ServerFailures] = {}
         self.is_alone = False
 
     def failed(self, failure: RetryableError, answered: AnsweredRequests, max_attempts: int) -> int:
@@ -510,7 +510,7 @@ class RequestClock:
             self.is_alone = answered.sent_at < failures.last_at
         # A server that has answered nothing since the first failure may have been away.
         if failures is None or answered.sent_at < failures.since:
-            failures = self._failures[answered] = _Failures(answered.number, now, 0, now)
+            failures = self._failures[answered] = _ServerFailures(answered.number, now, 0, now)
         failures.number += 1
         failures.last_at = now
 

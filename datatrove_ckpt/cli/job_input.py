@@ -30,7 +30,7 @@ from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.readers import READERS, JsonlReader, SeekingReader
 from datatrove_ckpt.readers.compressed import uncompressed
-from datatrove_ckpt.readers.inputs import InputFolder
+from datatrove_ckpt.readers.inputs import InputFolder, Row
 
 _READERS = {reader.__name__: reader for reader in READERS}
 _SUFFIXES = {suffix: reader.__name__ for reader in READERS for suffix in reader.suffixes.split()}
@@ -188,6 +188,28 @@ class JobInput:
                 return columns
         return ()
 
+    def lacks_texts(self, reader: JsonObject) -> bool:
+        """Returns whether the first row has no column ``text``, and logs that the texts are then
+        empty.
+        """
+        if self.inspect_only:
+            return False
+        from loguru import logger  # slow to import
+
+        from datatrove_ckpt.process.task_errors import log_disabled
+
+        with suppress(Exception):  # the checks before a start name what is wrong
+            kind = import_name(reader["class_path"], "")
+            with log_disabled("datatrove_ckpt.readers"):
+                row = next(kind(**reader["init_args"], adapter=_whole_row).run()).metadata
+            if "text" not in row:
+                logger.info(
+                    "The input has no column 'text', so document.text is empty. If one of "
+                    f"{', '.join(row)} has the texts, give it as text_key."
+                )
+                return True
+        return False
+
     def first_request(self, reader: JsonObject) -> JsonObject:
         """Returns the first request of a batch file, whose first lines may be blank or damaged;
         empty if the input is no batch file.
@@ -230,6 +252,10 @@ class JobInput:
         if not names and self._is_here and not Path(self._folder).is_dir():
             raise _is_absent(self._folder)
         return names
+
+
+def _whole_row(reader: object, row: Row, path: str, number: object) -> Row:
+    return {"text": path, "id": path, "metadata": {**row}}
 
 
 def _seems_request(row: JsonObject) -> bool:

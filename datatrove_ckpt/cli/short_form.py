@@ -207,7 +207,7 @@ def expand(short: Node, inspect_only: bool = False, rows: object = None) -> Node
                 _place(name, value, owners)
         # This machine cannot see how a run elsewhere began, nor its files.
         if not job.is_remote:
-            _allow_no_text(job, recorded, reader, rollout)
+            _allow_no_text(job, recorded, reader, rollout, job_input)
             if not (recorded or job.task == "batch" or "answer" in short):
                 runner["answer"] = _answer(job_input, reader, rollout)
         runner["checkpoints_local_dir"] = (
@@ -291,17 +291,24 @@ def _as_batch(job: ShortJob, job_input: JobInput, reader: Node, short: Node) -> 
     return replace(job, task="batch", model=model)
 
 
-def _allow_no_text(job: ShortJob, recorded: Node, reader: Node, rollout: object) -> None:
+def _allow_no_text(
+    job: ShortJob, recorded: Node, reader: Node, rollout: object, job_input: JobInput
+) -> None:
     """Lets the reader keep rows without a text, if the prompt names neither the text nor the column
-    that was given as ``text_key`` alone, and the last start of the run did not skip such rows.
+    that was given as ``text_key`` alone, or the input of a user's rollout has no column of texts;
+    and the last start of the run did not skip such rows.
     """
-    if not isinstance(rollout, dict) or not class_of(reader).has_rows:
+    if not class_of(reader).has_rows:
         return
     if recorded:
         with suppress(OSError, LookupError, TypeError, ValueError):
             executor = orjson.loads((job.root / "logs" / "executor.json").read_bytes())
             if executor["pipeline"][0]["text_key"] is not None:
                 return
+    if not isinstance(rollout, dict):
+        if "text_key" not in reader["init_args"] and job_input.lacks_texts(reader):
+            reader["init_args"]["text_key"] = None
+        return
     arguments = rollout["init_args"]
     templates = [arguments[name] for name in ("prompt", "judge_prompt") if arguments.get(name)]
     keys = set()

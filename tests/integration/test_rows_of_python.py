@@ -16,7 +16,7 @@ import datatrove_ckpt
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError, ServerRefused
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import Budget
+from tests.jobs import Budget, chat
 
 DAY = datetime.date(1066, 10, 14)
 COLUMNS = {"text": ["a", "b", "c"], "day": [DAY, None, DAY], "n": [2**63, 1, 0]}
@@ -50,6 +50,25 @@ def test_texts_and_dictionaries_are_rows(server, make):
         run(server, ["a", "b"])
     rows = Path("runs/x/input/rows.jsonl")
     assert list(run(server, rows, run_folder=Path("runs/x"), model=Path("m"))) == list(output)
+
+
+@pytest.mark.parametrize("settings", [{}, {"text_key": None}])
+def test_rows_of_a_rollout_need_no_text(server, log, settings):
+    async def rollout(document, generate):
+        return await generate(chat(document.metadata["q"] + document.text))
+
+    job = {"prompt": None, "rollout": rollout, "max_concurrent_generations": 1, **settings}
+    for _ in range(2):
+        output = run(server, [{"q": "a"}, {"q": "b"}], **job)
+    assert server.asked == {"a": 1, "b": 1}
+    assert [(row.text, row.metadata["q"]) for row in output] == [("", "a"), ("", "b")]
+    assert bool(log.said("no column 'text', so document.text is empty")) == (not settings)
+
+
+def test_a_prompt_that_names_the_text_needs_it(server):
+    with pytest.raises(InputError, match="No row has a text under text_key='text'"):
+        run(server, [{"q": "a"}])
+    assert not server.asked
 
 
 def test_rows_of_a_run_that_has_begun_are_compared_without_a_copy_of_them(server):

@@ -33,7 +33,7 @@ from datatrove_ckpt.readers import JsonlReader, position_state
 from datatrove_ckpt.run_folder.documents import OutputPath
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import golden
-from tests.jobs import Budget, rejects, rejects_documents
+from tests.jobs import Budget, chat, rejects, rejects_documents
 from tests.jobs import rows as written
 from tests.unit.tables import write_table
 from tests.yaml_jobs import write_rows
@@ -507,9 +507,20 @@ TABLES = {
 }
 
 
+async def of_question(document, generate):
+    """A user's rollout that reads no text, unless there is one."""
+    return await generate(chat(document.text + document.metadata["question"]))
+
+
+ROLLOUT = ["--rollout=tests.integration.test_short_form.of_question"]
+
+
 @pytest.mark.parametrize(
     "name, flags",
     [
+        ("sheet.csv", ROLLOUT),
+        ("table.parquet", ROLLOUT),
+        ("saved", [*ROLLOUT, "--answer=said"]),
         ("sheet.csv", ["--prompt={question}"]),
         ("sheet.csv", ["--prompt={question}", "--text-key=question"]),
         ("table.parquet", ["--prompt={question}"]),
@@ -550,6 +561,16 @@ def test_the_prompt_says_which_columns_it_needs(in_two, name, flags):
         texts = ["a", "b"] if name == "text.jsonl" else [None, None]
         assert [row.get("text") for row in rows] == texts
         assert ("answer_2" in rows[0]) == (name == "sheet.csv")
+
+
+def test_rows_of_an_input_with_a_column_of_texts_need_one(in_two):
+    """Also for a rollout, which would be paid for an empty text."""
+    Path("documents/a.jsonl").write_text(
+        '{"text": "a", "question": "1"}\n{"question": "2"}\n{"text": "c", "question": "3"}\n'
+    )
+    asked, said = in_two(["c3"], *ROLLOUT, prompt=None)
+    assert asked == ["a1", "c3", "c3"]
+    assert "skipped_rows_without_text: 1" in said
 
 
 def test_standard_input_is_kept_for_the_next_start(command, monkeypatch):

@@ -157,10 +157,11 @@ def _copy(folder: Path) -> RequestCache:
                 with explained("copy", folder / name):
                     shutil.copy(folder / name, copy)
         cache = RequestCache(Path(copy, layout.CACHE))
-        cache.forget_errors()
         answers = read_answers(folder / layout.KEPT_ANSWERS)
         while group := list(islice(answers, 1000)):
             cache.put(group)
+        cache.forget_errors()
+        cache.forget_pieces()
         return cache
 
 

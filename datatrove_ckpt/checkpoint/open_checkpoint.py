@@ -873,10 +873,15 @@ class OpenCheckpoint:
         return answers
 
     def put_answer(
-        self, slot: ChunkSlot, doc_id: str, key: AnswerKey, answer: CachedAnswer
+        self,
+        slot: ChunkSlot,
+        doc_id: str,
+        key: AnswerKey,
+        answer: CachedAnswer,
+        ends_pieces: bool = False,
     ) -> None:
         size = len(answer.result or b"") + len(answer.error_message or "")
-        row = CachedRequest(slot.chunk.index, slot.ordinal, doc_id, key, answer)
+        row = CachedRequest(slot.chunk.index, slot.ordinal, doc_id, key, answer, ends_pieces)
         self._storage.put(row, size)
 
     def park(self, request: ParkedRequest) -> None:

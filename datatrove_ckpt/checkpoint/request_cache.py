@@ -42,15 +42,28 @@ def payload_hash(payload: bytes) -> str:
     return str(xxhash.xxh3_128_hexdigest(payload))
 
 
-class AnswerKey(NamedTuple):
-    """Identifies a request of a document.
+_PIECE = ":"
+"""Separates a hash from the number of a piece; no hash has it."""
+_IS_PIECE = f"instr(payload_hash, '{_PIECE}') > 0"
 
-    ``occurrence`` counts equal payloads within one rollout, from 0.
+
+class AnswerKey(NamedTuple):
+    """Identifies a request of a document, or a piece of its half-written answer.
+
+    ``occurrence`` counts equal payloads within one rollout, from 0. A piece has the key of its
+    answer, with the number of its first token behind the hash.
     """
 
     rollout_idx: int
     payload_hash: str
     occurrence: int
+
+    def piece(self, number: int) -> AnswerKey:
+        return self._replace(payload_hash=f"{self.payload_hash}{_PIECE}{number}")
+
+    @property
+    def is_piece(self) -> bool:
+        return _PIECE in self.payload_hash
 
 
 class CachedAnswer(NamedTuple):
@@ -61,11 +74,14 @@ class CachedAnswer(NamedTuple):
 
 
 class CachedRequest(NamedTuple):
+    """A row. ``ends_pieces``: whether it replaces the pieces of its answer."""
+
     chunk_index: int
     ordinal: int
     doc_id: str
     key: AnswerKey
     answer: CachedAnswer
+    ends_pieces: bool = False
 
     def to_json(self) -> JsonObject:
         """Returns the row without its chunk and its error."""
@@ -104,6 +120,10 @@ _COLUMNS = (
 _TYPES = (int, int, str, int, str, int, bytes | None, str | None, object)
 _INSERT = f"INSERT OR REPLACE INTO request_cache (rowid, {_COLUMNS}) VALUES "
 _ROW = "(?,?,?,?,?,?,?,?,?,?)"
+_DELETE_PIECES = (
+    "DELETE FROM request_cache WHERE ordinal = ? AND rollout_idx = ? AND payload_hash >= ? "
+    "AND payload_hash < ? AND occurrence = ?"
+)
 _DOCUMENTS_AT_ONCE = 256
 T = TypeVar("T")
 
@@ -237,13 +257,18 @@ class RequestCache:
     def put(self, group: Iterable[CachedRequest]) -> None:
         # We number the rows: SQLite would reuse the numbers of deleted rows.
         rows: list[CacheRow] = []
+        ended: list[CacheRow] = []
         for n, r in enumerate(group, self.last_answer + 1):
             values = _values(r)
             rows.append((n, *values, _checksum(values)))
+            if r.ends_pieces:
+                first = r.key.payload_hash + _PIECE
+                after = r.key.payload_hash + chr(ord(_PIECE) + 1)
+                ended.append((r.ordinal, r.key.rollout_idx, first, after, r.key.occurrence))
         self.last_answer += len(rows)
-        self._write(lambda: self._insert(rows), anew=True)
+        self._write(lambda: self._insert(rows, ended), anew=True)
 
-    def _insert(self, rows: list[CacheRow]) -> None:
+    def _insert(self, rows: list[CacheRow], ended: list[CacheRow]) -> None:
         # The sqlite3 module releases the GIL at each statement, and ``executemany`` executes one
         # per row. Groups are powers of two, so there are few statements to prepare.
         start = 0
@@ -252,19 +277,24 @@ class RequestCache:
             values = list(chain.from_iterable(rows[start : start + size]))
             self._connection.execute(_INSERT + ",".join([_ROW] * size), values)
             start += size
+        if ended:
+            self._connection.executemany(_DELETE_PIECES, ended)
 
     def count(self) -> int:
-        return sum(number for (number,) in self._read("SELECT count(*) FROM request_cache"))
+        """Returns the number of answers."""
+        query = f"SELECT count(*) FROM request_cache WHERE NOT {_IS_PIECE}"
+        return sum(number for (number,) in self._read(query))
 
     def answer_counts(self) -> Iterator[tuple[int, int]]:
-        """Yields the ordinal of each document, the highest first, and the number of its answers.
+        """Yields the ordinal of each document, the highest first, and the number of its answers,
+        which is 0 if it has only pieces of answers.
 
         A damaged row may add an ordinal, but none above the highest intact row, which shows whether
         the input has shrunk.
         """
         query = (
-            "SELECT ordinal, count(*) FROM request_cache WHERE ordinal < ? GROUP BY ordinal "
-            f"ORDER BY ordinal DESC LIMIT {_DOCUMENTS_AT_ONCE}"
+            f"SELECT ordinal, count(*) - sum({_IS_PIECE}) FROM request_cache WHERE ordinal < ? "
+            f"GROUP BY ordinal ORDER BY ordinal DESC LIMIT {_DOCUMENTS_AT_ONCE}"
         )
         below = 2**63 - 1
         is_intact = False
@@ -284,7 +314,9 @@ class RequestCache:
         return {index for (index,) in rows if isinstance(index, int)}
 
     def answers(self, ordinal: int) -> dict[AnswerKey, CachedAnswer]:
-        """Returns every intact answer of a document; warns of damaged rows."""
+        """Returns every intact answer of a document, and pieces of answers; warns of damaged
+        rows.
+        """
         rows = self._read(f"SELECT {_COLUMNS} FROM request_cache WHERE ordinal = ?", (ordinal,))
         requests = [_request(row) for row in rows if _is_intact(row)]
         if damaged := len(rows) - len(requests):
@@ -308,7 +340,11 @@ class RequestCache:
             ordinals = sorted(ordinal for (ordinal,) in ordinal_rows if isinstance(ordinal, int))
             for start in range(0, len(ordinals), _DOCUMENTS_AT_ONCE):
                 rows = self.answers_since(0, ordinals[start : start + _DOCUMENTS_AT_ONCE])
-                answers = [row.to_json() for row in rows if row.answer.result is not None]
+                answers = [
+                    row.to_json()
+                    for row in rows
+                    if row.answer.result is not None and not row.key.is_piece
+                ]
                 files.disk.append(
                     self.archive, b"".join(add_checksum(orjson.dumps(answer)) for answer in answers)
                 )
@@ -316,6 +352,9 @@ class RequestCache:
 
     def forget_errors(self) -> None:
         self._delete("error_message IS NOT NULL")
+
+    def forget_pieces(self) -> None:
+        self._delete(_IS_PIECE)
 
     def sync(self) -> None:
         if self.log.path.exists():

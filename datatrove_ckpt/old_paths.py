@@ -29,7 +29,7 @@ MOVED = {
     "rollouts.batch": "rollouts.batch_rollout",
     "rollouts.judge": "rollouts.prompt",
     "testing.server": "testing.fake_server",
-    "torch.workers": "torch.loader_workers",
+    "torch.workers": "torch.training_input",
 }
 """Old path below the package: new path."""
 

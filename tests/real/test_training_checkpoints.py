@@ -1610,7 +1610,7 @@ def test_a_shuffled_stream_is_refused_at_the_restore_and_at_a_save(tmp_path):
 SPAWNED = """
 import torch
 import torch.multiprocessing
-from datatrove_ckpt.torch.loader_workers import keep_workers
+from datatrove_ckpt.torch.training_input import keep_workers
 
 def train(index):
     loader = torch.utils.data.DataLoader(list(range(20)), num_workers=2, persistent_workers=True)

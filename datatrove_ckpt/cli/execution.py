@@ -1,23 +1,26 @@
-"""Runs the executor of ``datatrove-ckpt run``, and ends with one clear message."""
+"""Runs the executor of ``datatrove-ckpt run``, and ends with one clear message; with that of an
+error come the commands that help against it.
+"""
 
 import argparse
 import errno
 import shlex
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 
 from datatrove.executor.base import PipelineExecutor
 
+from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.checksummed_lines import explained
 from datatrove_ckpt.checkpoint.clock import unix_seconds
 from datatrove_ckpt.checkpoint.job_file import refuse_other_tasks
 from datatrove_ckpt.checkpoint.layout import rank_numbers
-from datatrove_ckpt.cli.advice_commands import advise
 from datatrove_ckpt.cli.printing import fail, note, say
 from datatrove_ckpt.cli.short_form import Node
 from datatrove_ckpt.cli.yaml_config import FullConfig
 from datatrove_ckpt.common import retrying
-from datatrove_ckpt.common.formatting import plural, plural_is
+from datatrove_ckpt.common.formatting import plural, plural_is, without_flag
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.config.paths import COMMAND_FILE
 from datatrove_ckpt.errors import (
@@ -31,11 +34,11 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.errors.setting_names import form
 from datatrove_ckpt.executors.local import not_complete, raise_limit_reached
 from datatrove_ckpt.process import task_errors
-from datatrove_ckpt.process.exits import exit_error
+from datatrove_ckpt.process.shutdown import exit_error
 from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
-from datatrove_ckpt.run_folder import card, preflight
+from datatrove_ckpt.run_folder import preflight
 from datatrove_ckpt.run_folder.run_plan import RunPlan, check_steps, note_workers
-from datatrove_ckpt.run_folder.run_summary import summary_line
+from datatrove_ckpt.run_folder.run_summary import summary_line, write_card
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -231,7 +234,7 @@ def _execute(
             say(summary_line(runner, root, jobs[root], started, command))
             if runner.step.card and runner.copy is None:
                 try:
-                    card.write_card(runner, root, redacted)
+                    write_card(runner, root, redacted)
                 except (OSError, CkptError) as error:
                     say(f"The card was not written: {error}")
     goal = plan.limit_reached()
@@ -254,3 +257,44 @@ def _changed(executor: PipelineExecutor, plan: RunPlan, **changes: bool) -> RunP
     for runner in plan.runners:
         executor.pipeline[runner.index] = runner.step.changed(**changes)
     return RunPlan(executor)
+
+
+# commands that help against an error --------------------------------------------------------------
+
+
+def advise(error: Exception, plan: RunPlan, argv: Sequence[str] = ()) -> None:
+    """Adds complete commands to an error that names what helps.
+
+    Args:
+        argv: the command line; empty if the job was started in Python.
+    """
+    if not isinstance(error, CkptError):
+        return
+    if argv:
+        for number, changes in enumerate(error.changes):
+            runner = f"pipeline.{plan.runners[0].index}"
+            paths = {
+                "tasks": "executor.tasks",
+                "max_tokens": f"{runner}.config.default_generation_params.max_tokens",
+            }
+            # Only a run of all tasks can make all changes.
+            changed = [word for word in argv if word != "--worker"]
+            for name, value in changes.items():
+                text = str(value)
+                if isinstance(value, bool):
+                    text = text.lower()
+                flag = f"--{name.replace('_', '-')}"
+                added = [flag, text]
+                if not form():
+                    flag = f"--{paths.get(name, f'{runner}.{name}')}"
+                    added = [f"{flag}={text}"]
+                changed = [*without_flag(changed, flag), *added]
+            command = shlex.join(changed)
+            error.add_note(f"{'or' if number else 'The whole command'}: {command}")
+    if error.starts_over and form() and plan.logging_dir.is_local():
+        folder = Path(plan.logging_dir.resolve_paths("")).absolute().parent  # the run folder
+        inputs = [step.data_folder for step in plan.pipeline if hasattr(step, "data_folder")]
+        holds_input = any(Path(data.path).absolute().is_relative_to(folder) for data in inputs)
+        if folder.is_dir() and not holds_input:
+            move = shlex.join(["mv", str(folder), str(files.free_name(folder, "."))])
+            error.add_note(f"To start over, move what is there aside while no task runs: {move}")

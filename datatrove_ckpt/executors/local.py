@@ -53,12 +53,12 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.generation.limit_watch import limit_reached
 from datatrove_ckpt.process import signals
-from datatrove_ckpt.process.exits import exit_error, no_exit
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.open_files import raise_limit
 from datatrove_ckpt.process.preemption import Preemption, has_time_for
 from datatrove_ckpt.process.rank_threads import RankThreads
 from datatrove_ckpt.process.screen import RunProgress, Screen
+from datatrove_ckpt.process.shutdown import exit_error, no_exit
 from datatrove_ckpt.process.task_errors import failure_note, task_of_many
 from datatrove_ckpt.process.task_log import log_of_many
 from datatrove_ckpt.process.workers import TaskList, Tasks, Workers
@@ -413,7 +413,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
 
     def reached(self, rank: int) -> AttemptProgress:
         """Returns the progress of a rank."""
-        from datatrove_ckpt.run_folder.attempt_progress import rank_progress
+        from datatrove_ckpt.run_folder.run_plan import rank_progress
 
         urls = [runner.checkpoints_remote_dir for runner in self._runners]
         # Read only without a mirror: a variable in it may not be set here.

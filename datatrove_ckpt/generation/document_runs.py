@@ -36,7 +36,7 @@ from datatrove_ckpt.generation.requests import (
 from datatrove_ckpt.generation.results import DROPPED, ResultEncoder
 from datatrove_ckpt.generation.user_rollout import name_of
 from datatrove_ckpt.process.event_loop import end_fork
-from datatrove_ckpt.process.exits import exit_error
+from datatrove_ckpt.process.shutdown import exit_error
 from datatrove_ckpt.rollouts import Rollout
 
 _SUSPICIOUS_DROPS = 100  # a rollout that drops its first documents is logged at this number

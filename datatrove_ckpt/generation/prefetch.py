@@ -33,8 +33,8 @@ from datatrove_ckpt.generation.finished_from import FinishedDocuments
 from datatrove_ckpt.generation.user_frames import stands_at
 from datatrove_ckpt.output.document_codec import EncodedInput, as_read, fingerprint
 from datatrove_ckpt.process.event_loop import end_fork
-from datatrove_ckpt.process.exits import exit_error
 from datatrove_ckpt.process.fork_boundaries import between_forks
+from datatrove_ckpt.process.shutdown import exit_error
 from datatrove_ckpt.readers import SeekingReader
 from datatrove_ckpt.readers.inputs import (
     Position,

@@ -58,13 +58,12 @@ from datatrove_ckpt.output.writer_checks import (
 )
 from datatrove_ckpt.output.writer_trial import WriterTrial
 from datatrove_ckpt.process import event_loop
-from datatrove_ckpt.process.exits import no_exit
 from datatrove_ckpt.process.fork_boundaries import wait_to_fork
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.host_loop import host_loop, rank_of_many
 from datatrove_ckpt.process.open_files import raise_limit
 from datatrove_ckpt.process.preemption import Preemption
-from datatrove_ckpt.process.shutdown import end_tasks
+from datatrove_ckpt.process.shutdown import end_tasks, no_exit
 from datatrove_ckpt.readers.inputs import Revisions
 from datatrove_ckpt.readers.pipeline import steps_before
 from datatrove_ckpt.readers.step_stats import StepStats

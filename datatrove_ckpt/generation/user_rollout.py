@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.process.exits import no_exit
 from datatrove_ckpt.process.preemption import Preemption
+from datatrove_ckpt.process.shutdown import no_exit
 from datatrove_ckpt.rollouts import ReadyMade, Rollout
 
 

@@ -9,12 +9,17 @@
 
 ``generation/scheduler.py`` has the order of a stop. Signal handlers call ``request`` and
 ``fast_stop``: neither this module nor a callback may lock or log.
+
+``no_exit`` turns attempts of foreign code to end the process (``sys.exit(0)`` in a rollout, a
+reader or ``shared_context``) into errors. ``SystemExit`` is no ``Exception``, so datatrove would
+see no failure: documents would be missing after exit code 0, or its pool would wait without end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import os
 import queue
 import signal
 import time
@@ -22,8 +27,9 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn, TypeVar
 
-from datatrove_ckpt.errors import ConfigError, Preempted
-from datatrove_ckpt.process.event_loop import call_soon
+from datatrove_ckpt.common.formatting import safe_repr
+from datatrove_ckpt.errors import ConfigError, Preempted, UnexpectedExit
+from datatrove_ckpt.process.event_loop import call_soon, end_fork
 
 T = TypeVar("T")
 
@@ -298,3 +304,37 @@ async def wait_until_cancelled() -> NoReturn:
     never = asyncio.Event()
     while True:
         await never.wait()
+
+
+# exits of foreign code ----------------------------------------------------------------------------
+
+_EXITS = (SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError)
+
+
+def exit_error(caller: str, error: BaseException) -> UnexpectedExit:
+    if isinstance(error, SystemExit):
+        did = f"called sys.exit({'' if error.code is None else safe_repr(error.code)})"
+    else:
+        did = f"raised {type(error).__name__}"
+    return UnexpectedExit(
+        f"{caller} {did}, which would end the process with documents missing. Raise an Exception "
+        "instead."
+    )
+
+
+@contextmanager
+def no_exit(caller: str, shutdown: Shutdown) -> Iterator[None]:
+    """Turns an exit of foreign code into an error, and ends a fork that leaves the block.
+
+    Raises:
+        UnexpectedExit: the code tried to end the process, and no signal requested it.
+    """
+    pid = os.getpid()
+    try:
+        yield
+    except BaseException as error:
+        end_fork(pid, error)
+        if not isinstance(error, _EXITS) or shutdown.raised(error):
+            raise
+        raise exit_error(caller, error) from error
+    end_fork(pid)

@@ -45,11 +45,10 @@ from datatrove_ckpt.common.memory import WORKERS_VARIABLE
 from datatrove_ckpt.errors import CkptError, Preempted, WorkerDied
 from datatrove_ckpt.process import signals
 from datatrove_ckpt.process.event_loop import end_fork
-from datatrove_ckpt.process.exits import exit_error
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.parent_watch import die_with_parent
 from datatrove_ckpt.process.screen import TICK_SECONDS, RankProgress, Screen, reporting_to
-from datatrove_ckpt.process.shutdown import SAME_EVENT
+from datatrove_ckpt.process.shutdown import SAME_EVENT, exit_error
 
 
 @dataclass

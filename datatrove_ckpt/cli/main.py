@@ -376,7 +376,7 @@ def doctor() -> None:
 
 
 @_command(
-    "plan",
+    "training",
     _argument("FOLDER", "of a training, with history.jsonl", nargs="?"),
     _JSON,
     _argument(

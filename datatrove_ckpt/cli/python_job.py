@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from datatrove_ckpt.cli.advice_commands import advise
+from datatrove_ckpt.cli.execution import advise
 from datatrove_ckpt.cli.job_settings import ShortJob
 from datatrove_ckpt.cli.short_form import expand
 from datatrove_ckpt.cli.yaml_config import build

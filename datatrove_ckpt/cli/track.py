@@ -1,25 +1,253 @@
-"""``datatrove-ckpt track``: sends what a job does to MLflow, until no task is at work."""
+"""``datatrove-ckpt track``: sends what a job does to MLflow, until no task is at work: the sums of
+a run, as ``status --json`` has them, or the loss curve of a training.
+
+All attempts of a job find their run there again, by the job's id. MLflow gives a run its own id, so
+the job's is a tag.
+"""
 
 import argparse
+import os
+import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import orjson
 import xxhash
 
 from datatrove_ckpt.cli.open_run import open_run
 from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.common.formatting import missing_package
 from datatrove_ckpt.common.redaction import holds_credentials
-from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.run_folder import tracking
-from datatrove_ckpt.run_folder.run_state import wanted_files
+from datatrove_ckpt.config.monitoring import name_of_folder
+from datatrove_ckpt.errors import CkptError, ConfigError, StorageFailed
+from datatrove_ckpt.run_folder.run_location import RunLocation
+from datatrove_ckpt.run_folder.run_state import read_run_state, to_json, wanted_files
 from datatrove_ckpt.torch.step_folder import is_training
 from datatrove_ckpt.torch.training_history import MetricsRow, read_training
 
 _SENDING_SECONDS = 60.0  # between two sendings
+_JOB_TAG = "datatrove_ckpt.job"
+_NOT_IN_NAMES = re.compile(r"[^\w./ -]|/(?=/)")  # what MLflow refuses
+_MAX_NAME = 250
+_MAX_VALUE = 500  # characters: the shortest limit of MLflow's stores
+IDLE_LOOKS = 3  # with no rank at work
+_AT_ONCE = 100  # parameters that MLflow takes
+
+Point = tuple[float, dict[str, float], int | None]
+"""Unix seconds, values, and the step of a training; None: the values are sums of a job."""
+
+
+def flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
+    """Yields plain values by dotted names."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from flat(part, f"{name}.{key}")
+    else:
+        yield _NOT_IN_NAMES.sub("_", name.removeprefix("."))[:_MAX_NAME], value
+
+
+@dataclass(frozen=True)
+class TrackedJob:
+    """A job, as services know it.
+
+    Attributes:
+        id: job's id, which is the same in all attempts, wherever the job is read.
+        started: Unix seconds.
+        parameters: the run's identity, without secrets as run.json has it.
+    """
+
+    id: str
+    name: str
+    started: float
+    parameters: dict[str, str]
+
+
+class MlflowRun:
+    """A job's run at MLflow. Each call may take long, or raise anything."""
+
+    def __init__(self, job: TrackedJob, uri: str, experiment: str) -> None:
+        # MLflow 3.10 and later refuse a folder unless this is set; who names a folder means it.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        from mlflow.entities import Param
+        from mlflow.tracking import MlflowClient
+
+        self._client = MlflowClient(tracking_uri=uri)
+        existing = self._client.get_experiment_by_name(experiment)
+        experiment_id = (
+            self._client.create_experiment(experiment)
+            if existing is None
+            else existing.experiment_id
+        )
+        runs = self._client.search_runs([experiment_id], f"tags.`{_JOB_TAG}` = '{job.id}'")
+        if runs:
+            run = runs[0]
+        else:
+            start = int(1000 * job.started)
+            run = self._client.create_run(
+                experiment_id, start_time=start, tags={_JOB_TAG: job.id}, run_name=job.name
+            )
+        self._id = run.info.run_id
+        self._started = job.started
+        self._client.update_run(self._id, "RUNNING")
+        # MLflow's parameters cannot change.
+        new = [
+            Param(name, value[:_MAX_VALUE])
+            for name, value in job.parameters.items()
+            if name not in run.data.params
+        ]
+        for start in range(0, len(new), _AT_ONCE):
+            self._client.log_batch(self._id, params=new[start : start + _AT_ONCE])
+
+    def send(self, at: float, values: dict[str, float], step: int | None) -> None:
+        from mlflow.entities import Metric
+
+        if step is None:
+            step = max(0, int(at - self._started))  # a second of the job
+        self._client.log_batch(
+            self._id, [Metric(name, value, int(1000 * at), step) for name, value in values.items()]
+        )
+
+    def end(self, status: str) -> None:
+        """Ends the run as FINISHED, FAILED or KILLED. Another run object may continue it later."""
+        self._client.set_terminated(self._id, status)
+
+
+@dataclass
+class Tracker:
+    """Sends the numbers of one job, until no more are to come.
+
+    Attributes:
+        service: finds or makes the run of a job.
+        name: name of the job; None: its folder's name.
+        is_over: no more is to come, and all is sent.
+    """
+
+    service: Callable[[TrackedJob], MlflowRun]
+    name: str | None = None
+    is_over: bool = False
+    idle_looks: int = 0
+    _run: MlflowRun | None = None
+
+    @abstractmethod
+    def look(self) -> tuple[TrackedJob, Iterable[Point], str]:
+        """Reads the job, its new numbers, and its status."""
+
+    def work(self) -> str:
+        """Sends the new numbers. Returns the reason if the service lacks some, else ""."""
+        try:
+            job, points, status = self.look()
+            run = self._run or self.service(job)
+            self._run = run
+            for at, values, step in points:
+                run.send(at, values, step)
+            if status != "RUNNING":
+                run.end(status)
+                self.is_over = True
+        except CkptError as error:
+            return str(error)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+
+@dataclass
+class RunTracker(Tracker):
+    """Sends the numbers of one run, until it is finished, or no rank was at work at several polls.
+    The numbers are sums, so numbers that the service misses are no loss.
+    """
+
+    place: RunLocation = field(kw_only=True)
+
+    def look(self) -> tuple[TrackedJob, Iterable[Point], str]:
+        with suppress(StorageFailed):  # a network that comes back
+            self.place.refresh()
+        state = read_run_state(self.place)
+        folder = self.place.what if self.place.is_copy else str(self.place.folder.absolute())
+        name = self.name or name_of_folder(folder)
+        identity = state.identity
+        hashed = [
+            name,
+            identity.get("output_folder"),
+            identity.get("output_filename"),
+            state.tasks,
+        ]
+        parameters = {}
+        for key, value in flat(identity):
+            parameters[key] = value if isinstance(value, str) else orjson.dumps(value).decode()
+        started = state.totals.started or state.read_at
+        number = xxhash.xxh3_128_hexdigest(orjson.dumps(hashed))
+        job = TrackedJob(number, name, started, parameters)
+        states = state.totals.states
+        status = "KILLED"
+        self.idle_looks += 1
+        if state.is_finished:
+            status = "FINISHED"
+        elif state.is_at_work:
+            status = "RUNNING"
+            self.idle_looks = 0
+        elif states["failed"] or states["damaged"]:
+            status = "FAILED"
+        # Between two tasks, or before the first.
+        if status != "FINISHED" and self.idle_looks < IDLE_LOOKS:
+            status = "RUNNING"
+        at = state.read_at
+        if status != "RUNNING" and state.newest is not None:
+            at = state.newest
+        totals = orjson.loads(to_json(state))["totals"]
+        del totals["dead_letters"]  # their causes quote servers, and would be names
+        values = {
+            key: float(total) for key, total in flat(totals) if isinstance(total, int | float)
+        }
+        return job, [(at, values, None)], status
+
+
+_UNKNOWN_SECONDS = 3600.0  # between saves, if only one save is kept
+_INTERVALS = 2  # between saves: a training restarts, and makes the steps to its next save
+
+
+@dataclass
+class TrainingTracker(Tracker):
+    """Sends the loss curve of a training: each step once, and again after a rollback. It ends when
+    no process saves into the folder, at several polls and for longer than between the newest saves:
+    a restarted training has not saved yet.
+    """
+
+    folder: Path = field(kw_only=True)
+    _sent: list[MetricsRow] = field(default_factory=list)
+
+    def look(self) -> tuple[TrackedJob, Iterable[Point], str]:
+        state = read_training(self.folder, full=False)
+        path = str(self.folder.absolute())
+        times = sorted(step.at for step in state.steps if step.at)
+        started = min(times, default=time.time())
+        name = self.name or self.folder.absolute().name
+        identity = xxhash.xxh3_128_hexdigest(path.encode())
+        job = TrackedJob(identity, name, started, {"folder": path})
+        self.idle_looks += 1
+        if state.writer:
+            self.idle_looks = 0
+        status = "RUNNING"
+        if self.idle_looks >= IDLE_LOOKS:
+            interval = _UNKNOWN_SECONDS
+            if len(times) > 1:
+                interval = times[-1] - times[-2]
+            # An active training would have saved since.
+            if not times or time.time() - times[-1] > _INTERVALS * interval:
+                status = "FINISHED"
+        return job, self._new_points(state.curve), status
+
+    def _new_points(self, curve: Sequence[MetricsRow]) -> Iterator[Point]:
+        """Yields the points to send. A step counts as sent when the next point is requested."""
+        for number, (step, metrics) in enumerate(curve):
+            if self._sent[number : number + 1] != [(step, metrics)]:
+                numbers = {key: value for key, value in metrics.items() if value is not None}
+                yield time.time(), numbers, step
+                self._sent[number:] = [(step, metrics)]
 
 
 def track(arguments: argparse.Namespace) -> int:
@@ -33,19 +261,19 @@ def track(arguments: argparse.Namespace) -> int:
             "see. Leave them out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in "
             "the environment."
         )
-    service = partial(tracking.MlflowRun, uri=arguments.mlflow, experiment=arguments.experiment)
+    service = partial(MlflowRun, uri=arguments.mlflow, experiment=arguments.experiment)
     if is_training(arguments.what):
         folder = Path(arguments.what)
         _send(TrainingTracker(service, arguments.name_of_run, folder=folder))
         say("All is sent, and no training saves there.")
         return 0
     with open_run(arguments, wanted_files) as location:
-        _send(tracking.RunTracker(service, arguments.name_of_run, place=location))
+        _send(RunTracker(service, arguments.name_of_run, place=location))
     say("All is sent, and no task is at work.")
     return 0
 
 
-def _send(tracker: tracking.Tracker) -> None:
+def _send(tracker: Tracker) -> None:
     printed = ""
     while True:
         problem = tracker.work()
@@ -55,47 +283,3 @@ def _send(tracker: tracking.Tracker) -> None:
         if tracker.is_over:
             return
         time.sleep(_SENDING_SECONDS)
-
-
-_UNKNOWN_SECONDS = 3600.0  # between saves, if only one save is kept
-_INTERVALS = 2  # between saves: a training restarts, and makes the steps to its next save
-
-
-@dataclass
-class TrainingTracker(tracking.Tracker):
-    """Sends the loss curve of a training: each step once, and again after a rollback. It ends when
-    no process saves into the folder, at several polls and for longer than between the newest saves:
-    a restarted training has not saved yet.
-    """
-
-    folder: Path = field(kw_only=True)
-    _sent: list[MetricsRow] = field(default_factory=list)
-
-    def look(self) -> tuple[tracking.TrackedJob, Iterable[tracking.Point], str]:
-        state = read_training(self.folder, full=False)
-        path = str(self.folder.absolute())
-        times = sorted(step.at for step in state.steps if step.at)
-        started = min(times, default=time.time())
-        name = self.name or self.folder.absolute().name
-        identity = xxhash.xxh3_128_hexdigest(path.encode())
-        job = tracking.TrackedJob(identity, name, started, {"folder": path})
-        self.idle_looks += 1
-        if state.writer:
-            self.idle_looks = 0
-        status = "RUNNING"
-        if self.idle_looks >= tracking.IDLE_LOOKS:
-            interval = _UNKNOWN_SECONDS
-            if len(times) > 1:
-                interval = times[-1] - times[-2]
-            # An active training would have saved since.
-            if not times or time.time() - times[-1] > _INTERVALS * interval:
-                status = "FINISHED"
-        return job, self._new_points(state.curve), status
-
-    def _new_points(self, curve: Sequence[MetricsRow]) -> Iterator[tracking.Point]:
-        """Yields the points to send. A step counts as sent when the next point is requested."""
-        for number, (step, metrics) in enumerate(curve):
-            if self._sent[number : number + 1] != [(step, metrics)]:
-                numbers = {key: value for key, value in metrics.items() if value is not None}
-                yield time.time(), numbers, step
-                self._sent[number:] = [(step, metrics)]

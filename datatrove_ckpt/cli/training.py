@@ -1,4 +1,6 @@
-"""``status``, ``show``, ``report``, ``verify`` and ``doctor`` of a training's checkpoints."""
+"""``status``, ``show``, ``report``, ``verify`` and ``doctor`` of a training's checkpoints; and
+``plan``: how often a training should save, and how much time is lost then.
+"""
 
 import argparse
 import math
@@ -7,12 +9,20 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
+from statistics import median
 
 from datatrove_ckpt.cli.printing import say, say_result, write_page
 from datatrove_ckpt.common.formatting import byte_size, duration, figure, plural, plural_or_no
 from datatrove_ckpt.config.monitoring import name_of_folder
+from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.run_folder.report.page import clock, page, table
-from datatrove_ckpt.torch.training_history import TrainingState, read_training
+from datatrove_ckpt.torch import policies
+from datatrove_ckpt.torch.training_history import (
+    HISTORY,
+    TrainingState,
+    read_events,
+    read_training,
+)
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -178,3 +188,55 @@ def _rows(state: TrainingState) -> Iterator[tuple[str, str, str, str]]:
             notes += f"  damaged: {step.damage}"
         number = f"{step.step}{''.join(step.folder.partition('.')[1:])}"
         yield number, at, byte_size(step.bytes), notes.strip()
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Prints the intervals by the model in ``torch/policies.py``. Returns the exit code.
+
+    The history of a training has the median pause of its saves, and the mean time between its
+    restarts. A save costs the ``pause_seconds`` in which the training stops, not the time of writes
+    beside it.
+
+    Raises:
+        ConfigError: there is no history, or it lacks a figure that no flag gives.
+    """
+    save_cost = arguments.save_cost
+    mtbf = arguments.mtbf
+    if arguments.folder is not None:
+        folder = Path(arguments.folder)
+        path = folder / HISTORY
+        if not path.is_file():
+            raise ConfigError(
+                f"{path}: there is no such file, so nothing can be measured. Give --save-cost and "
+                "--mtbf."
+            )
+        events = list(read_events(folder))
+        pauses = [event["pause_seconds"] for event in events if event["event"] == "saved"]
+        restarts = [event["at"] for event in events if event["event"] == "restored"]
+        if pauses:
+            save_cost = save_cost or median(pauses)
+        if len(restarts) >= 3:
+            mtbf = mtbf or (restarts[-1] - restarts[0]) / (len(restarts) - 1)
+    if not save_cost:
+        raise ConfigError(
+            "--save-cost is missing: how long a save stops training, such as 140s; or give FOLDER."
+        )
+    if not mtbf:
+        raise ConfigError(
+            "--mtbf is missing: the mean time between two losses, such as 6h. 3 restarts show it."
+        )
+    best = policies.daly(save_cost, mtbf)
+    figures = {
+        "save_cost": save_cost,
+        "mtbf": mtbf,
+        "young": policies.young(save_cost, mtbf),
+        "daly": best,
+    }
+    figures["lost"] = 1 - policies.efficiency(best, save_cost, mtbf)
+    lines = [
+        f"training: a save takes {duration(save_cost)}; a loss every {duration(mtbf)}",
+        f"  save every {figure(figures['young'])} s (Young)",
+        f"  save every {figure(best)} s (Daly): {100 * figures['lost']:.2f} % of all time is lost",
+    ]
+    say_result(arguments.json, figures, lines)
+    return 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import Parameter, signature
@@ -22,11 +22,12 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.readers.base import BaseReader
 from loguru import logger
 
+from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.compare import compare
 from datatrove_ckpt.checkpoint.identity import RunIdentity
-from datatrove_ckpt.checkpoint.layout import is_journal
 from datatrove_ckpt.claims.claims import refuse_for_claims
 from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.attempts import AttemptProgress
 from datatrove_ckpt.common.formatting import no_bars_in_logs
 from datatrove_ckpt.common.launchers import launcher
 from datatrove_ckpt.common.retrying import naming_hub
@@ -212,7 +213,7 @@ class RunPlan:
                     temporary = TemporaryDirectory(prefix="datatrove-ckpt-")
                     copy = copies[runner.index] = Path(stack.enter_context(temporary))
                     setting_names.name_copy(copy, url)
-                    MirrorReader(url, copy, lambda name, _: not is_journal(name)).refresh()
+                    MirrorReader(url, copy, lambda name, _: not layout.is_journal(name)).refresh()
             yield RunPlan(self._executor, copies, self.for_doctor)
 
     def incomplete(
@@ -377,3 +378,26 @@ def refuse_without_claims(plan: RunPlan) -> None:
                 f"pipeline[{runner.index}] InferenceRunner: checkpoints_local_dir: a worker needs "
                 "one, because only the checkpoint keeps two workers apart."
             )
+
+
+def rank_progress(mirrors: Sequence[str], roots: Iterable[Path], rank: int) -> AttemptProgress:
+    """Returns how far a rank is on its mirrors; without any, in the folders of its checkpoints. By
+    this, claims see whether an attempt was in vain.
+    """
+    from datatrove_ckpt.mirror.restore import newest_manifest
+
+    sizes: list[tuple[str, int]] = []
+    for url in mirrors:
+        manifest = newest_manifest(f"{url}/{rank:05d}")
+        if manifest is not None:
+            sizes += manifest.sizes.items()
+            sizes += [(layout.CACHE, part.size) for part in manifest.answers]
+    if not mirrors:
+        for path in [path for root in roots for path in layout.rank_folder(root, rank).glob("*")]:
+            with suppress(FileNotFoundError):  # a journal whose chunk was committed
+                sizes.append((path.name, path.stat().st_size))
+    return (
+        sum(size for name, size in sizes if name == layout.COMMITS),
+        sum(size for name, size in sizes if layout.is_journal(name)),
+        sum(size for name, size in sizes if name.startswith(layout.CACHE)),
+    )

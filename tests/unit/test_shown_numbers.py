@@ -18,11 +18,11 @@ from prometheus_client import generate_latest
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.history import ProgressRecord, RequestHistograms, parse_line
 from datatrove_ckpt.cli.status import describe, table
+from datatrove_ckpt.cli.track import RunTracker
 from datatrove_ckpt.common.counts import RunNumbers, SkippedLines, WorkCounts
 from datatrove_ckpt.generation.prometheus import RankSnapshot, families
 from datatrove_ckpt.run_folder.report.page import report_page
 from datatrove_ckpt.run_folder.run_state import read_run_state, to_json
-from datatrove_ckpt.run_folder.tracking import RunTracker
 from tests.golden import hold
 from tests.rank_folders import place_at
 

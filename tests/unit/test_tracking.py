@@ -2,8 +2,8 @@
 
 import pytest
 
+from datatrove_ckpt.cli.track import RunTracker, flat
 from datatrove_ckpt.run_folder import run_state
-from datatrove_ckpt.run_folder.tracking import RunTracker, flat
 from tests.rank_folders import done, failed, minute, minutes, place_at, start, stopped, write_rank
 
 T = 1_800_000_000.0

@@ -455,12 +455,13 @@ _TYPES: list[tuple[str, type, _Convert, _Convert]] = [
     ("complex", complex, lambda value: [value.real, value.imag], lambda value: complex(*value)),
 ]
 _PLAIN_TYPES: tuple[type, ...] = (str, bool, int, float, dict, list, tuple)
-_READERS = {name: read for name, _, _, read in _TYPES}
-_READERS["dict"] = dict
-_READERS["float"] = float
-_READERS["surrogates"] = lambda value: base64.b64decode(value).decode("utf-8", "surrogatepass")
-_READERS["int"] = int
-_READERS["timestamp"] = lambda value: importlib.import_module("pandas").Timestamp(value)
+_READERS = {name: read for name, _, _, read in _TYPES} | {
+    "dict": dict,
+    "float": float,
+    "int": int,
+    "surrogates": lambda value: base64.b64decode(value).decode("utf-8", "surrogatepass"),
+    "timestamp": lambda value: importlib.import_module("pandas").Timestamp(value),
+}
 _PLAIN_READERS = _READERS | {"result": lambda value: value, "media": lambda value: value}
 _JSON_READERS = _PLAIN_READERS | {
     "array": lambda value: as_json(_view(value)),
@@ -811,9 +812,7 @@ def as_read(document: Document) -> EncodedInput:
     try:
         data = dump(document_fields(document), describe)
     except Exception:
-        fields = {
-            name: getattr(document, name, None) for name in ("text", "id", "media", "metadata")
-        }
+        fields = {name: getattr(document, name, None) for name in _DOCUMENT_FIELDS}
         data = trim(orjson.dumps(describe.wrap(fields, _DEEPEST_READ)))
     return EncodedInput(data, len(data) + describe.hashed_bytes)
 

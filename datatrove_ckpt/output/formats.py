@@ -190,11 +190,8 @@ BY_NAME = {
 
 def is_known(writer: str) -> bool:
     """Whether the writer in a ``run.json`` has a format. Early versions omitted the package."""
-    names = set[str]()
-    for output_format in FORMATS:
-        package = output_format.module.partition(".")[0]
-        names |= {output_format.writer, f"{package}.{output_format.writer}"}
-    return writer in names
+    names = {output_format.writer for output_format in FORMATS}
+    return writer.removeprefix("datatrove.").removeprefix("datatrove_ckpt.") in names
 
 
 def format_of_file(name: str) -> Format | None:

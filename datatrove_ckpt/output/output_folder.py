@@ -198,21 +198,18 @@ class OutputOwnership:
         template_hash = xxhash.xxh3_64_hexdigest(stem(self._template).encode())
         self._record = _record(self._folder, f"{layout.OWNER}{template_hash}")
 
-    def check(self) -> bool:
-        """Whether this run owns the folder; False if it may become the owner. Changes nothing.
+    def check(self) -> OutputOwner | None:
+        """Returns the record of this run, or of a removed run that it may replace; None without
+        one. Changes nothing.
 
         Raises:
             OutputMismatch: another run owns the folder.
             OSError: the record cannot be read.
         """
-        return self._compare()[0]
-
-    def _compare(self) -> tuple[bool, OutputOwner | None]:
         owner = self._record.read()
-        if owner is None or self._origin.owns(owner):
-            return owner is not None, owner
-        if self._origin.is_gone(owner, self._is_unused):
-            return False, owner
+        origin = self._origin
+        if owner is None or origin.owns(owner) or origin.is_gone(owner, self._is_unused):
+            return owner
         raise self._refusal(owner)
 
     def claim(self) -> None:
@@ -227,21 +224,22 @@ class OutputOwnership:
         if self._origin.run is None:
             return
         try:
-            is_owned, owner = self._compare()
-            if is_owned and owner is not None:
-                self._origin.record(owner)
+            owner = self.check()
+            origin = self._origin
+            if owner is not None and origin.owns(owner):
+                origin.record(owner)
                 return
-            if owner is not None and not self._is_unused():
-                # All files belong to the owner, unless a rank of this run has replaced the record.
-                origin = self._origin
-                if (
-                    origin.mirror is None
-                    and origin.recorded is None
-                    and self._record.read() == owner
-                ):
-                    raise self._refusal(owner)
+            # All files belong to the owner, unless a rank of this run has replaced the record.
+            if (
+                owner is not None
+                and not self._is_unused()
+                and origin.mirror is None
+                and origin.recorded is None
+                and self._record.read() == owner
+            ):
+                raise self._refusal(owner)
             replaces = "" if owner is None else owner.key
-            recorded = self._origin.record(self._origin.new_record(secrets.token_hex(8), replaces))
+            recorded = origin.record(origin.new_record(secrets.token_hex(8), replaces))
             if owner is not None:
                 self._record.remove()
             self._record.create(orjson.dumps(recorded._asdict()))

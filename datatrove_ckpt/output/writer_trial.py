@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from string import Template
 
 from datatrove.data import Document
+from datatrove.io import OutputFileManager
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
@@ -22,24 +23,13 @@ from datatrove_ckpt.output.csv_writer import line
 from datatrove_ckpt.output.document_codec import RowsOf, decode_for, is_plain, is_usual, one_row
 
 
-class _InMemory:
+class _InMemory(OutputFileManager):  # type: ignore[misc]
     """Replaces a writer's file manager, and discards all data."""
 
-    def __init__(self, mode: str) -> None:
-        self._is_binary = "b" in mode
-
     def get_file(self, filename: str) -> io.IOBase:
-        if self._is_binary:
-            return io.BytesIO()
-        return io.StringIO()
-
-    pop = get_file
-
-    def get_open_files(self) -> dict[str, object]:
-        return {}
-
-    def close(self) -> None:
-        pass
+        file = io.BytesIO() if "b" in self.mode else io.StringIO()
+        self._output_files[filename] = file
+        return file
 
 
 @dataclass(eq=False)
@@ -91,7 +81,9 @@ class WriterTrial:
 
     def _copy(self) -> tuple[DiskWriter, Callable[[bytes], Document]]:
         files = self._writer.output_mg
-        copied: DiskWriter = copy.deepcopy(self._writer, {id(files): _InMemory(files.mode)})
+        copied: DiskWriter = copy.deepcopy(
+            self._writer, {id(files): _InMemory(files.fs, files.mode)}
+        )
         copied.output_filename = Template("")  # the documents of doctor may lack its fields
         return copied, decode_for(copied)
 

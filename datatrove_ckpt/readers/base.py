@@ -429,17 +429,13 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if "shard" in state:
             recorded["shard"] = state["shard"]
             current["shard"] = shard
-        hashed = {
-            "default_metadata": self.default_metadata,
-            "types": getattr(self.types, "names", None),
-        }
         for key in recorded | current:
             old = recorded.get(key, USUAL_KEYS.get(key))
             new = current.get(key, USUAL_KEYS.get(key))
             if old == new:
                 continue
-            if key in hashed:
-                raise position_mismatch(f"{position} was made with other {key}, now {hashed[key]}.")
+            if key in ("default_metadata", "types"):  # hashes
+                raise position_mismatch(f"{position} was made with other {key}.")
             raise position_mismatch(f"{position} was made with {key}={old!r}, now {new!r}.")
         documents = state.get("documents", 0)
         if 0 <= self.limit < documents:

@@ -206,31 +206,39 @@ def changed_error(name: str) -> CheckpointMismatch:
     return position_mismatch(f"The input file {name!r} has changed since its rows were counted.")
 
 
+_SHORTER = {"time64[ns]": "time64[us]", "duration[ns]": "duration[us]"}
+"""The types whose values Python holds only without nanoseconds."""
+
+
 def _python_rows(batch: pa.Table, name: str) -> list[Row]:
     """Returns the rows with Python's values.
 
     Raises:
         InputError: a value has no form in Python, or would lose digits.
     """
-    shorter = {"time64[ns]": pa.time64("us"), "duration[ns]": pa.duration("us")}
     for column in batch.schema:
-        if not any(kind in str(column.type) for kind in shorter):
-            continue
-        try:
-            for values in _leaves(batch.column(column.name)):
-                if str(values.type) in shorter:
-                    values.cast(shorter[str(values.type)])
-        except pa.ArrowInvalid as error:
-            raise _no_python_value(column, name, error) from error
+        if any(kind in str(column.type) for kind in _SHORTER):
+            _check_values(batch.column(column.name), column, name)
     try:
         return cast("list[Row]", batch.to_pylist())
     except (OverflowError, ValueError):
         for column in batch.schema:
-            try:
-                batch.column(column.name).to_pylist()
-            except (OverflowError, ValueError) as error:
-                raise _no_python_value(column, name, error) from error
+            _check_values(batch.column(column.name), column, name)
         raise
+
+
+def _check_values(values: pa.ChunkedArray, column: pa.Field, name: str) -> None:
+    try:
+        for leaf in _leaves(values):
+            if str(leaf.type) in _SHORTER:
+                leaf.cast(_SHORTER[str(leaf.type)])
+        values.to_pylist()
+    except (OverflowError, ValueError) as error:  # includes pyarrow's own
+        raise InputError(
+            f"The input file {name!r} has a value in the column {column.name!r}, of type "
+            f"{column.type}, that Python cannot hold: {error}. Convert the column, for example to "
+            "microseconds or to text, and run the same command again."
+        ) from error
 
 
 def _leaves(column: pa.Array) -> Iterator[pa.Array]:
@@ -252,14 +260,6 @@ def _leaves(column: pa.Array) -> Iterator[pa.Array]:
         yield column
     for part in parts:
         yield from _leaves(part)
-
-
-def _no_python_value(field: pa.Field, name: str, error: Exception) -> InputError:
-    return InputError(
-        f"The input file {name!r} has a value in the column {field.name!r}, of type {field.type}, "
-        f"that Python cannot hold: {error}. Convert the column, for example to microseconds or "
-        "to text, and run the same command again."
-    )
 
 
 # Parquet ------------------------------------------------------------------------------------------

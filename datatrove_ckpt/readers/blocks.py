@@ -13,7 +13,6 @@ The blocks depend on the files alone: not on the columns, or on the reader's ``l
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import os
 import uuid
@@ -82,7 +81,7 @@ def hub_reader(path: str, name: str | None, split: str, revision: str | None) ->
             f"{other_urls[0]} is not a file of a dataset on the hub. Use from_folder."
         )
     names = [url.removeprefix(f"{root}/") for url in dataset.urls]
-    listed = base64.b64encode("\n".join(names).encode()).decode()
+    listed = b64encode("\n".join(names).encode()).decode()
     reader = _READERS[_ending(names, path)]
     return reader(root, paths_file=f"data:text/plain;base64,{listed}")
 

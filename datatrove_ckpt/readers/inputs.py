@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from glob import has_magic
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import orjson
@@ -865,15 +865,6 @@ _AT_ONCE = 64
 _MEASURED = 1000
 
 
-class MeasuredInputs(Protocol):
-    """The part of ``inputs.InputFiles`` that is needed to measure an input."""
-
-    names: Sequence[str]
-    tasks: int | None
-
-    def size_for_people(self, index: int) -> int: ...
-
-
 @dataclass(slots=True, eq=False)
 class FileProgress:
     """Converts positions in one file of an input to bytes. The format sets the fields when it opens
@@ -918,7 +909,7 @@ class InputProgress:
         is_near: whether a size costs no request.
     """
 
-    inputs: MeasuredInputs
+    inputs: InputFiles
     _limit: int
     _is_near: bool
     total: float | None = None

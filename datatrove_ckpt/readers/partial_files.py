@@ -5,7 +5,6 @@ The rest of such a file would move all later documents, so a run that began with
 is refused. States and records of runs that began later have the option ``whole``.
 """
 
-import os
 import zipfile
 from collections.abc import Iterable
 from contextlib import suppress
@@ -19,7 +18,7 @@ from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers.compressed import codec_of, files_in
 
 WHOLE = "whole"
-_XZ_FOOTER = 12
+_PADDED_STREAM = b"\0\0\0\0\xfd7zXZ\0"
 
 
 def whole_option(names: Iterable[str], compression: str | None) -> JsonObject:
@@ -77,42 +76,11 @@ def _has_more(folder: DataFolder, name: str, kind: str) -> bool:
 
 
 def _has_padded_stream(file: IO[bytes]) -> bool:
-    """Whether padding comes before a stream of an xz file.
-
-    Each stream ends with the sizes of its blocks, so that the content need not be read.
-    """
-    file.seek(0, os.SEEK_END)
-    end = file.tell()
-    has_later_stream = False
-    while end >= 2 * _XZ_FOOTER:
-        file.seek(end - _XZ_FOOTER)
-        footer = file.read(_XZ_FOOTER)
-        if footer.endswith(b"\0\0\0\0"):
-            if has_later_stream:
-                return True
-            end -= 4
-            continue
-        index_size = 4 * int.from_bytes(footer[4:8], "little") + 4
-        if not footer.endswith(b"YZ") or index_size > end - 2 * _XZ_FOOTER:
-            return False
-        has_later_stream = True
-        file.seek(end - _XZ_FOOTER - index_size)
-        count, *sizes = _integers(file.read(index_size)[1:])
-        blocks = sum(-(-size // 4) * 4 for size in sizes[: 2 * count : 2])
-        end -= 2 * _XZ_FOOTER + index_size + blocks  # its header is as long
+    """Whether padding, which is zeros, comes before the first bytes of a stream of an xz file."""
+    end = b""
+    while block := file.read(2**20):
+        searched = end + block
+        if _PADDED_STREAM in searched:
+            return True
+        end = searched[-len(_PADDED_STREAM) :]
     return False
-
-
-def _integers(data: bytes) -> list[int]:
-    """Decodes integers of 7 bits a byte; all bytes but the last of each have the highest bit."""
-    integers = []
-    value = 0
-    shift = 0
-    for byte in data:
-        value |= (byte & 127) << shift
-        shift += 7
-        if byte < 128:
-            integers.append(value)
-            value = 0
-            shift = 0
-    return integers

@@ -450,13 +450,13 @@ def is_owned(report: VerifyReport) -> bool:
         return False
     origin = RunOrigin(report.checkpoints, None)
     try:
-        owned = [
+        owners = [
             OutputOwnership(report.folder, template, origin).check()
             for template in report.templates
         ]
     except OSError:
         return False  # the listing also fails, and explains why
-    return all(owned)
+    return all(owner is not None and origin.owns(owner) for owner in owners)
 
 
 def _is_ours(report: VerifyReport, path: str) -> bool:

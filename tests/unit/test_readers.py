@@ -682,7 +682,7 @@ def test_other_default_metadata_and_types_are_refused(six, option, ours, others)
     resume(six, stop(six, **{option: ours}), **{option: ours})
     for old, new in ((ours, others), (ours, None), (None, ours)):
         state = stop(six, **{option: old})
-        with pytest.raises(CheckpointMismatch, match=f"other {option}, now {new}"):
+        with pytest.raises(CheckpointMismatch, match=f"other {option}"):
             resume(six, state, **{option: new})
 
 

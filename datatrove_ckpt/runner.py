@@ -95,6 +95,9 @@ class InferenceRunner(RunnerSettings):
             is a section of the dataset repository's ``README.md``, whose rest stays.
         explode (identity): write a row of each item of the list that is the ``answer`` ("item"
             without that name).
+        rollout_results (identity): write the whole results at ``metadata_key``. False: only
+            ``answer`` has the answers, which takes a third less room, and a column of that name
+            stays as it came.
         quality (identity): add columns with the finish_reasons of a document's answers, what is
             wrong with them, and their completion tokens, named after ``answer`` or
             ``metadata_key``: ``summary_finish_reason``, ``summary_faults``, ``summary_tokens``.

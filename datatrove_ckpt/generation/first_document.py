@@ -48,7 +48,9 @@ def check_answer(step: RunnerSettings, document: Document) -> None:
     owner = "metadata_key" if step.answer_column is None else "answer"
     settings = dict.fromkeys(step.added_columns.values(), owner)
     if step.answer_column is not None:
-        settings |= {step.answer_column: "answer", step.metadata_key: "metadata_key"}
+        settings[step.answer_column] = "answer"
+        if step.rollout_results:
+            settings[step.metadata_key] = "metadata_key"
     names = [name for name in settings if name in document.metadata]
     if names:
         current = {"answer": step.answer_column, "metadata_key": step.metadata_key}

@@ -48,6 +48,7 @@ class ResultEncoder:
         self.may_wait = trial is not None and not trial.is_quick
         self._has_media = writes_media(step.output_writer)
         self.key = step.metadata_key
+        self._keeps_results = step.rollout_results
         self._has_column = step.answer_column is not None
         self._added = step.added_columns
         self._drop_sent = getattr(step.rollout_fn, "drop_sent", None)
@@ -56,7 +57,7 @@ class ResultEncoder:
         """Checks the first document before a server starts for it."""
         step = self._step
         check_first(step, document)
-        if step.metadata_key in document.metadata:
+        if self._keeps_results and step.metadata_key in document.metadata:
             logger.warning(
                 f"The documents have {step.metadata_key!r} in their metadata already, perhaps "
                 "of an earlier run; the new results replace it. To keep both, give another "
@@ -107,7 +108,8 @@ class ResultEncoder:
         """
         if not self._has_media:
             self._drop_media(document)
-        document.metadata[self.key] = results
+        if self._keeps_results:
+            document.metadata[self.key] = results
         if not results or (self._has_column and not put_answer(self._step, document, results)):
             return DROPPED
         self._names.check(document, chunk_index)

@@ -88,6 +88,7 @@ class RunnerSettings(PipelineStep):
     answer: str | None = None
     card: bool = True
     explode: bool = False
+    rollout_results: bool = True
     quality: bool = False
     refusals: Sequence[str] = ()
     until: Count | None = None
@@ -156,6 +157,10 @@ class RunnerSettings(PipelineStep):
             raise ConfigError(
                 f"answer: {self.answer_column!r} is taken, or no name. Give another name, such as "
                 "summary."
+            )
+        if not self.rollout_results and self.answer_column is None:
+            raise ConfigError(
+                "rollout_results: false leaves no column for the answers. Set answer."
             )
         if key in FIELDS and getattr(self.output_writer, "expand_metadata", False):
             raise ConfigError(
@@ -338,6 +343,8 @@ class RunnerSettings(PipelineStep):
             keys["answer"] = self.answer
         if self.explode:
             keys["explode"] = True
+        if not self.rollout_results:
+            keys["rollout_results"] = False
         if self.quality:
             keys["quality"] = True
         acts = any("on_refusal" in model.answer_policies for model in self.models.values())

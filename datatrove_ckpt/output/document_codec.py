@@ -186,7 +186,7 @@ def encode_finished(document: Document, key: str) -> bytes:
     A usual document has JSON only, no media, and a list of only InferenceResults at ``key`` of its
     metadata. They become plain objects, and a last field, "$results", names the key.
     """
-    results = document.metadata[key]
+    results = document.metadata.get(key)
     if not _is_usual(document) or not results or not RESULTS.issuperset(map(type, results)):
         return encode(document)
     metadata = {**document.metadata, key: [_fields(result) for result in results]}
@@ -697,13 +697,16 @@ def exploded(document: Document, *, column: str, key: str) -> Iterator[Document]
         metadata.pop(key, None)
 
 
-def number_column(row: Row, number: str, column: str, key: str) -> str | None:
+def number_column(
+    row: Row, number: str, column: str, key: str, own: Collection[str] = ()
+) -> str | None:
     """Returns the name of the column ``n`` in a row of ``exploded``, which the item's columns
     follow; None if there is no such column.
 
     Args:
         row: the metadata as it was written, or a row with its columns.
         number: number of the row, as text.
+        own: names of the document's own columns, as far as they are known.
     """
     names = [*row]
     item_names = names
@@ -713,7 +716,7 @@ def number_column(row: Row, number: str, column: str, key: str) -> str | None:
         item_names = names[names.index(key) + 1 :]
     name = "n"
     while name in row:
-        if name in item_names and str(row[name]) == number:
+        if name in item_names and name not in own and str(row[name]) == number:
             return name
         name = f"{column}_{name}"
     return None

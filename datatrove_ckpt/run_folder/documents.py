@@ -207,7 +207,8 @@ def _item(row: Json, run: Json) -> str:
 
 def _answer(row: Json, run: Json) -> str:
     """Returns the results as text; the whole row if it has none."""
-    key = str(run.get("metadata_key"))
+    column = "answer" if run.get("rollout_results") is False else "metadata_key"
+    key = str(run.get(column))
     metadata = row.get("metadata")
     if not isinstance(metadata, dict):
         metadata = {}

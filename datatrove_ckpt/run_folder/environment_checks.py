@@ -601,7 +601,8 @@ def _check_writer(runner: RunnerPlan, sample: list[Document]) -> Iterator[Findin
         document = decode(as_read(sample[0]).data)
     usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
     answer = {"text": "An answer.", "finish_reason": "stop", "usage": usage}
-    document.metadata[step.metadata_key] = [answer] * step.config.rollouts_per_document
+    if step.rollout_results:
+        document.metadata[step.metadata_key] = [answer] * step.config.rollouts_per_document
     try:
         WriterTrial(writer, NO_TYPES)(encode(document), document.id)
     except DocumentNotSerializable as error:

@@ -93,6 +93,7 @@ def take_sample(plan: RunPlan, number: int, folder: Path) -> SentSample:
         checkpoints_remote_dir=None,
         records_per_chunk=number,
         explode=False,  # the whole answers are shown
+        rollout_results=True,
         on_document_error="dead_letter",
         skip_bad_requests=True,
         max_dead_letters=None,

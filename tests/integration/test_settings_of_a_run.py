@@ -138,6 +138,8 @@ class Job:
             arguments[changed] = self._other(changed, usual)
         if changed == "endpoints":
             del config["endpoint_url"]
+        if changed == "rollout_results":
+            arguments["answer"] = "answer"
         if changed == "max_cost":
             config["prices"] = {"prompt": 1}
         return InferenceRunner(config=InferenceConfig(**config), **arguments)

@@ -133,8 +133,7 @@ class DocumentRuns:
         ]
         results: list[object]
         if source.finished is not None:
-            document.metadata = source.finished
-            results = document.metadata[self.results.key]
+            document.metadata, results = source.finished
             # An old output may hold fewer results than rollouts.
             for request, result in zip(requests, results, strict=False):
                 request.count_finished(result)
@@ -147,15 +146,15 @@ class DocumentRuns:
             raise DocumentParked
         if source.finished is None:
             self.results.check_returned(document, results)
-        valid_results = [result for result in results if result is not None]
+            results = [result for result in results if result is not None]
         self.results.put_added(document, answers)
-        data = await self.results.encode(document, valid_results, slot.chunk.index, source.id)
+        data = await self.results.encode(document, results, slot.chunk.index, source.id)
         if self.results.may_wait:
             self._raise_if_stopping(answers)
         is_dropped = data == DROPPED
         self._dropped += is_dropped
         return answers.finished(
-            "dropped" if is_dropped else "written", source.fingerprint, data, len(valid_results)
+            "dropped" if is_dropped else "written", source.fingerprint, data, len(results)
         )
 
     def _raise_if_stopping(self, answers: DocumentAnswers) -> None:

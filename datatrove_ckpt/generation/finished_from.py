@@ -17,7 +17,7 @@ import tempfile
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,14 @@ from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, ConfigEr
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.output.arrow_types import Row
 from datatrove_ckpt.output.csv_writer import text_of
-from datatrove_ckpt.output.document_codec import Result, decode, document_of, encode, result_of
+from datatrove_ckpt.output.document_codec import (
+    Result,
+    decode,
+    document_of,
+    encode,
+    number_column,
+    result_of,
+)
 from datatrove_ckpt.output.formats import CSV, Format, format_of_file, from_cell
 from datatrove_ckpt.output.output_folder import RunOrigin, owners_of
 from datatrove_ckpt.rollouts.interface import FIELDS
@@ -93,10 +100,10 @@ class EarlierRuns:
             and change.field != "explode"
             and (change.field == _ADAPTER or not change.field.startswith("output_"))
         ]
-        if any(run.get("explode") for _, run in runs):
+        if not step.explode and any(run.get("explode") for _, run in runs):
             raise ConfigError(
-                "finished_from: the old run wrote a row of each item (explode), and rows do not "
-                "identify their document. Leave finished_from out."
+                "finished_from: the old run wrote a row of each item. Also set explode, or leave "
+                "finished_from out."
             )
         if not CSV.is_written_by(step.output_writer) and any(
             str(run.get("output_writer")).endswith(CSV.writer) for _, run in runs
@@ -181,6 +188,8 @@ def _runs(location: str) -> list[Json]:
     return runs or [{}]
 
 
+OldDocument = tuple[Json, list[object]]
+"""Metadata and results of a finished document; the answers, if the results were not written."""
 _OldFile = tuple[DataFolder, str, Format]
 
 
@@ -190,19 +199,21 @@ class FinishedDocuments:
 
     Args:
         locations: folders or URLs, which may end with a pattern of file names.
-        rollouts: maximum number of results of a document.
+        step: the settings of the new run.
         folder: folder of the temporary file.
         keeps_metadata: the rollout removes no keys of the metadata.
     """
 
     _locations: Places
     _rank: int
-    _metadata_key: str
-    _rollouts: int
+    _step: RunnerSettings
     _folder: Path
     _keeps_metadata: bool
 
     def __post_init__(self) -> None:
+        self._metadata_key = self._step.metadata_key
+        self._rollouts = self._step.model.rollouts_per_document
+        self._incomplete: set[str] = set()  # documents of which a file may lack rows
         self._lost: set[str] = set()  # names that are in the log
         self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (``close`` closes it)
         self._is_read = False
@@ -213,8 +224,8 @@ class FinishedDocuments:
         self._most_results = 0
         self._has_warned = False
 
-    def take(self, document: Document) -> Json | None:
-        """Returns the metadata of the finished document; None if the old output lacks the document.
+    def take(self, document: Document) -> OldDocument | None:
+        """Returns the finished document; None if the old output lacks the document.
 
         The first call reads the old output.
 
@@ -227,7 +238,9 @@ class FinishedDocuments:
             self._is_read = True
             self._read()
         digest = _digest(str(document.id), document.text)
-        rows: list[Json] = [decode(data).metadata for data in self._find(digest)]
+        if document.id in self._incomplete:
+            return None
+        rows = self._whole(document, map(decode, self._find(digest)))
         for old in rows:
             if not self._differing(document.metadata, old):
                 lost = [name for name in _lost(document.metadata, old) if name not in self._lost]
@@ -245,8 +258,7 @@ class FinishedDocuments:
                 # JSON has lost types that the document has as it was read.
                 for name in old.keys() & document.metadata.keys() - {self._metadata_key}:
                     old[name] = document.metadata[name]
-                old[self._metadata_key] = [_result(result) for result in old[self._metadata_key]]
-                return old
+                return old, self._results(document, old)
         if rows and not self._has_warned:
             self._has_warned = True
             names = ", ".join(map(repr, self._differing(document.metadata, rows[0])))
@@ -260,6 +272,42 @@ class FinishedDocuments:
     def close(self) -> None:
         """Removes the temporary file. A thread that still uses it gets a ValueError."""
         self._file.close()
+
+    def _whole(self, as_read: Document, rows: Iterable[Document]) -> list[Json]:
+        """Returns the metadata of each document, and joins its rows (``explode``)."""
+        column = str(self._step.answer_column)
+        wholes: list[Json] = []
+        items: list[Json] = []
+        for row in rows:
+            old = row.metadata
+            if row.id == str(as_read.id):
+                wholes.append(old)
+                continue
+            number = row.id.rpartition("/")[2]
+            counter = number_column(old, number, column, self._metadata_key, as_read.metadata)
+            if counter is None:
+                continue
+            names = [*old]
+            at = names.index(counter)
+            item_names = [name for name in names[at + 1 :] if name not in as_read.metadata]
+            if number == "0":
+                items = []
+                own = {name: old[name] for name in names if name not in (counter, *item_names)}
+                wholes.append({**own, column: items})
+            if number == str(len(items)):
+                items.append({name: old[name] for name in item_names})
+        return [
+            old for old in wholes if self._metadata_key in old or not self._step.rollout_results
+        ]
+
+    def _results(self, as_read: Document, old: Json) -> list[object]:
+        """Returns the results, or in place of those that were not written, the answers."""
+        key = self._metadata_key
+        if self._step.rollout_results:
+            return [_result(result) for result in old[key]]
+        if key not in as_read.metadata:  # else it is a column of the input
+            old.pop(key, None)
+        return [old[str(self._step.answer_column)]]
 
     def _find(self, digest: bytes) -> Iterator[bytes]:
         key = np.uint64(_key(digest))
@@ -299,8 +347,8 @@ class FinishedDocuments:
         offsets = array("Q")
         with explained("write a temporary file in", self._folder):
             for old in files:
-                for document in self._documents(*old):
-                    digest = _digest(document.id, document.text)
+                for source, document in self._documents(*old):
+                    digest = _digest(source, document.text)
                     document.text = ""
                     data = encode(document)
                     keys.append(_key(digest))
@@ -364,17 +412,25 @@ class FinishedDocuments:
             logger.warning(f"finished_from: {location} names no file of documents.")
         return files
 
-    def _documents(self, folder: DataFolder, name: str, form: Format) -> Iterator[Document]:
+    def _documents(
+        self, folder: DataFolder, name: str, form: Format
+    ) -> Iterator[tuple[str, Document]]:
+        """Yields each row with the id of its document."""
         path = folder.resolve_paths(name)
+        last = ""
         try:
             with form.open(folder, name) as file:
                 for row, line in form.rows(file):
-                    document, cause = self._document(row, line)
+                    document, source = self._document(row, line)
                     if document is not None:
-                        yield document
-                    else:
-                        self._causes[cause] += 1
+                        last = source if source != document.id else ""
+                        yield source, document
+                        continue
+                    self._causes[source] += 1
+                    if source == _TORN:
+                        self._incomplete.add(last)
         except _DAMAGED:
+            self._incomplete.add(last)
             self._causes[
                 "files that end too early or are damaged: their rows before that count"
             ] += 1
@@ -385,9 +441,14 @@ class FinishedDocuments:
             ) from error
 
     def _document(self, row: Row | None, line: bytes) -> tuple[Document | None, str]:
+        """Returns the row and the id of its document; or None and the reason."""
+        step = self._step
+        column = str(step.answer_column)
+        key = self._metadata_key
+        is_journal = line.startswith(PREFIX)
         if row is None:
             return None, _TORN
-        if line.startswith(PREFIX):  # a line of our journal
+        if is_journal:
             body = verified_body(line)
             if body is None:
                 return None, _TORN
@@ -395,19 +456,24 @@ class FinishedDocuments:
             if finished.outcome != "written":
                 return None, "documents that are dropped or dead letters"
             document = decode(finished.document)
-        elif row.get("id") is None or row.get("text") is None:
-            return None, "rows without an id or a text"
+        elif row.get("id") is None:
+            return None, "rows without an id"
         else:
             document = document_of(row)
         document.media = []
-        results = document.metadata.get(self._metadata_key)
-        if self._are_cells:
-            results = document.metadata[self._metadata_key] = from_cell(results)
+        results = document.metadata.get(key)
+        if self._are_cells and results:
+            results = document.metadata[key] = from_cell(results)
+        source, _, number = document.id.rpartition("/")
+        is_item = number_column(document.metadata, number, column, key) is not None
+        if is_item and step.explode and not is_journal:
+            return document, source
+        if not step.rollout_results and column in document.metadata:
+            return document, document.id
         if not isinstance(results, list) or not results:
             return (
                 None,
-                f"documents without results under {self._metadata_key!r}: dropped, skipped, or not "
-                "finished",
+                f"documents without results under {key!r}: dropped, skipped, or not finished",
             )
         if len(results) > self._rollouts:
             return (
@@ -415,7 +481,7 @@ class FinishedDocuments:
                 f"documents with more results than rollouts_per_document ({self._rollouts})",
             )
         self._most_results = max(self._most_results, len(results))
-        return document, ""
+        return document, document.id
 
 
 def _digest(name: str, text: str) -> bytes:

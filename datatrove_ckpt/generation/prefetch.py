@@ -23,13 +23,12 @@ from datatrove.data import Document
 from datatrove.pipeline.readers.base import BaseReader
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.checksummed_lines import Json
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.common.counts import InputPosition, SkippedLines
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
 from datatrove_ckpt.common.threads import context_thread
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
-from datatrove_ckpt.generation.finished_from import FinishedDocuments
+from datatrove_ckpt.generation.finished_from import FinishedDocuments, OldDocument
 from datatrove_ckpt.generation.user_frames import stands_at
 from datatrove_ckpt.output.document_codec import EncodedInput, as_read, fingerprint
 from datatrove_ckpt.process.event_loop import end_fork
@@ -122,7 +121,7 @@ class SourceDocument:
         read: EncodedInput,
         keep: bool,
         stats: ReaderState | None,
-        finished: Json | None,
+        finished: OldDocument | None,
     ) -> None:
         self.document = document
         self.id = safe_text(document.id)

@@ -267,8 +267,7 @@ class _Run:
             finished = FinishedDocuments(
                 step.finished_from,
                 self.rank,
-                step.metadata_key,
-                step.model.rollouts_per_document,
+                step,
                 self.root,
                 isinstance(step.rollout_fn, ReadyMade),
             )

@@ -28,6 +28,7 @@ from datatrove_ckpt.testing import FakeServer, outputs
 from tests.datatrove_job import SIZE, TEMPLATE, Killer, rollout, start, text_of, write_input
 from tests.jobs import chat, documents, rows, runner
 from tests.patience import until
+from tests.yaml_jobs import write_rows
 
 YAML = """\
 executor:
@@ -470,3 +471,120 @@ def test_a_rank_that_is_refused_leaves_no_temporary_file_open(tmp_path, server, 
     with pytest.raises(CheckpointMismatch):
         other.run(documents(1), 1, 2)
     assert [file.closed for file in opened] == [True]
+
+
+# columns of the answers alone, rows of items, rows without a text ---------------------------------
+
+
+def says_items(payload, times):
+    """A list of as many items as the prompt's number, of more than one form."""
+    number = int(payload["messages"][-1]["content"].partition("#")[2])
+    forms = [{"word": "a", "n": 7}, {"word": "b", "text": None}, "plain", ["x"]]
+    return json.dumps([forms[at % 4] for at in range(number)])
+
+
+ROWS = [{"id": f"r{n}", "q": f"{n} #{n % 4}", "n": n % 2, "tags": [n]} for n in range(9)]
+
+
+@pytest.fixture
+def steps(here, command):
+    """Runs jobs over rows without a text, each with its own rows and flags.
+
+    Returns what each was asked.
+    """
+
+    def run(folder, rows, *flags, code=0):
+        write_rows(here / f"{folder}.jsonl", rows)
+        path = here / "in.jsonl"  # the same path, which is in the output
+        shutil.copy(here / f"{folder}.jsonl", path)
+        with FakeServer(says_items) as server:
+            job = ["--input=in.jsonl", "--prompt={q}", "--model=m", f"--endpoint={server.url}"]
+            settings = [f"--run-folder={folder}", "--records-per-chunk=4", *flags]
+            said = command("run", *job, *settings, code=code)
+            return server.asked, said
+
+    return run
+
+
+def equal(folder, reference, output):
+    assert outputs(folder).keys() == outputs(reference).keys()
+    for name, data in outputs(reference).items():
+        if output == "parquet":
+            assert pq.read_table(folder / name).equals(pq.read_table(reference / name))
+        else:
+            assert outputs(folder)[name] == data
+
+
+@pytest.mark.parametrize("explode", ["true", "false"])
+@pytest.mark.parametrize("results", ["true", "false"])
+@pytest.mark.parametrize("output", ["jsonl", "parquet", "csv"])
+def test_only_rows_that_changed_are_asked_again(here, steps, command, explode, results, output):
+    flags = [f"--explode={explode}", f"--rollout-results={results}", f"--output-format={output}"]
+    # Other rows of tables would give other columns: each file has all of them.
+    forms = [*ROWS]
+    if output == "parquet":
+        forms = [{**row, "q": f"{row['id']} #2"} for row in ROWS]
+    steps("old", forms, *flags)
+    changed = [*forms]
+    changed[2] = {**forms[2], "q": "changed #2"}
+    changed.append(
+        {**forms[3], "id": "added", "q": "added #3" if output != "parquet" else "added #2"}
+    )
+    asked, _ = steps("new", changed, *flags, "--finished-from=old/output")
+    dropped = {f"{n} #0" for n in range(9) if n % 4 == 0} & {row["q"] for row in forms}
+    if explode == "false":
+        dropped = set()
+    assert asked.keys() == {changed[2]["q"], changed[-1]["q"], *dropped}
+    steps("reference", changed, *flags)
+    equal(here / "new/output", here / "reference/output", output)
+    command("verify", "new", "--full")
+
+
+def test_rows_of_rows_of_items_keep_their_numbers(here, steps):
+    """The input is the output of a run with ``explode``, whose rows have a column ``n``."""
+    flags = ["--explode=true", "--rollout-results=false"]
+    rows = [{"id": f"r/{n}", "q": f"x{n} #{n + 1}", "n": n, "answer": "before"} for n in range(3)]
+    steps("old", rows, *flags)
+    asked, _ = steps("new", rows, *flags, "--finished-from=old/output")
+    assert not asked
+    assert outputs(here / "new/output") == outputs(here / "old/output")
+
+
+@pytest.mark.parametrize("cut", [30, 1])
+def test_a_document_whose_rows_a_damaged_file_may_lack_is_asked_again(here, steps, cut):
+    flags = ["--explode=true", "--rollout-results=false"]
+    rows = [{"id": f"r{n}", "q": f"{n} #3"} for n in range(4)]
+    steps("old", rows, *flags)
+    path = here / "old/output/00000_chunk_00000.jsonl"
+    shutil.copytree(here / "old", here / "reference")
+    path.write_bytes(path.read_bytes()[:-cut])
+    asked, _ = steps("new", rows, *flags, "--finished-from=old/output")
+    assert asked == {"3 #3": 1}
+    assert outputs(here / "new/output") == outputs(here / "reference/output")
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("--explode=true", "--explode=false", "wrote a row of each item. Also set explode"),
+        (
+            "--rollout-results=false",
+            "--rollout-results=true",
+            "rollout_results: false -> (not set)",
+        ),
+    ],
+)
+def test_another_form_of_rows_is_refused(steps, old, new, message):
+    steps("old", ROWS, old)
+    asked, said = steps("new", ROWS, new, "--finished-from=old/output", code=None)
+    assert message in said.error
+    assert not asked
+
+
+def test_results_that_were_written_are_taken_over_without_them(here, steps):
+    steps("old", ROWS)
+    flags = ["--rollout-results=false", "--finished-from=old/output", "--accept-changes=true"]
+    asked, _ = steps("new", ROWS, *flags)
+    assert not asked
+    steps("reference", ROWS, "--rollout-results=false")
+    assert outputs(here / "new/output") == outputs(here / "reference/output")

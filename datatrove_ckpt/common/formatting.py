@@ -43,39 +43,24 @@ _EXTRAS = {
     "PIL": "media",
 }
 
-_MISTAKES: Sequence[tuple[type[Exception] | tuple[type[Exception], ...], str, str]] = (
-    (
-        (AttributeError, TypeError),
-        "coroutine",
-        "was `await` forgotten, as in `await generate(...)`?",
+_MISTAKES = {
+    "(?<!already awaited )coroutine": "was `await` forgotten, as in `await generate(...)`?",
+    "InferenceResult": "an answer's text is its attribute `text`, as in `answer.text`",
+    "AsyncGeneratorContextManager": (
+        "was `async with` forgotten, as in `async with generate.url() as base_url`?"
     ),
-    (
-        (AttributeError, TypeError),
-        "InferenceResult",
-        "an answer's text is its attribute `text`, as in `answer.text`",
-    ),
-    (
-        Exception,
-        "AsyncGeneratorContextManager",
-        "was `async with` forgotten, as in `async with generate.url() as base_url`?",
-    ),
-    (
-        RuntimeError,
-        "different loop",
+    "different loop": (
         "from a thread: `asyncio.run_coroutine_threadsafe(generate(...), loop).result()`, with the "
-        "rollout's loop",
+        "rollout's loop"
     ),
-    (
-        RuntimeError,
-        "a running event loop|loop is already running",
-        "a rollout is a coroutine: `await generate({...})` in place of `asyncio.run`",
+    "a running event loop|loop is already running": (
+        "a rollout is a coroutine: `await generate({...})` in place of `asyncio.run`"
     ),
-    (
-        TypeError,
-        r"BoundGenerate\.__call__",
-        "`generate` takes one payload, a dict: `await generate({'messages': [...]})`",
+    r"BoundGenerate\.__call__": (
+        "`generate` takes one payload, a dict: `await generate({'messages': [...]})`"
     ),
-)
+}
+"""Hints by a pattern of the error."""
 _MOST_RUNS = 50
 _SIZES = {
     f"{unit}{i}": base**power
@@ -210,8 +195,9 @@ def safe_text(value: object) -> str:
 
 def likely_mistake(error: BaseException) -> str:
     """Returns a hint if a usual mistake in a rollout caused the error; else ""."""
-    for kinds, words, hint in _MISTAKES:
-        if isinstance(error, kinds) and re.search(words, safe_text(error)):
+    text = safe_text(error)
+    for pattern, hint in _MISTAKES.items():
+        if re.search(pattern, text):
             return f" ({hint})"
     return ""
 

@@ -263,19 +263,12 @@ def _check_steps(pipeline: Sequence[object], records: dict[int, ShardRecord]) ->
     if ranks:
         lines = "\n  ".join(changed[ranks[0]])
         raise CheckpointMismatch(
-            "The steps before InferenceRunner are not those through which "
-            f"{_describe_ranks(ranks)} read the input:\n  {lines}\nA finished task is not run "
-            "again, so its output would stay that of the old steps. Put the steps back, or "
-            "process the new input as another run.",
+            f"The steps before InferenceRunner are not those through which {name_tasks(ranks)} "
+            f"read the input:\n  {lines}\nA finished task is not run again, so its output would "
+            "stay that of the old steps. Put the steps back, or process the new input as another "
+            "run.",
             starts_over="with old results",
         )
-
-
-def _describe_ranks(ranks: Sequence[int]) -> str:
-    further = len(ranks) - 1
-    if not further:
-        return f"task {ranks[0]} has"
-    return f"task {ranks[0]} and {plural(further, 'other finished task')} have"
 
 
 def _check_reader(
@@ -341,7 +334,7 @@ def _check_reader(
             lines[_NAMED_FILES:] = [f"  and {len(lines) - _NAMED_FILES} more"]
         lines += [f"  {name}: {text}" for name, text in options.items()]
         raise CheckpointMismatch(
-            f"The input in {reader.data_folder.path} is not what {_describe_ranks(ranks)} read:\n"
+            f"The input in {reader.data_folder.path} is not what {name_tasks(ranks)} read:\n"
             + "\n".join(lines or ["  the files are dealt out to the tasks in another order"])
             + "\nA finished task is not run again, so its output would stay that of the old input. "
             "Put the input back, or process the new one as another run.",

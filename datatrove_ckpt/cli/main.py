@@ -65,11 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     plain, overrides = split_overrides(typed)
     parser = make_parser()
-    if typed[:1] == ["track"] and any(flag.startswith("--wandb") for flag in overrides):
-        parser.error(
-            "--wandb was removed. Use --mlflow, or a script that logs the `totals` of `status WHAT "
-            "--json`."
-        )
     arguments = parser.parse_args(plain)
     # Not for --help, because loguru is slow to import.
     from datatrove_ckpt.checkpoint.checksummed_lines import explained
@@ -86,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         flag, equals, _ = override.partition("=")
         hint = formatting.did_you_mean(flag.lower(), _own_flags(typed) - {"--"}, 0.75)
         if not takes_overrides:
-            parser.error(f"{flag}: there is no such flag{hint or '.'}")
+            parser.error(f"{flag}: there is no such flag{hint or '.'}{_INSTEAD.get(flag, '')}")
         from datatrove_ckpt.cli.yaml_config import OTHER_NAMES
 
         kinds = _flags_of_settings().get(flag.replace("_", "-"))
@@ -133,8 +128,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 _INSTEAD = {
     "--force": " A run replaces nothing: choose another run_folder.",
     "--resume": " The same command resumes.",
+    "--wandb": " Use --mlflow.",
 }
-"""Advice about flags of other tools."""
+"""Advice about flags of other tools, and of earlier releases."""
 
 
 class _Parser(argparse.ArgumentParser):

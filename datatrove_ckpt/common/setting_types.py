@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal
 
-from datatrove_ckpt.common.formatting import did_you_mean
+from datatrove_ckpt.common.formatting import cut, did_you_mean
 from datatrove_ckpt.common.redaction import HIDDEN, masked, may_name_secret
 from datatrove_ckpt.errors import ConfigError
 
@@ -280,10 +280,7 @@ def origin(kind: Any) -> Any:
 
 
 def show(value: object) -> str:
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    if len(text) <= 60:
-        return text
-    return f"{text[:57]}..."
+    return cut(json.dumps(value, default=str, ensure_ascii=False), 57)
 
 
 def describe_types(hint: object) -> str:

@@ -100,41 +100,38 @@ def watched_notices(
         came: called once, in the thread, with the text of the notice.
     """
     closed = queue.SimpleQueue[bool]()
+    [(kind, value)] = setting.items()
+    poll = _CLOUDS.get(str(value), partial(_ask_command, value))
+    source = f"{kind} {value if isinstance(value, str) else value[0]}"  # arguments may be long
+
+    def watch() -> None:
+        is_warned = False
+        while True:
+            try:
+                notice = poll()
+                if notice is not None:
+                    came(printable(f"a preemption notice ({source}{notice and ': '}{notice})"))
+                    return
+            except Exception as error:  # also for a response that is not as the cloud documents it
+                if not is_warned:
+                    is_warned = True
+                    logger.warning(
+                        f"preemption_notice: {source} cannot be polled: {type(error).__name__}: "
+                        f"{error}. The run continues without notices, and polls again every "
+                        f"{POLL_SECONDS:g} s."
+                    )
+            with suppress(queue.Empty):
+                if get_within(closed, POLL_SECONDS):
+                    return
+
     # A SIGTERM at the same time then gets its reason.
     with shutdown.calling(lambda: closed.put(False)):
-        arguments = (setting, came, closed)
         name = "datatrove-ckpt preemption notice"
-        threading.Thread(target=_watch_notices, args=arguments, name=name, daemon=True).start()
+        threading.Thread(target=watch, name=name, daemon=True).start()
         try:
             yield
         finally:
             closed.put(True)
-
-
-def _watch_notices(
-    setting: Setting, came: Callable[[str], object], closed: queue.SimpleQueue[bool]
-) -> None:
-    [(kind, value)] = setting.items()
-    poll = _CLOUDS.get(str(value), partial(_ask_command, value))
-    source = f"{kind} {value if isinstance(value, str) else value[0]}"  # arguments may be long
-    is_warned = False
-    while True:
-        try:
-            notice = poll()
-            if notice is not None:
-                came(printable(f"a preemption notice ({source}{notice and ': '}{notice})"))
-                return
-        except Exception as error:  # also for a response that is not as the cloud documents it
-            if not is_warned:
-                is_warned = True
-                logger.warning(
-                    f"preemption_notice: {source} cannot be polled: {type(error).__name__}: "
-                    f"{error}. The run continues without notices, and polls again every "
-                    f"{POLL_SECONDS:g} s."
-                )
-        with suppress(queue.Empty):
-            if get_within(closed, POLL_SECONDS):
-                return
 
 
 def _ask_command(command: Sequence[str]) -> str | None:

@@ -485,9 +485,9 @@ def _write_csv(location: RunLocation, path: Path) -> int:
     return count
 
 
-def _rows(files: Iterable[Committed]) -> Iterator[Json]:
+def _rows(files: Iterable[Committed], with_media: bool = True) -> Iterator[Json]:
     for folder, committed, _ in files:
-        yield from read_rows(folder, committed.path, with_media=True)
+        yield from read_rows(folder, committed.path, with_media)
 
 
 def _batches(location: RunLocation) -> Iterator[list[Json]]:
@@ -534,8 +534,7 @@ class RunOutput:
 
     def _rows(self) -> Iterator[Json]:
         with open_location(self._run_folder) as location:
-            for folder, file, _ in committed_files(location):
-                yield from read_rows(folder, file.path)
+            yield from _rows(committed_files(location), with_media=False)
 
 
 class OutputPath(RunOutput, PosixPath):

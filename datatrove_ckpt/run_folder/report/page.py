@@ -279,15 +279,15 @@ def page(
         sums: text of ``status`` for each topic.
     """
     as_of = f", as of {clock(made_at)}"
-    about = element("p", name(location, 400), f"{as_of}. {age}")
+    names: list[str] = [name(location, 400)]
     if model:
-        about = element("p", name(model), " in ", name(location, 400), f"{as_of}. {age}")
+        names = [name(model), " in ", *names]
     entries = (element("div", element("dt", topic), element("dd", text)) for topic, text in sums)
     parts = {
         "title": escaped(f"{shortened(called, 80)}: {state}"),
         "name": name(called),
         "state": element("span", state, class_=f"pill {_TONES.get(state, 'warning')}"),
-        "about": about,
+        "about": element("p", *names, f"{as_of}. {age}"),
         "sums": element("dl", *entries, class_="sums"),
         "sections": joined(sections),
         "footer": escaped(f"Written by datatrove-ckpt {__version__}{as_of}."),

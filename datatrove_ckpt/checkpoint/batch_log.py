@@ -274,7 +274,7 @@ class BatchLog:
         self._fence.check(thorough=True)
         if state == "filled":  # again: a new name, which no earlier request to the provider has
             fields = {**fields, "tag": secrets.token_hex(16), "file": "", "id": ""}
-        line: JsonObject = {"number": number, "state": state, **fields, "at": unix_seconds()}
+        line = {"number": number, "state": state, **fields, "at": unix_seconds()}
         self.file.append(add_checksum(orjson.dumps(line)))
         self.file.sync()
         batch = self.batches.setdefault(number, Batch(number))

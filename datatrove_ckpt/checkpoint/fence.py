@@ -111,7 +111,7 @@ class RunClaim:
     def __init__(self, folder: Path, identity: RunIdentity, accept_changes: bool = False) -> None:
         self._path = folder / layout.RUN
         self._fields = identity.stored
-        self._accepted: list[Json] = []
+        self._accepted = []
         self.before: Json = {}
         """The content of ``run.json``; empty if no process has owned the rank."""
         if self._path.exists():

@@ -425,7 +425,7 @@ def _sampled(lines: Iterable[bytes], step: int) -> list[bytes]:
     """Returns all events; between two events each ``step``-th progress line, the last progress
     line, and the last histogram.
     """
-    selected: list[bytes] = []
+    selected = []
     for is_event, group in groupby(lines, _is_event):
         selection = list(group)
         if not is_event:
@@ -583,7 +583,7 @@ def read_history(path: str, max_lines: int = 0) -> History:
     lines = last_lines(path, None if max_lines else 1 << 19, MAX_BYTES)
     history = History()
     attempts: dict[int, AttemptSummary] = {}
-    spreads: dict[int, RequestHistograms] = {}
+    spreads = {}
     step = len(lines) // max_lines + 1 if max_lines else len(lines) + 1
     for line in _sampled(lines, step):
         record = parse_line(line)

@@ -53,7 +53,7 @@ class JobChanges:
     @property
     def changes(self) -> list[SettingChange]:
         """Each difference once."""
-        each_once: list[SettingChange] = []
+        each_once = []
         for changes in self.by_rank.values():
             each_once += [change for change in changes if change not in each_once]
         return each_once

@@ -215,7 +215,7 @@ class RankListing:
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = str(folder)
-        self.entries: dict[str, os.DirEntry[str]] = {}
+        self.entries = {}
         with (
             checksummed_lines.explained("read", folder),
             suppress(FileNotFoundError),

@@ -731,7 +731,7 @@ class _WrittenDocuments:
         chunk = self.chunk
         chunk.done = CompletedWork()
         chunk.dead_letters = bytearray()
-        took: list[DocumentTally] = []
+        took = []
         for finished in self.journal.read_in_order():
             took.append(finished.took)
             if len(took) == _COUNTED_AT_ONCE:

@@ -21,7 +21,6 @@ import asyncio
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Protocol
 
 import orjson
 
@@ -37,16 +36,12 @@ from datatrove_ckpt.rollouts import Payload
 _LONGEST = 0.005  # seconds that a text waits for others
 
 
-class Waiter(Protocol):
-    order: int
-
-
 @dataclass(eq=False)
 class _Text:
     """One text that waits for its vector."""
 
     text: str
-    waiter: Waiter
+    order: int
     answer: asyncio.Future[Completion]
 
     def give(self, answer: Completion | Exception) -> None:
@@ -82,16 +77,20 @@ class EmbeddingBatches:
         self._filling: dict[bytes, _TextBatch] = {}
 
     async def complete(
-        self, client: CompletionClient, payload: Payload, api: Api, waiter: Waiter
+        self, client: CompletionClient, payload: Payload, api: Api, order: int
     ) -> Completion:
-        """Returns the answer to one text, with the errors of ``CompletionClient.complete``."""
+        """Returns the answer to one text, with the errors of ``CompletionClient.complete``.
+
+        Args:
+            order: the field of ``routing.Request``.
+        """
         loop = asyncio.get_running_loop()
         key = orjson.dumps([api.path, {**payload, "input": None}, api.extras], option=PAYLOAD_JSON)
         # A copy of the rest: the rollout may change its payload.
         if (batch := self._filling.get(key)) is None:
             batch = self._filling[key] = _TextBatch(client, orjson.loads(key)[1], api, [])
             loop.call_later(_LONGEST, self._send, key, batch)
-        text = _Text(payload["input"], waiter, loop.create_future())
+        text = _Text(payload["input"], order, loop.create_future())
         batch.texts.append(text)
         batch.waiting += 1
         if len(batch.texts) >= self._max_texts:
@@ -108,7 +107,7 @@ class EmbeddingBatches:
             return
         del self._filling[key]
         if batch.waiting:
-            request = Request(batch.client.sender, order=batch.texts[0].waiter.order)
+            request = Request(batch.client.sender, order=batch.texts[0].order)
             batch.task = asyncio.get_running_loop().create_task(_run(batch, batch.texts, request))
 
 

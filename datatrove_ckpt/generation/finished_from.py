@@ -67,7 +67,7 @@ _LENGTH_BYTES = 8
 _OF_SOME = frozenset({"tool_calls", "logprobs", "choices", "answer", "response_id", "model"})
 
 
-class EarlierRuns:
+def compare_earlier_runs(step: RunnerSettings, identity: RunIdentity) -> tuple[list[Json], str]:
     """Compares the runs of ``finished_from`` with the new run, except in the number of tasks, the
     size of chunks and all settings of files.
 
@@ -75,64 +75,61 @@ class EarlierRuns:
     that the owner record of an output folder names. datatrove's runs have no checkpoint. If the old
     run accepted changes, some of its results were made with the earlier values.
 
-    Attributes:
-        accepted: the differences, for the record of the run that accepts them.
-        unchecked: sentence about runs that were not compared, after a space; "" if all were.
+    Returns:
+        The differences, for the record of the run that accepts them; and a sentence about runs that
+        were not compared, after a space, or "" if all were.
 
     Raises:
         CheckpointMismatch: an old run differs, and the change is not accepted.
         ConfigError: an old run's rows are no documents.
         OSError: a location cannot be read.
     """
-
-    def __init__(self, step: RunnerSettings, identity: RunIdentity) -> None:
-        runs = [
-            (location, run)
-            for location in _listed(step.finished_from or ())
-            for run in _runs(location)
-        ]
-        changes = [
-            change
-            for _, run in runs
-            for settings in _all_settings(run)
-            for change in compare(settings, identity)
-            if not change.is_layout
-            and change.field != "explode"
-            and (change.field == _ADAPTER or not change.field.startswith("output_"))
-        ]
-        if not step.explode and any(run.get("explode") for _, run in runs):
-            raise ConfigError(
-                "finished_from: the old run wrote a row of each item. Also set explode, or leave "
-                "finished_from out."
-            )
-        if not CSV.is_written_by(step.output_writer) and any(
-            str(run.get("output_writer")).endswith(CSV.writer) for _, run in runs
-        ):
-            raise ConfigError(
-                "finished_from: the old run wrote CSV, where numbers have become texts. Also "
-                "write CSV (output_format: csv), and export it to another format; or leave "
-                "finished_from out."
-            )
-        if changes and not step.accept_changes:
-            raise CheckpointMismatch(
-                f"{changes_text('finished_from: the old results were', changes)}Go back to the old "
-                "values, leave finished_from out (then every request is sent), or set "
-                "accept_changes to take the old results over as they are.",
-                changes=[{"accept_changes": True}],
-            )
-        unknown = [
-            location
-            for location, run in runs
-            if run.get("accepted_changes") or not describe_alike(run, identity.fields)
-        ]
-        self.unchecked = ""
-        self.accepted = records(changes)
-        if unknown:
-            self.accepted += [_UNCHECKED]
-            self.unchecked = (
-                f" finished_from: results in {', '.join(unknown)} were taken over unchecked: no "
-                "checkpoint there shows the model, the prompt and the code that made all of them."
-            )
+    runs = [
+        (location, run) for location in _listed(step.finished_from or ()) for run in _runs(location)
+    ]
+    changes = [
+        change
+        for _, run in runs
+        for settings in _all_settings(run)
+        for change in compare(settings, identity)
+        if not change.is_layout
+        and change.field != "explode"
+        and (change.field == _ADAPTER or not change.field.startswith("output_"))
+    ]
+    if not step.explode and any(run.get("explode") for _, run in runs):
+        raise ConfigError(
+            "finished_from: the old run wrote a row of each item. Also set explode, or leave "
+            "finished_from out."
+        )
+    if not CSV.is_written_by(step.output_writer) and any(
+        str(run.get("output_writer")).endswith(CSV.writer) for _, run in runs
+    ):
+        raise ConfigError(
+            "finished_from: the old run wrote CSV, where numbers have become texts. Also "
+            "write CSV (output_format: csv), and export it to another format; or leave "
+            "finished_from out."
+        )
+    if changes and not step.accept_changes:
+        raise CheckpointMismatch(
+            f"{changes_text('finished_from: the old results were', changes)}Go back to the old "
+            "values, leave finished_from out (then every request is sent), or set "
+            "accept_changes to take the old results over as they are.",
+            changes=[{"accept_changes": True}],
+        )
+    unknown = [
+        location
+        for location, run in runs
+        if run.get("accepted_changes") or not describe_alike(run, identity.fields)
+    ]
+    unchecked = ""
+    accepted = records(changes)
+    if unknown:
+        accepted += [_UNCHECKED]
+        unchecked = (
+            f" finished_from: results in {', '.join(unknown)} were taken over unchecked: no "
+            "checkpoint there shows the model, the prompt and the code that made all of them."
+        )
+    return accepted, unchecked
 
 
 def _all_settings(run: Json) -> list[Json]:
@@ -170,14 +167,14 @@ def _runs(location: str) -> list[Json]:
         return [job]
     # A folder that was moved or copied as a whole has its own checkpoints beside its output.
     folder, _, name = location.rstrip("/").rpartition("/")
-    beside: Json = {}
+    beside = {}
     with suppress(PermissionError):  # checkpoints are private, and this may be another user
         beside = read_job(f"{folder or '.'}/checkpoints")
     if str(beside.get(OUTPUT_FOLDER)).rpartition("/")[2] == name:
         return [beside]
-    runs: list[Json] = []
+    runs = []
     for owner in owners_of(get_datafolder(location)):
-        run: Json = {}
+        run = {}
         with suppress(PermissionError):
             if RunOrigin(Path(owner.home), None).recorded in (
                 None,

@@ -35,6 +35,7 @@ from datatrove_ckpt.inference.client.responses import (
 from datatrove_ckpt.output.document_codec import Result
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
 from datatrove_ckpt.rollouts import Classification, Payload
+from datatrove_ckpt.rollouts.interface import gather_all
 
 _BAD = {"on_loop": "is looping", "on_refusal": "is a refusal", "on_cut_off": "is cut off"}
 
@@ -224,16 +225,9 @@ class BoundGenerate:
             await self._check("embed", [texts])
             return from_base64((await self._ask("embed", (texts,), params))["embeddings"][0])
         await self._check("embed", texts)
-        requests = [self._ask("embed", (text,), params) for text in texts]
-        # Gathers all: if one fails, the request cache has the others for a retry.
-        answers = await asyncio.gather(*requests, return_exceptions=True)
-        vectors = []
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-            vectors.append(from_base64(answer["embeddings"][0]))
-        if vectors:
-            return np.stack(vectors)
+        answers = await gather_all(self._ask("embed", (text,), params) for text in texts)
+        if answers:
+            return np.stack([from_base64(answer["embeddings"][0]) for answer in answers])
         return np.empty((0, 0), np.float32)
 
     async def classify(

@@ -97,7 +97,7 @@ def _input_types(documents: Iterable[Document]) -> dict[str, DataType]:
     readers = [step for step in steps if isinstance(step, SeekingReader)]
     types: dict[str, DataType] = {}
     files: dict[str, str] = {}
-    changed: set[str] = set()
+    changed = set()
     for reader in reversed(readers):
         if not reader.has_default_adapter():
             continue

@@ -77,7 +77,7 @@ def stateful_steps(documents: Iterable[Document]) -> list[str]:
     """Returns the names of the steps that may keep state, the last step first. Empty if there are
     readers and none seeks.
     """
-    steps: list[str] = []
+    steps = []
     readers: list[BaseReader] = []
     last = type(documents).__name__
     for step, last, _ in steps_before(documents):

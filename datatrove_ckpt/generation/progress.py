@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -43,6 +43,7 @@ _MAX_ID = 200  # characters of a document's id
 _MAX_EXCERPT = 200  # characters of its beginning, and as many of its end
 
 
+@dataclass(eq=False)
 class RankReporter:
     """One rank's progress in this attempt.
 
@@ -62,20 +63,15 @@ class RankReporter:
         end: how the attempt ended.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        source: DocumentSource,
-        checkpoint: OpenCheckpoint,
-        shutdown: Shutdown,
-        interval: float,
-    ) -> None:
+    _rank: int
+    source: DocumentSource
+    _checkpoint: OpenCheckpoint
+    _shutdown: Shutdown
+    _interval: float
+
+    def __post_init__(self) -> None:
+        checkpoint = self._checkpoint
         self.own = checkpoint.own
-        self.source = source
-        self._rank = rank
-        self._checkpoint = checkpoint
-        self._shutdown = shutdown
-        self._interval = interval
         self._before = checkpoint.resumed.finished.read
         self._attempt = time.time_ns()
         self.clients: list[CompletionClient] = []

@@ -311,8 +311,8 @@ class ProviderPasses:
         Raises:
             ServerRefused: lines were missing for ``server_patience_seconds``, or name no request.
         """
-        rows: list[CachedRequest] = []
-        answered: set[RequestId] = set()
+        rows = []
+        answered = set()
         strange = ""
         gone = ""
         for file in remote.files:

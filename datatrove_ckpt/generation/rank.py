@@ -34,7 +34,7 @@ from datatrove_ckpt.generation.document_limit import DocumentLimit
 from datatrove_ckpt.generation.document_runs import DocumentRuns
 from datatrove_ckpt.generation.failures import FailurePolicy, offer_skipping
 from datatrove_ckpt.generation.final_stats import fill_stats, sum_rank
-from datatrove_ckpt.generation.finished_from import EarlierRuns, FinishedDocuments
+from datatrove_ckpt.generation.finished_from import FinishedDocuments, compare_earlier_runs
 from datatrove_ckpt.generation.input_columns import input_types
 from datatrove_ckpt.generation.limit_watch import LimitWatch, limit_reached
 from datatrove_ckpt.generation.prefetch import DocumentSource
@@ -143,10 +143,10 @@ class _Run:
         step.monitoring.check_packages()
         if step.finished_from:
             with self.preemption.interruptible():
-                old = EarlierRuns(step, step.identity(self.world_size))
-            self.accepted = old.accepted
-            if old.unchecked:
-                logger.warning(f"Task {rank}:{old.unchecked}")
+                identity = step.identity(self.world_size)
+                self.accepted, unchecked = compare_earlier_runs(step, identity)
+            if unchecked:
+                logger.warning(f"Task {rank}:{unchecked}")
         root = self.root
         if step.checkpoints_local_dir is not None:
             step.limits.note(root)

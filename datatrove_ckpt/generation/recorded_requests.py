@@ -54,7 +54,7 @@ async def unsent_prompts(rollout_fn: Rollout, documents: Iterable[Document]) -> 
 
     Calls ready-made rollouts only: a user's function may do anything before its first request.
     """
-    prompts: list[str] = []
+    prompts = []
 
     async def note(payload: object, **settings: object) -> object:
         prompts.append(_prompt(payload))

@@ -592,7 +592,7 @@ class RolloutRequests:
                     else:
                         client = await rank.observer.until(model.config.name, model.client)
                     if model.batches is not None and api.is_shared:
-                        completion = await model.batches.complete(client, sent, api, answers)
+                        completion = await model.batches.complete(client, sent, api, answers.order)
                     else:
                         request = Request(client.sender, answers.doc_id, answers.order, body)
                         completion = await client.complete(body, api, request)

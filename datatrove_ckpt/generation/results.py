@@ -8,6 +8,7 @@ of each item.
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import orjson
 from datatrove.data import Document, Media
@@ -29,6 +30,7 @@ from datatrove_ckpt.rollouts.settings import FENCE, value_of
 DROPPED = b"null"
 
 
+@dataclass(eq=False)
 class ResultEncoder:
     """Puts results into one rank's documents, and encodes them.
 
@@ -41,11 +43,13 @@ class ResultEncoder:
         may_wait: whether ``encode`` may wait for a thread.
     """
 
-    def __init__(self, step: RunnerSettings, names: FileNames, trial: WriterTrial | None) -> None:
-        self._step = step
-        self._names = names
-        self._trial = trial
-        self.may_wait = trial is not None and not trial.is_quick
+    _step: RunnerSettings
+    _names: FileNames
+    _trial: WriterTrial | None
+
+    def __post_init__(self) -> None:
+        step = self._step
+        self.may_wait = self._trial is not None and not self._trial.is_quick
         self._has_media = writes_media(step.output_writer)
         self.key = step.metadata_key
         self._keeps_results = step.rollout_results

@@ -125,7 +125,7 @@ def shared_arguments(context: SharedContext, preemption: Preemption) -> Iterator
     # manager first.
     with ExitStack() as stack:
         with no_exit("shared_context", preemption.shutdown), preemption.interruptible():
-            arguments: object = context
+            arguments = context
             if not isinstance(arguments, AbstractContextManager) and callable(arguments):
                 arguments = arguments()
             if isinstance(arguments, AbstractContextManager):

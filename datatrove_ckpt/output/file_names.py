@@ -170,7 +170,7 @@ def output_pattern(template: str, any_writer: bool = False) -> re.Pattern[str]:
         endings = f"(?:{_ENDING})*"
         # datatrove's own InferenceRunner does not pad the number.
         numbers["chunk_index"] = _RETRY + r"\d+"
-    seen: set[str] = set()
+    seen = set()
 
     def expression(match: re.Match[str]) -> str:
         name = match[1]

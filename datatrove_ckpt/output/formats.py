@@ -162,7 +162,7 @@ class Csv(Format):
         csv.field_size_limit(2**31 - 1)  # of the process: 128 kB, unless a reader was imported
         with io.TextIOWrapper(file, "utf-8", newline="") as lines:
             for cells in csv.DictReader(lines):
-                row: JsonObject = dict(cells)
+                row = dict(cells)
                 if RESULTS in row:
                     row[RESULTS] = from_cell(row[RESULTS]) if row[RESULTS] else None
                 yield row, b""

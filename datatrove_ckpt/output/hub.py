@@ -391,7 +391,7 @@ class HubFolder:
 
     def look_up(self, names: Sequence[str], revision: str | None = None) -> dict[str, HubFile]:
         """Returns the existing files, without listing the folder. Raises OSError."""
-        files: dict[str, HubFile] = {}
+        files = {}
         for start in range(0, len(names), _PATHS_AT_ONCE):
             name_of = {self.full_name(name): name for name in names[start : start + _PATHS_AT_ONCE]}
             entries: Iterable[Any]

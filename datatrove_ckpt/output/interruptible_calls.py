@@ -40,8 +40,8 @@ class InterruptibleCalls:
     def __init__(self, location: str, hub: HubFolder | None = None) -> None:
         self.hub = hub
         self.location = location
-        self._explain: Callable[[BaseException], str] = retrying.failure_line
-        self._advice: Callable[[BaseException], str] = storage_advice
+        self._explain = retrying.failure_line
+        self._advice = storage_advice
         if hub is not None:
             self._explain = hub_failure
             self._advice = hub.advice

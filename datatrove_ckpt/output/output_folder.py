@@ -729,10 +729,10 @@ class RankCommits:
         read: Callable[[Path, Include], RankSummary] = read_rank,
     ) -> None:
         self.rank = rank
-        self.files: list[CommittedFile] = []
+        self.files = []
         self.has_run = False
         self.is_finished = False
-        self.unfinished: set[tuple[str, int]] = set()
+        self.unfinished = set()
         if retries is None:
             retries = layout.retry_folders(root)
         for checkpoint in (root, *retries):

@@ -82,7 +82,7 @@ class PipelineReaders:
         starts = iter(reading.starts)
         # A step may hide the readers before it.
         seen: Sequence[object] = self._readers or [None] * len(reading.starts)
-        records: list[ReaderRecord] = []
+        records = []
         for reader in seen:
             if isinstance(reader, _PlainReader):
                 records.append(reader.finish())

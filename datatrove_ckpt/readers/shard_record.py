@@ -89,7 +89,7 @@ def _describe_listed(step: object, code_of: Callable[[object], dict[str, str]]) 
 
 def plain_settings(values: Mapping[str, object]) -> JsonObject:
     """Returns the values that JSON can express, without secrets. Hashes replace long values."""
-    settings: JsonObject = {}
+    settings = {}
     for name, value in values.items():
         if name.startswith("_") or any(True for _ in secrets_among(name, value)):
             continue
@@ -153,7 +153,7 @@ class ShardRecord:
         readers = [
             asdict(reader) | {"files": list(map(list, reader.files))} for reader in self.readers
         ]
-        fields: JsonObject = {"skipped": self.skipped.numbers(), "readers": readers}
+        fields = {"skipped": self.skipped.numbers(), "readers": readers}
         if self.pipeline is not None:
             fields["pipeline"] = list(map(asdict, self.pipeline))
         return fields

@@ -26,7 +26,7 @@ class BatchRollout:
     async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:
         metadata = document.metadata
         digest = xxhash.xxh3_128_hexdigest(f"{document.id} {document.text}".encode())
-        line: JsonObject = {
+        line = {
             "id": f"batch_req_{digest}",
             "custom_id": metadata.get("custom_id", document.id),
             "response": None,

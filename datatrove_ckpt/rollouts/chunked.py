@@ -16,7 +16,7 @@ from datatrove.pipeline.inference.types import InferenceResult
 from datatrove_ckpt.common.setting_types import Count
 from datatrove_ckpt.config.templates import check_template, fill, times_text
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.rollouts.interface import Generate, Payload, chat_payload, generate_all
+from datatrove_ckpt.rollouts.interface import Generate, Payload, chat_payload, gather_all
 from datatrove_ckpt.rollouts.settings import ReadyMade, is_cut_off
 
 # Boundaries at which a text may be split, best first: blank line, sentence, word.
@@ -141,7 +141,7 @@ class ChunkedRollout(ReadyMade):
             return self._join(await self._in_turn(document, generate, parts))
         payloads = [self._payload(document, part) for part in parts]
         if self.parallel:
-            return self._join(await generate_all(generate, payloads))
+            return self._join(await gather_all(map(generate, payloads)))
         return self._join([await generate(payload) for payload in payloads])
 
     async def _parts(self, text: str) -> list[str]:

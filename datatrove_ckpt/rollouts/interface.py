@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from datatrove_ckpt.common import JsonObject
 
+T = TypeVar("T")
 Payload = JsonObject
 """The JSON body of one request."""
 FIELDS = ("text", "id", "media")
@@ -213,17 +214,15 @@ async def chat(document: Document, generate: Generate, **shared: Any) -> Inferen
     return await generate({"messages": [{"role": "user", "content": document.text}]})
 
 
-async def generate_all(generate: Generate, payloads: Sequence[Payload]) -> list[InferenceResult]:
+async def gather_all(requests: Iterable[Awaitable[T]]) -> list[T]:
     """Returns all answers. If a request fails, first waits for the others: the request cache saves
     their answers for a retry.
     """
-    results = await asyncio.gather(
-        *(generate(payload) for payload in payloads), return_exceptions=True
-    )
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return cast("list[InferenceResult]", results)
+    answers = await asyncio.gather(*requests, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return cast("list[T]", answers)
 
 
 def chat_payload(system_prompt: str | None, content: str, params: Payload | None) -> Payload:

@@ -98,7 +98,7 @@ def media_key(value: object) -> orjson.Fragment:
 
 def split_media(payload: Payload, option: int) -> tuple[list[bytes], list[bytes]]:
     """Returns a payload's JSON before, between and after its media, and the media's bytes."""
-    media: list[bytes] = []
+    media = []
 
     def placeholder(value: object) -> orjson.Fragment:
         if not isinstance(value, MediaData):

@@ -540,7 +540,7 @@ def _with_error(payload: Payload, answer: str, problem: str) -> Payload:
         f"That answer is not valid: {problem}. Answer again, correctly and completely, and "
         "write nothing else."
     )
-    more: list[JsonObject] = [
+    more = [
         {"role": "assistant", "content": answer},
         {"role": "user", "content": request},
     ]

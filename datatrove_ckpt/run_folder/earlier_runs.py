@@ -32,7 +32,7 @@ from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.errors.setting_names import name_copy, use
-from datatrove_ckpt.generation.finished_from import EarlierRuns
+from datatrove_ckpt.generation.finished_from import compare_earlier_runs
 from datatrove_ckpt.generation.runner_settings import described
 from datatrove_ckpt.mirror.restore import compare_mirrored_job, restore_outdated
 from datatrove_ckpt.output.output_folder import OutputFolder, RankCommits
@@ -136,7 +136,7 @@ def _compare_markers(runner: RunnerPlan, folder: Path, skipped: list[int]) -> di
     ranks = plan.local_ranks
 
     if len(skipped) < len(ranks):
-        EarlierRuns(step, identity)
+        compare_earlier_runs(step, identity)
     # A retry takes dead letters with any settings, but each rank its own.
     is_retry = step.retry_dead_letters
     comparison = compare_job(

@@ -23,7 +23,7 @@ from datatrove_ckpt.common.counts import DocumentCounts
 from datatrove_ckpt.common.formatting import figure, plural, plural_is
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.generation.final_stats import lines_with_error
-from datatrove_ckpt.generation.finished_from import EarlierRuns
+from datatrove_ckpt.generation.finished_from import compare_earlier_runs
 from datatrove_ckpt.output.formats import Format, format_of_file
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.interruptible_calls import InterruptibleCalls
@@ -76,7 +76,8 @@ def summary_line(
     if idle and not runner.plan.incomplete(skip_completed=True):
         work += f" {idle} of {plural(job.ranks, 'task')} had no documents."
     work += f"{counts.odd_answers}{_attempts(job)}"
-    work += EarlierRuns(runner.step.changed(accept_changes=True), runner.identity).unchecked
+    accepting = runner.step.changed(accept_changes=True)
+    work += compare_earlier_runs(accepting, runner.identity)[1]
     if job.numbers.paid:
         work += f" Paid: {job.numbers.paid}."
     rows = ""

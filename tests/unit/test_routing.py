@@ -293,9 +293,8 @@ async def test_a_shared_request_and_its_parts_have_the_order_and_the_text_of_a_d
         raise LookupError
 
     client = SimpleNamespace(sender=Sender(), complete=complete)
-    waiter = SimpleNamespace(order=7, is_suspect=False)
     batches = EmbeddingBatches(2)
-    texts = [batches.complete(client, {"input": text}, CHAT, waiter) for text in "ab"]
+    texts = [batches.complete(client, {"input": text}, CHAT, 7) for text in "ab"]
     await asyncio.gather(*texts, return_exceptions=True)
     assert seen == [
         (7, b'{"input":["a","b"]}'),

@@ -150,7 +150,7 @@ class BatchProvider:
             CreationUnknown: another batch must end first.
         """
         query = {"limit": "100"}
-        seen: set[str] = set()
+        seen = set()
         while True:
             page = await self._ask("GET", self._path, params=query)
             data = page.get("data")

@@ -395,7 +395,7 @@ def _choice(choice: JsonObject, usage: JsonObject, read: _Read) -> Completion:
         raise UnexpectedResponse("the answer's reasoning or finish_reason is not a string")
     if not reason and not text and not usage:
         raise unfinished(reason)
-    calls: list[object] = []
+    calls = []
     if tool_calls:
         if not (isinstance(tool_calls, list) and all(map(_is_call, tool_calls))):
             raise RetryableError("the answer's tool_calls are not a list of calls with names")
@@ -524,7 +524,7 @@ def _clean_usage(usage: object) -> JsonObject:
         return {}
     if all(map(_is_count, usage.values())):
         return usage
-    cleaned: JsonObject = {}
+    cleaned = {}
     for name, value in usage.items():
         if name.endswith("_tokens"):
             if isinstance(value, float) and value.is_integer():

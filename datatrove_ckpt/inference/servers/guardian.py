@@ -78,7 +78,7 @@ def descendants(ancestor: int) -> list[Process]:
     children: dict[int, list[Process]] = {}
     for process in process_table():
         children.setdefault(process.parent, []).append(process)
-    processes: list[Process] = []
+    processes = []
     todo = [ancestor]
     while todo:
         below = children.get(todo.pop(), [])

@@ -906,7 +906,7 @@ async def launched_servers(
             InferenceServer(config, rank, index, lease, nodes, on_launch)
             for index, lease in enumerate(leases)
         ]
-        supervisors: list[ServerSupervisor] = []
+        supervisors = []
         ends_well = False
         try:
             for server in servers:
@@ -998,7 +998,7 @@ async def _connected(servers: ModelServers, is_new: bool) -> AsyncIterator[Watch
             servers.router.senders[0].count_error("left out at the start", name)
     for index, endpoint in enumerate(endpoints):
         servers.report_event("ready", config.server_name(index), str(endpoint.url), "")
-    following: list[asyncio.Task[None]] = []
+    following = []
     if config.max_concurrent_generations == "auto":
         for target in servers.router.targets:
             following.append(asyncio.create_task(follow_endpoint(target, servers.router)))

@@ -107,7 +107,7 @@ def _kill_all(is_target: Callable[[Process], bool], name: str) -> list[str]:
 
     Returns descriptions such as "process 7 (name)".
     """
-    killed: dict[int, str] = {}
+    killed = {}
     deadline = time.monotonic() + _KILL_SECONDS
     while targets := [
         process for process in process_table() if not process.zombie and is_target(process)

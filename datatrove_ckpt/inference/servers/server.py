@@ -97,7 +97,7 @@ async def lease_gpus(
         ConfigError: there are GPUs, but too few.
     """
     await in_own_thread(end_leftovers)
-    leases: dict[str, list[GpuLease]] = {}
+    leases = {}
     for config in configs:
         if config.name not in without:
             leases[config.name] = [GpuLease() for _ in range(config.replicas)]
@@ -170,7 +170,7 @@ def _try_lock_gpus(folder: Path, visible: list[str], needed: int) -> list[tuple[
     gate = _try_lock(folder / "claim.lock")
     if gate is None:
         return None
-    locked: list[tuple[str, int]] = []
+    locked = []
     try:
         for name in visible:
             lock = _try_lock(folder / f"gpu_{re.sub(r'[^0-9A-Za-z-]', '_', name)}.lock")
@@ -580,7 +580,7 @@ def free_port() -> int:
 
 def redacted_command(argv: tuple[str, ...]) -> str:
     """Returns the command line, without the values of flags that are named like secrets."""
-    parts: list[str] = []
+    parts = []
     for part in argv:
         flag = _FLAG.match(part)
         if flag is not None and may_name_secret(flag[1]):

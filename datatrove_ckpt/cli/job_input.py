@@ -27,10 +27,12 @@ from datatrove_ckpt.common.formatting import safe_repr
 from datatrove_ckpt.common.lazy_pyarrow import pa, pq
 from datatrove_ckpt.common.redaction import HIDDEN
 from datatrove_ckpt.common.retrying import failure_line
-from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.readers import READERS, JsonlReader, SeekingReader
 from datatrove_ckpt.readers.compressed import uncompressed
 from datatrove_ckpt.readers.inputs import InputFolder, Row
+from datatrove_ckpt.run_folder import queries
+from datatrove_ckpt.run_folder.queries import KeptRows, Query
 
 _READERS = {reader.__name__: reader for reader in READERS}
 _SUFFIXES = {suffix: reader.__name__ for reader in READERS for suffix in reader.suffixes.split()}
@@ -181,6 +183,8 @@ class JobInput:
         not listed for it.
         """
         path = Path(self._source)
+        if path.parent.name == layout.KEPT_INPUT and self._pattern:  # of a query
+            path = next(iter(sorted(path.parent.glob(path.name))), path)
         if path.is_file() and not self.inspect_only:
             with suppress(Exception):  # the checks before a start name what is wrong
                 rows = import_name(reader["class_path"], "")(**reader["init_args"])
@@ -348,6 +352,42 @@ class SavedInput:
                 f"DataFrame, or a dataset (one split); it is {type(rows).__name__}."
             )
         return self.save_lines(_lines(rows), "rows")
+
+    def save_query(
+        self, query: Query, tables: Mapping[str, str], made_from: JsonObject
+    ) -> KeptRows:
+        """Computes a query, unless its rows are there.
+
+        Args:
+            tables: SELECTs of the steps that it reads, by name.
+            made_from: what the rows depend on.
+
+        Raises:
+            CheckpointMismatch: the run has begun with other rows.
+        """
+        kept = queries.kept_rows(self.folder)
+        if kept is not None and kept.made_from == made_from and not query.reads_files:
+            return kept
+        if kept is None or not self.has_begun:
+            return queries.make_rows(query, tables, self.folder, made_from)
+        again = queries.make_rows(
+            query, tables, self.folder.with_name(f"{self.folder.name}.check"), made_from
+        )
+        files.disk.remove_tree(again.folder)
+        if again.digest != kept.digest:
+            before = kept.made_from["steps"]
+            now = made_from["steps"]
+            changed = [name for name in now if before.get(name, now[name]) != now[name]]
+            reason = "the files that the query reads have changed"
+            if kept.made_from["sql"] != made_from["sql"]:
+                reason = "the query is another one"
+            if changed:
+                reason = f"the rows of step {changed[0]} have changed"
+            raise CheckpointMismatch(
+                f"{query.label}: its rows differ from those in {self.folder}, with which the run "
+                f"has begun: {reason}. Nothing was sent."
+            )
+        return kept
 
     def record_folder(self) -> None:
         """Records where the rows are when the run begins. For a run of an earlier release, its

@@ -19,7 +19,8 @@ class ShortJob:
     Attributes:
         run_folder: a new folder, or the folder of the run to resume.
         input: a file, a folder, a pattern such as ``documents/*.jsonl``, a folder of ``datasets``,
-            or their URLs (``s3://``, ``hf://datasets/ORG/NAME``); ``-``: standard input.
+            or their URLs (``s3://``, ``hf://datasets/ORG/NAME``); ``-``: standard input;
+            ``{sql: "select ..."}``: the rows of a query of DuckDB.
         prompt: a text with ``{text}``; ``@FILE``: the text of that file.
         task: "embed" in place of a prompt (EmbedRollout, into the column "embedding" of Parquet
             files) or "classify" (ClassifyRollout). A ``prompt`` beside it is the text that is sent.
@@ -44,10 +45,12 @@ class ShortJob:
         top_p: share of the likeliest tokens that are drawn from in sampling.
         stop: a text that ends an answer, or several.
         service_tier: the provider's tier, such as "flex", or several that are tried in turn.
+        steps: a mapping of names to steps, each a run of its own settings or a query (``sql``); the
+            settings beside it hold for each.
     """
 
     run_folder: str
-    input: str
+    input: str | JsonObject
     prompt: str | None = None
     task: Literal["embed", "classify", "batch"] | None = None
     rollout: str | Callable[..., Awaitable[object]] | None = None
@@ -64,6 +67,7 @@ class ShortJob:
     top_p: float | None = None
     stop: str | list[str] | None = None
     service_tier: str | list[str] | None = None
+    steps: JsonObject | None = None
 
     @property
     def elsewhere(self) -> list[str]:

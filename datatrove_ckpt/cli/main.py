@@ -300,6 +300,13 @@ def _command(module: str, *arguments: _Argument) -> Callable[[Callable[[], None]
         "end with exit code 75 while batches are at the provider (provider_batches)",
     ),
     _flag("--fail-on-dead-letters", "exit code 1 if dead letters are left at the end"),
+    _argument(
+        "STEP",
+        "move a step, and what depends on it, aside, and run them anew; rows that have not changed "
+        "keep their answers",
+        "--redo",
+        action="append",
+    ),
 )
 def run() -> None:
     """Run the pipeline of a YAML file; run it again to resume.

@@ -1,10 +1,10 @@
 """``datatrove_ckpt.run``: a job in the short form as a call of Python."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from datatrove_ckpt.cli.execution import advise
-from datatrove_ckpt.cli.job_settings import ShortJob
 from datatrove_ckpt.cli.short_form import expand
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.common import JsonObject
@@ -17,47 +17,74 @@ from datatrove_ckpt.run_folder.run_plan import RunPlan
 def run(
     *,
     run_folder: str | Path,
-    input: object,
+    input: object = None,
     prompt: str | None = None,
     rollout: Callable[..., Awaitable[object]] | None = None,
     model: str | None = None,
     endpoint: str | list[str] | None = None,
+    steps: JsonObject | None = None,
+    redo: Sequence[str] = (),
     **settings: object,
-) -> OutputPath | OutputUrl:
+) -> OutputPath | OutputUrl | dict[str, OutputPath]:
     """Runs a job, or the rest of it. ``ShortJob`` explains the arguments; ``settings`` are further
     settings, by name.
 
     Args:
         input: the input, as in ``ShortJob``; or rows, which ``save_rows`` writes to the run folder.
+        steps: steps by name; the other settings hold for each.
+        redo: steps that run anew, with those that depend on them, as ``run --redo`` does.
 
     Returns:
         The output folder as a path, or as a URL if ``run_folder`` is a URL. Both read its
-        documents: see ``RunOutput``.
+        documents: see ``RunOutput``. With steps: the output folders by name.
 
     Raises:
         ConfigError: a mistake in the arguments; nothing was started.
         CkptError: see ``LocalPipelineExecutor.run``. The same call resumes.
     """
     rows = None
-    if not isinstance(input, str | Path):
+    if not (steps or isinstance(input, str | Path)):
         rows = input
         input = "-"
-    job = ShortJob(
-        str(run_folder), str(input), prompt, rollout=rollout, model=model, endpoint=endpoint
-    )
+    given = {
+        "run_folder": run_folder,
+        "input": input,
+        "prompt": prompt,
+        "rollout": rollout,
+        "model": model,
+        "endpoint": endpoint,
+        "steps": steps,
+        **settings,
+    }
     short: JsonObject = {}
-    given = {name: value for name, value in vars(job).items() if value is not None}
-    for name, value in {**given, **settings}.items():
+    for name, value in given.items():
         if isinstance(value, Path):
             value = str(value)
-        short[name] = value
+        if value is not None or name in settings:
+            short[name] = value
+    if steps:
+        return _run_steps(short, redo)
     with written_in("run()"):
-        executor = build(expand(short, rows=rows))
-        try:
-            executor.run()
-        except CkptError as error:
-            advise(error, RunPlan(executor))
-            raise
-    if job.is_remote:
-        return OutputUrl(f"{job.below}/output")
-    return OutputPath(job.below, "output")
+        _run(build(expand(short, rows=rows)))
+    folder = str(short["run_folder"])
+    if "://" in folder:
+        return OutputUrl(f"{folder.rstrip('/')}/output")
+    return OutputPath(Path(folder).expanduser(), "output")
+
+
+def _run_steps(short: JsonObject, redo: Sequence[str]) -> dict[str, OutputPath]:
+    from datatrove_ckpt.cli.steps import StepsJob  # slow to import
+
+    job = StepsJob(short, "run()")
+    for step in job.runs(redo):
+        with written_in(step.label):
+            _run(job.executor(step)[1])
+    return {step.name: OutputPath(job.folder(step), "output") for step in job.steps}
+
+
+def _run(executor: Any) -> None:
+    try:
+        executor.run()
+    except CkptError as error:
+        advise(error, RunPlan(executor))
+        raise

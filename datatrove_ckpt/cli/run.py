@@ -4,10 +4,12 @@
 """
 
 import argparse
+from typing import Any
 
-from datatrove_ckpt.cli import printing
+from datatrove_ckpt.cli import printing, short_form
 from datatrove_ckpt.cli.short_form import make_executor
 from datatrove_ckpt.cli.yaml_config import FullConfig, build
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import plural, plural_or_no
 from datatrove_ckpt.errors import ConfigError
 
@@ -18,7 +20,19 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: a mistake in the file or on the command line; nothing was started.
     """
+    job = short_form.read_job(arguments.config, arguments.overrides)
+    if "steps" in job:
+        from datatrove_ckpt.cli.steps import run_steps  # slow to import
+
+        return run_steps(job, arguments, run_job)
+    if arguments.redo:
+        raise ConfigError("--redo: is for a job with steps.")
     config, executor = make_executor(arguments.config, arguments.overrides)
+    return run_job(config, executor, arguments)
+
+
+def run_job(config: JsonObject, executor: Any, arguments: argparse.Namespace) -> int:
+    """Runs an executor, or does what else the flags say. Returns the exit code."""
     if arguments.worker:
         for name in ("retry_dead_letters", "fail_on_dead_letters"):
             if getattr(arguments, name):

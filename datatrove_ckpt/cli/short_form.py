@@ -96,16 +96,32 @@ def read_config(path: str | None, overrides: list[str], inspect_only: bool = Fal
         inspect_only: the input may be gone: see ``expand``.
 
     Raises:
-        ConfigError: see ``load`` and ``expand``; or an override does not fit the file.
+        ConfigError: see ``read_job`` and ``expand``; or the job has steps.
+    """
+    config = read_job(path, overrides)
+    if "executor" not in config:
+        use(path or "the command line")
+        if "steps" in config:
+            raise ConfigError(
+                f"{form()}: steps: this command takes one of them: a folder below run_folder, such "
+                f"as {config.get('run_folder')}/{next(iter(config['steps'] or ()), 'NAME')}."
+            )
+        config = expand(config, inspect_only)
+    for override in filter(_is_long, overrides):
+        yaml_config.set_at_path(config, override)
+    return config
+
+
+def read_job(path: str | None, overrides: list[str]) -> Node:
+    """Returns the job of a file in the form that it has, with the overrides of the short form.
+
+    Raises:
+        ConfigError: see ``load``; or an override does not fit the file.
     """
     config = {}
     if path is not None:
         config = yaml_config.load(path)
-    short = [
-        override
-        for override in overrides
-        if not re.match(r"(--)?(executor|pipeline|kubernetes)\.", override)
-    ]
+    short = [override for override in overrides if not _is_long(override)]
     for name, times in Counter(
         override.partition("=")[0].replace("_", "-") for override in short
     ).items():
@@ -115,19 +131,18 @@ def read_config(path: str | None, overrides: list[str], inspect_only: bool = Fal
                 "folder."
             )
     if "executor" not in config:
-        use(path or "the command line")
         for override in short:
             yaml_config.set_at_path(config, override, ShortJob)
-        config = expand(config, inspect_only)
     elif short:
         raise ConfigError(
             f"{short[0].partition('=')[0]}: {path} is in the long form, where a setting has a "
             "path, such as --pipeline.1.config.max_concurrent_generations."
         )
-    for override in overrides:
-        if override not in short:
-            yaml_config.set_at_path(config, override)
     return config
+
+
+def _is_long(override: str) -> bool:
+    return re.match(r"(--)?(executor|pipeline|kubernetes)\.", override) is not None
 
 
 def make_executor(path: str | None, overrides: list[str]) -> tuple[Node, Any]:
@@ -466,13 +481,15 @@ def _server(job: ShortJob, short: Node, inspect_only: bool) -> Node:
 
 def _input(job: ShortJob, inspect_only: bool, rows: object, saved: SavedInput) -> str:
     """Returns the input; for standard input and rows, the file from which each start reads them."""
-    if rows is None and job.input != "-":
+    if rows is None and isinstance(job.input, str) and job.input != "-":
         return job.input
     if job.is_remote:
         raise ConfigError(
-            "input: standard input, and rows of Python, are kept in run_folder, which must be a "
+            "input: standard input, queries and rows of Python are kept in run_folder, a "
             f"folder of this machine; it is {job.run_folder}. Give the path of a file."
         )
+    if isinstance(job.input, dict):
+        return _query(job.input, inspect_only, saved)
     data = b""
     if rows is None and not (inspect_only or sys.stdin.isatty()):
         data = sys.stdin.buffer.read()
@@ -490,6 +507,18 @@ def _input(job: ShortJob, inspect_only: bool, rows: object, saved: SavedInput) -
     if not inspect_only:
         saved.record_folder()
     return str(path)
+
+
+def _query(given: Node, inspect_only: bool, saved: SavedInput) -> str:
+    """Returns the files with the rows of ``{sql: ...}``."""
+    yaml_config.refuse_unknown(given, ["sql"], "input")
+    if not inspect_only:
+        from datatrove_ckpt.run_folder import queries  # slow to import
+
+        query = queries.parse(str(given.get("sql", "")), "input")
+        saved.save_query(query, {}, {"sql": query.sql, "steps": {}})
+        saved.record_folder()
+    return f"{saved.folder}/*.parquet"
 
 
 def _answer(job_input: JobInput, reader: Node, rollout: object) -> object:

@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import re
 from collections import deque
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -20,7 +22,29 @@ def usable_memory(root: Path = Path("/")) -> int:
     """Returns the bytes of the machine, or what the cgroups of this process (a container, a Slurm
     job) leave of it.
     """
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    return min([_whole_machine(), *(limit for limit, _ in _limits(root))])
+
+
+def free_memory(root: Path = Path("/")) -> int:
+    """Returns the bytes that no process uses, of the machine and of the cgroups."""
+    free = [_whole_machine()]
+    for line in _text(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            free.append(1024 * int(line.split()[1]))
+    for limit, group in _limits(root):
+        used = _text(group / "memory.current") or _text(group / "memory.usage_in_bytes")
+        cached = re.search(r"^(?:total_)?inactive_file (\d+)", _text(group / "memory.stat"), re.M)
+        if used.strip().isdecimal():
+            free.append(limit - int(used) + (int(cached[1]) if cached else 0))
+    return max(0, min(free))
+
+
+def _whole_machine() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _limits(root: Path) -> Iterator[tuple[int, Path]]:
+    """Yields the limits of this process's cgroups, each with the group's folder."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers in ("", "memory"):
@@ -28,12 +52,11 @@ def usable_memory(root: Path = Path("/")) -> int:
             group = top / path.lstrip("/")
             for folder in (group, *group.parents):  # a group limits the groups below it
                 for name in ("memory.max", "memory.limit_in_bytes"):
-                    limits += [
-                        int(text) for text in [_text(folder / name).strip()] if text.isdecimal()
-                    ]
+                    text = _text(folder / name).strip()
+                    if text.isdecimal():
+                        yield int(text), folder
                 if folder == top:
                     break
-    return min(limits)
 
 
 def _text(path: Path) -> str:

@@ -1,0 +1,287 @@
+"""``steps``: several runs in one file, with queries between them."""
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+import datatrove_ckpt
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, TooManyDeadLetters
+from datatrove_ckpt.testing import FakeServer
+from tests.yaml_jobs import write_rows
+
+ROWS = [{"id": f"id {n:02d}", "text": f"text {n}", "topic": f"topic {n % 3}"} for n in range(12)]
+STEPS = {
+    "best": {"sql": "select id, topic, answer from judged where rating = 'good'"},
+    "answers": {"input": "docs.jsonl", "prompt": "Answer: {text}"},
+    "judged": {"input": "answers", "prompt": "Judge: {answer}", "answer": "rating"},
+    "topics": {
+        "input": {
+            "sql": "select topic as id, string_agg(answer, ' ' order by id) as text "
+            "from judged where rating = 'good' group by topic"
+        },
+        "prompt": "Sum up: {text}",
+    },
+    "rejected": {"sql": "select id from answers anti join best using (id)"},
+}
+
+
+def reply(payload, times):
+    question = payload["messages"][-1]["content"]
+    if question.startswith("Judge"):
+        return "good" if int(question.split()[-1]) % 4 else "bad"
+    return f"answer to {question}"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_rows("docs.jsonl", ROWS)
+    return tmp_path
+
+
+@pytest.fixture
+def server():
+    with FakeServer(reply) as running:
+        yield running
+
+
+def job(server, steps=STEPS, **settings):
+    defaults = {"run_folder": "qa", "model": "m", "endpoint": server.url, "sync_seconds": 0.05}
+    return {**defaults, **settings, "steps": steps}
+
+
+def write(server, steps=STEPS, **settings):
+    Path("job.yaml").write_text(yaml.safe_dump(job(server, steps, **settings), sort_keys=False))
+
+
+def changed(name, steps=STEPS, **settings):
+    """The steps with another setting of one."""
+    return {**steps, name: {**steps[name], **settings}}
+
+
+def table(name, folder="qa"):
+    files = sorted(Path(folder, name, "output").glob("*.parquet"))
+    return [row for file in files for row in pq.read_table(file).to_pylist()]
+
+
+def test_each_step_is_a_run_and_a_query_reads_those_before(server, command):
+    write(server)
+    command("run", "job.yaml")
+    assert len(table("answers")) == len(table("judged")) == 12
+    assert [row["id"] for row in table("best")] == [
+        row["id"] for n, row in enumerate(ROWS) if n % 4
+    ]
+    assert [row["id"] for row in table("rejected")] == ["id 00", "id 04", "id 08"]
+    topics = {row["id"]: row["text"] for row in table("topics")}
+    assert topics["topic 0"] == " ".join(f"answer to Answer: text {n}" for n in (3, 6, 9))
+    assert {*table("best")[0]} == {"id", "topic", "answer"}
+    assert "3 of 3 documents" in command("run", "job.yaml")
+    assert set(server.asked.values()) == {1}
+    assert "no problem" in command("verify", "qa/judged", "--full")
+
+
+def test_python_has_the_same_steps_and_returns_the_outputs(server):
+    async def rollout(document, generate):
+        await generate({"messages": [{"role": "user", "content": f"Judge: {document.text}"}]})
+        return document.id
+
+    steps = changed("judged", rollout=rollout)
+    del steps["judged"]["prompt"]
+    outputs = datatrove_ckpt.run(**job(server, steps))
+    assert [*outputs] == ["answers", "judged", "best", "topics", "rejected"]
+    assert [document.id for document in outputs["answers"]] == [row["id"] for row in ROWS]
+    assert len(server.payloads) == 24
+
+
+@pytest.mark.parametrize(
+    "steps, message",
+    [
+        ({"a b": {"sql": "select 1"}}, "steps.a b: a step has a name of its own"),
+        ({"output": {"sql": "select 1"}}, "none of input, output"),
+        ({"A": {"sql": "select 1 as x"}, "a": {"sql": "select 1"}}, "a name of its own"),
+        ({"a": {"sql": "select 1", "model": "m"}}, 'steps.a: unknown key "model"'),
+        ({"a": {"sql": "create table b(c int)"}}, "steps.a: Only SELECT"),
+        ({"a": {"sql": "select 1; select 2"}}, "give one SELECT"),
+        ({"a": {"sql": "select * from b"}}, 'there is no step "b"'),
+        ({"a": {"sql": "select * from b"}, "b": {"sql": "from a"}}, "circle: a -> b -> a"),
+        ({"a": {"sql": "select random()"}}, "random has another value at each start"),
+        ({"a": {"sql": "select current_date"}}, "current_date has another value"),
+        ({"a": {"sql": "from 'x.csv' using sample 3"}}, "a sample needs a seed"),
+        ({"a": {"input": "answer", "prompt": "x"}, "answers": {"sql": "select 1"}}, "did you mean"),
+        ({"a": {"input": "docs.jsonl", "promt": "x"}}, 'unknown key "promt", did you mean'),
+        ({"a": {"input": "docs.jsonl", "prompt": "{text}", "dead_letters": "x"}}, "stop or leave"),
+        ({"a": {"input": {"sql": "from b"}, "prompt": "{text}"}}, 'input: there is no step "b"'),
+        ({"a": {"input": "docs.jsonl", "prompt": "{text}", "max_tokens": "x"}}, "max_tokens"),
+    ],
+)
+def test_mistakes_in_the_form_are_found_before_any_request(server, command, steps, message):
+    write(server, {"first": {"input": "docs.jsonl", "prompt": "{text}"}, **steps})
+    assert message in command("run", "job.yaml", code=2).error
+    assert not server.payloads
+
+
+@pytest.mark.parametrize(
+    "name, settings", [("kubernetes", {"image": "x"}), ("jobs", {"flavor": "x"})]
+)
+def test_places_without_room_for_queries_are_refused(server, command, name, settings):
+    write(server, **{name: settings})
+    assert f"{name}: runs no steps, because" in command("run", "job.yaml", code=2).error
+
+
+def test_another_command_names_a_folder_below(server, command):
+    write(server)
+    assert "such as qa/best" in command("k8s", "job.yaml", code=2).error
+
+
+def refused(server, command, *said):
+    """Runs the job, which must be refused without a request."""
+    before = len(server.payloads)
+    error = command("run", "job.yaml", code=None)
+    assert error.code in (1, 2), error
+    assert len(server.payloads) == before
+    for text in said:
+        assert text in error.error
+    return error
+
+
+@pytest.fixture
+def finished(server, command):
+    write(server)
+    command("run", "job.yaml")
+    server.asked.clear()
+    return server
+
+
+@pytest.mark.parametrize(
+    "change, step, reason",
+    [
+        ("row", "answers", "docs.jsonl"),
+        ("row added", "answers", "docs.jsonl"),
+        ({"answers": {"prompt": "Other: {text}"}}, "answers", "prompt"),
+        ({"judged": {"prompt": "Judge: {text}"}}, "judged", "prompt"),
+        ({"judged": {"input": {"sql": "from answers limit 3"}}}, "judged", "query is another one"),
+        ({"judged": {"max_tokens": 3}}, "judged", "max_tokens"),
+        (
+            {
+                "topics": {
+                    "input": {"sql": "select topic as id, max(id) as text from best group by 1"}
+                }
+            },
+            "topics",
+            "query is another one",
+        ),
+        ({"topics": {"prompt": "{text}"}}, "topics", "prompt"),
+    ],
+)
+def test_a_change_before_finished_steps_is_refused_without_a_request(
+    finished, command, change, step, reason
+):
+    if isinstance(change, str):
+        rows = [*ROWS, {"id": "new", "text": "new 9", "topic": "topic 1"}]
+        if change == "row":
+            rows = [{**row, "text": row["text"].replace("text 6", "text 7")} for row in ROWS]
+        write_rows("docs.jsonl", rows)
+    else:
+        ((name, settings),) = change.items()
+        write(finished, changed(name, **settings))
+    error = refused(
+        finished, command, reason, f"first step that has changed: job.yaml: steps.{step}"
+    )
+    assert f"--redo {step}" in error
+
+
+def test_a_changed_query_is_computed_anew_and_refuses_what_began_with_other_rows(finished, command):
+    steps = changed("topics", input={"sql": "select topic as id, 'x' as text from best group by 1"})
+    write(finished, changed("best", steps, sql=f"{STEPS['best']['sql']} and id <> 'id 01'"))
+    refused(finished, command, "topics")
+    write(finished, changed("best", sql=f"{STEPS['best']['sql']} and id <> 'id 01'"))
+    command("run", "job.yaml")
+    assert "id 01" not in [row["id"] for row in table("best")]
+    assert "id 01" in [row["id"] for row in table("rejected")]
+    assert not finished.asked
+
+
+def test_a_blank_in_a_query_makes_nothing_stale(finished, command):
+    topics = {"sql": STEPS["topics"]["input"]["sql"].replace("from", "  from")}
+    write(finished, changed("topics", input=topics))
+    command("run", "job.yaml")
+    assert not finished.asked
+
+
+def test_a_row_in_the_middle_of_a_step_is_seen(server, command):
+    """Which the sample of a file's ends would miss."""
+    rows = [{"id": f"{n:06d}", "text": f"{n % 7919}" * 9} for n in range(30_000)]
+    write_rows("docs.jsonl", rows)
+    steps = {
+        "rows": {"sql": "select * from read_json('docs.jsonl') order by id"},
+        "some": {"input": {"sql": "from rows"}, "prompt": "Answer: {text}", "until": 10},
+    }
+    write(server, steps)
+    command("run", "job.yaml")
+    before = len(server.payloads)
+    rows[15_000]["text"] = "other" * 9
+    write_rows("docs.jsonl", rows)
+    refused(server, command, "the rows of step rows have changed")
+    assert len(server.payloads) == before
+
+
+def everything(folder="qa"):
+    names = [*STEPS]
+    return {name: table(name, folder) for name in names}
+
+
+def test_redo_asks_only_for_rows_that_changed(finished, command):
+    rows = [*ROWS, {"id": "id 90", "text": "text 90", "topic": "topic 1"}]
+    write_rows("docs.jsonl", rows)
+    command("run", "job.yaml", "--redo", "answers")
+    assert sorted(finished.asked) == [
+        "Answer: text 90",
+        "Judge: answer to Answer: text 90",
+        next(asked for asked in finished.asked if asked.startswith("Sum up") and "90" in asked),
+    ]
+    redone = everything()
+    Path("qa").rename("old")
+    command("run", "job.yaml")
+    assert everything() == redone
+    assert Path("old/answers.1/output").is_dir()
+
+
+def test_redo_of_another_prompt_pays_that_step_again_and_says_so(finished, command):
+    write(finished, changed("judged", prompt="Judge:  {answer}"))
+    said = command("run", "job.yaml", "--redo", "judged")
+    assert "judged.1: its answers are not taken over" in said
+    assert "prompt" in said
+    assert [asked.split(":")[0] for asked in finished.asked] == ["Judge"] * 12
+
+
+@pytest.mark.parametrize("text", [True, False])
+def test_redo_takes_exploded_rows_and_rows_without_a_text(server, command, text):
+    schema = {"type": "array", "items": {"type": "object", "properties": {"q": {"type": "string"}}}}
+    rows = [{"id": row["id"], "text" if text else "body": row["text"]} for row in ROWS]
+    write_rows("docs.jsonl", rows)
+    steps = {
+        "items": {
+            "input": {"sql": "select * from read_json('docs.jsonl')"},
+            "prompt": "Items: {text}" if text else "Items: {body}",
+            "explode": True,
+            "json_schema": schema,
+        },
+        "asked": {"input": "items", "prompt": "{q}"},
+    }
+    server._answer = lambda payload, times: json.dumps(
+        [{"q": f"{payload['messages'][-1]['content']} {n}"} for n in range(2)]
+    )
+    write(server, steps)
+    command("run", "job.yaml")
+    assert len(table("items")) == len(table("asked")) == 24
+    server.asked.clear()
+    write_rows("docs.jsonl", [*rows, {**rows[0], "id": "new", ("text" if text else "body"): "new"}])
+    command("run", "job.yaml", "--redo", "items")
+    assert sorted(server.asked) == ["Items: new", "Items: new 0", "Items: new 1"]
+    redone = table("items"), table("asked")
+    Path("qa").rename("old")
+    command("run", "job.yaml")
+    assert (table("items"), table("asked")) == redone

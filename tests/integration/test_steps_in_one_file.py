@@ -1,6 +1,7 @@
 """``steps``: several runs in one file, with queries between them."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -8,8 +9,8 @@ import pytest
 import yaml
 
 import datatrove_ckpt
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, TooManyDeadLetters
 from datatrove_ckpt.testing import FakeServer
+from tests.pages import ROOT
 from tests.yaml_jobs import write_rows
 
 ROWS = [{"id": f"id {n:02d}", "text": f"text {n}", "topic": f"topic {n % 3}"} for n in range(12)]
@@ -129,6 +130,16 @@ def test_mistakes_in_the_form_are_found_before_any_request(server, command, step
 def test_places_without_room_for_queries_are_refused(server, command, name, settings):
     write(server, **{name: settings})
     assert f"{name}: runs no steps, because" in command("run", "job.yaml", code=2).error
+
+
+def test_the_example_runs(command):
+    shutil.copytree(ROOT / "configs", "configs")
+    command("run", "configs/steps.yaml")
+    questions = len(Path("configs/quickstart_documents.jsonl").read_text().splitlines())
+    assert len(table("judged", "steps")) == questions
+    best, rejected = (table(name, "steps") for name in ("best", "rejected"))
+    assert len(best) + len(rejected) == questions
+    assert {"question", "answer", "verdict"} <= {*[*best, *rejected][0]}
 
 
 def test_another_command_names_a_folder_below(server, command):

@@ -139,7 +139,7 @@ def test_the_example_runs(command):
     assert len(table("judged", "steps")) == questions
     best, rejected = (table(name, "steps") for name in ("best", "rejected"))
     assert len(best) + len(rejected) == questions
-    assert {"question", "answer", "verdict"} <= {*[*best, *rejected][0]}
+    assert {"id", "question", "answer"} <= {*[*best, *rejected][0]}
 
 
 def test_another_command_names_a_folder_below(server, command):

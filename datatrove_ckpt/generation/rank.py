@@ -27,12 +27,15 @@ from datatrove_ckpt.config.inference_config import NodeGroup
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CkptError, ConfigError, LimitReached, WaitsForBatches
 from datatrove_ckpt.errors.setting_names import use
-from datatrove_ckpt.generation.blocked_loop import warn_when_blocked
 from datatrove_ckpt.generation.datatrove_errors import raised_for_scripts
-from datatrove_ckpt.generation.dead_letters import next_retry, retried_dead_letters
 from datatrove_ckpt.generation.document_limit import DocumentLimit
 from datatrove_ckpt.generation.document_runs import DocumentRuns
-from datatrove_ckpt.generation.failures import FailurePolicy, offer_skipping
+from datatrove_ckpt.generation.failures import (
+    FailurePolicy,
+    next_retry,
+    offer_skipping,
+    retried_dead_letters,
+)
 from datatrove_ckpt.generation.final_stats import fill_stats, sum_rank
 from datatrove_ckpt.generation.finished_from import FinishedDocuments, compare_earlier_runs
 from datatrove_ckpt.generation.input_columns import input_types
@@ -45,7 +48,7 @@ from datatrove_ckpt.generation.results import ResultEncoder
 from datatrove_ckpt.generation.run_identity import servers_digest
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.generation.scheduler import Scheduler
-from datatrove_ckpt.generation.user_frames import first_failure
+from datatrove_ckpt.generation.user_frames import first_failure, warn_when_blocked
 from datatrove_ckpt.generation.user_rollout import bind_shared, name_of, shared_arguments
 from datatrove_ckpt.inference.servers.host import ServerHost, check_servers, one_rank
 from datatrove_ckpt.mirror.mirror import RemoteMirror

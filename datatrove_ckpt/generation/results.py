@@ -1,4 +1,5 @@
-"""Puts the results of rollouts into documents, and encodes these for the journal.
+"""Puts the results of rollouts into documents, and encodes these for the journal. Checks the first
+document before a server starts for it.
 
 ``answer`` names the output column of a run's answers. Without it, the results replace the value at
 ``metadata_key``, as in datatrove. With ``explode`` the column is a list, and ``output`` makes a row
@@ -15,16 +16,18 @@ from datatrove.data import Document, Media
 from loguru import logger
 
 from datatrove_ckpt.common.exact_json import loads
-from datatrove_ckpt.errors import DocumentNotSerializable
-from datatrove_ckpt.generation.first_document import check_answer, check_first
+from datatrove_ckpt.config.templates import fill, lacks
+from datatrove_ckpt.errors import ConfigError, DocumentNotSerializable
 from datatrove_ckpt.generation.requests import DocumentAnswers
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.generation.user_rollout import name_of
 from datatrove_ckpt.output.document_codec import encode_finished, writes_media
 from datatrove_ckpt.output.file_names import FileNames
 from datatrove_ckpt.output.writer_trial import WriterTrial
-from datatrove_ckpt.rollouts import InferenceResult
+from datatrove_ckpt.rollouts import InferenceResult, InvalidMedia, PromptRollout, ReadyMade
 from datatrove_ckpt.rollouts.interface import FIELDS
+from datatrove_ckpt.rollouts.media import MEDIA
+from datatrove_ckpt.rollouts.prompt_source import prompt_source
 from datatrove_ckpt.rollouts.settings import FENCE, value_of
 
 DROPPED = b"null"
@@ -184,3 +187,61 @@ def _items(value: object) -> Sequence[object]:
     if isinstance(value, list | tuple):
         return value
     return [value]
+
+
+# a document before a server starts for it ---------------------------------------------------------
+
+
+def check_first(step: RunnerSettings, document: Document) -> None:
+    """Checks the first document.
+
+    Raises:
+        ConfigError: ``check_answer`` refuses it; or it lacks a field that the prompt of a
+            ready-made rollout needs, and that stops the run.
+    """
+    check_answer(step, document)
+    rollout_fn = step.rollout_fn
+    is_ready_made = type(rollout_fn).__module__ == ReadyMade.__module__
+    if step.on_document_error == "stop" and isinstance(rollout_fn, ReadyMade) and is_ready_made:
+        prompt_source(document, rollout_fn.prompt_column)
+        fill(getattr(rollout_fn, rollout_fn.first_template), document, "")
+        images = getattr(rollout_fn, "images", None)
+        if images not in (None, MEDIA, *document.metadata):
+            raise lacks(document, "images", images)
+
+
+async def try_media(step: RunnerSettings, document: Document) -> None:
+    """Encodes the media of the first document.
+
+    Raises:
+        ConfigError: a medium is invalid.
+    """
+    rollout_fn = step.rollout_fn
+    if isinstance(rollout_fn, PromptRollout):
+        try:
+            async with rollout_fn.media_parts(document):
+                pass
+        except InvalidMedia as error:
+            raise ConfigError(f"The first document, {document.id!r}: {error}.") from error
+
+
+def check_answer(step: RunnerSettings, document: Document) -> None:
+    """Raises ConfigError if the run would replace what a document holds."""
+    owner = "metadata_key" if step.answer_column is None else "answer"
+    settings = dict.fromkeys(step.added_columns.values(), owner)
+    if step.answer_column is not None:
+        settings[step.answer_column] = "answer"
+        if step.rollout_results:
+            settings[step.metadata_key] = "metadata_key"
+    names = [name for name in settings if name in document.metadata]
+    if names:
+        current = {"answer": step.answer_column, "metadata_key": step.metadata_key}
+        replacements = {
+            setting: f"{current[setting]}_2" for setting in map(settings.__getitem__, names)
+        }
+        raise ConfigError(
+            f"{settings[names[0]]}: document {document.id!r} has {' and '.join(map(repr, names))} "
+            "in its metadata already, perhaps of an earlier run, and this run would replace "
+            f"that. Give other names: {' and '.join(map(' '.join, replacements.items()))}.",
+            changes=[replacements],
+        )

@@ -901,22 +901,14 @@ class _ValueDescription:
         if depth == 0:
             return _named(value)
         self._above.add(id(value))
-        wrapped = self._wrap_items(plain, depth - 1)
+        depth -= 1
+        if isinstance(plain, dict):
+            pairs = [[self.wrap(key, depth), self.wrap(item, depth)] for key, item in plain.items()]
+            wrapped = {TAG: ["dict", pairs]}
+        else:
+            wrapped = [self.wrap(item, depth) for item in plain]
         self._above.discard(id(value))
         return wrapped
-
-    def _wrap_items(self, value: Any, depth: int) -> object:
-        if isinstance(value, dict):
-            return {
-                TAG: [
-                    "dict",
-                    [
-                        [self.wrap(key, depth), self.wrap(item, depth)]
-                        for key, item in value.items()
-                    ],
-                ]
-            }
-        return [self.wrap(item, depth) for item in value]
 
 
 def _named(value: object, facts: str = "") -> str:

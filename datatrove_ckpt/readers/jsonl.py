@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import base64
 import codecs
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -202,15 +203,12 @@ def _line_blocks(file: IO[bytes], name: str) -> Iterator[tuple[list[bytes], int]
 def _read_late_line_end(file: IO[bytes], offset: int) -> bytes:
     """Reads the rest of a line end that was written after the line before ``offset`` was read."""
     file.seek(offset - 1)
-    last = file.read(1)
-    following = file.read(2)
-    late = b""
-    if last != b"\n" and following.startswith(b"\n"):
-        late = b"\n"
-    elif last not in (b"\n", b"\r") and following.startswith(b"\r"):
-        late = b"\r\n" if following == b"\r\n" else b"\r"
-    file.seek(offset + len(late))
-    return late
+    late = re.match(rb"[^\n](\n)|[^\r\n](\r\n?)", file.read(3))
+    line_end = b""
+    if late:
+        line_end = late[0][1:]
+    file.seek(offset + len(line_end))
+    return line_end
 
 
 class LineBlocks(BlockFile):

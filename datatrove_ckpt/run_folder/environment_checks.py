@@ -41,8 +41,8 @@ from datatrove_ckpt.errors import (
     ServerStartFailed,
 )
 from datatrove_ckpt.errors.setting_names import setting_name, step_place
-from datatrove_ckpt.generation.first_document import check_first, try_media
 from datatrove_ckpt.generation.recorded_requests import RecordedRequest, unsent_prompts
+from datatrove_ckpt.generation.results import check_first, try_media
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.inference.servers.host import EndpointProbe, ask_endpoints, check_servers
 from datatrove_ckpt.output.arrow_types import NO_TYPES

@@ -34,7 +34,7 @@ from datatrove_ckpt.checkpoint.checksummed_lines import read_lines
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.journal import FinishedDocument
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, DocumentFailed, ServerRefused
-from datatrove_ckpt.generation.dead_letters import read_letters
+from datatrove_ckpt.generation.failures import read_letters
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.run_folder.verify import verify
 from datatrove_ckpt.testing import FakeServer, outputs

@@ -14,7 +14,7 @@ import orjson
 import pytest
 
 from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.generation import blocked_loop, requests
+from datatrove_ckpt.generation import requests, user_frames
 from datatrove_ckpt.generation.agent_url import serve
 from datatrove_ckpt.generation.recorded_requests import noting
 from datatrove_ckpt.process import event_loop
@@ -232,9 +232,9 @@ def test_a_sample_notes_what_an_agent_asks_and_no_calls(server):
 
 
 async def test_a_rollout_that_blocks_the_loop_of_several_ranks_is_named_once(monkeypatch, log):
-    monkeypatch.setattr(blocked_loop, "_BLOCKED_SECONDS", 0.05)
-    monkeypatch.setattr(blocked_loop, "_named", {""})
-    ranks = [asyncio.create_task(blocked_loop.warn_when_blocked()) for _ in range(3)]
+    monkeypatch.setattr(user_frames, "_BLOCKED_SECONDS", 0.05)
+    monkeypatch.setattr(user_frames, "_named", {""})
+    ranks = [asyncio.create_task(user_frames.warn_when_blocked()) for _ in range(3)]
     await asyncio.sleep(0)  # the ranks begin
     until(lambda: any("blocked the event loop, in tests/" in line for line in log))
     threading.Event().wait(0.3)  # the others would say it, too

@@ -40,7 +40,7 @@ _PARENT_CHECK = 1.0
 # Seconds after SIGTERM if the runner is dead: the next runner needs the GPUs.
 _ORPHAN_TIMEOUT = 4.0
 # Seconds. A process that hangs inside a driver cannot be killed.
-_KILL_TIMEOUT = 10.0
+KILL_TIMEOUT = 10.0
 
 
 class Process(NamedTuple):
@@ -85,6 +85,15 @@ def descendants(ancestor: int) -> list[Process]:
         processes += below
         todo += [process.pid for process in below]
     return processes
+
+
+def kill_processes(processes: list[Process]) -> None:
+    """Kills processes, and waits a moment: a dying process may still have forked."""
+    for process in processes:
+        # The process has ended, or belongs to another user.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process.pid, signal.SIGKILL)
+    time.sleep(0.005)
 
 
 def _kill_group(group: int, number: signal.Signals) -> None:
@@ -195,8 +204,8 @@ class Guardian:
             self._reap()
 
     def _kill_descendants(self) -> None:
-        """Sends SIGKILL until no descendant remains: a dying process may still have forked."""
-        deadline = time.monotonic() + _KILL_TIMEOUT
+        """Kills descendants until none remains."""
+        deadline = time.monotonic() + KILL_TIMEOUT
         _kill_group(self.server, signal.SIGKILL)
         while time.monotonic() < deadline:
             self._reap()
@@ -204,11 +213,7 @@ class Guardian:
             if not running and self.server_status is not None:
                 self._reap()
                 return
-            for process in running:
-                # The process has ended, or belongs to another user.
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(process.pid, signal.SIGKILL)
-            time.sleep(0.005)
+            kill_processes(running)
         print(
             "guardian: some processes of the server cannot be killed", file=sys.stderr, flush=True
         )

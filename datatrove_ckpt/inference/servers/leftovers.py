@@ -9,7 +9,6 @@ its own records in a shared folder. Without /proc (macOS) nothing is recorded or
 
 import json
 import os
-import signal
 import stat
 import tempfile
 import time
@@ -24,9 +23,12 @@ from loguru import logger
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.pid_namespace import pid_namespace_id
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.inference.servers.guardian import Process, process_table
-
-_KILL_SECONDS = 10.0  # a process that hangs inside a driver cannot be killed
+from datatrove_ckpt.inference.servers.guardian import (
+    KILL_TIMEOUT,
+    Process,
+    kill_processes,
+    process_table,
+)
 
 
 @dataclass(frozen=True)
@@ -103,27 +105,24 @@ def kill_session(session: int, name: str) -> None:
 
 
 def _kill_all(is_target: Callable[[Process], bool], name: str) -> list[str]:
-    """Kills a server's processes until none remains: a dying process may fork.
+    """Kills a server's processes until none remains.
 
     Returns descriptions such as "process 7 (name)".
     """
     killed = {}
-    deadline = time.monotonic() + _KILL_SECONDS
+    deadline = time.monotonic() + KILL_TIMEOUT
     while targets := [
         process for process in process_table() if not process.zombie and is_target(process)
     ]:
         for process in targets:
             killed[process.pid] = f"process {process.pid} ({process.name})"
-            # The process may have ended, or belong to another user.
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(process.pid, signal.SIGKILL)
+        kill_processes(targets)
         if time.monotonic() > deadline:
             logger.warning(
                 f"Some processes of {name} cannot be killed; they may still hold GPUs: "
                 f"{', '.join(killed[process.pid] for process in targets)}"
             )
             break
-        time.sleep(0.005)
     return list(killed.values())
 
 

@@ -657,18 +657,6 @@ _REMOVED = {
     "batch_size": "batch(batch_size), or shard(num_shards, index, batch_size=...)",
 }
 """Arguments of 0.2, in their order, and the methods that replace them."""
-_ELSEWHERE = {
-    "buffer_size": "window=, a number of rows or bytes",
-    "generator": "seed=",
-    "contiguous": "shard(num_shards, index) alone: shards take turns by the row",
-    "batched": "batch(batch_size).map(function)",
-    "remove_columns": "select_columns([...]) after map",
-    "fn_kwargs": "functools.partial(function, ...)",
-    "num_proc": "num_workers= of the loader",
-    "streaming": "nothing: rows are always read as a stream",
-    "drop_last": "drop_last_batch=",
-}
-"""Arguments of the methods of ``datasets``, and what replaces them here."""
 
 
 class ReaderDataset(StatefulIterable):
@@ -735,7 +723,6 @@ class ReaderDataset(StatefulIterable):
         *,
         split: str = "train",
         revision: str | None = None,
-        **unknown: object,
     ) -> Self:
         """Reads the files of a dataset of the Hugging Face hub, at its newest commit. Needs
         ``datasets``, whose ``load_dataset`` has the same arguments.
@@ -744,14 +731,11 @@ class ReaderDataset(StatefulIterable):
             ConfigError: the files are not Parquet, Arrow or JSON Lines.
             InputError: there is no such dataset, configuration or split.
         """
-        refuse(unknown, _ELSEWHERE)
         return cls(hub_reader(path, name, split, revision))
 
     # rows ----------------------------------------------------------------------------------------
 
-    def shuffle(
-        self, seed: int | None = None, window: int | str = "128MB", **unknown: object
-    ) -> Self:
+    def shuffle(self, seed: int | None = None, window: int | str = "128MB") -> Self:
         """Orders files, blocks and rows by ``seed`` and the epoch.
 
         Args:
@@ -760,7 +744,6 @@ class ReaderDataset(StatefulIterable):
                 bytes with a unit ("128MB"). No worker holds more than this, and one more part of it
                 while it reads on.
         """
-        refuse(unknown, _ELSEWHERE)
         if seed is None:
             raise ConfigError(
                 "a number that all ranks share. Write shuffle(seed=0).", setting="seed"
@@ -775,7 +758,6 @@ class ReaderDataset(StatefulIterable):
         *,
         drop_last: bool = False,
         batch_size: Count | None = None,
-        **unknown: object,
     ) -> Self:
         """Chooses the rows of one of ``num_shards`` ranks, which take turns by the row.
 
@@ -788,7 +770,6 @@ class ReaderDataset(StatefulIterable):
                 ``len(loader)`` is exact, and the global batch of a step does not depend on the
                 topology.
         """
-        refuse(unknown, _ELSEWHERE)
         check_value("num_shards", Count, num_shards)
         check_value("batch_size", Count | None, batch_size)
         if not 0 <= index < num_shards:
@@ -810,20 +791,18 @@ class ReaderDataset(StatefulIterable):
             return self._with(_stages=(*self._stages, partial(map, partial(_select, column_names))))
         return self._with(columns=column_names)
 
-    def map(self, function: Callable[[Any], object], **unknown: object) -> Self:
+    def map(self, function: Callable[[Any], object]) -> Self:
         """Gives ``function`` each sample. A dict that it returns adds columns to a row; another
         result takes the place of the row.
         """
-        refuse(unknown, _ELSEWHERE)
         return self._with(_stages=(*self._stages, partial(map, partial(_apply, function))))
 
-    def batch(self, batch_size: Count, drop_last_batch: bool = False, **unknown: object) -> Self:
+    def batch(self, batch_size: Count, drop_last_batch: bool = False) -> Self:
         """Joins ``batch_size`` samples to one. Give the loader ``batch_size=None``.
 
         A column of numbers, or of arrays of one shape, becomes one array, another column a list.
         The workers of a loader take turns by the batch.
         """
-        refuse(unknown, _ELSEWHERE)
         check_value("batch_size", Count, batch_size)
         batched = Batched(int(batch_size), drop_last_batch)
         return self._with(_batch=batched.size, _stages=(*self._stages, batched))

@@ -299,12 +299,9 @@ def test_what_cannot_work_is_named(parquet):
         (lambda: rows.shuffle(), r"seed: .*shuffle\(seed=0\)"),
         (lambda: next(iter(rows.map(dict).select_columns("x"))), "has no 'x'; it has .'text'"),
         (lambda: ReaderDataset(JsonlReader(".", adapter=dict)), "adapter: .*Use map"),
-        # Arguments of 0.2, and of datasets.
+        # Arguments of 0.2.
         (lambda: ReaderDataset(parquet, 0, 2), r"rank: .*shard\("),
         (lambda: ReaderDataset(parquet, transform=dict), r"transform: .*map\("),
-        (lambda: rows.shuffle(1, buffer_size=9), "buffer_size: .*window="),
-        (lambda: rows.map(dict, batched=True), r"batched: .*batch\(batch_size\)\.map"),
-        (lambda: rows.batch(2, drop_last=True), "drop_last: .*drop_last_batch="),
         (lambda: ReaderDataset("rows"), r"this str cannot be counted. Use from_folder\("),
     ):
         with pytest.raises(ConfigError, match=message):

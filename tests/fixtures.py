@@ -26,7 +26,7 @@ from loguru import _better_exceptions, logger
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.common import object_store, redaction, retrying
-from datatrove_ckpt.errors import setting_names
+from datatrove_ckpt.errors import written_in
 from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers, Outage
 from datatrove_ckpt.inference.servers.host import close_warm_servers
 from datatrove_ckpt.output import output_folder
@@ -382,7 +382,7 @@ def _as_if_alone(request, monkeypatch):
             "datatrove_ckpt.inference.servers.host.ready_window", lambda config: 60.0
         )
     disk = files.disk
-    with setting_names.written_in(""):
+    with written_in(""):
         yield
     close_warm_servers()
     disk.close()

@@ -18,8 +18,7 @@ from datatrove_ckpt.checkpoint.identity import (
     settings_in,
 )
 from datatrove_ckpt.common.formatting import plural
-from datatrove_ckpt.errors import CheckpointMismatch
-from datatrove_ckpt.errors.setting_names import setting_name
+from datatrove_ckpt.errors import CheckpointMismatch, setting_name
 
 # Reshards: an earlier build changed the number of tasks, so that ranks read parts of files.
 _LAYOUT = frozenset({"records_per_chunk", "tasks", "reshards", OUTPUT_FOLDER})

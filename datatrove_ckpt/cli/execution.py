@@ -30,8 +30,8 @@ from datatrove_ckpt.errors import (
     StorageFailed,
     TooManyDeadLetters,
     WaitsForBatches,
+    form,
 )
-from datatrove_ckpt.errors.setting_names import form
 from datatrove_ckpt.executors.local import not_complete, raise_limit_reached
 from datatrove_ckpt.process import task_errors
 from datatrove_ckpt.process.shutdown import exit_error

@@ -24,8 +24,7 @@ from datatrove_ckpt import __version__
 from datatrove_ckpt.cli.printing import fail, say
 from datatrove_ckpt.common import formatting
 from datatrove_ckpt.common.setting_types import docstring, meanings
-from datatrove_ckpt.errors import CkptError, ConfigError
-from datatrove_ckpt.errors.setting_names import written_in
+from datatrove_ckpt.errors import CkptError, ConfigError, written_in
 from datatrove_ckpt.process.gc_tuning import gc_paused
 
 _Argument = tuple[tuple[str, ...], dict[str, Any]]

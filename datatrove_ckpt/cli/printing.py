@@ -13,7 +13,7 @@ from datatrove_ckpt import errors
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import byte_size
 from datatrove_ckpt.common.redaction import redact
-from datatrove_ckpt.errors.setting_names import with_originals
+from datatrove_ckpt.errors import with_originals
 from datatrove_ckpt.process.streams import drop_rest
 
 _INDENT = re.compile(r"(?: +\w* +)?")

@@ -8,8 +8,7 @@ from datatrove_ckpt.cli.execution import advise
 from datatrove_ckpt.cli.short_form import expand
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.errors.setting_names import written_in
+from datatrove_ckpt.errors import CkptError, written_in
 from datatrove_ckpt.run_folder.documents import OutputPath, OutputUrl
 from datatrove_ckpt.run_folder.run_plan import RunPlan
 

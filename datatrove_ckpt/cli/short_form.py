@@ -33,8 +33,7 @@ from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.common.launchers import default_mirror
 from datatrove_ckpt.common.setting_types import parameters_of
 from datatrove_ckpt.config.templates import parse
-from datatrove_ckpt.errors import ConfigError, named
-from datatrove_ckpt.errors.setting_names import form, use
+from datatrove_ckpt.errors import ConfigError, form, named, use_form
 from datatrove_ckpt.output.formats import BY_NAME
 from datatrove_ckpt.readers import READERS
 
@@ -100,7 +99,7 @@ def read_config(path: str | None, overrides: list[str], inspect_only: bool = Fal
     """
     config = read_job(path, overrides)
     if "executor" not in config:
-        use(path or "the command line")
+        use_form(path or "the command line")
         if "steps" in config:
             raise ConfigError(
                 f"{form()}: steps: this command takes one of them: a folder below run_folder, such "

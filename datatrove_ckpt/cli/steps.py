@@ -42,8 +42,8 @@ from datatrove_ckpt.errors import (
     CheckpointMismatch,
     ConfigError,
     TooManyDeadLetters,
+    written_in,
 )
-from datatrove_ckpt.errors.setting_names import written_in
 from datatrove_ckpt.run_folder import earlier_runs, queries
 from datatrove_ckpt.run_folder.documents import committed_files
 from datatrove_ckpt.run_folder.queries import Query

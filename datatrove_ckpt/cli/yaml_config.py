@@ -47,8 +47,7 @@ from datatrove_ckpt.common.setting_types import (
 )
 from datatrove_ckpt.config.endpoints import EndpointConfig
 from datatrove_ckpt.config.generation_params import REQUEST_PARAMETERS
-from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.errors.setting_names import form, setting_name
+from datatrove_ckpt.errors import ConfigError, form, setting_name
 from datatrove_ckpt.output.formats import FORMATS
 from datatrove_ckpt.readers import READERS
 

@@ -25,8 +25,7 @@ from datatrove_ckpt.common.counts import CompletedWork
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.config.inference_config import NodeGroup
 from datatrove_ckpt.config.paths import expand_path
-from datatrove_ckpt.errors import CkptError, ConfigError, LimitReached, WaitsForBatches
-from datatrove_ckpt.errors.setting_names import use
+from datatrove_ckpt.errors import CkptError, ConfigError, LimitReached, WaitsForBatches, use_form
 from datatrove_ckpt.generation.datatrove_errors import raised_for_scripts
 from datatrove_ckpt.generation.document_limit import DocumentLimit
 from datatrove_ckpt.generation.document_runs import DocumentRuns
@@ -81,7 +80,7 @@ def run_rank(
     step: RunnerSettings, data: Iterable[Document] | None, rank: int, world_size: int
 ) -> None:
     """Runs one rank to its end (``InferenceRunner.run``)."""
-    use(step.form)
+    use_form(step.form)
     requests, servers = step.requests_and_servers()
     # The servers and their connections are shared: the executor has counted them.
     if rank_of_many() is not None:

@@ -27,8 +27,7 @@ from datatrove_ckpt.common.setting_types import Count, IntervalSeconds, NotNegat
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.config.inference_config import NodeGroup, models_of
 from datatrove_ckpt.config.paths import expand_path
-from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.errors.setting_names import form
+from datatrove_ckpt.errors import ConfigError, form
 from datatrove_ckpt.generation.run_identity import CHAT_TEXTS, run_identity, sent_chats_as_texts
 from datatrove_ckpt.generation.user_rollout import SharedContext, check_rollout
 from datatrove_ckpt.output.document_codec import RowsOf, exploded, one_row

@@ -20,8 +20,7 @@ from fsspec.utils import glob_translate
 from datatrove_ckpt.checkpoint.layout import RETRIES, SAMPLES
 from datatrove_ckpt.common.redaction import check_no_secrets, refuse_variables
 from datatrove_ckpt.common.retrying import file_system_call
-from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.errors.setting_names import setting_name, step_place
+from datatrove_ckpt.errors import ConfigError, setting_name, step_place
 from datatrove_ckpt.output.file_managers import missing_codec
 from datatrove_ckpt.output.file_names import plain
 from datatrove_ckpt.output.hub import MAIN, HubFolder

@@ -30,8 +30,7 @@ from datatrove_ckpt.checkpoint.layout import (
 from datatrove_ckpt.checkpoint.rank_summary import Include, JobTotals, RankSummary, read_rank
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import plural
-from datatrove_ckpt.errors import CheckpointMismatch, InputError
-from datatrove_ckpt.errors.setting_names import name_copy, use
+from datatrove_ckpt.errors import CheckpointMismatch, InputError, name_copy, use_form
 from datatrove_ckpt.generation.finished_from import compare_earlier_runs
 from datatrove_ckpt.generation.runner_settings import described
 from datatrove_ckpt.mirror.restore import compare_mirrored_job, restore_outdated
@@ -104,7 +103,7 @@ def _compare_checkpoints(runner: RunnerPlan, skipped: list[int], dry_run: bool) 
     """Restores what only the mirror has, then compares: see ``_compare_markers``."""
     plan = runner.plan
     root = runner.root or Path(str(runner.step.checkpoints_local_dir))
-    use(runner.step.form)
+    use_form(runner.step.form)
     mirror = runner.step.checkpoints_remote_dir
     if not mirror:
         for rank in plan.local_ranks:

@@ -39,8 +39,9 @@ from datatrove_ckpt.errors import (
     ConfigError,
     DocumentNotSerializable,
     ServerStartFailed,
+    setting_name,
+    step_place,
 )
-from datatrove_ckpt.errors.setting_names import setting_name, step_place
 from datatrove_ckpt.generation.recorded_requests import RecordedRequest, unsent_prompts
 from datatrove_ckpt.generation.results import check_first, try_media
 from datatrove_ckpt.generation.runner_settings import RunnerSettings

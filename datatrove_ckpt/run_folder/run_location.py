@@ -21,8 +21,7 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import plural_or_no
 from datatrove_ckpt.common.launchers import LAUNCHERS, default_mirror
 from datatrove_ckpt.config.paths import expand_path
-from datatrove_ckpt.errors import CheckpointError, ConfigError
-from datatrove_ckpt.errors.setting_names import name_copy
+from datatrove_ckpt.errors import CheckpointError, ConfigError, name_copy
 
 if TYPE_CHECKING:
     from datatrove_ckpt.mirror.restore import MirrorReader

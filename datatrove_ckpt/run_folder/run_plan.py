@@ -31,7 +31,16 @@ from datatrove_ckpt.common.attempts import AttemptProgress
 from datatrove_ckpt.common.formatting import no_bars_in_logs
 from datatrove_ckpt.common.launchers import launcher
 from datatrove_ckpt.common.retrying import naming_hub
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, LimitReached, setting_names
+from datatrove_ckpt.errors import (
+    CheckpointMismatch,
+    ConfigError,
+    LimitReached,
+    name_copy,
+    setting_name,
+    setting_of,
+    step_name,
+    step_place,
+)
 from datatrove_ckpt.generation.limit_watch import limit_reached
 from datatrove_ckpt.output import writer_checks
 from datatrove_ckpt.runner import InferenceRunner
@@ -212,7 +221,7 @@ class RunPlan:
                 if url is not None:
                     temporary = TemporaryDirectory(prefix="datatrove-ckpt-")
                     copy = copies[runner.index] = Path(stack.enter_context(temporary))
-                    setting_names.name_copy(copy, url)
+                    name_copy(copy, url)
                     MirrorReader(url, copy, lambda name, _: not layout.is_journal(name)).refresh()
             yield RunPlan(self._executor, copies, self.for_doctor)
 
@@ -272,9 +281,7 @@ def check_steps(plan: RunPlan) -> None:
     _check_order(plan.pipeline)
     for place, writer in writer_checks.writers_of(plan.pipeline):
         for index, step in enumerate(plan.pipeline):
-            writer_checks.refuse_own_output(
-                setting_names.step_name(index, step), step, place, writer
-            )
+            writer_checks.refuse_own_output(step_name(index, step), step, place, writer)
     writer_checks.refuse_equal_folders(plan.pipeline)
 
 
@@ -291,7 +298,7 @@ def _check_order(pipeline: Sequence[object]) -> None:
     for index, step in enumerate(pipeline):
         if isinstance(step, BaseReader) and (step.limit < -1 or not step.limit):
             raise ConfigError(
-                f"{setting_names.step_place(index, step)}: limit: must be >= 1, or -1 for all "
+                f"{step_place(index, step)}: limit: must be >= 1, or -1 for all "
                 f"documents; it is {step.limit}."
             )
     if pipeline and isinstance(pipeline[0], InferenceRunner) and not pipeline[0].retry_dead_letters:
@@ -304,7 +311,7 @@ def _check_order(pipeline: Sequence[object]) -> None:
             continue
         if before.until is not None:
             raise ConfigError(
-                f"{setting_names.step_place(index, before)}: until: ends the task, so that no step "
+                f"{step_place(index, before)}: until: ends the task, so that no step "
                 "after it would run. Put those into a second executor, which has the first as its "
                 "`depends`."
             )
@@ -329,14 +336,12 @@ def lost_with_disk(plan: RunPlan, is_kept: Callable[[str], bool]) -> list[str]:
     Args:
         is_kept: whether a folder outlives the machine.
     """
-    folders: list[tuple[str, object]] = [
-        (setting_names.setting_name("logging_dir"), plan.logging_dir)
-    ]
+    folders: list[tuple[str, object]] = [(setting_name("logging_dir"), plan.logging_dir)]
     for index, step in enumerate(plan.pipeline):
-        name = setting_names.setting_of("data_folder", f"pipeline[{index}]")
+        name = setting_of("data_folder", f"pipeline[{index}]")
         folders.append((name, getattr(step, "data_folder", None)))
     folders += [
-        (setting_names.setting_of("output_folder", place), writer.output_folder)
+        (setting_of("output_folder", place), writer.output_folder)
         for place, writer in writer_checks.writers_of(plan.pipeline)
     ]
     lost = [

@@ -25,8 +25,7 @@ from datatrove_ckpt.cli import job_input
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.yaml_config import dump
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
-from datatrove_ckpt.errors.setting_names import written_in
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, written_in
 from datatrove_ckpt.generation.datatrove_errors import DocumentFailed
 from datatrove_ckpt.inference.servers.host import ServerHost
 from datatrove_ckpt.readers import JsonlReader, position_state

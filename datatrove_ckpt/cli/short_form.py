@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import yaml  # type: ignore[import-untyped]
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.job_file import recorded_settings
@@ -362,15 +363,19 @@ def _text(name: str, value: object, inspect_only: bool) -> object:
     is_schema = name == "json_schema"
     if not (is_schema or name.endswith("prompt")):
         return value
-    if re.fullmatch(r"[^\s@{]+\.(txt|md|json)", str(value)):
+    if re.fullmatch(r"[^\s@{]+\.(txt|md|json|ya?ml)", str(value)):
         raise ConfigError(f'{name}: is the name of a file. For what it holds, write "@{value}".')
     if not str(value).startswith("@"):
         return value
     path = Path(str(value)[1:]).expanduser()
     try:
         text = path.read_text(encoding="utf-8-sig")
-        return json.loads(text) if is_schema else text
-    except (OSError, ValueError) as error:
+        if not is_schema:
+            return text
+        if path.suffix in (".yaml", ".yml"):
+            return yaml.load(text, yaml_config.Loader)
+        return json.loads(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
         if inspect_only:
             return value
         reason = getattr(error, "strerror", None) or error

@@ -36,6 +36,7 @@ from datatrove_ckpt.output.document_codec import Result
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
 from datatrove_ckpt.rollouts import Classification, Payload
 from datatrove_ckpt.rollouts.interface import gather_all
+from datatrove_ckpt.rollouts.settings import OneRequest
 
 _BAD = {"on_loop": "is looping", "on_refusal": "is a refusal", "on_cut_off": "is cut off"}
 
@@ -120,8 +121,14 @@ class BoundGenerate:
         return self._requests.config.model_name_or_path
 
     def __call__(
-        self, payload: Payload, *, path: str | None = None, whole: bool = False
-    ) -> Coroutine[object, None, Result]:
+        self,
+        payload: Payload,
+        *,
+        path: str | None = None,
+        whole: bool = False,
+        json_schema: JsonObject | None = None,
+        attempts: int = 3,
+    ) -> Coroutine[object, None, Any]:
         """Checks the arguments before any await, while the caller's frame is on the stack."""
         requests = self._requests
         api = requests.model.usual
@@ -130,6 +137,10 @@ class BoundGenerate:
             return self._refused(
                 f"generate takes a payload, a dict such as {_EXAMPLE}, and not a {kind}"
             )
+        if json_schema is not None:
+            if path is not None or whole:
+                return self._refused("json_schema is for completions: leave out path and whole")
+            return self.form(json_schema, attempts).value(self, payload)
         if payload.get("stream"):
             return self._refused(
                 "the payload requests a stream, but answers are read as a whole: remove stream"
@@ -146,6 +157,15 @@ class BoundGenerate:
         if requests.model.policies and api.generates:
             return acceptable(requests, payload, api, whole)
         return requests.answered(payload, api, whole)
+
+    def form(self, json_schema: JsonObject, attempts: int) -> OneRequest:
+        """Returns the form of answers to ask for. Stops the task if there can be none."""
+        try:
+            form = OneRequest(json_schema=json_schema, answer_attempts=attempts)
+            return form.for_config(self._requests.config)
+        except ConfigError as error:
+            self._requests.answers.fail(error)
+            raise
 
     def _refused(self, wrong: str) -> Coroutine[object, None, NoReturn]:
         answers = self._requests.answers

@@ -99,7 +99,17 @@ class _RecordingGenerate:
     _recorded: list[RecordedRequest]
     _model: str = ""
 
-    async def __call__(self, payload: object, /, *more: object, **settings: object) -> object:
+    async def __call__(
+        self,
+        payload: Any,
+        /,
+        *more: object,
+        json_schema: JsonObject | None = None,
+        attempts: int = 3,
+        **settings: object,
+    ) -> object:
+        if json_schema is not None:  # each attempt is recorded
+            return await self._generate.form(json_schema, attempts).value(self, payload)
         request = RecordedRequest(_question(payload), _prompt(payload), model=self._model)
         request.started = time.monotonic()
         self._recorded.append(request)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -107,9 +107,17 @@ class Generate(Protocol):
     default_generation_params are for completions.
     """
 
+    @overload
     async def __call__(
         self, payload: Payload, *, path: str | None = None, whole: bool = False
-    ) -> InferenceResult:
+    ) -> InferenceResult: ...
+
+    @overload
+    async def __call__(
+        self, payload: Payload, *, json_schema: JsonObject, attempts: int = 3
+    ) -> Any: ...
+
+    async def __call__(self, payload: Payload, **options: Any) -> Any:
         """Returns the answer to the payload, after adding the model and
         ``default_generation_params``.
 
@@ -125,8 +133,11 @@ class Generate(Protocol):
                 no defaults. A payload has a separate answer for each path.
             whole: keep a payload's own model, and put the server's whole answer into ``answer``,
                 with id and time.
+            json_schema: request JSON of this schema, and return its value, parsed.
+            attempts: answers to request until one fits the schema. Each is cached.
 
         Raises:
+            InvalidAnswer: no answer fits the schema.
             datatrove's InferenceError: this request cannot be answered.
             datatrove's ServerError: no request can be answered; the task stops, whatever the
             rollout does.

@@ -36,6 +36,7 @@ from datatrove_ckpt.rollouts.settings import (
     OneRequest,
     ReadyMade,
     is_cut_off,
+    is_invalid,
     without_thoughts,
 )
 from datatrove_ckpt.rollouts.token_counter import cut_to_chars
@@ -67,7 +68,7 @@ class PromptRollout(OneRequest):
             should not be 0.
         show_error: a further attempt shows the model its answer and what is wrong with it.
         invalid_answer: "fail": a document without a valid answer fails. "drop": the rollout gives
-            None.
+            None. "keep": the ``answer`` is null, and the results have the last one.
         engine: whose request fields to use for the form: an engine, "openai" or "none". None: those
             of the ``server_type``.
         images: what goes into the message after the text: "media", the document's media (pictures,
@@ -337,8 +338,8 @@ class JudgeRollout(PromptRollout):
         async with self.media_parts(document) as parts:
             if self.prompt is not None:
                 answer = await self._ask(generate, await self._payload(document, parts))
-                if answer is None:
-                    return None
+                if answer is None or is_invalid(answer):
+                    return answer
                 values = {"answer": str(answer.text)}
             payload = await self._to_judge(document, parts, values)
             judge = generate
@@ -352,7 +353,7 @@ class JudgeRollout(PromptRollout):
                 )
         if judged is None:
             return None
-        score = self._score(str(judged.text))
+        score = None if is_invalid(judged) else self._score(str(judged.text))
         if self.threshold is not None and score is not None and score < self.threshold:
             return None
         seen = answer or judged
@@ -364,7 +365,7 @@ class JudgeRollout(PromptRollout):
 
     def value_of(self, result: object) -> object:
         if not isinstance(result, dict):
-            return result
+            return super().value_of(result)
         if self.prompt is None:
             return result["score"]
         return super().value_of(result["text"])

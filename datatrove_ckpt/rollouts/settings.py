@@ -405,7 +405,7 @@ class OneRequest(WholeText):
     choice: list[str] | None = None
     answer_attempts: Count = 3
     show_error: bool = False
-    invalid_answer: Literal["fail", "drop"] = "fail"
+    invalid_answer: Literal["fail", "drop", "keep"] = "fail"
     engine: str | None = None
     # set by for_config
     form_for: str | None = field(default=None, init=False)
@@ -469,7 +469,8 @@ class OneRequest(WholeText):
         return {**super()._params(), **self.form.fields(self.form_for or self.engine or "none")}
 
     async def _ask(self, generate: Generate, payload: Payload) -> InferenceResult | None:
-        """Returns a valid answer; None if no answer is valid and ``invalid_answer`` is "drop".
+        """Returns a valid answer; if no answer is valid, None where ``invalid_answer`` is "drop",
+        and the last answer where it is "keep".
 
         Raises:
             InvalidAnswer: no answer is valid.
@@ -480,7 +481,17 @@ class OneRequest(WholeText):
             self.form.read, self.form.kind, self.show_error, generate, payload
         )
 
+    async def value(self, generate: Generate, payload: Payload) -> Any:
+        """Returns the value of a valid answer to any payload; of a canned answer, the text.
+
+        Raises:
+            InvalidAnswer: no answer is valid.
+        """
+        return self.value_of(await self._ask(generate, {**payload, **self._params()}))
+
     def value_of(self, result: object) -> object:
+        if is_invalid(result):
+            return None
         value = super().value_of(result)
         if self.json_schema is None or not isinstance(value, str):
             return value
@@ -505,6 +516,7 @@ class OneRequest(WholeText):
             shows: whether a further attempt shows the model its invalid answer.
         """
         last = ""
+        result = None
         for _ in range(self.answer_attempts):
             result = await generate(payload)
             text, problem = read(result)
@@ -523,7 +535,14 @@ class OneRequest(WholeText):
                 f"{form}: none of {self.answer_attempts} answers is valid. The last problem: "
                 f"{last}."
             )
+        if self.invalid_answer == "keep":
+            return result
         return None
+
+
+def is_invalid(result: object) -> bool:
+    """Returns whether a rollout has set ``is_invalid`` of our Result."""
+    return getattr(result, "is_invalid", False)
 
 
 def value_of(result: object) -> object:

@@ -3,6 +3,7 @@ run.
 """
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 from datatrove.data import Document
@@ -13,6 +14,7 @@ from datatrove_ckpt.rollouts import (
     ChunkedRollout,
     ClassifyRollout,
     EmbedRollout,
+    InvalidAnswer,
     JudgeRollout,
 )
 from datatrove_ckpt.testing import FakeServer
@@ -50,6 +52,13 @@ def of_recipe(name):
     return names["rollout"]
 
 
+async def valued(document, generate):
+    """Three invalid answers, and a valid one."""
+    with suppress(InvalidAnswer):
+        await generate(chat(document.text), json_schema={"type": "object"})
+    return await generate(chat(f"{document.text} JSON"), json_schema={"type": "object"})
+
+
 RETRIES = {"seed": 7, "on_loop": {"retry": 1, "temperature": 1}}
 
 
@@ -70,6 +79,7 @@ async def searching(document, generate):
         pairs,
         retried,
         searching,
+        valued,
         *map(of_recipe, ("code_with_tests", "search", "best_of")),
         ChunkedRollout("Q {text}", max_chars_per_part=12, carry="conversation"),
         JudgeRollout(
@@ -108,4 +118,6 @@ def answer(payload, times):
     if "seed" in payload:
         seed = payload["seed"]
         return f"{seed} {'' if 'temperature' in payload else 'word ' * 90}"
+    if question.endswith("JSON"):
+        return f'{{"length": {len(question)}}}'
     return f"answer {len(question) * 2:x}"

@@ -19,6 +19,7 @@ import argparse
 import json
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -44,12 +45,13 @@ from datatrove_ckpt.errors import (
     TooManyDeadLetters,
     written_in,
 )
+from datatrove_ckpt.executors.local import close_servers
 from datatrove_ckpt.run_folder import earlier_runs, queries
 from datatrove_ckpt.run_folder.documents import committed_files
 from datatrove_ckpt.run_folder.queries import Query
 from datatrove_ckpt.run_folder.run_location import RunLocation
 from datatrove_ckpt.run_folder.run_plan import RunPlan
-from datatrove_ckpt.run_folder.run_state import read_run_state
+from datatrove_ckpt.run_folder.run_state import RunState, read_run_state
 
 Node = JsonObject
 STEPS = "steps.json"
@@ -57,6 +59,7 @@ STEPS = "steps.json"
 _REDO = "redo.json"
 """File in the run folder while ``--redo`` moves steps aside: the steps, and their new names."""
 _LOCK = "steps.lock"
+_POLL = 0.2  # seconds
 _FIRST = 20  # documents whose columns stand for those of all
 _RESERVED = ("input", "output", "checkpoints", "logs")
 _REFUSED = {
@@ -227,10 +230,12 @@ class StepsJob:
         folder = self.folder(step)
         if not step.is_run or not self.has_begun(step):
             return "" if queries.kept_rows(folder / "output") else "it has not run"
-        state = read_run_state(_location(folder))
+        state = self.state(step)
         reached = state.limits.reached(state.run_totals)
         if not state.is_finished and (reached is None or reached.setting != "until"):
             return "it is not finished"
+        if not state.delivered.read:
+            return "no file of its input has a document"
         dead = state.delivered.dead
         if dead and step.dead_letters != "leave":
             return (
@@ -238,6 +243,10 @@ class StepsJob:
                 f"on without them: dead_letters: leave, in steps.{step.name}."
             )
         return ""
+
+    def state(self, step: Step) -> RunState:
+        """Returns the state of a run that has begun."""
+        return read_run_state(_location(self.folder(step)))
 
     def rows_of(self, step: Step) -> tuple[str, str]:
         """Returns the digest of a finished step's rows, and a SELECT of them."""
@@ -374,7 +383,10 @@ class StepsJob:
             if old:
                 job["finished_from"] = old
             config = short_form.expand(job)
-            return config, yaml_config.build(config)
+            executor = yaml_config.build(config)
+        if hasattr(executor, "keep_servers"):
+            executor.keep_servers()  # for the next step
+        return config, executor
 
     def _moved_aside(self, step: Step) -> list[Path]:
         """Returns the folders with answers, the newest first."""
@@ -425,7 +437,7 @@ class StepsJob:
                 if (self.root / name).exists():
                     files.disk.rename(self.root / name, self.root / new)
                 for lock in held[name]:
-                    lock.path = self.root / new / lock.path.relative_to(self.root / name)
+                    lock.move(self.root / name, self.root / new)
             files.disk.sync_dir(self.root)
             files.disk.remove(path)
 
@@ -454,7 +466,7 @@ class StepsJob:
             CheckpointMismatch: a row, a query or a setting has changed. Names the first such step.
         """
         for step in self.steps:
-            try:
+            with _naming(step):
                 if not any(self.unfinished(self._by_name[name]) for name in self._before(step)):
                     self.prepare(step)
                 if step.is_run:
@@ -462,13 +474,6 @@ class StepsJob:
                     if self.has_begun(step):
                         earlier_runs.check_job(plan, dry_run=True)
                         earlier_runs.check_inputs_unchanged(plan)
-            except CheckpointMismatch as error:
-                error.add_note(
-                    f"This is the first step that has changed: {step.label}. Undo the change; or "
-                    f"run with --redo {step.name}, which runs this step and what depends on it "
-                    "anew, and asks only for rows that have changed."
-                )
-                raise
 
     def runs(self, redo: Sequence[str] = ()) -> Iterator[Step]:
         """Yields each run. It must have run when the next is taken.
@@ -478,7 +483,6 @@ class StepsJob:
 
         Raises:
             CheckpointMismatch: see ``check``.
-            CheckpointLocked: another process prepares a step.
             TooManyDeadLetters: dead letters keep the next step from beginning.
         """
         files.disk.make_dirs(self.root)
@@ -489,26 +493,51 @@ class StepsJob:
             files.disk.replace(self.root / STEPS, orjson.dumps(listed))
             self.redo(redo)
             self.check()
-        for step in self.steps:
-            with self._locked():
-                self.prepare(step)
-            kept = queries.kept_rows(self.folder(step) / "output")
-            if step.is_run and kept is None:
-                yield step
-                self._rows.pop(step.name, None)
-                reason = self.unfinished(step)
-                if reason:
-                    raise TooManyDeadLetters(f"{step.label}: {reason}")
-            elif kept is not None and not kept.rows:
-                logger.warning(f"{step.label}: no row reaches it, so its output has none.")
+        try:
+            for step in self.steps:
+                yield from self._run(step)
+        finally:
+            close_servers()
+
+    def _run(self, step: Step) -> Iterator[Step]:
+        with self._locked(), _naming(step):
+            self.prepare(step)
+        kept = queries.kept_rows(self.folder(step) / "output")
+        if step.is_run and kept is None:
+            yield step
+            self._rows.pop(step.name, None)
+            reason = self.unfinished(step)
+            if reason:
+                raise TooManyDeadLetters(f"{step.label}: {reason}")
+        elif kept is not None and not kept.rows:
+            logger.warning(f"{step.label}: no row reaches it, so its output has none.")
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        lock = Lock(self.root / _LOCK)
+        """Lets one process at a time prepare steps."""
+        lock = None
+        while lock is None:
+            try:
+                lock = Lock(self.root / _LOCK)
+            except CheckpointLocked:
+                time.sleep(_POLL)
         try:
             yield
         finally:
             lock.release()
+
+
+@contextmanager
+def _naming(step: Step) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointMismatch as error:
+        error.add_note(
+            f"This is the first step that has changed: {step.label}. Undo the change; or run with "
+            f"--redo {step.name}, which runs this step and what depends on it anew, and asks only "
+            "for rows that have changed."
+        )
+        raise
 
 
 def run_steps(
@@ -517,12 +546,20 @@ def run_steps(
     run_job: Callable[[Node, PipelineExecutor, argparse.Namespace], int],
 ) -> int:
     """Runs the steps of a file. Returns the exit code of the first that is not finished."""
+    for flag in ("dry_run", "print_config", "cancel", "no_wait", "sample"):
+        if getattr(arguments, flag):
+            raise ConfigError(f"--{flag.replace('_', '-')}: is for a run without steps.")
+    if "slurm" in short or any("slurm" in step for step in short["steps"].values()):
+        raise ConfigError("slurm: runs no steps. In one allocation, set workers.")
     sys.path.insert(0, str(Path.cwd()))  # rollout: my_module.my_rollout
     job = StepsJob(short, arguments.config or "the command line")
     for step in job.runs(arguments.redo or ()):
         config, executor = job.executor(step)
+        has_dead = job.has_begun(step) and job.state(step).delivered.dead > 0
+        retries = arguments.retry_dead_letters and has_dead
+        own = argparse.Namespace(**{**vars(arguments), "retry_dead_letters": retries})
         with written_in(step.label):
-            code = run_job(config, executor, arguments)
+            code = run_job(config, executor, own)
         if code:
             return code
     return 0

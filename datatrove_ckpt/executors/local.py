@@ -192,6 +192,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
             InferenceRunners, or one with reuse_servers=False.
     """
 
+    _keeps_servers = False
     _is_worker = False  # ends when no rank is free
     # Claims of ranks that this process took; None: the ranks were given.
     _claims: Claims | None = None
@@ -232,6 +233,10 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         if not self._runners:  # what datatrove does with other pipelines stays as it is
             return self.run_ranks()
         return run_checked(self)
+
+    def keep_servers(self) -> None:
+        """Lets its servers stay for the next executor of this process, until ``close_servers``."""
+        self._keeps_servers = True
 
     def run_ranks(self) -> PipelineStats | None:
         """Runs the ranks without the checks of ``run``.
@@ -656,12 +661,15 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                 preemption = runner.preemption()
                 shutdown = preemption.shutdown
                 at_once = raise_limit(*runner.requests_and_servers(), self._most_at_once)
-                make_servers = partial(ServerHost, shutdown, runner.models.values())
+                make_servers = partial(
+                    ServerHost, shutdown, runner.models.values(), self._keeps_servers
+                )
                 exits = no_exit("A rollout, or a task that it started,", shutdown)
                 with task_of_many(True), log_of_many(slot), preemption, exits:
                     RankThreads(at_once, preemption, make_servers, run, ranks).work_through()
         finally:
-            close_warm_servers()
+            if not self._keeps_servers:
+                close_warm_servers()
 
     def _in_workers(
         self, ranks: Sequence[int], screen: Screen | None, overlap: bool, done: _Done
@@ -721,6 +729,13 @@ def _work(
     executor = make_executor()
     RunPlan(executor).check_code(identities)
     executor._work_through(ranks, make_executor, slot, overlap, threading.Event())
+
+
+def close_servers() -> None:
+    """Stops the servers that executors of this process have kept."""
+    from datatrove_ckpt.inference.servers.host import close_warm_servers
+
+    close_warm_servers()
 
 
 def not_complete(executor: PipelineExecutor, incomplete: Sequence[int]) -> CkptError:

@@ -33,7 +33,7 @@ class Servers(Protocol):
     @property
     def has_room(self) -> bool: ...
 
-    async def close(self) -> None: ...
+    async def close(self, ends_well: bool) -> None: ...
 
 
 @dataclass(eq=False)
@@ -94,7 +94,7 @@ class RankThreads:
             time_limit.cancel()
             await asyncio.gather(time_limit, return_exceptions=True)
             with self._preemption.shutdown.closing():
-                await servers.close()
+                await servers.close(not (running or self._ends))
 
     @property
     def _ends(self) -> bool:

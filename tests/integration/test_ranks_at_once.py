@@ -179,7 +179,7 @@ def test_a_server_that_dies_is_started_once_for_all_and_each_request_is_sent_aga
 class NoServers:
     has_room = True
 
-    async def close(self):
+    async def close(self, ends_well):
         pass
 
 
@@ -402,7 +402,7 @@ def test_a_task_that_ends_after_the_event_loop_of_a_stopped_process_is_no_error(
     left = threading.Event()
 
     class LeftServers(NoServers):
-        async def close(self):
+        async def close(self, ends_well):
             left.set()
 
     def run(rank):

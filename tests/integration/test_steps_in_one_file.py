@@ -10,7 +10,10 @@ import yaml
 
 import datatrove_ckpt
 from datatrove_ckpt.testing import FakeServer
+from tests.integration.test_supervision import ENGINE
+from tests.jobs import rejects
 from tests.pages import ROOT
+from tests.processes import is_alive
 from tests.yaml_jobs import write_rows
 
 ROWS = [{"id": f"id {n:02d}", "text": f"text {n}", "topic": f"topic {n % 3}"} for n in range(12)]
@@ -296,3 +299,105 @@ def test_redo_takes_exploded_rows_and_rows_without_a_text(server, command, text)
     Path("qa").rename("old")
     command("run", "job.yaml")
     assert (table("items"), table("asked")) == redone
+
+
+@pytest.mark.parametrize("files", [1, 3])
+@pytest.mark.parametrize("other, starts", [({}, 1), ({"server_stop_timeout_sec": 4.0}, 2)])
+def test_steps_with_equal_servers_share_them(command, files, other, starts):
+    Path("engine.py").write_text(ENGINE)
+    for n in range(files):
+        write_rows(f"docs{n}.jsonl", ROWS[n::files])
+    engine = {
+        "server_type": "custom",
+        "model_kwargs": {"server_script": "engine.py"},
+        "max_concurrent_generations": 2,
+    }
+    steps = {
+        "answers": {"input": "docs?.jsonl", "prompt": "{text}", "tasks": files},
+        "judged": {"input": "answers", "prompt": "{answer}", "answer": "r", **other},
+    }
+    job = {"run_folder": "qa", "model": "m", **engine, "steps": steps}
+    Path("job.yaml").write_text(yaml.safe_dump(job))
+    command("run", "job.yaml")
+    assert len(table("judged")) == 12
+    started = [int(line.split()[0]) for line in Path("engines").read_text().splitlines()]
+    assert len(started) == starts
+    assert not any(map(is_alive, started))
+
+
+def test_dead_letters_keep_the_next_step_waiting_until_they_are_retried_or_left(command):
+    bad = ["Judge: answer to Answer: text 3"]
+    with FakeServer(reply, rejects(bad)) as server:
+        write(server, skip_bad_requests=True)
+        said = command("run", "job.yaml", code=1)
+        assert "steps.judged: 1 dead letter is left. Retry them" in said.error
+        assert not Path("qa/topics").exists()
+        assert not Path("qa/best").exists()
+        command("run", "job.yaml", code=1)
+        bad.clear()
+        command("run", "job.yaml", "--retry-dead-letters")
+        assert len(table("judged")) == 12
+        asked = server.asked
+        assert asked.pop("Judge: answer to Answer: text 3") == 2
+        assert asked.total() == 12 + 11 + 3 + 1  # with a probe
+
+
+def test_rows_that_a_retry_brings_later_make_later_steps_stale(command):
+    bad = ["Judge: answer to Answer: text 3"]
+    with FakeServer(reply, rejects(bad)) as server:
+        write(server, changed("judged", dead_letters="leave"), skip_bad_requests=True)
+        command("run", "job.yaml")
+        assert len(table("judged")) == 11
+        assert len(table("topics")) == 3
+        bad.clear()
+        before = len(server.payloads)
+        said = command("run", "job.yaml", "--retry-dead-letters", code=1)
+        assert "the rows of step judged have changed" in said.error
+        assert "--redo topics" in said.error
+        assert len(server.payloads) == before + 1
+        command("run", "job.yaml", "--redo", "topics")
+        assert len(server.payloads) == before + 2  # topic 0 has another row
+        assert len(table("best")) == 9
+
+
+@pytest.mark.parametrize("json_schema", [None, {"properties": {"score": {"type": "integer"}}}])
+def test_a_step_that_no_row_reaches_is_finished_and_has_its_columns(server, command, json_schema):
+    steps = {
+        "none": {"sql": "select * from read_json('docs.jsonl') where id = 'x'"},
+        "answers": {"input": "none", "prompt": "{text}", "json_schema": json_schema},
+        "again": {"input": "answers", "prompt": "{answer}", "answer": "more"},
+        "all": {"sql": f"select id, answer{'.score' if json_schema else ''} as s, more from again"},
+    }
+    write(server, steps)
+    for _ in range(2):
+        command("run", "job.yaml")
+    assert not server.payloads
+    assert pq.read_schema("qa/all/output/rows_00000.parquet").names == ["id", "s", "more"]
+    write(server, changed("none", steps, sql="select * from read_json('docs.jsonl') limit 2"))
+    server._answer = lambda payload, times: '{"score": 3}'
+    command("run", "job.yaml")
+    assert [row["s"] for row in table("all")] == [3 if json_schema else '{"score": 3}'] * 2
+
+
+def test_a_step_that_writes_no_row_has_its_columns(server, command):
+    server._answer = lambda payload, times: "no JSON"
+    steps = {
+        "answers": {
+            "input": "docs.jsonl",
+            "prompt": "{text}",
+            "json_schema": {"properties": {"score": {"type": "integer"}}},
+            "invalid_answer": "drop",
+        },
+        "best": {"sql": "select id, topic, answer.score from answers"},
+    }
+    write(server, steps)
+    command("run", "job.yaml")
+    assert pq.read_schema("qa/best/output/rows_00000.parquet").names == ["id", "topic", "score"]
+
+
+def test_files_without_a_document_are_an_error_as_everywhere(server, command):
+    Path("docs.jsonl").write_text("")
+    write(server)
+    said = command("run", "job.yaml", code=1)
+    assert "no file of its input has a document" in said.error
+    assert not Path("qa/judged").exists()

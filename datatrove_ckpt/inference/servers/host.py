@@ -1023,7 +1023,7 @@ class ServerHost:
     Args:
         shutdown: the ranks' shutdown.
         configs: configs of all models of a rank.
-        keeps: whether the servers of its single rank may stay for the next rank.
+        keeps: whether its servers may stay for the next rank.
 
     Attributes:
         media: limit on the bytes of media of all documents in work.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import base64
 import codecs
+import io
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
@@ -191,13 +192,19 @@ def _line_blocks(file: IO[bytes], name: str) -> Iterator[tuple[list[bytes], int]
     unfinished = b""
     for part in _read_parts(file, name):
         data = unfinished + part
-        lines = data.splitlines(keepends=True)
+        lines = _with_ends(data)
         unfinished = b""
         if not part.endswith(b"\n"):  # another process may be writing the line
             unfinished = lines.pop()
         yield lines, len(data) - len(unfinished)
     if unfinished:
         yield [unfinished], len(unfinished)
+
+
+def _with_ends(data: bytes) -> list[bytes]:
+    if data.find(b"\r") < 0:
+        return io.BytesIO(data).readlines()  # ten times as fast, but only for line feeds
+    return data.splitlines(keepends=True)
 
 
 def _read_late_line_end(file: IO[bytes], offset: int) -> bytes:

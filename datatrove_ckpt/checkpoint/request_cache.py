@@ -119,7 +119,7 @@ _COLUMNS = (
 )
 _TYPES = (int, int, str, int, str, int, bytes | None, str | None, object)
 _INSERT = f"INSERT OR REPLACE INTO request_cache (rowid, {_COLUMNS}) VALUES "
-_ROW = "(?,?,?,?,?,?,?,?,?,?)"
+_ROW = "(?,?,?,?,?,?,?,?,nullif(?,''),?)"
 _DELETE_PIECES = (
     "DELETE FROM request_cache WHERE ordinal = ? AND rollout_idx = ? AND payload_hash >= ? "
     "AND payload_hash < ? AND occurrence = ?"
@@ -260,7 +260,9 @@ class RequestCache:
         ended: list[CacheRow] = []
         for n, r in enumerate(group, self.last_answer + 1):
             values = _values(r)
-            rows.append((n, *values, _checksum(values)))
+            *columns, result, error = values
+            # The sqlite3 module searches an adapter for each value of bytes, and each None.
+            rows.append((n, *columns, result and bytearray(result), error or "", _checksum(values)))
             if r.ends_pieces:
                 first = r.key.payload_hash + _PIECE
                 after = r.key.payload_hash + chr(ord(_PIECE) + 1)

@@ -95,6 +95,9 @@ class OutputStream:
         if "b" not in manager.mode:
             self._stream = io.TextIOWrapper(compressed, encoding="utf-8", newline="\n")
 
+    def write(self, data: Any) -> None:
+        self._stream.write(data)
+
     def __getattr__(self, name: str) -> Any:  # all other methods of a file
         return getattr(self._stream, name)
 

@@ -14,10 +14,11 @@ time after the last line.
 from __future__ import annotations
 
 import json
-import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from operator import mul
 from typing import Any, Literal, NamedTuple, Self
 
@@ -343,10 +344,10 @@ class LogHistogram(Counter[int]):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Self:
-        return cls(map(_bucket, values))
+        return cls(map(bisect_right, repeat(_BOUNDS), values))
 
     def add(self, value: float) -> None:
-        self[_bucket(value)] += 1
+        self[bisect_right(_BOUNDS, value)] += 1
 
     def __add__(self, other: Counter[int]) -> Self:  # type: ignore[override]  # its sum is a Counter
         histogram = type(self)(self)
@@ -374,10 +375,7 @@ class LogHistogram(Counter[int]):
         return {f"p{percent}": int(self.at_most(percent / 100)) for percent in (50, 95)}
 
 
-def _bucket(value: float) -> int:
-    if value < 1:
-        return 0
-    return int(math.log2(value) * 4) + 1
+_BOUNDS = [LogHistogram.lower(bucket) for bucket in range(1, 4 * 63)]
 
 
 Outcome = Literal["written", "dropped", "dead"]

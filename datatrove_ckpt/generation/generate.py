@@ -54,7 +54,7 @@ async def acceptable(requests: RolloutRequests, payload: Payload, api: Api, whol
     policies = requests.model.policies
     retries = Counter[str]()
     try:
-        digest = requests.digest(payload, api)
+        digest, _ = requests.digest(payload, api)
     except ConfigError as error:
         raise failed(error, payload) from error
     # Not the order of the retries, which depends on the order of parallel answers.

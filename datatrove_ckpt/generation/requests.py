@@ -375,8 +375,8 @@ _OF_TOOLS = ("arguments", "input")  # their nulls are values
 _WITH_SCHEMA = frozenset({"response_format", "structured_outputs", "json_schema"})
 
 
-def hash_payload(payload: Payload) -> str:
-    """Hashes a payload, whatever the order of its keys.
+def hash_payload(payload: Payload) -> tuple[str, bool]:
+    """Hashes a payload, whatever the order of its keys. Also returns whether it may hold a null.
 
     Raises:
         ConfigError: JSON cannot express the payload.
@@ -391,17 +391,17 @@ def hash_payload(payload: Payload) -> str:
     except TypeError:
         refuse_unsendable(payload, default=media_key)
         raise
-    if data.find(b"null") >= 0 and has_nan(payload):  # orjson writes null for NaN
+    has_null = data.find(b"null") >= 0
+    if has_null and has_nan(payload):  # orjson writes null for NaN
         refuse_unsendable(payload, default=media_key)
-    return payload_hash(data)
+    return payload_hash(data), has_null
 
 
-def body_of(payload: Payload) -> AnyBody:
+def body_of(payload: Payload, has_null: bool) -> AnyBody:
     try:
-        data = orjson.dumps(payload, option=PAYLOAD_JSON)
-        if b":null" in data:
-            data = orjson.dumps(_without_filled(payload), option=PAYLOAD_JSON)
-        return trim(data)
+        if has_null:
+            payload = _without_filled(payload)
+        return trim(orjson.dumps(payload, option=PAYLOAD_JSON))
     except TypeError:  # media: ``hash_payload`` has refused everything else
         return RequestBody(*split_media(_without_filled(payload), PAYLOAD_JSON))
 
@@ -527,18 +527,18 @@ class RolloutRequests:
                 api = api._replace(extras=extras)
             if api.path in _IN_TIERS and type(sent.get("service_tier")) is list:
                 api = api._replace(tiers=sent.pop("service_tier"))  # the client adds a tier
-            digest = self.digest(sent, api, retry_of)
+            digest, has_null = self.digest(sent, api, retry_of)
         except errors.ConfigError as error:
             raise failed(error, payload) from error
         key = answers.next_key(rollout_idx, digest)
         if config.seed is not None and generates and "seed" not in sent:
             sent["seed"] = request_seed(config.seed, answers.slot.ordinal, answers.doc_id, *key)
-            key = key._replace(payload_hash=self.digest(sent, api, retry_of))
+            key = key._replace(payload_hash=self.digest(sent, api, retry_of)[0])
         # Before any await: the rollout may change its payload while it waits.
         if config.other_models and sent.get("model") == config.model_name_or_path:
             api = api._replace(lacks_model=True)  # the client adds the endpoint's name
             sent = {name: value for name, value in sent.items() if name != "model"}
-        body = body_of(sent)
+        body = body_of(sent, has_null)
         answers.hashes[rollout_idx] = key.payload_hash
         answers.payloads[rollout_idx] = payload
         answer = await answers.saved(key)
@@ -685,8 +685,11 @@ class RolloutRequests:
             await wait_until_cancelled()
         return None
 
-    def digest(self, payload: Payload, api: Api, retry_of: tuple[object, ...] = ()) -> str:
-        """Hashes the payload, with API and model under names that no request has.
+    def digest(
+        self, payload: Payload, api: Api, retry_of: tuple[object, ...] = ()
+    ) -> tuple[str, bool]:
+        """Hashes the payload like ``hash_payload``, with API and model under names that no request
+        has.
 
         The usual API and a single model add nothing.
         """

@@ -120,12 +120,12 @@ def test_a_request_has_the_name_that_it_has_in_earlier_checkpoints():
     }
     payload |= {"temperature": 0.5, "logit_bias": {5: 1}}
     assert (
-        hash_payload(payload)
-        == hash_payload(payload | {"guided_json": {"a": 2, "b": 1}})
+        hash_payload(payload)[0]
+        == hash_payload(payload | {"guided_json": {"a": 2, "b": 1}})[0]
         == "64af03b0bbe4cd488518d223a9ade00a"
     )
     payload |= {"response_format": {"z": 1, "a": {"y": 2, "b": 3}}}
-    assert hash_payload(payload) == "1af8e64dee6aa9d099abd4a2cf019c82"
+    assert hash_payload(payload)[0] == "1af8e64dee6aa9d099abd4a2cf019c82"
 
 
 @pytest.mark.parametrize("name", NAMES)

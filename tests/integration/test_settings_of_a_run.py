@@ -155,7 +155,7 @@ class Job:
 
     def payloads(self):
         """Hashes of what the server was sent since the last look."""
-        found = {hash_payload(payload) for payload in self.server.payloads}
+        found = {hash_payload(payload)[0] for payload in self.server.payloads}
         self.server.payloads.clear()
         return found
 

@@ -94,6 +94,8 @@ class DocumentLimit:
 
     @property
     def _is_full(self) -> bool:
+        if self._in_work < self._size:
+            return False
         undecided = sum(sender.undecided for sender in self._models)
         return self._in_work - min(undecided, _MOST_UNDECIDED) >= self._size
 

@@ -767,20 +767,13 @@ class CompletionClient:
                 TooManyOpenFiles: the table of this module has the causes.
             ServerDied: no server remains, and none may be restarted.
         """
-        api = api or self.api
+        asked = api = api or self.api
         request = request or Request(self.sender)
-        while True:
-            try:
-                return await self._complete(body, api, request)
-            except _Rejected as error:
-                rejected = error
-            await self._decide(rejected.target, request, body, api, rejected.error)
-
-    async def _complete(self, body: AnyBody, api: Api, request: Request) -> Completion:
         work = self.sender.work
         began_at = self.outage.clock()
         answers = self.outage.answers
         clock: RequestClock | None = None
+        rejection: CkptError | None = None
         while True:
             target = self._router.take(request)
             if target is None:
@@ -799,23 +792,13 @@ class CompletionClient:
                     continue
                 return await self._attempt(target, request, body, api)
             except AttemptLost:
-                alone = len(request.deaths) > deaths and request.deaths[-1].in_flight == 1
-                if was_quarantined and alone and not request.may_not_be_sent:
-                    self._router.attribute_deaths(request)
-                    raise RequestPoisoned(
-                        f"This request was in flight at {len(request.deaths)} deaths of its "
-                        f"server, the last time alone. Last cause: {request.deaths[-1].cause}"
-                    ) from None
-                work.resent += 1
-                work.errors["server lost"] += 1
-                if request.is_shared and request.is_quarantined:
-                    raise MustDivide from None
+                self._lost(request, deaths, was_quarantined)
                 continue
             except ServerRefused as error:
                 self._leave(target, error)
                 continue
             except RequestRejected as error:
-                raise _Rejected(target, named(error, target.name)) from None
+                rejection = named(error, target.name)
             except RetryableError as error:
                 work.sent -= error.unsent
                 # A cluster stops our servers together with us.
@@ -827,11 +810,36 @@ class CompletionClient:
                 delay = await self._delay_after(error, target, clock, body, api)
             finally:
                 self._router.release(target, request)
+            if rejection is not None:
+                await self._decide(target, request, body, asked, rejection)
+                return await self.complete(body, asked, request)
+            assert clock is not None
             work.retries += not failure.unsent
             if request.is_shared and clock.beside >= 2 and not failure.server_is_well:
                 raise MustDivide
             await self._wait(delay, failure)
             api = clock.next_api(api, failure)
+
+    def _lost(self, request: Request, deaths: int, was_quarantined: bool) -> None:
+        """Counts an attempt that was lost with its server.
+
+        Args:
+            deaths, was_quarantined: the request's deaths before the attempt, and its state.
+
+        Raises:
+            RequestPoisoned, MustDivide: the request must not be sent again as it is.
+        """
+        alone = len(request.deaths) > deaths and request.deaths[-1].in_flight == 1
+        if was_quarantined and alone and not request.may_not_be_sent:
+            self._router.attribute_deaths(request)
+            raise RequestPoisoned(
+                f"This request was in flight at {len(request.deaths)} deaths of its server, the "
+                f"last time alone. Last cause: {request.deaths[-1].cause}"
+            ) from None
+        self.sender.work.resent += 1
+        self.sender.work.errors["server lost"] += 1
+        if request.is_shared and request.is_quarantined:
+            raise MustDivide from None
 
     async def _delay_after(
         self, error: RetryableError, target: Target, clock: RequestClock, body: AnyBody, api: Api
@@ -1144,14 +1152,6 @@ class CompletionClient:
         if target.gives_reasons or self._config.engine.is_known or not answer.text:
             raise unfinished(answer.finish_reason)
         raise NoFinishReason(f"the answer has no finish_reason, so it may be cut off. {_HINT}")
-
-
-class _Rejected(Exception):
-    """Reports that a server has rejected a request."""
-
-    def __init__(self, target: Target, error: CkptError) -> None:
-        self.target = target
-        self.error = error
 
 
 def _kind(error: RetryableError | CkptError) -> str:

@@ -69,7 +69,7 @@ _SILENT = (
 )
 _USUAL_HEAD = re.compile(
     rb"(?-i:HTTP/1\.1) 200(?: [\t -~\x80-\xff]*)?\r\n%bcontent-length:[\t ]*(\d{1,8})\r\n%b\r\n"
-    % (_SILENT, _SILENT),
+    rb"(?=[{[]|\Z)" % (_SILENT, _SILENT),
     re.IGNORECASE,
 )
 
@@ -113,9 +113,7 @@ def usual_response(data: bytes) -> Response | None:
     head = _USUAL_HEAD.match(data)
     if head is None or head.end() + int(head[1]) != len(data):
         return None
-    if data[head.end() : head.end() + 1] not in b"{[":
-        return None
-    return Response(200, bytes(memoryview(data)[head.end() :]))
+    return Response(200, data[head.end() :])
 
 
 class ResponseParser:

@@ -171,6 +171,7 @@ class Api(NamedTuple):
             long.
         lacks_model: whether the body has no model, because each endpoint has its own name for it.
         model: name of the model, if the payload names its own.
+        generates: whether an answer is a completion.
     """
 
     path: str
@@ -181,10 +182,7 @@ class Api(NamedTuple):
     tiers: Sequence[str] = ()
     lacks_model: bool = False
     model: str = ""
-
-    @property
-    def generates(self) -> bool:
-        return self.path in ("chat/completions", "completions")
+    generates: bool = False
 
 
 def api_for_path(path: str) -> Api:
@@ -361,8 +359,10 @@ def _completion(raw: bytes, read: _Read) -> Completion:
     return completion
 
 
-CHAT = Api("chat/completions", partial(_completion, read=_read_message), "chat/completions")
-COMPLETIONS = Api("completions", partial(_completion, read=_read_text), "completions")
+_CHAT = "chat/completions"
+CHAT = Api(_CHAT, partial(_completion, read=_read_message), _CHAT, generates=True)
+_TEXT = "completions"
+COMPLETIONS = Api(_TEXT, partial(_completion, read=_read_text), _TEXT, generates=True)
 
 
 def _as_choice(completion: Completion) -> JsonObject:
@@ -472,16 +472,16 @@ def _kind(part: object) -> str:
 
 
 def _thoughts(content: object) -> str:
-    parts = []
-    if isinstance(content, list):
-        parts = [part for part in content if isinstance(part, dict)]
+    if not isinstance(content, list):
+        return ""
+    parts = [part for part in content if isinstance(part, dict)]
     texts = [_joined(part.get(part["type"])) for part in parts if part.get("type") in _THOUGHTS]
     return "".join(text for text in texts if isinstance(text, str))
 
 
 # Higher counts are wrong, and their sums would overflow 64 bits.
 _MAX_COUNT = 1 << 40
-
+_COUNT_TYPES = frozenset({int, type(None)})
 
 _SUMS = frozenset({"prompt_tokens", "completion_tokens", "total_tokens"})
 
@@ -522,8 +522,10 @@ def _is_count(value: object) -> bool:
 def _clean_usage(usage: object) -> JsonObject:
     if not isinstance(usage, dict):
         return {}
-    if all(map(_is_count, usage.values())):
-        return usage
+    if _COUNT_TYPES.issuperset(map(type, usage.values())):
+        counts = sorted(filter(None, usage.values()))
+        if not counts or (counts[0] > 0 and counts[-1] <= _MAX_COUNT):
+            return usage
     cleaned = {}
     for name, value in usage.items():
         if name.endswith("_tokens"):
@@ -575,7 +577,7 @@ def _refuse_error(subject: str, error: object) -> NoReturn:
 def parse_json(raw: bytes) -> object:
     """Parses JSON. Raises ValueError or RecursionError."""
     try:
-        return orjson.loads(memoryview(raw))  # orjson takes no subclass of bytes
+        return orjson.loads(raw)
     except orjson.JSONDecodeError:
         # Python's parser accepts more: NaN becomes null, a lone surrogate U+FFFD.
         parsed = json.loads(bytes(raw).decode("utf-8-sig"), parse_constant=lambda name: None)

@@ -406,9 +406,11 @@ class Target:
         self.load = 0.0
         # Metrics of an idle engine may be old: a request must come to see new ones.
         if self.in_flight:
-            foreign = min(self.foreign_requests, _MOST_OTHERS * self.in_flight)
-            cache = (self.in_flight + foreign) * self.cache_share_per_request / _FULL
-            self.load = max(self.in_flight / self.limit, cache)
+            self.load = self.in_flight / self.limit
+            if self.cache_share_per_request:
+                foreign = min(self.foreign_requests, _MOST_OTHERS * self.in_flight)
+                cache = (self.in_flight + foreign) * self.cache_share_per_request / _FULL
+                self.load = max(self.load, cache)
 
     @property
     def is_failing(self) -> bool:
@@ -430,7 +432,8 @@ class Target:
 
     def mark_alive(self, started_at: float = 0.0) -> None:
         self.alive_at = time.monotonic()
-        self.accepted_at = max(self.accepted_at, started_at)
+        if started_at > self.accepted_at:
+            self.accepted_at = started_at
 
 
 class AdaptiveLimit:
@@ -566,7 +569,8 @@ class Availability:
                 opens_at = max(target.limits.opens_at, target.cooldown_until)
                 self.opens_at = min(self.opens_at, opens_at)
                 continue
-            if target.is_cooling_down(now):
+            may_cool_down = target.failures or target.cooldown_until
+            if may_cool_down and target.is_cooling_down(now):
                 if load < 1 and (cooling is None or load < cooling.load):
                     cooling = target
                 continue
@@ -674,7 +678,8 @@ class Router:
         later = self._waiting[WINDOW - 1 : WINDOW]
         if later and (request.sender.order, request.order) > later[0][:2]:
             return None
-        target = self._room().choose(self._prefixes.homes(request.known_prefix))
+        homes = request.known_prefix and self._prefixes.homes(request.known_prefix)
+        target = self._room().choose(homes)
         if target is not None:
             self.assign(target, request)
         return target
@@ -697,7 +702,7 @@ class Router:
 
     def release(self, target: Target, request: Request) -> None:
         was_full = target.reserved or self.in_flight >= self._limit
-        stage = _stage(target.load)
+        load = target.load
         target.add_in_flight(-1)
         self.in_flight -= 1
         if target.reserved and self._quarantine.in_flight:
@@ -705,7 +710,8 @@ class Router:
         # No waiting request could be sent before. Only these changes may free a request, and, if
         # requests wait for the next minute, an answer with fewer tokens than expected, or the first
         # answer of a server that failed.
-        is_changed = stage != _stage(target.load) or self.has_limits
+        has_room = load >= _IDLE > target.load or load >= 1 > target.load
+        is_changed = has_room or self.has_limits
         if was_full or is_changed or not self._waiting:
             self.admit()
 
@@ -826,7 +832,8 @@ class Router:
                 self.admit()
 
     def assign(self, target: Target, request: Request) -> Target:
-        self._prefixes.add(request.prefix_hashes or (), target.bit)
+        if request.prefix_hashes:
+            self._prefixes.add(request.prefix_hashes, target.bit)
         target.add_in_flight(1)
         if not self.has_homes:
             # A server that was down does not catch up.
@@ -864,11 +871,6 @@ class Router:
         ):
             request, future = quarantine.start_next()
             future.set_result(self.assign(reserved, request))
-
-
-def _stage(load: float) -> int:
-    """Returns 0 for an idle server, 1 for a server with room, 2 for a full server."""
-    return (load >= _IDLE) + (load >= 1)
 
 
 _load = attrgetter("load")

@@ -83,18 +83,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"{flag}: there is no such flag{hint or '.'}{_INSTEAD.get(flag, '')}")
         from datatrove_ckpt.cli.yaml_config import OTHER_NAMES
 
-        kinds = _flags_of_settings().get(flag.replace("_", "-"))
+        is_setting = flag.replace("_", "-") in _flags_of_settings()
         name = flag.removeprefix("--").replace("-", "_")
-        is_known = kinds is not None or "." in flag or name in OTHER_NAMES
+        is_known = is_setting or "." in flag or name in OTHER_NAMES
         if not is_known and (hint or not equals):
             if flag.removeprefix("--") in _own_flags(typed):
                 hint = "; give its value alone."
             parser.error(f"{flag}: there is no such flag{hint or '.'}{_INSTEAD.get(flag, '')}")
         if not equals:
-            hint = ""
-            if bool in (kinds or {}).values():
-                hint = f"; write {flag} true."
-            parser.error(f"{flag}: its value is missing{hint}")
+            parser.error(f"{flag}: its value is missing")
     if not overrides and getattr(arguments, "config", "") is None:
         parser.error(
             "CONFIG is missing, or the job as flags: --input ... --prompt ... --model ... "
@@ -148,9 +145,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         hint = ""
         if message.startswith("unrecognized"):
-            hint = ". A pattern, or a value with spaces, needs quotes."
-            if re.match(r"\S+ arguments: -\w", message):
-                hint = ". Write two dashes and the whole name, as COMMAND --help shows."
+            hint = ". Flags have two dashes; a pattern, or a value with spaces, needs quotes."
         if re.search(r"argument COMMAND: .* '\S+\.ya?ml'", message):
             hint = ". Write run before the file."
         super().error(f"{message}{hint}")
@@ -187,14 +182,14 @@ def _completions(word: str, before: str) -> list[str]:
     if before != argv[0]:
         possible = _own_flags(argv[1:])
         if "config" in possible:  # settings may be flags
-            possible |= _flags_of_settings().keys()
+            possible |= _flags_of_settings()
     return sorted(name for name in possible if name.startswith(word))
 
 
-def _flags_of_settings() -> dict[str, dict[str, object]]:
+def _flags_of_settings() -> set[str]:
     from datatrove_ckpt.cli.short_form import settings
 
-    return {f"--{name.replace('_', '-')}": kinds for name, kinds in settings().items()}
+    return {f"--{name.replace('_', '-')}" for name in settings()}
 
 
 def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:

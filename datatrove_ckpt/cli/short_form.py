@@ -73,19 +73,19 @@ _BY_FORM = (
 
 
 @cache
-def settings() -> dict[str, dict[str, object]]:
-    """Returns the settings that a job may have, each with the types of its value by class. The
-    first of these classes in a job gets the value.
+def settings() -> dict[str, list[str]]:
+    """Returns the settings that a job may have, each with the classes that take it. The first of
+    these classes in a job gets the value.
     """
     by_class = {"ShortJob": parameters_of(ShortJob)[0]}
     for name in (*_READERS, "InferenceConfig", "InferenceRunner", *_ROLLOUTS):
         by_class[name] = parameters_of(yaml_config.import_name(name, ""))[0]
-    types: dict[str, dict[str, object]] = {}
+    owners: dict[str, list[str]] = {}
     for cls, parameters in by_class.items():
         for name in parameters:
             if name not in _BY_FORM:
-                types.setdefault(name, {})[cls] = parameters[name].annotation
-    return types
+                owners.setdefault(name, []).append(cls)
+    return owners
 
 
 def read_config(path: str | None, overrides: list[str], inspect_only: bool = False) -> Node:
@@ -273,7 +273,7 @@ def _place(name: str, value: object, by_class: dict[str, Node]) -> None:
         hint = did_you_mean(yaml_config.OTHER_NAMES.get(name, ""), settings()) or (
             ". Remove it, or change the input or the rollout."
         )
-        owner = next(iter(settings()[name]))
+        owner = settings()[name][0]
         raise ConfigError(f"{name}: is a setting of {owner}, which this job has not{hint}")
     arguments = by_class[owners[0]]
     if isinstance(value, dict) and isinstance(arguments.get(name), dict):

@@ -45,7 +45,6 @@ from datatrove_ckpt.common.setting_types import (
     takes_class,
     value_hint,
 )
-from datatrove_ckpt.config.endpoints import EndpointConfig
 from datatrove_ckpt.config.generation_params import REQUEST_PARAMETERS
 from datatrove_ckpt.errors import ConfigError, form, setting_name
 from datatrove_ckpt.output.formats import FORMATS
@@ -198,10 +197,8 @@ def load(path: str | Path) -> JsonObject:
         if mark:
             location = f":{mark.line + 1}:{mark.column + 1}"
         hint = ""
-        if re.search("character '[@`%]|mapping values", str(problem)):
+        if re.search("character '[@`%]|mapping values|alphabetic", str(problem)):
             hint = " Does a text need quotes?"
-        if "alphabetic" in str(problem):  # after *
-            hint = ' Write a pattern in quotes: "*.jsonl".'
         if Path(path).suffix not in (".yaml", ".yml"):
             hint = " Is it the input? Then write --input before it."
         raise ConfigError(f"{path}{location}: not valid YAML: {problem}.{hint}") from None
@@ -291,14 +288,11 @@ def construct(cls: type[_Built], arguments: object, label: str) -> _Built:
         raise ConfigError(f"{label}: missing key {', '.join(missing)}.")
     try:
         built = cls(**values)
-    except ImportError as error:
-        advice = missing_package(str(error)) or f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{label}: {advice}") from error
     except Exception as error:
-        name = ""
+        text = str(error)
         if not isinstance(error, ValueError):
-            name = f"{type(error).__name__}: "
-        raise ConfigError(f"{label}: {name}{error}") from error
+            text = missing_package(text) or f"{type(error).__name__}: {text}"
+        raise ConfigError(f"{label}: {text}") from error
     if cls.__module__.startswith("datatrove"):
         _refuse_variables(built, label)
     return built
@@ -379,13 +373,9 @@ def import_name(path: object, yaml_path: str, kind: str = "class") -> Any:
         ConfigError: there is no such name, or its module cannot be imported.
     """
     if re.search(r"[/:]|\.py$", str(path)):
-        place = re.sub(r"^(?:(?:/|~|\.\.).*/|\./)", "", str(path))
-        name = re.sub(r"(?:\.py)?:|/", ".", place)
-        if name.endswith(".py"):
-            name = f"{name.removesuffix('py')}my_name"
         raise ConfigError(
-            f'{yaml_path}: "{path}" names a file. Write {name}; its module is found from the '
-            "folder where the command runs."
+            f'{yaml_path}: "{path}" names a file. Write its import path, such as '
+            "my_module.my_name, as seen from the folder where the command runs."
         )
     module_name, _, name = str(path).rpartition(".")
     if not module_name and name not in SHORT_NAMES:
@@ -433,12 +423,6 @@ def refuse_unknown(mapping: JsonObject, allowed: list[str], yaml_path: str) -> N
         if key not in allowed:
             name = OTHER_NAMES.get(key, key)
             hint = did_you_mean(name, allowed, 0.7) or did_you_mean(key, allowed, 0.7)
-            longer = [other for other in allowed if other.startswith(f"{key}_")]
-            if longer and not hint:
-                hint = f', did you mean "{longer[0]}"?'
-            of_endpoints = "endpoints" in allowed and key in EndpointConfig.__dataclass_fields__
-            if of_endpoints and not hint:
-                hint = "; it belongs into an item of endpoints."
             if key in REQUEST_PARAMETERS and key not in OTHER_NAMES and _OF_REQUESTS in allowed:
                 hint = f"; as a parameter of requests it belongs into {_OF_REQUESTS}."
             if not hint and len(allowed) > _MAX_LISTED and "pipeline" not in allowed:

@@ -12,6 +12,7 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from posixpath import dirname
 
+import orjson
 from datatrove.io import DataFolder, get_datafolder
 
 from datatrove_ckpt import errors
@@ -55,6 +56,8 @@ from datatrove_ckpt.output.output_folder import (
     published_names,
 )
 from datatrove_ckpt.process.gc_tuning import gc_paused
+from datatrove_ckpt.readers.partial_files import refuse_partial_files
+from datatrove_ckpt.readers.shard_record import ShardRecord
 from datatrove_ckpt.run_folder.run_location import RunLocation
 
 REDO_KINDS = frozenset({"missing", "truncated", "grown", "altered"})
@@ -181,10 +184,13 @@ class VerifyReport:
 @gc_paused()  # commits of many ranks, and no garbage
 def verify(location: RunLocation, full: bool = False) -> VerifyReport:
     report = VerifyReport(location, full)
+    # The checkpoints alone may be named of a run folder.
+    readers = _readers(location.logging_dir or str(location.folder.parent / "logs"))
     for rank in read_ranks(location.folder, CHECKED):
         report.ranks.append(rank)
         report.sums.add_rank(rank)
         report.add(_check_rank(report, rank))
+        report.add(_check_input(rank, readers))
         rank.commits = {}  # there may be millions
     report.add(_check_settings(report))
     report.add(_check_ranks(report))
@@ -351,6 +357,42 @@ def _check_ranks(report: VerifyReport) -> Iterator[Problem]:
             folder = str(layout.rank_folder(report.checkpoints, rank))
             message = f"is one too many: the run has {tasks}."
             yield Problem("rank", message, rank=rank, path=folder)
+
+
+# Input files --------------------------------------------------------------------------------------
+
+
+def _readers(logging_dir: str | None) -> list[Json]:
+    """Returns the attributes of this package's readers, from the file that datatrove's executor
+    writes; empty if the file is not there.
+    """
+    with suppress(OSError, LookupError, TypeError, ValueError):
+        pipeline = orjson.loads(get_datafolder(logging_dir).cat("executor.json"))["pipeline"]
+        return [step for step in pipeline if "path_columns" in step]
+    return []
+
+
+def _check_input(rank: RankSummary, readers: list[Json]) -> Iterator[Problem]:
+    """Finds files of which an earlier release read only the beginning."""
+    if rank.root or rank.damage is not None:  # a retry reads no input
+        return
+    read: dict[tuple[int, str], Json] = {}  # options of reader and file
+    for commit in rank.commits.values():
+        if state := commit.position:
+            read[state["number"], state["file"]["name"]] = state["options"]
+    record = ShardRecord.read(rank.folder / layout.SHARD) or ShardRecord()
+    for number, recorded in enumerate(record.readers):
+        read |= {(number, file.name): recorded.options for file in recorded.files}
+    for (number, name), options in read.items():
+        if number < len(readers):
+            reader = readers[number]
+            # A URL has lost its protocol there, and is not found.
+            folder = reader["data_folder"].split("path='")[1].rsplit("', fs=")[0]
+            try:
+                refuse_partial_files(folder, [name], reader.get("compression", "infer"), options)
+            except errors.CheckpointMismatch as error:
+                yield Problem("input", str(error), *rank.key)
+                return
 
 
 # Output files -------------------------------------------------------------------------------------

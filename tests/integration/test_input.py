@@ -332,8 +332,8 @@ def test_a_run_of_an_earlier_release_that_has_read_half_of_a_file_is_refused(
     half = f"{name!r} was read by an earlier release only up to"
     for _ in range(2):
         assert half in job(tasks=1, code=1).err
-        if is_finished:
-            assert half in command("doctor", "job.yaml", code=1).out
+        for what in ("job.yaml", "checkpoints"):
+            assert half in command("verify", what, code=1).out
     assert outputs(tmp_path) == before
     for path in ("checkpoints", "output", "logs"):
         shutil.rmtree(tmp_path / path)
@@ -357,7 +357,7 @@ def test_finished_ranks_refuse_what_unfinished_ones_may_see(job, tmp_path):
     job(code=1)
     assert completed(tmp_path) == ["00000"]
     (tmp_path / "documents/00.jsonl").write_text("")
-    assert "is not what task 0 read:\n  '" in job(code=1).err
+    assert "is not what task 0 has read:\n  '" in job(code=1).err
     (tmp_path / "documents/00.jsonl").unlink()
     second.write_bytes(gzip.compress(lines(6, 7, 8).encode()))
     job()

@@ -117,15 +117,21 @@ def sample(executor: PipelineExecutor, number: int) -> int:
             answers = "\n\n".join(
                 request.answer_text for request in requests if request.question == question
             )
-            shown = ShownDocument(name, question, answers)
-        else:
-            outcomes = [other for other in outcomes if other is not outcome]  # ids may repeat
-            failed += outcome.is_dead
-            shown = outcome._replace(text=requests[0].question, location="")
-        kind = "answer" if outcome else "dropped"
-        say(_described(index, shown, "question", _MOST, kind))
+            say(
+                _described(
+                    index, ShownDocument(name, question, answers), "question", _MOST, "dropped"
+                )
+            )
+            continue
+        outcomes = [other for other in outcomes if other is not outcome]  # ids may repeat
+        failed += outcome.is_dead
+        say(
+            _described(
+                index, outcome._replace(text=requests[0].question, location=""), "question", _MOST
+            )
+        )
     prompts = [requests[0].prompt for _, requests in documents]
-    for finding in check_prompts(prompts):
+    for finding in check_prompts(prompts, plan.runners[0].step.model.servers):
         say(f"{finding.what}: {finding.message}")
     for line in estimate_lines(sent, plan.runners[0].step):
         say(line)

@@ -4,8 +4,9 @@ A folder is checked by writes and locks in a probe folder: no rank's folder, loc
 touched. A checkpoint needs locks, appends, renames, and syncs that reach permanent storage:
 ``file_system`` finds in /proc/mounts what a folder lacks of them.
 
-Engines keep prompts from their beginning. So equal text costs once only where prompts begin with
-it: ``check_prompts`` finds what a prefix cache can save of the prompts of a sample.
+Engines keep prompts from their beginning, until others need the room. So equal text costs once only
+where prompts begin with it, and soon after each other: ``check_prompts`` finds what a prefix cache
+can save of the prompts of a sample, and what keeps it from doing so.
 """
 
 import copy
@@ -489,7 +490,7 @@ def _check_prompt(runner: RunnerPlan, sample: list[Document]) -> Iterator[Findin
         if runner.step.on_document_error == "stop":
             event_loop.run(try_media(runner.step, first))
         prompts = event_loop.run(unsent_prompts(runner.step.rollout_fn, documents))
-        yield from check_prompts(prompts)
+        yield from check_prompts(prompts, runner.step.model.servers)
 
 
 def _costs(step: RunnerSettings, documents: Sequence[Document]) -> Iterator[Finding]:
@@ -859,10 +860,12 @@ def _read_some(
 
 _LEAST = 64  # characters: a block of 16 tokens
 _LEAST_SHARE = 0.05
+# Small GPUs keep nothing that lies 100,000 tokens back.
+_KEPT_CHARACTERS = 400_000
 
 
-def check_prompts(prompts: Sequence[str]) -> Iterator[Finding]:
-    """Compares the texts of prompts; "" is none."""
+def check_prompts(prompts: Sequence[str], servers: int) -> Iterator[Finding]:
+    """Compares the texts of prompts, which are in the order of the input; "" is none."""
     prompts = [text for text in prompts if text]
     number = len(prompts)
     if number < 2:
@@ -886,6 +889,30 @@ def check_prompts(prompts: Sequence[str]) -> Iterator[Finding]:
             f"{percent(end / size)} of each prompt."
         )
         yield Finding("warning", "end of prompts", text)
+    # Texts that begin alike, with more between them than the servers keep.
+    compared = max(_LEAST, sum(map(len, rests)) // number // 4)
+    starts = [text[:compared] for text in rests]
+    last: dict[str, int] = {}
+    apart = rows = shared = 0
+    for row, text in enumerate(rests):
+        earlier = last.get(starts[row], row)
+        between = slice(earlier + 1, row)
+        # Texts that come several times count once.
+        sizes = dict(zip(starts[between], map(len, rests[between]), strict=True))
+        if sum(sizes.values()) > _KEPT_CHARACTERS * servers:
+            apart += 1
+            rows += row - earlier
+            shared += _common([rests[earlier], text])
+        last[starts[row]] = row
+    # Few pairs in a sample are many in the input: if each row of a million has seven relatives
+    # anywhere, a thousand rows have three or four pairs. But single rows may be duplicates.
+    if apart > number / 100:
+        text = (
+            f"{apart:,} of the first {number:,} prompts share {shared // apart:,} characters with "
+            f"an earlier prompt, {rows // apart:,} rows before (averages), which a prefix cache "
+            "may have lost by then. Sort the input, so that rows with the same text are neighbours."
+        )
+        yield Finding("warning", "order", text)
 
 
 def _common(texts: Sequence[str]) -> int:

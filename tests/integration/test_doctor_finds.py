@@ -125,6 +125,9 @@ def test_prompts_that_no_prefix_cache_can_help(found):
     checks = found(prompt)
     assert "input, prompts" not in checks
     assert checks["input, end of prompts"][1].endswith("would save 10.6 % of each prompt.")
+    state, text = checks["input, order"]
+    assert state == "warning"
+    assert text.startswith("60 of the first 120 prompts share 7,697 characters")
 
 
 def test_a_document_may_hold_what_cannot_be_copied_as_rollouts_take_it_out(found):

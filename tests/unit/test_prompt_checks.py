@@ -23,8 +23,8 @@ def own_text(seed, length):
     return "".join(chance.choices('abcdefghij klmnopqrstuvwxyz\n"é中😀', k=length))
 
 
-def said(prompts):
-    return {found.what: found.message for found in check_prompts(prompts)}
+def said(prompts, servers=1):
+    return {found.what: found.message for found in check_prompts(prompts, servers)}
 
 
 def prompts_of(rollout_fn, documents):
@@ -71,9 +71,44 @@ def test_where_there_is_nothing_to_say_nothing_is_said(prompts):
     assert said(prompts) == {}
 
 
-def test_equal_prompts_are_a_beginning_and_no_end():
+def test_equal_prompts_are_a_beginning_and_neither_an_end_nor_apart():
     assert list(said(["one document " * 10_000] * 50)) == ["prompts"]
     assert "first 650 (100 %) are the same in all 2:" in said(["one document " * 50] * 2)["prompts"]
+
+
+# the order ---------------------------------------------------------------------------------------
+
+
+def questions(places):
+    """Prompts with a document of 6,000 characters each, in this order."""
+    return [f"{'i' * 300}{own_text(place, 6000)}Q{at}" for at, place in enumerate(places)]
+
+
+def test_rows_that_share_a_text_and_are_apart_are_said_with_their_distance():
+    found = said(questions([*range(100), *range(30)]))
+    assert found["order"].startswith(
+        "30 of the first 130 prompts share 6,001 characters with an earlier prompt, 100 rows before (averages), "
+    )
+
+
+@pytest.mark.parametrize(
+    "places, servers",
+    [
+        (sorted([*range(100)] * 2), 1),
+        ([*range(50)] * 2, 1),
+        (sorted([*range(50)] * 2) * 2, 1),
+        ([*range(100)] * 2, 2),
+        ([*range(100), 0], 1),
+        ([*range(100)], 1),
+    ],
+)
+def test_an_order_that_costs_nothing_is_not_mentioned(places, servers):
+    assert "order" not in said(questions(places), servers)
+
+
+def test_two_questions_about_a_text_that_fills_a_cache_are_neighbours():
+    prompts = [own_text(index // 2, 500_000) + "?" * index for index in range(6)]
+    assert "order" not in said(prompts)
 
 
 # prompts that are not sent -----------------------------------------------------------------------

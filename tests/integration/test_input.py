@@ -357,7 +357,7 @@ def test_finished_ranks_refuse_what_unfinished_ones_may_see(job, tmp_path):
     job(code=1)
     assert completed(tmp_path) == ["00000"]
     (tmp_path / "documents/00.jsonl").write_text("")
-    assert "is not what task 0 has read:\n  '" in job(code=1).err
+    assert "is not what task 0 read:\n  '" in job(code=1).err
     (tmp_path / "documents/00.jsonl").unlink()
     second.write_bytes(gzip.compress(lines(6, 7, 8).encode()))
     job()

@@ -10,7 +10,7 @@ import os
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from glob import escape, has_magic
@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from datatrove.data import Document
 from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint import files, layout
@@ -30,7 +31,7 @@ from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.readers import READERS, JsonlReader, SeekingReader
 from datatrove_ckpt.readers.compressed import uncompressed
-from datatrove_ckpt.readers.inputs import InputFolder, Row
+from datatrove_ckpt.readers.inputs import InputFolder
 from datatrove_ckpt.run_folder import queries
 from datatrove_ckpt.run_folder.queries import KeptRows, Query
 
@@ -178,41 +179,23 @@ class JobInput:
                     return f"a link to a folder, {path}, which readers do not follow"
         return ""
 
-    def first_columns(self, reader: JsonObject) -> Collection[str]:
-        """Returns the names of the first document's metadata, if the input is one file: folders are
-        not listed for it.
+    def first_document(self, reader: JsonObject, of_folder: bool = False) -> Document | None:
+        """Returns the first document, which may have no text; None if it cannot be read.
+
+        Args:
+            of_folder: whether to list a folder for it.
         """
         path = Path(self._source)
         if path.parent.name == layout.KEPT_INPUT and self._pattern:  # of a query
             path = next(iter(sorted(path.parent.glob(path.name))), path)
-        if path.is_file() and not self.inspect_only:
+        is_file = path.is_file()
+        if (is_file or of_folder) and not self.inspect_only:
             with suppress(Exception):  # the checks before a start name what is wrong
-                rows = import_name(reader["class_path"], "")(**reader["init_args"])
-                columns: Collection[str] = next(iter(rows.read_file(path.name))).metadata
-                return columns
-        return ()
-
-    def lacks_texts(self, reader: JsonObject) -> bool:
-        """Returns whether the first row has no column ``text``, and logs that the texts are then
-        empty.
-        """
-        if self.inspect_only:
-            return False
-        from loguru import logger  # slow to import
-
-        from datatrove_ckpt.process.task_errors import log_disabled
-
-        with suppress(Exception):  # the checks before a start name what is wrong
-            kind = import_name(reader["class_path"], "")
-            with log_disabled("datatrove_ckpt.readers"):
-                row = next(kind(**reader["init_args"], adapter=_whole_row).run()).metadata
-            if "text" not in row:
-                logger.info(
-                    "The input has no column 'text', so document.text is empty. If one of "
-                    f"{', '.join(row)} has the texts, give it as text_key."
-                )
-                return True
-        return False
+                settings = {"text_key": None, **reader["init_args"]}
+                rows = import_name(reader["class_path"], "")(**settings)
+                documents = rows.read_file(path.name) if is_file else rows.run()
+                return next(iter(documents))
+        return None
 
     def first_request(self, reader: JsonObject) -> JsonObject:
         """Returns the first request of a batch file, whose first lines may be blank or damaged;
@@ -256,10 +239,6 @@ class JobInput:
         if not names and self._is_here and not Path(self._folder).is_dir():
             raise _is_absent(self._folder)
         return names
-
-
-def _whole_row(reader: object, row: Row, path: str, number: object) -> Row:
-    return {"text": path, "id": path, "metadata": {**row}}
 
 
 def _seems_request(row: JsonObject) -> bool:

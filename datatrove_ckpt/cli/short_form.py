@@ -310,8 +310,8 @@ def _allow_no_text(
     job: ShortJob, recorded: Node, reader: Node, rollout: object, job_input: JobInput
 ) -> None:
     """Lets the reader keep rows without a text, if the prompt names neither the text nor the column
-    that was given as ``text_key`` alone, or the input of a user's rollout has no column of texts;
-    and the last start of the run did not skip such rows.
+    that was given as ``text_key`` alone, or a user's rollout gets a first row without a text; and
+    the last start of the run did not skip such rows.
     """
     if not class_of(reader).has_rows:
         return
@@ -321,8 +321,15 @@ def _allow_no_text(
             if executor["pipeline"][0]["text_key"] is not None:
                 return
     if not isinstance(rollout, dict):
-        if "text_key" not in reader["init_args"] and job_input.lacks_texts(reader):
+        first = "text_key" not in reader["init_args"] and job_input.first_document(reader, True)
+        if first and not first.text and "text" not in first.metadata:
             reader["init_args"]["text_key"] = None
+            from loguru import logger  # slow to import
+
+            logger.info(
+                "The first row has no text, so no row needs one. If one of "
+                f"{', '.join(first.metadata)} has the texts, give it as text_key."
+            )
         return
     arguments = rollout["init_args"]
     templates = [arguments[name] for name in ("prompt", "judge_prompt") if arguments.get(name)]
@@ -529,7 +536,8 @@ def _answer(job_input: JobInput, reader: Node, rollout: object) -> object:
     """Returns a column for the answers that the first document does not have."""
     if isinstance(rollout, dict) and rollout["class_path"] == "EmbedRollout":
         return rollout["init_args"].get("column")
-    columns = job_input.first_columns(reader)
+    first = job_input.first_document(reader)
+    columns = first.metadata if first else ()
     if "answer" not in columns or "rollout_results" in columns:
         return "answer"
     free = next(other for number in count(2) if (other := f"answer_{number}") not in columns)

@@ -284,15 +284,21 @@ class FinishedDocuments:
             counter = number_column(old, number, column, self._metadata_key, as_read.metadata)
             if counter is None:
                 continue
-            names = [*old]
-            at = names.index(counter)
-            item_names = [name for name in names[at + 1 :] if name not in as_read.metadata]
+            own: Json = {}
+            item: Json = {}
+            part = own
+            for name, value in old.items():
+                if name == counter:
+                    part = item
+                elif name in as_read.metadata:
+                    own[name] = value
+                else:
+                    part[name] = value
             if number == "0":
                 items = []
-                own = {name: old[name] for name in names if name not in (counter, *item_names)}
                 wholes.append({**own, column: items})
             if number == str(len(items)):
-                items.append({name: old[name] for name in item_names})
+                items.append(item)
         return [
             old for old in wholes if self._metadata_key in old or not self._step.rollout_results
         ]

@@ -158,7 +158,7 @@ class BoundGenerate:
             return acceptable(requests, payload, api, whole)
         return requests.answered(payload, api, whole)
 
-    def form(self, json_schema: JsonObject, attempts: int) -> OneRequest:
+    def form(self, json_schema: JsonObject, attempts: int = 3) -> OneRequest:
         """Returns the form of answers to ask for. Stops the task if there can be none."""
         try:
             form = OneRequest(json_schema=json_schema, answer_attempts=attempts)

@@ -99,17 +99,9 @@ class _RecordingGenerate:
     _recorded: list[RecordedRequest]
     _model: str = ""
 
-    async def __call__(
-        self,
-        payload: Any,
-        /,
-        *more: object,
-        json_schema: JsonObject | None = None,
-        attempts: int = 3,
-        **settings: object,
-    ) -> object:
-        if json_schema is not None:  # each attempt is recorded
-            return await self._generate.form(json_schema, attempts).value(self, payload)
+    async def __call__(self, payload: Any, /, *more: object, **settings: object) -> object:
+        if settings.get("json_schema") is not None:  # each attempt is recorded
+            return await self._generate.form(**settings).value(self, payload)
         request = RecordedRequest(_question(payload), _prompt(payload), model=self._model)
         request.started = time.monotonic()
         self._recorded.append(request)

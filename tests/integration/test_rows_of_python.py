@@ -62,7 +62,7 @@ def test_rows_of_a_rollout_need_no_text(server, log, settings):
         output = run(server, [{"q": "a"}, {"q": "b"}], **job)
     assert server.asked == {"a": 1, "b": 1}
     assert [(row.text, row.metadata["q"]) for row in output] == [("", "a"), ("", "b")]
-    assert bool(log.said("no column 'text', so document.text is empty")) == (not settings)
+    assert bool(log.said("The first row has no text")) == (not settings)
 
 
 def test_a_prompt_that_names_the_text_needs_it(server):

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from datatrove_ckpt.common.redaction import Secret
-from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.engines import llamacpp
-from datatrove_ckpt.config.engines.llamacpp import resolve_model_path
+from datatrove_ckpt.config import InferenceConfig, engines
+from datatrove_ckpt.config.engines import resolve_model_path
 from datatrove_ckpt.config.inference_config import (
     ENGINES,
     SINGLE_NODE,
@@ -91,7 +90,7 @@ def test_what_shows_sglangs_settings_or_passes_them_on_shows_no_key():
 def test_the_llamacpp_servers_of_all_models_divide_the_cores(
     monkeypatch,
 ):
-    monkeypatch.setattr(llamacpp, "usable_cores", lambda: 7)
+    monkeypatch.setattr(engines, "usable_cores", lambda: 7)
     models = {
         "writer": config("llamacpp"),
         "judge": config("llamacpp", replicas=2),
@@ -158,7 +157,7 @@ COMMANDS = {
 @pytest.mark.parametrize("name", COMMANDS)
 def test_settings_become_the_flags_of_their_engine(name, monkeypatch):
     engine, settings, nodes = COMMANDS[name]
-    monkeypatch.setattr(llamacpp, "usable_cores", lambda: 7)
+    monkeypatch.setattr(engines, "usable_cores", lambda: 7)
     argv = command_of(config(engine, **settings), FOUND.get(engine), nodes).argv
     names = {"SGLANG": sglang_launch.__file__, "PYTHON": sys.executable}
     hold("engines", name, " ".join(argv), **names)

@@ -8,7 +8,7 @@ import pytest
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.common.redaction import refuse_variables
-from datatrove_ckpt.config.engines.llamacpp import resolve_model_path
+from datatrove_ckpt.config.engines import resolve_model_path
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
 from tests.jobs import documents, runner

@@ -60,7 +60,7 @@ _MODULES = """
     datatrove.executor datatrove.pipeline.inference.run_inference datatrove.pipeline.readers.jsonl
     datatrove.pipeline.writers.jsonl datatrove_ckpt.cli.execution
     datatrove_ckpt.cli.main datatrove_ckpt.cli.run datatrove_ckpt.cli.status
-    datatrove_ckpt.cli.verify_repair datatrove_ckpt.executors.local datatrove_ckpt.generation.rank
+    datatrove_ckpt.cli.output_commands datatrove_ckpt.executors.local datatrove_ckpt.generation.rank
     datatrove_ckpt.inference.servers.host datatrove_ckpt.mirror.mirror
     datatrove_ckpt.mirror.restore datatrove_ckpt.run_folder.preflight datatrove_ckpt.readers
     datatrove_ckpt.rollouts datatrove_ckpt.runner datatrove_ckpt.testing numpy.random uvloop

@@ -457,7 +457,7 @@ def batches() -> None:
 
 
 @_command(
-    "show",
+    "output_commands",
     _WHAT,
     _argument("FILE", "report.html in the run folder, or here; - prints it", "-o", "--output"),
 )
@@ -480,7 +480,7 @@ def report() -> None:
 
 
 @_command(
-    "show",
+    "output_commands",
     _WHAT,
     _argument("N", "how many; default: 5", "--n", type=_count, default=5),
     _argument("ID", "those with this id, as a whole", "--id"),
@@ -510,7 +510,7 @@ def show() -> None:
 
 
 @_command(
-    "show",
+    "output_commands",
     _WHAT,
     _argument("TARGET", "file.csv, file.jsonl, file.parquet, or hf://datasets/ORG/NAME"),
     _OUTPUT,
@@ -573,7 +573,7 @@ def track() -> None:
     """
 
 
-@_command("verify_repair", _WHAT, _JSON, _OUTPUT, _FULL)
+@_command("output_commands", _WHAT, _JSON, _OUTPUT, _FULL)
 def verify() -> None:
     """Check the output against the checkpoint.
 
@@ -596,7 +596,7 @@ def verify() -> None:
 
 
 @_command(
-    "verify_repair",
+    "output_commands",
     _WHAT,
     _OUTPUT,
     _FULL,

@@ -62,7 +62,7 @@ def run_job(config: JsonObject, executor: Any, arguments: argparse.Namespace) ->
         printing.say(FullConfig(config).text().rstrip())
         return 0
     if arguments.sample is not None:
-        from datatrove_ckpt.cli.show import sample
+        from datatrove_ckpt.cli.output_commands import sample
 
         return sample(executor, arguments.sample)
     from datatrove_ckpt.cli.execution import execute  # not imported for a file with a mistake

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from datatrove.executor.base import PipelineExecutor
+from datatrove.pipeline.readers.base import BaseReader
 from datatrove.utils.stats import PipelineStats
 from loguru import logger
 
@@ -195,10 +196,12 @@ def check_after_run(plan: RunPlan) -> dict[Path, JobTotals]:
                 f"{counts.written} written, {counts.dropped} dropped, {counts.dead} dead letters. "
                 f"Do not use the output before you have run: datatrove-ckpt verify {root} --full"
             )
-        if job.numbers.skipped and not counts.read:
+        is_unfiltered = all(isinstance(step, BaseReader) for step in runner.before)
+        may_be_empty = ended_early or not is_unfiltered
+        if not counts.read and (job.numbers.skipped or not may_be_empty):
             raise InputError(
-                f"No row of the whole input is a document.{job.numbers.skipped} Check text_key and "
-                "the adapter of the reader.",
+                f"No row of the whole input is a document.{job.numbers.skipped} Check its files, "
+                "and text_key and the adapter of the reader.",
                 starts_over="anew",
             )
         if counts.read and counts.dead == counts.read:

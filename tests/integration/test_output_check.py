@@ -213,11 +213,12 @@ def test_the_last_line_and_the_status_agree_on_retries_and_on_answers_that_are_c
     assert found["delivered"] == found["delivered"] | delivered
 
 
-def test_an_input_without_documents_is_said(job, command):
+def test_an_input_without_documents_is_refused_also_by_the_same_command(job, command):
     for path in (job / "input").iterdir():
         path.write_text("")
-    said = command("run", "job.yaml")
-    assert said.startswith("There are no documents in the input, so there is no output in ")
+    for _ in range(2):
+        said = command("run", "job.yaml", code=1)
+        assert "No row of the whole input is a document. Check its files" in said.error
     log = (job / "logs/logs/task_00000.log").read_text()
     assert "Task 0: there are no documents in its input." in log
     assert "  documents  none in the input\n" in command("status", "job.yaml").out

@@ -399,5 +399,5 @@ def test_files_without_a_document_are_an_error_as_everywhere(server, command):
     Path("docs.jsonl").write_text("")
     write(server)
     said = command("run", "job.yaml", code=1)
-    assert "no file of its input has a document" in said.error
+    assert "No row of the whole input is a document" in said.error
     assert not Path("qa/judged").exists()

@@ -183,6 +183,12 @@ def load(path: str | Path) -> JsonObject:
     Raises:
         ConfigError: the file cannot be read, is not YAML, or does not have the key "executor".
     """
+    hint = ""
+    if Path(path).suffix not in (".yaml", ".yml"):
+        hint = (
+            " Is it the input? Write --input before it; several files are a folder, or a pattern "
+            "in quotes, such as 'documents/*.jsonl'."
+        )
     try:
         job = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
     except (OSError, UnicodeError) as error:
@@ -196,16 +202,13 @@ def load(path: str | Path) -> JsonObject:
         location = ""
         if mark:
             location = f":{mark.line + 1}:{mark.column + 1}"
-        hint = ""
-        if re.search("character '[@`%]|mapping values|alphabetic", str(problem)):
+        if not hint and re.search("character '[@`%]|mapping values|alphabetic", str(problem)):
             hint = " Does a text need quotes?"
-        if Path(path).suffix not in (".yaml", ".yml"):
-            hint = " Is it the input? Then write --input before it."
         raise ConfigError(f"{path}{location}: not valid YAML: {problem}.{hint}") from None
     if not isinstance(job, dict) or not job.keys() & {"executor", "run_folder", "input"}:
         raise ConfigError(
             f'{path}: must have the key "executor" at the top, with class_path and init_args; or '
-            "those of the short form: run_folder, input, prompt and model."
+            f"those of the short form: run_folder, input, prompt and model.{hint}"
         )
     if "executor" in job:
         refuse_unknown(job, ["executor", "kubernetes"], str(path))

@@ -136,6 +136,7 @@ run unquoted.yaml
 run job
 run documents
 run documents/a.jsonl
+run --input documents/a.jsonl documents/a.jsonl --prompt {text}
 run job.yaml --temperature 0 --generation-params '{temperature: 1}'
 run job.yaml --sampel 5
 verify runs/x --executor.tasks=4

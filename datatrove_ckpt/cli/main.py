@@ -486,6 +486,7 @@ def report() -> None:
     _argument("ID", "those with this id, as a whole", "--id"),
     _argument("TEXT", "those with this in their text or answer, in upper or lower case", "--grep"),
     _flag("--dead", "dead letters that no finished retry has taken, with their causes"),
+    _argument("SELECT", "of a run with steps: the first rows of a query over them", "--sql"),
     _OUTPUT,
 )
 def show() -> None:

@@ -27,12 +27,10 @@ from itertools import islice
 from pathlib import Path
 
 import orjson
-import xxhash
 from datatrove.executor.base import PipelineExecutor
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files, layout
-from datatrove_ckpt.checkpoint.job_file import recorded_settings
 from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.cli import short_form, yaml_config
 from datatrove_ckpt.cli.job_input import SavedInput
@@ -47,15 +45,12 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.executors.local import close_servers
 from datatrove_ckpt.run_folder import earlier_runs, queries
-from datatrove_ckpt.run_folder.documents import committed_files
+from datatrove_ckpt.run_folder.documents import select_rows
 from datatrove_ckpt.run_folder.queries import Query
-from datatrove_ckpt.run_folder.run_location import RunLocation
 from datatrove_ckpt.run_folder.run_plan import RunPlan
-from datatrove_ckpt.run_folder.run_state import RunState, read_run_state
+from datatrove_ckpt.run_folder.steps import STEPS, StepFolder
 
 Node = JsonObject
-STEPS = "steps.json"
-"""File in the run folder that lists the steps for commands that get the folder."""
 _REDO = "redo.json"
 """File in the run folder while ``--redo`` moves steps aside: the steps, and their new names."""
 _LOCK = "steps.lock"
@@ -223,14 +218,14 @@ class StepsJob:
         return self.root / step.name
 
     def has_begun(self, step: Step) -> bool:
-        return recorded_settings(self.folder(step) / "checkpoints") != {}
+        return StepFolder(self.folder(step)).has_begun
 
     def unfinished(self, step: Step) -> str:
         """Returns why the steps after this one may not begin; "" if they may."""
-        folder = self.folder(step)
-        if not step.is_run or not self.has_begun(step):
-            return "" if queries.kept_rows(folder / "output") else "it has not run"
-        state = self.state(step)
+        folder = StepFolder(self.folder(step))
+        state = folder.state()
+        if state is None:
+            return "it has not run" if folder.rows is None else ""
         reached = state.limits.reached(state.run_totals)
         if not state.is_finished and (reached is None or reached.setting != "until"):
             return "it is not finished"
@@ -244,10 +239,6 @@ class StepsJob:
             )
         return ""
 
-    def state(self, step: Step) -> RunState:
-        """Returns the state of a run that has begun."""
-        return read_run_state(_location(self.folder(step)))
-
     def rows_of(self, step: Step) -> tuple[str, str]:
         """Returns the digest of a finished step's rows, and a SELECT of them."""
         if step.name not in self._rows:
@@ -255,22 +246,8 @@ class StepsJob:
         return self._rows[step.name]
 
     def _read_rows(self, step: Step) -> tuple[str, str]:
-        folder = self.folder(step)
-        kept = queries.kept_rows(folder / "output")
-        if kept is not None:
-            return kept.digest, kept.select
-        digest = xxhash.xxh3_128()
-        paths = []
-        for output, file, _ in committed_files(_location(folder)):
-            digest.update(f"{file.path} {file.xxh128}\n".encode())
-            paths.append(output.resolve_paths(file.path))
-        if not paths:
-            return digest.hexdigest(), self.without_rows(step)
-        if not all(path.endswith(".parquet") for path in paths):
-            raise ConfigError(
-                f"{step.label}: output_format: a query reads Parquet. Leave output_format out."
-            )
-        return digest.hexdigest(), queries.reads(paths)
+        folder = StepFolder(self.folder(step))
+        return folder.digest(), select_rows(folder) or self.without_rows(step)
 
     def without_rows(self, step: Step) -> str:
         """Returns a SELECT of no row with the columns of a step's output, as far as they are known:
@@ -401,7 +378,8 @@ class StepsJob:
             for folder in folders
             if (folder / "output").is_dir()
             and (folder / "checkpoints").is_dir()
-            and read_run_state(_location(folder)).together.done.written
+            and (state := StepFolder(folder).state()) is not None
+            and state.together.done.written
         ]
 
     def redo(self, names: Sequence[str]) -> None:
@@ -444,7 +422,8 @@ class StepsJob:
     def _hold(self, folder: Path, stack: ExitStack) -> list[Lock]:
         """Locks all tasks of a step."""
         checkpoints = folder / "checkpoints"
-        if checkpoints.is_dir() and read_run_state(_location(folder)).is_at_work:
+        state = StepFolder(folder).state()
+        if state is not None and state.is_at_work:
             raise CheckpointLocked(
                 f"A process works on {folder}. Wait for its end, or stop it, and give the same "
                 "command again."
@@ -487,9 +466,7 @@ class StepsJob:
         """
         files.disk.make_dirs(self.root)
         with self._locked():
-            listed = {
-                step.name: {"label": step.label, "sources": step.sources} for step in self.steps
-            }
+            listed = [step.name for step in self.steps]
             files.disk.replace(self.root / STEPS, orjson.dumps(listed))
             self.redo(redo)
             self.check()
@@ -555,18 +532,11 @@ def run_steps(
     job = StepsJob(short, arguments.config or "the command line")
     for step in job.runs(arguments.redo or ()):
         config, executor = job.executor(step)
-        has_dead = job.has_begun(step) and job.state(step).delivered.dead > 0
-        retries = arguments.retry_dead_letters and has_dead
+        state = StepFolder(job.folder(step)).state()
+        retries = arguments.retry_dead_letters and state is not None and state.delivered.dead > 0
         own = argparse.Namespace(**{**vars(arguments), "retry_dead_letters": retries})
         with written_in(step.label):
             code = run_job(config, executor, own)
         if code:
             return code
     return 0
-
-
-def _location(folder: Path) -> RunLocation:
-    location = RunLocation(str(folder), folder / "checkpoints", [str(folder)])
-    location.output = str(folder / "output")
-    location.logging_dir = str(folder / "logs")
-    return location

@@ -38,9 +38,11 @@ from datatrove_ckpt.output.arrow_types import (
 from datatrove_ckpt.output.csv_writer import line
 from datatrove_ckpt.output.document_codec import document_of, for_orjson, number_column
 from datatrove_ckpt.output.formats import JSONL, PARQUET, format_of_file, from_cell
+from datatrove_ckpt.run_folder import queries
 from datatrove_ckpt.run_folder.report.page import shortened
 from datatrove_ckpt.run_folder.run_location import RunLocation, open_location
 from datatrove_ckpt.run_folder.run_state import read_run_state
+from datatrove_ckpt.run_folder.steps import StepFolder
 from datatrove_ckpt.run_folder.verify import REDO_KINDS, VerifyReport, find_output, verify
 
 if TYPE_CHECKING:
@@ -114,6 +116,11 @@ def committed_files(location: RunLocation) -> Iterator[Committed]:
         CheckpointError: the commits of a rank cannot be read. The files of all other ranks were
             yielded before.
     """
+    kept = queries.kept_rows(location.folder / "output")
+    if kept is not None:  # a query
+        for path in sorted(kept.folder.glob("*.parquet")):
+            yield get_datafolder(str(kept.folder)), OutputFile(path.name, 0, ""), {}
+        return
     folder = get_datafolder(find_output(location))
     damage = None
     for rank in read_ranks(location.folder, Include.SETTINGS | Include.COMMITS):
@@ -161,6 +168,22 @@ def _dead_letters(path: Path) -> Iterator[Json]:
             for line in file:
                 with suppress(ValueError):  # blank after a repair; or torn, and not committed
                     yield orjson.loads(line)
+
+
+def select_rows(step: StepFolder) -> str:
+    """Returns a SELECT of the rows of a step that is not empty; "" if it has none.
+
+    Raises ConfigError if they are not in Parquet files.
+    """
+    if step.rows is not None:
+        return step.rows.select
+    files = committed_files(step.location)
+    paths = [folder.resolve_paths(file.path) for folder, file, _ in files]
+    if not all(path.endswith(".parquet") for path in paths):
+        raise ConfigError(
+            f"{step.folder}: queries read Parquet. Leave output_format out of this step."
+        )
+    return queries.reads(paths) if paths else ""
 
 
 def read_rows(folder: DataFolder, path: str, with_media: bool = False) -> Iterator[Json]:
@@ -372,6 +395,8 @@ def export(location: RunLocation, target: str) -> tuple[int, VerifyReport]:
 
 
 def _refuse_changes(location: RunLocation) -> VerifyReport:
+    if queries.kept_rows(location.folder / "output") is not None:
+        return VerifyReport(location, False)
     report = verify(location)
     wrong = [problem for problem in report.problems if problem.kind in _OTHER_DOCUMENTS]
     if wrong:

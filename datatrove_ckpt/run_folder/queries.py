@@ -16,7 +16,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import fsspec
 import orjson
 import xxhash
 from loguru import logger
@@ -175,6 +174,12 @@ def columns_of(query: Query, tables: Mapping[str, str]) -> dict[str, str]:
         return dict(zip(names, map(str, relation.types), strict=True))
 
 
+def printed(query: Query, tables: Mapping[str, str], rows: int) -> str:
+    """Returns the first rows of a query as a table for people."""
+    with _connected(query, tables) as connection:
+        return str(connection.sql(f"select * from ({query.sql}\n) limit {rows}"))
+
+
 def type_of_schema(schema: object) -> str:
     """Returns the type of a column of answers with a JSON schema."""
     if not isinstance(schema, dict):
@@ -216,6 +221,18 @@ def kept_rows(folder: Path) -> KeptRows | None:
     rows = sum(footer.num_rows for footer in footers)
     made_from = orjson.loads(footers[0].metadata[_MADE_FROM])
     return KeptRows(folder, made_from, xxhash.xxh3_128_hexdigest(digests), rows)
+
+
+def is_damaged(kept: KeptRows) -> bool:
+    """Whether a file of the rows cannot be read, or is not as it was written."""
+    try:
+        for path in kept.folder.glob("*.parquet"):
+            with pq.ParquetFile(path, page_checksum_verification=True) as file:
+                for _ in file.iter_batches():
+                    pass
+    except (OSError, ValueError):  # pyarrow's own are ValueErrors
+        return True
+    return False
 
 
 def make_rows(
@@ -264,7 +281,8 @@ def _write(groups: Any, folder: Path, made_from: bytes) -> None:
     while batches or not number:
         path = folder / f"rows_{number:05d}.parquet"
         digest = xxhash.xxh3_128()
-        with explained("write", path), pq.ParquetWriter(path, groups.schema) as file:
+        writer = pq.ParquetWriter(path, groups.schema, write_page_checksum=True)
+        with explained("write", path), writer as file:
             for batch in batches:
                 digest.update(batch.serialize())
                 file.write_batch(batch)
@@ -300,6 +318,8 @@ def _connected(
     try:
         with duckdb.connect(config=settings) as connection:
             for protocol in set(re.findall(r"\b([a-z][a-z0-9]*)://", query.sql)):
+                import fsspec  # slow to import
+
                 connection.register_filesystem(fsspec.filesystem(protocol))
             for name, select in tables.items():
                 connection.execute(f"create view {quoted(name)} as {select}")

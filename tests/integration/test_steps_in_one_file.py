@@ -401,3 +401,49 @@ def test_files_without_a_document_are_an_error_as_everywhere(server, command):
     said = command("run", "job.yaml", code=1)
     assert "No row of the whole input is a document" in said.error
     assert not Path("qa/judged").exists()
+
+
+def test_status_show_verify_and_export_know_steps(finished, command):
+    for what in ("qa", "job.yaml"):
+        said = command("status", what)
+        assert "5 steps" in said
+        assert "answers   finished; 12 documents in, 12 rows out" in said
+        assert "best      finished; 9 rows" in said
+        assert "All steps: 27 requests" in said
+    found = command.json("status", "qa")
+    assert found["steps"]["best"] == {"is_finished": True, "rows": 9}
+    assert found["steps"]["answers"]["delivered"]["written"] == 12
+    assert "5 steps verified" in command("verify", "qa", "--full")
+    assert "1. id 01" in command("show", "qa/best")
+    assert "--sql" in command("show", "qa", code=2).error
+    said = command("show", "qa", "--sql", "select count(*) as n from answers join best using (id)")
+    assert "9" in said
+    assert command("export", "qa/best", "best.csv") == "9 documents in best.csv.\n"
+    assert len(Path("best.csv").read_text().splitlines()) == 10
+    assert command("export", "qa/judged", "all.parquet") == "12 documents in all.parquet.\n"
+
+
+def test_status_names_what_waits_and_what_is_stale(server, command):
+    write(server)
+    assert "no step has started" in command("status", "job.yaml")
+    server._status = rejects(["Judge: answer to Answer: text 3"], 401)
+    command("run", "job.yaml", code=1)
+    said = command("status", "qa")
+    assert "judged    " in said
+    assert "topics    waiting" in said
+    server._status = lambda payload, times: None
+    command("run", "job.yaml")
+    write(server, changed("best", sql=f"{STEPS['best']['sql']} and id <> 'id 01'"))
+    command("run", "job.yaml")
+    assert "stale" not in command("status", "qa")
+    damaged = Path("qa/best/output/rows_00000.parquet")
+    data = bytearray(damaged.read_bytes())
+    data[10] ^= 1
+    damaged.write_bytes(data)
+    assert "best: qa/best/output is damaged" in command("verify", "qa", code=1)
+
+
+def test_no_row_stands_out(server, command):
+    write(server, changed("best", sql=f"{STEPS['best']['sql']} and id = 'x'"))
+    command("run", "job.yaml")
+    assert "best      finished; NO ROW" in command("status", "qa")

@@ -1,0 +1,118 @@
+"""``status``, ``verify`` and ``show --sql`` of a run folder with steps."""
+
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import orjson
+
+from datatrove_ckpt.checkpoint.run_limits import RunTotals
+from datatrove_ckpt.cli.printing import say, say_result
+from datatrove_ckpt.common.formatting import plural
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.run_folder import queries, run_location, status_text
+from datatrove_ckpt.run_folder.run_state import to_json
+from datatrove_ckpt.run_folder.steps import StepFolder, outdated, step_folders
+
+
+def root_of_steps(arguments: argparse.Namespace) -> Path | None:
+    """Returns the run folder that WHAT names; None if it has no steps."""
+    root = Path(arguments.what)
+    if run_location.is_config(arguments.what):
+        from datatrove_ckpt.cli.short_form import read_job  # slow to import
+
+        job = read_job(arguments.what, arguments.overrides)
+        if "steps" not in job:
+            return None
+        root = Path(str(job.get("run_folder"))).expanduser()
+        if not step_folders(root):
+            raise run_location.RunNotStarted(f"{arguments.what}: no step has started yet.")
+    return root if step_folders(root) else None
+
+
+def status(root: Path, arguments: argparse.Namespace) -> int:
+    """Prints a line for each step, and the sums. Returns the exit code."""
+    steps = step_folders(root)
+    stale = dict(outdated(steps))
+    totals = RunTotals()
+    requests = 0
+    code = 0
+    fields: dict[str, object] = {}
+    lines = [f"{root}: {plural(len(steps), 'step')}"]
+    for name, step in steps.items():
+        state = step.state()
+        if state is not None:
+            fields[name] = orjson.loads(to_json(state))
+            totals += state.run_totals
+            requests += state.together.counts.requests
+            code = max(code, int(state.is_damaged))
+        elif step.rows is not None:
+            fields[name] = {"is_finished": True, "rows": step.rows.rows}
+        else:
+            fields[name] = {"is_finished": False}
+        text = "; ".join(_describe(step))
+        if name in stale:
+            text += f"; stale: the rows of {stale[name]} have changed"
+        lines.append(f"  {name:<{max(map(len, steps))}}  {text}")
+    cost = f", {totals.cost / 1e9:.6g} paid" if totals.cost else ""
+    lines.append(
+        f"All steps: {plural(requests, 'request')}, {plural(totals.tokens, 'token')}{cost}. More: "
+        f"datatrove-ckpt status {root}/{next(iter(steps))}"
+    )
+    result = {"version": 2, "what": str(root), "steps": fields, "stale": stale}
+    say_result(arguments.json, result, lines)
+    return code
+
+
+def _describe(step: StepFolder) -> Iterator[str]:
+    state = step.state()
+    if state is not None:
+        yield status_text.progress_of(state)
+        counts = state.delivered
+        rows = state.together.rows or counts.written
+        yield f"{plural(counts.read, 'document')} in, {plural(rows, 'row')} out"
+        if counts.dead:
+            yield plural(counts.dead, "dead letter")
+    elif step.rows is None:
+        yield "waiting"
+    elif step.rows.rows:
+        yield f"finished; {plural(step.rows.rows, 'row')}"
+    else:
+        yield "finished; NO ROW"
+
+
+def verify(
+    root: Path, arguments: argparse.Namespace, verify_run: Callable[[argparse.Namespace], int]
+) -> int:
+    """Verifies each step. Returns the worst exit code."""
+    steps = step_folders(root)
+    codes = []
+    for name, step in steps.items():
+        if step.has_begun:
+            say(f"{name}:")
+            codes.append(verify_run(argparse.Namespace(**{**vars(arguments), "what": str(root / name)})))
+        elif step.rows is None:
+            say(f"{name}: not finished")
+            codes.append(3)
+        elif queries.is_damaged(step.rows):
+            say(f"{name}: {step.rows.folder} is damaged. Remove the folder, and run again.")
+            codes.append(1)
+    for name, source in outdated(steps):
+        say(f"{name}: was made of other rows than {source} has now. Run again: it says what to do.")
+        codes.append(1)
+    say(f"{plural(len(steps), 'step')} verified.")
+    return 1 if 1 in codes else max(codes, default=0)
+
+
+def show(root: Path, arguments: argparse.Namespace) -> int:
+    """Prints the rows of a query over the steps. Returns the exit code."""
+    from datatrove_ckpt.run_folder.documents import select_rows  # slow to import
+
+    steps = step_folders(root)
+    if arguments.sql is None:
+        raise ConfigError(f"{root}: has steps: {', '.join(steps)}. Name one, or give --sql.")
+    query = queries.parse(arguments.sql, "--sql")
+    found = {name: select_rows(step) for name, step in steps.items() if step.has_rows}
+    tables = {name: found[name] for name in query.tables if found.get(name)}
+    say(queries.printed(query, tables, arguments.n))
+    return 0

@@ -1,0 +1,91 @@
+"""The steps of a run folder, as commands see them. Imports no datatrove.
+
+The folder of a step is a run folder; that of a query has only ``output/``, see ``queries``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+import xxhash
+
+from datatrove_ckpt.checkpoint import layout
+from datatrove_ckpt.checkpoint.job_file import recorded_settings
+from datatrove_ckpt.checkpoint.rank_summary import Include, read_ranks
+from datatrove_ckpt.run_folder.queries import KeptRows, kept_rows
+from datatrove_ckpt.run_folder.run_location import RunLocation
+from datatrove_ckpt.run_folder.run_state import RunState, read_run_state
+
+STEPS = "steps.json"
+"""File in the run folder that lists the steps, in order."""
+
+
+class StepFolder:
+    """What the folder of a step holds.
+
+    Attributes:
+        rows: the rows of a query, or those of a run that no row reaches; None for other runs.
+        given: the rows that a run has begun with, if it reads other steps.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.rows = kept_rows(folder / "output")
+        self.given = kept_rows(folder / layout.KEPT_INPUT)
+
+    @property
+    def location(self) -> RunLocation:
+        location = RunLocation(str(self.folder), self.folder / "checkpoints", [str(self.folder)])
+        location.output = str(self.folder / "output")
+        location.logging_dir = str(self.folder / "logs")
+        return location
+
+    @property
+    def has_begun(self) -> bool:
+        return recorded_settings(self.folder / "checkpoints") != {}
+
+    @property
+    def has_rows(self) -> bool:
+        return self.rows is not None or self.has_begun
+
+    def state(self) -> RunState | None:
+        """Returns the state of a run; None if it has not begun."""
+        return read_run_state(self.location) if self.has_begun else None
+
+    def digest(self) -> str:
+        """Returns the hash of the rows; of a run, the hash of its commits."""
+        if self.rows is not None:
+            return self.rows.digest
+        digest = xxhash.xxh3_128()
+        for rank in read_ranks(self.folder / "checkpoints", Include.COMMITS):
+            for _, commit in sorted(rank.commits.items()):
+                for file in commit.files:
+                    digest.update(f"{file.path} {file.xxh128}\n".encode())
+        return digest.hexdigest()
+
+    def made_of(self) -> KeptRows | None:
+        """Returns the rows that show which rows of other steps the step has read."""
+        return self.given or self.rows
+
+
+def step_folders(root: Path) -> dict[str, StepFolder]:
+    """Returns the steps of a run folder in order; none if it holds no steps."""
+    path = root / STEPS
+    if not path.exists():
+        return {}
+    return {name: StepFolder(root / name) for name in orjson.loads(path.read_bytes())}
+
+
+def outdated(steps: dict[str, StepFolder]) -> Iterator[tuple[str, str]]:
+    """Yields each step that has read other rows than a step before it has now, and that step."""
+    digests: dict[str, str] = {}
+    for name, step in steps.items():
+        kept = step.made_of()
+        read = kept.made_from["steps"] if kept is not None else {}
+        changed = [other for other in read if digests.get(other, read[other]) != read[other]]
+        if changed:
+            yield name, changed[0]
+        if step.has_rows:
+            digests[name] = step.digest()

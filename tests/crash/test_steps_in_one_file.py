@@ -1,0 +1,87 @@
+"""A job of steps, killed at every effect, ends with the same bytes: queries, renames, records."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import datatrove_ckpt
+from datatrove_ckpt.checkpoint import open_checkpoint
+from datatrove_ckpt.testing import FakeServer
+from tests.crashes import EFFECTS, assert_same_output_after_crash
+from tests.integration.test_steps_in_one_file import STEPS, reply
+from tests.yaml_jobs import write_rows
+
+RENAMES = ("rename", "remove_tree", "remove", "link")
+ROWS = [{"id": f"id {n}", "text": f"text {n}", "topic": f"topic {n % 2}"} for n in range(6)]
+
+pytestmark = pytest.mark.usefixtures("code_described_once")
+
+
+@pytest.fixture(autouse=True)
+def _one_after_the_other(monkeypatch):
+    monkeypatch.setattr(open_checkpoint, "MAX_GROUP", 1)
+
+
+@pytest.fixture
+def attempt(ram, monkeypatch):
+    """Runs the steps in a folder, and copies their rows to ``output``."""
+    with FakeServer(reply) as server:
+
+        def run(folder, redo=()):
+            monkeypatch.chdir(folder)
+            outputs = datatrove_ckpt.run(
+                run_folder="qa",
+                model="m",
+                endpoint=server.url,
+                max_concurrent_generations=1,
+                records_per_chunk=3,
+                steps=STEPS,
+                redo=redo,
+            )
+            for name, output in outputs.items():
+                for path in output.glob("*.parquet"):
+                    (folder / "output" / name).mkdir(parents=True, exist_ok=True)
+                    shutil.copy(path, folder / "output" / name)
+
+        yield run
+
+
+@pytest.fixture
+def job(ram):
+    folder = ram / "job"
+    folder.mkdir()
+    write_rows(folder / "docs.jsonl", ROWS)
+    return folder
+
+
+@pytest.mark.matrix("effects, step", [(RENAMES, 7), (RENAMES, 1), (EFFECTS, 1)])
+def test_steps_end_with_the_same_rows_after_a_crash_at_each_effect(job, attempt, effects, step):
+    report = assert_same_output_after_crash(attempt, job, recoveries=0, counted=effects, step=step)
+    assert report.points.count("rename input") == 2
+    assert report.points.count("rename output") == 2
+
+
+def restarts(attempt):
+    """The same command again, or without its flag once it has begun."""
+
+    def same(folder):
+        attempt(folder, ["answers"])
+
+    def plain(folder):
+        has_begun = Path(folder, "qa/redo.json").exists() or Path(folder, "qa/answers.1").exists()
+        attempt(folder, () if has_begun else ["answers"])
+
+    return {"same": same, "plain": plain}
+
+
+@pytest.mark.slow
+@pytest.mark.matrix("again, effects", [("plain", RENAMES), ("same", RENAMES), ("plain", EFFECTS)])
+def test_redo_ends_with_the_same_rows_after_a_crash_at_each_effect(job, attempt, again, effects):
+    attempt(job)
+    write_rows(job / "docs.jsonl", [*ROWS, {"id": "new", "text": "text 7", "topic": "topic 1"}])
+    shutil.rmtree(job / "output")
+    report = assert_same_output_after_crash(
+        restarts(attempt)[again], job, recoveries=0, counted=effects
+    )
+    assert {f"rename {name}.1" for name in STEPS} <= {*report.points}

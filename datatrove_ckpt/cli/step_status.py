@@ -90,7 +90,9 @@ def verify(
     for name, step in steps.items():
         if step.has_begun:
             say(f"{name}:")
-            codes.append(verify_run(argparse.Namespace(**{**vars(arguments), "what": str(root / name)})))
+            codes.append(
+                verify_run(argparse.Namespace(**{**vars(arguments), "what": str(root / name)}))
+            )
         elif step.rows is None:
             say(f"{name}: not finished")
             codes.append(3)

@@ -1,7 +1,5 @@
 """The settings of a job in the short form, which ``run --help`` shows."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -10,8 +10,6 @@ a job dies                          the next job takes its ranks, while they adv
 the coordinator ends                jobs continue; the next run of the same command waits for them
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import math
@@ -193,7 +191,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             if not isinstance(error, GoalReached):
                 raise
 
-    def check(self, plan: RunPlan) -> None:
+    def check(self, plan: "RunPlan") -> None:
         """Refuses a pipeline that jobs cannot run.
 
         Raises:

@@ -11,8 +11,6 @@ The next pod of an index has the same host name, and starts after the last pod e
 are free at once. If a node only seems to be gone, the mirror or the lock decides which pod resumes.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +102,7 @@ _RULES: list[JsonObject] = [
 ]
 
 
-def config_map(text: str, plan: RunPlan, metadata: JsonObject) -> tuple[JsonObject, list[str]]:
+def config_map(text: str, plan: "RunPlan", metadata: JsonObject) -> tuple[JsonObject, list[str]]:
     """Returns the job's file and the user's own modules, as far as there is room, and the names of
     the other modules.
     """
@@ -140,7 +138,7 @@ def _texts(files: dict[str, Path], max_bytes: int) -> dict[str, str]:
         return {}
 
 
-def manifest(plan: RunPlan, job: KubernetesJob, files: JsonObject, workers: int) -> JsonObject:
+def manifest(plan: "RunPlan", job: KubernetesJob, files: JsonObject, workers: int) -> JsonObject:
     """Returns the Job, which mounts the ConfigMap ``files``."""
     metadata = files["metadata"]
     mounted = {"name": metadata["name"]}

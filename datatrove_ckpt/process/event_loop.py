@@ -6,8 +6,6 @@ A process that user code forked with ``os.fork`` shares the rank's sockets and o
 files, and would use them in our code. So it ends there at once, and closes nothing (``end_fork``).
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

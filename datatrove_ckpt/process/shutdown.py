@@ -15,8 +15,6 @@ reader or ``shared_context``) into errors. ``SystemExit`` is no ``Exception``, s
 see no failure: documents would be missing after exit code 0, or its pool would wait without end.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os
@@ -75,7 +73,7 @@ class Shutdown:
             KeyboardInterrupt.
     """
 
-    def __init__(self, drain_seconds: float = 0.0, parent: Shutdown | None = None) -> None:
+    def __init__(self, drain_seconds: float = 0.0, parent: "Shutdown | None" = None) -> None:
         self.drain_seconds = drain_seconds
         self.parent = parent
         self.cause = ""
@@ -323,7 +321,7 @@ def exit_error(caller: str, error: BaseException) -> UnexpectedExit:
 
 
 @contextmanager
-def no_exit(caller: str, shutdown: Shutdown) -> Iterator[None]:
+def no_exit(caller: str, shutdown: "Shutdown") -> Iterator[None]:
     """Turns an exit of foreign code into an error, and ends a fork that leaves the block.
 
     Raises:

@@ -4,8 +4,6 @@ datatrove replaces loguru's sinks for every task; only a patcher survives. A tra
 of the message, because loguru's own shows values of variables, including API keys.
 """
 
-from __future__ import annotations
-
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -60,7 +58,7 @@ class QuietErrors:
         if not said_later:
             sys.excepthook = _say_nothing_twice
 
-    def __reduce__(self) -> tuple[type[QuietErrors], tuple[()]]:
+    def __reduce__(self) -> "tuple[type[QuietErrors], tuple[()]]":
         return QuietErrors, ()
 
     def __repr__(self) -> str:

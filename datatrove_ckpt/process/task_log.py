@@ -7,8 +7,6 @@ On a full disk a log lacks lines: the task's error says why.
 Imported with ``InferenceRunner``, and so by every process that unpickles an executor with its step.
 """
 
-from __future__ import annotations
-
 import io
 import sys
 from collections.abc import Iterator
@@ -82,7 +80,7 @@ def _close(file: TextIO) -> None:
     file.close()
 
 
-def _line_of_many(record: Record) -> str:
+def _line_of_many(record: "Record") -> str:
     rank = rank_of_many()
     is_named = rank is None or record["message"].startswith("Task ")
     task = "" if is_named else f"task {rank}: "

@@ -16,8 +16,6 @@ No lock or queue is shared, so this process notices a killed worker at once, whe
 waits without end. Only this process gets a terminal's signals: one Ctrl-C is one request to stop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os
@@ -171,7 +169,7 @@ class Workers:
 
     context: BaseContext
     count: int
-    work: Work
+    work: "Work"
     numbers: Iterable[int]
     max_attempts: int
     stop_seconds: float = math.inf
@@ -420,7 +418,7 @@ def work(
     connection: connections.Connection,
     environment: dict[str, str],
     numbers: list[int],
-    run: Work,
+    run: "Work",
     slot: int,
     below_bar: bool,
 ) -> None:
@@ -459,7 +457,7 @@ class _Worker:
         self._stop_signal = 0  # none came
         self._pid = os.getpid()
 
-    def serve(self, run: Work, slot: int) -> None:
+    def serve(self, run: "Work", slot: int) -> None:
         try:
             run(slot, self)
         except BaseException as error:

@@ -2,8 +2,6 @@
 repository on the hub (``export``), and as the result of ``datatrove_ckpt.run()``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -71,7 +69,7 @@ class ShownDocument(NamedTuple):
     is_dead: bool = False
     columns: Sequence[str] = ()
 
-    def safe(self, max_length: int | None) -> ShownDocument:
+    def safe(self, max_length: int | None) -> "ShownDocument":
         """Returns the document without secrets and control characters, each text cut to
         ``max_length``.
         """
@@ -82,7 +80,7 @@ class ShownDocument(NamedTuple):
         return self._replace(id=shortened(id_, 200), text=text, answer=answer)
 
 
-def read_documents(location: RunLocation) -> Iterator[ShownDocument]:
+def read_documents(location: RunLocation) -> "Iterator[ShownDocument]":
     """Reads the documents of the output files.
 
     Raises as ``committed_files``, and OutputFailed if a file cannot be read.
@@ -136,7 +134,7 @@ def committed_files(location: RunLocation) -> Iterator[Committed]:
         raise damage
 
 
-def read_dead_letters(location: RunLocation) -> Iterator[ShownDocument]:
+def read_dead_letters(location: RunLocation) -> "Iterator[ShownDocument]":
     """Reads the dead letters that no finished retry has taken.
 
     Raises ConfigError if there is no checkpoint.
@@ -289,7 +287,7 @@ _GROUP = 1 << 26  # bytes of them in a row group
 _OTHER_DOCUMENTS = (*REDO_KINDS, "duplicate", "overlap", "lost", "commits")  # kinds of problems
 
 
-def dataset(location: RunLocation) -> datasets.Dataset:
+def dataset(location: RunLocation) -> "datasets.Dataset":
     """Returns a dataset of the committed files, which may be larger than the memory.
 
     Raises as ``committed_files``, and OutputFailed if no column can hold the values of JSON lines.
@@ -532,13 +530,13 @@ class RunOutput:
     def __iter__(self) -> Iterator[Document]:
         return map(document_of, self._rows())
 
-    def to_pandas(self) -> pandas.DataFrame:
+    def to_pandas(self) -> "pandas.DataFrame":
         """Returns a row for each document. No value changes its type, as in ``read_json``."""
         import pandas
 
         return pandas.DataFrame(self._rows())
 
-    def to_dataset(self) -> datasets.Dataset:
+    def to_dataset(self) -> "datasets.Dataset":
         """Returns a dataset of the files, which may be larger than the memory."""
         with open_location(self._run_folder) as location:
             return dataset(location)

@@ -6,8 +6,6 @@ folder, which a rename commits: ``FOLDER.new``, sync, ``FOLDER``. The footer of 
 the rows were made from, so rows and record cannot come apart.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -296,7 +294,7 @@ def _write(groups: Any, folder: Path, made_from: bytes) -> None:
 @contextmanager
 def _connected(
     query: Query, tables: Mapping[str, str] | None = None, spill: str = ""
-) -> Iterator[duckdb.DuckDBPyConnection]:
+) -> "Iterator[duckdb.DuckDBPyConnection]":
     """Yields a connection with the tables as views. Its errors become ConfigError."""
     tables = tables or {}
     label = query.label

@@ -3,8 +3,6 @@
 A mirror is copied into a temporary folder. Messages name the mirror instead.
 """
 
-from __future__ import annotations
-
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +51,7 @@ class RunLocation:
     what: str
     folder: Path
     given: list[str]
-    mirror: MirrorReader | None = None
+    mirror: "MirrorReader | None" = None
     tasks: int = 0
     logging_dir: str | None = None
     output: str | None = None

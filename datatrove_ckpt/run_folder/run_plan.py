@@ -3,8 +3,6 @@
 Only ``incomplete`` and ``pulls`` read the executor again, because completion markers change.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -56,7 +54,7 @@ class RunnerPlan:
         copy: the folder with a copy of the mirror, if the ranks run as jobs.
     """
 
-    plan: RunPlan
+    plan: "RunPlan"
     index: int
     step: InferenceRunner
     before: Sequence[PipelineStep]
@@ -91,7 +89,7 @@ class RunnerPlan:
 class WrongMarker(NamedTuple):
     """A completion marker that must be removed. ``text``: what is wrong with it."""
 
-    plan: RunPlan
+    plan: "RunPlan"
     rank: int
     text: str
 
@@ -202,7 +200,7 @@ class RunPlan:
         return bool(getattr(self._executor, "pulls", False))
 
     @contextmanager
-    def with_mirrors(self) -> Iterator[RunPlan]:
+    def with_mirrors(self) -> "Iterator[RunPlan]":
         """Yields a plan for checks on this machine.
 
         If ranks run as jobs, it has copies of their mirrors. Errors name these by their URLs.
@@ -265,7 +263,7 @@ class RunPlan:
 # checks of settings -------------------------------------------------------------------------------
 
 
-def check_steps(plan: RunPlan) -> None:
+def check_steps(plan: "RunPlan") -> None:
     """Checks a job, and the jobs that it depends on.
 
     Raises:
@@ -330,7 +328,7 @@ def _check_order(pipeline: Sequence[object]) -> None:
             )
 
 
-def lost_with_disk(plan: RunPlan, is_kept: Callable[[str], bool]) -> list[str]:
+def lost_with_disk(plan: "RunPlan", is_kept: Callable[[str], bool]) -> list[str]:
     """Returns the settings with a path on a disk that is lost with its machine.
 
     Args:
@@ -374,7 +372,7 @@ def note_workers(workers: int, tasks: int) -> None:
         )
 
 
-def refuse_without_claims(plan: RunPlan) -> None:
+def refuse_without_claims(plan: "RunPlan") -> None:
     """Raises ConfigError if ``logging_dir`` cannot hold claims, or no checkpoint backs them."""
     refuse_for_claims(plan.logging_dir.resolve_paths(""))
     for runner in plan.runners:

@@ -21,8 +21,6 @@ file. In a remote, the manifest of such a step has the format SHARED, and all it
 objects by their xxh128 in shared/, which stay as long as a step has them.
 """
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -101,7 +99,7 @@ def check_files(
     folder: Path,
     name: StepName,
     full: bool = True,
-    load: Callable[[str, CheckedFile], None] | None = None,
+    load: "Callable[[str, CheckedFile], None] | None" = None,
     loaded: Container[str] = (),
 ) -> None:
     """Raises CheckpointCorrupt if a file has changed.

@@ -18,6 +18,7 @@ MOVED = {
     "errors.doors": "old_paths",
     "generation.code_walk": "old_paths",
     "output.hub_pace": "output.hub",
+    "output.hub_writers": "output.writer_checks",
     "readers.batch": "readers.batch_files",
     "readers.dataset_source": "readers.huggingface",
     "readers.extent": "old_paths",

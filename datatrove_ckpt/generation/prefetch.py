@@ -43,9 +43,8 @@ from datatrove_ckpt.readers.inputs import (
     position_of,
     position_state,
 )
-from datatrove_ckpt.readers.pipeline import PipelineReaders, steps_before
+from datatrove_ckpt.readers.pipeline import STATS, PipelineReaders, StepStats, steps_before
 from datatrove_ckpt.readers.shard_record import StepRecord
-from datatrove_ckpt.readers.step_stats import STATS, StepStats
 
 # A step sees only the remaining documents after a resume that seeks, so a step that counts, samples
 # or removes duplicates would give another result. The listed steps treat each document alone.

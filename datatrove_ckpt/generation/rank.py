@@ -67,8 +67,7 @@ from datatrove_ckpt.process.open_files import raise_limit
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import end_tasks, no_exit
 from datatrove_ckpt.readers.inputs import Revisions
-from datatrove_ckpt.readers.pipeline import steps_before
-from datatrove_ckpt.readers.step_stats import StepStats
+from datatrove_ckpt.readers.pipeline import StepStats, steps_before
 from datatrove_ckpt.rollouts import ReadyMade
 
 _STARTS_OVER = (

@@ -32,8 +32,7 @@ from datatrove_ckpt.generation.run_identity import CHAT_TEXTS, run_identity, sen
 from datatrove_ckpt.generation.user_rollout import SharedContext, check_rollout
 from datatrove_ckpt.output.document_codec import RowsOf, exploded, one_row
 from datatrove_ckpt.output.hub import CommitPace
-from datatrove_ckpt.output.hub_writers import with_our_uploads
-from datatrove_ckpt.output.writer_checks import check_output_folder, check_writer
+from datatrove_ckpt.output.writer_checks import check_output_folder, check_writer, with_our_uploads
 from datatrove_ckpt.process.open_files import requests_at_once
 from datatrove_ckpt.process.preemption import Preemption, Setting, check_notice
 from datatrove_ckpt.process.shutdown import SIGNALS, check_signals

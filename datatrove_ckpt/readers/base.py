@@ -25,7 +25,13 @@ from datatrove_ckpt.common.counts import DAMAGED, WITHOUT_TEXT, SkippedLines
 from datatrove_ckpt.common.redaction import check_no_secrets, check_options, refuse_variables
 from datatrove_ckpt.common.warnings import warn_once
 from datatrove_ckpt.errors import ConfigError, DocumentError, DocumentNotSerializable, InputError
-from datatrove_ckpt.readers.compressed import codec_of, open_content
+from datatrove_ckpt.readers.compressed import (
+    WHOLE,
+    codec_of,
+    open_content,
+    refuse_partial_files,
+    whole_option,
+)
 from datatrove_ckpt.readers.declared_types import DeclaredTypes
 from datatrove_ckpt.readers.empty_input import refuse_file_without_documents
 from datatrove_ckpt.readers.inputs import (
@@ -54,7 +60,6 @@ from datatrove_ckpt.readers.inputs import (
     shuffled_names,
     start_reader,
 )
-from datatrove_ckpt.readers.partial_files import WHOLE, refuse_partial_files, whole_option
 
 READER_VERSION = 1
 _MAX_LOGGED = 5  # damaged rows

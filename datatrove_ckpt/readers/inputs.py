@@ -729,7 +729,7 @@ def record_reader(
     limited: bool = False,
     whole: JsonObject | None = None,
 ) -> ReaderRecord:
-    """Records a reader's input. ``whole``: see ``partial_files.whole_option``."""
+    """Records a reader's input. ``whole``: see ``compressed.whole_option``."""
     options = options_of(reader) | (whole or {})
     return ReaderRecord(options, sample_files(inputs, range(count)), limited)
 

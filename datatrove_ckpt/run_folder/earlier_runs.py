@@ -37,6 +37,7 @@ from datatrove_ckpt.mirror.restore import compare_mirrored_job, restore_outdated
 from datatrove_ckpt.output.output_folder import OutputFolder, RankCommits
 from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.readers import HuggingFaceDatasetReader, SeekingReader
+from datatrove_ckpt.readers.compressed import WHOLE, refuse_partial_files
 from datatrove_ckpt.readers.inputs import (
     MISSING,
     Reading,
@@ -46,7 +47,6 @@ from datatrove_ckpt.readers.inputs import (
     sample_files,
     shuffled_names,
 )
-from datatrove_ckpt.readers.partial_files import WHOLE, refuse_partial_files
 from datatrove_ckpt.readers.shard_record import FileRecord, ReaderRecord, ShardRecord, differences
 from datatrove_ckpt.run_folder.run_plan import RunnerPlan, RunPlan, WrongMarker
 

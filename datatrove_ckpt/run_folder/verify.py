@@ -56,7 +56,7 @@ from datatrove_ckpt.output.output_folder import (
     published_names,
 )
 from datatrove_ckpt.process.gc_tuning import gc_paused
-from datatrove_ckpt.readers.partial_files import refuse_partial_files
+from datatrove_ckpt.readers.compressed import refuse_partial_files
 from datatrove_ckpt.readers.shard_record import ShardRecord
 from datatrove_ckpt.run_folder.run_location import RunLocation
 

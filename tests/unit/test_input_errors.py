@@ -25,7 +25,7 @@ from datatrove_ckpt.readers import (
     position_state,
 )
 from datatrove_ckpt.readers.blocks import BlockInput
-from datatrove_ckpt.readers.partial_files import refuse_partial_files
+from datatrove_ckpt.readers.compressed import refuse_partial_files
 from tests.unit.tables import reader_of, write_table
 
 LINES = [b'{"text": "%d", "id": "%d"}\n' % (i, i) for i in range(2000)]

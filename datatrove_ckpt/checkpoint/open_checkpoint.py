@@ -82,16 +82,15 @@ class DiskSpace:
         self._next_check = 0.0
         self._is_low = False
 
-    def holds_up(self, waiting: int, max_ignored: int) -> bool:
+    def holds_up(self, waiting: int) -> bool:
         """Whether no document should be started. Logs each change.
 
         Args:
-            waiting: number of chunks that wait to be put in place.
-            max_ignored: number of waiting chunks that are too few to free enough space.
+            waiting: number of chunks that wait to be put in place. Few free too little space.
         """
         was_low = self._is_low
         now = time.monotonic()
-        if waiting <= max_ignored:
+        if waiting <= MAX_PUBLISHING:
             self._is_low = False
         elif now >= self._next_check:
             self._next_check = now + _CHECK_SECONDS
@@ -950,7 +949,7 @@ class OpenCheckpoint:
         Documents in progress continue.
         """
         if self._settings.placed_later:
-            return self._disk_space.holds_up(self.publishing, MAX_PUBLISHING)
+            return self._disk_space.holds_up(self.publishing)
         return self.publishing > MAX_PUBLISHING
 
     @property

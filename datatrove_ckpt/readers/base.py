@@ -127,7 +127,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     types: DeclaredTypes | None = None  # of formats that have none
     _damaged_rows = 0  # rows of the task so far
     _has_read_row = False
-    _prepares_rows = True
 
     def __init__(
         self,
@@ -229,8 +228,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def get_document_from_dict(
         self, data: Row, source_file: str, id_in_file: int | str
     ) -> Document | None:
-        if self._prepares_rows:
-            self._prepare(data, source_file)
+        self._prepare(data, source_file)
         fields = self.adapter(data, source_file, id_in_file)
         if self.text_key is None and not fields.get("text"):
             metadata = fields.get("metadata", {})
@@ -282,7 +280,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 row.setdefault(name, value)
         if not self._has_read_row:
             self._has_read_row = True
-            self._prepares_rows = self.path_columns or self.types is not None
             self._warn_of_absent(row)
         if self.types is not None:
             self.types.convert(row)

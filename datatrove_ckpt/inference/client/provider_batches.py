@@ -296,7 +296,6 @@ class MessageBatches(BatchProvider):
     takes_files = False
     _path = MESSAGES.removeprefix("/v1/") + "/batches"
     _after = "after_id"
-    _foreign_ids: Set[str] = frozenset()
     _undecided = ""
 
     async def delete(self, file: str) -> None:
@@ -318,7 +317,7 @@ class MessageBatches(BatchProvider):
     async def _is(self, listed: JsonObject, batch: RequestedBatch, known_ids: Set[str]) -> bool:
         remote = self._batch(listed)
         requests = remote.lines + _total(listed, "processing")
-        if remote.id in known_ids | self._foreign_ids or requests != batch.requests:
+        if remote.id in known_ids or requests != batch.requests:
             return False
         if listed.get("archived_at"):
             return False
@@ -326,10 +325,7 @@ class MessageBatches(BatchProvider):
             with suppress(ProviderObjectMissing):  # not there yet
                 async with aclosing(self.answers(*remote.files)) as answers:
                     async for answer in answers:
-                        if str(answer.custom_id).startswith(batch.tag[:TAG_DIGITS]):
-                            return True
-                        self._foreign_ids |= {remote.id}
-                        return False
+                        return str(answer.custom_id).startswith(batch.tag[:TAG_DIGITS])
         self._undecided = remote.id
         return False
 

@@ -134,7 +134,7 @@ class Guardian:
             signal.signal(number, lambda *_: None)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self._launch()
-        while self.server_status is None and not self._wait_for_stop(_PARENT_CHECK):
+        while self.server_status is None and not self._wait_for_stop():
             self._reap()
         if self.server_status is None:
             self._terminate()
@@ -174,8 +174,8 @@ class Guardian:
             print(f"cannot run {self.argv[0]}: {error.strerror}", file=sys.stderr, flush=True)
         os._exit(127)
 
-    def _wait_for_stop(self, timeout: float) -> bool:
-        ready = select.select([0, self._wakeup_read], [], [], timeout)[0]
+    def _wait_for_stop(self) -> bool:
+        ready = select.select([0, self._wakeup_read], [], [], _PARENT_CHECK)[0]
         self._drain_wakeups()
         if 0 in ready:
             if os.read(0, 512):

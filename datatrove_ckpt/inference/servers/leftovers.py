@@ -47,27 +47,25 @@ class ServerRecord:
     log: tuple[int, int]
 
     @classmethod
-    def create(cls, name: str, guardian: int, log: int) -> Self | None:
+    def create(cls, name: str, guardian: int, log: int) -> None:
         """Records a server that this process has launched. ``log`` is a file descriptor.
 
-        Returns None without /proc or a runtime folder; the server starts anyway.
+        Records nothing without /proc or a runtime folder; the server starts anyway.
         """
         pid = os.getpid()
         started = {process.pid: process.started for process in process_table()}
         if not started.keys() >= {guardian, pid}:
-            return None
+            return
         status = os.fstat(log)
         log_file = (status.st_dev, status.st_ino)
         record = cls(name, (pid, started[pid]), (guardian, started[guardian]), log_file)
         try:
-            record._path.write_text(json.dumps(asdict(record)))
+            (_folder() / f"{guardian}.json").write_text(json.dumps(asdict(record)))
         except (OSError, ConfigError) as error:
             logger.warning(
                 f"If this process and the guardian are killed together, {name} will not end: "
                 f"{error}"
             )
-            return None
-        return record
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
@@ -90,10 +88,6 @@ class ServerRecord:
                 if (status.st_dev, status.st_ino) == self.log:
                     return True
         return False
-
-    @property
-    def _path(self) -> Path:
-        return _folder() / f"{self.guardian[0]}.json"
 
 
 def kill_session(session: int, name: str) -> None:

@@ -726,6 +726,10 @@ def _read_claims(state: RunState, location: RunLocation) -> None:
         if unfinished or worker.is_alive:
             state.workers.append(worker._replace(ranks=unfinished))
     state.given_up = given_up(store)
+    if any(worker.is_alive and not worker.runs_all for worker in state.workers):
+        for rank in state.ranks:
+            if rank.state in ("failed", "interrupted") and rank.rank not in state.given_up:
+                rank.trouble = None  # a worker starts it again
 
 
 def check_idle(location: RunLocation, ranks: list[RankSummary]) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.claims.claims import RUN, DiskClaims, new_owner
+from datatrove_ckpt.claims.claims import GIVEN_UP, RUN, Claim, DiskClaims, new_owner
 from datatrove_ckpt.testing import FakeServer
 from tests.mirrors import Killed, known_ordinals
-from tests.rank_folders import write_rank
+from tests.rank_folders import failed, start, stopped, write_rank
 from tests.yaml_jobs import ENDPOINT, job_yaml
 
 
@@ -50,6 +50,27 @@ def test_a_process_between_two_tasks_runs(tmp_path, said, end):
     assert "Nothing runs" not in said(tmp_path)
     store.close()
     assert "Nothing runs at the moment, and the run is not finished." in said(tmp_path)
+
+
+def test_a_failed_task_that_a_worker_starts_again_needs_no_attention(tmp_path, said):
+    for number, cause in enumerate(("no key", "bad input", "a stop")):
+        end = stopped(200.0) if cause == "a stop" else failed(200.0, cause)
+        write_rank(tmp_path / "checkpoints", number, history=[start(100.0), end], tasks=4)
+    assert "3 tasks need attention" in said(tmp_path)
+    store = DiskClaims(tmp_path / "logs/claims", new_owner())
+    store.put(
+        Claim(1, 1, f"{GIVEN_UP}-x"), {"tries": 1, "reached": [0], "why": "bad", "alone": False}
+    )
+    text = said(tmp_path)
+    assert "1 task needs attention:" in text
+    assert "bad input" in text
+    assert "no key" not in text
+    assert "2 failed, 1 interrupted" in text
+    store.close()
+    assert "3 tasks need attention" in said(tmp_path)
+    runs_all = DiskClaims(tmp_path / "logs/claims", new_owner(RUN))
+    assert "3 tasks need attention" in said(tmp_path), "that run ends with the error"
+    runs_all.close()
 
 
 def test_documents_that_are_dead_for_the_most_part_need_attention(tmp_path, said):

@@ -27,7 +27,7 @@ from datatrove_ckpt.run_folder.run_location import RunLocation, restored, upload
 from datatrove_ckpt.run_folder.run_state import check_idle, read_run_state, wanted_files
 from datatrove_ckpt.run_folder.steps import StepFolder
 
-_MOST = 600  # characters of a text; an answer may have twice as many
+MOST = 600  # characters of a text; an answer may have twice as many
 
 
 def show(arguments: argparse.Namespace) -> int:
@@ -40,7 +40,7 @@ def show(arguments: argparse.Namespace) -> int:
     printed = 0
     is_all = not (arguments.dead or arguments.grep) and arguments.id is None
     is_all = is_all and StepFolder(Path(arguments.what)).rows is None
-    max_length = _MOST if arguments.id is None else None
+    max_length = MOST if arguments.id is None else None
     with open_run(arguments, output=arguments.output) as location:
         if arguments.dead:
             documents = read_dead_letters(location)
@@ -54,7 +54,7 @@ def show(arguments: argparse.Namespace) -> int:
         )
         documents = (document for document in documents if arguments.id in (None, document.id))
         for printed, document in enumerate(islice(documents, arguments.n), 1):
-            say(_described(printed, document, "text", max_length))
+            say(described(printed, document, "text", max_length))
         if printed and not arguments.dead:
             say(f"Columns: {', '.join(map(printable, document.columns))}.")
         if arguments.dead and next(documents, None) is not None:
@@ -132,16 +132,16 @@ def sample(executor: PipelineExecutor, number: int) -> int:
                 request.answer_text for request in requests if request.question == question
             )
             say(
-                _described(
-                    index, ShownDocument(name, question, answers), "question", _MOST, "dropped"
+                described(
+                    index, ShownDocument(name, question, answers), "question", MOST, "dropped"
                 )
             )
             continue
         outcomes = [other for other in outcomes if other is not outcome]  # ids may repeat
         failed += outcome.is_dead
         say(
-            _described(
-                index, outcome._replace(text=requests[0].question, location=""), "question", _MOST
+            described(
+                index, outcome._replace(text=requests[0].question, location=""), "question", MOST
             )
         )
     prompts = [requests[0].prompt for _, requests in documents]
@@ -161,7 +161,7 @@ def sample(executor: PipelineExecutor, number: int) -> int:
     return int(failed == len(documents))
 
 
-def _described(
+def described(
     number: int,
     document: ShownDocument,
     title: str,

@@ -71,11 +71,17 @@ def run_job(config: JsonObject, executor: Any, arguments: argparse.Namespace) ->
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    _, executor = make_executor(arguments.config, arguments.overrides)
-    # Not imported for a file with a mistake.
-    from datatrove_ckpt.run_folder.preflight import doctor as examine
+    job = short_form.read_job(arguments.config, arguments.overrides)
+    if "steps" in job:
+        from datatrove_ckpt.cli.steps import examine_steps  # slow to import
 
-    checks = examine(executor)
+        checks = examine_steps(job, arguments.config or "the command line")
+    else:
+        _, executor = make_executor(arguments.config, arguments.overrides)
+        # Not imported for a file with a mistake.
+        from datatrove_ckpt.run_folder.preflight import doctor as examine
+
+        checks = examine(executor)
     problems = sum(check.state == "problem" for check in checks)
     code = int(problems > 0)
     fields = {

@@ -22,9 +22,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import orjson
 from datatrove.executor.base import PipelineExecutor
@@ -34,8 +35,11 @@ from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.cli import short_form, yaml_config
 from datatrove_ckpt.cli.job_input import SavedInput
+from datatrove_ckpt.cli.output_commands import MOST, described
+from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.formatting import did_you_mean, plural_is
+from datatrove_ckpt.common.formatting import did_you_mean, plural, plural_is
+from datatrove_ckpt.common.lazy_pyarrow import pq
 from datatrove_ckpt.errors import (
     CheckpointLocked,
     CheckpointMismatch,
@@ -44,10 +48,13 @@ from datatrove_ckpt.errors import (
     written_in,
 )
 from datatrove_ckpt.executors.local import close_servers
-from datatrove_ckpt.run_folder import earlier_runs, queries
-from datatrove_ckpt.run_folder.documents import select_rows
+from datatrove_ckpt.process.task_errors import log_disabled
+from datatrove_ckpt.run_folder import earlier_runs, preflight, queries
+from datatrove_ckpt.run_folder.documents import ShownDocument, select_rows
+from datatrove_ckpt.run_folder.finding import Finding, run_check
 from datatrove_ckpt.run_folder.queries import Query
 from datatrove_ckpt.run_folder.run_plan import RunPlan
+from datatrove_ckpt.run_folder.sample import estimate_lines, take_sample
 from datatrove_ckpt.run_folder.steps import STEPS, StepFolder
 
 Node = JsonObject
@@ -293,6 +300,33 @@ class StepsJob:
                     types[name] = queries.type_of_value(value)
         return types
 
+    def bind(self) -> Iterator[Finding]:
+        """Checks each query by the columns of the steps that it reads."""
+        unknown: set[str] = set()
+        for step in self.steps:
+            if unknown.intersection(step.sources):
+                text = "a rollout before it has no rows yet, so columns are not known."
+                yield Finding("note", "query", f"{text} `run --sample 3` tries it.", step.name)
+                unknown.add(step.name)
+            elif step.query is not None:
+                yield from run_check(step.name, self._bind, step, property_name="query")
+            rollout = step.settings.get("rollout")
+            is_ready_made = rollout is None or rollout in yaml_config.SHORT_NAMES
+            if not is_ready_made and self.unfinished(step):
+                unknown.add(step.name)
+
+    def _bind(self, step: Step) -> Iterator[Finding]:
+        assert step.query is not None
+        tables = {}
+        for name in step.sources:
+            source = self._by_name[name]
+            if self.unfinished(source):
+                tables[name] = self.without_rows(source)
+            else:
+                tables[name] = self.rows_of(source)[1]
+        names = ", ".join(queries.columns_of(step.query, tables))
+        yield Finding("ok", "query", f"its columns are {names}.")
+
     # before a step -------------------------------------------------------------------------------
 
     def prepare(self, step: Step) -> None:
@@ -340,13 +374,18 @@ class StepsJob:
             job["input"] = f"{folder / layout.KEPT_INPUT}/*.parquet"
         return job
 
-    def executor(self, step: Step) -> tuple[Node, PipelineExecutor]:
+    def executor(self, step: Step, given: str | None = None) -> tuple[Node, PipelineExecutor]:
         """Returns the run of a step in the long form, and its executor. It takes over the answers
         of the folders that ``redo`` has moved aside, if its settings are theirs.
+
+        Args:
+            given: the files of another input.
         """
         job = self.job(step)
-        given = job.get("finished_from") or []
-        old = [given] if isinstance(given, str) else [*given]
+        if given is not None:
+            job["input"] = given
+        named = job.get("finished_from") or []
+        old = [named] if isinstance(named, str) else [*named]
         with written_in(step.label):
             for folder in self._moved_aside(step):
                 parts = [str(folder / part) for part in ("output", "checkpoints")]
@@ -504,6 +543,115 @@ class StepsJob:
             lock.release()
 
 
+def examine_steps(short: Node, source: str) -> list[Finding]:
+    """Checks the steps as ``doctor`` checks a run; of a run whose input is not there yet, only the
+    settings.
+    """
+    sys.path.insert(0, str(Path.cwd()))
+    job = StepsJob(short, source)
+    findings: list[Finding] = []
+    for step in job.steps:
+        if step.is_run:
+            _, executor = job.executor(step)
+            if step.query is None or StepFolder(job.folder(step)).given is not None:
+                for finding in preflight.doctor(executor):
+                    subject = f"{step.name}: {finding.subject}"
+                    findings.append(replace(finding, subject=subject))
+    return [*findings, *job.bind()]
+
+
+class StepsSample:
+    """Takes the first rows through all steps, in a temporary folder. The answers stay with each
+    step, as those of ``run --sample``.
+
+    Attributes:
+        tables: a SELECT of the rows that each step has written.
+        rows: their number.
+        whole: the number that the whole step would write; None if that is not known.
+    """
+
+    def __init__(self, job: StepsJob, number: int, folder: Path) -> None:
+        self.job = job
+        self.number = number
+        self.folder = folder
+        self.tables: dict[str, str] = {}
+        self.rows: dict[str, int] = {}
+        self.whole: dict[str, float | None] = {}
+
+    def take(self, step: Step) -> Iterator[str]:
+        """Takes rows through a step, and yields lines about them."""
+        name = step.name
+        given = None
+        whole = None
+        if step.query is not None:
+            tables = {source: self.tables[source] for source in step.sources}
+            part = layout.KEPT_INPUT if step.is_run else "output"
+            made_from: Node = {"sql": step.query.sql, "steps": {}}
+            kept = queries.make_rows(step.query, tables, self.folder / name / part, made_from)
+            whole = self._whole(step, kept.rows)
+            if not step.is_run or not kept.rows:
+                self.tables[name] = kept.select if not step.is_run else self._without_rows(step)
+                self.rows[name] = kept.rows
+                self.whole[name] = whole
+                yield f"{name}: {plural(kept.rows, 'row') if kept.rows else 'no row reaches it'}"
+                return
+            given = f"{kept.folder}/*.parquet"
+        _, executor = self.job.executor(step, given)
+        plan = RunPlan(executor)
+        with log_disabled("datatrove_ckpt.generation.rank"):
+            sent = take_sample(plan, self.number, self.folder / name, writes_rows=True)
+        documents = sent.documents
+        if step.query is None and sent.total is not None:
+            whole = len(documents) * sent.total / sum(sent.sizes)
+        paths = sorted(map(str, (self.folder / name / "output").glob("*.parquet")))
+        rows = sum(pq.read_metadata(path).num_rows for path in paths)
+        self.rows[name] = rows
+        self.tables[name] = queries.reads(paths) if paths else self._without_rows(step)
+        self.whole[name] = whole and whole * rows / len(documents)
+        yield f"{name}: {plural(len(documents), 'document')} in, {plural(rows, 'row')} out"
+        for number, (document, requests) in enumerate(documents, 1):
+            shown = ShownDocument(str(document.id), requests[0].question, requests[-1].answer_text)
+            yield described(number, shown, "question", MOST)
+        if whole is None:
+            yield "What the whole step takes is unknown: a query before it groups or joins."
+        else:
+            sizes = [1.0] * len(documents)
+            sample = replace(sent, sizes=sizes, total=max(whole, float(len(documents))))
+            yield from estimate_lines(sample, plan.runners[0].step)
+
+    def _without_rows(self, step: Step) -> str:
+        return self.job.without_rows(step)
+
+    def _whole(self, step: Step, rows: int) -> float | None:
+        """Returns how many rows a query gives, by the rows of the sample that it has kept."""
+        assert step.query is not None
+        if not step.sources:
+            return rows
+        (first, *others) = step.sources
+        whole = self.whole[first]
+        if others or whole is None or not step.query.is_filter or not self.rows[first]:
+            return None
+        return whole * rows / self.rows[first]
+
+
+def sample_steps(short: Node, source: str, number: int) -> int:
+    """Takes the first rows through all steps. Returns the exit code."""
+    sys.path.insert(0, str(Path.cwd()))
+    with TemporaryDirectory(prefix="datatrove-ckpt-") as folder:
+        job = StepsJob(short, source)
+        sample = StepsSample(job, number, Path(folder))
+        try:
+            for step in job.steps:
+                for line in sample.take(step):
+                    say(line)
+        finally:
+            close_servers()
+    missed = [name for name, rows in sample.rows.items() if not rows]
+    if missed:
+        say(f"No row is left after: {', '.join(missed)}.")
+    return 0
+
+
 @contextmanager
 def _naming(step: Step) -> Iterator[None]:
     try:
@@ -523,7 +671,9 @@ def run_steps(
     run_job: Callable[[Node, PipelineExecutor, argparse.Namespace], int],
 ) -> int:
     """Runs the steps of a file. Returns the exit code of the first that is not finished."""
-    for flag in ("dry_run", "print_config", "cancel", "no_wait", "sample"):
+    if arguments.sample is not None:
+        return sample_steps(short, arguments.config or "the command line", arguments.sample)
+    for flag in ("dry_run", "print_config", "cancel", "no_wait"):
         if getattr(arguments, flag):
             raise ConfigError(f"--{flag.replace('_', '-')}: is for a run without steps.")
     if "slurm" in short or any("slurm" in step for step in short["steps"].values()):

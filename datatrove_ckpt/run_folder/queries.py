@@ -54,6 +54,7 @@ class Query:
         tables: the names that it reads, without those that it defines.
         reads_files: whether it reads files, which may change.
         is_ordered: its rows have an order of their own.
+        is_filter: each row is a row of its table, which it may also leave out.
     """
 
     label: str
@@ -61,6 +62,7 @@ class Query:
     tables: tuple[str, ...] = ()
     reads_files: bool = False
     is_ordered: bool = True
+    is_filter: bool = True
 
 
 class KeptRows(NamedTuple):
@@ -104,6 +106,10 @@ def parse(sql: str, label: str) -> Query:
     sql = sql.strip().rstrip(";")
     with _connected(Query(label, sql)) as connection:
         ((text,),) = connection.execute("select json_serialize_sql(?)", [sql]).fetchall()
+        sql_of_aggregates = (
+            "select function_name from duckdb_functions() where function_type = 'aggregate'"
+        )
+        aggregates = {name for (name,) in connection.execute(sql_of_aggregates).fetchall()}
     parsed = orjson.loads(text)
     if parsed["error"] or len(parsed["statements"]) != 1:
         raise ConfigError(
@@ -142,7 +148,12 @@ def parse(sql: str, label: str) -> Query:
     reads_files = is_file or any(
         source["function"]["function_name"] not in _WITHOUT_FILES for source in sources
     )
-    return Query(label, sql, tables, reads_files, "ORDER_MODIFIER" in modifiers)
+    is_filter = aggregates.isdisjoint(called) and not any(
+        node.get("type") in ("JOIN", "SET_OPERATION_NODE", "LIMIT_MODIFIER", "DISTINCT_MODIFIER")
+        or node.get("group_expressions")
+        for node in nodes
+    )
+    return Query(label, sql, tables, reads_files, "ORDER_MODIFIER" in modifiers, is_filter)
 
 
 def _nodes(value: object) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import orjson
 from datatrove.data import Document
-from datatrove.pipeline.writers import JsonlWriter
+from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.checksummed_lines import explained
@@ -54,11 +54,12 @@ class SentSample:
     total: float | None
 
 
-def take_sample(plan: RunPlan, number: int, folder: Path) -> SentSample:
+def take_sample(plan: RunPlan, number: int, folder: Path, writes_rows: bool = False) -> SentSample:
     """Sends the first documents of up to ten tasks to the first runner.
 
     Args:
         folder: a folder for the output, and for checkpoints that cannot lie beside the run's.
+        writes_rows: the output has the run's rows, as Parquet; else whole documents, to be shown.
 
     Raises:
         ConfigError: there is no InferenceRunner.
@@ -84,15 +85,18 @@ def take_sample(plan: RunPlan, number: int, folder: Path) -> SentSample:
     record = {"servers": servers_digest(runner.step.models), "documents": places}
     files.disk.make_dir(checkpoints)
     files.disk.replace(checkpoints / SAMPLED, orjson.dumps(record))
+    output = str(folder / "output")
+    if writes_rows:
+        writer = ParquetWriter(output, "${rank}_${chunk_index}.parquet", expand_metadata=True)
+    else:
+        writer = JsonlWriter(output, "${rank}_${chunk_index}.jsonl", compression=None)
     step = runner.step.changed(
         rollout_fn=noting(runner.step.rollout_fn, recorded_requests),
-        output_writer=JsonlWriter(
-            str(folder / "output"), "${rank}_${chunk_index}.jsonl", compression=None
-        ),
+        output_writer=writer,
         checkpoints_local_dir=str(checkpoints),
         checkpoints_remote_dir=None,
         records_per_chunk=number,
-        explode=False,  # the whole answers are shown
+        explode=writes_rows and runner.step.explode,  # else whole answers are shown
         rollout_results=True,
         on_document_error="dead_letter",
         skip_bad_requests=True,

@@ -53,7 +53,7 @@ def server():
 
 
 def job(server, steps=STEPS, **settings):
-    defaults = {"run_folder": "qa", "model": "m", "endpoint": server.url, "sync_seconds": 0.05}
+    defaults = {"run_folder": "qa", "model": "fake", "endpoint": server.url, "sync_seconds": 0.05}
     return {**defaults, **settings, "steps": steps}
 
 
@@ -447,3 +447,70 @@ def test_no_row_stands_out(server, command):
     write(server, changed("best", sql=f"{STEPS['best']['sql']} and id = 'x'"))
     command("run", "job.yaml")
     assert "best      finished; NO ROW" in command("status", "qa")
+
+
+SCORE = {"type": "object", "properties": {"score": {"type": "integer"}}}
+WRONG = [
+    ("best", {"sql": "select id, topik from judged"}, "topik"),
+    ("best", {"sql": "select rating.skore from judged"}, "skore"),
+    ("best", {"sql": "select topic, count(*) from judged"}, "GROUP BY"),
+    ("best", {"sql": "selekt"}, "syntax error"),
+    ("rejected", {"sql": "select * from judged anti join best using (ids)"}, "ids"),
+    ("topics", {"input": {"sql": "select verdict as text from judged"}}, "verdict"),
+]
+
+
+@pytest.mark.parametrize("name, settings, found", WRONG)
+def test_doctor_finds_a_mistake_in_each_query_before_any_request(
+    server, command, name, settings, found
+):
+    steps = changed("judged", json_schema=SCORE)
+    steps = {
+        **steps,
+        "best": {"sql": "select id, topic, answer from judged where rating.score > 3"},
+    }
+    steps["topics"] = {**steps["topics"], "input": "best", "prompt": "{answer}"}
+    write(server, steps)
+    assert "no problem" in command("doctor", "job.yaml")
+    write(server, changed(name, steps, **settings))
+    said = command("doctor", "job.yaml", code=None)
+    assert said.code in (1, 2)
+    assert found in said
+    assert not server.payloads
+
+
+def test_doctor_says_that_columns_of_a_rollout_are_not_known(server, command):
+    Path("ask.py").write_text("async def rollout(document, generate):\n    return 'x'\n")
+    steps = changed("judged", rollout="ask.rollout", answer=None)
+    del steps["judged"]["prompt"]
+    write(server, steps)
+    said = command("doctor", "job.yaml")
+    assert "note     best, query: a rollout before it has no rows yet" in said
+
+
+def test_a_sample_takes_rows_through_all_steps_and_the_run_takes_its_answers(server, command):
+    write(server, prices={"prompt": 2, "completion": 8})
+    said = command("run", "job.yaml", "--sample", "3")
+    for line in ("answers: 3 documents in, 3 rows out", "best: 2 rows", "rejected: 1 row"):
+        assert line in said
+    assert "topics: 2 documents in" in said
+    assert "unknown: a query before it groups or joins" in said
+    assert said.count("cost   ") == 2
+    assert "12" in said[said.index("judged:") : said.index("best:")]  # documents of the whole step
+    assert len(server.payloads) == 3 + 3 + 2
+    assert not list(Path("qa").rglob("*.parquet"))
+    before = len(server.payloads)
+    command("run", "job.yaml")
+    assert len(server.payloads) == before + 27 - 3 - 3
+    assert len(table("topics")) == 3
+
+
+def test_a_sample_finds_a_mistake_in_the_last_query_and_steps_without_rows(server, command):
+    steps = changed("best", sql="select id, answer from judged where rating = 'x'")
+    steps["topics"] = {"input": "best", "prompt": "{answer}"}
+    write(server, steps)
+    said = command("run", "job.yaml", "--sample", "3")
+    assert "topics: no row reaches it" in said
+    assert "No row is left after: best, topics." in said
+    write(server, changed("rejected", steps, sql="select idd from judged"))
+    assert "idd" in command("run", "job.yaml", "--sample", "2", code=2).error

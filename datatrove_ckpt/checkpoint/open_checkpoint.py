@@ -258,6 +258,12 @@ class RankFiles:
             self._dirty[journal.path] = journal
             self.finished += DocumentCounts.of([finished.took for finished in group])
 
+    @property
+    def mean_answer(self) -> float:
+        before = self._history.earlier.total
+        tokens = before.completion_tokens + self.own.completion_tokens
+        return tokens / max(1, before.requests + self.own.requests)
+
     def write_batch(self, answers: list[CachedRequest]) -> None:
         """Writes answers of a batch, to requests of documents that are not read yet."""
         self.write(answers, {})
@@ -931,6 +937,11 @@ class OpenCheckpoint:
     def totals(self) -> RunTotals:
         """The current totals of all attempts of the rank: committed documents, and the cost."""
         return self._files.paid(self.done.counts.written)
+
+    @property
+    def mean_answer(self) -> float:
+        """The mean number of completion tokens of all answers of the rank; 0 without answers."""
+        return self._files.mean_answer
 
     @property
     def most_written(self) -> int:

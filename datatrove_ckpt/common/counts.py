@@ -178,6 +178,8 @@ class WorkCounts(Counts):
         cached_tokens: prompt tokens that the server took from its own cache
         reasoning_tokens: completion tokens for reasoning
         cost: cost of the answers at the ``prices`` of the config, in billionths
+        continued: half-written answers that went on after a stop, or after their server's death
+        continued_tokens: tokens of these answers that were not generated again
         errors: failed attempts by kind, such as "timeout", "connection" or "HTTP 503"
         tiers: answers by the ``service_tier`` that the server names
         endpoints: answers by the endpoint that gave them, if the config has ``endpoints``
@@ -210,6 +212,13 @@ class WorkCounts(Counts):
         "", "paid: {:,} of {run.work.completion_tokens:,} completion tokens for reasoning"
     )
     cost: int = 0
+    continued: int = number(
+        "continued_answers_total", "continued: {run.at_least}{:,} half-written answers"
+    )
+    continued_tokens: int = number(
+        "continued_tokens_total",
+        "continued: {run.at_least}{:,} of their tokens not generated again",
+    )
     errors: Counter[str] = labelled("err", "request_errors_total")
     tiers: Counter[str] = labelled("tier")
     endpoints: Counter[str] = labelled("by")
@@ -756,6 +765,8 @@ METRICS = {
     "request_retries_total cause": (
         "Requests sent again in this attempt: after an error, or because their server was lost."
     ),
+    "continued_answers_total": "Half-written answers that went on in this attempt.",
+    "continued_tokens_total": "Tokens of these answers that were not generated again.",
     "request_errors_total kind": "Requests of this attempt that failed once, by kind of error.",
     "cache_hits_total": "Requests of this attempt that the request cache answered.",
     "tokens_total type": "Tokens of this attempt's answers, as servers count them.",

@@ -38,6 +38,9 @@ _NOT_FOR_XGRAMMAR = re.compile(
     r'"(multipleOf|uniqueItems|contains|minContains|maxContains|format|pattern'
     r'|patternProperties|propertyNames)"'
 )
+# The first release whose requests have a ``stream_interval``.
+_CONTINUES = (0, 32)
+_VLLM_VERSION = re.compile(r"vllm(?:_cpu)?-(\d+)\.(\d+).*\.dist-info")
 _SGLANG_LAUNCHER = Path(__file__).parents[1] / "inference" / "servers" / "sglang_launch.py"
 # More slots slow llama.cpp on a laptop, and each needs memory for a whole context.
 _LLAMACPP_SLOTS = 8
@@ -64,6 +67,7 @@ class Vllm(Engine):
     # vLLM then converts a model that generates by itself.
     task_flags: ClassVar = {"embed": {"runner": "pooling"}, "classify": {"runner": "pooling"}}
     drain_seconds = 30.0  # Slurm's KillWait
+    continuing_flag = "enable-scale-out"
     causes = (
         (
             Engine.CONTEXT_TOO_LONG,
@@ -140,6 +144,8 @@ class Vllm(Engine):
             }
         if nodes.rank > 0:
             flags["headless"] = True
+        elif config.half_answers is not False and _vllm_version(launch) >= _CONTINUES:
+            flags[self.continuing_flag] = True
         env: Variables = {
             # Otherwise transformers imports TensorFlow: tens of seconds per start.
             "USE_TF": "0",
@@ -164,6 +170,22 @@ class Vllm(Engine):
 
     def form_fields(self, kind: str, value: FormValue) -> JsonObject | str:
         return {"structured_outputs": {"json" if kind == "json_schema" else kind: value}}
+
+
+def _vllm_version(launch: EngineLaunch) -> tuple[int, int]:
+    """Returns the first two numbers of the installed version; zeros if it is not found."""
+    program = Path(launch.program or shutil.which(launch.python) or launch.python)
+    folders = [*program.parent.parent.glob("lib/python*/*-packages")]
+    if launch.program:  # perhaps a link to a virtual environment
+        folders += program.resolve().parent.parent.glob("lib/python*/*-packages")
+    spec = find_spec("vllm")
+    if launch.config.server_python is None and spec is not None and spec.origin is not None:
+        folders.append(Path(spec.origin).parents[1])
+    for folder in folders:
+        for name in sorted(path.name for path in folder.glob("vllm*.dist-info")):
+            if found := _VLLM_VERSION.fullmatch(name):
+                return int(found[1]), int(found[2])
+    return 0, 0
 
 
 class SGLang(Engine):

@@ -168,6 +168,10 @@ class InferenceConfig:
             other parameters: ``{"retry": 2, "max_tokens": 2048, "then": "drop"}``.
         on_loop (identity): the same of an answer that repeats itself, also if it is cut off.
         on_refusal (identity): the same of a refusal.
+        half_answers (free): keeps the tokens of long answers while they are written, so that after
+            a stop, a kill or a server's death they go on with their next token. "auto": with vLLM
+            0.32 or newer that the run launches. True: also with endpoints that have vLLM's paths
+            for it. See docs/servers.md.
 
     Raises:
         ConfigError: a value that cannot work.
@@ -219,6 +223,7 @@ class InferenceConfig:
     on_cut_off: BadAnswerSetting = "keep"
     on_loop: BadAnswerSetting = "keep"
     on_refusal: BadAnswerSetting = "keep"
+    half_answers: bool | Literal["auto"] = "auto"
 
     # No fields. Later fields of (identity) and (request): a run's identity has them only where they
     # differ from their default, so that earlier runs continue.
@@ -722,6 +727,7 @@ class Engine:
             above apply to several engines.
         address_flags: flags of its address and key, which ``model_kwargs`` may not name.
         answering_flags: flags that change its answers, so they belong to the run's identity.
+        continuing_flag: flag with which it continues half-written answers; "": it does not.
     """
 
     PORT_TAKEN = KnownFailure(
@@ -760,6 +766,7 @@ class Engine:
     drain_seconds: ClassVar[float] = 0.0
     causes: ClassVar[tuple[tuple[KnownFailure, str], ...]] = ()
     address_flags: ClassVar[tuple[str, ...]] = ("host", "port", "api-key")
+    continuing_flag: ClassVar[str] = ""
     answering_flags: ClassVar[frozenset[str]] = frozenset(
         {
             "chat-template",

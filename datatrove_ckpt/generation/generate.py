@@ -224,12 +224,18 @@ class BoundGenerate:
         from datatrove_ckpt.generation.agent_url import serve
 
         answers = self._requests.answers
+        rank = self._requests.rank
         async with serve(self, self.model_name) as base_url:
-            yield base_url
+            rank.agents += 1
+            try:
+                yield base_url
+            finally:
+                rank.agents -= 1
         if not answers.slot.cached:
             return
         number = self._requests.rollout_idx
-        saved = sum(key.rollout_idx == number for key in await answers.cached())
+        cached = await answers.cached()
+        saved = sum(key.rollout_idx == number and not key.is_piece for key in cached)
         reused = answers.reused[number]
         if reused < saved and reused < answers.requests[number]:
             warn_once(

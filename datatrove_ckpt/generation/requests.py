@@ -44,6 +44,7 @@ from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.quality import INVALID, REPEATING, AnswerQuality, choices_of, text_of
 from datatrove_ckpt.inference.client.body import AnyBody, RequestBody
 from datatrove_ckpt.inference.client.client import CompletionClient, default_api
+from datatrove_ckpt.inference.client.half_answers import HalfAnswer, is_long, may_continue
 from datatrove_ckpt.inference.client.responses import (
     Api,
     Completion,
@@ -97,6 +98,7 @@ class RankContext:
         quality: finds faults of answers.
         code: hash of the user's code.
         waiting: number of documents that wait for an answer.
+        agents: number of agents that have an address (``generate.url``).
         documents: tasks of the documents in work, by ordinal. They handle their own errors.
     """
 
@@ -113,6 +115,7 @@ class RankContext:
         self.model = next(iter(self.models.values()))
         self.calls = OnceCalls(self.observer.own, self.shutdown)
         self.waiting = 0
+        self.agents = 0
         self.documents: dict[int, asyncio.Task[None]] = {}
         self.has_ended = False
         self.is_ending = False
@@ -469,6 +472,21 @@ _UNKNOWN_FORMS = 2  # batches for a request whose answers have an unknown form
 _IN_TIERS = ("chat/completions", "completions", "responses")
 
 
+@dataclass(frozen=True)
+class AnswerPieces:
+    """Saves the pieces of one answer in the request cache."""
+
+    rank: RankContext
+    answers: DocumentAnswers
+    key: AnswerKey
+
+    def keep(self, number: int, piece: bytes) -> None:
+        answers = self.answers
+        key = self.key.piece(number)
+        row = CachedAnswer(piece, None)
+        self.rank.checkpoint.put_answer(answers.slot, answers.doc_id, key, row)
+
+
 class RolloutRequests:
     """The requests of one rollout to one model."""
 
@@ -580,6 +598,7 @@ class RolloutRequests:
                 "A document sends a request again at temperature 0, where the answer is mostly the "
                 "same. Raise the temperature, or set show_error for answers in a form."
             )
+        ends_pieces = False
         try:
             completion = None
             if cached is not None or model.config.provider_batches:
@@ -595,6 +614,9 @@ class RolloutRequests:
                         completion = await model.batches.complete(client, sent, api, answers.order)
                     else:
                         request = Request(client.sender, answers.doc_id, answers.order, body)
+                        if client.servers.continues_answers:
+                            request.half = await self._half_answer(key, sent, api)
+                            ends_pieces = request.half is not None
                         completion = await client.complete(body, api, request)
                 finally:
                     answers.request_finished()
@@ -609,7 +631,8 @@ class RolloutRequests:
         source = {"response_id": completion.response_id, "model": completion.model}
         if completion.endpoint:
             source["endpoint"] = completion.endpoint
-        await self.keep(key, CachedAnswer(trim(orjson.dumps({**fields, **source})), None))
+        row = CachedAnswer(trim(orjson.dumps({**fields, **source})), None)
+        await self.keep(key, row, ends_pieces)
         answers.tokens += tokens
         return _result(fields, **source)
 
@@ -754,10 +777,23 @@ class RolloutRequests:
         answers.fail(unanswered(answers.doc_id, answers.slot.ordinal, error, payload or {}))
         return RolloutServerError(error)
 
-    async def keep(self, key: AnswerKey, answer: CachedAnswer) -> None:
+    async def _half_answer(self, key: AnswerKey, sent: Payload, api: Api) -> HalfAnswer | None:
+        """Returns the pieces of an answer that may be continued; None for another answer."""
+        is_usual = api.name == self.model.usual.name and not (api.extras or api.tiers)
+        if not is_usual or not may_continue(sent):
+            return None
+        rank = self.rank
+        saved: dict[int, bytes] = {}
+        if self.answers.slot.cached:
+            saved = key.pieces_in(await self.answers.cached())
+        if not saved and not is_long(sent, rank.checkpoint.mean_answer):
+            return None
+        return HalfAnswer(AnswerPieces(rank, self.answers, key), saved, rank.checkpoint.own)
+
+    async def keep(self, key: AnswerKey, answer: CachedAnswer, ends_pieces: bool = False) -> None:
         rank = self.rank
         answers = self.answers
-        rank.checkpoint.put_answer(answers.slot, answers.doc_id, key, answer)
+        rank.checkpoint.put_answer(answers.slot, answers.doc_id, key, answer, ends_pieces)
         if rank.checkpoint.congested:
             await rank.wait_for_storage()
 

@@ -85,7 +85,7 @@ async def stop_when_requested(
     models = [model for model in requests.models.values() if model.client.done()]
     clients = [model.client.result() for model in models]
     if clients:
-        _log_drain(requests, sum(client.in_flight for client in clients))
+        _log_drain(requests, models)
     else:
         for task in serving:  # a model may need minutes to load
             task.cancel()
@@ -97,7 +97,7 @@ async def stop_when_requested(
         if shutdown.parent is not None:
             shutdown.parent.late |= shutdown.late
     finally:
-        in_flight = sum(client.in_flight for client in clients)
+        in_flight = sum(client.must_be_answered for client in clients)
         shutdown.given_up = in_flight + counts.lost - lost_before
     failure = shutdown.failure
     if isinstance(failure, ServerRefused) and failure.status is not None:
@@ -120,16 +120,33 @@ async def stop_when_requested(
     shutdown.raise_preempted()
 
 
-def _log_drain(requests: RankContext, in_flight: int) -> None:
+def _awaited(requests: RankContext, model: RankModel) -> int:
+    """Returns the number of a model's requests in flight for which a stop waits.
+
+    Half-written answers go on at the next start, so nothing is gained by waiting for them. A call,
+    or an agent, has the time that requests have.
+    """
+    client = model.client.result()
+    if requests.calls.running or requests.agents or requests.shutdown.is_finishing:
+        return client.in_flight
+    return client.must_be_answered
+
+
+def _log_drain(requests: RankContext, models: list[RankModel]) -> None:
     shutdown = requests.shutdown
     calls = requests.calls.running
+    in_flight = sum(_awaited(requests, model) for model in models)
+    half = sum(model.client.result().in_flight for model in models) - in_flight
     running = f"{in_flight} requests"
     if calls:
         running += f" and {plural(calls, 'call')}"
     if shutdown.is_finishing:
         logger.info(f"{shutdown.failure} Still answered: {running}.")
-    elif shutdown.failure is None or in_flight or calls:
-        cause = shutdown.cause or f"The task has failed ({type(shutdown.failure).__name__})"
+        return
+    cause = shutdown.cause or f"The task has failed ({type(shutdown.failure).__name__})"
+    if half:
+        logger.info(f"{cause}: {plural(half, 'half-written answer')} will go on after a restart.")
+    if in_flight or calls or (shutdown.failure is None and not half):
         logger.warning(
             f"{cause}: {running} in flight have {shutdown.drain_seconds:g} s to be "
             "answered; a further signal, or cancellation, ends the wait at once."
@@ -143,7 +160,7 @@ async def _drain(requests: RankContext, models: list[RankModel]) -> None:
     quiet = 0.0
     while quiet < _GRACE_SECONDS:
         await next_look()
-        in_flight = any(model.client.result().in_flight and not model.is_dead for model in models)
+        in_flight = any(_awaited(requests, model) and not model.is_dead for model in models)
         if in_flight or requests.calls.running:
             quiet = 0.0
         elif quiet and requests.waiting == len(requests.documents):

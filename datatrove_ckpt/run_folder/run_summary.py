@@ -124,6 +124,10 @@ def _attempts(job: JobTotals) -> str:
     text += f"{plural(sent.sent, 'request')} {were} sent"
     if again:
         text += f", {at_least}{again} of them again"
+    if sent.continued:
+        answers = plural(sent.continued, "half-written answer")
+        kept = plural(sent.continued_tokens, "token")
+        text += f", {at_least}{answers} went on ({at_least}{kept} kept)"
     unused = sent.completion_tokens - job.counts.completion_tokens
     if unused > 0:
         tokens = plural(unused, "completion token")

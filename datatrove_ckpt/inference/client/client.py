@@ -78,6 +78,7 @@ from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.counts import Tokens, WorkCounts
 from datatrove_ckpt.common.formatting import cut
 from datatrove_ckpt.common.redaction import Secret, excerpt, redact, remember_sent
+from datatrove_ckpt.common.warnings import warn_once
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.endpoints import EndpointConfig
 from datatrove_ckpt.config.inference_config import FIRST_LIMIT
@@ -93,9 +94,16 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.inference.client.body import AnyBody, RequestBody, with_field
 from datatrove_ckpt.inference.client.evidence import PROBE_INTERVAL, AnsweredRequests, with_one_word
+from datatrove_ckpt.inference.client.half_answers import (
+    GENERATE,
+    CannotContinue,
+    Continuation,
+    HalfAnswer,
+)
 from datatrove_ckpt.inference.client.http1 import (
     ConnectTimeout,
     Response,
+    Stream,
     Transport,
     UnreadableResponse,
 )
@@ -176,8 +184,18 @@ def _failure(transport: Transport, error: Exception) -> ExchangeFailed:
     return ExchangeFailed(redact(transport.explain(error)), type(error).__name__)
 
 
-async def post(transport: Transport, body: AnyBody, model: str, extras: Extras | None) -> Response:
-    """Returns an answer. ``model``: name for messages, if the body has none.
+async def post(
+    transport: Transport,
+    body: AnyBody,
+    model: str,
+    extras: Extras | None = None,
+    stream: Stream | None = None,
+) -> Response:
+    """Returns an answer.
+
+    Args:
+        model: name for messages, if the body has none.
+        stream: receives the body of the answer.
 
     Raises:
         RequestRejected, ServerRefused, RetryableError, TooManyOpenFiles: the table in ``client.py``
@@ -185,7 +203,7 @@ async def post(transport: Transport, body: AnyBody, model: str, extras: Extras |
     """
     url = transport.url
     try:
-        response = await transport.send(body, extras)
+        response = await transport.send(body, extras, stream)
     except TimeoutError as error:
         unsent = isinstance(error, ConnectTimeout)
         kind = "connection" if unsent else "answer"
@@ -561,6 +579,9 @@ class ModelServers:
     Args:
         config: settings; ``max_concurrent_generations`` is the limit of all ranks together.
         clock: replacement of ``time.monotonic`` for patience.
+
+    Attributes:
+        continues_answers: whether a server has continued half-written answers.
     """
 
     def __init__(
@@ -569,6 +590,7 @@ class ModelServers:
         self.config = config
         self.router = Router(requests_at_once(config.max_concurrent_generations, config.servers))
         self.outage = Outage(config.server_patience_seconds, clock, config.name)
+        self.continues_answers = False
 
     def add_endpoints(self, endpoints: Sequence[EndpointAccess]) -> None:
         """Adds servers that this process does not launch.
@@ -608,11 +630,16 @@ class ModelServers:
             if sender.on_server is not None:
                 sender.on_server(event, name, url, cause)
 
-    def mark_up(self, target: Target, url: HiddenUrl, api_key: Secret | None) -> None:
+    def mark_up(
+        self,
+        target: Target,
+        url: HiddenUrl,
+        api_key: Secret | None,
+    ) -> None:
         """Sends requests to this URL from now on: a restarted server has a new port and key."""
         target.url = url
         target.api_key = api_key
-        self.transport(target, default_api(self.config))  # raises for a wrong URL now
+        self.transport(target, default_api(self.config).path)  # raises for a wrong URL now
         target.pace = None
         if self.config.follows_metrics:
             target.limit = FIRST_LIMIT
@@ -627,18 +654,22 @@ class ModelServers:
         self.outage.ended()  # a restart is no time without answers
         self.router.admit(resized=True)
 
+    def set_continuation(self, target: Target, continuation: Continuation | None) -> None:
+        target.continuation = continuation
+        self.continues_answers = self.continues_answers or continuation is not None
+
     async def disconnect(self, target: Target) -> None:
         while target.attempts:  # noqa: ASYNC110
             await asyncio.sleep(0)
         await _close(target)
 
-    def transport(self, target: Target, api: Api) -> Transport:
+    def transport(self, target: Target, path: str) -> Transport:
         """Returns the connections to a server, which hold the key."""
-        if (transport := target.transports.get(api.path)) is None:
+        if (transport := target.transports.get(path)) is None:
             assert target.url is not None
             proxied = self.config.server_type == "endpoint"
-            transport = Transport(target.url.api(api.path), target.api_key, self.timeout, proxied)
-            target.transports[api.path] = transport
+            transport = Transport(target.url.api(path), target.api_key, self.timeout, proxied)
+            target.transports[path] = transport
         return transport
 
     @property
@@ -746,6 +777,13 @@ class CompletionClient:
     @property
     def oldest(self) -> Attempt | None:
         return self._router.oldest_of(self.sender)
+
+    @property
+    def must_be_answered(self) -> int:
+        """The number of requests in flight that would be paid for again after a stop."""
+        attempts = [attempt for target in self._router.targets for attempt in target.attempts]
+        requests = [attempt.request for attempt in attempts]
+        return sum(request.sender is self.sender and not request.continues for request in requests)
 
     @property
     def waiting(self) -> int:
@@ -1017,7 +1055,7 @@ class CompletionClient:
     ) -> Completion:
         if not target.up:
             raise AttemptLost
-        transport = self.servers.transport(target, api)
+        transport = self.servers.transport(target, api.path)
         transport.check()
         attempt = target.start_attempt(request)
         self.in_flight += 1
@@ -1063,7 +1101,7 @@ class CompletionClient:
         if api.lacks_model:
             body = with_field(body, b"model", target.model)
         try:
-            response = await post(transport, body, self._config.model_name_or_path, api.extras)
+            response = await self._response(target, transport, request, body, started_at, api)
             try:
                 answer = api.parse(response.body)
                 if answer.answer is None or api.generates:
@@ -1104,6 +1142,59 @@ class CompletionClient:
             if target.probe is not None and not failure.server_is_well:
                 await target.probe(started_at, failure.status not in retrying.BUSY)
             raise
+
+    async def _response(
+        self,
+        target: Target,
+        transport: Transport,
+        request: Request,
+        body: AnyBody,
+        started_at: float,
+        api: Api,
+    ) -> Response:
+        half = request.half
+        request.continues = False
+        if half is not None and target.continuation is not None and not half.is_refused:
+            request.continues = True
+            try:
+                return await self._continue(target, target.continuation, half, body, started_at)
+            except (CannotContinue, RequestRejected, ServerRefused, RetryableError) as error:
+                is_known = isinstance(error, RetryableError) and error.refusal is None
+                if is_known and not isinstance(error, UnexpectedResponse):
+                    raise
+                half.is_refused = True
+                request.continues = False
+                warn_once(
+                    f"{target.url} cannot continue an answer, which is requested as a whole: "
+                    f"{error}"
+                )
+        return await post(transport, body, self._config.model_name_or_path, api.extras)
+
+    async def _continue(
+        self,
+        target: Target,
+        continuation: Continuation,
+        half: HalfAnswer,
+        body: AnyBody,
+        started_at: float,
+    ) -> Response:
+        """Returns the answer, of which a part may come from earlier attempts. See
+        ``half_answers.py``.
+        """
+        model = self._config.model_name_or_path
+        path = self.api.path
+        render, generate, derender = (
+            self.servers.transport(target, name)
+            for name in (f"{path}/render", GENERATE, f"{path}/derender")
+        )
+        rendered = await post(render, body, model)
+        rest = half.continued(rendered.body, continuation.version)
+        if rest is not None:
+            await post(generate, rest, model, stream=_Ids(half, target, self.outage, started_at))
+        assert isinstance(body, bytes)  # no media
+        payload = orjson.loads(body)
+        derendered = await post(derender, half.derender(payload), model)
+        return Response(200, half.answer(derendered.body, continuation.usage))
 
     def _cool_down(self, target: Target, failure: RetryableError) -> None:
         """Makes a failed server rest, so that other servers get the next requests."""
@@ -1152,6 +1243,21 @@ class CompletionClient:
         if target.gives_reasons or self._config.engine.is_known or not answer.text:
             raise unfinished(answer.finish_reason)
         raise NoFinishReason(f"the answer has no finish_reason, so it may be cut off. {_HINT}")
+
+
+@dataclass(eq=False)
+class _Ids:
+    """A stream of ids, which shows that its server works."""
+
+    half: HalfAnswer
+    target: Target
+    outage: Outage
+    started_at: float
+
+    def feed(self, data: bytes) -> None:
+        self.half.feed(data)
+        self.target.mark_alive(self.started_at)
+        self.outage.ended()
 
 
 def _kind(error: RetryableError | CkptError) -> str:

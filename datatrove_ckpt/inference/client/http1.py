@@ -27,7 +27,7 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from httptools import HttpParserCallbackError, HttpParserError, HttpResponseParser
 from loguru import logger
@@ -145,6 +145,12 @@ class ResponseParser:
 
     def response(self) -> Response:
         return Response(self.status, bytes(self._body), self._wait, self._quotas)
+
+    def take_body(self) -> bytes:
+        """Returns the bytes of the body that have come since the last call."""
+        body = bytes(self._body)
+        self._body.clear()
+        return body
 
     def feed(self, data: bytes) -> bool:
         """Parses bytes. Returns whether the response is complete.
@@ -271,6 +277,13 @@ def is_silent(descriptor: int) -> bool:
     return bool(_recv(descriptor, _BYTE, 1, _LOOK) < 0)
 
 
+class Stream(Protocol):
+    """Receives the body of a response with status 200 while it arrives."""
+
+    def feed(self, data: bytes) -> None:
+        """Takes the next bytes. An error ends the request, and is raised to its sender."""
+
+
 class ConnectTimeout(TimeoutError):
     """Reports that no connection was established in time."""
 
@@ -292,13 +305,17 @@ class _Connection(asyncio.Protocol):
         self._owner = owner
         self._loop = asyncio.get_running_loop()
         self._response: asyncio.Future[Response] | None = None
+        self._stream: Stream | None = None
         self._unsent: Iterator[bytes] = iter(())
         self._paused = False
         self._parser: ResponseParser | None = None
         self._complete: Response | None = None
 
-    def request(self, head: bytes, body: AnyBody) -> asyncio.Future[Response]:
+    def request(
+        self, head: bytes, body: AnyBody, stream: Stream | None = None
+    ) -> asyncio.Future[Response]:
         self._response = response = self._loop.create_future()
+        self._stream = stream
         if isinstance(body, bytes) and len(body) <= _MAX_COPIED_BYTES:
             self.transport.write(b"%s%d\r\n\r\n%s" % (head, len(body), body))
         else:
@@ -357,13 +374,17 @@ class _Connection(asyncio.Protocol):
                 raise UnaskedBytes
             if self._parser is None:
                 usual = usual_response(data)
-                if usual is not None:
+                if usual is not None and self._stream is None:
                     self._finish(usual, True)
                     return
                 self._parser = ResponseParser()
-            if self._parser.feed(data):
+            is_complete = self._parser.feed(data)
+            if self._stream is not None and self._parser.status == 200:
+                self._owner.extend(self)
+                self._stream.feed(self._parser.take_body())
+            if is_complete:
                 self._finish(self._parser.response(), self._parser.reusable)
-        except RemoteProtocolError as error:
+        except Exception as error:  # RemoteProtocolError, or an error of the stream
             is_answer = data.strip(_BLANK) and not data.startswith(_REQUEST_TIMEOUT)
             if isinstance(error, UnaskedBytes) and is_answer:
                 self._owner.report_unexpected_bytes("an answer without a request")
@@ -499,8 +520,13 @@ class Transport:
         self._lookup_started_at = 0.0
         self._last_connected: object = ()
 
-    async def send(self, body: AnyBody = b"", extras: Extras | None = None) -> Response:
+    async def send(
+        self, body: AnyBody = b"", extras: Extras | None = None, stream: Stream | None = None
+    ) -> Response:
         """Returns the response, whatever its status.
+
+        Args:
+            stream: receives the body; then ``timeout`` is the longest time without bytes.
 
         Raises:
             ConnectTimeout: there is no connection in time.
@@ -523,8 +549,8 @@ class Transport:
         if self._timer is None:
             self._timer = self._loop.call_at(deadline, self._expire)
         try:
-            response = await connection.request(head, body)
-            if response.status == 200:
+            response = await connection.request(head, body, stream)
+            if response.status == 200 and stream is None:
                 self._refuse_late(connection, body, response.body)
         except BaseException:
             connection.abort()
@@ -535,6 +561,11 @@ class Transport:
             connection.idle_since = self._loop.time()
             self._idle.append(connection)
         return response
+
+    def extend(self, connection: _Connection) -> None:
+        """Begins the time of a connection anew."""
+        if self._in_flight.pop(connection, None) is not None:
+            self._in_flight[connection] = self._loop.time() + self._timeout
 
     async def close(self) -> None:
         """Closes every connection. Requests in flight fail with ``ConnectionAbortedError``."""

@@ -55,6 +55,7 @@ from datatrove_ckpt.config.inference_config import FIRST_LIMIT, REQUESTS_WITHOUT
 from datatrove_ckpt.errors import ServerDied
 from datatrove_ckpt.inference.client.body import AnyBody, RequestBody
 from datatrove_ckpt.inference.client.evidence import Evidence
+from datatrove_ckpt.inference.client.half_answers import Continuation, HalfAnswer
 from datatrove_ckpt.inference.client.http1 import Transport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.shutdown import Shutdown
@@ -254,6 +255,8 @@ class Request:
         age_at_first_death: seconds in flight at the first death.
         quota_use: share of its attempt in the limits of its endpoint, if the endpoint has limits.
         is_shared: whether several texts share it. It is divided before it fails.
+        half: its answer so far, if the answer may be continued.
+        continues: whether what its attempt has received is kept if the attempt is cut off.
     """
 
     sender: Sender = field(default_factory=Sender)
@@ -266,6 +269,8 @@ class Request:
     deaths: list[ServerDeath] = field(default_factory=list)
     age_at_first_death: float = 0.0
     quota_use: QuotaUse = _NOTHING_SENT
+    half: HalfAnswer | None = None
+    continues: bool = False
 
     def copy(self) -> Request:
         return Request(
@@ -368,6 +373,7 @@ class Target:
         gives_reasons: whether an answer had a finish_reason.
         answers: number of its answers.
         evidence: what it has answered.
+        continuation: how it continues answers; None: it does not.
     """
 
     bit: int = 1
@@ -400,6 +406,7 @@ class Target:
     gives_reasons: bool = False
     answers: int = 0
     evidence: Evidence = field(default_factory=Evidence)
+    continuation: Continuation | None = None
 
     def add_in_flight(self, number: int) -> None:
         self.in_flight += number

@@ -87,6 +87,7 @@ from datatrove_ckpt.inference.client.http1 import UnreadableResponse
 from datatrove_ckpt.inference.client.responses import listed_models, unlisted
 from datatrove_ckpt.inference.client.routing import AdaptiveLimit, Router, Target
 from datatrove_ckpt.inference.client.urls import HiddenUrl, proxy_of
+from datatrove_ckpt.inference.servers.continuation import find_continuation
 from datatrove_ckpt.inference.servers.multi_node import HeadNode
 from datatrove_ckpt.inference.servers.server import NO_ANSWER, GpuLease, InferenceServer, lease_gpus
 from datatrove_ckpt.process.event_loop import in_own_thread
@@ -706,7 +707,13 @@ class ServerSupervisor:
             await self.server.start()
             self._tell("ready")
         self._death_cause = asyncio.get_running_loop().create_future()
-        self.model_servers.mark_up(self.target, HiddenUrl(self.server.url), self.server.api_key)
+        url = HiddenUrl(self.server.url)
+        if self.server.continues_answers:
+            continuation = await find_continuation(
+                self.config, url, self.server.api_key, self.config.model_name_or_path
+            )
+            self.model_servers.set_continuation(self.target, continuation)
+        self.model_servers.mark_up(self.target, url, self.server.api_key)
 
     def _tell(self, event: str, cause: str = "") -> None:
         url = self.server.url if event in ("ready", "reused") else None
@@ -992,6 +999,11 @@ async def _connected(servers: ModelServers, is_new: bool) -> AsyncIterator[Watch
     config = servers.config
     endpoints = await ready_endpoints(config, servers.outage, is_new)
     servers.add_endpoints(endpoints)
+    if config.half_answers is True:
+        for target in servers.router.targets:
+            assert target.url is not None
+            continuation = await find_continuation(config, target.url, target.api_key, target.model)
+            servers.set_continuation(target, continuation)
     if config.endpoints is not None:
         open_ones = {endpoint.name for endpoint in endpoints}
         for name in config.endpoints_by_name.keys() - open_ones:

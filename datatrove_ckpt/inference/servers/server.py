@@ -343,6 +343,13 @@ class InferenceServer:
     def is_running(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
+    @property
+    def continues_answers(self) -> bool:
+        """Whether it may continue half-written answers."""
+        flag = self.config.engine.continuing_flag
+        wanted = flag != "" and self.config.half_answers is not False
+        return wanted and f"--{flag}" in self._command.argv
+
     async def take_over(self) -> bool:
         """Takes over a server that an earlier rank started.
 

@@ -1,0 +1,235 @@
+"""Kills in the middle of long answers: they go on with their next token, and the output is the one
+of a run that nothing interrupted.
+
+The server of these tests counts tokens, and waits before chosen ones. A piece has 4 tokens here.
+"""
+
+import asyncio
+import random
+import shutil
+import signal
+import sys
+import threading
+
+import orjson
+import pytest
+
+from datatrove_ckpt.checkpoint.request_cache import RequestCache
+from datatrove_ckpt.inference.client import half_answers
+from datatrove_ckpt.testing import outputs
+from tests import processes
+from tests.jobs import chat, run_job
+from tests.patience import until
+from tests.token_server import TokenServer
+
+INTERVAL = 4
+PLACES = 2
+CACHE = "checkpoints/00000/replay.sqlite3"
+LENGTHS = {"text 0": 11, "text 1": 6, "text 2": 14}
+SETTINGS = {"half_answers": True, "max_concurrent_generations": PLACES}
+
+
+async def ask_long(document, generate):
+    return await generate(chat(document.text, max_tokens=2048, temperature=0))
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch):
+    monkeypatch.setattr(half_answers, "STREAM_INTERVAL", INTERVAL)
+
+
+class HeldServer(TokenServer):
+    """Waits before its ``hold``-th token since ``begin``, until its client has gone or it is
+    released; and after each event until ``is_saved``.
+    """
+
+    def __init__(self, hold=sys.maxsize, lengths=LENGTHS):
+        super().__init__(lengths)
+        self.hold = hold
+        self.begin = 0
+        self.held = threading.Event()
+        self.is_saved = lambda ids: True
+        self.at_token = lambda: None
+
+    async def token(self, request):
+        if self.count("/v1/chat/completions/derender"):  # after the probe of the server
+            self.begin = self.begin or self.generated
+            self.at_token()
+            if self.generated - self.begin >= self.hold:
+                self.held.set()
+                while self.generated - self.begin >= self.hold and request.transport:
+                    await asyncio.sleep(0.001)
+
+    async def sent(self, ids):
+        if self.begin:
+            while not self.is_saved(ids):
+                await asyncio.sleep(0.001)
+
+
+def rows_in(folder):
+    """The rows of the request cache, as a kill at this moment leaves them."""
+    copy = folder.with_name(f"{folder.name} copied")
+    shutil.rmtree(copy, ignore_errors=True)
+    copy.mkdir()
+    for suffix in ("", "-wal"):
+        path = folder / f"{CACHE}{suffix}"
+        if path.exists():
+            shutil.copy(path, copy)
+    cache = RequestCache(copy / "replay.sqlite3")
+    found = {ordinal: cache.answers(ordinal) for ordinal, _ in cache.answer_counts()}
+    cache.close()
+    return found
+
+
+def tokens_in(folder):
+    """The saved tokens of each document, in pieces or as an answer."""
+    kept = {}
+    for ordinal, rows in rows_in(folder).items():
+        whole = [row for key, row in rows.items() if not key.is_piece]
+        pieces = [orjson.loads(row.result)["half"] for key, row in rows.items() if key.is_piece]
+        assert not (whole and pieces)
+        kept[ordinal] = sum(map(len, pieces))
+        if whole:
+            kept[ordinal] = orjson.loads(whole[0].result)["usage"]["completion_tokens"]
+    return kept
+
+
+def job(folder, server, **changes):
+    settings = {**SETTINGS, **changes.pop("config", {})}
+    run_job(folder, server, 3, ask_long, config=settings, records_per_chunk=9, **changes)
+
+
+def answered(folder):
+    """The output, without what a server says about its answers besides them."""
+    rows = [
+        orjson.loads(line)
+        for data in outputs(folder / "output").values()
+        for line in data.splitlines()
+    ]
+    for row in rows:
+        for result in row["metadata"]["rollout_results"]:
+            result["usage"].pop("completion_tokens_details")
+    return rows
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    with TokenServer(LENGTHS) as server:
+        job(folder, server, config={"half_answers": False})
+        assert server.count("/v1/chat/completions") == 3
+        assert server.generated == sum(LENGTHS.values())
+    return answered(folder)
+
+
+def test_a_kill_before_each_token_loses_at_most_a_piece_of_each_answer(
+    tmp_path, expected, monkeypatch
+):
+    """The checkpoint is copied before each token, when what was sent is saved."""
+    saved = {}
+    put = RequestCache.put
+
+    def noted(cache, group):
+        group = list(group)
+        put(cache, group)
+        for row in group:
+            if row.key.is_piece:
+                ids = orjson.loads(row.answer.result)["half"]
+                saved[row.doc_id] = saved.get(row.doc_id, []) + ids
+
+    monkeypatch.setattr(RequestCache, "put", noted)
+    left = []
+    with HeldServer() as server:
+
+        def copy():
+            number = server.generated - server.begin
+            folder = tmp_path / f"killed at {number}"
+            if not folder.exists():
+                shutil.copytree(tmp_path / "job", folder)
+                left.append((folder, number))
+
+        server.at_token = copy
+        server.is_saved = lambda ids: ids in saved.values()
+        job(tmp_path / "job", server)
+    assert answered(tmp_path / "job") == expected
+    needed = sum(LENGTHS.values())
+    assert [number for _, number in left] == [*range(needed)]
+    monkeypatch.undo()
+    monkeypatch.setattr(half_answers, "STREAM_INTERVAL", INTERVAL)
+    for folder, before in left:
+        kept = sum(tokens_in(folder).values())
+        assert before - kept < PLACES * INTERVAL
+        with TokenServer(LENGTHS) as server:
+            job(folder, server)
+            of_probe = sum(ids for ids in [2 * server.length] if kept < needed)
+            assert server.generated - of_probe == needed - kept
+        assert answered(folder) == expected
+
+
+JOB = """
+import sys
+from datatrove.data import Document
+from datatrove.pipeline.writers import JsonlWriter
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.inference.client import half_answers
+
+half_answers.STREAM_INTERVAL = 4
+folder, url = sys.argv[1:]
+
+
+async def ask_long(document, generate):
+    message = {"role": "user", "content": document.text}
+    return await generate({"messages": [message], "max_tokens": 2048, "temperature": 0})
+
+
+config = InferenceConfig(
+    "endpoint", "fake", endpoint_url=url, half_answers=True, max_concurrent_generations=2
+)
+writer = JsonlWriter(
+    folder + "/output", "${rank}_chunk_${chunk_index}.jsonl", compression=None
+)
+InferenceRunner(
+    ask_long,
+    config,
+    writer,
+    records_per_chunk=9,
+    checkpoints_local_dir=folder + "/checkpoints",
+    drain_seconds=600,
+).run([Document(text=f"text {index}", id=f"id {index}") for index in range(3)])
+"""
+
+
+def kill(command, folder, sent, hold):
+    """Kills an attempt once its server has generated so many tokens."""
+    kept = sum(tokens_in(folder).values()) if folder.exists() else 0
+    with HeldServer(hold) as server:
+        process = processes.start([*command, server.url])
+        assert server.held.wait(100)
+        least = kept + server.generated - server.begin - PLACES * INTERVAL
+        # What has not come to the disk yet would be lost, too: a few milliseconds.
+        until(lambda: sum(tokens_in(folder).values()) > least)
+        process.send_signal(sent)
+        # SIGTERM does not wait for the answers, although it might for ten minutes.
+        output = process.communicate(timeout=100)[0]
+    assert process.returncode in (-sent, 128 + sent), output
+    assert sum(tokens_in(folder).values()) > least
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 5))]
+)
+def test_real_processes_killed_again_and_again(tmp_path, expected, sent, seed):
+    (tmp_path / "job.py").write_text(JOB)
+    folder = tmp_path / "job"
+    command = [sys.executable, str(tmp_path / "job.py"), str(folder)]
+    draw = random.Random(seed)
+    needed = sum(LENGTHS.values())
+    for _ in range(3):
+        kill(command, folder, sent, draw.randrange(1, 10))
+    kept = sum(tokens_in(folder).values())
+    with TokenServer(LENGTHS) as server:
+        done = processes.run([*command, server.url])
+        assert done.returncode == 0, done.stderr
+        assert server.generated == needed - kept + 2 * server.length
+    assert answered(folder) == expected

@@ -1,0 +1,440 @@
+"""Half-written answers go on with their next token: which requests, which servers, which pieces."""
+
+import asyncio
+from itertools import chain
+
+import orjson
+import pytest
+
+from datatrove_ckpt.common.redaction import Secret
+from datatrove_ckpt.inference.client import half_answers
+from datatrove_ckpt.inference.client.half_answers import HalfAnswer, is_long, may_continue
+from datatrove_ckpt.inference.client.routing import Request
+from datatrove_ckpt.inference.client.urls import HiddenUrl
+from datatrove_ckpt.inference.servers.continuation import find_continuation
+from tests.clients import Sleeps, client_of, config
+from tests.jobs import chat
+from tests.token_server import TokenServer
+
+CHAT = "/v1/chat/completions"
+RENDER, GENERATE, DERENDER = f"{CHAT}/render", "/inference/v1/generate", f"{CHAT}/derender"
+STEPS = [RENDER, GENERATE, DERENDER]
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch):
+    monkeypatch.setattr(half_answers, "STREAM_INTERVAL", 4)
+
+
+@pytest.fixture
+def server():
+    with TokenServer() as server:
+        yield server
+
+
+class Saved(dict[int, bytes]):
+    """The pieces of one answer, as the request cache has them."""
+
+    def keep(self, number, piece):
+        self[number] = piece
+
+    @property
+    def ids(self):
+        pieces = [orjson.loads(self[number])["half"] for number in sorted(self)]
+        return [*chain.from_iterable(pieces)]
+
+
+class Asking:
+    """A client of servers, which asks one question."""
+
+    def __init__(self, *servers, **settings):
+        settings = {"server_patience_seconds": 5.0, "half_answers": True, **settings}
+        self.urls = [server.url for server in servers]
+        self.config = config("endpoint", endpoint_url=self.urls, **settings)
+        self.saved = Saved()
+
+    async def ask(self, question="how?", **more):
+        payload = chat(question, model="m", temperature=0, **more)
+        async with client_of(self.config, self.urls, sleep=Sleeps()) as client:
+            for target in client.servers.router.targets:
+                continuation = await find_continuation(self.config, target.url, None, "m")
+                client.servers.set_continuation(target, continuation)
+            self.work = client.sender.work
+            body = orjson.dumps(payload)
+            request = Request(client.sender, body=body)
+            # A copy: an attempt that is killed has only what the cache has.
+            request.half = HalfAnswer(self.saved, dict(self.saved), self.work)
+            return await client.complete(body, request=request)
+
+    def answer(self, *arguments, **more):
+        return asyncio.run(self.ask(*arguments, **more))
+
+
+def without_id(completion):
+    completion.response_id = ""
+    completion.usage.pop("completion_tokens_details", None)
+    return completion
+
+
+def whole(server, *arguments, **more):
+    asking = Asking(server)
+    server.missing |= {RENDER}
+    completion = asking.answer(*arguments, **more)
+    server.missing.clear()
+    server.requested.clear()
+    server.generated = 0
+    return without_id(completion)
+
+
+# which requests ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1},
+        {"max_tokens": 5000, "min_tokens": 3, "stop_token_ids": [7], "logit_bias": {"5": 1}},
+        {"tools": [{}], "tool_choice": "auto"},
+        {"presence_penalty": 0, "frequency_penalty": 0.0, "seed": None, "stop": None},
+        {"chat_template_kwargs": {"enable_thinking": True}, "include_reasoning": False},
+    ],
+)
+def test_requests_that_may_go_on(more):
+    assert may_continue(chat("text", model="m", **more))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"seed": 0},
+        {"n": 2},
+        {"stop": ["."]},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": 0.5},
+        {"logprobs": True},
+        {"logprobs": 0},
+        {"prompt_logprobs": 1},
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "a"}},
+        {"tools": [{}], "tool_choice": "required"},
+        {"tools": [{}], "tool_choice": {"type": "function"}},
+        {"bad_words": ["a"]},
+        {"echo": True},
+        {"use_beam_search": True},
+        {"repetition_detection": {}},
+        {"thinking_token_budget": 5},
+        {"vllm_xargs": {"a": 1}},
+        {"service_tier": "flex"},
+        {"a_field_of_the_next_release": False},
+    ],
+)
+def test_requests_that_may_not(more):
+    assert not may_continue(chat("text", model="m", **more))
+
+
+def test_long_answers():
+    assert is_long({"max_tokens": 2048}, 0)
+    assert is_long({"max_completion_tokens": 9000, "max_tokens": 1}, 0)
+    assert not is_long({"max_tokens": 2047}, 9000)
+    assert not is_long({}, 1000)
+    assert is_long({"max_tokens": None}, 1001)
+
+
+# how they are answered ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"max_tokens": 7}, {"max_tokens": 8}, {"tools": [{}]}, {"min_tokens": 5}]
+)
+@pytest.mark.parametrize("cut", range(11))
+def test_an_answer_cut_anywhere_is_that_of_the_whole_request(server, more, cut):
+    expected = whole(server, **more)
+    asking = Asking(server)
+    first = asking.answer(**more)
+    assert without_id(first) == expected
+    tokens = expected.usage["completion_tokens"]
+    assert server.count(GENERATE) == 2  # one asks what the server can do
+    # Each row is whole, or is not there.
+    for number in [number for number in asking.saved if number >= cut]:
+        del asking.saved[number]
+    kept = len(asking.saved.ids)
+    server.generated = 0
+    server.requested.clear()
+    second = asking.answer(**more)
+    assert without_id(second) == expected
+    asked = [(path, payload) for path, payload in server.requested if path in STEPS][-3:]
+    of_probe = 2 * min(24, server.length)
+    assert server.generated - of_probe == tokens - kept
+    if kept < tokens:
+        params = asked[1][1]["sampling_params"]
+        assert params["max_tokens"] == more.get("max_tokens", 10_000) - kept
+        assert params.get("min_tokens", 0) == max(0, more.get("min_tokens", 0) - kept)
+    else:
+        assert [path for path, _ in asked][-2:] == [RENDER, DERENDER]
+    assert asking.work.continued == (kept > 0)
+    assert asking.work.continued_tokens == kept
+
+
+def test_usage_has_the_fields_of_whole_answers(server):
+    answer = Asking(server).answer()
+    assert [*answer.usage] == [
+        "prompt_tokens",
+        "total_tokens",
+        "completion_tokens",
+        "completion_tokens_details",
+    ]
+    assert answer.usage["completion_tokens"] == 10
+    assert answer.usage["completion_tokens_details"] is None
+
+
+# what goes wrong ---------------------------------------------------------------------------------
+
+
+class Once:
+    """Changes the nth event of the streams after the probe's."""
+
+    def __init__(self, number, changed):
+        self.number = number
+        self.changed = changed
+        self.is_probe = True
+
+    def __call__(self, event):
+        if self.is_probe:
+            self.is_probe = event["choices"][0]["finish_reason"] is None
+            return event
+        self.number -= 1
+        return self.changed(event) if self.number == 0 else event
+
+
+def aborted(event):
+    (choice,) = event["choices"]
+    return {"choices": [{**choice, "finish_reason": "abort"}]}
+
+
+def ended_twice(event):
+    (choice,) = event["choices"]
+    end = b"data: %b\n\n" % orjson.dumps({"choices": [{**choice, "finish_reason": "stop"}]})
+    return end + end
+
+
+LOST = {
+    "the connection breaks": (lambda event: None, [0, 1, 5]),
+    "the server gives it up": (aborted, [1, 5, 9]),
+    "an error": (lambda event: b'data: {"error": {"message": "stops"}}\n\n', [0, 1, 5]),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_an_attempt_that_fails_is_continued_by_the_next(server, name, number):
+    expected = whole(server)
+    change, kept = LOST[name]
+    asking = Asking(server)
+    server.change = Once(number + 1, change)
+    assert without_id(asking.answer()) == expected
+    assert server.count(GENERATE) == 3  # one is the probe's
+    # The first event has one id, and the others four.
+    assert asking.work.continued_tokens == kept[number]
+    (rest,) = [p["token_ids"] for path, p in server.requested[-3:] if path == GENERATE]
+    assert len(rest) == 6 + kept[number]
+    if name == "the connection breaks":
+        assert server.generated == 2 * 10 + 10 + [1, 4, 4][number]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda event: b"",  # it ends without an end
+        lambda event: b": still there\n\n" + b'data: {"choices": []}\n\n',
+    ],
+)
+def test_a_stream_without_an_end_is_no_answer(server, change):
+    expected = whole(server)
+    server.change = Once(4, change)
+    asking = Asking(server)
+    assert without_id(asking.answer()) == expected
+    assert asking.work.retries == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda event: {"tokens": [5]},
+        lambda event: {"choices": [{"index": 0, "token_ids": ["5"], "finish_reason": None}]},
+        ended_twice,
+    ],
+)
+def test_a_stream_of_another_form_is_not_used(server, change, log):
+    expected = whole(server)
+    server.change = Once(2, change)
+    assert without_id(Asking(server).answer()) == expected
+    assert log.said("cannot continue an answer")
+
+
+@pytest.mark.parametrize("path", STEPS)
+@pytest.mark.parametrize("status", [400, 403, 404])
+def test_what_a_server_refuses_is_requested_as_a_whole(server, path, status, log):
+    expected = whole(server)
+    asked = []
+
+    def refused(fields):
+        asked.append(path)
+        return status if len(asked) > 1 else fields  # it passes the probe
+
+    if path == GENERATE:
+        server.change = Once(1, lambda event: b'data: {"choices": 1}\n\n')
+    else:
+        server.changed[path] = refused
+    assert without_id(Asking(server).answer()) == expected
+    assert log.said("cannot continue an answer, which is requested as a whole")
+
+
+def test_an_empty_answer_is_requested_as_a_whole(server):
+    server.lengths["how?"] = 1
+    expected = whole(server)
+    assert expected.text == ""
+    assert without_id(Asking(server).answer()) == expected
+
+
+def test_parameters_that_the_server_adds_are_obeyed(server):
+    expected = whole(server)
+
+    def stops(fields):
+        return {**fields, "sampling_params": {**fields["sampling_params"], "stop": ["."]}}
+
+    server.changed[RENDER] = lambda fields: stops(fields) if server.count(RENDER) > 1 else fields
+    asking = Asking(server)
+    assert without_id(asking.answer()) == expected
+    assert not asking.saved
+
+
+# pieces ------------------------------------------------------------------------------------------
+
+
+def damaged(saved, server):
+    del saved[1]
+
+
+def of_another_answer(saved, server):
+    saved[1] = saved[5].replace(b'"after"', b'"after" ')
+
+
+def of_another_template(saved, server):
+    server.template = [1, 1]
+
+
+def of_another_version(saved, server):
+    server.version = "0.33.0"
+
+
+def longer_before(saved, server):
+    saved[1] = orjson.dumps({**orjson.loads(saved[1]), "half": [5, 6, 7, 8]})
+
+
+@pytest.mark.parametrize(
+    "change, kept",
+    [
+        (damaged, 1),
+        (of_another_answer, 1),
+        (of_another_template, 0),
+        (of_another_version, 0),
+        (longer_before, 5),
+    ],
+)
+def test_pieces_that_do_not_fit_are_not_used(server, change, kept):
+    asking = Asking(server)
+    asking.answer()
+    change(asking.saved, server)
+    expected = whole(server)
+    again = asking.answer()
+    if change is not longer_before:
+        assert without_id(again) == expected
+    assert asking.work.continued_tokens == kept
+    # The new pieces have replaced the others.
+    server.generated = 0
+    third = asking.answer()
+    assert without_id(third) == without_id(again)
+    assert asking.work.continued_tokens == 10
+
+
+# servers -----------------------------------------------------------------------------------------
+
+
+def test_another_server_continues(server):
+    with TokenServer() as other:
+        expected = whole(server)
+        server.change = Once(2, lambda event: None)
+        asking = Asking(server, other)
+        assert without_id(asking.answer()) == expected
+        assert other.requested[-3][0] == RENDER
+        assert len(other.requested[-2][1]["token_ids"]) == len(server.template) + 4 + 1 + 1
+
+
+@pytest.mark.parametrize("path", [*STEPS, "/version"])
+def test_a_server_without_a_path_gets_whole_requests(server, path, log):
+    server.missing.add(path)
+    asking = Asking(server)
+    asking.answer()
+    if path == "/version":
+        assert server.count(CHAT) == 1
+        return
+    assert server.count(CHAT) == 2
+    (said,) = log.said("does not continue half-written answers")
+    assert "404" in said
+
+
+@pytest.mark.parametrize(
+    "path, changed",
+    [
+        (RENDER, {"token_ids": [5]}),
+        (RENDER, {"sampling_params": {"max_tokens": 24, "seed": 3}}),
+        (
+            DERENDER,
+            {"choices": [{"index": 0, "message": {"content": "other"}, "finish_reason": "length"}]},
+        ),
+    ],
+)
+def test_a_server_with_another_form_gets_whole_requests(server, path, changed, log):
+    server.changed[path] = lambda fields: {**fields, **changed}
+    Asking(server).answer()
+    assert server.count(CHAT) == 2
+    assert log.said("does not continue half-written answers")
+
+
+def test_a_server_that_is_ours_must_refuse_each_path_without_its_key(server, log):
+    async def found(**settings):
+        ours = config("vllm", "m", **settings)
+        return await find_continuation(ours, HiddenUrl(server.url), Secret("k"), "m")
+
+    assert asyncio.run(found()) is None
+    (said,) = log.said("does not continue half-written answers")
+    assert "without the key" in said
+    server.key = "k"
+    assert asyncio.run(found()).version == "0.32.0"
+    assert asyncio.run(found(use_chat=False)).usage[0] == "prompt_tokens"
+
+
+def test_request_timeout_is_the_longest_silence(server):
+    async def slow(request):
+        await asyncio.sleep(0.1)
+
+    expected = whole(server)
+    asking = Asking(server, request_timeout=0.6)
+    server.token = slow
+    assert without_id(asking.answer()) == expected  # which takes a second
+    assert asking.work.errors == {}
+
+    silences = [2.0]
+
+    async def silent(request):
+        # Before the sixth token of the first attempt, after ten of each step of the probe.
+        if server.generated == 25 and silences:
+            await asyncio.sleep(silences.pop())
+
+    server.token = silent
+    server.generated = 0
+    again = Asking(server, request_timeout=0.6)
+    assert without_id(again.answer()) == expected
+    assert again.work.errors == {"timeout": 1}
+    assert again.work.continued_tokens == 5

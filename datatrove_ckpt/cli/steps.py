@@ -400,8 +400,7 @@ class StepsJob:
                 job["finished_from"] = old
             config = short_form.expand(job)
             executor = yaml_config.build(config)
-        if hasattr(executor, "keep_servers"):
-            executor.keep_servers()  # for the next step
+        executor.keeps_servers = True  # for the next step
         return config, executor
 
     def _moved_aside(self, step: Step) -> list[Path]:

@@ -192,7 +192,8 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
             InferenceRunners, or one with reuse_servers=False.
     """
 
-    _keeps_servers = False
+    keeps_servers = False
+    """Its servers stay for the next executor of this process, until ``close_servers``."""
     _is_worker = False  # ends when no rank is free
     # Claims of ranks that this process took; None: the ranks were given.
     _claims: Claims | None = None
@@ -233,10 +234,6 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         if not self._runners:  # what datatrove does with other pipelines stays as it is
             return self.run_ranks()
         return run_checked(self)
-
-    def keep_servers(self) -> None:
-        """Lets its servers stay for the next executor of this process, until ``close_servers``."""
-        self._keeps_servers = True
 
     def run_ranks(self) -> PipelineStats | None:
         """Runs the ranks without the checks of ``run``.
@@ -647,7 +644,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                 limit_met.set()
                 return None
 
-        from datatrove_ckpt.inference.servers.host import close_warm_servers
+        from datatrove_ckpt.inference.servers.host import ServerHost, close_warm_servers
 
         try:
             with gc_tuned(), chdir("."):
@@ -655,20 +652,18 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                     for rank in iter(ranks.next, None):
                         ranks.done(rank, run(rank))
                     return
-                from datatrove_ckpt.inference.servers.host import ServerHost
-
                 (runner,) = self._runners
                 preemption = runner.preemption()
                 shutdown = preemption.shutdown
                 at_once = raise_limit(*runner.requests_and_servers(), self._most_at_once)
                 make_servers = partial(
-                    ServerHost, shutdown, runner.models.values(), self._keeps_servers
+                    ServerHost, shutdown, runner.models.values(), self.keeps_servers
                 )
                 exits = no_exit("A rollout, or a task that it started,", shutdown)
                 with task_of_many(True), log_of_many(slot), preemption, exits:
                     RankThreads(at_once, preemption, make_servers, run, ranks).work_through()
         finally:
-            if not self._keeps_servers:
+            if not self.keeps_servers:
                 close_warm_servers()
 
     def _in_workers(

@@ -144,22 +144,24 @@ def _named(argument: str) -> tuple[RunLocation, str | None]:
     if root.name == "checkpoints" and not root.exists():
         root = root.parent
     checkpoints = root / "checkpoints"
+    output = root / "output"
+    logs = root / "logs"
     with suppress(PermissionError):  # the command reports it later
         has_ranks = root.is_dir() and layout.rank_numbers(root)
         if checkpoints.is_dir() and not has_ranks:  # a run folder
             location.what = str(checkpoints)
             location.folder = checkpoints
-            if (root / "output").is_dir():
-                location.output = str(root / "output")
-            if (root / "logs").is_dir():
-                location.logging_dir = str(root / "logs")
+            if output.is_dir():
+                location.output = str(output)
+            if logs.is_dir():
+                location.logging_dir = str(logs)
         elif (
-            (root / "logs").is_dir()
+            logs.is_dir()
             and not has_ranks
             and not (root / "executor.json").exists()  # datatrove's logging_dir
         ):
-            location.output = str(root / "output")
-            location.logging_dir = str(root / "logs")
+            location.output = str(output)
+            location.logging_dir = str(logs)
             raise _not_begun(location, checkpoints)
     if location.folder.is_dir() and looks_like_mirror(location.folder):
         return location, location.what

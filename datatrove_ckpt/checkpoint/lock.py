@@ -1,13 +1,10 @@
 """Locks a rank's folder: one process per rank, on file systems that have locks."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket
 import sys
 import time
-import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,16 +14,7 @@ from datatrove_ckpt.checkpoint.checksummed_lines import Json, explained
 from datatrove_ckpt.checkpoint.files import PRIVATE_FILE
 from datatrove_ckpt.common.pid_namespace import pid_namespace_id
 from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
-
-
-def _release_in_child() -> None:
-    """Closes the lock in a forked child, whose copy would outlive this process's lock."""
-    for lock in list(_held):
-        os.close(lock._fd)
-
-
-_held: weakref.WeakSet[Lock] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_release_in_child)
+from datatrove_ckpt.process.open_files import close_descriptor, own_descriptor
 
 
 def lock_holder(path: Path | str) -> Json | None:
@@ -122,8 +110,7 @@ class Lock:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.works = True
-        self._fd = self._acquire()
-        _held.add(self)
+        self._fd = own_descriptor(self._acquire())
         holder = orjson.dumps(this_process())
         with suppress(OSError):  # on a full disk the lock has no name; its owner may free space
             os.ftruncate(self._fd, 0)
@@ -168,8 +155,8 @@ class Lock:
         self.path = new / self.path.relative_to(old)
 
     def release(self, remove: bool = False) -> None:
-        _held.discard(self)
         if remove and self._is_current(self._fd):
             with suppress(OSError):
                 self.path.unlink()
-        os.close(self._fd)
+        close_descriptor(self._fd)
+        self._fd = -1

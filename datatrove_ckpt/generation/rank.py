@@ -368,16 +368,15 @@ class _Run:
         if limits.is_on:
             watchers.append(asyncio.create_task(limits.poll_until_reached()))
         try:
-            if not self.has_batches:
-                return await self._run_rollouts(documents, checkpoint, progress, results, limits)
-            from datatrove_ckpt.generation.provider_passes import ProviderPasses  # few runs need it
+            passes = None
+            if self.has_batches:
+                from datatrove_ckpt.generation.provider_passes import ProviderPasses  # few need it
 
-            step = self.step
-            passes = ProviderPasses(step.models, checkpoint, self.preemption.shutdown)
-            await passes.settle(step.no_wait)
+                passes = ProviderPasses(self.step.models, checkpoint, self.preemption.shutdown)
+                await passes.settle(self.step.no_wait)
             parked = await self._run_rollouts(documents, checkpoint, progress, results, limits)
-            if parked:
-                await passes.settle(step.no_wait)
+            if parked and passes is not None:
+                await passes.settle(self.step.no_wait)
             return parked
         finally:
             await end_tasks(*watchers)

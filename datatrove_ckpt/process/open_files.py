@@ -123,3 +123,31 @@ def refuse_exhaustion(error: BaseException, action: str) -> None:
             "where the tasks run (ulimit -n), or set a lower number for "
             "max_concurrent_generations. Everything saved so far is kept: the same command resumes."
         ) from error
+
+
+# Descriptors that forks close: a copy of a lifeline pipe would keep a server running, and a copy of
+# a lock would keep a GPU leased, or a rank locked. Programs get only ``pass_fds``.
+
+
+_ours: set[int] = set()
+
+
+def own_descriptor(descriptor: int) -> int:
+    """Makes forks close the descriptor, and returns it. ``close_descriptor`` closes it."""
+    _ours.add(descriptor)
+    return descriptor
+
+
+def close_descriptor(descriptor: int) -> None:
+    """Closes a descriptor of this process, unless a fork has closed it already."""
+    if descriptor in _ours:
+        _ours.discard(descriptor)
+        os.close(descriptor)
+
+
+def _close_all() -> None:
+    while _ours:
+        os.close(_ours.pop())
+
+
+os.register_at_fork(after_in_child=_close_all)

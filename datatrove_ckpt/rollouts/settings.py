@@ -297,11 +297,7 @@ class ReadyMade:
                 revision = flags.get("tokenizer-revision", flags.get("revision"))
                 self.counted_by = [config.model_name_or_path, revision]
             self.tokenizer_hash = load_counter(*self.counted_by).digest  # type: ignore[arg-type]
-        self._refuse_unread(
-            self._unread,
-            "generation_params",
-            {**config.default_generation_params, **self._params()},
-        )
+        self._refuse_unread(self._unread, "generation_params", self._all_params(config))
 
     def prepare(self) -> None:
         """Reads the tokenizer before any document, so that its errors are not a document's.
@@ -333,6 +329,9 @@ class ReadyMade:
                 f"{type(self).__name__} has no place for; use PromptRollout."
             )
         return source
+
+    def _all_params(self, config: InferenceConfig) -> Payload:
+        return {**config.default_generation_params, **self._params()}
 
     def _params(self) -> Payload:
         # Subclasses have ``generation_params`` as a positional field.
@@ -437,16 +436,14 @@ class OneRequest(WholeText):
                 self.form.fields(self.form_for)
             if self.json_schema is not None:
                 config.answer_schema = orjson.dumps(self.json_schema).decode()
-            self._refuse_unread(
-                ("n",), "generation_params", {**config.default_generation_params, **self._params()}
-            )
+            self._refuse_unread(("n",), "generation_params", self._all_params(config))
 
     def prepare(self) -> None:
         super().prepare()
         self.form.check()
 
     def _left_for_the_prompt(self, config: InferenceConfig) -> int:
-        params = {**config.default_generation_params, **self._params()}
+        params = self._all_params(config)
         answer = next((params[name] for name in TOKEN_LIMITS if params.get(name)), None)
         if answer is None:
             raise ConfigError(

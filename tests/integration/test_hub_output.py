@@ -19,7 +19,7 @@ from datatrove.pipeline.writers.huggingface import HuggingFaceBucketWriter, Hugg
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.checkpoint.publish_intents import PublishIntents, WaitingChunk
+from datatrove_ckpt.checkpoint.publish_intents import PublishIntents
 from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed, OutputMismatch, StorageFailed
 from datatrove_ckpt.generation import scheduler
 from datatrove_ckpt.output import targets
@@ -80,7 +80,7 @@ def test_a_rank_that_was_taken_over_while_its_files_wait_commits_nothing(hub, tm
         0, SimpleNamespace(finished={"a": staged}, folder=tmp_path), PublishIntents(tmp_path)
     )
     done, failures = Mock(), queue.SimpleQueue()
-    commits.wait(0, WaitingChunk(done, failures.put))
+    commits.wait(0, done, failures.put)
     commits.flush()
     with pytest.raises(Fenced):
         raise failures.get(timeout=300)

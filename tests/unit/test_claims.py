@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from datatrove_ckpt.checkpoint.lock import Lock, _held
+from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.claims import claims
 from datatrove_ckpt.claims.claims import (
     LOOKS,
@@ -117,7 +117,7 @@ class Process:
 
     def die(self):
         self.claims._closed.set()
-        if isinstance(self.store, DiskClaims) and self.store._worker_lock in _held:
+        if isinstance(self.store, DiskClaims) and self.store._worker_lock._fd >= 0:
             self.store._worker_lock.release()
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from datatrove_ckpt.inference.servers import guardian
+from datatrove_ckpt.process.open_files import close_descriptor, own_descriptor
 
 # Seconds beyond the server's own stop timeout: it needs at most ten to kill the remaining
 # processes.
@@ -89,31 +90,3 @@ class GuardedProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
-
-
-# Descriptors that forks close: a copy of a lifeline pipe would keep a server running, and a copy of
-# a lock would keep a GPU leased. Programs get only ``pass_fds``.
-
-
-_ours: set[int] = set()
-
-
-def own_descriptor(descriptor: int) -> int:
-    """Makes forks close the descriptor, and returns it. ``close_descriptor`` closes it."""
-    _ours.add(descriptor)
-    return descriptor
-
-
-def close_descriptor(descriptor: int) -> None:
-    """Closes a descriptor of this process, unless a fork has closed it already."""
-    if descriptor in _ours:
-        _ours.discard(descriptor)
-        os.close(descriptor)
-
-
-def _close_all() -> None:
-    while _ours:
-        os.close(_ours.pop())
-
-
-os.register_at_fork(after_in_child=_close_all)

@@ -52,14 +52,14 @@ from datatrove_ckpt.errors import ConfigError, ServerStartFailed, TooManyOpenFil
 from datatrove_ckpt.inference.client.client import ExchangeFailed, get
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers import leftovers
-from datatrove_ckpt.inference.servers.guarded import (
-    GuardedProcess,
-    close_descriptor,
-    own_descriptor,
-)
+from datatrove_ckpt.inference.servers.guarded import GuardedProcess
 from datatrove_ckpt.inference.servers.leftovers import end_leftovers, runtime_folder
 from datatrove_ckpt.process.event_loop import in_own_thread
-from datatrove_ckpt.process.open_files import refuse_exhaustion
+from datatrove_ckpt.process.open_files import (
+    close_descriptor,
+    own_descriptor,
+    refuse_exhaustion,
+)
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
 
 # Seconds. The server of a rank that was killed takes up to ten to end.

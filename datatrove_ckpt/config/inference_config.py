@@ -457,6 +457,15 @@ class InferenceConfig:
         return self.gpus // self.replicas
 
     @property
+    def gpus_of_task(self) -> int:
+        """The GPUs of all servers of a task. Servers that may also run without have none, unless
+        ``gpus`` says so.
+        """
+        if self.engine.leases_gpus:
+            return self.gpus_each * self.replicas
+        return self.gpus or 0
+
+    @property
     def follows_metrics(self) -> bool:
         """True if the number of requests in flight at each server follows its metrics."""
         return self.max_concurrent_generations == "auto" and self.engine.metrics is not None

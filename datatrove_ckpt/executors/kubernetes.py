@@ -13,6 +13,7 @@ are free at once. If a node only seems to be gone, the mirror or the lock decide
 
 import re
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -170,13 +171,8 @@ def manifest(plan: "RunPlan", job: KubernetesJob, files: JsonObject, workers: in
         mounts.append({"name": "work", "mountPath": folder, "subPath": f"checkpoints-{index}"})
     gpus = job.gpus
     if gpus is None:
-        configs = [config for runner in plan.runners for config in runner.step.models.values()]
-        gpus = 0
-        for config in configs:
-            if config.engine.leases_gpus:
-                gpus += config.gpus_each * config.replicas
-            else:
-                gpus += config.gpus or 0
+        models = (runner.step.models.values() for runner in plan.runners)
+        gpus = sum(config.gpus_of_task for config in chain(*models))
     if gpus > 1:  # NCCL needs more than the 64 MiB of a container
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})

@@ -97,10 +97,9 @@ def _next_step(runner: RunnerPlan, root: Path, counts: DocumentCounts, retry: st
     checkpoints = str(runner.step.checkpoints_local_dir)
     if runner.copy is not None or checkpoints.startswith("~") or "$" in checkpoints:
         checkpoints = str(root)  # a shell would not expand it in quotes
-    if not counts.dead and "--retry-dead-letters" in retry.split():
-        return f"No dead letter is left. To check the files: {_verify(checkpoints)}"
     if not counts.dead:
-        return f"To check the files: {_verify(checkpoints)}"
+        check = shlex.join(["datatrove-ckpt", "verify", checkpoints, "--full"])
+        return f"To check the files: {check}"
     seen = shlex.join(["datatrove-ckpt", "show", checkpoints, "--dead"])
     if runner.plan.incomplete(skip_completed=True):  # a limit has ended the run
         return f"To see the dead letters: {seen}"
@@ -133,10 +132,6 @@ def _attempts(job: JobTotals) -> str:
         tokens = plural(unused, "completion token")
         return f"{text}, and {at_least}{tokens} paid that no finished chunk has."
     return f"{text}."
-
-
-def _verify(checkpoints: Path | str) -> str:
-    return f"{shlex.join(['datatrove-ckpt', 'verify', str(checkpoints)])} --full"
 
 
 def write_card(runner: RunnerPlan, checkpoints: Path, command: str) -> None:
@@ -234,11 +229,7 @@ def _lines(
         prompt = figure(done.prompt_tokens / done.read)
         completion = figure(done.completion_tokens / done.read)
         yield f"- tokens of a document: {prompt} prompt, {completion} completion on average"
-    gpus = sum(
-        config.gpus_each * config.replicas
-        for config in runner.step.models.values()
-        if config.server_type != "endpoint"
-    )
+    gpus = sum(config.gpus_of_task for config in runner.step.models.values())
     if gpus and shown_topics is None:  # tasks may share them
         hours = gpus * state.together.seconds / 3600
         yield f"- GPU hours: {figure(hours)} at most, with {plural(gpus, 'GPU')} for each task"

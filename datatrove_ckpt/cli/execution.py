@@ -41,7 +41,6 @@ from datatrove_ckpt.run_folder.run_plan import RunPlan, check_steps, note_worker
 from datatrove_ckpt.run_folder.run_summary import summary_line, write_card
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def execute(executor: PipelineExecutor, config: Node, arguments: argparse.Namespace) -> int:
@@ -168,22 +167,20 @@ def _checked_run(
     return 0
 
 
-def _explained(error: OSError, plan: RunPlan) -> Exception:
-    """Adds advice to an error of the operating system. Such an error is mostly about
-    ``logging_dir``, and names no file if a disk is full; files of a rank have errors of their own.
+def _explained(error: OSError, plan: RunPlan) -> Exception | None:
+    """Returns an error with advice for a full disk, or a refusal of the hub. Such an error is
+    mostly about ``logging_dir``, and names no file; files of a rank have errors of their own.
     """
     logs = plan.logging_dir
     roots = [root for _, root in plan.with_checkpoints]
     refused = retrying.hub_refusal(error)
     if refused:
         return StorageFailed(f"{refused}.", setting="" if logs.is_local() else "logging_dir")
-    path = error.filename
-    if error.errno in _FULL:
-        path = path or " or ".join(map(str, [logs.resolve_paths(""), *roots]))
-    elif error.errno not in _CLOSED or not isinstance(path, str):
-        return error
+    if error.errno not in _FULL:
+        return None
+    folders = " or ".join(map(str, [logs.resolve_paths(""), *roots]))
     try:
-        with explained("use", path):
+        with explained("use", error.filename or folders):
             raise error
     except CkptError as with_advice:
         return with_advice

@@ -18,6 +18,7 @@ refuses other rows. So the rows of two inputs never mix.
 import argparse
 import json
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,17 +34,20 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.lock import Lock
+from datatrove_ckpt.checkpoint.run_limits import RunTotals
 from datatrove_ckpt.cli import short_form, yaml_config
 from datatrove_ckpt.cli.job_input import SavedInput
 from datatrove_ckpt.cli.output_commands import MOST, described
-from datatrove_ckpt.cli.printing import say
+from datatrove_ckpt.cli.printing import fail, say
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.formatting import did_you_mean, plural, plural_is
+from datatrove_ckpt.common.formatting import did_you_mean, plural, plural_is, without_flag
 from datatrove_ckpt.common.lazy_pyarrow import pq
+from datatrove_ckpt.common.retrying import code_of_rank
 from datatrove_ckpt.errors import (
     CheckpointLocked,
     CheckpointMismatch,
     ConfigError,
+    LimitReached,
     TooManyDeadLetters,
     written_in,
 )
@@ -61,7 +65,10 @@ Node = JsonObject
 _REDO = "redo.json"
 """File in the run folder while ``--redo`` moves steps aside: the steps, and their new names."""
 _LOCK = "steps.lock"
+_RUNS = "it is not finished"
 _POLL = 0.2  # seconds
+_LIMITS = ("max_cost", "max_total_tokens")
+"""Settings that hold for all steps together, where a step has none of its own."""
 _FIRST = 20  # documents whose columns stand for those of all
 _RESERVED = ("input", "output", "checkpoints", "logs")
 _REFUSED = {
@@ -110,7 +117,8 @@ def read_steps(short: Node, source: str) -> list[Step]:
         raise ConfigError(f"{source}: input and sql: belong into a step.")
     if not isinstance(short.get("run_folder"), str) or "://" in short["run_folder"]:
         raise ConfigError(f"{source}: run_folder: steps need a folder of this machine.")
-    defaults = {key: value for key, value in short.items() if key not in ("steps", "run_folder")}
+    own = ("steps", "run_folder", *_LIMITS)
+    defaults = {key: value for key, value in short.items() if key not in own}
     lower = [str(name).lower() for name in given]
     steps = {}
     for name, node in given.items():
@@ -217,6 +225,7 @@ class StepsJob:
         self.steps = read_steps(short, source)
         self.root = Path(short["run_folder"]).expanduser()
         self._by_name = {step.name: step for step in self.steps}
+        self.limits = {name: short[name] for name in _LIMITS if short.get(name) is not None}
         self._rows: dict[str, tuple[str, str]] = {}
 
     # what is on disk -----------------------------------------------------------------------------
@@ -227,6 +236,19 @@ class StepsJob:
     def has_begun(self, step: Step) -> bool:
         return StepFolder(self.folder(step)).has_begun
 
+    def spent(self, name: str, but: Step | None = None) -> float:
+        """Returns how much of a limit the steps have used.
+
+        Args:
+            but: a step that does not count.
+        """
+        totals = RunTotals()
+        for step in self.steps:
+            state = None if step is but else StepFolder(self.folder(step)).state()
+            if state is not None:
+                totals += state.run_totals
+        return totals.cost / 1e9 if name == "max_cost" else totals.tokens
+
     def unfinished(self, step: Step) -> str:
         """Returns why the steps after this one may not begin; "" if they may."""
         folder = StepFolder(self.folder(step))
@@ -235,7 +257,7 @@ class StepsJob:
             return "it has not run" if folder.rows is None else ""
         reached = state.limits.reached(state.run_totals)
         if not state.is_finished and (reached is None or reached.setting != "until"):
-            return "it is not finished"
+            return _RUNS
         if not state.delivered.read:
             return "no file of its input has a document"
         dead = state.delivered.dead
@@ -367,11 +389,18 @@ class StepsJob:
         """Returns the run of a step in the short form."""
         folder = self.folder(step)
         job = {"server_log_folder": f"{self.root}/logs/server", **step.settings}
+        for name, limit in self.limits.items():
+            rest = limit - self.spent(name, step)
+            if rest > 0:
+                job.setdefault(name, rest)
         if step.settings.get("endpoint") or step.settings.get("endpoints"):
             del job["server_log_folder"]
         job["run_folder"] = str(folder)
         if step.query is not None:
-            job["input"] = f"{folder / layout.KEPT_INPUT}/*.parquet"
+            given = folder / layout.KEPT_INPUT
+            job["input"] = f"{given}/*.parquet"
+            if not given.exists():  # so that its settings can be checked
+                job.setdefault("tasks", 1)
         return job
 
     def executor(self, step: Step, given: str | None = None) -> tuple[Node, PipelineExecutor]:
@@ -519,6 +548,14 @@ class StepsJob:
             self.prepare(step)
         kept = queries.kept_rows(self.folder(step) / "output")
         if step.is_run and kept is None:
+            for name, limit in self.limits.items():
+                spent = self.spent(name)
+                if spent >= limit and name not in step.settings and self.unfinished(step):
+                    raise LimitReached(
+                        f"{limit:g} is reached: all steps together have taken {spent:.6g}. The "
+                        "same command with a higher limit continues.",
+                        setting=name,
+                    )
             yield step
             self._rows.pop(step.name, None)
             reason = self.unfinished(step)
@@ -675,17 +712,25 @@ def run_steps(
     for flag in ("dry_run", "print_config", "cancel", "no_wait"):
         if getattr(arguments, flag):
             raise ConfigError(f"--{flag.replace('_', '-')}: is for a run without steps.")
-    if "slurm" in short or any("slurm" in step for step in short["steps"].values()):
-        raise ConfigError("slurm: runs no steps. In one allocation, set workers.")
     sys.path.insert(0, str(Path.cwd()))  # rollout: my_module.my_rollout
     job = StepsJob(short, arguments.config or "the command line")
-    for step in job.runs(arguments.redo or ()):
-        config, executor = job.executor(step)
-        state = StepFolder(job.folder(step)).state()
-        retries = arguments.retry_dead_letters and state is not None and state.delivered.dead > 0
-        own = argparse.Namespace(**{**vars(arguments), "retry_dead_letters": retries})
-        with written_in(step.label):
-            code = run_job(config, executor, own)
-        if code:
-            return code
+    again = without_flag(arguments.command, "--redo")
+    again = [word for word in again if word != "--retry-dead-letters"]
+    try:
+        for step in job.runs(arguments.redo or ()):
+            config, executor = job.executor(step)
+            plan = RunPlan(executor)
+            if plan.submits:
+                executor.continue_with(shlex.join(again))
+            state = StepFolder(job.folder(step)).state()
+            has_dead = state is not None and state.delivered.dead > 0
+            retries = arguments.retry_dead_letters and has_dead
+            own = argparse.Namespace(**{**vars(arguments), "retry_dead_letters": retries})
+            with written_in(step.label):
+                code = run_job(config, executor, own)
+            is_submitted = plan.submits and executor.array_id is not None
+            if code or is_submitted or (arguments.worker and job.unfinished(step) == _RUNS):
+                return code
+    except LimitReached as error:
+        return fail(error, code_of_rank(error))
     return 0

@@ -13,6 +13,7 @@ datatrove deals tasks out to elements if tasks have several nodes, or retry dead
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -75,6 +76,7 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
     workers: int
     array_id: str | int | None = None
     job_id: str | int | None
+    _next_command = ""
 
     def __init__(
         self,
@@ -134,6 +136,10 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         else:
             preflight.check_before_run(run_plan.RunPlan(self))
             self.launch_job()
+
+    def continue_with(self, command: str) -> None:
+        """Lets the last job run a command in this folder, if the run is complete then."""
+        self._next_command = f" && cd {shlex.quote(str(Path.cwd()))} && {command}"
 
     def check(self, plan: "RunPlan") -> None:
         """Checks that this machine can submit jobs.
@@ -301,7 +307,7 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         arguments["dependency"] = f"{kind}:{self.array_id}"
         command = (
             f"{_LAST_JOB}=1 launch_pickled_pipeline "
-            f"{self.logging_dir.resolve_paths('executor.pik')}"
+            f"{self.logging_dir.resolve_paths('executor.pik')}{self._next_command}"
         )
         self.job_id = launch_slurm_job(
             self.get_launch_file_contents(arguments, command), self.job_id_retriever

@@ -1,7 +1,9 @@
 """``steps``: several runs in one file, with queries between them."""
 
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -9,11 +11,13 @@ import pytest
 import yaml
 
 import datatrove_ckpt
+from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.testing import FakeServer
+from tests import processes
 from tests.integration.test_supervision import ENGINE
 from tests.jobs import rejects
 from tests.pages import ROOT
-from tests.processes import is_alive
+from tests.processes import is_alive, write_program
 from tests.yaml_jobs import write_rows
 
 ROWS = [{"id": f"id {n:02d}", "text": f"text {n}", "topic": f"topic {n % 3}"} for n in range(12)]
@@ -514,3 +518,87 @@ def test_a_sample_finds_a_mistake_in_the_last_query_and_steps_without_rows(serve
     assert "No row is left after: best, topics." in said
     write(server, changed("rejected", steps, sql="select idd from judged"))
     assert "idd" in command("run", "job.yaml", "--sample", "2", code=2).error
+
+
+SBATCH = f"""#!{sys.executable}
+import os, pathlib, sys
+number = len(list(pathlib.Path("submitted").glob("*"))) + 7
+pathlib.Path("submitted", f"{{number}}").write_text(pathlib.Path(sys.argv[-1]).read_text())
+print(f"Submitted batch job {{number}}")
+"""
+
+
+@pytest.fixture
+def cluster(folder, monkeypatch):
+    """Runs the jobs that were submitted, in their order, as Slurm would."""
+    monkeypatch.setenv("PATH", f"{folder}/bin:{Path(sys.executable).parent}:/usr/bin:/bin")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv(LAUNCH, "")
+    Path("submitted").mkdir()
+    write_program(folder / "bin/sbatch", SBATCH)
+    write_program(
+        folder / "bin/srun",
+        '#!/bin/sh\nwhile [ "$1" != launch_pickled_pipeline ]; do shift; done; "$@"\n',
+    )
+    write_program(folder / "bin/scontrol", "#!/bin/sh\necho here\n")
+
+    def work(number):
+        script = Path("submitted", str(number))
+        array = "--array=" in script.read_text()
+        of_slurm = {"SLURM_JOB_ID": str(number), "SLURM_NODELIST": "here"}
+        if array:
+            of_slurm |= {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_JOB_ID": str(number)}
+        return processes.run(["bash", str(script)], env={**os.environ, **of_slurm})
+
+    return work
+
+
+@pytest.mark.slow
+def test_the_last_job_of_an_array_goes_on_with_the_next_step(cluster, server, command):
+    write(server, slurm={"partition": "p", "time": "1:00:00"})
+    said = command("run", "job.yaml", "--redo", "answers")
+    assert "Submitted job 7" in said
+    assert "datatrove-ckpt run job.yaml\n" in Path("submitted/8").read_text()
+    assert "afterany:7" in Path("submitted/8").read_text()
+    assert not server.payloads
+    for number in range(7, 13):
+        done = cluster(number)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert not Path("submitted/13").exists()
+    assert len(table("topics")) == 3
+    assert len(table("rejected")) == 3
+    assert set(server.asked.values()) == {1}
+
+
+@pytest.mark.slow
+def test_a_failure_ends_the_chain_and_the_same_command_goes_on(cluster, server, command):
+    write(server, slurm={"partition": "p", "time": "1:00:00"}, skip_bad_requests=True)
+    server._status = rejects(["Answer: text 3"])
+    command("run", "job.yaml")
+    assert cluster(7).returncode == 0
+    done = cluster(8)
+    assert "steps.answers: 1 dead letter is left" in done.stdout + done.stderr
+    assert done.returncode == 1
+    assert not Path("submitted/9").exists()
+
+
+def test_workers_take_tasks_of_the_first_step_that_is_not_finished(server, command):
+    write(server)
+    command("run", "job.yaml", "--worker")
+    assert len(table("rejected")) == 3
+    assert set(server.asked.values()) == {1}
+
+
+@pytest.mark.parametrize("name, limit", [("max_total_tokens", 120), ("max_cost", 0.0006)])
+def test_a_limit_beside_steps_holds_for_all_together(server, command, name, limit):
+    settings = {"prices": {"prompt": 2, "completion": 8}, "max_concurrent_generations": 1}
+    write(server, **{name: limit}, **settings)
+    said = command("run", "job.yaml", code=4)
+    assert f"{name}: " in said.err
+    assert 12 <= len(server.payloads) < 20
+    sent = len(server.payloads)
+    command("run", "job.yaml", code=4)
+    assert len(server.payloads) == sent
+    write(server, **{name: 100 * limit}, **settings)
+    command("run", "job.yaml")
+    assert len(server.payloads) == 27

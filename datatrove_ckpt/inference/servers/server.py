@@ -22,6 +22,8 @@ import os
 import re
 import secrets
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections import deque
@@ -51,9 +53,7 @@ from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed, TooManyOpenFiles
 from datatrove_ckpt.inference.client.client import ExchangeFailed, get
 from datatrove_ckpt.inference.client.urls import HiddenUrl
-from datatrove_ckpt.inference.servers import leftovers
-from datatrove_ckpt.inference.servers.guarded import GuardedProcess
-from datatrove_ckpt.inference.servers.leftovers import end_leftovers, runtime_folder
+from datatrove_ckpt.inference.servers import guardian, leftovers
 from datatrove_ckpt.process.event_loop import in_own_thread
 from datatrove_ckpt.process.open_files import (
     close_descriptor,
@@ -96,7 +96,7 @@ async def lease_gpus(
     Raises:
         ConfigError: there are GPUs, but too few.
     """
-    await in_own_thread(end_leftovers)
+    await in_own_thread(leftovers.end_leftovers)
     leases = {}
     for config in configs:
         if config.name not in without:
@@ -147,7 +147,7 @@ async def _lock_gpus(visible: list[str], needed: int) -> list[tuple[str, int]]:
         ConfigError: other processes held too many GPUs for a minute.
     """
     # In Slurm a folder per job: another job's GPU 0 may be another GPU.
-    folder = runtime_folder(os.environ.get("SLURM_JOB_ID", ""))
+    folder = leftovers.runtime_folder(os.environ.get("SLURM_JOB_ID", ""))
     began = time.monotonic()
     while True:
         locked = _try_lock_gpus(folder, visible, needed)
@@ -286,6 +286,88 @@ def last_line(log: str) -> str:
         if text:
             return cut(text, 200)
     return ""
+
+
+# Seconds beyond the server's own stop timeout: it needs at most ten to kill the remaining
+# processes.
+_GUARDIAN_MARGIN = 12.0
+
+
+class GuardedProcess:
+    """A server's process below its guardian. It belongs to no event loop.
+
+    Args:
+        log: file descriptor for the output of both.
+        locks: file descriptors that the server inherits.
+        stop_timeout: seconds between SIGTERM and SIGKILL.
+
+    Attributes:
+        pid: process id of the guardian.
+        lifeline: end of a pipe that keeps the server running; None after a stop request.
+
+    Raises:
+        OSError: no process could be created.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        env: dict[str, str],
+        log: int,
+        locks: Sequence[int],
+        stop_timeout: float,
+    ) -> None:
+        self._stop_timeout = stop_timeout
+        lifeline_end, lifeline = os.pipe()
+        # The guardian stops the server when this end closes, even by kill -9.
+        self.lifeline: int | None = own_descriptor(lifeline)
+        guarded = ("--stop-timeout", str(stop_timeout), "--", *argv)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", guardian.__file__, *guarded],
+                stdin=lifeline_end,
+                stdout=log,
+                stderr=log,
+                env=env,
+                pass_fds=locks,
+                start_new_session=True,  # Ctrl-C is for the runner
+            )
+        except BaseException:
+            self.request_stop()
+            raise
+        finally:
+            os.close(lifeline_end)
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The server's exit code, 128 + n after signal n; -n if signal n ended the guardian."""
+        return self._process.poll()
+
+    async def wait(self) -> int:
+        """Returns the exit code once the server has ended. Several tasks may wait."""
+        while (code := self._process.poll()) is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)  # an event would belong to one loop
+        return code
+
+    def request_stop(self) -> None:
+        """Sends SIGTERM to the server, and SIGKILL to its remaining processes after the timeout."""
+        if self.lifeline is not None:
+            close_descriptor(self.lifeline)
+            self.lifeline = None
+
+    def request_kill(self) -> None:
+        if self.lifeline is not None:
+            with contextlib.suppress(BrokenPipeError):  # the guardian has ended
+                os.write(self.lifeline, guardian.KILL_NOW)
+        self.request_stop()
+
+    def wait_until_stopped(self) -> int:
+        try:
+            return self._process.wait(self._stop_timeout + _GUARDIAN_MARGIN)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
 
 
 NO_ANSWER = "does not answer"

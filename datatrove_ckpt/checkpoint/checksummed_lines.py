@@ -79,7 +79,8 @@ BODY_AT = len(PREFIX) + 16 + len(b'",')
 
 def add_checksum(body: bytes) -> bytes:
     fields = body[1:]
-    return b'%s%s",%s\n' % (PREFIX, xxhash.xxh3_64_hexdigest(fields).encode(), fields)
+    digest = xxhash.xxh3_64_hexdigest(fields).encode()
+    return b"".join((PREFIX, digest, b'",', fields, b"\n"))  # faster than %
 
 
 def verified_body(line: bytes) -> bytes | None:

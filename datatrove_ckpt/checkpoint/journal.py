@@ -75,12 +75,9 @@ class FinishedDocument:
     reasons: dict[str, int] = field(default_factory=dict)
 
     @property
-    def numbers(self) -> tuple[int, ...]:
-        return self.requests, self.prompt_tokens, self.completion_tokens, *self.ends
-
-    @property
     def took(self) -> DocumentTally:
-        return self.outcome, self.numbers, self.work, self.reasons
+        numbers = (self.requests, self.prompt_tokens, self.completion_tokens, *self.ends)
+        return self.outcome, numbers, self.work, self.reasons
 
     def to_line(self) -> bytes:
         head: Json = {
@@ -99,7 +96,7 @@ class FinishedDocument:
             head["work"] = list(self.work)
         if self.seconds is not None:
             head["seconds"] = list(self.seconds)
-        return add_checksum(b"%s%s%s}" % (orjson.dumps(head)[:-1], _DOCUMENT, self.document))
+        return add_checksum(b"".join((orjson.dumps(head)[:-1], _DOCUMENT, self.document, b"}")))
 
     @classmethod
     def from_body(cls, body: bytes) -> FinishedDocument:

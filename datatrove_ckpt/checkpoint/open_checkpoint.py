@@ -445,22 +445,18 @@ class StorageThread:
         self._files = rank_files
         self._queue: queue.SimpleQueue[_Queued] = queue.SimpleQueue()
         # Two counters with one writer each need no lock.
-        self._submitted_bytes = 0  # event loop
-        self._written_bytes = 0  # storage thread
+        self.submitted_bytes = 0  # event loop
+        self.written_bytes = 0  # storage thread
         self._thread = context_thread(self._run, "datatrove-ckpt storage")
 
     # event loop ----------------------------------------------------------------------------------
-
-    @property
-    def backlog_bytes(self) -> int:
-        return self._submitted_bytes - self._written_bytes
 
     def put(self, item: _Item, size: int, chunk: Chunk | None = None) -> None:
         """Submits an item whose JSON has ``size`` bytes; a finished document with its ``chunk``."""
         if self.error is not None:
             raise self.error
-        self._submitted_bytes += 500 + size  # and a few objects (measured)
-        self._queue.put((self._submitted_bytes, chunk, item))
+        self.submitted_bytes += 500 + size  # and a few objects (measured)
+        self._queue.put((self.submitted_bytes, chunk, item))
 
     def stop(self) -> None:
         """Writes and syncs all submitted items, and ends the thread. Sets ``error`` instead of
@@ -508,7 +504,7 @@ class StorageThread:
     def _work(self) -> bool:
         answers: list[CachedRequest] = []
         documents: dict[Chunk, list[FinishedDocument]] = defaultdict(list)
-        submitted = self._written_bytes
+        submitted = self.written_bytes
         for item in self._take():
             if not isinstance(item, tuple):
                 self._write(answers, documents, submitted)
@@ -548,7 +544,7 @@ class StorageThread:
     ) -> None:
         if answers or documents:
             self._files.write(answers, documents)
-        self._written_bytes = submitted_bytes
+        self.written_bytes = submitted_bytes
 
 
 # Counting a chunk of 100,000 at once would hold the GIL for 40 ms.
@@ -951,7 +947,8 @@ class OpenCheckpoint:
     @property
     def congested(self) -> bool:
         """Whether the disk is behind, so that callers must wait until this is False."""
-        return self._storage.backlog_bytes > MAX_BACKLOG_BYTES
+        storage = self._storage
+        return storage.submitted_bytes - storage.written_bytes > MAX_BACKLOG_BYTES
 
     @property
     def publishing_behind(self) -> bool:

@@ -457,7 +457,7 @@ class DocumentCounts(Counts):
     @classmethod
     def of(cls, documents: Sequence[DocumentTally]) -> Self:
         outcomes = [outcome for outcome, _, _, _ in documents]
-        sums = map(sum, zip(*(numbers for _, numbers, _, _ in documents), strict=True))
+        sums = map(sum, zip(*[numbers for _, numbers, _, _ in documents], strict=True))
         written = outcomes.count("written")
         dead = outcomes.count("dead")
         counted = Counter[str]()

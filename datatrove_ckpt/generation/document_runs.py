@@ -72,7 +72,16 @@ class DocumentRuns:
 
     async def run(self, source: SourceDocument, slot: ChunkSlot) -> None:
         try:
-            self._checkpoint.finish(slot, await self._run_document(source, slot))
+            answers = DocumentAnswers(self.requests, slot, source.id, len(self._rollouts))
+            letter = self.failures.retried_letter(source, slot.ordinal)
+            if letter is not None:
+                finished = answers.finished("dead", source.fingerprint, letter)
+            else:
+                try:
+                    finished = await self._finished(source, slot, answers)
+                except (Exception, asyncio.CancelledError) as error:
+                    finished = self._dead(source, slot, answers, error)
+            self._checkpoint.finish(slot, finished)
             self._counts.documents += 1
             if self._dropped == _SUSPICIOUS_DROPS == self._counts.documents:
                 logger.warning(
@@ -92,24 +101,22 @@ class DocumentRuns:
             self.requests.documents.pop(slot.ordinal, None)
             self.limit.release(source.size)
 
-    async def _run_document(self, source: SourceDocument, slot: ChunkSlot) -> FinishedDocument:
-        answers = DocumentAnswers(self.requests, slot, source.id, len(self._rollouts))
-        retried_letter = self.failures.retried_letter(source, slot.ordinal)
-        if retried_letter is not None:
-            return answers.finished("dead", source.fingerprint, retried_letter)
-        try:
-            return await self._finished(source, slot, answers)
-        except (Exception, asyncio.CancelledError) as raised:
-            self._raise_if_stopping(answers)
-            error: BaseException = raised
-            if answers.parked:
-                error = self._not_repeatable()
-            sent = [getattr(cause, "payload", None) for cause in causes(error)]
-            remember_sent(answers.payloads + sent)
-            letter = self.failures.dead_letter_or_raise(
-                source, slot.ordinal, error, answers.hashes, answers.rejections
-            )
-            return answers.finished("dead", source.fingerprint, letter)
+    def _dead(
+        self,
+        source: SourceDocument,
+        slot: ChunkSlot,
+        answers: DocumentAnswers,
+        error: BaseException,
+    ) -> FinishedDocument:
+        self._raise_if_stopping(answers)
+        if answers.parked:
+            error = self._not_repeatable()
+        sent = [getattr(cause, "payload", None) for cause in causes(error)]
+        remember_sent(answers.payloads + sent)
+        letter = self.failures.dead_letter_or_raise(
+            source, slot.ordinal, error, answers.hashes, answers.rejections
+        )
+        return answers.finished("dead", source.fingerprint, letter)
 
     def _not_repeatable(self) -> ConfigError:
         return ConfigError(
@@ -148,8 +155,9 @@ class DocumentRuns:
             self.results.check_returned(document, results)
             results = [result for result in results if result is not None]
         self.results.put_added(document, answers)
-        data = await self.results.encode(document, results, slot.chunk.index, source.id)
-        if self.results.may_wait:
+        data = self.results.encode(document, results, slot.chunk.index)
+        if self.results.is_doubtful(data):
+            await self.results.try_writer(data, source.id)
             self._raise_if_stopping(answers)
         is_dropped = data == DROPPED
         self._dropped += is_dropped

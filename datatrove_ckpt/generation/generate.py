@@ -215,7 +215,8 @@ class BoundGenerate:
                 saved = await rank.calls.make(call)
             finally:
                 answers.request_finished()
-            await requests.keep(key, saved)
+            requests.keep(key, saved)
+            await rank.wait_for_storage()
         return result_of(saved)
 
     @asynccontextmanager

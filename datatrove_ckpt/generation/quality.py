@@ -124,16 +124,15 @@ class AnswerQuality:
         faults = []
         if reason == "repetition" or is_looping(text):  # the reason of vLLM's repetition_detection
             faults.append(LOOPING)
-        if self._is_refusal(choice, text, reason):
+        if (
+            _REFUSAL.match(text, 0, _BEGINNING)
+            or reason in _REFUSAL_REASONS
+            or choice.get("refusal")
+            or (self._refusals and self._has_phrase(text))
+        ):
             faults.append(REFUSING)
         return faults
 
-    def _is_refusal(self, choice: JsonObject, text: str, reason: str) -> bool:
-        if _REFUSAL.match(text, 0, _BEGINNING) or reason in _REFUSAL_REASONS:
-            return True
-        if choice.get("refusal"):
-            return True
-        if not self._refusals:
-            return False
+    def _has_phrase(self, text: str) -> bool:
         beginning = text[:_BEGINNING].casefold()
         return any(phrase in beginning for phrase in self._refusals)

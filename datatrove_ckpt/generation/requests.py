@@ -522,7 +522,6 @@ class RolloutRequests:
         if self.answers.have_ended:
             await wait_until_cancelled()
         config = self.config
-        generates = api.generates
         answers = self.answers
         rollout_idx = self.rollout_idx
         model = config.model_name_or_path
@@ -536,7 +535,7 @@ class RolloutRequests:
             )
         # datatrove's order of keys: engines answer in the order of a schema.
         payload = {**payload, "model": model}
-        if generates:
+        if api.generates:
             for name, value in config.default_generation_params.items():
                 payload.setdefault(name, value)
         try:
@@ -549,7 +548,7 @@ class RolloutRequests:
         except errors.ConfigError as error:
             raise failed(error, payload) from error
         key = answers.next_key(rollout_idx, digest)
-        if config.seed is not None and generates and "seed" not in sent:
+        if config.seed is not None and api.generates and "seed" not in sent:
             sent["seed"] = request_seed(config.seed, answers.slot.ordinal, answers.doc_id, *key)
             key = key._replace(payload_hash=self.digest(sent, api, retry_of)[0])
         # Before any await: the rollout may change its payload while it waits.
@@ -559,17 +558,17 @@ class RolloutRequests:
         body = body_of(sent, has_null)
         answers.hashes[rollout_idx] = key.payload_hash
         answers.payloads[rollout_idx] = payload
-        answer = await answers.saved(key)
+        answer = await answers.saved(key) if answers.slot.cached else None
         try:
             result = None if answer is None else _from_cache(answer, config)
             if result is None:
-                if generates:
+                if api.generates:
                     api = api_for_payload(api, sent)
                 result = await self._send(key, body, sent, payload, api, answer)
             else:
                 answers.count_cached(result)
                 self._check_size(result, sent, api)
-            if config.accept_null_finish_reason and generates and result.finish_reason:
+            if config.accept_null_finish_reason and api.generates and result.finish_reason:
                 raise self._disproved(result.finish_reason)
         except (errors.RequestRejected, InferenceError) as error:
             answers.count_failed(rollout_idx)
@@ -632,7 +631,9 @@ class RolloutRequests:
         if completion.endpoint:
             source["endpoint"] = completion.endpoint
         row = CachedAnswer(trim(orjson.dumps({**fields, **source})), None)
-        await self.keep(key, row, ends_pieces)
+        self.keep(key, row, ends_pieces)
+        if rank.checkpoint.congested:
+            await rank.wait_for_storage()
         answers.tokens += tokens
         return _result(fields, **source)
 
@@ -641,7 +642,8 @@ class RolloutRequests:
         model = self.model
         self.rank.observer.own.failed += 1
         if isinstance(error, errors.RequestRejected):
-            await self.keep(key, CachedAnswer(None, f"{error.status} {error.body}"))
+            self.keep(key, CachedAnswer(None, f"{error.status} {error.body}"))
+            await self.rank.wait_for_storage()
             raise error
         at_fault = isinstance(error, errors.RequestFailed) and error.is_documents
         if at_fault or isinstance(error, errors.RequestPoisoned):
@@ -790,12 +792,10 @@ class RolloutRequests:
             return None
         return HalfAnswer(AnswerPieces(rank, self.answers, key), saved, rank.checkpoint.own)
 
-    async def keep(self, key: AnswerKey, answer: CachedAnswer, ends_pieces: bool = False) -> None:
-        rank = self.rank
+    def keep(self, key: AnswerKey, answer: CachedAnswer, ends_pieces: bool = False) -> None:
+        """Saves an answer. The caller waits for the storage then."""
         answers = self.answers
-        rank.checkpoint.put_answer(answers.slot, answers.doc_id, key, answer, ends_pieces)
-        if rank.checkpoint.congested:
-            await rank.wait_for_storage()
+        self.rank.checkpoint.put_answer(answers.slot, answers.doc_id, key, answer, ends_pieces)
 
 
 def failed(error: Exception, payload: Payload) -> InferenceError:

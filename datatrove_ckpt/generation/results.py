@@ -41,9 +41,6 @@ class ResultEncoder:
         names: names of the output files, which may contain values of a document.
         trial: tries the writer; None without a checkpoint, where a document that fails is lost
             anyway.
-
-    Attributes:
-        may_wait: whether ``encode`` may wait for a thread.
     """
 
     _step: RunnerSettings
@@ -52,11 +49,10 @@ class ResultEncoder:
 
     def __post_init__(self) -> None:
         step = self._step
-        self.may_wait = self._trial is not None and not self._trial.is_quick
         self._has_media = writes_media(step.output_writer)
         self.key = step.metadata_key
         self._keeps_results = step.rollout_results
-        self._has_column = step.answer_column is not None
+        self._column = step.answer_column
         self._added = step.added_columns
         self._drop_sent = getattr(step.rollout_fn, "drop_sent", None)
 
@@ -72,7 +68,7 @@ class ResultEncoder:
             )
 
     def check(self, document: Document) -> None:
-        if self._has_column or self._added:
+        if self._column is not None or self._added:
             check_answer(self._step, document)
 
     def check_returned(self, document: Document, results: list[object]) -> None:
@@ -83,9 +79,11 @@ class ResultEncoder:
         Raises:
             DocumentNotSerializable: the returned value would have no column.
         """
-        column = self._step.answer_column
+        column = self._column
+        if column not in document.metadata:
+            return
         rollout_fn = self._step.rollout_fn
-        if column not in document.metadata or hasattr(rollout_fn, "value_of"):
+        if hasattr(rollout_fn, "value_of"):
             return
         current = repr(document.metadata[column])
         is_whole = all(isinstance(result, InferenceResult | None) for result in results)
@@ -105,9 +103,7 @@ class ResultEncoder:
             for ending, name in self._added.items():
                 document.metadata.setdefault(name, values[ending])
 
-    async def encode(
-        self, document: Document, results: list[object], chunk_index: int, doc_id: str
-    ) -> bytes:
+    def encode(self, document: Document, results: list[object], chunk_index: int) -> bytes:
         """Returns the document with its results; ``DROPPED`` if it has none.
 
         Raises:
@@ -117,17 +113,24 @@ class ResultEncoder:
             self._drop_media(document)
         if self._keeps_results:
             document.metadata[self.key] = results
-        if not results or (self._has_column and not put_answer(self._step, document, results)):
+        if not results:
+            return DROPPED
+        if self._column is not None and not put_answer(self._step, document, results):
             return DROPPED
         self._names.check(document, chunk_index)
-        data = encode_finished(document, self.key)
-        trial = self._trial
-        if trial is not None and trial.is_needed(data):
-            if self.may_wait:
-                await asyncio.to_thread(trial, data, doc_id)
-            else:
-                trial(data, doc_id)
-        return data
+        return encode_finished(document, self.key)
+
+    def is_doubtful(self, data: bytes) -> bool:
+        """Whether the writer may be unable to write an encoded document."""
+        return data != DROPPED and self._trial is not None and self._trial.is_needed(data)
+
+    async def try_writer(self, data: bytes, doc_id: str) -> None:
+        """Tries an encoded document. Raises DocumentNotSerializable."""
+        assert self._trial is not None
+        if self._trial.is_quick:
+            self._trial(data, doc_id)
+        else:
+            await asyncio.to_thread(self._trial, data, doc_id)
 
     def _drop_media(self, document: Document) -> None:
         """Removes the bytes of media that the writer does not save.

@@ -302,11 +302,11 @@ def test_what_was_queued_meanwhile_is_one_group_and_calls_run_in_order(tmp_path,
         storage.put(request(ordinal), 0)
         storage.put(finished(ordinal), 0, CHUNK)
     storage.call(lambda: seen.append(len(list(rank_files._journal(CHUNK).read_in_order()))))
-    assert storage.backlog_bytes == 20 * 500  # items without content take memory, too
+    assert storage.submitted_bytes == 20 * 500  # items without content take memory, too
     hold.set()
     storage.stop()
     assert storage.error is None
-    assert (transactions, seen, storage.backlog_bytes) == ([10], [10], 0)
+    assert (transactions, seen, storage.written_bytes) == ([10], [10], 20 * 500)
 
 
 def test_a_kill_before_the_history_has_a_line_loses_none_of_what_is_paid(tmp_path):

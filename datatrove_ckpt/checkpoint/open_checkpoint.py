@@ -31,7 +31,7 @@ from typing import Protocol, Self, TypeVar
 from loguru import logger
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint import files, history, layout
+from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.batch_log import BatchLog, ParkedRequest
 from datatrove_ckpt.checkpoint.checksummed_lines import SHARD_VERSION, Json, checksummed_json
 from datatrove_ckpt.checkpoint.chunks import (
@@ -44,7 +44,13 @@ from datatrove_ckpt.checkpoint.chunks import (
 from datatrove_ckpt.checkpoint.clock import RankClock, unix_seconds
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, OutputFile
 from datatrove_ckpt.checkpoint.fence import Fence, RunClaim
-from datatrove_ckpt.checkpoint.history import ProgressRecord, Record
+from datatrove_ckpt.checkpoint.history import (
+    AttemptEnd,
+    AttemptStart,
+    HistoryLog,
+    ProgressRecord,
+    Record,
+)
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.job_file import join_job
@@ -213,7 +219,7 @@ class RankFiles:
         self._journals = dict(point.journals)
         self.batches = BatchLog(self.folder, self.fence, self.run)
         self._dead_letters = files.AppendFile(self.folder / layout.DEAD_LETTERS)
-        self._history = history.HistoryLog(self.folder / layout.HISTORY, self.fence.number)
+        self._history = HistoryLog(self.folder / layout.HISTORY, self.fence.number)
         # A kill cuts off the history's last seconds, and none of this file.
         earlier = self._history.earlier
         earlier.total = read_paid(self.folder / layout.PAID).at_least_in(earlier.total)
@@ -370,25 +376,23 @@ class RankFiles:
     # history -------------------------------------------------------------------------------------
 
     def start_history(self) -> None:
-        start = history.AttemptStart(
+        start = AttemptStart(
             host=socket.gethostname(), pid=os.getpid(), job=job_id(), v=__version__
         )
-        self.note([start, history.ProgressRecord()])
+        self.note([start, ProgressRecord()])
 
-    def note(self, records: Sequence[history.Record]) -> None:
+    def note(self, records: Sequence[Record]) -> None:
         """Appends to the history, with the time and the documents of all attempts."""
         self.fence.check(thorough=True)
-        is_done = any(
-            isinstance(record, history.AttemptEnd) and record.why == "done" for record in records
-        )
+        is_done = any(isinstance(record, AttemptEnd) and record.why == "done" for record in records)
         for record in records:
             record.at = record.at or unix_seconds()
-            if isinstance(record, history.ProgressRecord):
+            if isinstance(record, ProgressRecord):
                 self.fill_in(record, is_done)
         self._plan_sync()
         self._history.append(records)
 
-    def fill_in(self, progress: history.ProgressRecord, is_done: bool = False) -> None:
+    def fill_in(self, progress: ProgressRecord, is_done: bool = False) -> None:
         """Sets the fields that come from the rank's files. If another thread calls this, they may
         be from slightly different moments.
 

@@ -39,7 +39,6 @@ from datatrove_ckpt.checkpoint.commits import (
     scan_commits,
 )
 from datatrove_ckpt.checkpoint.history import History, read_history
-from datatrove_ckpt.checkpoint.identity import run_with_secrets
 from datatrove_ckpt.checkpoint.journal import read_finished
 from datatrove_ckpt.checkpoint.lock import lock_holder
 from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
@@ -329,7 +328,7 @@ def _read(rank: RankSummary, want: Include, max_bytes: int | None) -> None:
     if layout.LOCK in listing.entries:
         rank.holder = lock_holder(listing.path(layout.LOCK))
     if layout.RUN in listing.entries:
-        run = run_with_secrets(listing.path(layout.RUN))
+        run = identity.run_with_secrets(listing.path(layout.RUN))
         rank.run = {"owner": run.get("owner", {})}
         if Include.SETTINGS in want:
             rank.run = identity.run_without_secrets(run)

@@ -25,7 +25,6 @@ from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceError
 from loguru import logger
 
-from datatrove_ckpt import errors
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.identity import read_run
@@ -34,12 +33,18 @@ from datatrove_ckpt.common.formatting import likely_mistake, plural, safe_repr, 
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.config.generation_params import max_tokens_of
 from datatrove_ckpt.errors import (
+    BadAnswer,
     CheckpointMismatch,
     CkptError,
+    DocumentNotSerializable,
+    RequestError,
     RequestFailed,
+    RequestPoisoned,
     RequestRejected,
     ServerRefused,
     ServerUnavailable,
+    TooManyDeadLetters,
+    UnexpectedExit,
     causes,
 )
 from datatrove_ckpt.generation.datatrove_errors import DocumentFailed
@@ -271,7 +276,7 @@ class FailurePolicy:
         ordinal: int,
         error: BaseException,
         payload_hashes: list[str],
-        rejections: list[errors.RequestRejected],
+        rejections: list[RequestRejected],
     ) -> bytes:
         """Returns the document's dead letter, as a line of ``dead_letters.jsonl``.
 
@@ -284,9 +289,9 @@ class FailurePolicy:
             TooManyDeadLetters: the dead letter would exceed the limit.
         """
         # The result may be an error that ``gather`` returned.
-        if isinstance(error, errors.DocumentNotSerializable):
+        if isinstance(error, DocumentNotSerializable):
             error = next(
-                (cause for cause in errors.causes(error) if isinstance(cause, InferenceError)),
+                (cause for cause in causes(error) if isinstance(cause, InferenceError)),
                 error,
             )
         name = describe_document(source.id, ordinal)
@@ -297,16 +302,16 @@ class FailurePolicy:
             or (
                 is_kept
                 and any(
-                    isinstance(cause, errors.RequestPoisoned)
-                    or (isinstance(cause, errors.BadAnswer) and not cause.is_dropped)
-                    for cause in errors.causes(error)
+                    isinstance(cause, RequestPoisoned)
+                    or (isinstance(cause, BadAnswer) and not cause.is_dropped)
+                    for cause in causes(error)
                 )
             )
             or (self.step.skip_bad_requests and is_bad_request(error, rejections))
         )
         if isinstance(error, NotAwaitable) or not is_dead_letter:
-            if isinstance(error, errors.CkptError) and not isinstance(
-                error, errors.UnexpectedExit | errors.RequestError
+            if isinstance(error, CkptError) and not isinstance(
+                error, UnexpectedExit | RequestError
             ):
                 raise error
             advice, changes = advice_for(error, self.step)
@@ -320,7 +325,7 @@ class FailurePolicy:
         self.dead += 1
         limit = self.step.max_dead_letters
         if limit is not None and self.dead > limit:
-            raise errors.TooManyDeadLetters(
+            raise TooManyDeadLetters(
                 f"{plural(self.dead, 'document')} of this task failed, more than "
                 f"max_dead_letters={limit} allows. The last failure, {name}: {cause}. Fix the "
                 "cause and run the same command again. When the task is finished, "
@@ -338,21 +343,21 @@ def drops(error: BaseException) -> bool:
     if isinstance(error, BaseExceptionGroup):
         return all(map(drops, error.exceptions))
     cause = getattr(error, "error", None)
-    return isinstance(cause, errors.BadAnswer) and cause.is_dropped
+    return isinstance(cause, BadAnswer) and cause.is_dropped
 
 
 _BAD_REQUEST = "BadRequestError"
 
 
-def is_bad_request(error: BaseException, rejections: list[errors.RequestRejected]) -> bool:
+def is_bad_request(error: BaseException, rejections: list[RequestRejected]) -> bool:
     """Returns whether a rollout's error means a rejected request.
 
     datatrove searches the whole text of an ``InferenceError``, payload included, for
     "BadRequestError". Here the word within a text counts only if the server has rejected a request
     of the document.
     """
-    for cause in errors.causes(error):
-        if isinstance(cause, errors.RequestRejected):
+    for cause in causes(error):
+        if isinstance(cause, RequestRejected):
             return True
         text = safe_text(failure_of(cause))
         if any(str(rejection) in text for rejection in rejections):

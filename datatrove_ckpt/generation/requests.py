@@ -13,7 +13,6 @@ import xxhash
 from datatrove.pipeline.inference.types import InferenceError
 from datatrove.pipeline.inference.types import ServerError as RolloutServerError
 
-from datatrove_ckpt import errors
 from datatrove_ckpt.checkpoint.batch_log import (
     ANSWER,
     FAILURE,
@@ -35,7 +34,17 @@ from datatrove_ckpt.common.retrying import REJECTED
 from datatrove_ckpt.common.warnings import warn_once
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import PAYLOAD_JSON, merged, refuse_unsendable
-from datatrove_ckpt.errors import CkptError, RequestRejected
+from datatrove_ckpt.errors import (
+    CkptError,
+    ConfigError,
+    RequestFailed,
+    RequestPoisoned,
+    RequestRejected,
+    ServerDied,
+    ServerRefused,
+    ServerUnavailable,
+    named,
+)
 from datatrove_ckpt.generation.embedding_batches import EmbeddingBatches
 from datatrove_ckpt.generation.failures import unanswered
 from datatrove_ckpt.generation.limit_watch import LimitWatch
@@ -525,13 +534,13 @@ class RolloutRequests:
         answers = self.answers
         rollout_idx = self.rollout_idx
         model = config.model_name_or_path
-        named = payload.get("model") or model
+        model_of_payload = payload.get("model") or model
         if whole:
-            model = named
-        elif named != model:
+            model = model_of_payload
+        elif model_of_payload != model:
             warn_once(
-                f"A payload names the model {named!r}, which is not sent: the run's model is "
-                f"{model!r}. Leave it out of the payload, or start a run with that model."
+                f"A payload names the model {model_of_payload!r}, which is not sent: the run's "
+                f"model is {model!r}. Leave it out of the payload, or start a run with that model."
             )
         # datatrove's order of keys: engines answer in the order of a schema.
         payload = {**payload, "model": model}
@@ -545,7 +554,7 @@ class RolloutRequests:
             if api.path in _IN_TIERS and type(sent.get("service_tier")) is list:
                 api = api._replace(tiers=sent.pop("service_tier"))  # the client adds a tier
             digest, has_null = self.digest(sent, api, retry_of)
-        except errors.ConfigError as error:
+        except ConfigError as error:
             raise failed(error, payload) from error
         key = answers.next_key(rollout_idx, digest)
         if config.seed is not None and api.generates and "seed" not in sent:
@@ -570,10 +579,10 @@ class RolloutRequests:
                 self._check_size(result, sent, api)
             if config.accept_null_finish_reason and api.generates and result.finish_reason:
                 raise self._disproved(result.finish_reason)
-        except (errors.RequestRejected, InferenceError) as error:
+        except (RequestRejected, InferenceError) as error:
             answers.count_failed(rollout_idx)
-            if isinstance(error, errors.RequestRejected):
-                errors.named(error, config.name)
+            if isinstance(error, RequestRejected):
+                named(error, config.name)
                 answers.rejections.append(error)
                 raise failed(error, payload) from error
             raise
@@ -619,7 +628,7 @@ class RolloutRequests:
                         completion = await client.complete(body, api, request)
                 finally:
                     answers.request_finished()
-        except errors.CkptError as error:
+        except CkptError as error:
             await self._raise(error, key, payload)
         if "service_tier" in sent and not completion.service_tier:
             completion.service_tier = str(sent["service_tier"] or "")
@@ -637,22 +646,20 @@ class RolloutRequests:
         answers.tokens += tokens
         return _result(fields, **source)
 
-    async def _raise(self, error: errors.CkptError, key: AnswerKey, payload: Payload) -> NoReturn:
+    async def _raise(self, error: CkptError, key: AnswerKey, payload: Payload) -> NoReturn:
         """Raises the rollout's error for a request without an answer. Saves a rejection."""
         model = self.model
         self.rank.observer.own.failed += 1
-        if isinstance(error, errors.RequestRejected):
+        if isinstance(error, RequestRejected):
             self.keep(key, CachedAnswer(None, f"{error.status} {error.body}"))
             await self.rank.wait_for_storage()
             raise error
-        at_fault = isinstance(error, errors.RequestFailed) and error.is_documents
-        if at_fault or isinstance(error, errors.RequestPoisoned):
-            raise failed(errors.named(error, model.config.name), payload) from error
-        model.is_dead = model.is_dead or isinstance(
-            error, errors.ServerDied | errors.ServerUnavailable
-        )
+        at_fault = isinstance(error, RequestFailed) and error.is_documents
+        if at_fault or isinstance(error, RequestPoisoned):
+            raise failed(named(error, model.config.name), payload) from error
+        model.is_dead = model.is_dead or isinstance(error, ServerDied | ServerUnavailable)
         stopped = self._stopped(error, payload)
-        if isinstance(error, errors.RequestFailed):
+        if isinstance(error, RequestFailed):
             raise failed(error, payload) from error
         raise stopped from error
 
@@ -688,7 +695,7 @@ class RolloutRequests:
                     if isinstance(error, UnexpectedResponse):  # it was paid for
                         limit = min(limit, _UNKNOWN_FORMS)
             if config.provider_batches and attempts >= limit:
-                raise errors.RequestFailed(
+                raise RequestFailed(
                     f"Given up after {attempts} batches "
                     f"(request_max_attempts={config.request_max_attempts}; {_UNKNOWN_FORMS} for "
                     f"answers in an unknown form). Last cause: {cause}"
@@ -696,7 +703,7 @@ class RolloutRequests:
         rank = self.rank
         if config.provider_batches:
             if api.path.startswith("/") or api.extras:
-                raise errors.ConfigError(
+                raise ConfigError(
                     "provider_batches: a batch has requests to paths below /v1, without "
                     "extra_headers and extra_query."
                 )
@@ -737,7 +744,7 @@ class RolloutRequests:
         """
         client = self.model.client
         believed = client.result().without_reason if client.done() else 0
-        error = errors.ServerRefused(
+        error = ServerRefused(
             f"An answer has the finish_reason {reason!r}, but accept_null_finish_reason is for "
             "servers that never give one. So answers without one may be cut off. This attempt has "
             f"taken {believed} of them as complete, and earlier ones may have taken more. Remove "
@@ -762,7 +769,7 @@ class RolloutRequests:
         )
         if first != size:
             name = answered.model or self.config.model_name_or_path
-            error = errors.ServerRefused(
+            error = ServerRefused(
                 f"{name!r} has answered embed() with {plural(size, 'number')}, and before with "
                 f"{first}, for the same params. So its servers have, or had, different models. "
                 "This answer is not saved. When all servers have the first answer's model, run "
@@ -771,10 +778,8 @@ class RolloutRequests:
             )
             raise self._stopped(error)
 
-    def _stopped(
-        self, error: errors.CkptError, payload: Payload | None = None
-    ) -> RolloutServerError:
-        errors.named(error, self.model.config.name)
+    def _stopped(self, error: CkptError, payload: Payload | None = None) -> RolloutServerError:
+        named(error, self.model.config.name)
         answers = self.answers
         answers.fail(unanswered(answers.doc_id, answers.slot.ordinal, error, payload or {}))
         return RolloutServerError(error)
@@ -825,7 +830,7 @@ def _from_cache(answer: CachedAnswer, config: InferenceConfig) -> Result | None:
     status, _, body = (answer.error_message or "").partition(" ")
     if int(status) not in REJECTED:  # 0.1 kept a 402 or a 405 like a 400
         return None
-    raise errors.RequestRejected(int(status), body, remembered=True)
+    raise RequestRejected(int(status), body, remembered=True)
 
 
 def _fields(completion: Completion, payload: Payload) -> JsonObject:

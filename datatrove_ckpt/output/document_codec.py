@@ -31,7 +31,6 @@ import dataclasses
 import datetime
 import decimal
 import enum
-import functools
 import importlib
 import math
 import pathlib
@@ -39,7 +38,7 @@ import re
 import sys
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -427,7 +426,7 @@ def _fields(value: DataclassInstance) -> dict[str, object]:
     return {name: getattr(value, name) for name in field_names(type(value))}
 
 
-@functools.cache
+@cache
 def field_names(kind: type[DataclassInstance]) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind))
 
@@ -562,7 +561,7 @@ def wrap_deep(value: object, other: Other, depth: int = _DEEPEST) -> object:
         raise NotEncodable(
             f"a {type(value).__qualname__} that holds itself, or is in more than {_DEEPEST} others"
         )
-    wrap = functools.partial(wrap_deep, other=other, depth=depth - 1)
+    wrap = partial(wrap_deep, other=other, depth=depth - 1)
     if isinstance(value, dict):
         if TAG in value or not all(type(key) is str for key in value):
             return {TAG: ["dict", [[wrap(key), wrap(item)] for key, item in value.items()]]}

@@ -65,10 +65,9 @@ from datatrove_ckpt.checkpoint.commits import OutputFile, read_commits, stamp_of
 from datatrove_ckpt.checkpoint.job_file import recorded_output
 from datatrove_ckpt.checkpoint.publish_intents import PublishIntents
 from datatrove_ckpt.checkpoint.rank_summary import Include, RankSummary, describe_chunk, read_rank
-from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import plural, repair_command
 from datatrove_ckpt.common.object_store import ObjectStore
-from datatrove_ckpt.common.retrying import RetryPolicy, file_system_call
+from datatrove_ckpt.common.retrying import RetryPolicy, failure_line, file_system_call, http_status
 from datatrove_ckpt.errors import OutputMismatch
 from datatrove_ckpt.output.file_names import (
     STAGING,
@@ -246,7 +245,7 @@ class OutputOwnership:
             self.check()
         except PermissionError as error:
             logger.warning(
-                f"{self._record.place} cannot be written ({retrying.failure_line(error)}), so "
+                f"{self._record.place} cannot be written ({failure_line(error)}), so "
                 f"nothing shows other runs that {self._folder.resolve_paths('')} belongs to this "
                 "run: start no other run into it."
             )
@@ -271,7 +270,7 @@ class OutputOwnership:
 def owners_of(folder: DataFolder) -> list[OutputOwner]:
     """Returns the owners of a folder, one for each template with a record. Raises OSError."""
     pattern = folder.fs._strip_protocol(_record(folder, f"{layout.OWNER}*").place)
-    with retrying.file_system_call():
+    with file_system_call():
         names = folder.fs.glob(pattern)
     records = (_record(folder, layout.OWNER + name.rpartition(layout.OWNER)[2]) for name in names)
     return [*filter(None, (record.read() for record in records))]
@@ -399,7 +398,7 @@ class _HubRecord(_OwnerRecord):
         try:
             commit(head=head)
         except OSError as error:
-            status = retrying.http_status(error)
+            status = http_status(error)
             if status == 429 and not is_there:  # each commit of files also compares
                 raise PermissionError(str(error)) from error
             if status != 412:  # another rank or run was first

@@ -20,7 +20,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from os import PathLike, fspath
 from pathlib import Path
 
 import orjson
@@ -54,8 +53,8 @@ _KINDS: tuple[type[FilesReader], ...] = (ParquetReader, IpcReader, JsonlReader)
 _READERS = {suffix: kind for kind in _KINDS for suffix in kind.suffixes.split()}
 
 
-def folder_reader(folder: str | PathLike[str], glob_pattern: str | None) -> FilesReader:
-    folder = fspath(folder)
+def folder_reader(folder: str | os.PathLike[str], glob_pattern: str | None) -> FilesReader:
+    folder = os.fspath(folder)
     names = list_input(JsonlReader(folder, glob_pattern=glob_pattern)).names
     if not any(names):  # for a file, the listing has one empty name
         raise ConfigError(

@@ -42,7 +42,6 @@ from loguru import logger
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from datatrove_ckpt.checkpoint import files, layout
-from datatrove_ckpt.checkpoint.layout import is_input
 from datatrove_ckpt.common import JsonObject, retrying
 from datatrove_ckpt.common.counts import InputPosition, SkippedLines
 from datatrove_ckpt.common.retrying import http_status, hub_refusal, library_line
@@ -785,7 +784,7 @@ class InputFolder(DataFolder):  # type: ignore[misc]  # datatrove has no types
 
     def list_files(self, *arguments: Any, **options: Any) -> list[str]:
         names = super().list_files(*arguments, **options)
-        return [name for name in names if is_input(name, options.get("glob_pattern"))]
+        return [name for name in names if layout.is_input(name, options.get("glob_pattern"))]
 
 
 def refuse_pointer(begin: bytes, name: str) -> None:
@@ -839,7 +838,7 @@ def list_input(reader: BaseDiskReader, afresh: bool = True, of_rank: bool = Fals
             list_folder, f"The input {folder.resolve_paths('')} cannot be listed"
         )
     files = (name for name, info in listed.items() if info["type"] != "directory")
-    names = sorted(name for name in files if is_input(name, pattern))
+    names = sorted(name for name in files if layout.is_input(name, pattern))
     for name in names:
         if name.encode(errors="replace").decode() != name:
             raise InputError(

@@ -10,11 +10,10 @@ because it may be cut off, and an endpoint may ignore the field.
 
 import asyncio
 import copy
-import dataclasses
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache, partial
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -269,7 +268,7 @@ class ReadyMade:
 
     def _leave_out_defaults(self) -> None:
         values = vars(self)
-        for setting in dataclasses.fields(self):
+        for setting in fields(self):
             may_omit = setting.kw_only or not setting.init
             if may_omit and values.get(setting.name, setting) == setting.default:
                 del values[setting.name]

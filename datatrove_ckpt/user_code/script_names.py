@@ -43,9 +43,13 @@ from typing import Any, NamedTuple
 
 from loguru import logger
 
-from datatrove_ckpt.common import redaction
 from datatrove_ckpt.common.formatting import byte_size
-from datatrove_ckpt.common.redaction import may_hold_secret
+from datatrove_ckpt.common.redaction import (
+    Veil,
+    environment_secrets,
+    is_surely_secret,
+    may_hold_secret,
+)
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.user_code.description import cells
 from datatrove_ckpt.user_code.statements import loaded_names
@@ -169,7 +173,7 @@ class _PickleScan:
         self._objects: dict[int, object] = {}  # kept alive, so that ids stay unique
         self._attribute_paths: dict[int, str] = {}
         self._functions: dict[int, types.FunctionType] = {}
-        self._variables = redaction.environment_secrets(redaction.is_surely_secret)
+        self._variables = environment_secrets(is_surely_secret)
 
     def pickle(self, value: object) -> None:
         """Pickles a value to nowhere, and scans each object.
@@ -208,7 +212,7 @@ class _PickleScan:
             names = getattr(getattr(value.func, "__code__", None), "co_varnames", ())
             arguments = dict(zip(names, value.args, strict=False))
             self._check("functools.partial", arguments | value.keywords)
-        elif isinstance(value, redaction.Veil):
+        elif isinstance(value, Veil):
             self._attribute_paths[id(value.value)] = value.name
         elif isinstance(value, tuple) and hasattr(value, "_asdict"):
             self._check(type(value).__qualname__, value._asdict())
@@ -223,11 +227,11 @@ class _PickleScan:
             attribute_path = f"{owner}.{name}".lstrip(".")
             for part in parts:
                 self._attribute_paths.setdefault(id(part), attribute_path)
-                if redaction.is_surely_secret(str(name), part):
+                if is_surely_secret(str(name), part):
                     self.secrets[attribute_path] = None
 
     def _check_text(self, attribute_path: str, text: str | bytes | bytearray) -> None:
-        if redaction.is_surely_secret("", text):
+        if is_surely_secret("", text):
             self.secrets[attribute_path] = None
         if isinstance(text, str):
             text = text.encode("utf-8", "surrogatepass")

@@ -72,7 +72,6 @@ from datatrove_ckpt.errors import (
     TooManyOpenFiles,
     named,
 )
-from datatrove_ckpt.inference.client import routing
 from datatrove_ckpt.inference.client.client import (
     CompletionClient,
     EndpointAccess,
@@ -85,7 +84,13 @@ from datatrove_ckpt.inference.client.client import (
 )
 from datatrove_ckpt.inference.client.http1 import UnreadableResponse
 from datatrove_ckpt.inference.client.responses import listed_models, unlisted
-from datatrove_ckpt.inference.client.routing import AdaptiveLimit, Router, Target
+from datatrove_ckpt.inference.client.routing import (
+    AdaptiveLimit,
+    Router,
+    Sender,
+    ServerDeath,
+    Target,
+)
 from datatrove_ckpt.inference.client.urls import HiddenUrl, proxy_of
 from datatrove_ckpt.inference.servers.continuation import find_continuation
 from datatrove_ckpt.inference.servers.multi_node import HeadNode
@@ -691,7 +696,7 @@ class ServerSupervisor:
         self._name = (
             f"{self.config.log_prefix}Server {self.server.replica} of task {self.server.rank}"
         )
-        self._death = routing.ServerDeath("")
+        self._death = ServerDeath("")
         self._death_cause: asyncio.Future[str]
         self._recent_restarts = self.server.restarted_at
         self._probing: asyncio.Task[None] | None = None
@@ -796,7 +801,7 @@ class ServerSupervisor:
             self._recent_restarts.popleft()
         # The request is a dead letter now, so the next start should work.
         if self._death.attributed:
-            self._death = routing.ServerDeath("")
+            self._death = ServerDeath("")
             return retrying.RESTART.first
         if len(self._recent_restarts) >= allowed:
             raise ServerDied(
@@ -940,7 +945,7 @@ async def launched_servers(
                         server.lease.close()
 
 
-async def _supervise(supervisors: list[ServerSupervisor], router: routing.Router) -> None:
+async def _supervise(supervisors: list[ServerSupervisor], router: Router) -> None:
     running = len(supervisors)
 
     async def supervise(supervisor: ServerSupervisor) -> None:
@@ -1064,7 +1069,7 @@ class ServerHost:
         self,
         config: InferenceConfig,
         rank: int,
-        sender: routing.Sender,
+        sender: Sender,
         is_new: bool = False,
     ) -> AsyncIterator[tuple[CompletionClient, Awaitable[Watch]]]:
         """Yields a client of one model's servers, and an awaitable that returns their watch once

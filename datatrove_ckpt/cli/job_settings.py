@@ -27,6 +27,8 @@ class ShortJob:
             ``ChunkedRollout``.
         model: its name on the hub, a folder, or a GGUF file; of an endpoint, the name that it
             knows.
+        models: several models by name, such as ``{judge: {model: ..., max_tokens: 10}}``, each with
+            settings of its own; the first is ``generate``, and another ``generate.judge``.
         endpoint: URL of a server that runs already, or several. None: a server is started, on this
             machine's GPUs, else on its CPU.
         output_format: None: the format of a run that has begun; else "parquet" for Parquet, Arrow
@@ -54,6 +56,7 @@ class ShortJob:
     rollout: str | Callable[..., Awaitable[object]] | None = None
     model: str | None = None
     endpoint: str | list[str] | None = None
+    models: dict[str, JsonObject] | None = None
     output_format: Literal[*BY_NAME] | None = None  # type: ignore[valid-type]
     tasks: int | None = None
     workers: int = 1

@@ -202,23 +202,23 @@ def expand(short: Node, inspect_only: bool = False, rows: object = None) -> Node
             parameters = parameters_of(yaml_config.import_name(rollout["class_path"], form()))[0]
             if "images" in parameters:
                 rollout["init_args"]["images"] = "media"
-        config = _server(job, short, inspect_only)
+        configs = _models(job, short, inspect_only)
         chunk = _CHUNK
         if isinstance(short.get("until"), int):  # the run ends after few documents
             chunk = min(_CHUNK, max(1, short["until"] // 10))
         runner: Node = {
             "rollout_fn": rollout,
-            "config": config,
+            "config": configs.get("", configs),
             "answer": recorded.get("answer"),
             "records_per_chunk": recorded.get("records_per_chunk", chunk),
         }
-        owners = {"InferenceConfig": config, "InferenceRunner": runner}
+        owners = {"InferenceRunner": runner}
         for name in [reader["class_path"]] if reader["class_path"] else _READERS:
             owners[name] = reader["init_args"]
         if isinstance(rollout, dict):
             owners[rollout["class_path"]] = rollout["init_args"]
         for name, value in short.items():
-            if name not in NAMES:
+            if not (name in NAMES or "InferenceConfig" in settings()[name]):
                 _place(name, value, owners)
         # This machine cannot see how a run elsewhere began, nor its files.
         if not job.is_remote:
@@ -231,7 +231,7 @@ def expand(short: Node, inspect_only: bool = False, rows: object = None) -> Node
         runner["output_writer"] = _writer(job, reader, recorded, runner["answer"])
         executor = {"tasks": tasks, "logging_dir": f"{job.below}/logs"}
         executor["pipeline"] = [reader, node("InferenceRunner", **runner)]
-        long: Node = {"executor": _executor(job, executor, config)}
+        long: Node = {"executor": _executor(job, executor, configs)}
         if job.kubernetes is not None:
             long["kubernetes"] = form_settings["kubernetes"]
         return long
@@ -343,13 +343,13 @@ def _allow_no_text(
         reader["init_args"]["text_key"] = None
 
 
-def _executor(job: ShortJob, executor: Node, config: Node) -> Node:
+def _executor(job: ShortJob, executor: Node, configs: dict[str, Node]) -> Node:
     user_arguments = job.slurm or job.jobs or {}
     for name in user_arguments.keys() & executor.keys():
         raise ConfigError(f"{name}: is set beside `slurm` and `jobs`, and not inside.")
     if job.slurm is not None:
         slurm = {**_SLURM, "job_name": job.root.name, "slurm_logs_folder": f"{job.root}/logs/slurm"}
-        if config["server_type"] != "endpoint":
+        if any(config["server_type"] != "endpoint" for config in configs.values()):
             slurm["gpus_per_task"] = 1
         return node("SlurmPipelineExecutor", **{**slurm, **user_arguments}, **executor)
     if job.jobs is not None:
@@ -488,6 +488,24 @@ def _server(job: ShortJob, short: Node, inspect_only: bool) -> Node:
     if engine and job.task in engine.task_flags:
         config["model_kwargs"] = dict(engine.task_flags[str(job.task)])
     return config
+
+
+def _models(job: ShortJob, short: Node, inspect_only: bool) -> dict[str, Node]:
+    """Returns the settings of each model by its name; "" for the only one. Those of the job hold
+    where a model has none of its own.
+    """
+    of_model = ["model", "endpoint", *_SAMPLING]
+    of_config = [name for name, owners in settings().items() if "InferenceConfig" in owners]
+    configs = {}
+    for name, own in (job.models or {"": {}}).items():
+        yaml_config.refuse_unknown(own, [*of_model, *of_config], f"{form()}: models.{name}")
+        given = {**short, **own}
+        chosen = {key: own[key] for key in of_model if key in own}
+        config = configs[name] = _server(replace(job, **chosen), given, inspect_only)
+        for key, value in given.items():
+            if key in of_config and key not in NAMES:
+                _place(key, value, {"InferenceConfig": config})
+    return configs
 
 
 def _input(job: ShortJob, inspect_only: bool, rows: object, saved: SavedInput) -> str:

@@ -108,6 +108,8 @@ class InferenceRunner(RunnerSettings):
         max_cost (free): what answers may cost, by ``prices``, before the run ends. Requests in
             flight are also paid.
         max_total_tokens (free): prompt and completion tokens of answers before the run ends.
+        replay_check (free): record up to 64 finished documents, and run the rollout on them with
+            their answers at each start. Other requests or results are refused.
 
     Raises:
         ConfigError: an argument that cannot work.

@@ -27,6 +27,7 @@ from loguru import _better_exceptions, logger
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.common import object_store, redaction, retrying
 from datatrove_ckpt.errors import written_in
+from datatrove_ckpt.generation import side_effects
 from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers, Outage
 from datatrove_ckpt.inference.servers.host import close_warm_servers
 from datatrove_ckpt.output import output_folder
@@ -369,6 +370,9 @@ def _as_if_alone(request, monkeypatch):
     redaction._sent.clear()
     # Commands add the working directory.
     monkeypatch.setattr(sys, "path", list(sys.path))
+    # Nor what was opened and done before.
+    monkeypatch.setattr(side_effects.ROLLOUTS, "effect", "")
+    side_effects.SETUP.forget()
     # Ranks would stop for the end of another test's Slurm job.
     monkeypatch.setattr("datatrove_ckpt.process.slurm_job._first_asked", {})
     # Whose fault a rejection is.

@@ -83,6 +83,11 @@ def describe_alike(old: Json, new: Json) -> bool:
     return bool(old.get(IDENTITY_VERSION) == new.get(IDENTITY_VERSION))
 
 
+def is_of_code(changes: Iterable[SettingChange]) -> bool:
+    """Whether only the user's code, and what it takes from outside, has changed."""
+    return not without_code({change.field: change.new for change in changes})
+
+
 def without_code(fields: Json) -> Json:
     of_code = r"identity_version$|(rollout_fn|shared_context|imports|uses)\b|output_writer\."
     return {name: value for name, value in fields.items() if not re.match(of_code, name)}

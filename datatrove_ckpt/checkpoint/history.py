@@ -11,6 +11,7 @@ Recovery does not read it, so damage costs a line and never the run. Each line h
                 and own_ of err and of the last four: see ``ProgressRecord``
     spread      ms, pt, ct, bad: see ``RequestHistograms``
     end         why, what
+    replay      what
 
 Readers ignore keys and kinds of later releases.
 
@@ -335,10 +336,29 @@ class AttemptEnd(_HistoryRecord):
     what: str = ""
 
 
-Record = AttemptStart | ServerEvent | ProgressRecord | RequestHistograms | AttemptEnd
+@dataclass(slots=True, kw_only=True)
+class ReplayResult(_HistoryRecord):
+    """What the replay check of recorded documents has shown, other than that nothing differs.
+
+    Attributes:
+        what: without secrets.
+    """
+
+    KIND = "replay"
+    what: str
+
+
+Record = AttemptStart | ServerEvent | ProgressRecord | RequestHistograms | AttemptEnd | ReplayResult
 _KINDS: dict[str, type[Record]] = {
     kind.KIND: kind
-    for kind in (AttemptStart, ServerEvent, ProgressRecord, RequestHistograms, AttemptEnd)
+    for kind in (
+        AttemptStart,
+        ServerEvent,
+        ProgressRecord,
+        RequestHistograms,
+        AttemptEnd,
+        ReplayResult,
+    )
 }
 
 
@@ -362,7 +382,8 @@ def is_progress_line(line: bytes) -> bool:
 
 
 def _is_event(line: bytes) -> bool:
-    return line.startswith((b'"k":"start"', b'"k":"server"', b'"k":"end"'), BODY_AT)
+    events = (b'"k":"start"', b'"k":"server"', b'"k":"end"', b'"k":"replay"')
+    return line.startswith(events, BODY_AT)
 
 
 def _latest_progress(lines: Sequence[bytes]) -> Iterator[ProgressRecord]:

@@ -7,6 +7,7 @@ its ``run.json`` is written. After a crash in between, the next rank that differ
 rank is compared if it holds work, or if the process that wrote its ``run.json`` still has its lock.
 """
 
+import datetime
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -157,6 +158,23 @@ def record_output_folder(root: Path, folder: str) -> None:
             guard.release(remove=True)
 
 
+def record_change(root: Path, change: Json) -> None:
+    """Adds an accepted change to ``job.json``.
+
+    Raises:
+        CheckpointError: ``job.json`` is damaged, locked or cannot be written.
+    """
+    guard = Lock(root / layout.JOB_LOCK)
+    try:
+        job = _read_job(root)
+        when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        accepted = [*job.get("accepted_changes", []), {"when": when, **change}]
+        data = checksummed_json(stamped({**job, "accepted_changes": accepted}))
+        files.disk.replace(root / layout.JOB, data)
+    finally:
+        guard.release(remove=True)
+
+
 def compare_job(
     root: Path,
     identity: RunIdentity,
@@ -243,10 +261,18 @@ def job_content(identity: RunIdentity, before: Json, differences: JobChanges) ->
 
 
 def refuse_changes(
-    root: Path | str, differences: JobChanges, advice: str = "", may_mix: bool = True
+    root: Path | str,
+    differences: JobChanges,
+    advice: str = "",
+    may_mix: bool = True,
+    evidence: str = "",
 ) -> CheckpointMismatch:
-    """Returns ``mismatch_error`` for the checkpoints of tasks in a folder or mirror."""
-    subject = f"The checkpoints in {root} ({name_tasks(differences.ranks)}) were"
+    """Returns ``mismatch_error`` for the checkpoints of tasks in a folder or mirror.
+
+    Args:
+        evidence: what the changes do, before the changes.
+    """
+    subject = f"{evidence}The checkpoints in {root} ({name_tasks(differences.ranks)}) were"
     return mismatch_error(subject, differences.changes, advice, may_mix)
 
 

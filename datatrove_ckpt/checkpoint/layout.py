@@ -83,6 +83,11 @@ CHECKPOINT_LINES = (
     BATCHES,
 )
 """Files of JSON lines that are no journals."""
+RECORDED = "recorded"
+"""Folder below ``checkpoints_local_dir`` with recorded documents, for the replay check."""
+MAX_RECORDED = 64
+VOID = "void.json"
+"""File in it that ends the recording of documents, with its cause."""
 RETRIES = "retry-"
 """Prefix of the folders of retries below ``checkpoints_local_dir``."""
 SAMPLES = "sample-"

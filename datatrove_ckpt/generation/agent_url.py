@@ -15,6 +15,7 @@ from datatrove.pipeline.inference.types import InferenceError
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import safe_text
 from datatrove_ckpt.common.redaction import redact
+from datatrove_ckpt.generation import side_effects
 from datatrove_ckpt.process.open_files import make_room
 from datatrove_ckpt.process.shutdown import end_tasks
 
@@ -134,15 +135,17 @@ async def serve(generate: Any, model_name: str) -> AsyncIterator[str]:
     # A new file gets the lowest free number. Each agent needs four: this listener, both ends of its
     # connection, and the connection to the model's server.
     make_room(4 * listener.sockets[0].fileno())
+    address = listener.sockets[0].getsockname()
+    side_effects.agents.add(address)
     try:
-        port = listener.sockets[0].getsockname()[1]
-        yield f"http://127.0.0.1:{port}{secret}/v1"
+        yield f"http://127.0.0.1:{address[1]}{secret}/v1"
     except Exception as error:
         # The agent replaced our error with its own.
         if requests.refusal is not None:
             raise requests.refusal from error
         raise
     finally:
+        side_effects.agents.discard(address)
         listener.close()
         server.pre_shutdown()
         await server.shutdown(0.1)  # 0 would wait for ever

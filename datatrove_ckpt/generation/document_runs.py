@@ -27,6 +27,7 @@ from datatrove_ckpt.generation.document_limit import DocumentLimit
 from datatrove_ckpt.generation.failures import FailurePolicy, drops
 from datatrove_ckpt.generation.generate import BoundGenerate
 from datatrove_ckpt.generation.prefetch import SourceDocument
+from datatrove_ckpt.generation.recorded_documents import RecordedDocuments
 from datatrove_ckpt.generation.requests import (
     DocumentAnswers,
     DocumentParked,
@@ -34,6 +35,7 @@ from datatrove_ckpt.generation.requests import (
     RolloutRequests,
 )
 from datatrove_ckpt.generation.results import DROPPED, ResultEncoder
+from datatrove_ckpt.generation.side_effects import EffectWatch, current
 from datatrove_ckpt.generation.user_rollout import name_of
 from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.shutdown import exit_error
@@ -43,91 +45,28 @@ _SUSPICIOUS_DROPS = 100  # a rollout that drops its first documents is logged at
 
 
 @dataclass(eq=False)
-class DocumentRuns:
-    """Runs the rollouts of one rank's documents.
+class DocumentRollouts:
+    """Runs the rollouts of documents, and encodes the results.
 
     Args:
         rollout_fn: the step's rollout, with its shared context bound.
-        limit: admits documents. ``run`` releases a document's place in it.
-
-    Attributes:
-        parked: number of documents whose requests wait for a batch.
+        watch: sees what the rollouts do outside of this process.
     """
 
     requests: RankContext
     rollout_fn: Rollout
-    failures: FailurePolicy
     results: ResultEncoder
-    limit: DocumentLimit
+    watch: EffectWatch
 
     def __post_init__(self) -> None:
         requests = self.requests
         self._checkpoint = requests.checkpoint
         self._shutdown = requests.shutdown
-        self._counts = requests.observer.own
         self._rollouts = range(requests.model.config.rollouts_per_document)
-        self.parked = 0
         self._dropped = 0
         self._pid = os.getpid()
 
-    async def run(self, source: SourceDocument, slot: ChunkSlot) -> None:
-        try:
-            answers = DocumentAnswers(self.requests, slot, source.id, len(self._rollouts))
-            letter = self.failures.retried_letter(source, slot.ordinal)
-            if letter is not None:
-                finished = answers.finished("dead", source.fingerprint, letter)
-            else:
-                try:
-                    finished = await self._finished(source, slot, answers)
-                except (Exception, asyncio.CancelledError) as error:
-                    finished = self._dead(source, slot, answers, error)
-            self._checkpoint.finish(slot, finished)
-            self._counts.documents += 1
-            if self._dropped == _SUSPICIOUS_DROPS == self._counts.documents:
-                logger.warning(
-                    f"The rollout dropped all of {_SUSPICIOUS_DROPS} documents. {WHY_DROPPED}"
-                )
-        except DocumentParked:
-            self.parked += 1
-        except (asyncio.CancelledError, KeyboardInterrupt):
-            self._shutdown.abort()
-            raise
-        except CheckpointError as error:
-            self._shutdown.abort(error)
-        except BaseException as error:
-            self._shutdown.fail(error)
-        finally:
-            # A callback of the task would take a further turn of the event loop.
-            self.requests.documents.pop(slot.ordinal, None)
-            self.limit.release(source.size)
-
-    def _dead(
-        self,
-        source: SourceDocument,
-        slot: ChunkSlot,
-        answers: DocumentAnswers,
-        error: BaseException,
-    ) -> FinishedDocument:
-        self._raise_if_stopping(answers)
-        if answers.parked:
-            error = self._not_repeatable()
-        sent = [getattr(cause, "payload", None) for cause in causes(error)]
-        remember_sent(answers.payloads + sent)
-        letter = self.failures.dead_letter_or_raise(
-            source, slot.ordinal, error, answers.hashes, answers.rejections
-        )
-        return answers.finished("dead", source.fingerprint, letter)
-
-    def _not_repeatable(self) -> ConfigError:
-        return ConfigError(
-            f"{name_of(self.rollout_fn)} did not use an answer of its last pass, and sent "
-            "other requests, so each pass would be paid for. With provider_batches, a "
-            "rollout must send the same requests for a document each time: no random "
-            "numbers, no time in its prompts (a seed may come from document.id)",
-            setting="rollout_fn",
-        )
-
-    async def _finished(
+    async def finished(
         self, source: SourceDocument, slot: ChunkSlot, answers: DocumentAnswers
     ) -> FinishedDocument:
         """Runs the rollouts of a document, and encodes it with their results."""
@@ -194,6 +133,7 @@ class DocumentRuns:
                 task.cancel()
 
     async def _run_rollout(self, document: Document, request: RolloutRequests) -> object:
+        token = current.set(self.watch)
         try:
             result = await self.rollout_fn(document, BoundGenerate(request))
         except BaseException as error:
@@ -205,6 +145,8 @@ class DocumentRuns:
             if self._shutdown.aborted or self._shutdown.raised(error):
                 raise
             raise exit_error(f"the rollout {name_of(self.rollout_fn)}", error) from error
+        finally:
+            current.reset(token)
         end_fork(self._pid)
         if document is result:
             raise DocumentNotSerializable(
@@ -212,3 +154,82 @@ class DocumentRuns:
                 "is to be added to it, such as answer.text."
             )
         return result
+
+
+@dataclass(eq=False)
+class DocumentRuns(DocumentRollouts):
+    """Runs the rollouts of one rank's documents.
+
+    Args:
+        limit: admits documents. ``run`` releases a document's place in it.
+
+    Attributes:
+        parked: number of documents whose requests wait for a batch.
+    """
+
+    failures: FailurePolicy
+    limit: DocumentLimit
+    recorded: RecordedDocuments
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._counts = self.requests.observer.own
+        self.parked = 0
+
+    async def run(self, source: SourceDocument, slot: ChunkSlot) -> None:
+        try:
+            answers = self.recorded.answers(self.requests, source, slot, len(self._rollouts))
+            letter = self.failures.retried_letter(source, slot.ordinal)
+            if letter is not None:
+                finished = answers.finished("dead", source.fingerprint, letter)
+            else:
+                try:
+                    finished = await answers.observed(self.finished(source, slot, answers))
+                except (Exception, asyncio.CancelledError) as error:
+                    finished = self._dead(source, slot, answers, error)
+            self._checkpoint.finish(slot, finished)
+            self.recorded.finish(answers, finished)
+            self._counts.documents += 1
+            if self._dropped == _SUSPICIOUS_DROPS == self._counts.documents:
+                logger.warning(
+                    f"The rollout dropped all of {_SUSPICIOUS_DROPS} documents. {WHY_DROPPED}"
+                )
+        except DocumentParked:
+            self.parked += 1
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            self._shutdown.abort()
+            raise
+        except CheckpointError as error:
+            self._shutdown.abort(error)
+        except BaseException as error:
+            self._shutdown.fail(error)
+        finally:
+            # A callback of the task would take a further turn of the event loop.
+            self.requests.documents.pop(slot.ordinal, None)
+            self.limit.release(source.size)
+
+    def _dead(
+        self,
+        source: SourceDocument,
+        slot: ChunkSlot,
+        answers: DocumentAnswers,
+        error: BaseException,
+    ) -> FinishedDocument:
+        self._raise_if_stopping(answers)
+        if answers.parked:
+            error = self._not_repeatable()
+        sent = [getattr(cause, "payload", None) for cause in causes(error)]
+        remember_sent(answers.payloads + sent)
+        letter = self.failures.dead_letter_or_raise(
+            source, slot.ordinal, error, answers.hashes, answers.rejections
+        )
+        return answers.finished("dead", source.fingerprint, letter)
+
+    def _not_repeatable(self) -> ConfigError:
+        return ConfigError(
+            f"{name_of(self.rollout_fn)} did not use an answer of its last pass, and sent "
+            "other requests, so each pass would be paid for. With provider_batches, a "
+            "rollout must send the same requests for a document each time: no random "
+            "numbers, no time in its prompts (a seed may come from document.id)",
+            setting="rollout_fn",
+        )

@@ -208,6 +208,7 @@ class BoundGenerate:
                 f"must be JSON: {error}. Give the function what is no JSON in another way"
             )
         key = answers.next_key(requests.rollout_idx, digest)
+        answers.payloads[requests.rollout_idx] = {"once": name, "args": args, "kwargs": kwargs}
         saved = await answers.saved(key)
         if saved is None:
             answers.request_started()

@@ -16,6 +16,7 @@ from datatrove_ckpt.common.formatting import safe_text
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.config.generation_params import PAYLOAD_JSON
 from datatrove_ckpt.errors import DocumentNotSerializable
+from datatrove_ckpt.generation.side_effects import OURS, watched
 from datatrove_ckpt.output.document_codec import has_nan
 from datatrove_ckpt.process.event_loop import in_own_thread
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
@@ -87,7 +88,8 @@ class OnceCalls:
         self.running += 1
         started = time.monotonic()
         try:
-            result = await self._result(call, is_plain)
+            with watched(OURS):
+                result = await self._result(call, is_plain)
         except Exception as error:
             counts.failed_calls[name] += 1
             if not isinstance(error, call.keep_errors):

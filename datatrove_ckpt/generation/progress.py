@@ -151,6 +151,14 @@ class RankReporter:
             done = min(done, progress.total)
         return progress._replace(done=done)
 
+    def expected_documents(self) -> float:
+        """Returns how many documents the rank probably has; 0 if it is not known."""
+        progress = self.source.progress()
+        if not progress.done or progress.total is None:
+            return 0.0
+        handed_over = self._checkpoint.resumed.next_ordinal + self.source.handed_over
+        return handed_over * progress.total / progress.done
+
     def server(self, kind: Any, name: str, url: str | None, cause: str = "") -> None:
         if kind == "restart":
             # Every rank that shares the server is called, and their numbers are added: only the

@@ -6,7 +6,7 @@ A program that only makes or inspects a step (``runner.py``) does not import thi
 import asyncio
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,9 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.checksummed_lines import Json
+from datatrove_ckpt.checkpoint.compare import compare
+from datatrove_ckpt.checkpoint.identity import RunIdentity
+from datatrove_ckpt.checkpoint.job_file import recorded_settings
 from datatrove_ckpt.checkpoint.layout import BATCHES, SHARD, rank_folder
 from datatrove_ckpt.checkpoint.old_answers import open_old_answers, with_samples
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
@@ -25,7 +28,14 @@ from datatrove_ckpt.common.counts import CompletedWork
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.config.inference_config import NodeGroup
 from datatrove_ckpt.config.paths import expand_path
-from datatrove_ckpt.errors import CkptError, ConfigError, LimitReached, WaitsForBatches, use_form
+from datatrove_ckpt.errors import (
+    CheckpointMismatch,
+    CkptError,
+    ConfigError,
+    LimitReached,
+    WaitsForBatches,
+    use_form,
+)
 from datatrove_ckpt.generation.datatrove_errors import raised_for_scripts
 from datatrove_ckpt.generation.document_limit import DocumentLimit
 from datatrove_ckpt.generation.document_runs import DocumentRuns
@@ -42,13 +52,16 @@ from datatrove_ckpt.generation.limit_watch import LimitWatch, limit_reached
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.quality import AnswerQuality
+from datatrove_ckpt.generation.recorded_documents import RecordedDocuments
+from datatrove_ckpt.generation.replay import Replays, evidence, replays_of
 from datatrove_ckpt.generation.requests import RankContext
 from datatrove_ckpt.generation.results import ResultEncoder
 from datatrove_ckpt.generation.run_identity import servers_digest
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
 from datatrove_ckpt.generation.scheduler import Scheduler
+from datatrove_ckpt.generation.side_effects import OURS, ROLLOUTS, watched
 from datatrove_ckpt.generation.user_frames import first_failure, warn_when_blocked
-from datatrove_ckpt.generation.user_rollout import bind_shared, name_of, shared_arguments
+from datatrove_ckpt.generation.user_rollout import name_of
 from datatrove_ckpt.inference.servers.host import ServerHost, check_servers, one_rank
 from datatrove_ckpt.mirror.mirror import RemoteMirror
 from datatrove_ckpt.output.chunk_writing import ChunkOutput, prepare_arrow
@@ -100,7 +113,7 @@ def run_rank(
             )
         # Before gc_tuned, which freezes the objects of imported modules.
         prepare_arrow(step.output_writer)
-        with one_rank(preemption.shutdown), gc_tuned():
+        with one_rank(preemption.shutdown), gc_tuned(), watched(OURS):
             if nodes.rank > 0:  # only the head node reads and writes
                 from datatrove_ckpt.inference.servers.multi_node import follow_head
 
@@ -156,12 +169,13 @@ class _Run:
         if reached is not None:
             raise reached
         if step.checkpoints_remote_dir is not None:
-            from datatrove_ckpt.mirror.restore import restore_rank
+            from datatrove_ckpt.mirror.restore import restore_rank, restore_recorded
 
             with self.preemption.interruptible():
                 restore_rank(
                     step.checkpoints_remote_dir, root, rank, retries=step.retry_dead_letters
                 )
+                restore_recorded(step.checkpoints_remote_dir, root)
             step.adopt_recorded_settings()
         if not step.retry_dead_letters:
             self._take_in_passes(self.data, root)
@@ -212,7 +226,7 @@ class _Run:
             job = None
             # The ranks of other nodes are only on the mirror.
             if not step.retry_dead_letters:
-                with preemption.interruptible():
+                with preemption.interruptible(), self._explained(identity):
                     job = join_mirrored_job(remote, self.root, rank, identity, step.accept_changes)
             url = f"{remote}/{folder.relative_to(self.root)}"
             mirror = RemoteMirror(url, folder, step.mirror_seconds, preemption.shutdown, job)
@@ -233,7 +247,7 @@ class _Run:
             keeps_paid=bool(step.limits),
             shutdown=preemption.shutdown,
         )
-        with manager.lock() as locked, ExitStack() as undo:
+        with self._explained(identity), manager.lock() as locked, ExitStack() as undo:
             documents = self._open_source(data)
             undo.callback(documents.close)
             other_work = sum_rank(rank, self.root, folder)
@@ -257,6 +271,19 @@ class _Run:
         )
         checkpoint = OpenCheckpoint(manager, lease, output)
         return self._process(data, documents, checkpoint, other_work, output)
+
+    @contextmanager
+    def _explained(self, identity: RunIdentity) -> Iterator[None]:
+        """Adds what a change of code does to the error that refuses it, where no check before the
+        run did.
+        """
+        try:
+            yield
+        except CheckpointMismatch as error:
+            changes = compare(recorded_settings(self.root), identity)
+            if changes and (shown := evidence(self.step, self.root, changes)):
+                error.add_note(shown)
+            raise
 
     def _open_source(self, documents: Iterable[Document]) -> DocumentSource:
         step = self.step
@@ -372,6 +399,8 @@ class _Run:
             if self.has_batches:
                 from datatrove_ckpt.generation.provider_passes import ProviderPasses  # few need it
 
+                with self._replays(checkpoint, results) as replays:
+                    await replays.refuse_changes()
                 passes = ProviderPasses(self.step.models, checkpoint, self.preemption.shutdown)
                 await passes.settle(self.step.no_wait)
             parked = await self._run_rollouts(documents, checkpoint, progress, results, limits)
@@ -401,7 +430,7 @@ class _Run:
         servers = shared_host or ServerHost(preemption.shutdown, step.models.values(), keeps=True)
         ends_well = False
         try:
-            with shared_arguments(step.shared_context, preemption) as shared:
+            with self._replays(checkpoint, results) as replays:
                 requests = RankContext(
                     step.models,
                     checkpoint,
@@ -411,10 +440,12 @@ class _Run:
                     limits,
                     step.code().digest,
                 )
-                rollout_fn = bind_shared(step.rollout_fn, shared)
                 limit = DocumentLimit([*step.models.values()], servers.media)
-                runs = DocumentRuns(requests, rollout_fn, failures, results, limit)
-                await Scheduler(requests, self.rank, servers, runs).run(documents)
+                rollout_fn = replays.rollout_fn
+                runs = DocumentRuns(
+                    requests, rollout_fn, results, ROLLOUTS, failures, limit, replays.recorded
+                )
+                await Scheduler(requests, self.rank, servers, runs, replays).run(documents)
                 ends_well = True
                 if not runs.parked:
                     documents.add_earlier_stats()
@@ -422,6 +453,12 @@ class _Run:
             if shared_host is None:
                 await servers.close(ends_well)
         return runs.parked > 0
+
+    def _replays(
+        self, checkpoint: OpenCheckpoint, results: ResultEncoder
+    ) -> AbstractContextManager[Replays]:
+        recorded = RecordedDocuments(self.root, self.rank, 1 / self.world_size)
+        return replays_of(self.step, self.preemption, results.names, recorded, checkpoint.run)
 
     # log lines of a rank's start and end ---------------------------------------------------------
 

@@ -5,8 +5,9 @@ answers, and parks it for a batch. Everything here runs on the event loop of ``s
 """
 
 import asyncio
+from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import orjson
 import xxhash
@@ -69,6 +70,8 @@ from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.rollouts import Payload
 from datatrove_ckpt.rollouts.media import media_key, split_media
 from datatrove_ckpt.rollouts.settings import ends_in_blanks, is_cut_off
+
+T = TypeVar("T")
 
 
 class RankModel:
@@ -199,6 +202,13 @@ class DocumentAnswers:
         answer = (await self.cached()).get(key)
         self.reused[key.rollout_idx] += answer is not None
         return answer
+
+    def observed(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
+        """Returns the work of the document's rollouts, to be awaited."""
+        return work
+
+    def put(self, key: AnswerKey, answer: CachedAnswer, ends_pieces: bool) -> None:
+        self._rank.checkpoint.put_answer(self.slot, self.doc_id, key, answer, ends_pieces)
 
     def fail(self, failure: CkptError) -> None:
         """Stops the rank, after a drain. The document ends unrecorded."""
@@ -799,8 +809,7 @@ class RolloutRequests:
 
     def keep(self, key: AnswerKey, answer: CachedAnswer, ends_pieces: bool = False) -> None:
         """Saves an answer. The caller waits for the storage then."""
-        answers = self.answers
-        self.rank.checkpoint.put_answer(answers.slot, answers.doc_id, key, answer, ends_pieces)
+        self.answers.put(key, answer, ends_pieces)
 
 
 def failed(error: Exception, payload: Payload) -> InferenceError:

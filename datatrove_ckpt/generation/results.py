@@ -44,7 +44,7 @@ class ResultEncoder:
     """
 
     _step: RunnerSettings
-    _names: FileNames
+    names: FileNames
     _trial: WriterTrial | None
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class ResultEncoder:
             return DROPPED
         if self._column is not None and not put_answer(self._step, document, results):
             return DROPPED
-        self._names.check(document, chunk_index)
+        self.names.check(document, chunk_index)
         return encode_finished(document, self.key)
 
     def is_doubtful(self, data: bytes) -> bool:

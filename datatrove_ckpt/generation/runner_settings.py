@@ -92,6 +92,7 @@ class RunnerSettings(PipelineStep):
     until: Count | None = None
     max_cost: Positive | None = None
     max_total_tokens: Count | None = None
+    replay_check: bool = True
     hub_pace: CommitPace = field(init=False)
     steps_before: list[StepRecord] | None = field(default=None, init=False)
     form: str = field(default="", init=False)

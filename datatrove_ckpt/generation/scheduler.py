@@ -13,10 +13,19 @@ from dataclasses import dataclass
 
 from loguru import logger
 
+from datatrove_ckpt.checkpoint.history import ReplayResult
 from datatrove_ckpt.common.formatting import plural
-from datatrove_ckpt.errors import CheckpointError, CkptError, ServerRefused, named
+from datatrove_ckpt.errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    CkptError,
+    ServerRefused,
+    named,
+)
 from datatrove_ckpt.generation.document_runs import DocumentRuns
 from datatrove_ckpt.generation.prefetch import DocumentSource
+from datatrove_ckpt.generation.recorded_documents import RecordedDocuments
+from datatrove_ckpt.generation.replay import Replays
 from datatrove_ckpt.generation.requests import RankContext, RankModel
 from datatrove_ckpt.inference.client.routing import Sender
 from datatrove_ckpt.inference.servers.host import ServerHost
@@ -65,7 +74,10 @@ async def end_documents(requests: RankContext) -> None:
 
 
 async def stop_when_requested(
-    requests: RankContext, serving: list[asyncio.Task[None]], watch: asyncio.Task[None]
+    requests: RankContext,
+    serving: list[asyncio.Task[None]],
+    watch: asyncio.Task[None],
+    recorded: RecordedDocuments,
 ) -> None:
     """Waits until the rank is to stop, and stops it.
 
@@ -73,6 +85,7 @@ async def stop_when_requested(
         serving: a task for each model, which starts and watches its servers, and stops them when it
             is cancelled.
         watch: task that raises failures of the checkpoint.
+        recorded: documents that the drain lets be recorded.
 
     Raises:
         Preempted: a stop was requested.
@@ -93,7 +106,7 @@ async def stop_when_requested(
     lost_before = counts.lost
     # 1. Requests in flight are answered, and complete chunks published, until the deadline.
     try:
-        shutdown.late = not await shutdown.wait_for(_drain(requests, models))
+        shutdown.late = not await shutdown.wait_for(_drain(requests, models, recorded))
         if shutdown.parent is not None:
             shutdown.parent.late |= shutdown.late
     finally:
@@ -153,7 +166,9 @@ def _log_drain(requests: RankContext, models: list[RankModel]) -> None:
         )
 
 
-async def _drain(requests: RankContext, models: list[RankModel]) -> None:
+async def _drain(
+    requests: RankContext, models: list[RankModel], recorded: RecordedDocuments
+) -> None:
     """Waits until no request or call is in flight, and every document waits to begin one."""
     requests.checkpoint.flush_placement()
     # This must hold in two polls: a new answer may not have reached its rollout yet.
@@ -167,6 +182,7 @@ async def _drain(requests: RankContext, models: list[RankModel]) -> None:
             break
         else:
             quiet += LOOK_SECONDS
+    await recorded.finished.join()
     with suppress(TimeoutError):  # an upload may take minutes; its chunk's journal is safe
         async with asyncio.timeout(_PUBLISH_WAIT_SECONDS):
             while requests.checkpoint.publishing:
@@ -181,6 +197,7 @@ class Scheduler:
     rank: int
     servers: ServerHost
     runs: DocumentRuns
+    replays: Replays
 
     def __post_init__(self) -> None:
         requests = self.requests
@@ -205,19 +222,26 @@ class Scheduler:
                 for model in self.requests.models.values()
             ]
             watch = background.create_task(self._watch())
-            stop = background.create_task(stop_when_requested(self.requests, serving, watch))
+            record = background.create_task(self.replays.record())
+            stop = background.create_task(
+                stop_when_requested(self.requests, serving, watch, self.runs.recorded)
+            )
             await self._run_documents(documents)
             await self._save(documents)
             if self.shutdown.has_failed:  # or the stop has begun to close the checkpoint
                 await wait_until_cancelled()
             self.requests.has_ended = True
-            for task in (*serving, watch, stop):
+            for task in (*serving, watch, record, stop):
                 task.cancel()
 
     async def _run_documents(self, documents: DocumentSource) -> None:
         # If a wait raises, ``abort`` must come before any document is cancelled.
         try:
-            await self._admit_all(documents)
+            try:
+                await self._admit_all(documents)
+            except CheckpointMismatch as error:
+                self.shutdown.fail(error)
+                await wait_until_cancelled()
             if documents.error is not None:
                 self.shutdown.fail(documents.error)
                 await wait_until_cancelled()
@@ -226,6 +250,7 @@ class Scheduler:
                 host.has_admitted = True
             while self.requests.documents:
                 await asyncio.wait([*self.requests.documents.values()])
+            await self.runs.recorded.finished.join()
             if self.shutdown.has_failed:
                 await wait_until_cancelled()
         except BaseException:
@@ -250,6 +275,7 @@ class Scheduler:
                 seconds = min(2 * seconds, LOOK_SECONDS)
 
     async def _admit_all(self, documents: DocumentSource) -> None:
+        is_checked = False
         async for batch in documents.batches(self.checkpoint.resumed):
             for source in batch:
                 slot = self.checkpoint.admit(source.fingerprint, source.position)
@@ -258,6 +284,10 @@ class Scheduler:
                 if source.finished is None and not self._server_needed.is_set():
                     self.runs.results.look_at_first(source.document)
                     self._server_needed.set()
+                if not is_checked:  # beside the start of the servers
+                    if result := await self.replays.refuse_changes():
+                        self.checkpoint.note(ReplayResult(what=result))
+                    is_checked = True
                 while self.checkpoint.congested or self.checkpoint.publishing_behind:
                     await next_look()
                 if slot.ordinal == slot.chunk.first_ordinal:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.generation.side_effects import SETUP, watched
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import no_exit
 from datatrove_ckpt.rollouts import ReadyMade, Rollout
@@ -124,7 +125,11 @@ def shared_arguments(context: SharedContext, preemption: Preemption) -> Iterator
     # The object that a @contextmanager function returns is also callable: check for a context
     # manager first.
     with ExitStack() as stack:
-        with no_exit("shared_context", preemption.shutdown), preemption.interruptible():
+        with (
+            no_exit("shared_context", preemption.shutdown),
+            preemption.interruptible(),
+            watched(SETUP),
+        ):
             arguments = context
             if not isinstance(arguments, AbstractContextManager) and callable(arguments):
                 arguments = arguments()

@@ -26,6 +26,7 @@ from typing import IO
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import identity, layout
+from datatrove_ckpt.checkpoint.checksummed_lines import content_of
 from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, Interval
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, Snapshot
 from datatrove_ckpt.checkpoint.publish_intents import PublicationStopped
@@ -84,6 +85,7 @@ class RemoteMirror:
         self._given_up = False
         self._reading = threading.Lock()  # from the rank's files, which close after ``stop``
         self._uploads = VersionWriter(VersionStore(self.url))
+        self._recorded: set[str] = set()
         self._failures = 0
         self._failure = "no answer"
 
@@ -274,6 +276,7 @@ class RemoteMirror:
                 if self.job is not None:
                     ObjectStore(url).put(layout.JOB, self.job)
                     self.job = None
+                self._upload_recorded(ObjectStore(url))
                 run = identity.parse_run(self.folder / layout.RUN, snapshot.run)
                 uploads.start_version(run, snapshot)
             except FileNotFoundError as error:  # a mistake, not an outage
@@ -296,6 +299,20 @@ class RemoteMirror:
         if uploads.publish(last and self._completed):
             self._interval.took(time.monotonic() - start)
         _answer(self._saves, saves)
+
+    def _upload_recorded(self, store: ObjectStore) -> None:
+        """Uploads the recorded documents that the mirror lacks, and removes those without room."""
+        folder = layout.checkpoints_of(self.folder) / layout.RECORDED
+        current = {path.name for path in folder.glob("*.json")}
+        if current == self._recorded:
+            return
+        mirrored = store.names(layout.RECORDED).keys()
+        for name in sorted(current - mirrored):
+            if (data := content_of(folder / name)) is not None:
+                store.put(f"{layout.RECORDED}/{name}", data)
+        for name in sorted(self._recorded - current):
+            store.delete(f"{layout.RECORDED}/{name}")
+        self._recorded = current
 
     def _raise_if_interrupted(self, last: bool) -> None:
         """Ends an upload when the rank stops, except the ``last`` upload."""

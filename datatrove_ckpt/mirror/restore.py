@@ -578,6 +578,22 @@ def restore_job(url: str, folder: Path) -> None:
         (folder / layout.JOB).write_bytes(checksummed_json(identity.stamped(job)))
 
 
+def restore_recorded(url: str, root: Path) -> None:
+    """Copies recorded documents of a mirror that this node lacks."""
+    store = ObjectStore(url)
+    folder = root / layout.RECORDED
+    with suppress(OSError):  # the rank has its folder, or another error has come before
+        names = [*store.names(layout.RECORDED)]
+        needed = [*names[: layout.MAX_RECORDED], *({layout.VOID} & {*names})]
+        missing = [name for name in dict.fromkeys(needed) if not (folder / name).exists()]
+        contents = in_threads(lambda name: store.read(f"{layout.RECORDED}/{name}", 2**20), missing)
+        if missing:
+            files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
+        for name, data in zip(missing, contents, strict=True):
+            if data is not None:
+                files.disk.replace(folder / name, data)
+
+
 def read_job(url: str) -> Json:
     """Returns the content of ``job.json``; empty if it is missing or damaged.
 

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple, cast
 
 from datatrove_ckpt.common.threads import in_thread
 from datatrove_ckpt.process.fork_boundaries import wait_to_fork
@@ -55,6 +55,45 @@ def _outer_loop_waits() -> Iterator[None]:
             asyncio.tasks._enter_task(outer, task)
 
 
+def _factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None  # Python's own
+    return partial(_audited, uvloop.new_event_loop)
+
+
+_HIDDEN = {
+    "create_connection": "socket.connect",
+    "create_unix_connection": "socket.connect",
+    "create_datagram_endpoint": "socket.connect",
+    "subprocess_exec": "subprocess.Popen",
+    "subprocess_shell": "subprocess.Popen",
+}
+"""Audit events of Python's own loop that libuv hides, by the methods of a loop."""
+
+
+def _audited(new_event_loop: Callable[[], Any]) -> asyncio.AbstractEventLoop:
+    loop = new_event_loop()
+    for name, event in _HIDDEN.items():
+        setattr(loop, name, partial(_audited_call, event, getattr(loop, name)))
+    loop.is_audited = True
+    return cast(asyncio.AbstractEventLoop, loop)
+
+
+async def _audited_call(
+    event: str, call: Any, factory: Any, *arguments: Any, **settings: Any
+) -> Any:
+    if settings.get("sock") is None:
+        sys.audit(event, next(iter(arguments), None), arguments)
+    return await call(factory, *arguments, **settings)
+
+
+def is_audited(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether a loop raises audit events: Python's own, or one of ``run``."""
+    return hasattr(loop, "is_audited") or type(loop).__module__.startswith("asyncio.")
+
+
 @_outer_loop_waits()
 def run(main: Awaitable[_Result]) -> _Result:
     """Does ``asyncio.run`` on the best loop, also where this thread runs a loop already."""
@@ -69,13 +108,7 @@ def run(main: Awaitable[_Result]) -> _Result:
             interruptions.append(interruption)
             raise asyncio.CancelledError from None
 
-    try:
-        import uvloop
-    except ImportError:
-        factory = None  # Python's own
-    else:
-        factory = uvloop.new_event_loop
-    runner = asyncio.Runner(loop_factory=factory)
+    runner = asyncio.Runner(loop_factory=_factory())
     threads = []
 
     def begin_thread() -> None:

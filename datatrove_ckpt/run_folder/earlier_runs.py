@@ -12,6 +12,7 @@ from datatrove.pipeline.readers.base import BaseDiskReader
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged
+from datatrove_ckpt.checkpoint.compare import is_of_code
 from datatrove_ckpt.checkpoint.job_file import (
     compare_job,
     name_tasks,
@@ -32,6 +33,7 @@ from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import CheckpointMismatch, InputError, name_copy, use_form
 from datatrove_ckpt.generation.finished_from import compare_earlier_runs
+from datatrove_ckpt.generation.replay import evidence
 from datatrove_ckpt.generation.runner_settings import described
 from datatrove_ckpt.mirror.restore import compare_mirrored_job, restore_outdated
 from datatrove_ckpt.output.output_folder import OutputFolder, RankCommits
@@ -161,7 +163,12 @@ def _compare_markers(runner: RunnerPlan, folder: Path, skipped: list[int]) -> di
                     "All tasks are finished, so the new settings would change no output any more. "
                     "For dead letters alone, retry_dead_letters takes the new settings. "
                 )
-            raise refuse_changes(folder, comparison, advice, may_mix)
+            shown = ""
+            if may_mix and (plan.is_local or plan.for_doctor):
+                shown = evidence(step, folder, comparison.changes)
+            elif may_mix and is_of_code(comparison.changes):
+                advice += "What that does to documents that are done: datatrove-ckpt doctor. "
+            raise refuse_changes(folder, comparison, advice, may_mix, shown)
         if advice:
             logger.warning(advice)
     missing = [rank for rank in marked if not (rank_folder(folder, rank) / RUN).exists()]

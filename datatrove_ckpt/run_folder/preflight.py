@@ -17,12 +17,20 @@ from datatrove_ckpt.checkpoint.rank_summary import Include, JobTotals
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, InputError, TooManyDeadLetters
 from datatrove_ckpt.generation.final_stats import lines_with_error
+from datatrove_ckpt.generation.recorded_documents import RecordedDocuments
+from datatrove_ckpt.generation.replay import mismatch, replay_all, why_not_replayed
 from datatrove_ckpt.mirror import restore
 from datatrove_ckpt.process.streams import flush_streams, open_streams
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder import earlier_runs
 from datatrove_ckpt.run_folder.environment_checks import check_environment, check_hub
-from datatrove_ckpt.run_folder.finding import Finding, run_check, with_timeout
+from datatrove_ckpt.run_folder.finding import (
+    REMOTE_SECONDS,
+    Finding,
+    FindingState,
+    run_check,
+    with_timeout,
+)
 from datatrove_ckpt.run_folder.run_plan import (
     RunPlan,
     WrongMarker,
@@ -75,6 +83,8 @@ def comparisons(plan: RunPlan, with_output: bool = True) -> Iterator[Finding]:
         ("job", "earlier runs", _find_markers),
         ("input", "of finished tasks", earlier_runs.check_inputs_unchanged),
     ]
+    if plan.for_doctor:
+        checks.append(("rollout", "replay check", _replay))
     if not plan.for_doctor:
         checks.append(("output", "reachable", check_hub))
     if with_output:
@@ -91,6 +101,30 @@ def _find_markers(plan: RunPlan) -> Iterator[Finding]:
         if len(markers) > 1:
             text += f" There are {len(markers)} such tasks."
         yield Finding("warning", "earlier runs", text, markers=markers)
+
+
+def _replay(plan: RunPlan) -> Iterator[Finding]:
+    """Replays recorded documents, as each task does at its start."""
+    for runner, root in plan.with_checkpoints:
+        step = runner.step
+        recorded = RecordedDocuments(root)
+        why_not = why_not_replayed(step)
+        if not why_not and not recorded.paths():
+            why_not = recorded.void or "no document is recorded yet"
+        if why_not:
+            state: FindingState = "note" if recorded.void else "ok"
+            yield Finding(state, "replay check", f"nothing is replayed: {why_not}.")
+            continue
+        verdict = replay_all(step, root, REMOTE_SECONDS / 2)
+        if verdict.real and not step.accept_changes:
+            error = mismatch(verdict)
+            yield Finding("problem", "replay check", str(error), error=error)
+        elif found := str(verdict):
+            yield Finding("warning" if verdict.differences else "ok", "replay check", f"{found}.")
+        else:
+            why_not = verdict.error or verdict.acts or "it is too slow"
+            text = f"the rollout could not be replayed: {why_not}."
+            yield Finding("warning", "replay check", text)
 
 
 # What a run does with findings --------------------------------------------------------------------

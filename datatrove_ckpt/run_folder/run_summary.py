@@ -17,6 +17,8 @@ from pathlib import Path
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.compare import mixed_settings
+from datatrove_ckpt.checkpoint.job_file import recorded_runs
 from datatrove_ckpt.checkpoint.rank_summary import JobTotals, find_ranks
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.counts import DocumentCounts
@@ -152,7 +154,7 @@ def write_card(runner: RunnerPlan, checkpoints: Path, command: str) -> None:
     path = folder / CARD
     if path.exists() and _MADE_BY not in path.read_bytes():
         raise FileExistsError(errno.EEXIST, "It is not a card of ours", str(path))
-    lines = [f"# {folder.name}\n", *_lines(runner, state)]
+    lines = [f"# {folder.name}\n", *_lines(runner, state, checkpoints)]
     lines += [f"\n## How to go on\n\n```bash\n{command}\n```\n"]
     text = redact("\n".join(lines))
     files.disk.replace(path, text.encode(errors="replace"), files.PUBLIC_FILE)
@@ -160,7 +162,7 @@ def write_card(runner: RunnerPlan, checkpoints: Path, command: str) -> None:
     if hub is not None and hub.kind == "dataset":
         from huggingface_hub import CommitOperationAdd
 
-        section = redact("\n".join(_lines(runner, state, _OF_OUTPUT)))
+        section = redact("\n".join(_lines(runner, state, checkpoints, _OF_OUTPUT)))
         repository = replace(hub, path="")
         calls = InterruptibleCalls(repository.url, repository)
         # The YAML header of a README that is not there yet.
@@ -197,7 +199,10 @@ def _format(runner: RunnerPlan) -> Format | None:
 
 
 def _lines(
-    runner: RunnerPlan, state: RunState, shown_topics: Container[str] | None = None
+    runner: RunnerPlan,
+    state: RunState,
+    checkpoints: Path,
+    shown_topics: Container[str] | None = None,
 ) -> Iterator[str]:
     """Yields the lines of a card. ``shown_topics``: the topics to include; None: all."""
     output = runner.step.output_writer.output_folder.resolve_paths("")
@@ -220,6 +225,9 @@ def _lines(
         is_default = value is None or value is False or value == {}
         if setting not in _OF_FILES and not is_default:
             yield _row(setting, text)
+    job = next(recorded_runs(checkpoints), {})
+    for name, old, new in mixed_settings(job.get("accepted_changes", ())):
+        yield _row(f"{name}, changed in the middle", f"{old}, then {new}")
     yield "\n## What is in it\n"
     for topic, text in status_lines(state):
         if shown_topics is None or topic in shown_topics:

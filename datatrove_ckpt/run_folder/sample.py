@@ -105,6 +105,7 @@ def take_sample(plan: RunPlan, number: int, folder: Path, writes_rows: bool = Fa
         monitoring=MonitoringConfig(),
         drain_seconds=0.0,
         keep_answers=True,
+        replay_check=False,
         until=None,
     )
     for number, group in enumerate(groups):

@@ -38,6 +38,7 @@ from datatrove_ckpt.checkpoint.rank_summary import (
 )
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import plural, repair_command
+from datatrove_ckpt.generation.recorded_documents import RecordedDocuments, read_recorded
 from datatrove_ckpt.output.arrow_types import Schema
 from datatrove_ckpt.output.chunk_writing import read_schema, schema_mismatches
 from datatrove_ckpt.output.file_names import STAGING, output_pattern, plain, rank_and_chunk
@@ -194,6 +195,7 @@ def verify(location: RunLocation, full: bool = False) -> VerifyReport:
         rank.commits = {}  # there may be millions
     report.add(_check_settings(report))
     report.add(_check_ranks(report))
+    report.add(_check_recorded(report))
     report.add(check_output(report))
     if full:
         report.add(check_columns(report))
@@ -311,6 +313,18 @@ def _check_rank(report: VerifyReport, rank: RankSummary) -> Iterator[Problem]:
     if not missing:
         text = "is not finished: the run is active, ended early, or must be run again."
         yield Problem("unfinished", text, *rank.key)
+
+
+def _check_recorded(report: VerifyReport) -> Iterator[Problem]:
+    for path in RecordedDocuments(report.checkpoints).paths():
+        try:
+            read_recorded(path)
+        except (OSError, ValueError) as error:
+            message = (
+                f"{path} holds no recorded document ({error}), as after a power loss. The replay "
+                "check ignores it; the output is not affected. Remove it."
+            )
+            yield Problem("corrupt", message, path=str(path))
 
 
 def _check_settings(report: VerifyReport) -> Iterator[Problem]:

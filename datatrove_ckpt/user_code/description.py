@@ -569,12 +569,14 @@ class _Walk:
 
     def notes(self) -> dict[str, str]:
         notes: dict[str, str] = {}
+        imports: dict[str, str] = {}
         for unit in self.units.values():
             for first in unit.statements[:1]:
                 route = " -> ".join(dict.fromkeys(unit.route))
                 note = f"{unit.route[-1]} in {first.file}, line {first.line}: {route}"
-                notes.setdefault(f"{unit.label} code", note)
-        return notes
+                found = imports if first.is_import else notes
+                found.setdefault(f"{unit.label} code", note)
+        return imports | notes
 
     def _text(self, statement: Statement) -> str:
         """Returns the text to compare, without the user's module that a name is imported from."""

@@ -1,0 +1,389 @@
+"""Recorded documents: a sample of a run's finished documents, with their requests, answers and
+results, for the replay check (``replay.py``).
+
+The documents whose hashes of rank and ordinal are the smallest: a uniform sample that each attempt
+and rank continues, without a lock. Each is a file, ``recorded/<hash>.json`` below
+``checkpoints_local_dir``, written beside its name and renamed. Nothing is synced: a file that power
+loss has torn counts as missing. ``recorded/void.json`` ends the recording of the run, with its
+cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+from bisect import insort
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import xxhash
+
+from datatrove_ckpt.checkpoint import files, layout
+from datatrove_ckpt.checkpoint.checksummed_lines import (
+    checksummed_json,
+    read_checksummed_json,
+    size_of,
+)
+from datatrove_ckpt.checkpoint.chunks import ChunkSlot
+from datatrove_ckpt.checkpoint.journal import FinishedDocument
+from datatrove_ckpt.checkpoint.request_cache import AnswerKey, CachedAnswer
+from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.redaction import masked, redact
+from datatrove_ckpt.errors import DocumentNotSerializable
+from datatrove_ckpt.generation.prefetch import SourceDocument
+from datatrove_ckpt.generation.requests import DocumentAnswers, RankContext
+from datatrove_ckpt.output.document_codec import encode
+from datatrove_ckpt.user_code.description import is_of_user
+
+T = TypeVar("T")
+_MAX_BYTES = 256 * 1024  # of a document
+_MAX_ALL_BYTES = 4 * 2**20
+_VERSION = 1
+_FIRST = 16  # documents that are recorded whatever their hashes are
+_MARGIN = 1.4  # times as many candidates as there are places, in an input of known size
+_ALL = 2**64
+_WAITS = {
+    ("asyncio.locks", "wait"),  # of Event, Condition and Barrier
+    ("asyncio.queues", "get"),
+    ("asyncio.queues", "put"),
+    ("asyncio.queues", "join"),
+}
+_FILE = re.compile(r"[0-9a-f]{16}\.json")
+
+
+@dataclass
+class RecordedDocument:
+    """A finished document.
+
+    Attributes:
+        name: hash of its rank and ordinal.
+        chunk: index of its chunk.
+        read, result: the document before its rollout, and its line in the journal.
+        requests: payload (or arguments of a call), without secrets, and answer, by key.
+        code: hash of the code whose keys the calls have.
+        run: digest of the last identity of the run that gave the same requests and result.
+        draws: state of ``random`` before the rollout, if it has drawn; else [].
+    """
+
+    name: str
+    ordinal: int
+    chunk: int
+    id: str
+    read: str
+    result: str
+    requests: list[tuple[AnswerKey, object, CachedAnswer]]
+    code: str
+    run: str
+    draws: list[int]
+
+    @classmethod
+    def of(cls, fields: JsonObject) -> RecordedDocument:
+        requests = [
+            (AnswerKey(*key), payload, CachedAnswer(result.encode(), None))
+            for key, payload, result in fields["requests"]
+        ]
+        return cls(**{**fields, "requests": requests})
+
+    def fields(self) -> JsonObject:
+        requests = [
+            [[*key], payload, (answer.result or b"").decode()]
+            for key, payload, answer in self.requests
+        ]
+        return {**vars(self), "requests": requests}
+
+
+def read_recorded(path: Path) -> RecordedDocument | None:
+    """Reads a recorded document; None if another version of this package wrote it.
+
+    Raises:
+        ValueError: it is damaged.
+        OSError: it cannot be read.
+    """
+    fields = read_checksummed_json(path.read_bytes(), (_VERSION,))
+    if fields.pop("version", None) != _VERSION:
+        return None
+    try:
+        return RecordedDocument.of(fields)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"it has other fields: {error}") from error
+
+
+class Stepped(Generic[T]):
+    """Awaits a coroutine step by step."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        self._coroutine = coroutine
+
+    def __await__(self) -> Generator[Any, None, T]:
+        steps = self._coroutine.__await__()
+        step = partial(steps.send, None)
+        while True:
+            try:
+                awaited = self._take(step)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            try:
+                yield awaited
+                step = partial(steps.send, None)
+            except BaseException as error:
+                step = partial(steps.throw, error)
+
+    def _take(self, step: Callable[[], object]) -> object:
+        return step()
+
+
+class _Observed(Stepped[T]):
+    """Finds out whether a rollout waits for other documents: replayed alone, it would wait for
+    ever, and leave in the user's lists what other documents wait for.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T], recorded: RecordedDocuments) -> None:
+        super().__init__(coroutine)
+        self._recorded = recorded
+
+    def _take(self, step: Callable[[], object]) -> object:
+        awaited = step()
+        if type(awaited) is asyncio.Future and self._is_foreign(awaited):
+            self._recorded.waits = True
+        return awaited
+
+    def _is_foreign(self, future: asyncio.Future[object]) -> bool:
+        coroutine: Any = self._coroutine
+        while hasattr(inner := coroutine.cr_await, "cr_await"):
+            coroutine = inner
+        code = coroutine.cr_code
+        module = str(coroutine.cr_frame.f_globals.get("__name__"))
+        if (module, code.co_name) in _WAITS:
+            return True
+        # A call in a thread has a callback that passes its result on.
+        callbacks = [str(callback) for callback, _ in getattr(future, "_callbacks", None) or ()]
+        return is_of_user(code.co_filename) and not any("_chain_" in name for name in callbacks)
+
+
+class RecordingAnswers(DocumentAnswers):
+    """The answers of a document that may be recorded."""
+
+    def __init__(
+        self,
+        rank: RankContext,
+        slot: ChunkSlot,
+        source: SourceDocument,
+        rollouts: int,
+        name: str,
+        read: bytes,
+        recorded: RecordedDocuments,
+    ) -> None:
+        super().__init__(rank, slot, source.id, rollouts)
+        self.name = name
+        self._recorded = recorded
+        self._read = read
+        self._draws = random.getstate()
+        self._sent: dict[AnswerKey, object] = {}
+        self._known: dict[AnswerKey, CachedAnswer] = {}
+
+    def observed(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
+        return _Observed(work, self._recorded)
+
+    async def saved(self, key: AnswerKey) -> CachedAnswer | None:
+        # Before any await: the rollout may change its payload.
+        self._sent[key] = masked("payload", self.payloads[key.rollout_idx])
+        answer = await super().saved(key)
+        if answer is not None:
+            self._known[key] = answer
+        return answer
+
+    def put(self, key: AnswerKey, answer: CachedAnswer, ends_pieces: bool) -> None:
+        self._known[key] = answer
+        super().put(key, answer, ends_pieces)
+
+    def record(self, finished: FinishedDocument) -> RecordedDocument | None:
+        """Returns the finished document; None if a request has no answer."""
+        requests = [
+            (key, payload, self._known[key])
+            for key, payload in self._sent.items()
+            if key in self._known and self._known[key].result is not None
+        ]
+        if finished.outcome == "dead" or self.failed or len(requests) < len(self._sent):
+            return None
+        _, state, _ = self._draws
+        return RecordedDocument(
+            self.name,
+            self.slot.ordinal,
+            self.slot.chunk.index,
+            self.doc_id,
+            self._read.decode(),
+            finished.document.decode(),
+            requests,
+            self._rank.code,
+            self._rank.checkpoint.run,
+            [*state],
+        )
+
+
+class RecordedDocuments:
+    """The recorded documents of a run, as one rank sees them.
+
+    Args:
+        root: ``checkpoints_local_dir``.
+        share: part of the run's documents that the rank has.
+
+    Attributes:
+        finished: documents that are finished, and not recorded yet.
+        waits: a rollout has waited for something that only another document can bring.
+    """
+
+    waits = False
+
+    def __init__(self, root: Path, rank: int = 0, share: float = 1.0) -> None:
+        self.folder = root / layout.RECORDED
+        self.finished = asyncio.Queue[tuple[RecordingAnswers, FinishedDocument]]()
+        self._rank = rank
+        self._share = share
+        self._sizes: dict[str, int] = {}
+        self._hashes = [_hash_in(path) for path in self.paths()]
+        self._room = 0 if self.void else _ALL  # only smaller hashes have room
+        self._limit = self._room
+
+    def paths(self) -> list[Path]:
+        """Returns the files, the smallest hash first; none if the recording has ended."""
+        try:
+            names = os.listdir(self.folder)  # noqa: PTH208 (speed)
+        except FileNotFoundError:
+            return []
+        if layout.VOID in names:
+            return []
+        return [self.folder / name for name in sorted(names) if _FILE.fullmatch(name)]
+
+    @property
+    def void(self) -> str:
+        """Why nothing is recorded; "" if something is."""
+        path = self.folder / layout.VOID
+        with suppress(OSError, ValueError):
+            return str(read_checksummed_json(path.read_bytes(), (_VERSION,))["why"])
+        return ""
+
+    def read(self) -> Iterator[RecordedDocument]:
+        """Yields the documents; not those that are torn, or of another version."""
+        for path in self.paths()[: layout.MAX_RECORDED]:
+            with suppress(OSError, ValueError):
+                if (document := read_recorded(path)) is not None:
+                    yield document
+
+    # recording -----------------------------------------------------------------------------------
+
+    @property
+    def is_stopped(self) -> bool:
+        return not self._room
+
+    def stop(self) -> None:
+        """Records no further document in this attempt."""
+        self._room = self._limit = 0
+
+    @staticmethod
+    def hash_of(rank: int, ordinal: int) -> int:
+        return int(xxhash.xxh3_64_intdigest(b"%d %d" % (rank, ordinal)))
+
+    def answers(
+        self,
+        rank: RankContext,
+        source: SourceDocument,
+        slot: ChunkSlot,
+        rollouts: int,
+    ) -> DocumentAnswers:
+        """Returns the answers for a document's rollouts: those of few documents are recorded."""
+        number = self.hash_of(self._rank, slot.ordinal)
+        if number < self._limit and number not in self._hashes and source.finished is None:
+            with suppress(DocumentNotSerializable):
+                read = encode(source.document)
+                if len(read) < _MAX_BYTES:
+                    insort(self._hashes, number)
+                    self._set_limit(rank.observer.expected_documents())
+                    slot.cached = True  # so that its answers are asked for each request
+                    name = f"{number:016x}"
+                    return RecordingAnswers(rank, slot, source, rollouts, name, read, self)
+        return DocumentAnswers(rank, slot, source.id, rollouts)
+
+    def _set_limit(self, documents: float) -> None:
+        """Args:
+        documents: number of documents that this rank probably has; 0: not known.
+        """
+        self._limit = self._room
+        if len(self._hashes) >= layout.MAX_RECORDED:
+            self._limit = min(self._limit, self._hashes[layout.MAX_RECORDED - 1])
+        if len(self._hashes) >= _FIRST and documents:
+            expected = _MARGIN * layout.MAX_RECORDED * self._share / documents
+            self._limit = min(self._limit, int(expected * _ALL))
+
+    def finish(self, answers: DocumentAnswers, finished: FinishedDocument) -> None:
+        if isinstance(answers, RecordingAnswers):
+            self.finished.put_nowait((answers, finished))
+
+    def forget(self, name: str) -> None:
+        """Frees the place of a document that is not recorded."""
+        self._hashes.remove(int(name, 16))
+
+    def put(self, document: RecordedDocument) -> None:
+        """Writes a document, and removes those for which there is no room.
+
+        Raises:
+            CkptError: the disk takes no file.
+        """
+        path = self._path(document.name)
+        data = checksummed_json({"version": _VERSION, **document.fields()}, indent=False)
+        if len(data) > _MAX_BYTES:
+            self.forget(document.name)
+            return
+        self._write(path, data)
+        self._sizes[path.name] = len(data)
+        size = 0
+        paths = self.paths()
+        for number, other in enumerate(paths):
+            if other.name not in self._sizes:  # of another attempt or rank
+                self._sizes[other.name] = size_of(other)
+            size += self._sizes[other.name]
+            if number >= layout.MAX_RECORDED or size > _MAX_ALL_BYTES:
+                self._room = min(self._room, _hash_in(other))
+                files.disk.remove(other)
+        if not paths:  # another rank has ended the recording since
+            files.disk.remove(path)
+
+    def remove(self, name: str) -> None:
+        files.disk.remove(self._path(name))
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+    def _write(self, path: Path, data: bytes) -> None:
+        files.disk.make_dirs(self.folder, files.PRIVATE_FOLDER)
+        beside = path.with_name(f"{path.name}.new")
+        descriptor = files.disk.create(beside)
+        try:
+            files.disk.write(descriptor, data, beside)
+        finally:
+            os.close(descriptor)
+        files.disk.rename(beside, path)
+
+    def end(self, why: str) -> None:
+        """Ends the recording of the run, for all ranks and attempts.
+
+        Raises:
+            CkptError: the disk takes no file.
+        """
+        self.stop()
+        paths = self.paths()
+        files.disk.make_dirs(self.folder, files.PRIVATE_FOLDER)
+        data = checksummed_json({"version": _VERSION, "why": redact(why)})
+        files.disk.replace(self.folder / layout.VOID, data)
+        for path in paths:
+            files.disk.remove(path)
+
+
+def _hash_in(path: Path) -> int:
+    return int(path.stem, 16)

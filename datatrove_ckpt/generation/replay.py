@@ -1,0 +1,645 @@
+"""The replay check: runs the current rollout on recorded documents of a run, with their answers.
+
+Another request or another result shows that the code, or a file, a package or a variable that it
+uses, has changed. It is the ordinary rollout (``DocumentRollouts``): its answers are those of the
+record, and nothing is sent.
+
+    the code's text   a replay    what happens
+    same              same        the run goes on
+    same              differs     refused, with the difference. Only in times, ids, addresses or, in
+                                  this process, the order of words: the run goes on with a warning
+    changed           differs     refused: the difference, then what changed
+    changed           same        refused, with the number of documents that are the same
+
+A rollout that does not repeat itself ends the recording of its run for good, without a refusal: a
+document is replayed once when it is recorded, and a difference is looked for in a new process
+before it refuses a run. What is slow decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from copy import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple, cast
+
+import dill  # type: ignore[import-untyped]
+import orjson
+from loguru import logger
+
+from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkSlot
+from datatrove_ckpt.checkpoint.compare import SettingChange, is_of_code
+from datatrove_ckpt.checkpoint.job_file import record_change
+from datatrove_ckpt.checkpoint.journal import FinishedDocument
+from datatrove_ckpt.checkpoint.request_cache import AnswerKey, CachedAnswer
+from datatrove_ckpt.common.counts import WorkCounts
+from datatrove_ckpt.common.formatting import plural, safe_text
+from datatrove_ckpt.common.redaction import masked, redact
+from datatrove_ckpt.common.threads import in_threads
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError
+from datatrove_ckpt.generation.document_runs import DocumentRollouts
+from datatrove_ckpt.generation.prefetch import SourceDocument
+from datatrove_ckpt.generation.quality import AnswerQuality
+from datatrove_ckpt.generation.recorded_documents import (
+    RecordedDocument,
+    RecordedDocuments,
+    RecordingAnswers,
+    Stepped,
+    T,
+)
+from datatrove_ckpt.generation.requests import DocumentAnswers, RankContext
+from datatrove_ckpt.generation.results import ResultEncoder
+from datatrove_ckpt.generation.runner_settings import RunnerSettings
+from datatrove_ckpt.generation.side_effects import ROLLOUTS, EffectWatch, rollouts_run
+from datatrove_ckpt.generation.user_rollout import bind_shared, shared_arguments
+from datatrove_ckpt.output.document_codec import decode
+from datatrove_ckpt.output.file_names import FileNames
+from datatrove_ckpt.process import event_loop
+from datatrove_ckpt.process.event_loop import in_own_thread
+from datatrove_ckpt.process.host_loop import host_loop
+from datatrove_ckpt.process.preemption import Preemption
+from datatrove_ckpt.process.shutdown import Shutdown
+from datatrove_ckpt.rollouts import Rollout
+
+SECONDS = 1.0  # of a check at a start, and of the replay of a document that is recorded
+_FRESH_SECONDS = 60.0
+_MOST_SLOW = 3
+_EXCERPT = 60  # characters
+_CHANGING = re.compile(
+    r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}|\b[0-9a-f]{32,64}\b|\b0x[0-9a-f]{6,}"
+    r"|\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?)?(?:Z|[+-]\d\d:?\d\d)?"
+    r"|\b\d\d?:\d\d(?::\d\d(?:\.\d+)?)?\b|\b1[5-9]\d{8}(?:\d{3})?(?:\.\d+)?\b"
+    r"|\b\d{1,2}[./]\d{1,2}[./]\d{2,4}\b|/tmp/\S+"
+    r"|\b(?:Mon|Tues?|Wed(?:nes)?|Thur?s?|Fri|Sat(?:ur)?|Sun)(?:day)?\b"
+    r"|\b(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\b(?: \d{1,2},?)?(?: \d{4})?"
+)
+"""What differs at each start: ids, hashes, addresses, times, dates, temporary paths."""
+
+
+@contextmanager
+def replays_of(
+    step: RunnerSettings,
+    preemption: Preemption,
+    names: FileNames,
+    recorded: RecordedDocuments,
+    run: str = "",
+) -> Iterator[Replays]:
+    """Enters ``shared_context``, and counts what rollouts do outside of this process."""
+    if why_not_replayed(step) or not event_loop.is_audited(asyncio.get_running_loop()):
+        recorded.stop()
+    with shared_arguments(step.shared_context, preemption) as shared, rollouts_run():
+        yield Replays(step, bind_shared(step.rollout_fn, shared), names, recorded, run)
+
+
+def why_not_replayed(step: RunnerSettings) -> str:
+    """Returns why a step needs no replay check; "" if it does."""
+    if step.checkpoints_local_dir is None:
+        return "there is no checkpoint"
+    if not step.replay_check:
+        return "replay_check is false"
+    if step.rollout_version is not None:
+        return "rollout_version takes its place"
+    if str(getattr(step.rollout_fn, "__module__", "")).startswith("datatrove_ckpt.rollouts"):
+        return "a ready-made rollout is compared by its settings"
+    if step.retry_dead_letters:
+        return "dead letters are retried with any settings"
+    return ""
+
+
+class Difference(NamedTuple):
+    """The first difference of a replay.
+
+    Attributes:
+        document: id of the document.
+        name: name of its record.
+        path: place in the request or result.
+        kind: "changing": only what differs at each start; "order": only the order of words.
+    """
+
+    document: str
+    name: str
+    path: str
+    old: object
+    new: object
+    kind: Literal["real", "order", "changing"]
+
+    @property
+    def excerpts(self) -> tuple[str, str]:
+        return _excerpts(self.old, self.new)
+
+    def __str__(self) -> str:
+        old, new = self.excerpts
+        return f"document {redact(self.document)!r}: {self.path}: {old!r} -> {new!r}"
+
+
+def _excerpts(old: object, new: object) -> tuple[str, str]:
+    texts = [value if isinstance(value, str) else _json(value) for value in (old, new)]
+    pairs = enumerate(zip(*texts, strict=False))
+    same = next((index for index, (first, second) in pairs if first != second), 0)
+    start = max(0, same - _EXCERPT // 3)
+    excerpts = [redact(text[start : start + _EXCERPT]) for text in texts]
+    for number, text in enumerate(texts):
+        if start:
+            excerpts[number] = f"...{excerpts[number]}"
+        if len(text) > start + _EXCERPT:
+            excerpts[number] += "..."
+    return excerpts[0], excerpts[1]
+
+
+def _json(value: object) -> str:
+    return orjson.dumps(value, default=repr, option=orjson.OPT_NON_STR_KEYS).decode()
+
+
+class SeenToAct(Exception):
+    """The rollout does something outside of this process."""
+
+
+class ReplayedAnswers(DocumentAnswers):
+    """The answers of a recorded document.
+
+    Attributes:
+        unused: payloads of the requests that were not sent again.
+        unknown: the first payload that the record lacks. Its request, and others like it, wait: a
+            rollout may swallow an error.
+    """
+
+    def __init__(
+        self, rank: RankContext, slot: ChunkSlot, document: RecordedDocument, rollouts: int
+    ) -> None:
+        super().__init__(rank, slot, document.id, rollouts)
+        self.unused = {key: payload for key, payload, _ in document.requests}
+        self._known = {key: answer for key, _, answer in document.requests}
+        self.unknown: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def cached(self) -> dict[AnswerKey, CachedAnswer]:
+        return self._known
+
+    async def saved(self, key: AnswerKey) -> CachedAnswer:
+        payload = masked("payload", self.payloads[key.rollout_idx])
+        await asyncio.sleep(0)
+        if key not in self._known:
+            if not self.unknown.done():
+                self.unknown.set_result(payload)
+            await self.ended  # is cancelled
+        self.unused.pop(key, None)
+        self.reused[key.rollout_idx] += 1
+        return self._known[key]
+
+
+class _Drawing(Stepped[T]):
+    """Runs a coroutine with its own state of ``random``, from which other documents draw."""
+
+    def __init__(self, coroutine: Any, draws: list[int]) -> None:
+        super().__init__(coroutine)
+        version, now, gauss = random.getstate()
+        self._state = (version, tuple(draws) or now, None if draws else gauss)
+        self._first = self._state
+
+    @property
+    def has_drawn(self) -> bool:
+        return self._state != self._first
+
+    def _take(self, step: Callable[[], object]) -> object:
+        outer = random.getstate()
+        if self._state != outer:
+            random.setstate(self._state)
+        try:
+            return step()
+        finally:
+            self._state = random.getstate()
+            if self._state != outer:
+                random.setstate(outer)
+
+
+@dataclass
+class _Reporter:
+    """Takes the place of a rank's reporter."""
+
+    own: WorkCounts = field(default_factory=WorkCounts)
+
+    def example(self, *example: str) -> None:
+        pass
+
+
+async def _awaited(work: _Drawing[T]) -> T:
+    return await work
+
+
+@dataclass
+class Verdict:
+    """What the replays have shown.
+
+    Attributes:
+        same: documents with the same requests and results.
+        accepts: code or settings have changed since, and that was accepted.
+        slow: the time did not suffice.
+        acts: what the rollout does outside of this process.
+        error: why no replay was possible.
+    """
+
+    same: list[RecordedDocument] = field(default_factory=list)
+    accepts: bool = False
+    differences: list[Difference] = field(default_factory=list)
+    slow: bool = False
+    acts: str = ""
+    error: str = ""
+
+    @property
+    def real(self) -> list[Difference]:
+        return [difference for difference in self.differences if difference.kind != "changing"]
+
+    def __str__(self) -> str:
+        if self.real:
+            number = plural(len(self.differences) + len(self.same), "recorded document")
+            return f"{self.real[0]} ({len(self.real)} of {number})"
+        if self.slow or self.acts or self.error:
+            return ""
+        verb = "gets" if len(self.same) == 1 else "get"
+        number = plural(len(self.same), "recorded document")
+        return f"{number} {verb} the same requests and results"
+
+
+@dataclass(eq=False)
+class Replays:
+    """Runs a rank's rollout on recorded documents.
+
+    Args:
+        rollout_fn: the step's rollout, with its shared context bound.
+        run: digest of the run's identity.
+    """
+
+    step: RunnerSettings
+    rollout_fn: Rollout
+    names: FileNames
+    recorded: RecordedDocuments
+    run: str = ""
+
+    def __post_init__(self) -> None:
+        step = self.step
+        self._results = ResultEncoder(step, self.names, None)
+        self._requests = RankContext(
+            step.models,
+            cast(Any, SimpleNamespace(raise_failure=lambda: None)),
+            cast(Any, _Reporter()),
+            Shutdown(),
+            AnswerQuality(step.refusals),
+            cast(Any, None),
+            "",
+        )
+
+    # one document --------------------------------------------------------------------------------
+
+    async def replay(
+        self, document: RecordedDocument, seconds: float
+    ) -> tuple[Difference | None, bool]:
+        """Returns the difference, and whether the rollout has drawn random numbers.
+
+        Raises:
+            TimeoutError: it took longer than ``seconds``.
+            SeenToAct: it tried to do something outside of this process, which did not happen.
+        """
+        step = self.step
+        requests = copy(self._requests)
+        requests.code = document.code
+        requests.shutdown = Shutdown()
+        watch = EffectWatch(refuses=True)
+        runs = DocumentRollouts(requests, self.rollout_fn, self._results, watch)
+        slot = ChunkSlot(document.ordinal, Chunk(document.chunk, 0), True)
+        answers = ReplayedAnswers(requests, slot, document, step.model.rollouts_per_document)
+        source = SimpleNamespace(
+            document=decode(document.read.encode()), finished=None, fingerprint="", id=document.id
+        )
+        finished = runs.finished(cast(SourceDocument, source), slot, answers)
+        work: _Drawing[FinishedDocument] = _Drawing(finished, document.draws)
+        deadline = time.monotonic() + seconds
+        task = asyncio.ensure_future(_awaited(work))
+        try:
+            waited: list[asyncio.Future[Any]] = [task, answers.unknown]
+            await asyncio.wait(waited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if watch.effect:
+                raise SeenToAct(watch.effect)
+            is_ended = task.done() or answers.unknown.done()
+            if not is_ended or time.monotonic() > deadline:  # it may block the loop
+                raise TimeoutError
+            return _difference(document, answers, task), work.has_drawn
+        finally:
+            requests.has_ended = True
+            answers.ended.cancel()
+            task.cancel()
+            await asyncio.wait([task], timeout=0.2)
+            if task.done() and not task.cancelled():
+                task.exception()  # else asyncio logs that nothing has read it
+
+    # all documents, at a start -------------------------------------------------------------------
+
+    async def check(self, seconds: float = SECONDS) -> Verdict:
+        verdict = Verdict(acts=ROLLOUTS.effect)
+        documents = await in_own_thread(lambda: [*self.recorded.read()])
+        deadline = time.monotonic() + seconds
+        for document in documents if not verdict.acts else ():
+            verdict.accepts |= document.run != self.run
+            try:
+                difference, _ = await self.replay(document, deadline - time.monotonic())
+            except TimeoutError:
+                verdict.slow = True
+                break
+            except SeenToAct as error:
+                verdict.acts = str(error)
+                break
+            if difference is None:
+                verdict.same.append(document)
+            else:
+                verdict.differences.append(difference)
+        return verdict
+
+    async def refuse_changes(self) -> str:
+        """Checks the rollout before the first request of a start whose code has the same text, or
+        whose change is accepted. Returns what is noteworthy, or "".
+
+        Raises:
+            CheckpointMismatch: it sends other requests, or gives other results.
+            CkptError: the disk takes no file.
+        """
+        step = self.step
+        recorded = self.recorded
+        if recorded.is_stopped:
+            return ""
+        verdict = await self.check()
+        if verdict.acts:
+            return await self._end(f"it was seen to {verdict.acts}")
+        if verdict.real and step.accept_changes:
+            await self._accept(verdict)
+        elif verdict.real:
+            is_real = any(difference.kind == "real" for difference in verdict.real)
+            repeats = await in_own_thread(repeats_itself, step, recorded.folder.parent)
+            if repeats or (repeats is None and is_real):
+                raise mismatch(verdict)
+            if is_real:
+                return await self._end(
+                    f"it sends other requests in each process ({verdict.real[0]})"
+                )
+        if verdict.slow:
+            logger.warning(
+                f"The replay check of recorded documents took longer than {SECONDS:g} s. It "
+                "decides nothing for this start: only the text of the code is compared."
+            )
+        elif verdict.differences and not verdict.real:
+            logger.warning(
+                "The rollout sends other requests than before, but only in what differs at each "
+                f"start (times, ids, addresses): {verdict.differences[0]}"
+            )
+        await in_own_thread(self._update, verdict)
+        if verdict.accepts or verdict.real:
+            return f"accepted: {verdict}"
+        return ""
+
+    def _update(self, verdict: Verdict) -> None:
+        for difference in verdict.differences:
+            self.recorded.remove(difference.name)
+        for document in verdict.same:
+            if document.run != self.run:
+                document.run = self.run
+                self.recorded.put(document)
+
+    async def _accept(self, verdict: Verdict) -> None:
+        """Accepts differences, which are the last ones if the code's text is the same: the rollout
+        may depend on its process.
+        """
+        first = verdict.real[0]
+        field = f"requests ({first.path})"
+        old, new = first.excerpts
+        change = {"field": field, "old": old, "new": new}
+        await in_own_thread(record_change, self.recorded.folder.parent, change)
+        if not verdict.accepts:
+            await self._end("its differences are accepted")
+
+    async def _end(self, why: str) -> str:
+        await in_own_thread(self.recorded.end, why)
+        logger.warning(
+            f"replay check: the rollout is not run again for documents that are done, because "
+            f"{redact(why)}. A resume compares the text of its code only."
+        )
+        return f"ended: {why}"
+
+    # while documents run -------------------------------------------------------------------------
+
+    async def record(self) -> None:
+        """Records finished documents, until it is cancelled."""
+        recorded = self.recorded
+        slow = 0
+        while True:
+            answers, finished = await recorded.finished.get()
+            try:
+                if not recorded.is_stopped:
+                    slow += not await self._record(answers, finished)
+                    if slow == _MOST_SLOW:
+                        recorded.stop()
+            except CkptError as error:
+                logger.warning(f"replay check: no more documents are recorded: {error}")
+                recorded.stop()
+            finally:
+                recorded.finished.task_done()
+
+    async def _record(self, answers: RecordingAnswers, finished: FinishedDocument) -> bool:
+        """Records a document if a replay gives the same. Returns False if that took too long."""
+        recorded = self.recorded
+        document = answers.record(finished)
+        if ROLLOUTS.effect:
+            await self._end(f"it was seen to {ROLLOUTS.effect}")
+        elif recorded.waits:
+            await self._end("it waits for other documents")
+        elif document is None:
+            recorded.forget(answers.name)
+        else:
+            try:
+                difference, has_drawn = await self.replay(document, SECONDS)
+            except TimeoutError:
+                recorded.forget(answers.name)
+                return False
+            except SeenToAct as error:
+                await self._end(f"it was seen to {error}")
+                return True
+            if difference is not None:
+                await self._end(f"it does not repeat itself for equal answers ({difference})")
+            else:
+                document.draws = document.draws if has_drawn else []
+                await in_own_thread(recorded.put, document)
+        return True
+
+
+def mismatch(verdict: Verdict) -> CheckpointMismatch:
+    return CheckpointMismatch(
+        "The rollout now sends other requests, or gives other results, for documents that are "
+        f"done:\n  {verdict}\nIts code, or a file, a package or a variable that it uses, has "
+        "changed. Go on with the old ones, or set accept_changes to mix the two: what is done "
+        "stays as it is.",
+        changes=[{"accept_changes": True}],
+        starts_over="anew",
+    )
+
+
+# differences --------------------------------------------------------------------------------------
+
+
+def _difference(
+    document: RecordedDocument, answers: ReplayedAnswers, task: asyncio.Task[FinishedDocument]
+) -> Difference | None:
+    """Returns what differs in a replay that has ended, or has sent an unknown request."""
+    left = [*answers.unused.values()]
+    if answers.unknown.done():
+        new = answers.unknown.result()
+        if not left:
+            return _found(document, "one more request", None, new)
+        text = _json(new)[:2000]
+        old = max(
+            left,
+            key=lambda payload: difflib.SequenceMatcher(
+                None, _json(payload)[:2000], text
+            ).quick_ratio(),
+        )
+        return compared(document, "", old, new)
+    if task.cancelled() or (error := task.exception()) is not None:
+        error = None if task.cancelled() else error
+        return _found(document, "an error", None, f"{type(error).__name__}: {safe_text(error)}")
+    if left:
+        return _found(document, "a request is missing", left[0], None)
+    result = task.result().document.decode()
+    if result == document.result:
+        return None
+    return compared(document, "result", orjson.loads(document.result), orjson.loads(result))
+
+
+def _found(document: RecordedDocument, path: str, old: object, new: object) -> Difference:
+    kind: Literal["real", "order", "changing"] = "real"
+    if isinstance(old, str) and isinstance(new, str):
+        before = _words(old)
+        after = _words(new)
+        if before == after:
+            kind = "changing"
+        elif sorted(before) == sorted(after):
+            kind = "order"
+    return Difference(document.id, document.name, path.lstrip("."), old, new, kind)
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+|[^\w\s]", _CHANGING.sub("#", text))
+
+
+def compared(document: RecordedDocument, path: str, old: object, new: object) -> Difference:
+    """Returns the first difference, if possible a real one."""
+    differences = [
+        _found(document, place, first, second) for place, first, second in _pairs(path, old, new)
+    ]
+    if not differences:
+        return _found(document, "another path of the server, or parameter, of", old, new)
+    order = ("real", "order", "changing")
+    return min(differences, key=lambda difference: order.index(difference.kind))
+
+
+def _pairs(path: str, old: object, new: object) -> list[tuple[str, object, object]]:
+    """Returns the parts in which two JSON values differ, with their places."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = dict.fromkeys([*old, *new])
+        return [
+            pair for key in keys for pair in _pairs(f"{path}.{key}", old.get(key), new.get(key))
+        ]
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        return [
+            pair
+            for index, parts in enumerate(zip(old, new, strict=True))
+            for pair in _pairs(f"{path}[{index}]", *parts)
+        ]
+    return [] if _json(old) == _json(new) else [(path, old, new)]
+
+
+# other processes, and commands --------------------------------------------------------------------
+
+
+def replay_all(step: RunnerSettings, root: Path, seconds: float = SECONDS) -> Verdict:
+    """Makes the check without a rank. ``shared_context`` is entered for it."""
+    preemption = step.preemption()
+
+    async def check() -> Verdict:
+        names = FileNames(step.output_writer, 0, "", root)
+        with replays_of(step, preemption, names, RecordedDocuments(root)) as replays:
+            return await replays.check(seconds)
+
+    host = host_loop()
+    try:
+        return (event_loop if host is None else host).run(check())
+    except Exception as error:  # of the user's shared_context
+        return Verdict(error=redact(safe_text(error)))
+
+
+def evidence(step: RunnerSettings, root: Path, changes: Sequence[SettingChange]) -> str:
+    """Returns what recorded documents show about a change of code alone, in a line; "" if nothing.
+
+    The user's rollout and ``shared_context`` run for it.
+    """
+    if not is_of_code(changes) or why_not_replayed(step):
+        return ""
+    verdict = replay_all(step, root)
+    if verdict.real:
+        return f"{verdict}\n"
+    if verdict.differences or not verdict.same or not str(verdict):
+        return ""
+    places = [change.note.partition(": ")[0] for change in changes if change.note]
+    changed = ", ".join([*dict.fromkeys(places)][:3]) or "The code"
+    return f"{changed} changed; {verdict}. If that is all, set accept_changes.\n"
+
+
+_MARK = b"replayed "
+_CHILD = "from datatrove_ckpt.generation import replay; replay.answer_parent()"
+
+
+def repeats_itself(step: RunnerSettings, root: Path) -> bool | None:
+    """Returns whether two new processes find the same differences; None if there can be none.
+
+    They differ in hash seed, time and process id. Neither is compared with this process, which may
+    have more than a pickle holds.
+    """
+    try:
+        data = dill.dumps(sys.path) + dill.dumps((step, root))
+    except Exception as error:  # of any object that the step holds
+        logger.debug(f"replay check: no new process can repeat it: {error!r}")
+        return None
+    first, second = in_threads(_differences_elsewhere, [data, data])
+    if first is None or second is None:
+        return None
+    return bool(first == second)
+
+
+def _differences_elsewhere(data: bytes) -> bytes | None:
+    with suppress(subprocess.TimeoutExpired):
+        child = subprocess.run(
+            [sys.executable, "-c", _CHILD],
+            input=data,
+            capture_output=True,
+            env={**os.environ, "PYTHONHASHSEED": "random"},
+            timeout=_FRESH_SECONDS,
+        )
+        _, mark, found = child.stdout.rpartition(_MARK)
+        if mark:
+            return found
+    return None
+
+
+def answer_parent() -> None:
+    sys.path[:] = dill.load(sys.stdin.buffer)
+    step, root = dill.load(sys.stdin.buffer)
+    verdict = replay_all(step, root, _FRESH_SECONDS)
+    if not verdict.error:
+        fields = [[*map(str, difference)] for difference in verdict.real]
+        print(_MARK.decode() + orjson.dumps(fields).decode())

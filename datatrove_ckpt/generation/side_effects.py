@@ -1,0 +1,208 @@
+"""Sees what a rollout does outside its process: connections, programs, changed files, signals.
+
+The replay check runs the rollouts of a few documents that are done again (``replay.py``). What they
+do besides ``generate`` and ``generate.once`` would happen again, so a rollout that was seen to do
+something is not replayed. An audit hook sees the beginning of it:
+
+    where                                             what counts
+    a rollout, its tasks and ``asyncio.to_thread``    everything
+    a replay                                          everything; it is refused, and does not happen
+    an import, ``shared_context``                     what is still open when rollouts start: a
+                                                      pooled connection makes no further event
+    a thread without a context, while rollouts run    everything: ``run_in_executor`` passes no
+                                                      context on
+    our code, ``generate.once``, readers, the hub,    nothing
+    log files, what ``sys.stdout`` is redirected to
+
+C extensions hide what they do (libpq, gRPC, Arrow's writers); uvloop would, too.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from pathlib import Path
+from types import FrameType
+
+from datatrove_ckpt.user_code.description import is_of_user
+
+_EVENTS = frozenset(
+    """
+    open os.exec os.fork os.forkpty os.kill os.link os.mkdir os.posix_spawn os.remove os.rename
+    os.rmdir os.symlink os.system os.truncate socket.connect socket.sendmsg socket.sendto
+    sqlite3.connect subprocess.Popen
+    """.split()  # noqa: SIM905
+)
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_HARMLESS = ("__pycache__", os.devnull, ":memory:")
+_LOOP = "datatrove_ckpt.process.event_loop"  # raises events for others
+_CALLERS = ("datatrove_ckpt.generation.document_runs", "datatrove_ckpt.generation.user_rollout")
+_OURS = frozenset(
+    """
+    datatrove datatrove_ckpt datasets fsspec gcsfs huggingface_hub logging loguru s3fs
+    """.split()  # noqa: SIM905
+)
+
+
+class RefusedInReplay(Exception):
+    """A replay tried to do something outside its process."""
+
+
+class EffectWatch:
+    """Code whose effects count.
+
+    Args:
+        refuses: no effect happens.
+
+    Attributes:
+        effect: the first effect, such as "open a file"; "" if there was none.
+    """
+
+    def __init__(self, refuses: bool = False) -> None:
+        self.effect = ""
+        self._refuses = refuses
+
+    def see(self, event: str, arguments: tuple[object, ...]) -> None:
+        self.effect = self.effect or _described(event, arguments)
+        if self._refuses:
+            raise RefusedInReplay(f"the replay check does not let a rollout {self.effect}")
+
+
+class SetupEffects(EffectWatch):
+    """Watches imports and ``shared_context``, whose effects count while they last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forget()
+
+    def forget(self) -> None:
+        self._sockets: set[str] = set()  # as /proc names them
+        self._paths: set[str] = set()
+        self._programs: set[bytes] = set()  # command lines
+
+    def see(self, event: str, arguments: tuple[object, ...]) -> None:
+        first = arguments[0] if arguments else None
+        if isinstance(first, socket.socket):
+            self._sockets.add(f"socket:[{os.fstat(first.fileno()).st_ino}]")
+        elif event in ("open", "sqlite3.connect") and isinstance(first, str | bytes | os.PathLike):
+            self._paths.add(os.path.realpath(os.fsdecode(first)))
+        elif event == "subprocess.Popen" and isinstance(arguments[1], list | tuple):
+            self._programs.add(b"\0".join(map(os.fsencode, arguments[1])))
+
+    def lasting(self) -> str:
+        """Returns an effect that lasts; "" if there is none."""
+        if not (self._sockets or self._paths or self._programs):
+            return ""
+        own = _open_files("self")
+        standard = {own.pop(number, "") for number in ("0", "1", "2")}
+        for name in {*own.values()} - standard:
+            if name in self._sockets:
+                return "keep a connection open"
+            if name in self._paths:
+                return f"keep {name} open"
+        pipes = {name for name in own.values() if name.startswith("pipe:")}
+        for process in Path("/proc").glob("[0-9]*") if self._programs and pipes else ():
+            with suppress(OSError):
+                command = (process / "cmdline").read_bytes().rstrip(b"\0")
+                if command in self._programs and pipes & {*_open_files(process.name).values()}:
+                    return "keep a program running"
+        return ""
+
+
+def _open_files(process: str) -> dict[str, str]:
+    """Returns what the writable descriptors of a process name; nothing without /proc."""
+    found = {}
+    with suppress(OSError):
+        for descriptor in Path(f"/proc/{process}/fd").iterdir():
+            with suppress(OSError):
+                if descriptor.lstat().st_mode & stat.S_IWUSR:
+                    found[descriptor.name] = str(descriptor.readlink())
+    return found
+
+
+ROLLOUTS = EffectWatch()
+"""All rollouts of this process."""
+SETUP = SetupEffects()
+OURS = EffectWatch()
+current = ContextVar[EffectWatch | None]("watch", default=None)
+agents: set[object] = set()
+"""Addresses of ``generate.url``."""
+_running: list[object] = []
+
+
+@contextmanager
+def watched(watch: EffectWatch) -> Iterator[None]:
+    """Counts what the block does for ``watch``."""
+    token = current.set(watch)
+    try:
+        yield
+    finally:
+        current.reset(token)
+
+
+@contextmanager
+def rollouts_run() -> Iterator[None]:
+    """Counts effects of threads without a context, and what lasts of imports."""
+    _running.append(None)
+    ROLLOUTS.effect = ROLLOUTS.effect or SETUP.lasting()
+    try:
+        yield
+    finally:
+        _running.pop()
+
+
+def _see(
+    event: str,
+    arguments: tuple[object, ...],
+    # At the end of the process, a module has no globals.
+    events: Collection[str] = _EVENTS,
+    is_finalizing: Callable[[], bool] = sys.is_finalizing,
+) -> None:
+    if event not in events or is_finalizing():
+        return
+    watch = current.get()
+    if watch is OURS or not _changes(event, arguments) or _is_ours(sys._getframe(1)):
+        return
+    if watch is None:
+        watch = ROLLOUTS if _running else SETUP
+    watch.see(event, arguments)
+
+
+def _changes(event: str, arguments: tuple[object, ...]) -> bool:
+    first = arguments[0] if arguments else ""
+    if event == "open" and not (isinstance(arguments[2], int) and arguments[2] & _WRITES):
+        return False
+    if event == "socket.connect":
+        address = arguments[1]
+        return not (isinstance(address, tuple) and address[:2] in agents)
+    return not any(harmless in str(first) for harmless in _HARMLESS)
+
+
+def _is_ours(frame: FrameType | None) -> bool:
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if name != _LOOP and name.partition(".")[0] in _OURS:
+            return name not in _CALLERS
+        if is_of_user(frame.f_code.co_filename):
+            return False
+        frame = frame.f_back
+    return False
+
+
+def _described(event: str, arguments: tuple[object, ...]) -> str:
+    first = arguments[0] if arguments else ""
+    if event.startswith("socket."):
+        return f"open a connection to {arguments[1]}" if len(arguments) > 1 else "send to a socket"
+    if event in ("open", "sqlite3.connect"):
+        return f"write {os.fsdecode(first) if isinstance(first, str | bytes) else first}"
+    if event == "subprocess.Popen":
+        return f"start {first}"
+    return event.replace("os.", "call os.")
+
+
+sys.addaudithook(_see)

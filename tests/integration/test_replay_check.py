@@ -1,0 +1,471 @@
+"""The replay check: finished documents are recorded, and the rollout of a later start runs on them."""
+
+import asyncio
+import os
+import random
+import socket
+import stat
+import subprocess
+import sys
+import urllib.request
+import uuid
+import weakref
+from contextlib import contextmanager
+
+import orjson
+import pytest
+from loguru import logger
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.checksummed_lines import checksummed_json, read_checksummed_json
+from datatrove_ckpt.checkpoint.history import ReplayResult, parse_line
+from datatrove_ckpt.errors import CheckpointMismatch, DocumentFailed
+from datatrove_ckpt.generation import replay
+from datatrove_ckpt.generation.recorded_documents import RecordedDocuments
+from tests.jobs import chat, documents, results, run_job, runner
+
+ONE = {"max_concurrent_documents": 1}
+
+
+@pytest.fixture
+def lines():
+    found = []
+    number = logger.add(lambda message: found.append(str(message)), level="DEBUG")
+    yield found
+    logger.remove(number)
+
+
+def first_then(number, rollout):
+    """The rollout, which fails at the document of this number until ``WORDS`` are changed."""
+
+    async def stops(document, generate):
+        if document.id == f"id {number}" and "stop" in os.environ:
+            raise RuntimeError("not yet")
+        return await rollout(document, generate)
+
+    return stops
+
+
+async def says_word(document, generate):
+    return await generate(chat(f"{document.text} {os.environ.get('WORD')}"))
+
+
+def start(folder, server, rollout, monkeypatch, number=6, **changes):
+    """An attempt that fails at the last document, so that the next one goes on."""
+    changes.setdefault("config", ONE)
+    monkeypatch.setenv("stop", "1")
+    with pytest.raises(DocumentFailed, match="not yet"):
+        run_job(folder, server, number, first_then(number - 1, rollout), **changes)
+    monkeypatch.delenv("stop")
+
+
+def go_on(folder, server, rollout, number=6, **changes):
+    run_job(folder, server, number, first_then(number - 1, rollout), **changes)
+
+
+def recorded(folder):
+    return sorted((folder / "checkpoints" / "recorded").glob("[0-9a-f]*.json"))
+
+
+def void(folder):
+    return RecordedDocuments(folder / "checkpoints").void
+
+
+def content(path):
+    return read_checksummed_json(path.read_bytes(), (1,))
+
+
+def test_finished_documents_are_recorded_for_their_owner_only(tmp_path, server):
+    run_job(tmp_path, server, 5, says_word)
+    paths = recorded(tmp_path)
+    assert sorted(content(path)["ordinal"] for path in paths) == [0, 1, 2, 3, 4]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in paths} == {0o600}
+    assert stat.S_IMODE(paths[0].parent.stat().st_mode) == 0o700
+
+
+def test_the_output_is_that_of_a_run_without_the_check(tmp_path, server):
+    run_job(tmp_path / "with", server, 5, says_word)
+    run_job(tmp_path / "without", server, 5, says_word, replay_check=False)
+    assert recorded(tmp_path / "without") == []
+    assert results(tmp_path / "with") == results(tmp_path / "without")
+
+
+def test_of_many_documents_those_with_the_smallest_hashes_stay(tmp_path, server):
+    run_job(tmp_path, server, 300, says_word, records_per_chunk=100)
+    every = sorted(
+        f"{replay.RecordedDocuments.hash_of(0, ordinal):016x}.json" for ordinal in range(300)
+    )
+    assert [path.name for path in recorded(tmp_path)] == every[:64]
+
+
+def test_a_secret_of_a_payload_is_not_recorded(tmp_path, server):
+    async def rollout(document, generate):
+        return await generate(
+            chat("hello", extra_headers={"Authorization": "Bearer s3cr3t-token-1"})
+        )
+
+    run_job(tmp_path, server, 1, rollout)
+    assert b"s3cr3t" not in recorded(tmp_path)[0].read_bytes()
+
+
+def test_another_request_is_refused_with_what_differs(tmp_path, server, monkeypatch):
+    monkeypatch.setenv("WORD", "OLD")
+    start(tmp_path, server, says_word, monkeypatch)
+    sent = len(server.payloads)
+    monkeypatch.setenv("WORD", "NEW")
+    monkeypatch.setattr(replay, "repeats_itself", lambda step, root: True)
+    with pytest.raises(CheckpointMismatch) as refused:
+        go_on(tmp_path, server, says_word)
+    assert "messages[0].content: 'text " in str(refused.value)
+    assert "OLD' -> 'text " in str(refused.value)
+    assert "(5 of 5 recorded documents)" in str(refused.value)
+    assert len(server.payloads) == sent
+    monkeypatch.setenv("WORD", "OLD")
+    go_on(tmp_path, server, says_word)
+
+
+def test_another_result_is_refused(tmp_path, server, monkeypatch):
+    async def rollout(document, generate):
+        result = await generate(chat(document.text))
+        return f"{result.text} {os.environ['WORD']}"
+
+    monkeypatch.setenv("WORD", "OLD")
+    start(tmp_path, server, rollout, monkeypatch)
+    monkeypatch.setenv("WORD", "NEW")
+    monkeypatch.setattr(replay, "repeats_itself", lambda step, root: True)
+    with pytest.raises(CheckpointMismatch, match=r"result\.metadata"):
+        go_on(tmp_path, server, rollout)
+
+
+def test_an_accepted_difference_is_in_history_and_job(tmp_path, server, monkeypatch):
+    monkeypatch.setenv("WORD", "OLD")
+    start(tmp_path, server, says_word, monkeypatch)
+    monkeypatch.setenv("WORD", "NEW")
+    go_on(tmp_path, server, says_word, accept_changes=True)
+    job = content(tmp_path / "checkpoints" / "job.json")
+    [change] = job["accepted_changes"]
+    assert change["field"] == "requests (messages[0].content)"
+    assert "NEW" in change["new"]
+    history = (tmp_path / "checkpoints" / "00000" / "history.jsonl").read_bytes()
+    records = [parse_line(line) for line in history.splitlines(keepends=True)]
+    [result] = [record for record in records if isinstance(record, ReplayResult)]
+    assert "OLD" in result.what
+    # The text of the code is the same: it may depend on its process, and is not refused again.
+    assert void(tmp_path) == "its differences are accepted"
+
+
+class Effect:
+    """What a rollout does besides its requests, and how often it happened."""
+
+    def __init__(self, folder):
+        self.path = folder / "effects"
+        self.server = socket.create_server(("127.0.0.1", 0))
+        weakref.finalize(self, self.server.close)
+        self.address = self.server.getsockname()
+
+    @property
+    def number(self):
+        self.server.setblocking(False)
+        connections = 0
+        while True:
+            try:
+                self.server.accept()[0].close()
+                connections += 1
+            except BlockingIOError:
+                break
+        written = self.path.read_text().count("x") if self.path.exists() else 0
+        return connections + written
+
+    async def connect(self):
+        _, writer = await asyncio.open_connection(*self.address)
+        writer.close()
+
+    async def write(self):
+        with self.path.open("a") as file:
+            file.write("x")
+
+    async def run(self):
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", f"open({str(self.path)!r}, 'a').write('x')"
+        )
+        await process.wait()
+
+    async def in_thread(self):
+        await asyncio.to_thread(subprocess.run, ["sh", "-c", f"printf x >> {self.path}"])
+
+    async def in_pool_of_threads(self):
+        loop = asyncio.get_running_loop()
+        connection = await loop.run_in_executor(None, socket.create_connection, self.address)
+        connection.close()
+
+
+@pytest.mark.parametrize("kind", ["connect", "write", "run", "in_thread", "in_pool_of_threads"])
+def test_no_side_effect_happens_twice(tmp_path, server, monkeypatch, lines, kind):
+    effect = Effect(tmp_path)
+
+    async def rollout(document, generate):
+        await getattr(effect, kind)()
+        return await generate(chat(document.text))
+
+    start(tmp_path, server, rollout, monkeypatch)
+    go_on(tmp_path, server, rollout)
+    assert effect.number == 6
+    assert void(tmp_path)
+    assert recorded(tmp_path) == []
+    said = [line for line in lines if "is not run again for documents that are done" in line]
+    assert len(said) == 1
+
+
+def test_a_rare_side_effect_ends_the_record(tmp_path, server, monkeypatch):
+    effect = Effect(tmp_path)
+
+    async def rollout(document, generate):
+        if document.id == "id 3":
+            await effect.write()
+        return await generate(chat(document.text))
+
+    start(tmp_path, server, rollout, monkeypatch)
+    assert void(tmp_path).startswith("it was seen to write")
+
+
+@pytest.mark.parametrize("kind", ["connect", "write", "run", "in_thread"])
+def test_a_new_side_effect_does_not_happen_for_documents_that_are_done(
+    tmp_path, server, monkeypatch, kind
+):
+    effect = Effect(tmp_path)
+
+    async def rollout(document, generate):
+        if "ACT" in os.environ:
+            await getattr(effect, kind)()
+        return await generate(chat(document.text))
+
+    start(tmp_path, server, rollout, monkeypatch)
+    monkeypatch.setenv("ACT", "1")
+    go_on(tmp_path, server, rollout)
+    assert effect.number == 1
+    assert void(tmp_path)
+
+
+def test_what_once_does_is_no_side_effect(tmp_path, server, monkeypatch):
+    effect = Effect(tmp_path)
+
+    async def rollout(document, generate):
+        await generate.once("write", effect.write)
+        await generate.once("thread", effect.in_thread)
+        return await generate(chat(document.text))
+
+    start(tmp_path, server, rollout, monkeypatch)
+    assert len(recorded(tmp_path)) == 5
+    go_on(tmp_path, server, rollout)
+    assert effect.number == 12
+    assert not void(tmp_path)
+
+
+def test_a_connection_of_shared_context_may_be_used_without_being_seen(tmp_path, server):
+    effect = Effect(tmp_path)
+
+    @contextmanager
+    def context():
+        with socket.create_connection(effect.address) as connection:
+            yield {"connection": connection}
+
+    async def rollout(document, generate, connection):
+        connection.send(b"x")
+        return await generate(chat(document.text))
+
+    run_job(tmp_path, server, 3, rollout, shared_context=context)
+    assert void(tmp_path) == "it was seen to keep a connection open"
+
+
+def test_a_request_of_an_agent_is_no_side_effect(tmp_path, server):
+    def agent(url, text):
+        body = orjson.dumps({"model": "any", **chat(text)})
+        request = urllib.request.Request(
+            f"{url}/chat/completions", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request) as response:
+            return orjson.loads(response.read())["choices"][0]["message"]["content"]
+
+    async def rollout(document, generate):
+        async with generate.url() as url:
+            return await asyncio.to_thread(agent, url, document.text)
+
+    run_job(tmp_path, server, 3, rollout)
+    assert len(recorded(tmp_path)) == 3
+
+
+COUNTED = [0]
+WAITING = []
+
+
+async def draws(document, generate):
+    return await generate(chat(f"{random.random()} {random.choice('abc')} {document.text}"))
+
+
+async def of_its_own(document, generate):
+    return await generate(chat(f"{uuid.uuid4()} {document.text}"))
+
+
+async def counts(document, generate):
+    COUNTED[0] += 1
+    return await generate(chat(f"{COUNTED[0]} {document.text}"))
+
+
+async def waits_for_another(document, generate):
+    """A batch of two, as a rollout may make it."""
+    future = asyncio.get_running_loop().create_future()
+    WAITING.append(future)
+    if len(WAITING) == 2:
+        for each in WAITING:
+            each.set_result(None)
+        WAITING.clear()
+    await future
+    return await generate(chat(document.text))
+
+
+@pytest.mark.parametrize(
+    "rollout, why",
+    [
+        (draws, ""),
+        (of_its_own, "it does not repeat itself for equal answers"),
+        (counts, "it does not repeat itself for equal answers"),
+        (waits_for_another, "it waits for other documents"),
+    ],
+)
+def test_unedited_code_is_not_refused(tmp_path, server, rollout, why):
+    WAITING.clear()
+    run_job(tmp_path, server, 6, rollout)
+    assert void(tmp_path).startswith(why)
+    assert bool(void(tmp_path)) == bool(why)
+    verdict = replay.replay_all(runner(tmp_path, server, rollout), tmp_path / "checkpoints")
+    assert not verdict.real
+    assert len(verdict.same) == (0 if why else 6)
+
+
+def test_what_depends_on_its_process_is_not_refused(tmp_path, server, monkeypatch, lines):
+    monkeypatch.setenv("WORD", "OLD")
+    start(tmp_path, server, says_word, monkeypatch)
+    monkeypatch.setenv("WORD", "NEW")
+    monkeypatch.setattr(replay, "repeats_itself", lambda step, root: False)
+    go_on(tmp_path, server, says_word)
+    assert void(tmp_path).startswith("it sends other requests in each process")
+
+
+async def says_process(document, generate):
+    return await generate(chat(f"{os.getpid()} {os.environ.get('WORD')} {document.text}"))
+
+
+@pytest.mark.slow
+def test_a_new_process_tells_what_depends_on_its_process(tmp_path, server, monkeypatch):
+    monkeypatch.setenv("WORD", "OLD")
+    run_job(tmp_path / "word", server, 3, says_word)
+    run_job(tmp_path / "pid", server, 3, says_process)
+    monkeypatch.setenv("WORD", "NEW")
+    for name, rollout in (("word", says_word), ("pid", says_process)):
+        step = runner(tmp_path / name, server, rollout)
+        assert replay.repeats_itself(step, tmp_path / name / "checkpoints") is (name == "word")
+
+
+@pytest.mark.parametrize(
+    "old, new, kind",
+    [
+        ("At 12:30:01", "At 12:31:59", "changing"),
+        ("On 2026-01-01, OLD", "On 2026-01-02, NEW", "real"),
+        ("<a.K object at 0x7f00aa00>", "<a.K object at 0x7f00bb00>", "changing"),
+        ("red, green", "green, red", "order"),
+        ("/tmp/a1 OLD", "/tmp/b2 OLD", "changing"),
+        ("5", "6", "real"),
+    ],
+)
+def test_what_differs_at_each_start_is_told_apart(tmp_path, old, new, kind):
+    document = replay.RecordedDocument("0", 0, 0, "id", "", "", [], "", "", [])
+    assert replay.compared(document, "", {"a": [old]}, {"a": [new]}).kind == kind
+
+
+def test_times_are_no_difference(tmp_path, server, monkeypatch, lines):
+    monkeypatch.setenv("WORD", "12:30:01")
+    start(tmp_path, server, says_word, monkeypatch)
+    monkeypatch.setenv("WORD", "12:30:02")
+    go_on(tmp_path, server, says_word)
+    assert any("only in what differs at each start" in line for line in lines)
+
+
+def test_a_slow_check_decides_nothing(tmp_path, server, monkeypatch, lines):
+    async def rollout(document, generate):
+        if "SLOW" in os.environ:
+            await asyncio.Event().wait()
+        return await generate(chat(document.text))
+
+    start(tmp_path, server, rollout, monkeypatch)
+    monkeypatch.setattr(replay, "SECONDS", 0.01)
+    monkeypatch.setenv("SLOW", "1")
+    step = runner(tmp_path, server, first_then(5, rollout))
+    verdict = replay.replay_all(step, tmp_path / "checkpoints", 0.01)
+    assert verdict.slow
+    assert not verdict.real
+    assert len(recorded(tmp_path)) == 5
+
+
+def test_torn_and_newer_records_count_as_missing(tmp_path, server, monkeypatch):
+    monkeypatch.setenv("WORD", "OLD")
+    start(tmp_path, server, says_word, monkeypatch)
+    torn, newer, *others = recorded(tmp_path)
+    torn.write_bytes(torn.read_bytes()[:-20])
+    newer.write_bytes(checksummed_json({**content(newer), "version": 2, "more": 1}))
+    (torn.parent / "0123456789abcdef.json.new").write_bytes(b"{")
+    verdict = replay.replay_all(runner(tmp_path, server, says_word), tmp_path / "checkpoints")
+    assert len(verdict.same) == len(others) == 3
+    go_on(tmp_path, server, says_word)
+
+
+def test_a_kill_between_write_and_rename_costs_nothing(tmp_path, server, monkeypatch):
+    rename = files.Disk.rename
+
+    def killed(disk, source, target):
+        if target.parent.name == "recorded":
+            raise files.StorageFailed("killed")
+        rename(disk, source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.Disk, "rename", killed)
+        start(tmp_path, server, says_word, monkeypatch)
+    assert recorded(tmp_path) == []
+    go_on(tmp_path, server, says_word)
+    assert len(recorded(tmp_path)) == 1
+
+
+def test_a_rank_that_has_not_begun_is_checked(tmp_path, server, monkeypatch):
+    monkeypatch.setenv("WORD", "OLD")
+    writes = {"records_per_chunk": 2}
+    step = runner(tmp_path, server, says_word, **writes)
+    step.run(documents(3), 0, 2)
+    monkeypatch.setenv("WORD", "NEW")
+    monkeypatch.setattr(replay, "repeats_itself", lambda step, root: True)
+    with pytest.raises(CheckpointMismatch, match="OLD"):
+        runner(tmp_path, server, says_word, **writes).run(documents(3), 1, 2)
+
+
+def test_a_restored_mirror_has_the_record(tmp_path, server, monkeypatch):
+    monkeypatch.setenv("WORD", "OLD")
+    mirror = {"checkpoints_remote_dir": str(tmp_path / "mirror")}
+    start(tmp_path, server, says_word, monkeypatch, **mirror)
+    assert len(list((tmp_path / "mirror" / "recorded").iterdir())) == 5
+    (tmp_path / "checkpoints").rename(tmp_path / "lost")
+    monkeypatch.setenv("WORD", "NEW")
+    monkeypatch.setattr(replay, "repeats_itself", lambda step, root: True)
+    with pytest.raises(CheckpointMismatch, match="OLD"):
+        go_on(tmp_path, server, says_word, **mirror)
+
+
+def test_a_document_that_blocks_is_tried_three_times(tmp_path, server, monkeypatch):
+    monkeypatch.setattr(replay, "SECONDS", 0.0)
+    run_job(tmp_path, server, 8, says_word)
+    assert recorded(tmp_path) == []
+    assert not void(tmp_path)
+
+
+def test_a_step_without_need_is_not_replayed(tmp_path, server):
+    run_job(tmp_path, server, 3)  # the rollout of the tests
+    assert len(recorded(tmp_path)) == 3
+    run_job(tmp_path / "version", server, 3, says_word, rollout_version="1")
+    assert recorded(tmp_path / "version") == []

@@ -3,8 +3,11 @@
 import argparse
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 
+from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.run_folder import run_location
+from datatrove_ckpt.run_folder.steps import step_folders
 
 
 def open_run(
@@ -14,6 +17,11 @@ def open_run(
 ) -> AbstractContextManager[run_location.RunLocation]:
     """Opens the run that ``arguments.what`` names, with its overrides. See ``open_location``."""
     config = None
+    steps = step_folders(Path(arguments.what))
+    if steps:
+        raise ConfigError(
+            f"{arguments.what}: has steps: name the folder of one: {', '.join(steps)}."
+        )
     if run_location.is_config(arguments.what):
         from datatrove_ckpt.cli.short_form import read_config  # slow to import
 

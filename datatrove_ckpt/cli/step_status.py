@@ -112,7 +112,8 @@ def show(root: Path, arguments: argparse.Namespace) -> int:
 
     steps = step_folders(root)
     if arguments.sql is None:
-        raise ConfigError(f"{root}: has steps: {', '.join(steps)}. Name one, or give --sql.")
+        names = ", ".join(steps)
+        raise ConfigError(f"{root}: has steps: name the folder of one, or give --sql: {names}.")
     query = queries.parse(arguments.sql, "--sql")
     found = {name: select_rows(step) for name, step in steps.items() if step.has_rows}
     tables = {name: found[name] for name in query.tables if found.get(name)}

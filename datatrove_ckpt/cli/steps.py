@@ -357,23 +357,26 @@ class StepsJob:
         Raises:
             CheckpointMismatch: a run has begun with other rows.
         """
+        folder = self.folder(step)
+        has_begun = self.has_begun(step)
+        if step.is_run and not has_begun and queries.kept_rows(folder / "output"):
+            files.disk.remove_tree(folder / "output")  # of a query, or of a start without rows
+        if not step.is_run and has_begun:
+            raise ConfigError(f"{step.label}: {folder} holds a run. Give the query another name.")
         if step.query is None:
             return
         digests = {name: self.rows_of(self._by_name[name])[0] for name in self._before(step)}
         tables = {name: self.rows_of(self._by_name[name])[1] for name in step.sources}
         made_from = {"sql": step.query.sql, "steps": digests}
-        folder = self.folder(step)
         if not step.is_run:
             saved = SavedInput(folder / "output", False, None)
             saved.save_query(step.query, tables, made_from)
             return
         mirror = step.settings.get("checkpoints_remote_dir")
-        saved = SavedInput(folder / layout.KEPT_INPUT, self.has_begun(step), mirror)
+        saved = SavedInput(folder / layout.KEPT_INPUT, has_begun, mirror)
         kept = saved.save_query(step.query, tables, made_from)
         saved.record_folder()
-        if not saved.has_begun and queries.kept_rows(folder / "output"):
-            files.disk.remove_tree(folder / "output")  # of a start when there was no row
-        if not kept.rows and not saved.has_begun:
+        if not (kept.rows or has_begun):
             nothing = Query(step.label, self.without_rows(step))
             queries.make_rows(nothing, {}, folder / "output", made_from)
 

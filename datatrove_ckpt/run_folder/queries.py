@@ -253,6 +253,12 @@ def make_rows(
         ConfigError: the query is wrong, or needs more memory.
         StorageFailed: the disk refuses the files.
     """
+    others = [path.name for path in folder.glob("[!.]*") if not path.match("rows_*.parquet")]
+    if others:
+        raise ConfigError(
+            f"{query.label}: {folder} holds other files, such as {others[0]}. Give the step "
+            "another name, or move its folder away."
+        )
     columns = columns_of(query, tables)
     replaced = []
     for name, kind in columns.items():
@@ -337,7 +343,7 @@ def _connected(
         raise StorageFailed(
             f"{label}: the query needs more than {byte_size(limit)}, half of the memory that is "
             "free here. Order a subquery in place of list(... order by ...), which holds all rows; "
-            f"or run it where more is free. {_first_line(error)}"
+            "or run it where more is free."
         ) from error
     except (duckdb.Error, pa.ArrowException) as error:
         raise ConfigError(f"{label}: {_first_line(error)}") from error

@@ -6,6 +6,7 @@ The folder of a step is a run folder; that of a query has only ``output/``, see 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import orjson
@@ -72,10 +73,10 @@ class StepFolder:
 
 def step_folders(root: Path) -> dict[str, StepFolder]:
     """Returns the steps of a run folder in order; none if it holds no steps."""
-    path = root / STEPS
-    if not path.exists():
-        return {}
-    return {name: StepFolder(root / name) for name in orjson.loads(path.read_bytes())}
+    names: list[str] = []
+    with suppress(OSError):  # the command reports it later
+        names = orjson.loads((root / STEPS).read_bytes())
+    return {name: StepFolder(root / name) for name in names}
 
 
 def outdated(steps: dict[str, StepFolder]) -> Iterator[tuple[str, str]]:

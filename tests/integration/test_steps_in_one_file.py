@@ -6,13 +6,20 @@ import shutil
 import sys
 from pathlib import Path
 
+import duckdb
+import fsspec
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
 
 import datatrove_ckpt
+from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.common import LAUNCH
-from datatrove_ckpt.testing import FakeServer
+from datatrove_ckpt.errors import ConfigError, StorageFailed
+from datatrove_ckpt.run_folder import queries
+from datatrove_ckpt.run_folder.steps import STEPS as STEPS_FILE
+from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
 from tests.integration.test_supervision import ENGINE
 from tests.jobs import rejects
@@ -54,6 +61,14 @@ def folder(tmp_path, monkeypatch):
 def server():
     with FakeServer(reply) as running:
         yield running
+
+
+@pytest.fixture
+def finished(server, command):
+    write(server)
+    command("run", "job.yaml")
+    server.asked.clear()
+    return server
 
 
 def job(server, steps=STEPS, **settings):
@@ -149,9 +164,39 @@ def test_the_example_runs(command):
     assert {"id", "question", "answer"} <= {*[*best, *rejected][0]}
 
 
-def test_another_command_names_a_folder_below(server, command):
+def test_other_commands_name_the_folders_of_steps(finished, command):
+    assert "no place for the queries" in command("k8s", "job.yaml", code=2).error
+    assert "such as qa/best" in command("report", "job.yaml", code=2).error
+    assert "name the folder of one: answers, judged" in command("report", "qa", code=2).error
+
+
+@pytest.mark.parametrize("flag", ["--dry-run", "--print-config", "--cancel", "--no-wait"])
+def test_flags_of_single_runs_are_refused(server, command, flag):
     write(server)
-    assert "such as qa/best" in command("k8s", "job.yaml", code=2).error
+    assert "is for a run without steps" in command("run", "job.yaml", flag, code=2).error
+    assert not Path("qa").exists()
+
+
+def test_a_setting_of_a_step_may_be_a_flag(server, command):
+    write(server)
+    command("run", "job.yaml", "--steps.judged.max-tokens=3", "--max-tokens", "7")
+    assert [payload["max_tokens"] for payload in server.payloads] == [7] * 12 + [3] * 12 + [7] * 3
+
+
+def test_a_query_does_not_replace_a_run_of_its_name_but_a_run_replaces_a_query(finished, command):
+    write(finished, {**STEPS, "judged": {"sql": "select *, 'good' as rating from answers"}})
+    error = command("run", "job.yaml", code=2).error
+    assert "qa/judged holds a run" in error
+    assert len(table("judged")) == 12
+    write(finished, changed("rejected", sql=None, input="docs.jsonl", prompt="More: {text}"))
+    Path("job.yaml").write_text(Path("job.yaml").read_text().replace("    sql: null\n", ""))
+    command("run", "job.yaml")
+    assert len(table("rejected")) == 12
+    assert "answer" in table("rejected")[0]
+    Path("qa/best/output/mine.txt").touch()
+    write(finished, changed("best", sql="select id, topic, answer from judged"))
+    assert "holds other files, such as mine.txt" in command("run", "job.yaml", code=2).error
+    assert Path("qa/best/output/mine.txt").exists()
 
 
 def refused(server, command, *said):
@@ -163,14 +208,6 @@ def refused(server, command, *said):
     for text in said:
         assert text in error.error
     return error
-
-
-@pytest.fixture
-def finished(server, command):
-    write(server)
-    command("run", "job.yaml")
-    server.asked.clear()
-    return server
 
 
 @pytest.mark.parametrize(
@@ -602,3 +639,68 @@ def test_a_limit_beside_steps_holds_for_all_together(server, command, name, limi
     write(server, **{name: 100 * limit}, **settings)
     command("run", "job.yaml")
     assert len(server.payloads) == 27
+
+
+def test_a_query_is_the_input_of_a_single_run(server, command):
+    sql = "select id, upper(text) as text, 0.5 as share, sum(1) over () as n from 'docs.jsonl'"
+    job = {"run_folder": "x", "input": {"sql": sql}, "prompt": "Answer: {text}", "model": "fake"}
+    job["endpoint"] = server.url
+    Path("job.yaml").write_text(yaml.safe_dump(job))
+    command("run", "job.yaml")
+    command("run", "job.yaml")
+    assert len(server.payloads) == 12
+    (row, *_) = table("", "x")
+    assert (row["text"], row["share"], row["n"]) == ("TEXT 0", 0.5, 12)
+    assert "12 written" in command("status", "job.yaml")
+    job["input"] = {"sql": f"{sql} limit 3"}
+    Path("job.yaml").write_text(yaml.safe_dump(job))
+    assert "the query is another one" in command("run", "job.yaml", code=1).error
+    assert len(server.payloads) == 12
+
+
+def test_a_query_of_a_url_needs_no_internet(server, empty_memory_file_system):
+    """fsspec reads it, and DuckDB downloads nothing."""
+    with fsspec.open("memory://rows.parquet", "wb") as file:
+        pq.write_table(pa.table({"a": [1, 2]}), file)
+    outputs = datatrove_ckpt.run(
+        **job(server, {"rows": {"sql": "select a + 1 as a from 'memory://rows.parquet'"}})
+    )
+    assert [row.metadata["a"] for row in outputs["rows"]] == [2, 3]
+    with pytest.raises(ConfigError, match="spatial"):
+        datatrove_ckpt.run(**job(server, {"a": {"sql": "from st_read('x.shp')"}}))
+
+
+def test_a_query_beyond_the_memory_is_an_error_that_names_the_way(server, monkeypatch):
+    monkeypatch.setattr(queries, "free_memory", lambda: 200_000_000)
+    sql = "select n % 3 as g, list(repeat('x', 100) || n order by n desc) as l from range(3000000) r(n) group by g"
+    with pytest.raises(StorageFailed, match=r"more than 95.4 MB, half .* Order a subquery"):
+        datatrove_ckpt.run(**job(server, {"groups": {"sql": sql}}))
+    assert {path.name for path in Path("qa").rglob("*")} <= {"groups", STEPS_FILE, "steps.lock"}
+
+
+def test_equal_rows_twice(server):
+    """Of a query whose order is not given."""
+    sql = "select id, topic, hash(id) as h from 'docs.jsonl' order by hash(id, 42) limit 7"
+    first = datatrove_ckpt.run(**job(server, {"rows": {"sql": sql}}))["rows"]
+    before = outputs(first)
+    shutil.rmtree("qa")
+    assert outputs(datatrove_ckpt.run(**job(server, {"rows": {"sql": sql}}))["rows"]) == before
+
+
+def test_redo_refuses_while_a_process_works_on_a_step(finished, command):
+    lock = Lock(Path("qa/judged/checkpoints/00000/lock"))
+    error = command("run", "job.yaml", "--redo", "answers", code=1).error
+    lock.release(remove=True)
+    assert "A process works on qa/judged" in error
+    assert not Path("qa/answers.1").exists()
+    write(finished, checkpoints_remote_dir="mirror")
+    assert "does not move a mirror" in command("run", "job.yaml", "--redo", "answers", code=2).error
+    assert "did you mean" in command("run", "job.yaml", "--redo", "answer", code=2).error
+
+
+def test_a_duckdb_relation_is_an_input_in_python(server):
+    rows = duckdb.sql("select * from 'docs.jsonl' order by id limit 2")
+    output = datatrove_ckpt.run(
+        run_folder="x", input=rows, prompt="{text}", model="fake", endpoint=server.url
+    )
+    assert [document.id for document in output] == ["id 00", "id 01"]

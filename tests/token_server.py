@@ -7,15 +7,17 @@ and gives neither "tool_calls" as finish_reason nor details of the usage.
 
 import asyncio
 import random
+import sys
+from pathlib import Path
 
 import orjson
 import xxhash
 from aiohttp import web
 
 from datatrove_ckpt.testing import FakeServer
+from tests.processes import write_program
 
 BEGIN, ANSWER, END = 1, 2, 3
-KEY = "key-of-a-test"
 _FIRST = 1000  # of the ids that an answer has
 _PARAMS = ("temperature", "top_p", "min_tokens", "seed", "stop", "presence_penalty", "logit_bias")
 
@@ -225,3 +227,53 @@ class TokenServer(FakeServer):
             "choices": [derendered],
             "usage": self._usage(prompt, len(ids)),
         }
+
+
+PROGRAM = """#!{python}
+import asyncio, os, sys
+sys.path.insert(0, {root!r})
+from aiohttp import web
+from tests.token_server import TokenServer
+
+server = TokenServer({lengths!r})
+server.key = os.environ["VLLM_API_KEY"]
+
+
+async def token(request):
+    with open({folder!r} + "/tokens", "a") as counted:
+        counted.write(".")
+    await asyncio.sleep({seconds})
+
+
+async def serve():
+    server.token = token
+    server._route(server._runner.app.router)
+    await server._runner.setup()
+    await web.TCPSite(server._runner, "127.0.0.1", port).start()
+    with open({folder!r} + "/started", "a") as started:
+        print(os.getpid(), *sys.argv[1:], file=started)
+    await asyncio.Event().wait()
+
+
+port = int(sys.argv[sys.argv.index("--port") + 1])
+asyncio.run(serve())
+"""
+
+
+def write_vllm(folder, version, lengths, seconds=0.0):
+    """Writes an environment with this "vLLM", whose tokens take so long. Returns its Python.
+
+    Its servers write a dot for each token to ``tokens``, and a line with their command to
+    ``started``.
+    """
+    fields = {
+        "python": sys.executable,
+        "root": str(Path(__file__).parents[1]),
+        "folder": str(folder),
+    }
+    text = PROGRAM.format(**fields, lengths=lengths, seconds=seconds)
+    write_program(folder / "bin/vllm", text)
+    write_program(folder / "bin/python", "")
+    name = f"lib/python3.12/site-packages/vllm-{version}.dist-info"
+    (folder / name).mkdir(parents=True)
+    return str(folder / "bin/python")

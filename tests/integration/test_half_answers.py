@@ -5,22 +5,25 @@ The server of these tests counts tokens, and waits before chosen ones. A piece h
 """
 
 import asyncio
+import os
 import random
 import shutil
 import signal
 import sys
 import threading
+from pathlib import Path
 
 import orjson
 import pytest
 
+from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.inference.client import half_answers
 from datatrove_ckpt.testing import outputs
 from tests import processes
 from tests.jobs import chat, run_job
 from tests.patience import until
-from tests.token_server import TokenServer
+from tests.token_server import TokenServer, write_vllm
 
 INTERVAL = 4
 PLACES = 2
@@ -233,3 +236,69 @@ def test_real_processes_killed_again_and_again(tmp_path, expected, sent, seed):
         assert done.returncode == 0, done.stderr
         assert server.generated == needed - kept + 2 * server.length
     assert answered(folder) == expected
+
+
+# servers that the run launches -------------------------------------------------------------------
+
+
+@pytest.fixture
+def vllm(tmp_path, here, monkeypatch):
+    """Runs a job with servers of a version, and returns their command lines and tokens."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+
+    def run(version, folder="job", seconds=0.0, **config):
+        python = write_vllm(tmp_path / f"vllm {version} {folder}", version, LENGTHS, seconds)
+        settings = {"server_python": python, "max_concurrent_generations": PLACES, **config}
+        config = InferenceConfig("vllm", "fake", **settings)
+        run_job(tmp_path / folder, config, 3, ask_long, records_per_chunk=9)
+        place = Path(python).parents[1]
+        lines = (place / "started").read_text().splitlines()
+        return lines, len((place / "tokens").read_text())
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "version, config, continues",
+    [
+        ("0.32.0", {}, True),
+        ("1.0.0rc1", {}, True),
+        ("0.31.9", {}, False),
+        ("0.33.0", {"half_answers": False}, False),
+    ],
+)
+def test_vllm_gets_the_flag_and_the_requests_that_its_version_knows(
+    vllm, tmp_path, expected, version, config, continues, log
+):
+    ((command,), tokens) = vllm(version, **config)
+    assert ("--enable-scale-out" in command) == continues
+    assert len(log.said("continues half-written answers")) == continues
+    assert tokens == sum(LENGTHS.values()) + 2 * 10 * continues
+    assert answered(tmp_path / "job") == expected
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_server_that_is_killed_costs_a_piece_of_each_answer(
+    vllm, tmp_path, expected, log, replicas, monkeypatch
+):
+    """The other one, or the one that replaces it, continues."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(replicas))))
+    put = RequestCache.put
+    started = tmp_path / "vllm 0.32.0 job/started"
+    saved = []
+    killed = []
+
+    def killing(cache, group):
+        put(cache, group := list(group))
+        saved.extend(row for row in group if row.key.is_piece)
+        if len(saved) >= 4 and not killed:
+            killed.append(True)
+            os.kill(int(started.read_text().split()[0]), signal.SIGKILL)
+
+    monkeypatch.setattr(RequestCache, "put", killing)
+    commands, tokens = vllm("0.32.0", seconds=0.02, replicas=replicas)
+    probes = 2 * 10 * len(commands)
+    assert log.said("is given up")
+    # A token that is generated while the last piece is written is lost, too.
+    assert tokens - probes <= sum(LENGTHS.values()) + PLACES * replicas * (INTERVAL + 1)
+    assert answered(tmp_path / "job") == expected

@@ -19,8 +19,13 @@ import pytest
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.inference.client import half_answers
+from datatrove_ckpt.inference.client.half_answers import HalfAnswer
+from datatrove_ckpt.inference.client.routing import Request
+from datatrove_ckpt.inference.servers.continuation import find_continuation
 from datatrove_ckpt.testing import outputs
 from tests import processes
+from tests.clients import Sleeps, client_of
+from tests.clients import config as client_config
 from tests.jobs import chat, run_job
 from tests.patience import until
 from tests.token_server import TokenServer, write_vllm
@@ -175,6 +180,9 @@ from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.inference.client import half_answers
+from datatrove_ckpt.inference.client.half_answers import HalfAnswer
+from datatrove_ckpt.inference.client.routing import Request
+from datatrove_ckpt.inference.servers.continuation import find_continuation
 
 half_answers.STREAM_INTERVAL = 4
 folder, url = sys.argv[1:]
@@ -302,3 +310,72 @@ def test_a_server_that_is_killed_costs_a_piece_of_each_answer(
     # A token that is generated while the last piece is written is lost, too.
     assert tokens - probes <= sum(LENGTHS.values()) + PLACES * replicas * (INTERVAL + 1)
     assert answered(tmp_path / "job") == expected
+
+
+# what is kept ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_kills_do_not_make_kept_answers_shorter(half, monkeypatch):
+    """The server breaks each connection before a token with probability 1/20, which is as often as
+    an answer ends. Answers that begin again are kept if they are short: half as long, on average.
+    """
+    draw = random.Random(1)
+    lengths = []
+    with TokenServer() as server:
+        server.draw = lambda number: draw.random() < 1 / 20
+
+        async def token(request):
+            if server.count("/v1/chat/completions/derender") and draw.random() < 1 / 20:
+                request.transport.abort()
+
+        server.token = token
+        more = {"half_answers": True, "request_max_attempts": 8 if half else 1000}
+        config_of_test = client_config("endpoint", endpoint_url=server.url, **more)
+
+        async def ask():
+            async with client_of(config_of_test, [server.url], sleep=Sleeps()) as client:
+                (target,) = client.servers.router.targets
+                continuation = await find_continuation(config_of_test, target.url, None, "m")
+                assert continuation is not None
+                client.servers.set_continuation(target, continuation if half else None)
+                for number in range(300):
+                    body = orjson.dumps(chat(f"text {number}", model="m", temperature=1))
+                    request = Request(client.sender, body=body)
+                    request.half = HalfAnswer(Saved(), {}, client.sender.work)
+                    target.cooldown_until = 0.0
+                    answer = await client.complete(body, request=request)
+                    lengths.append(answer.usage["completion_tokens"])
+
+        asyncio.run(ask())
+    mean = sum(lengths) / len(lengths)
+    # The standard error is 1, or 0.5.
+    assert (17 < mean < 23) if half else (8.5 < mean < 11.5)
+
+
+class Saved:
+    def keep(self, number, piece):
+        pass
+
+
+def test_a_mirror_gives_another_node_the_pieces(tmp_path, expected):
+    mirror = {"checkpoints_remote_dir": str(tmp_path / "mirror"), "mirror_seconds": 0.05}
+    with HeldServer(hold=15) as server:
+        (tmp_path / "job.py").write_text(
+            JOB.replace("drain_seconds=600", f"drain_seconds=600, **{mirror}")
+        )
+        folder = tmp_path / "job"
+        command = [sys.executable, str(tmp_path / "job.py"), str(folder)]
+        process = processes.start([*command, server.url])
+        assert server.held.wait(100)
+        process.send_signal(signal.SIGTERM)  # the last upload has what was in flight
+        output = process.communicate(timeout=100)[0]
+    assert process.returncode == 143, output
+    kept = sum(tokens_in(folder).values())
+    assert kept > 15 - PLACES * INTERVAL
+    shutil.rmtree(folder / "checkpoints")
+    with TokenServer(LENGTHS) as server:
+        done = processes.run([*command, server.url])
+        assert done.returncode == 0, done.stderr
+        assert server.generated == sum(LENGTHS.values()) - kept + 2 * server.length
+    assert answered(folder) == expected

@@ -843,6 +843,11 @@ class CompletionClient:
                 if request.may_not_be_sent:
                     work.resent += 1
                     continue
+                if request.half is not None and request.half.has_grown:
+                    # Many attempts may each add a part to a long answer.
+                    clock = None
+                    began_at = self.outage.clock()
+                    answers = self.outage.answers
                 clock = clock or RequestClock(self.outage, began_at, answers, api.tiers)
                 failure = error
                 delay = await self._delay_after(error, target, clock, body, api)

@@ -112,10 +112,12 @@ class HalfAnswer:
         is_refused: whether a server could not continue it, so that it is requested as usual.
         end: finish_reason and stop_reason; None: there is no end yet.
         prompt: ids of the prompt.
+        has_grown: whether the last attempt has brought ids.
     """
 
     def __init__(self, pieces: PieceStore, saved: dict[int, bytes], work: WorkCounts) -> None:
         self.is_refused = False
+        self.has_grown = False
         self.end: list[object] | None = None
         self._pieces = pieces
         self._saved = saved
@@ -156,6 +158,7 @@ class HalfAnswer:
         self._first = _digest([version, prompt, params])
         ids = self._read()
         self._rest = b""
+        self.has_grown = False
         if self.end is None and len(ids) >= limit:
             self.end = ["length", None]
         if len(ids) > self._counted:
@@ -206,6 +209,7 @@ class HalfAnswer:
             self._number += len(ids)
             self._last = xxhash.xxh3_64_hexdigest(piece)
             self.end = end
+            self.has_grown = True
         if reason is not None and not is_end:
             raise unfinished(reason)
 

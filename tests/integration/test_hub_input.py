@@ -210,5 +210,3 @@ def test_a_training_reads_a_split_of_a_configuration(hub):
         ReaderDataset.from_hub(REPOSITORY, "en", split="test").load_state_dict(state)
     with pytest.raises(ConfigError, match=r"has no files to read, and one kind of \.parquet"):
         ReaderDataset.from_hub("org/tables")
-    with pytest.raises(ConfigError, match=r"streaming: .*as a stream"):
-        ReaderDataset.from_hub(REPOSITORY, "en", split="train", streaming=True)

@@ -22,6 +22,7 @@ from datatrove_ckpt.inference.client import half_answers
 from datatrove_ckpt.inference.client.half_answers import HalfAnswer
 from datatrove_ckpt.inference.client.routing import Request
 from datatrove_ckpt.inference.servers.continuation import find_continuation
+from datatrove_ckpt.inference.servers.host import close_warm_servers
 from datatrove_ckpt.testing import outputs
 from tests import processes
 from tests.clients import Sleeps, client_of
@@ -180,9 +181,6 @@ from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.inference.client import half_answers
-from datatrove_ckpt.inference.client.half_answers import HalfAnswer
-from datatrove_ckpt.inference.client.routing import Request
-from datatrove_ckpt.inference.servers.continuation import find_continuation
 
 half_answers.STREAM_INTERVAL = 4
 folder, url = sys.argv[1:]
@@ -379,3 +377,16 @@ def test_a_mirror_gives_another_node_the_pieces(tmp_path, expected):
         assert done.returncode == 0, done.stderr
         assert server.generated == sum(LENGTHS.values()) - kept + 2 * server.length
     assert answered(folder) == expected
+
+
+def test_a_server_is_tested_once_for_all_tasks_that_use_it(tmp_path, here, monkeypatch, log):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    place = tmp_path / "vllm"
+    python = write_vllm(place, "0.32.0", LENGTHS)
+    config = InferenceConfig("vllm", "fake", server_python=python)
+    for name in ("one", "two"):
+        run_job(tmp_path / name, config, 3, ask_long, records_per_chunk=9)
+    assert len((place / "started").read_text().splitlines()) == 1
+    assert len(log.said("continues half-written answers")) == 1
+    assert len((place / "tokens").read_text()) == 2 * sum(LENGTHS.values()) + 2 * 10
+    close_warm_servers()

@@ -38,9 +38,9 @@ def log_event(kind, name):
     os.close(descriptor)
 
 
-async def post(transport, body, *others):
+async def post(transport, body, *others, **more):
     log_event("asked", orjson.loads(body)["user"])
-    return await _post(transport, body, *others)
+    return await _post(transport, body, *others, **more)
 
 
 _post, client.post = client.post, post

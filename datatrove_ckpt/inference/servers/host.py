@@ -713,10 +713,13 @@ class ServerSupervisor:
             self._tell("ready")
         self._death_cause = asyncio.get_running_loop().create_future()
         url = HiddenUrl(self.server.url)
-        if self.server.continues_answers:
+        continuation = self.server.continuation
+        if continuation is None and self.server.may_continue_answers:
             continuation = await find_continuation(
                 self.config, url, self.server.api_key, self.config.model_name_or_path
             )
+            self.server.continuation = continuation
+        if self.config.half_answers is not False:
             self.model_servers.set_continuation(self.target, continuation)
         self.model_servers.mark_up(self.target, url, self.server.api_key)
 

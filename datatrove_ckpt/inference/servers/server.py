@@ -52,6 +52,7 @@ from datatrove_ckpt.config.inference_config import (
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed, TooManyOpenFiles
 from datatrove_ckpt.inference.client.client import ExchangeFailed, get
+from datatrove_ckpt.inference.client.half_answers import Continuation
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers import guardian, leftovers
 from datatrove_ckpt.process.event_loop import in_own_thread
@@ -397,6 +398,7 @@ class InferenceServer:
     Attributes:
         url: URL without /v1; empty while the server is not started.
         restarted_at: monotonic times of its recent restarts, for all ranks.
+        continuation: how the running process continues answers; None: it does not.
     """
 
     config: InferenceConfig
@@ -410,6 +412,7 @@ class InferenceServer:
         self.restarted_at: deque[float] = deque()
         self.url = ""
         self.api_key: Secret | None = None
+        self.continuation: Continuation | None = None
         self._process: GuardedProcess | None = None
         self._command = EngineCommand((), {})
         self._log_path: Path | None = None
@@ -426,8 +429,8 @@ class InferenceServer:
         return self._process is not None and self._process.returncode is None
 
     @property
-    def continues_answers(self) -> bool:
-        """Whether it may continue half-written answers."""
+    def may_continue_answers(self) -> bool:
+        """Whether its settings let it continue half-written answers."""
         flag = self.config.engine.continuing_flag
         wanted = flag != "" and self.config.half_answers is not False
         return wanted and f"--{flag}" in self._command.argv
@@ -625,6 +628,7 @@ class InferenceServer:
         if self._process is not None:
             leftovers.remove_record(self._process.pid)
         self._process = None
+        self.continuation = None
         self.url = ""
         self.api_key = None
         if self._log_path is not None and self.config.server_log_folder is None:

@@ -47,6 +47,7 @@ from datatrove_ckpt.errors import (
     CheckpointLocked,
     CheckpointMismatch,
     ConfigError,
+    InputError,
     LimitReached,
     TooManyDeadLetters,
     written_in,
@@ -282,35 +283,24 @@ class StepsJob:
         """Returns a SELECT of no row with the columns of a step's output, as far as they are known:
         what a rollout adds, nobody knows before it has rows.
         """
-        columns = {}
         kept = queries.kept_rows(self.folder(step) / layout.KEPT_INPUT)
         if kept is not None:
             inner = kept.select
-        elif step.query is not None:
-            tables = [
-                f"{name} as ({self.without_rows(self._by_name[name])})" for name in step.sources
-            ]
+        elif step.query is None:
+            inner = f"select {queries.nulls(self._columns_of_files(step))}"
+        else:
+            names = step.sources
+            tables = [f"{name} as ({self.without_rows(self._by_name[name])})" for name in names]
             inner = f"select * from ({step.query.sql}\n)"
             if tables:
                 inner = f"with {', '.join(tables)} {inner}"
-        else:
-            columns = self._columns_of_files(step)
-            inner = "select"
         if not step.is_run:
             return inner
-        if step.query is not None:
-            columns = queries.columns_of(Query(step.label, inner), {})
-        added = []
+        columns = queries.columns_of(Query(step.label, inner), {})
+        added = {}
         for name, kind in _added_columns(step.settings).items():
-            while name in columns:
-                name = f"{name}_2"
-            added.append((name, kind))
-        if step.query is None:
-            added = [*columns.items(), *added]
-        nulls = ", ".join(f"cast(null as {kind}) as {queries.quoted(name)}" for name, kind in added)
-        if step.query is None:
-            return f"select {nulls} where false"
-        return f"select *, {nulls} from ({inner}) where false"
+            added[f"{name}_2" if name in columns else name] = kind
+        return f"select *, {queries.nulls(added)} from ({inner}) where false"
 
     def _columns_of_files(self, step: Step) -> dict[str, str]:
         """Returns the types of the columns of an input of files, by its first documents."""
@@ -629,7 +619,7 @@ class StepsSample:
             kept = queries.make_rows(step.query, tables, self.folder / name / part, made_from)
             whole = self._whole(step, kept.rows)
             if not step.is_run or not kept.rows:
-                self.tables[name] = kept.select if not step.is_run else self._without_rows(step)
+                self.tables[name] = kept.select if not step.is_run else self.job.without_rows(step)
                 self.rows[name] = kept.rows
                 self.whole[name] = whole
                 yield f"{name}: {plural(kept.rows, 'row') if kept.rows else 'no row reaches it'}"
@@ -640,12 +630,14 @@ class StepsSample:
         with log_disabled("datatrove_ckpt.generation.rank"):
             sent = take_sample(plan, self.number, self.folder / name, writes_rows=True)
         documents = sent.documents
+        if not documents:
+            raise InputError(f"{step.label}: no file of its input has a document.")
         if step.query is None and sent.total is not None:
             whole = len(documents) * sent.total / sum(sent.sizes)
         paths = sorted(map(str, (self.folder / name / "output").glob("*.parquet")))
         rows = sum(pq.read_metadata(path).num_rows for path in paths)
         self.rows[name] = rows
-        self.tables[name] = queries.reads(paths) if paths else self._without_rows(step)
+        self.tables[name] = queries.reads(paths) if paths else self.job.without_rows(step)
         self.whole[name] = whole and whole * rows / len(documents)
         yield f"{name}: {plural(len(documents), 'document')} in, {plural(rows, 'row')} out"
         for number, (document, requests) in enumerate(documents, 1):
@@ -657,9 +649,6 @@ class StepsSample:
             sizes = [1.0] * len(documents)
             sample = replace(sent, sizes=sizes, total=max(whole, float(len(documents))))
             yield from estimate_lines(sample, plan.runners[0].step)
-
-    def _without_rows(self, step: Step) -> str:
-        return self.job.without_rows(step)
 
     def _whole(self, step: Step, rows: int) -> float | None:
         """Returns how many rows a query gives, by the rows of the sample that it has kept."""

@@ -704,3 +704,19 @@ def test_a_duckdb_relation_is_an_input_in_python(server):
         run_folder="x", input=rows, prompt="{text}", model="fake", endpoint=server.url
     )
     assert [document.id for document in output] == ["id 00", "id 01"]
+
+
+@pytest.mark.parametrize("output_format", ["jsonl", "jsonl.gz", "csv"])
+def test_values_of_other_formats_reach_the_next_step_unchanged(server, command, output_format):
+    odd = {"day": "2024-01-02", "uuid": "0b0fdd76-9ba0-4b3c-8d2b-3f3c0a2a8a11", "big": 2**62 + 1}
+    write_rows("docs.jsonl", [{**row, **odd} for row in ROWS])
+    steps = {
+        "answers": {"input": "docs.jsonl", "prompt": "{text}", "output_format": output_format},
+        "more": {"input": "answers", "prompt": "{answer}", "answer": "again"},
+        "all": {"sql": "select id, day, uuid, big::varchar as big from more"},
+    }
+    write(server, steps)
+    for _ in range(2):
+        command("run", "job.yaml")
+    assert table("all")[3] == {"id": "id 03", **odd, "big": str(2**62 + 1)}
+    assert len(server.payloads) == 24

@@ -81,7 +81,9 @@ def test_the_tutorial_runs_as_typed(here):
             for row in path.read_text().splitlines()
         ]
         assert len({json.loads(row)["id"] for row in rows}) == len(rows) == count
-    assert "judged     finished; 4 documents in, 4 rows out" in said["datatrove-ckpt status runs/quiz"]
+    assert (
+        "judged     finished; 4 documents in, 4 rows out" in said["datatrove-ckpt status runs/quiz"]
+    )
 
 
 # recipes -----------------------------------------------------------------------------------------

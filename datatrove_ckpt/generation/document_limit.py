@@ -58,6 +58,13 @@ class DocumentLimit:
         self._room: asyncio.Future[None] | None = None
         self._bytes = media
 
+    def admits(self, size: int) -> bool:
+        """Admits a document that needs no wait. Returns False if ``acquire`` must be awaited."""
+        if size > _SMALL or self._is_full:
+            return False
+        self._in_work += 1
+        return True
+
     async def acquire(self, size: int) -> None:
         if size > _SMALL:
             await self._bytes.acquire(size)

@@ -30,7 +30,7 @@ from datatrove_ckpt.common.threads import context_thread
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation.finished_from import FinishedDocuments, OldDocument
 from datatrove_ckpt.generation.user_frames import stands_at
-from datatrove_ckpt.output.document_codec import EncodedInput, as_read, fingerprint
+from datatrove_ckpt.output.document_codec import EncodedInput, as_read, fingerprint, trim
 from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.fork_boundaries import between_forks
 from datatrove_ckpt.process.shutdown import exit_error
@@ -126,7 +126,7 @@ class SourceDocument:
         self.id = safe_text(document.id)
         self.size = read.size
         self.fingerprint = fingerprint(read.data)
-        self._as_read: Document | bytes | None = read.data if keep else None
+        self._as_read: Document | bytes | None = trim(read.data) if keep else None
         if keep and read.size > 2**16:  # bytes from which text and media are not copied
             with contextlib.suppress(Exception):
                 self._as_read = deepcopy(document)  # texts and bytes are shared

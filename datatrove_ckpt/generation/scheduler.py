@@ -292,7 +292,8 @@ class Scheduler:
                     await next_look()
                 if slot.ordinal == slot.chunk.first_ordinal:
                     await self._wait_for_goal()
-                await self.runs.limit.acquire(source.size)
+                if not self.runs.limit.admits(source.size):
+                    await self.runs.limit.acquire(source.size)
                 # The awaits above may not have yielded.
                 if self.shutdown.is_stopping or self.shutdown.aborted:
                     await wait_until_cancelled()

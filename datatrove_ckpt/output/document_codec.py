@@ -167,7 +167,7 @@ def encode(document: Document) -> bytes:
             value.
     """
     try:
-        return dump(document_fields(document), _refuse)
+        return trim(dump(document_fields(document), _refuse))
     except Exception as error:  # also an error of a user's ``__repr__``
         name = safe_repr(getattr(document, "id", None))
         raise DocumentNotSerializable(
@@ -246,12 +246,12 @@ def dump(fields: dict[str, object], other: Other) -> bytes:
         if data.count(_TAG_BYTES, start) == encoder.wrapped and (
             data.find(b"null", start) < 0 or not has_nan(fields)
         ):
-            return trim(data)
+            return data
     except orjson.JSONEncodeError as error:
         # An integer beyond 64 bits or a key that is no string: too rare to check first.
         if isinstance(error.__cause__, NotEncodable):
             raise NotEncodable(*error.__cause__.args) from error.__cause__.__cause__
-    return trim(orjson.dumps(wrap_deep(fields, other)))
+    return orjson.dumps(wrap_deep(fields, other))
 
 
 def document_fields(document: Document) -> dict[str, object]:
@@ -815,7 +815,7 @@ def as_read(document: Document) -> EncodedInput:
         data = dump(document_fields(document), describe)
     except Exception:
         fields = {name: getattr(document, name, None) for name in _DOCUMENT_FIELDS}
-        data = trim(orjson.dumps(describe.wrap(fields, _DEEPEST_READ)))
+        data = orjson.dumps(describe.wrap(fields, _DEEPEST_READ))
     return EncodedInput(data, len(data) + describe.hashed_bytes)
 
 

@@ -65,7 +65,7 @@ import contextvars
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
@@ -1148,7 +1148,20 @@ class CompletionClient:
                 await target.probe(started_at, failure.status not in retrying.BUSY)
             raise
 
-    async def _response(
+    def _response(
+        self,
+        target: Target,
+        transport: Transport,
+        request: Request,
+        body: AnyBody,
+        started_at: float,
+        api: Api,
+    ) -> Coroutine[object, None, Response]:
+        if request.half is None:
+            return post(transport, body, self._config.model_name_or_path, api.extras)
+        return self._continued(target, transport, request, body, started_at, api)
+
+    async def _continued(
         self,
         target: Target,
         transport: Transport,

@@ -686,7 +686,8 @@ class Router:
         if later and (request.sender.order, request.order) > later[0][:2]:
             return None
         homes = request.known_prefix and self._prefixes.homes(request.known_prefix)
-        target = self._room().choose(homes)
+        room = self._room()
+        target = room.choose(homes) if homes else room.best
         if target is not None:
             self.assign(target, request)
         return target

@@ -397,6 +397,25 @@ _OF_TOOLS = ("arguments", "input")  # their nulls are values
 _WITH_SCHEMA = frozenset({"response_format", "structured_outputs", "json_schema"})
 
 
+_SIMPLE = frozenset({str, int, bool})
+_TEXTS = frozenset({str})
+
+
+def _is_simple(payload: Payload) -> bool:
+    """Whether a payload has only texts and numbers, and lists of dictionaries of texts: no null
+    and no NaN. A search in its JSON would take longer.
+    """
+    for value in payload.values():
+        kind = type(value)
+        if kind is list:
+            for item in value:
+                if type(item) is not dict or not _TEXTS.issuperset(map(type, item.values())):
+                    return False
+        elif kind not in _SIMPLE and not (kind is float and value - value == 0):
+            return False
+    return True
+
+
 def hash_payload(payload: Payload) -> tuple[str, bool]:
     """Hashes a payload, whatever the order of its keys. Also returns whether it may hold a null.
 
@@ -413,7 +432,7 @@ def hash_payload(payload: Payload) -> tuple[str, bool]:
     except TypeError:
         refuse_unsendable(payload, default=media_key)
         raise
-    has_null = data.find(b"null") >= 0
+    has_null = not _is_simple(payload) and data.find(b"null") >= 0
     if has_null and has_nan(payload):  # orjson writes null for NaN
         refuse_unsendable(payload, default=media_key)
     return payload_hash(data), has_null

@@ -332,3 +332,19 @@ def test_a_payload_that_the_rollout_changes_while_it_waits_is_sent_as_it_was(tmp
 
     run_job(tmp_path, server, 1, rollout)
     assert server.asked == {"turn 0": 1, "turn 1": 1, "turn 2": 1}
+
+
+@pytest.mark.parametrize(
+    "part", [None, [None], (None,), {"a": None}, [{"content": None}], [{"content": [None]}]]
+)
+def test_a_null_is_found_wherever_it_is(part):
+    payload = {"messages": [{"role": "user", "content": "null"}], "temperature": 0.5}
+    assert not hash_payload(payload)[1]
+    assert hash_payload(payload | {"extra": part})[1]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_json_lacks_is_refused_wherever_it_is(value):
+    for part in (value, [value], {"a": value}, [{"content": value}], [{"content": [value]}]):
+        with pytest.raises(ConfigError):
+            hash_payload({"messages": [{"role": "user", "content": "x"}], "extra": part})

@@ -247,11 +247,11 @@ class RecordedDocuments:
         self._rank = rank
         self._share = share
         self._sizes: dict[str, int] = {}
-        self._hashes = [_hash_in(path) for path in self.paths()]
+        self._hashes = [_hash_in(name) for name in self.names()]
         self._room = 0 if self.void else _ALL  # only smaller hashes have room
         self._limit = self._room
 
-    def paths(self) -> list[Path]:
+    def names(self) -> list[str]:
         """Returns the files, the smallest hash first; none if the recording has ended."""
         try:
             names = os.listdir(self.folder)  # noqa: PTH208 (speed)
@@ -259,7 +259,7 @@ class RecordedDocuments:
             return []
         if layout.VOID in names:
             return []
-        return [self.folder / name for name in sorted(names) if _FILE.fullmatch(name)]
+        return sorted(name for name in names if _FILE.fullmatch(name))
 
     @property
     def void(self) -> str:
@@ -271,9 +271,9 @@ class RecordedDocuments:
 
     def read(self) -> Iterator[RecordedDocument]:
         """Yields the documents; not those that are torn, or of another version."""
-        for path in self.paths()[: layout.MAX_RECORDED]:
+        for name in self.names()[: layout.MAX_RECORDED]:
             with suppress(OSError, ValueError):
-                if (document := read_recorded(path)) is not None:
+                if (document := read_recorded(self.folder / name)) is not None:
                     yield document
 
     # recording -----------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ class RecordedDocuments:
 
     @staticmethod
     def hash_of(rank: int, ordinal: int) -> int:
-        return int(xxhash.xxh3_64_intdigest(b"%d %d" % (rank, ordinal)))
+        return int(xxhash.xxh3_64_intdigest(ordinal.to_bytes(8), rank))
 
     def answers(
         self,
@@ -342,16 +342,16 @@ class RecordedDocuments:
             return
         self._write(path, data)
         self._sizes[path.name] = len(data)
+        names = self.names()
         size = 0
-        paths = self.paths()
-        for number, other in enumerate(paths):
-            if other.name not in self._sizes:  # of another attempt or rank
-                self._sizes[other.name] = size_of(other)
-            size += self._sizes[other.name]
+        for number, name in enumerate(names):
+            if name not in self._sizes:  # of another attempt or rank
+                self._sizes[name] = size_of(self.folder / name)
+            size += self._sizes[name]
             if number >= layout.MAX_RECORDED or size > _MAX_ALL_BYTES:
-                self._room = min(self._room, _hash_in(other))
-                files.disk.remove(other)
-        if not paths:  # another rank has ended the recording since
+                self._room = min(self._room, _hash_in(name))
+                files.disk.remove(self.folder / name)
+        if not names:  # another rank has ended the recording since
             files.disk.remove(path)
 
     def remove(self, name: str) -> None:
@@ -377,13 +377,13 @@ class RecordedDocuments:
             CkptError: the disk takes no file.
         """
         self.stop()
-        paths = self.paths()
+        names = self.names()
         files.disk.make_dirs(self.folder, files.PRIVATE_FOLDER)
         data = checksummed_json({"version": _VERSION, "why": redact(why)})
         files.disk.replace(self.folder / layout.VOID, data)
-        for path in paths:
-            files.disk.remove(path)
+        for name in names:
+            files.disk.remove(self.folder / name)
 
 
-def _hash_in(path: Path) -> int:
-    return int(path.stem, 16)
+def _hash_in(name: str) -> int:
+    return int(name[:16], 16)

@@ -187,12 +187,11 @@ class ReplayedAnswers(DocumentAnswers):
         return self._known
 
     async def saved(self, key: AnswerKey) -> CachedAnswer:
-        payload = masked("payload", self.payloads[key.rollout_idx])
-        await asyncio.sleep(0)
         if key not in self._known:
             if not self.unknown.done():
-                self.unknown.set_result(payload)
+                self.unknown.set_result(masked("payload", self.payloads[key.rollout_idx]))
             await self.ended  # is cancelled
+        await asyncio.sleep(0)
         self.unused.pop(key, None)
         self.reused[key.rollout_idx] += 1
         return self._known[key]
@@ -337,8 +336,9 @@ class Replays:
         finally:
             requests.has_ended = True
             answers.ended.cancel()
-            task.cancel()
-            await asyncio.wait([task], timeout=0.2)
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task], timeout=0.2)
             if task.done() and not task.cancelled():
                 task.exception()  # else asyncio logs that nothing has read it
 

@@ -109,7 +109,7 @@ def _replay(plan: RunPlan) -> Iterator[Finding]:
         step = runner.step
         recorded = RecordedDocuments(root)
         why_not = why_not_replayed(step)
-        if not why_not and not recorded.paths():
+        if not why_not and not recorded.names():
             why_not = recorded.void or "no document is recorded yet"
         if why_not:
             state: FindingState = "note" if recorded.void else "ok"

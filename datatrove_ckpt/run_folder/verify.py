@@ -316,7 +316,9 @@ def _check_rank(report: VerifyReport, rank: RankSummary) -> Iterator[Problem]:
 
 
 def _check_recorded(report: VerifyReport) -> Iterator[Problem]:
-    for path in RecordedDocuments(report.checkpoints).paths():
+    recorded = RecordedDocuments(report.checkpoints)
+    for name in recorded.names():
+        path = recorded.folder / name
         try:
             read_recorded(path)
         except (OSError, ValueError) as error:

@@ -469,3 +469,64 @@ def test_a_step_without_need_is_not_replayed(tmp_path, server):
     assert len(recorded(tmp_path)) == 3
     run_job(tmp_path / "version", server, 3, says_word, rollout_version="1")
     assert recorded(tmp_path / "version") == []
+
+
+SCRIPT = """from words import clean
+async def rollout(document, generate):
+    return await generate({"messages": [{"role": "user", "content": clean(document.text)}]})
+"""
+
+
+@pytest.fixture
+def command(tmp_path, server, monkeypatch):
+    """A command line in a process of its own, as after an edit."""
+    (tmp_path / "asking.py").write_text(SCRIPT)
+    (tmp_path / "words.py").write_text("\n\ndef clean(text):\n    return text + ' OLD'\n")
+    rows = [orjson.dumps({"id": f"d{number}", "text": f"t{number}"}) for number in range(8)]
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join(rows))
+
+    def run(name, *more):
+        flags = ["--input", "in.jsonl", "--rollout", "asking.rollout", "--endpoint", server.url]
+        flags += ["--model", "fake", "--run-folder", "run", "--records-per-chunk", "2", *more]
+        return subprocess.run(
+            [sys.executable, "-m", "datatrove_ckpt", name, *flags],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+
+    return run
+
+
+def test_a_change_of_code_is_refused_with_what_it_does(tmp_path, server, command):
+    assert command("run", "--until", "4").returncode == 0
+    sent = len(server.payloads)
+    words = tmp_path / "words.py"
+    words.write_text("\n\ndef clean(text):\n    same = text\n    return same + ' OLD'\n")
+    refused = command("run")
+    assert refused.returncode == 1
+    assert "words.py, line 3 changed; " in refused.stderr
+    assert "recorded documents get the same requests and results" in refused.stderr
+    assert "recorded documents get the same" in command("doctor").stdout
+    words.write_text("\n\ndef clean(text):\n    return text + ' NEW'\n")
+    refused = command("run")
+    assert refused.returncode == 1
+    assert "messages[0].content: 't" in refused.stderr
+    assert " OLD' -> 't" in refused.stderr
+    assert len(server.payloads) == sent
+    assert command("run", "--accept-changes", "true").returncode == 0
+    assert "changed in the middle" in (tmp_path / "run" / "card.md").read_text()
+
+
+def test_doctor_and_verify_look_at_the_record(tmp_path, command):
+    assert command("run", "--until", "4").returncode == 0
+    assert "get the same requests and results" in command("doctor", "--all").stdout
+    path = next((tmp_path / "run" / "checkpoints" / "recorded").glob("*.json"))
+    path.write_bytes(path.read_bytes()[:-9])
+    found = subprocess.run(
+        [sys.executable, "-m", "datatrove_ckpt", "verify", "run"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert f"{path.name} holds no recorded document" in found.stdout

@@ -159,20 +159,21 @@ def record_output_folder(root: Path, folder: str) -> None:
 
 
 def record_change(root: Path, change: Json) -> None:
-    """Adds an accepted change to ``job.json``.
+    """Adds an accepted change to ``job.json``, unless another rank has it.
 
     Raises:
-        CheckpointError: ``job.json`` is damaged, locked or cannot be written.
+        CheckpointError: ``job.json`` is damaged, or cannot be written.
     """
-    guard = Lock(root / layout.JOB_LOCK)
-    try:
-        job = _read_job(root)
-        when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        accepted = [*job.get("accepted_changes", []), {"when": when, **change}]
-        data = checksummed_json(stamped({**job, "accepted_changes": accepted}))
-        files.disk.replace(root / layout.JOB, data)
-    finally:
-        guard.release(remove=True)
+    with suppress(CheckpointLocked):  # a rank that starts, and accepts the same
+        guard = Lock(root / layout.JOB_LOCK)
+        try:
+            job = _read_job(root)
+            when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            accepted = [*job.get("accepted_changes", []), {"when": when, **change}]
+            data = checksummed_json(stamped({**job, "accepted_changes": accepted}))
+            files.disk.replace(root / layout.JOB, data)
+        finally:
+            guard.release(remove=True)
 
 
 def compare_job(

@@ -47,7 +47,7 @@ from datatrove_ckpt.common.counts import WorkCounts
 from datatrove_ckpt.common.formatting import plural, safe_text
 from datatrove_ckpt.common.redaction import masked, redact
 from datatrove_ckpt.common.threads import in_threads
-from datatrove_ckpt.errors import CheckpointMismatch, CkptError
+from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.generation.document_runs import DocumentRollouts
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.quality import AnswerQuality
@@ -61,7 +61,7 @@ from datatrove_ckpt.generation.recorded_documents import (
 from datatrove_ckpt.generation.requests import DocumentAnswers, RankContext
 from datatrove_ckpt.generation.results import ResultEncoder
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
-from datatrove_ckpt.generation.side_effects import ROLLOUTS, EffectWatch, rollouts_run
+from datatrove_ckpt.generation.side_effects import ROLLOUTS, ReplayWatch, rollouts_run
 from datatrove_ckpt.generation.user_rollout import bind_shared, shared_arguments
 from datatrove_ckpt.output.document_codec import decode
 from datatrove_ckpt.output.file_names import FileNames
@@ -74,7 +74,7 @@ from datatrove_ckpt.rollouts import Rollout
 
 SECONDS = 1.0  # of a check at a start, and of the replay of a document that is recorded
 _FRESH_SECONDS = 60.0
-_MOST_SLOW = 3
+_RECORDING_SECONDS = 5.0  # of all replays of an attempt
 _EXCERPT = 60  # characters
 _CHANGING = re.compile(
     r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}|\b[0-9a-f]{32,64}\b|\b0x[0-9a-f]{6,}"
@@ -100,6 +100,16 @@ def replays_of(
         recorded.stop()
     with shared_arguments(step.shared_context, preemption) as shared, rollouts_run():
         yield Replays(step, bind_shared(step.rollout_fn, shared), names, recorded, run)
+        if ROLLOUTS.effect and not recorded.is_stopped:
+            end_recording(recorded, f"it was seen to {ROLLOUTS.effect}")
+
+
+def end_recording(recorded: RecordedDocuments, why: str) -> None:
+    recorded.end(why)
+    logger.warning(
+        "replay check: the rollout is not run again for documents that are done, because "
+        f"{redact(why)}. A resume compares the text of its code only."
+    )
 
 
 def why_not_replayed(step: RunnerSettings) -> str:
@@ -313,7 +323,7 @@ class Replays:
         requests = copy(self._requests)
         requests.code = document.code
         requests.shutdown = Shutdown()
-        watch = EffectWatch(refuses=True)
+        watch = ReplayWatch()
         runs = DocumentRollouts(requests, self.rollout_fn, self._results, watch)
         slot = ChunkSlot(document.ordinal, Chunk(document.chunk, 0), True)
         answers = ReplayedAnswers(requests, slot, document, step.model.rollouts_per_document)
@@ -335,6 +345,7 @@ class Replays:
             return _difference(document, answers, task), work.has_drawn
         finally:
             requests.has_ended = True
+            watch.has_ended = True
             answers.ended.cancel()
             if not task.done():
                 task.cancel()
@@ -351,7 +362,7 @@ class Replays:
         for document in documents if not verdict.acts else ():
             verdict.accepts |= document.run != self.run
             try:
-                difference, _ = await self.replay(document, deadline - time.monotonic())
+                difference, _ = await self.replay(document, max(0.001, deadline - time.monotonic()))
             except TimeoutError:
                 verdict.slow = True
                 break
@@ -376,7 +387,11 @@ class Replays:
         recorded = self.recorded
         if recorded.is_stopped:
             return ""
-        verdict = await self.check()
+        try:
+            verdict = await self.check()
+        except Exception as error:  # a defect of this check ends no run
+            logger.warning(f"The replay check has failed, and decides nothing: {error!r}")
+            return ""
         if verdict.acts:
             return await self._end(f"it was seen to {verdict.acts}")
         if verdict.real and step.accept_changes:
@@ -401,7 +416,7 @@ class Replays:
                 f"start (times, ids, addresses): {verdict.differences[0]}"
             )
         await in_own_thread(self._update, verdict)
-        if verdict.accepts or verdict.real:
+        if step.accept_changes and (verdict.accepts or verdict.real):
             return f"accepted: {verdict}"
         return ""
 
@@ -426,11 +441,7 @@ class Replays:
             await self._end("its differences are accepted")
 
     async def _end(self, why: str) -> str:
-        await in_own_thread(self.recorded.end, why)
-        logger.warning(
-            f"replay check: the rollout is not run again for documents that are done, because "
-            f"{redact(why)}. A resume compares the text of its code only."
-        )
+        await in_own_thread(end_recording, self.recorded, why)
         return f"ended: {why}"
 
     # while documents run -------------------------------------------------------------------------
@@ -438,22 +449,24 @@ class Replays:
     async def record(self) -> None:
         """Records finished documents, until it is cancelled."""
         recorded = self.recorded
-        slow = 0
+        spent = 0.0
         while True:
             answers, finished = await recorded.finished.get()
+            started = time.monotonic()
             try:
                 if not recorded.is_stopped:
-                    slow += not await self._record(answers, finished)
-                    if slow == _MOST_SLOW:
-                        recorded.stop()
-            except CkptError as error:
-                logger.warning(f"replay check: no more documents are recorded: {error}")
+                    await self._record(answers, finished)
+                spent += time.monotonic() - started
+                if spent > _RECORDING_SECONDS:  # no start has the time for more
+                    recorded.stop()
+            except Exception as error:  # a full disk, or a defect of this check
+                logger.warning(f"replay check: no more documents are recorded: {error!r}")
                 recorded.stop()
             finally:
                 recorded.finished.task_done()
 
-    async def _record(self, answers: RecordingAnswers, finished: FinishedDocument) -> bool:
-        """Records a document if a replay gives the same. Returns False if that took too long."""
+    async def _record(self, answers: RecordingAnswers, finished: FinishedDocument) -> None:
+        """Records a document if a replay gives the same in time."""
         recorded = self.recorded
         document = answers.record(finished)
         if ROLLOUTS.effect:
@@ -467,16 +480,15 @@ class Replays:
                 difference, has_drawn = await self.replay(document, SECONDS)
             except TimeoutError:
                 recorded.forget(answers.name)
-                return False
+                return
             except SeenToAct as error:
                 await self._end(f"it was seen to {error}")
-                return True
+                return
             if difference is not None:
                 await self._end(f"it does not repeat itself for equal answers ({difference})")
             else:
                 document.draws = document.draws if has_drawn else []
                 await in_own_thread(recorded.put, document)
-        return True
 
 
 def mismatch(verdict: Verdict) -> CheckpointMismatch:

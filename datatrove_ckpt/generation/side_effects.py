@@ -39,6 +39,7 @@ _EVENTS = frozenset(
     """.split()  # noqa: SIM905
 )
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_MAX_PATHS = 1000  # beyond which those of closed files are forgotten
 _HARMLESS = ("__pycache__", os.devnull, ":memory:")
 _LOOP = "datatrove_ckpt.process.event_loop"  # raises events for others
 _CALLERS = ("datatrove_ckpt.generation.document_runs", "datatrove_ckpt.generation.user_rollout")
@@ -56,28 +57,35 @@ class RefusedInReplay(Exception):
 class EffectWatch:
     """Code whose effects count.
 
-    Args:
-        refuses: no effect happens.
-
     Attributes:
-        effect: the first effect, such as "open a file"; "" if there was none.
+        effect: the first effect, such as "write /tmp/a"; "" if there was none.
     """
 
-    def __init__(self, refuses: bool = False) -> None:
-        self.effect = ""
-        self._refuses = refuses
+    effect = ""
 
     def see(self, event: str, arguments: tuple[object, ...]) -> None:
         self.effect = self.effect or _described(event, arguments)
-        if self._refuses:
-            raise RefusedInReplay(f"the replay check does not let a rollout {self.effect}")
+
+
+class ReplayWatch(EffectWatch):
+    """Watches a replay: nothing that it tries happens. What it leaves behind, such as a task that
+    later documents share, acts as rollouts do.
+    """
+
+    has_ended = False
+
+    def see(self, event: str, arguments: tuple[object, ...]) -> None:
+        if self.has_ended:
+            ROLLOUTS.see(event, arguments)
+            return
+        super().see(event, arguments)
+        raise RefusedInReplay(f"the replay check does not let a rollout {self.effect}")
 
 
 class SetupEffects(EffectWatch):
     """Watches imports and ``shared_context``, whose effects count while they last."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.forget()
 
     def forget(self) -> None:
@@ -91,6 +99,8 @@ class SetupEffects(EffectWatch):
             self._sockets.add(f"socket:[{os.fstat(first.fileno()).st_ino}]")
         elif event in ("open", "sqlite3.connect") and isinstance(first, str | bytes | os.PathLike):
             self._paths.add(os.path.realpath(os.fsdecode(first)))
+            if len(self._paths) > _MAX_PATHS:
+                self._paths.intersection_update(_open_files("self").values())
         elif event == "subprocess.Popen" and isinstance(arguments[1], list | tuple):
             self._programs.add(b"\0".join(map(os.fsencode, arguments[1])))
 

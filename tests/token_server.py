@@ -31,6 +31,8 @@ class TokenServer(FakeServer):
     Attributes:
         generated: number of tokens so far.
         requested: paths of the requests in turn, with their payloads.
+        peers: the addresses of their connections.
+        writing: the last stream of ids.
         template: ids before each prompt.
         version: of the engine.
         key: that requests need; "": none.
@@ -48,6 +50,7 @@ class TokenServer(FakeServer):
         self.length = length
         self.generated = 0
         self.requested = []
+        self.peers = []
         self.template = [BEGIN]
         self.version = "0.32.0"
         self.key = ""
@@ -89,6 +92,7 @@ class TokenServer(FakeServer):
                 return web.json_response({"error": {"message": "Not Found"}}, status=404)
             payload = orjson.loads(await request.read())
             self.requested.append((path, payload))
+            self.peers.append(request.transport.get_extra_info("peername"))
             fields = await answer(request, payload)
             if not isinstance(fields, dict | list):
                 return fields
@@ -182,7 +186,7 @@ class TokenServer(FakeServer):
         interval = params["stream_interval"]
         assert payload["stream"]
         assert params["max_tokens"] > 0
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        self.writing = response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         ids = payload["token_ids"]
         new = []

@@ -899,8 +899,8 @@ class PatientlyConnecting(Transport):
     than that.
     """
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
+    def __init__(self, *arguments, **more):
+        super().__init__(*arguments, **more)
         self._connect_timeout = 600.0
 
 

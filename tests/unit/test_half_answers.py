@@ -52,12 +52,13 @@ class Asking:
         self.urls = [server.url for server in servers]
         self.config = config("endpoint", endpoint_url=self.urls, **settings)
         self.saved = Saved()
+        self.model = "m"
 
     async def ask(self, question="how?", **more):
-        payload = chat(question, model="m", temperature=0, **more)
+        payload = chat(question, model=self.model, temperature=0, **more)
         async with client_of(self.config, self.urls, sleep=Sleeps()) as client:
             for target in client.servers.router.targets:
-                continuation = await find_continuation(self.config, target.url, None, "m")
+                continuation = await find_continuation(self.config, target.url, None, self.model)
                 client.servers.set_continuation(target, continuation)
             self.work = client.sender.work
             body = orjson.dumps(payload)
@@ -98,10 +99,12 @@ def whole(server, *arguments, **more):
         {"tools": [{}], "tool_choice": "auto"},
         {"presence_penalty": 0, "frequency_penalty": 0.0, "seed": None, "stop": None},
         {"chat_template_kwargs": {"enable_thinking": True}, "include_reasoning": False},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "text"}]}]},
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": []}]},
     ],
 )
 def test_requests_that_may_go_on(more):
-    assert may_continue(chat("text", model="m", **more))
+    assert may_continue({**chat("text", model="m"), **more})
 
 
 @pytest.mark.parametrize(
@@ -127,10 +130,13 @@ def test_requests_that_may_go_on(more):
         {"vllm_xargs": {"a": 1}},
         {"service_tier": "flex"},
         {"a_field_of_the_next_release": False},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        {"messages": "text"},
+        {"messages": ["text"]},
     ],
 )
 def test_requests_that_may_not(more):
-    assert not may_continue(chat("text", model="m", **more))
+    assert not may_continue({**chat("text", model="m"), **more})
 
 
 def test_long_answers():
@@ -290,6 +296,84 @@ def test_what_a_server_refuses_is_requested_as_a_whole(server, path, status, log
     assert log.said("cannot continue an answer, which is requested as a whole")
 
 
+def framed(before, after):
+    return lambda event: before + b"data: %b" % orjson.dumps(event) + after
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        framed(b": still there\n", b"\n\n"),
+        framed(b": still there\r\n\r\n", b"\n\n"),
+        framed(b"", b"\r\n\r\n"),
+        framed(b"event: ids\nid: 1\n", b"\nretry: 5\n\n"),
+        framed(b"data:\n\n", b"\n\n"),
+    ],
+)
+def test_no_event_is_lost_between_other_lines(server, change, log):
+    """A gateway adds comments. An event that it hides would be a gap in the answer."""
+    expected = whole(server)
+    server.change = Once(2, change)
+    assert without_id(Asking(server).answer()) == expected
+    assert server.generated == 3 * 10
+    assert not log.said("cannot continue")
+
+
+@pytest.mark.parametrize(
+    "path, changed",
+    [
+        (RENDER, {"sampling_params": {"max_tokens": None}}),
+        (RENDER, {"token_ids": None}),
+        (DERENDER, {"choices": []}),
+        (DERENDER, {"choices": ["text"]}),
+        (DERENDER, {"choices": [{"message": "text"}]}),
+    ],
+)
+def test_an_answer_of_another_form_is_requested_as_a_whole(server, path, changed, log):
+    expected = whole(server)
+
+    def other(fields):
+        return fields if server.count(path) == 1 else {**fields, **changed}  # it passes the probe
+
+    server.changed[path] = other
+    assert without_id(Asking(server).answer()) == expected
+    assert log.said("has another form")
+
+
+def test_more_tokens_than_allowed_are_no_answer(server, log):
+    expected = whole(server, max_tokens=4)
+
+    def longer(event):
+        (choice,) = event["choices"]
+        return {"choices": [{**choice, "token_ids": [*choice["token_ids"], 1005]}]}
+
+    server.change = Once(2, longer)
+    assert without_id(Asking(server).answer(max_tokens=4)) == expected
+    assert log.said("max_tokens")
+
+
+def test_what_the_steps_cannot_answer_is_requested_as_a_whole(server):
+    """The server cannot show this answer, whose document would fail."""
+    expected = whole(server)
+    # A probe of the server has an answer first; and then the one that decides about the document.
+    server.changed[DERENDER] = lambda fields: 500 if server.count(DERENDER) > 1 else fields
+    asking = Asking(server, request_max_attempts=3)
+    assert without_id(asking.answer()) == expected
+    assert asking.work.errors["HTTP 500"] == 4
+    assert server.generated == 5 * 10
+
+
+def test_rejections_are_logged_once(server, log):
+    def refused(fields):
+        return fields if server.count(RENDER) == 1 else 400
+
+    server.changed[RENDER] = refused
+    asking = Asking(server)
+    for question in ("how?", "why?"):
+        asking.answer(question)
+    assert len(log.said("cannot continue an answer")) <= 1
+
+
 def test_an_empty_answer_is_requested_as_a_whole(server):
     server.lengths["how?"] = 1
     expected = whole(server)
@@ -361,6 +445,42 @@ def test_pieces_that_do_not_fit_are_not_used(server, change, kept):
 # servers -----------------------------------------------------------------------------------------
 
 
+def test_another_model_continues_nothing(server):
+    """Two endpoints may have two models for a request."""
+    asking = Asking(server)
+    asking.answer()
+    asking.model = "other"
+    asking.answer()
+    assert asking.work.continued == 0
+
+
+def test_the_steps_share_their_connections(server):
+    """Otherwise a burst of requests would have twice as many open files as places."""
+    asking = Asking(server)
+    asking.answer()
+    assert [path for path, _ in server.requested[-3:]] == STEPS
+    assert len(set(server.peers[-3:])) == 1
+
+
+def test_comments_do_not_end_a_silence(server):
+    """A gateway says that it is there while the server behind it hangs."""
+    expected = whole(server)
+
+    async def hang(request):
+        if server.generated == 25 and not hung:
+            hung.append(request)
+            while request.transport:
+                await server.writing.write(b": still there\n\n")
+                await asyncio.sleep(0.02)
+
+    hung = []
+    server.token = hang
+    asking = Asking(server, request_timeout=0.5)
+    assert without_id(asking.answer()) == expected
+    assert asking.work.errors == {"timeout": 1}
+    assert asking.work.continued_tokens == 5
+
+
 def test_another_server_continues(server):
     with TokenServer() as other:
         expected = whole(server)
@@ -411,7 +531,7 @@ def test_a_server_that_is_ours_must_refuse_each_path_without_its_key(server, log
     (said,) = log.said("does not continue half-written answers")
     assert "without the key" in said
     server.key = "k"
-    assert asyncio.run(found()).version == "0.32.0"
+    assert asyncio.run(found()).version == "0.32.0 m"
     assert asyncio.run(found(use_chat=False)).usage[0] == "prompt_tokens"
 
 

@@ -668,7 +668,9 @@ class ModelServers:
         if (transport := target.transports.get(path)) is None:
             assert target.url is not None
             proxied = self.config.server_type == "endpoint"
-            transport = Transport(target.url.api(path), target.api_key, self.timeout, proxied)
+            beside = next(iter(target.transports.values()), None)
+            url = target.url.api(path)
+            transport = Transport(url, target.api_key, self.timeout, proxied, beside=beside)
             target.transports[path] = transport
         return transport
 
@@ -843,14 +845,9 @@ class CompletionClient:
                 if request.may_not_be_sent:
                     work.resent += 1
                     continue
-                if request.half is not None and request.half.has_grown:
-                    # Many attempts may each add a part to a long answer.
-                    clock = None
-                    began_at = self.outage.clock()
-                    answers = self.outage.answers
                 clock = clock or RequestClock(self.outage, began_at, answers, api.tiers)
                 failure = error
-                delay = await self._delay_after(error, target, clock, body, api)
+                clock, delay = await self._failed(error, target, request, clock, body, api)
             finally:
                 self._router.release(target, request)
             if rejection is not None:
@@ -883,6 +880,30 @@ class CompletionClient:
         self.sender.work.errors["server lost"] += 1
         if request.is_shared and request.is_quarantined:
             raise MustDivide from None
+
+    async def _failed(
+        self,
+        error: RetryableError,
+        target: Target,
+        request: Request,
+        clock: RequestClock,
+        body: AnyBody,
+        api: Api,
+    ) -> tuple[RequestClock, float]:
+        """Counts a failure like ``_delay_after``. Returns the clock of the next attempt, too, which
+        is new if a part was added to a long answer, or if it is requested as a whole from now on.
+        """
+        half = request.half
+        new = RequestClock(self.outage, self.outage.clock(), self.outage.answers, api.tiers)
+        if half is not None and half.has_grown:
+            clock = new  # many attempts may each add a part
+        try:
+            return clock, await self._delay_after(error, target, clock, body, api)
+        except RequestFailed:
+            if half is None or not request.continues:
+                raise
+            half.is_refused = True
+            return new, 0.0
 
     async def _delay_after(
         self, error: RetryableError, target: Target, clock: RequestClock, body: AnyBody, api: Api
@@ -1182,9 +1203,12 @@ class CompletionClient:
                     raise
                 half.is_refused = True
                 request.continues = False
+                # A rejection quotes its document, and would be logged for each.
+                status = getattr(error, "status", 0)
+                reason = f"HTTP {status}" if status else str(error)
                 warn_once(
                     f"{target.url} cannot continue an answer, which is requested as a whole: "
-                    f"{error}"
+                    f"{reason}"
                 )
         return await post(transport, body, self._config.model_name_or_path, api.extras)
 
@@ -1272,10 +1296,12 @@ class _Ids:
     outage: Outage
     started_at: float
 
-    def feed(self, data: bytes) -> None:
-        self.half.feed(data)
-        self.target.mark_alive(self.started_at)
-        self.outage.ended()
+    def feed(self, data: bytes) -> bool:
+        has_grown = self.half.feed(data)
+        if has_grown:
+            self.target.mark_alive(self.started_at)
+            self.outage.ended()
+        return has_grown
 
 
 def _kind(error: RetryableError | CkptError) -> str:

@@ -27,6 +27,7 @@ import xxhash
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.counts import USUAL, WorkCounts
+from datatrove_ckpt.inference.client.body import LARGE_ANSWER_BYTES
 from datatrove_ckpt.inference.client.responses import (
     RetryableError,
     UnexpectedResponse,
@@ -66,7 +67,7 @@ class Continuation:
     """A server that continues answers.
 
     Attributes:
-        version: version of the engine.
+        version: version of the engine, and its model.
         usage: the names of a whole answer's usage, which every answer gets, in their order.
     """
 
@@ -86,10 +87,22 @@ def may_continue(payload: JsonObject) -> bool:
     prompt = payload.get("prompt", "")
     if not isinstance(prompt, str) or payload.get("tool_choice") not in (None, "auto", "none"):
         return False
+    messages = payload.get("messages", [])
+    if not isinstance(messages, list) or not all(map(_is_text, messages)):
+        return False
     return all(
         name in _PAYLOAD or value is None or name == "tool_choice" or (name in _ZERO and not value)
         for name, value in payload.items()
     )
+
+
+def _is_text(message: object) -> bool:
+    if not isinstance(message, dict):
+        return False
+    content = message.get("content")
+    if isinstance(content, list):
+        return all(isinstance(part, dict) and part.get("type") == "text" for part in content)
+    return content is None or isinstance(content, str)
 
 
 def is_long(payload: JsonObject, mean: float) -> bool:
@@ -126,6 +139,7 @@ class HalfAnswer:
         self._first = ""  # hash of what the first piece belongs to
         self._last = ""  # hash of what the next piece belongs to
         self._number = 0
+        self._limit = 0  # max_tokens
         self._counted = 0  # tokens of the last attempt that were continued
         self._id = ""
         self._rest = b""
@@ -144,9 +158,9 @@ class HalfAnswer:
             fields = orjson.loads(rendered)
             if isinstance(fields, list):  # of completions
                 (fields,) = fields
-            prompt = fields["token_ids"]
+            prompt = [*fields["token_ids"]]
             params = fields["sampling_params"]
-            limit = params["max_tokens"]
+            self._limit = limit = int(params["max_tokens"])
             media = fields["features"]
             self._id = fields["request_id"]
         except (ValueError, TypeError, KeyError) as error:
@@ -176,30 +190,39 @@ class HalfAnswer:
         fields |= {"token_ids": prompt + ids, "sampling_params": changed, "stream": True}
         return orjson.dumps(fields)
 
-    def feed(self, data: bytes) -> None:
-        """Takes bytes of the stream, and saves the pieces in it.
+    def feed(self, data: bytes) -> bool:
+        """Takes bytes of the stream, and saves the pieces in it. Returns whether ids have come.
 
         Raises:
             RetryableError: the server reports an error, or has given the answer up.
             UnexpectedResponse: the stream has another form.
         """
-        *events, self._rest = (self._rest + data).split(b"\n\n")
-        for event in events:
-            if event.startswith(b"data: {"):
-                self._take(event[6:])
+        before = self._number
+        # Gateways add lines of their own, also to an event.
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            name, _, value = line.partition(b":")
+            value = value.strip()
+            if name == b"data" and value not in (b"", b"[DONE]"):
+                self._take(value)
+        if len(self._rest) > LARGE_ANSWER_BYTES:
+            raise UnexpectedResponse("a stream of ids has a line without an end")
+        return self._number > before
 
     def _take(self, event: bytes) -> None:
         fields = read_json(event)
         try:
             choices = fields["choices"]  # type: ignore[index]  # see below
             for choice in choices:
-                self._keep(choice["token_ids"] or [], choice["finish_reason"], choice)
-        except (TypeError, KeyError) as error:
+                self._keep(choice["token_ids"] or [], choice.get("finish_reason"), choice)
+        except (TypeError, KeyError, AttributeError) as error:
             raise UnexpectedResponse(f"a stream of ids has another form: {error!r}") from None
 
     def _keep(self, ids: list[int], reason: str | None, choice: Mapping[str, object]) -> None:
         if self.end is not None or not all(type(number) is int for number in ids):
             raise UnexpectedResponse("a stream of ids has other values, or ids after its end")
+        if self._number + len(ids) > self._limit:
+            raise UnexpectedResponse("a stream has more ids than max_tokens")
         is_end = reason in USUAL
         end = [reason, choice.get("stop_reason")] if is_end else None
         if ids or is_end:
@@ -274,18 +297,24 @@ class HalfAnswer:
         Args:
             derendered: the server's answer to the last step.
             usage: the names of a usage.
+
+        Raises:
+            UnexpectedResponse: the answer has another form.
         """
-        answer = orjson.loads(derendered)
         prompt = len(self.prompt)
         counts = {
             "prompt_tokens": prompt,
             "completion_tokens": self._number,
             "total_tokens": prompt + self._number,
         }
-        answer["usage"] = {name: counts.get(name) for name in usage}
-        (choice,) = answer["choices"]
-        if (choice.get("message") or {}).get("tool_calls"):
-            choice["finish_reason"] = "tool_calls"
+        try:
+            answer = orjson.loads(derendered)
+            answer["usage"] = {name: counts.get(name) for name in usage}
+            (choice,) = answer["choices"]
+            if (choice.get("message") or {}).get("tool_calls"):
+                choice["finish_reason"] = "tool_calls"
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UnexpectedResponse(f"a derendered answer has another form: {error!r}") from None
         return orjson.dumps(answer)
 
 

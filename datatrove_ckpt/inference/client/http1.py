@@ -280,8 +280,12 @@ def is_silent(descriptor: int) -> bool:
 class Stream(Protocol):
     """Receives the body of a response with status 200 while it arrives."""
 
-    def feed(self, data: bytes) -> None:
-        """Takes the next bytes. An error ends the request, and is raised to its sender."""
+    def feed(self, data: bytes) -> bool:
+        """Takes the next bytes. Returns whether the answer has grown, so that the time of the
+        request begins anew: a gateway may send comments while its server hangs.
+
+        An error ends the request, and is raised to its sender.
+        """
 
 
 class ConnectTimeout(TimeoutError):
@@ -292,6 +296,7 @@ class _Connection(asyncio.Protocol):
     """A connection of a ``Transport``.
 
     Attributes:
+        owner: the ``Transport`` of its request.
         transport: asyncio's transport.
         sent_at: loop time at which its request was sent.
         last: hashes of the last request and its answer.
@@ -302,7 +307,7 @@ class _Connection(asyncio.Protocol):
         self.sent_at = 0.0
         self.idle_since = 0.0
         self.last: tuple[object, int] = (None, 0)
-        self._owner = owner
+        self.owner = owner
         self._loop = asyncio.get_running_loop()
         self._response: asyncio.Future[Response] | None = None
         self._stream: Stream | None = None
@@ -379,15 +384,15 @@ class _Connection(asyncio.Protocol):
                     return
                 self._parser = ResponseParser()
             is_complete = self._parser.feed(data)
-            if self._stream is not None and self._parser.status == 200:
-                self._owner.extend(self)
-                self._stream.feed(self._parser.take_body())
+            stream = self._stream if self._parser.status == 200 else None
+            if stream is not None and stream.feed(self._parser.take_body()):
+                self.owner.extend(self)
             if is_complete:
                 self._finish(self._parser.response(), self._parser.reusable)
         except Exception as error:  # RemoteProtocolError, or an error of the stream
             is_answer = data.strip(_BLANK) and not data.startswith(_REQUEST_TIMEOUT)
             if isinstance(error, UnaskedBytes) and is_answer:
-                self._owner.report_unexpected_bytes("an answer without a request")
+                self.owner.report_unexpected_bytes("an answer without a request")
             self.abort(error)
 
     def _finish(self, response: Response, reusable: bool) -> None:
@@ -470,6 +475,7 @@ class Transport:
     Args:
         timeout: seconds from sending a request to the end of its response.
         proxied: use the environment's proxy for the URL.
+        beside: has another URL of the same server. Both share their idle connections.
 
     Attributes:
         unasked: number of times that bytes arrived without a request.
@@ -486,6 +492,7 @@ class Transport:
         timeout: float,
         proxied: bool = False,
         method: str = "POST",
+        beside: Transport | None = None,
     ) -> None:
         self.url = url
         self.api_key = api_key
@@ -509,7 +516,7 @@ class Transport:
         self._head = self._head_for(url, self._headers)
         self._loop = asyncio.get_running_loop()
         self._closed = False
-        self._idle: list[_Connection] = []
+        self._idle: list[_Connection] = [] if beside is None else beside._idle
         # Deadlines by connection. They are in order, because all have the same timeout, so a single
         # timer is enough.
         self._in_flight: dict[_Connection, float] = {}
@@ -526,7 +533,7 @@ class Transport:
         """Returns the response, whatever its status.
 
         Args:
-            stream: receives the body; then ``timeout`` is the longest time without bytes.
+            stream: receives the body; then ``timeout`` is the longest time without growth.
 
         Raises:
             ConnectTimeout: there is no connection in time.
@@ -673,6 +680,7 @@ class Transport:
             if self.unasked or not connection.usable or connection.idle_since <= oldest:
                 connection.abort()
             elif is_silent(connection.descriptor):
+                connection.owner = self
                 return connection
             # else the event loop reads the bytes, and closes the connection
         return None

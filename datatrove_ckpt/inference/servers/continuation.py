@@ -95,7 +95,7 @@ class _Probe:
             payload["messages"] = [{"role": "user", "content": _QUESTION}]
         whole = await self._ask(path, orjson.dumps({**payload, "return_token_ids": True}))
         rendered = await self._ask(f"{path}/render", orjson.dumps(payload))
-        version = await self._version()
+        version = f"{await self._version()} {self._model}"
         streamed = HalfAnswer(_Unsaved(), {}, WorkCounts())
         await self._ask(GENERATE, streamed.continued(rendered, version) or b"", streamed)
         streamed.derender(payload)  # raises without an end

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import random
 import re
 from bisect import insort
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -69,6 +70,7 @@ class RecordedDocument:
         code: hash of the code whose keys the calls have.
         run: digest of the last identity of the run that gave the same requests and result.
         draws: state of ``random`` before the rollout, if it has drawn; else [].
+        process: names of the node, job and process.
     """
 
     name: str
@@ -81,6 +83,7 @@ class RecordedDocument:
     code: str
     run: str
     draws: list[int]
+    process: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, fields: JsonObject) -> RecordedDocument:
@@ -224,7 +227,14 @@ class RecordingAnswers(DocumentAnswers):
             self._rank.code,
             self._rank.checkpoint.run,
             [*state],
+            process_names(),
         )
+
+
+def process_names() -> list[str]:
+    """Returns names that differ at another start, on another node: they may be in results."""
+    node = platform.node().partition(".")[0]
+    return [node, os.environ.get("SLURM_JOB_ID", ""), str(os.getpid())]
 
 
 class RecordedDocuments:

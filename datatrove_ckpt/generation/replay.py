@@ -19,7 +19,6 @@ before it refuses a run. What is slow decides nothing.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import os
 import random
 import re
@@ -57,6 +56,7 @@ from datatrove_ckpt.generation.recorded_documents import (
     RecordingAnswers,
     Stepped,
     T,
+    process_names,
 )
 from datatrove_ckpt.generation.requests import DocumentAnswers, RankContext
 from datatrove_ckpt.generation.results import ResultEncoder
@@ -78,11 +78,13 @@ _RECORDING_SECONDS = 5.0  # of all replays of an attempt
 _EXCERPT = 60  # characters
 _CHANGING = re.compile(
     r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}|\b[0-9a-f]{32,64}\b|\b0x[0-9a-f]{6,}"
-    r"|\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?)?(?:Z|[+-]\d\d:?\d\d)?"
-    r"|\b\d\d?:\d\d(?::\d\d(?:\.\d+)?)?\b|\b1[5-9]\d{8}(?:\d{3})?(?:\.\d+)?\b"
-    r"|\b\d{1,2}[./]\d{1,2}[./]\d{2,4}\b|/tmp/\S+"
+    r"|\b\d{4}[-/.]\d\d?[-/.]\d\d?|\b\d\d?[./]\d\d?[./]\d{2,4}\b"
+    r"|\b20[2-9]\d[01]\d[0-3]\d\b(?:[-_T]\d{4,6}\b)?|\b1[5-9]\d{8}(?:\d{3})?(?:\.\d+)?\b"
+    r"|(?:\b|T)\d\d?:\d\d(?::\d\d(?:\.\d+)?)?(?:Z| ?[AP]M|[+-]\d\d:?\d\d)?\b|/tmp/\S+"
     r"|\b(?:Mon|Tues?|Wed(?:nes)?|Thur?s?|Fri|Sat(?:ur)?|Sun)(?:day)?\b"
-    r"|\b(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\b(?: \d{1,2},?)?(?: \d{4})?"
+    r"|(?:\b\d\d?(?:st|nd|rd|th)?\.?(?: of)? )?\b(?:Jan(?:uary)?|Feb(?:ruary)?|Mar(?:ch)?"
+    r"|Apr(?:il)?|May|June?|July?|Aug(?:ust)?|Sept?(?:ember)?|Oct(?:ober)?|Nov(?:ember)?|Dec(?:ember)?)\b"
+    r"(?: \d\d?(?:st|nd|rd|th)?\b,?)?(?: \d{4})?"
 )
 """What differs at each start: ids, hashes, addresses, times, dates, temporary paths."""
 
@@ -131,43 +133,38 @@ class Difference(NamedTuple):
     """The first difference of a replay.
 
     Attributes:
-        document: id of the document.
-        name: name of its record.
         path: place in the request or result.
         kind: "changing": only what differs at each start; "order": only the order of words.
     """
 
-    document: str
-    name: str
+    document: RecordedDocument
     path: str
-    old: object
-    new: object
+    old: str
+    new: str
     kind: Literal["real", "order", "changing"]
 
     @property
-    def excerpts(self) -> tuple[str, str]:
-        return _excerpts(self.old, self.new)
+    def new_words(self) -> list[str]:
+        """The words for another process, whose order may differ: an edit comes beside it."""
+        words = _words(self.new, process_names())
+        return words if self.kind == "order" else sorted(words)
+
+    @property
+    def excerpts(self) -> list[str]:
+        texts = [redact(self.old), redact(self.new)]
+        same = len(os.path.commonprefix(texts))  # noqa: RUF071 (of characters)
+        start = max(0, same - _EXCERPT // 3)
+        dots = "..." if start else ""
+        return [dots + text[start : start + _EXCERPT] for text in texts]
 
     def __str__(self) -> str:
         old, new = self.excerpts
-        return f"document {redact(self.document)!r}: {self.path}: {old!r} -> {new!r}"
-
-
-def _excerpts(old: object, new: object) -> tuple[str, str]:
-    texts = [value if isinstance(value, str) else _json(value) for value in (old, new)]
-    pairs = enumerate(zip(*texts, strict=False))
-    same = next((index for index, (first, second) in pairs if first != second), 0)
-    start = max(0, same - _EXCERPT // 3)
-    excerpts = [redact(text[start : start + _EXCERPT]) for text in texts]
-    for number, text in enumerate(texts):
-        if start:
-            excerpts[number] = f"...{excerpts[number]}"
-        if len(text) > start + _EXCERPT:
-            excerpts[number] += "..."
-    return excerpts[0], excerpts[1]
+        return f"document {redact(self.document.id)!r}: {self.path}: {old!r} -> {new!r}"
 
 
 def _json(value: object) -> str:
+    if isinstance(value, str):
+        return value
     return orjson.dumps(value, default=repr, option=orjson.OPT_NON_STR_KEYS).decode()
 
 
@@ -421,8 +418,15 @@ class Replays:
         return ""
 
     def _update(self, verdict: Verdict) -> None:
-        for difference in verdict.differences:
-            self.recorded.remove(difference.name)
+        # Of a change that is accepted, also those that there was no time for: without the flag, the
+        # next start would refuse them.
+        accepts = verdict.accepts and self.step.accept_changes
+        removed = {difference.document.name for difference in verdict.differences}
+        if accepts:
+            removed = {name[:16] for name in self.recorded.names()}
+            removed -= {document.name for document in verdict.same}
+        for name in removed:
+            self.recorded.remove(name)
         for document in verdict.same:
             if document.run != self.run:
                 document.run = self.run
@@ -513,20 +517,13 @@ def _difference(
     if answers.unknown.done():
         new = answers.unknown.result()
         if not left:
-            return _found(document, "one more request", None, new)
-        text = _json(new)[:2000]
-        old = max(
-            left,
-            key=lambda payload: difflib.SequenceMatcher(
-                None, _json(payload)[:2000], text
-            ).quick_ratio(),
-        )
-        return compared(document, "", old, new)
+            return _found(document, "one more request", "", new)
+        return compared(document, "", left[0], new)
     if task.cancelled() or (error := task.exception()) is not None:
         error = None if task.cancelled() else error
-        return _found(document, "an error", None, f"{type(error).__name__}: {safe_text(error)}")
+        return _found(document, "an error", "", f"{type(error).__name__}: {safe_text(error)}")
     if left:
-        return _found(document, "a request is missing", left[0], None)
+        return _found(document, "a request is missing", left[0], "")
     result = task.result().document.decode()
     if result == document.result:
         return None
@@ -535,27 +532,26 @@ def _difference(
 
 def _found(document: RecordedDocument, path: str, old: object, new: object) -> Difference:
     kind: Literal["real", "order", "changing"] = "real"
-    if isinstance(old, str) and isinstance(new, str):
-        before = _words(old)
-        after = _words(new)
-        if before == after:
-            kind = "changing"
-        elif sorted(before) == sorted(after):
-            kind = "order"
-    return Difference(document.id, document.name, path.lstrip("."), old, new, kind)
+    texts = (_json(old), _json(new))
+    before = _words(texts[0], document.process)
+    after = _words(texts[1], process_names())
+    if before == after:
+        kind = "changing"
+    elif sorted(before) == sorted(after):
+        kind = "order"
+    return Difference(document, path.lstrip("."), *texts, kind)
 
 
-def _words(text: str) -> list[str]:
+def _words(text: str, process: list[str]) -> list[str]:
+    for name in filter(None, process):
+        text = re.sub(rf"\b{re.escape(name)}\b", "#", text)
     return re.findall(r"\w+|[^\w\s]", _CHANGING.sub("#", text))
 
 
 def compared(document: RecordedDocument, path: str, old: object, new: object) -> Difference:
     """Returns the first difference, if possible a real one."""
-    differences = [
-        _found(document, place, first, second) for place, first, second in _pairs(path, old, new)
-    ]
-    if not differences:
-        return _found(document, "another path of the server, or parameter, of", old, new)
+    pairs = _pairs(path, old, new) or [("what is hidden", old, new)]
+    differences = [_found(document, *pair) for pair in pairs]
     order = ("real", "order", "changing")
     return min(differences, key=lambda difference: order.index(difference.kind))
 
@@ -653,5 +649,8 @@ def answer_parent() -> None:
     step, root = dill.load(sys.stdin.buffer)
     verdict = replay_all(step, root, _FRESH_SECONDS)
     if not verdict.error:
-        fields = [[*map(str, difference)] for difference in verdict.real]
+        fields = [
+            [difference.document.name, difference.path, difference.new_words]
+            for difference in verdict.real
+        ]
         print(_MARK.decode() + orjson.dumps(fields).decode())

@@ -1,0 +1,62 @@
+"""Differences of a replay that an unedited rollout makes at another start."""
+
+import os
+
+import pytest
+
+from datatrove_ckpt.common.redaction import remember
+from datatrove_ckpt.generation import recorded_documents, replay
+
+
+def record(**fields):
+    return replay.RecordedDocument("0", 0, 0, "id", "", "", [], "", "", [], **fields)
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("Today is 30 November 2026", "Today is 1 December 2026"),
+        ("Today Date: 30 Nov 2026", "Today Date: 1 Dec 2026"),
+        ("on the 30th of November", "on the 1st of December"),
+        ("run 20261130", "run 20261201"),
+        ("run 20261130-235901", "run 20261201-000002"),
+        ("2026/11/30 11:59 PM", "2026/12/1 12:01 AM"),
+        (1796025601, 1796025777),
+        (1796025601.25, 1796025777.5),
+    ],
+)
+def test_dates_and_times_are_no_real_difference(old, new):
+    assert replay.compared(record(), "", {"a": [old]}, {"a": [new]}).kind == "changing"
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [("30 documents", "31 documents"), (5, 6), ("May I?", "Must I?"), ("v 2026", "v 2027")],
+)
+def test_other_numbers_and_words_are(old, new):
+    assert replay.compared(record(), "", {"a": old}, {"a": new}).kind == "real"
+
+
+def test_another_node_or_process_is_no_real_difference(monkeypatch):
+    monkeypatch.setattr(recorded_documents.platform, "node", lambda: "node8.cluster")
+    before = record(process=["node7", "12", "4711"])
+    old = {"host": "node7", "job": 12, "by": "pid 4711 on node7.cluster"}
+    new = {"host": "node8", "job": 12, "by": f"pid {os.getpid()} on node8.cluster"}
+    assert replay.compared(before, "", old, new).kind == "changing"
+    assert replay.compared(before, "", old, {**new, "host": "NEW"}).kind == "real"
+
+
+def test_a_secret_that_an_excerpt_cuts_is_not_shown():
+    remember("0123456789abcdef-secret")
+    shown = str(replay.compared(record(), "", "x" * 50 + "0123456789abcdef-secret", "y"))
+    assert "0123" not in shown
+
+
+def test_an_edit_beside_words_in_another_order_is_the_same_in_two_processes():
+    differences = [
+        replay.compared(record(), "", "OLD: red, green", f"NEW: {words}")
+        for words in ("green, red", "red, green")
+    ]
+    assert differences[0].new_words == differences[1].new_words
+    orders = [replay.compared(record(), "", "a, b, c", words) for words in ("c, b, a", "b, a, c")]
+    assert orders[0].new_words != orders[1].new_words

@@ -224,6 +224,48 @@ def kill(command, folder, sent, hold):
     assert sum(tokens_in(folder).values()) > least
 
 
+class HeldStep(HeldServer):
+    """Never answers one of the steps, except to its probe."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+
+    async def _hold(self, step, request):
+        if step == self.step and self.count(f"/v1/chat/completions/{step}") > 1:
+            self.held.set()
+            while request.transport:
+                await asyncio.sleep(0.001)
+
+    async def _render(self, request, payload):
+        await self._hold("render", request)
+        return await super()._render(request, payload)
+
+    async def _derender(self, request, payload):
+        await self._hold("derender", request)
+        return await super()._derender(request, payload)
+
+
+@pytest.mark.parametrize("step", ["render", "derender"])
+def test_a_stop_does_not_wait_for_the_other_steps(tmp_path, expected, step):
+    (tmp_path / "job.py").write_text(JOB)
+    folder = tmp_path / "job"
+    command = [sys.executable, str(tmp_path / "job.py"), str(folder)]
+    with HeldStep(step) as server:
+        process = processes.start([*command, server.url])
+        assert server.held.wait(100)
+        process.send_signal(signal.SIGTERM)
+        output = process.communicate(timeout=100)[0]
+    assert process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM), output
+    kept = sum(tokens_in(folder).values())
+    assert (kept > 0) == (step == "derender")
+    with TokenServer(LENGTHS) as server:
+        done = processes.run([*command, server.url])
+        assert done.returncode == 0, done.stderr
+        assert server.generated == sum(LENGTHS.values()) - kept + 2 * server.length
+    assert answered(folder) == expected
+
+
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 5))]

@@ -6,9 +6,11 @@ from itertools import chain
 import orjson
 import pytest
 
+from datatrove_ckpt.common.counts import WorkCounts
 from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.inference.client import half_answers
 from datatrove_ckpt.inference.client.half_answers import HalfAnswer, is_long, may_continue
+from datatrove_ckpt.inference.client.responses import UnexpectedResponse
 from datatrove_ckpt.inference.client.routing import Request
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers.continuation import find_continuation
@@ -317,6 +319,46 @@ def test_no_event_is_lost_between_other_lines(server, change, log):
     assert without_id(Asking(server).answer()) == expected
     assert server.generated == 3 * 10
     assert not log.said("cannot continue")
+
+
+RENDERED = orjson.dumps(
+    {
+        "request_id": "r",
+        "token_ids": [5],
+        "sampling_params": {"max_tokens": 9},
+        "features": None,
+    }
+)
+
+
+def half_answer(saved):
+    half = HalfAnswer(saved, {}, WorkCounts())
+    half.continued(RENDERED, "version")
+    return half
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 30])
+def test_a_stream_may_be_cut_into_any_bytes(size):
+    events = [
+        {"choices": [{"token_ids": [7, 8], "finish_reason": None, "text": "\u00e9"}]},
+        {"choices": [{"token_ids": [9]}]},
+        {"choices": [{"token_ids": [3], "finish_reason": "stop", "stop_reason": None}]},
+    ]
+    stream = b": begins\n\n" + b"".join(b"data: %b\r\n\n" % orjson.dumps(e) for e in events)
+    stream += b"data: [DONE]\n\n"
+    saved = Saved()
+    half = half_answer(saved)
+    have_grown = [half.feed(stream[start : start + size]) for start in range(0, len(stream), size)]
+    assert sum(have_grown) == 3
+    assert saved.ids == [7, 8, 9, 3]
+    assert half.end == ["stop", None]
+
+
+def test_a_line_without_an_end_does_not_fill_the_memory():
+    half = half_answer(Saved())
+    half.feed(b"data: {" + b" " * 2**19)
+    with pytest.raises(UnexpectedResponse, match="without an end"):
+        half.feed(b" " * 2**19)
 
 
 @pytest.mark.parametrize(

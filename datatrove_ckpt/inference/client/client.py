@@ -630,12 +630,7 @@ class ModelServers:
             if sender.on_server is not None:
                 sender.on_server(event, name, url, cause)
 
-    def mark_up(
-        self,
-        target: Target,
-        url: HiddenUrl,
-        api_key: Secret | None,
-    ) -> None:
+    def mark_up(self, target: Target, url: HiddenUrl, api_key: Secret | None) -> None:
         """Sends requests to this URL from now on: a restarted server has a new port and key."""
         target.url = url
         target.api_key = api_key

@@ -815,14 +815,14 @@ class RolloutRequests:
 
     async def _half_answer(self, key: AnswerKey, sent: Payload, api: Api) -> HalfAnswer | None:
         """Returns the pieces of an answer that may be continued; None for another answer."""
-        is_usual = api.name == self.model.usual.name and not (api.extras or api.tiers)
-        if not is_usual or not may_continue(sent):
-            return None
         rank = self.rank
         saved: dict[int, bytes] = {}
         if self.answers.slot.cached:
             saved = key.pieces_in(await self.answers.cached())
         if not saved and not is_long(sent, rank.checkpoint.mean_answer):
+            return None
+        is_usual = api.name == self.model.usual.name and not (api.extras or api.tiers)
+        if not is_usual or not may_continue(sent):
             return None
         return HalfAnswer(AnswerPieces(rank, self.answers, key), saved, rank.checkpoint.own)
 

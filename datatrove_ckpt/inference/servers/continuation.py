@@ -89,6 +89,7 @@ class _Probe:
             for guarded in (f"{path}/render", GENERATE, f"{path}/derender"):
                 await self._check_guard(guarded)
         payload: JsonObject = {"model": self._model, "max_tokens": _TOKENS, "temperature": 0}
+        payload["min_tokens"] = 2  # an answer without text shows nothing
         if path == "completions":
             payload["prompt"] = _QUESTION
         else:

@@ -144,7 +144,13 @@ class Vllm(Engine):
             }
         if nodes.rank > 0:
             flags["headless"] = True
-        elif config.half_answers is not False and _vllm_version(launch) >= _CONTINUES:
+        # Neither vectors nor requests with a seed are continued.
+        elif (
+            config.half_answers is not False
+            and config.seed is None
+            and launch.flags.get("runner") != "pooling"
+            and _vllm_version(launch) >= _CONTINUES
+        ):
             flags[self.continuing_flag] = True
         env: Variables = {
             # Otherwise transformers imports TensorFlow: tens of seconds per start.

@@ -313,6 +313,8 @@ def vllm(tmp_path, here, monkeypatch):
         ("1.0.0rc1", {}, True),
         ("0.31.9", {}, False),
         ("0.33.0", {"half_answers": False}, False),
+        ("0.32.0", {"seed": 5}, False),
+        ("0.32.0", {"model_kwargs": {"runner": "pooling"}}, False),
     ],
 )
 def test_vllm_gets_the_flag_and_the_requests_that_its_version_knows(

@@ -59,9 +59,11 @@ async def find_continuation(
     else:
         logger.info(f"{config.log_prefix}{url} continues half-written answers.")
         return continuation
-    logger.warning(
+    level = "WARNING" if config.half_answers is True else "INFO"
+    logger.log(
+        level,
         f"{config.log_prefix}half_answers: {url} does not continue half-written answers, so a stop "
-        f"costs the requests in flight: {reason}"
+        f"costs the requests in flight: {reason}",
     )
     return None
 

@@ -16,12 +16,12 @@ import platform
 import random
 import re
 from bisect import insort
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -34,7 +34,6 @@ from datatrove_ckpt.checkpoint.checksummed_lines import (
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import FinishedDocument
 from datatrove_ckpt.checkpoint.request_cache import AnswerKey, CachedAnswer
-from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.redaction import masked, redact
 from datatrove_ckpt.errors import DocumentNotSerializable
 from datatrove_ckpt.generation.prefetch import SourceDocument
@@ -66,10 +65,10 @@ class RecordedDocument:
         name: hash of its rank and ordinal.
         chunk: index of its chunk.
         read, result: the document before its rollout, and its line in the journal.
-        requests: payload (or arguments of a call), without secrets, and answer, by key.
+        requests: key, payload (or arguments of a call) without secrets, and answer.
         code: hash of the code whose keys the calls have.
         run: digest of the last identity of the run that gave the same requests and result.
-        draws: state of ``random`` before the rollout, if it has drawn; else [].
+        draws: state of ``random`` before the rollout.
         process: names of the node, job and process.
     """
 
@@ -79,26 +78,11 @@ class RecordedDocument:
     id: str
     read: str
     result: str
-    requests: list[tuple[AnswerKey, object, CachedAnswer]]
+    requests: list[tuple[list[Any], Any, str]]
     code: str
     run: str
     draws: list[int]
     process: list[str] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, fields: JsonObject) -> RecordedDocument:
-        requests = [
-            (AnswerKey(*key), payload, CachedAnswer(result.encode(), None))
-            for key, payload, result in fields["requests"]
-        ]
-        return cls(**{**fields, "requests": requests})
-
-    def fields(self) -> JsonObject:
-        requests = [
-            [[*key], payload, (answer.result or b"").decode()]
-            for key, payload, answer in self.requests
-        ]
-        return {**vars(self), "requests": requests}
 
 
 def read_recorded(path: Path) -> RecordedDocument | None:
@@ -112,42 +96,40 @@ def read_recorded(path: Path) -> RecordedDocument | None:
     if fields.pop("version", None) != _VERSION:
         return None
     try:
-        return RecordedDocument.of(fields)
-    except (KeyError, TypeError) as error:
+        return RecordedDocument(**fields)
+    except TypeError as error:
         raise ValueError(f"it has other fields: {error}") from error
 
 
-class Stepped(Generic[T]):
+class Stepped:
     """Awaits a coroutine step by step."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
+    def __init__(self, coroutine: Any) -> None:
         self._coroutine = coroutine
 
-    def __await__(self) -> Generator[Any, None, T]:
-        steps = self._coroutine.__await__()
-        step = partial(steps.send, None)
+    def __await__(self) -> Generator[Any, None, Any]:
+        step = partial(self._coroutine.send, None)
         while True:
             try:
                 awaited = self._take(step)
             except StopIteration as end:
-                result: T = end.value
-                return result
+                return end.value
             try:
                 yield awaited
-                step = partial(steps.send, None)
+                step = partial(self._coroutine.send, None)
             except BaseException as error:
-                step = partial(steps.throw, error)
+                step = partial(self._coroutine.throw, error)
 
     def _take(self, step: Callable[[], object]) -> object:
         return step()
 
 
-class _Observed(Stepped[T]):
+class _Observed(Stepped):
     """Finds out whether a rollout waits for other documents: replayed alone, it would wait for
     ever, and leave in the user's lists what other documents wait for.
     """
 
-    def __init__(self, coroutine: Coroutine[Any, Any, T], recorded: RecordedDocuments) -> None:
+    def __init__(self, coroutine: Any, recorded: RecordedDocuments) -> None:
         super().__init__(coroutine)
         self._recorded = recorded
 
@@ -158,12 +140,11 @@ class _Observed(Stepped[T]):
         return awaited
 
     def _is_foreign(self, future: asyncio.Future[object]) -> bool:
-        coroutine: Any = self._coroutine
+        coroutine = self._coroutine
         while hasattr(inner := coroutine.cr_await, "cr_await"):
             coroutine = inner
         code = coroutine.cr_code
-        module = str(coroutine.cr_frame.f_globals.get("__name__"))
-        if (module, code.co_name) in _WAITS:
+        if (coroutine.cr_frame.f_globals.get("__name__"), code.co_name) in _WAITS:
             return True
         # A call in a thread has a callback that passes its result on.
         callbacks = [str(callback) for callback, _ in getattr(future, "_callbacks", None) or ()]
@@ -187,9 +168,9 @@ class RecordingAnswers(DocumentAnswers):
         self.name = name
         self._recorded = recorded
         self._read = read
-        self._draws = random.getstate()
-        self._sent: dict[AnswerKey, object] = {}
-        self._known: dict[AnswerKey, CachedAnswer] = {}
+        self._draws = [*random.getstate()[1]]
+        self._sent: dict[AnswerKey, Any] = {}
+        self._known: dict[AnswerKey, bytes] = {}
 
     def observed(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
         return _Observed(work, self._recorded)
@@ -198,24 +179,24 @@ class RecordingAnswers(DocumentAnswers):
         # Before any await: the rollout may change its payload.
         self._sent[key] = masked("payload", self.payloads[key.rollout_idx])
         answer = await super().saved(key)
-        if answer is not None:
-            self._known[key] = answer
+        self._know(key, answer)
         return answer
 
     def put(self, key: AnswerKey, answer: CachedAnswer, ends_pieces: bool) -> None:
-        self._known[key] = answer
+        self._know(key, answer)
         super().put(key, answer, ends_pieces)
+
+    def _know(self, key: AnswerKey, answer: CachedAnswer | None) -> None:
+        if answer is not None and answer.result is not None:
+            self._known[key] = answer.result
 
     def record(self, finished: FinishedDocument) -> RecordedDocument | None:
         """Returns the finished document; None if a request has no answer."""
-        requests = [
-            (key, payload, self._known[key])
-            for key, payload in self._sent.items()
-            if key in self._known and self._known[key].result is not None
-        ]
-        if finished.outcome == "dead" or self.failed or len(requests) < len(self._sent):
+        if finished.outcome == "dead" or self.failed or not self._sent.keys() <= self._known.keys():
             return None
-        _, state, _ = self._draws
+        requests = [
+            ([*key], payload, self._known[key].decode()) for key, payload in self._sent.items()
+        ]
         return RecordedDocument(
             self.name,
             self.slot.ordinal,
@@ -226,7 +207,7 @@ class RecordingAnswers(DocumentAnswers):
             requests,
             self._rank.code,
             self._rank.checkpoint.run,
-            [*state],
+            self._draws,
             process_names(),
         )
 
@@ -256,7 +237,6 @@ class RecordedDocuments:
         self.finished = asyncio.Queue[tuple[RecordingAnswers, FinishedDocument]]()
         self._rank = rank
         self._share = share
-        self._sizes: dict[str, int] = {}
         self._hashes = [_hash_in(name) for name in self.names()]
         self._room = 0 if self.void else _ALL  # only smaller hashes have room
         self._limit = self._room
@@ -335,10 +315,6 @@ class RecordedDocuments:
         if isinstance(answers, RecordingAnswers):
             self.finished.put_nowait((answers, finished))
 
-    def forget(self, name: str) -> None:
-        """Frees the place of a document that is not recorded."""
-        self._hashes.remove(int(name, 16))
-
     def put(self, document: RecordedDocument) -> None:
         """Writes a document, and removes those for which there is no room.
 
@@ -346,18 +322,15 @@ class RecordedDocuments:
             CkptError: the disk takes no file.
         """
         path = self._path(document.name)
-        data = checksummed_json({"version": _VERSION, **document.fields()}, indent=False)
+        data = checksummed_json({"version": _VERSION, **vars(document)}, indent=False)
         if len(data) > _MAX_BYTES:
-            self.forget(document.name)
             return
-        self._write(path, data)
-        self._sizes[path.name] = len(data)
+        files.disk.make_dirs(self.folder, files.PRIVATE_FOLDER)
+        files.disk.replace(path, data)
         names = self.names()
         size = 0
         for number, name in enumerate(names):
-            if name not in self._sizes:  # of another attempt or rank
-                self._sizes[name] = size_of(self.folder / name)
-            size += self._sizes[name]
+            size += size_of(self.folder / name)
             if number >= layout.MAX_RECORDED or size > _MAX_ALL_BYTES:
                 self._room = min(self._room, _hash_in(name))
                 files.disk.remove(self.folder / name)
@@ -369,16 +342,6 @@ class RecordedDocuments:
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.json"
-
-    def _write(self, path: Path, data: bytes) -> None:
-        files.disk.make_dirs(self.folder, files.PRIVATE_FOLDER)
-        beside = path.with_name(f"{path.name}.new")
-        descriptor = files.disk.create(beside)
-        try:
-            files.disk.write(descriptor, data, beside)
-        finally:
-            os.close(descriptor)
-        files.disk.rename(beside, path)
 
     def end(self, why: str) -> None:
         """Ends the recording of the run, for all ranks and attempts.

@@ -55,7 +55,6 @@ from datatrove_ckpt.generation.recorded_documents import (
     RecordedDocuments,
     RecordingAnswers,
     Stepped,
-    T,
     process_names,
 )
 from datatrove_ckpt.generation.requests import DocumentAnswers, RankContext
@@ -185,8 +184,12 @@ class ReplayedAnswers(DocumentAnswers):
         self, rank: RankContext, slot: ChunkSlot, document: RecordedDocument, rollouts: int
     ) -> None:
         super().__init__(rank, slot, document.id, rollouts)
-        self.unused = {key: payload for key, payload, _ in document.requests}
-        self._known = {key: answer for key, _, answer in document.requests}
+        self.unused: dict[AnswerKey, Any] = {}
+        self._known: dict[AnswerKey, CachedAnswer] = {}
+        for fields, payload, answer in document.requests:
+            key = AnswerKey(*fields)
+            self.unused[key] = payload
+            self._known[key] = CachedAnswer(answer.encode(), None)
         self.unknown: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -204,29 +207,21 @@ class ReplayedAnswers(DocumentAnswers):
         return self._known[key]
 
 
-class _Drawing(Stepped[T]):
+class _Drawing(Stepped):
     """Runs a coroutine with its own state of ``random``, from which other documents draw."""
 
     def __init__(self, coroutine: Any, draws: list[int]) -> None:
         super().__init__(coroutine)
-        version, now, gauss = random.getstate()
-        self._state = (version, tuple(draws) or now, None if draws else gauss)
-        self._first = self._state
-
-    @property
-    def has_drawn(self) -> bool:
-        return self._state != self._first
+        self._state: tuple[Any, ...] = (random.getstate()[0], tuple(draws), None)
 
     def _take(self, step: Callable[[], object]) -> object:
         outer = random.getstate()
-        if self._state != outer:
-            random.setstate(self._state)
+        random.setstate(self._state)
         try:
             return step()
         finally:
             self._state = random.getstate()
-            if self._state != outer:
-                random.setstate(outer)
+            random.setstate(outer)
 
 
 @dataclass
@@ -237,10 +232,6 @@ class _Reporter:
 
     def example(self, *example: str) -> None:
         pass
-
-
-async def _awaited(work: _Drawing[T]) -> T:
-    return await work
 
 
 @dataclass
@@ -307,10 +298,8 @@ class Replays:
 
     # one document --------------------------------------------------------------------------------
 
-    async def replay(
-        self, document: RecordedDocument, seconds: float
-    ) -> tuple[Difference | None, bool]:
-        """Returns the difference, and whether the rollout has drawn random numbers.
+    async def replay(self, document: RecordedDocument, seconds: float) -> Difference | None:
+        """Returns the difference, or None.
 
         Raises:
             TimeoutError: it took longer than ``seconds``.
@@ -328,9 +317,8 @@ class Replays:
             document=decode(document.read.encode()), finished=None, fingerprint="", id=document.id
         )
         finished = runs.finished(cast(SourceDocument, source), slot, answers)
-        work: _Drawing[FinishedDocument] = _Drawing(finished, document.draws)
         deadline = time.monotonic() + seconds
-        task = asyncio.ensure_future(_awaited(work))
+        task = asyncio.ensure_future(_Drawing(finished, document.draws))
         try:
             waited: list[asyncio.Future[Any]] = [task, answers.unknown]
             await asyncio.wait(waited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -339,7 +327,7 @@ class Replays:
             is_ended = task.done() or answers.unknown.done()
             if not is_ended or time.monotonic() > deadline:  # it may block the loop
                 raise TimeoutError
-            return _difference(document, answers, task), work.has_drawn
+            return _difference(document, answers, task)
         finally:
             requests.has_ended = True
             watch.has_ended = True
@@ -359,7 +347,7 @@ class Replays:
         for document in documents if not verdict.acts else ():
             verdict.accepts |= document.run != self.run
             try:
-                difference, _ = await self.replay(document, max(0.001, deadline - time.monotonic()))
+                difference = await self.replay(document, max(0.001, deadline - time.monotonic()))
             except TimeoutError:
                 verdict.slow = True
                 break
@@ -477,13 +465,10 @@ class Replays:
             await self._end(f"it was seen to {ROLLOUTS.effect}")
         elif recorded.waits:
             await self._end("it waits for other documents")
-        elif document is None:
-            recorded.forget(answers.name)
-        else:
+        elif document is not None:
             try:
-                difference, has_drawn = await self.replay(document, SECONDS)
+                difference = await self.replay(document, SECONDS)
             except TimeoutError:
-                recorded.forget(answers.name)
                 return
             except SeenToAct as error:
                 await self._end(f"it was seen to {error}")
@@ -491,7 +476,6 @@ class Replays:
             if difference is not None:
                 await self._end(f"it does not repeat itself for equal answers ({difference})")
             else:
-                document.draws = document.draws if has_drawn else []
                 await in_own_thread(recorded.put, document)
 
 

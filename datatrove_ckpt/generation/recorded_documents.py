@@ -16,7 +16,7 @@ import platform
 import random
 import re
 from bisect import insort
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial

@@ -20,6 +20,7 @@ C extensions hide what they do (libpq, gRPC, Arrow's writers); uvloop would, too
 from __future__ import annotations
 
 import os
+import re
 import socket
 import stat
 import sys
@@ -40,7 +41,7 @@ _EVENTS = frozenset(
 )
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _MAX_PATHS = 1000  # beyond which those of closed files are forgotten
-_HARMLESS = ("__pycache__", os.devnull, ":memory:")
+_HARMLESS = re.compile(r"__pycache__|/\.[^/]*cache|^/dev/null$|^:memory:$")  # caches of libraries
 _LOOP = "datatrove_ckpt.process.event_loop"  # raises events for others
 _CALLERS = ("datatrove_ckpt.generation.document_runs", "datatrove_ckpt.generation.user_rollout")
 _OURS = frozenset(
@@ -190,7 +191,7 @@ def _changes(event: str, arguments: tuple[object, ...]) -> bool:
     if event == "socket.connect":
         address = arguments[1]
         return not (isinstance(address, tuple) and address[:2] in agents)
-    return not any(harmless in str(first) for harmless in _HARMLESS)
+    return _HARMLESS.search(str(first)) is None
 
 
 def _is_ours(frame: FrameType | None) -> bool:

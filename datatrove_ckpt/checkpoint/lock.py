@@ -150,10 +150,6 @@ class Lock:
         except FileNotFoundError:
             return False
 
-    def move(self, old: Path, new: Path) -> None:
-        """Follows a folder that was renamed."""
-        self.path = new / self.path.relative_to(old)
-
     def release(self, remove: bool = False) -> None:
         if remove and self._is_current(self._fd):
             with suppress(OSError):

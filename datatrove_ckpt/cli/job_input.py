@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from glob import escape, has_magic
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -33,7 +33,7 @@ from datatrove_ckpt.readers import READERS, JsonlReader, SeekingReader
 from datatrove_ckpt.readers.compressed import uncompressed
 from datatrove_ckpt.readers.inputs import InputFolder
 from datatrove_ckpt.run_folder import queries
-from datatrove_ckpt.run_folder.queries import KeptRows, Query
+from datatrove_ckpt.run_folder.queries import KeptRows, Query, Tables
 
 _READERS = {reader.__name__: reader for reader in READERS}
 _SUFFIXES = {suffix: reader.__name__ for reader in READERS for suffix in reader.suffixes.split()}
@@ -332,13 +332,11 @@ class SavedInput:
             )
         return self.save_lines(_lines(rows), "rows")
 
-    def save_query(
-        self, query: Query, tables: Mapping[str, str], made_from: JsonObject
-    ) -> KeptRows:
+    def save_query(self, query: Query, tables: Tables, made_from: JsonObject) -> KeptRows:
         """Computes a query, unless its rows are there.
 
         Args:
-            tables: SELECTs of the steps that it reads, by name.
+            tables: the steps that it reads.
             made_from: what the rows depend on.
 
         Raises:
@@ -349,23 +347,22 @@ class SavedInput:
             return kept
         if kept is None or not self.has_begun:
             return queries.make_rows(query, tables, self.folder, made_from)
-        again = queries.make_rows(
-            query, tables, self.folder.with_name(f"{self.folder.name}.check"), made_from
-        )
-        files.disk.remove_tree(again.folder)
+        copy = self.folder.with_name(f"{self.folder.name}.check")
+        again = queries.make_rows(query, tables, copy, made_from)
+        files.disk.remove_tree(copy)
         if again.digest != kept.digest:
-            before = kept.made_from["steps"]
-            now = made_from["steps"]
-            changed = [name for name in now if before.get(name, now[name]) != now[name]]
-            reason = "the files that the query reads have changed"
-            if kept.made_from["sql"] != made_from["sql"]:
-                reason = "the query is another one"
-            if changed:
-                reason = f"the rows of step {changed[0]} have changed"
+            reason = "the query, or a file that it reads, has changed"
+            if kept.made_from["sql"] == query.sql:
+                before = kept.made_from["steps"]
+                for name, digest in made_from["steps"].items():
+                    if before[name] != digest:
+                        reason = f"the rows of step {name} have changed"
             raise CheckpointMismatch(
                 f"{query.label}: its rows differ from those in {self.folder}, with which the run "
                 f"has begun: {reason}. Nothing was sent."
             )
+        kept = replace(again, folder=self.folder)
+        kept.record()
         return kept
 
     def record_folder(self) -> None:

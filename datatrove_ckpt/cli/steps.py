@@ -8,7 +8,8 @@
       best: {sql: "select id, answer from judged where rating = 'good'"}
 
 Each step is an ordinary run in ``runs/qa/NAME/``, or a query, whose rows are in
-``runs/qa/NAME/output/``. Nothing schedules: a step begins when those that it reads are finished.
+``runs/qa/NAME/output/``. A step reads files, and steps above it. Nothing schedules: they run in the
+order of the file.
 
 A run that reads steps keeps its input in ``runs/qa/NAME/input/``, written before its first request.
 What that was made from is its record: a start computes the query again if that has changed, and
@@ -16,19 +17,20 @@ refuses other rows. So the rows of two inputs never mix.
 """
 
 import argparse
-import json
 import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import orjson
+from datatrove.data import Document
 from datatrove.executor.base import PipelineExecutor
 from loguru import logger
 
@@ -41,7 +43,7 @@ from datatrove_ckpt.cli.output_commands import MOST, described
 from datatrove_ckpt.cli.printing import fail, say
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import did_you_mean, plural, plural_is, without_flag
-from datatrove_ckpt.common.lazy_pyarrow import pq
+from datatrove_ckpt.common.lazy_pyarrow import pa, pq
 from datatrove_ckpt.common.retrying import code_of_rank
 from datatrove_ckpt.errors import (
     CheckpointLocked,
@@ -53,7 +55,10 @@ from datatrove_ckpt.errors import (
     written_in,
 )
 from datatrove_ckpt.executors.local import close_servers
+from datatrove_ckpt.generation.finished_from import compare_earlier_runs
+from datatrove_ckpt.output.arrow_types import type_of
 from datatrove_ckpt.process.task_errors import log_disabled
+from datatrove_ckpt.rollouts.prompt import PromptRollout
 from datatrove_ckpt.run_folder import earlier_runs, preflight, queries
 from datatrove_ckpt.run_folder.documents import ShownDocument, select_rows
 from datatrove_ckpt.run_folder.finding import Finding, run_check
@@ -63,14 +68,13 @@ from datatrove_ckpt.run_folder.sample import estimate_lines, take_sample
 from datatrove_ckpt.run_folder.steps import STEPS, StepFolder
 
 Node = JsonObject
-_REDO = "redo.json"
-"""File in the run folder while ``--redo`` moves steps aside: the steps, and their new names."""
 _LOCK = "steps.lock"
 _RUNS = "it is not finished"
 _POLL = 0.2  # seconds
 _LIMITS = ("max_cost", "max_total_tokens")
 """Settings that hold for all steps together, where a step has none of its own."""
 _FIRST = 20  # documents whose columns stand for those of all
+_OF_TYPE = {"string": "", "integer": 1, "number": 0.5, "boolean": True}
 _RESERVED = ("input", "output", "checkpoints", "logs")
 _REFUSED = {
     "kubernetes": "a pod has no place for the queries between steps",
@@ -87,7 +91,7 @@ class Step:
         settings: those of its run; empty for a query.
         query: makes its rows, or the input of its run; None: the input is files.
         sources: the steps that it reads.
-        dead_letters: "leave": the steps after it begin although dead letters are left.
+        leaves_dead_letters: the steps after it begin although dead letters are left.
     """
 
     name: str
@@ -95,7 +99,7 @@ class Step:
     settings: Node
     query: Query | None
     sources: tuple[str, ...]
-    dead_letters: str | None = None
+    leaves_dead_letters: bool
 
     @property
     def is_run(self) -> bool:
@@ -106,7 +110,7 @@ def read_steps(short: Node, source: str) -> list[Step]:
     """Returns the steps in the order in which they run.
 
     Raises:
-        ConfigError: a name, a query or the form is wrong, or steps read each other in a circle.
+        ConfigError: a name, a query or the form is wrong.
     """
     given = short["steps"]
     if not isinstance(given, dict) or not given:
@@ -114,100 +118,77 @@ def read_steps(short: Node, source: str) -> list[Step]:
     for name, reason in _REFUSED.items():
         if any(name in node for node in (short, *given.values())):
             raise ConfigError(f"{source}: {name}: runs no steps, because {reason}.")
-    if "input" in short or "sql" in short:
-        raise ConfigError(f"{source}: input and sql: belong into a step.")
     if not isinstance(short.get("run_folder"), str) or "://" in short["run_folder"]:
         raise ConfigError(f"{source}: run_folder: steps need a folder of this machine.")
     own = ("steps", "run_folder", *_LIMITS)
     defaults = {key: value for key, value in short.items() if key not in own}
-    lower = [str(name).lower() for name in given]
-    steps = {}
+    steps: dict[str, Step] = {}
     for name, node in given.items():
         label = f"{source}: steps.{name}"
         is_name = re.fullmatch(r"[A-Za-z]\w*", str(name)) and name not in _RESERVED
-        if not is_name or lower.count(name.lower()) > 1:
+        if not is_name or name.lower() in map(str.lower, steps):
             raise ConfigError(
                 f"{label}: a step has a name of its own, of letters, digits and _, and none of "
                 f"{', '.join(_RESERVED)}."
             )
-        steps[name] = _read_step(name, label, node, defaults, [*given])
-    order: dict[str, Step] = {}
-    for name in steps:
-        _put_in_order(name, steps, order, ())
-    return [*order.values()]
+        steps[name] = _read_step(name, label, node, defaults, [*steps])
+    return [*steps.values()]
 
 
-def _read_step(name: str, label: str, node: object, defaults: Node, names: list[str]) -> Step:
+def _read_step(name: str, label: str, node: object, defaults: Node, above: list[str]) -> Step:
     if not isinstance(node, dict):
         raise ConfigError(f"{label}: a mapping of settings, or of sql alone; it is {node!r}.")
+    settings: Node = {}
+    dead_letters = "stop"
     if "sql" in node:
         yaml_config.refuse_unknown(node, ["sql"], label)
-        rows = queries.parse(str(node["sql"]), label)
-        return Step(name, label, {}, rows, _sources(rows, names))
-    settings = {"output_format": "parquet", **defaults, **node}
-    dead_letters = settings.pop("dead_letters", None)
-    if dead_letters not in (None, "stop", "leave"):
+        query: Query | None = queries.parse(str(node["sql"]), label)
+    else:
+        settings = {"output_format": "parquet", **defaults, **node}
+        dead_letters = settings.pop("dead_letters", dead_letters)
+        yaml_config.refuse_unknown(settings, [*short_form.settings()], label)
+        query = _read_input(settings, f"{label}: input", above)
+    if dead_letters not in ("stop", "leave"):
         raise ConfigError(f"{label}: dead_letters: stop or leave; it is {dead_letters!r}.")
-    yaml_config.refuse_unknown(settings, [*short_form.settings()], label)
-    given = settings.get("input")
-    query: Query | None = None
-    if isinstance(given, dict):
-        yaml_config.refuse_unknown(given, ["sql"], f"{label}: input")
-        query = queries.parse(str(given.get("sql", "")), f"{label}: input")
-    elif given in names:
-        key = settings.get("metadata_key", "rollout_results")
-        quoted = key.replace("'", "''")
-        sql = f"select columns(lambda name: name <> '{quoted}') from \"{given}\""
-        query = Query(f"{label}: input", sql, (str(given),))
-    elif given is None or (re.fullmatch(r"\w+", str(given)) and not Path(str(given)).exists()):
-        hint = did_you_mean(given, names) or f"; the steps are {', '.join(names)}."
-        raise ConfigError(f'{label}: input: "{given}" is neither a step nor a file{hint}')
-    return Step(name, label, settings, query, _sources(query, names), dead_letters)
-
-
-def _added_columns(settings: Node) -> dict[str, str]:
-    """Returns the types of the columns that a run adds to those of its input."""
-    answer = str(settings.get("answer") or "answer")
-    kind = queries.type_of_schema(settings.get("json_schema"))
-    results = queries.struct({"text": "VARCHAR", "finish_reason": "VARCHAR"})
-    columns = {}
-    if settings.get("rollout_results", True):
-        columns[str(settings.get("metadata_key", "rollout_results"))] = f"{results}[]"
-    if settings.get("task") == "embed":
-        return {**columns, str(settings.get("column", "embedding")): "FLOAT[]"}
-    if not settings.get("explode"):
-        return {**columns, answer: kind}
-    schema = settings.get("json_schema")
-    items = schema.get("items") if isinstance(schema, dict) else None
-    properties = items.get("properties") if isinstance(items, dict) else None
-    columns["n"] = "BIGINT"
-    if not properties:
-        return {**columns, answer: kind.removesuffix("[]")}
-    return {**columns, **{name: queries.type_of_schema(part) for name, part in properties.items()}}
-
-
-def _sources(query: Query | None, names: list[str]) -> tuple[str, ...]:
-    if query is None:
-        return ()
     sources = []
-    for table in query.tables:
-        if table in names:
+    for table in query.tables if query else ():
+        if table in above:
             sources.append(table)
-        elif re.fullmatch(r"\w+", table):
-            hint = did_you_mean(table, names) or f"; the steps are {', '.join(names)}."
-            raise ConfigError(f'{query.label}: there is no step "{table}"{hint}')
-    return tuple(sources)
+        elif query and re.fullmatch(r"\w+", table):
+            hint = _hint(table, above)
+            raise ConfigError(f'{query.label}: there is no step "{table}" above it{hint}')
+    return Step(name, label, settings, query, tuple(sources), dead_letters == "leave")
 
 
-def _put_in_order(
-    name: str, steps: Mapping[str, Step], order: dict[str, Step], path: tuple[str, ...]
-) -> None:
-    if name in path:
-        circle = " -> ".join([*path[path.index(name) :], name])
-        raise ConfigError(f"{steps[name].label}: the steps read each other in a circle: {circle}.")
-    for other in steps[name].sources:
-        _put_in_order(other, steps, order, (*path, name))
-    order.setdefault(name, steps[name])
+def _read_input(settings: Node, label: str, above: list[str]) -> Query | None:
+    given = settings.get("input")
+    if isinstance(given, dict):
+        yaml_config.refuse_unknown(given, ["sql"], label)
+        return queries.parse(str(given.get("sql", "")), label)
+    if given in above:
+        key = settings.get("metadata_key", "rollout_results").replace("'", "''")
+        sql = f"select columns(lambda name: name <> '{key}') from \"{given}\""
+        return Query(label, sql, (str(given),))
+    if given is None or (re.fullmatch(r"\w+", str(given)) and not Path(str(given)).exists()):
+        hint = _hint(given, above)
+        raise ConfigError(f'{label}: "{given}" is neither a file nor a step above it{hint}')
+    return None
+
+
+def _hint(name: object, above: list[str]) -> str:
+    return did_you_mean(name, above) or f"; these are {', '.join(above) or 'none'}."
+
+
+def _example(schema: object) -> object:
+    """Returns a value with the types of a JSON schema; None where it has any type."""
+    if not isinstance(schema, dict):
+        return ""
+    properties = schema.get("properties")
+    if properties:
+        return {name: _example(part) for name, part in properties.items()}
+    if schema.get("type") == "array":
+        return [_example(schema.get("items", {}))]
+    return _OF_TYPE.get(str(schema.get("type")))
 
 
 class StepsJob:
@@ -222,95 +203,83 @@ class StepsJob:
     """
 
     def __init__(self, short: Node, source: str) -> None:
-        self.source = source
         self.steps = read_steps(short, source)
         self.root = Path(short["run_folder"]).expanduser()
         self._by_name = {step.name: step for step in self.steps}
         self.limits = {name: short[name] for name in _LIMITS if short.get(name) is not None}
-        self._rows: dict[str, tuple[str, str]] = {}
 
     # what is on disk -----------------------------------------------------------------------------
 
     def folder(self, step: Step) -> Path:
         return self.root / step.name
 
-    def has_begun(self, step: Step) -> bool:
-        return StepFolder(self.folder(step)).has_begun
+    def found(self, step: Step) -> StepFolder:
+        return StepFolder(self.folder(step))
 
-    def spent(self, name: str, but: Step | None = None) -> float:
-        """Returns how much of a limit the steps have used.
-
-        Args:
-            but: a step that does not count.
-        """
+    def spent_by_others(self, name: str, step: Step) -> float:
+        """Returns how much of a limit the other steps have used."""
         totals = RunTotals()
-        for step in self.steps:
-            state = None if step is but else StepFolder(self.folder(step)).state()
-            if state is not None:
+        for other in self.steps:
+            state = self.found(other).state()
+            if state is not None and other is not step:
                 totals += state.run_totals
         return totals.cost / 1e9 if name == "max_cost" else totals.tokens
 
     def unfinished(self, step: Step) -> str:
         """Returns why the steps after this one may not begin; "" if they may."""
-        folder = StepFolder(self.folder(step))
-        state = folder.state()
+        found = self.found(step)
+        state = found.state()
         if state is None:
-            return "it has not run" if folder.rows is None else ""
+            return "it has not run" if found.rows is None else ""
         reached = state.limits.reached(state.run_totals)
         if not state.is_finished and (reached is None or reached.setting != "until"):
             return _RUNS
         if not state.delivered.read:
             return "no file of its input has a document"
         dead = state.delivered.dead
-        if dead and step.dead_letters != "leave":
+        if dead and not step.leaves_dead_letters:
             return (
                 f"{plural_is(dead, 'dead letter')} left. Retry them (--retry-dead-letters), or go "
                 f"on without them: dead_letters: leave, in steps.{step.name}."
             )
         return ""
 
-    def rows_of(self, step: Step) -> tuple[str, str]:
-        """Returns the digest of a finished step's rows, and a SELECT of them."""
-        if step.name not in self._rows:
-            self._rows[step.name] = self._read_rows(step)
-        return self._rows[step.name]
+    def tables(self, step: Step) -> dict[str, Any]:
+        """Returns the rows that a step reads of others; of those without rows, the columns."""
+        tables = {}
+        for name in step.sources:
+            source = self._by_name[name]
+            rows = select_rows(self.found(source))
+            tables[name] = rows or pa.schema(self.columns(source)).empty_table()
+        return tables
 
-    def _read_rows(self, step: Step) -> tuple[str, str]:
-        folder = StepFolder(self.folder(step))
-        return folder.digest(), select_rows(folder) or self.without_rows(step)
-
-    def without_rows(self, step: Step) -> str:
-        """Returns a SELECT of no row with the columns of a step's output, as far as they are known:
-        what a rollout adds, nobody knows before it has rows.
+    def columns(self, step: Step) -> dict[str, Any]:
+        """Returns the types of the columns of a step's rows, as far as they are known: what a
+        rollout adds, nobody knows before it has rows.
         """
-        kept = queries.kept_rows(self.folder(step) / layout.KEPT_INPUT)
-        if kept is not None:
-            inner = kept.select
-        elif step.query is None:
-            inner = f"select {queries.nulls(self._columns_of_files(step))}"
-        else:
-            names = step.sources
-            tables = [f"{name} as ({self.without_rows(self._by_name[name])})" for name in names]
-            inner = f"select * from ({step.query.sql}\n)"
-            if tables:
-                inner = f"with {', '.join(tables)} {inner}"
+        if step.query is not None:
+            columns = queries.columns_of(step.query, self.tables(step))
         if not step.is_run:
-            return inner
-        columns = queries.columns_of(Query(step.label, inner), {})
-        added = {}
-        for name, kind in _added_columns(step.settings).items():
-            added[f"{name}_2" if name in columns else name] = kind
-        return f"select *, {queries.nulls(added)} from ({inner}) where false"
-
-    def _columns_of_files(self, step: Step) -> dict[str, str]:
-        """Returns the types of the columns of an input of files, by its first documents."""
+            return columns
         _, executor = self.executor(step)
-        types = {"id": "VARCHAR", "text": "VARCHAR"}
-        for document in islice(executor.pipeline[0](None, 0, 1), _FIRST):
-            for name, value in document.metadata.items():
-                if types.get(name, "VARCHAR") == "VARCHAR":
-                    types[name] = queries.type_of_value(value)
-        return types
+        runner = RunPlan(executor).runners[0].step
+        if step.query is None:
+            first = islice(executor.pipeline[0](None, 0, 1), _FIRST)
+            rows = [{"id": "", "text": "", **document.metadata} for document in first]
+            names = dict.fromkeys(chain.from_iterable(rows))
+            columns = {name: type_of([row.get(name) for row in rows], name) for name in names}
+        answer = _example(getattr(runner.rollout_fn, "json_schema", None))
+        if runner.explode and not isinstance(answer, list):
+            answer = [answer]
+        metadata: Node = dict.fromkeys(columns)
+        if runner.rollout_results:
+            metadata[runner.metadata_key] = [{"text": "", "finish_reason": ""}]
+        if runner.answer_column:
+            metadata[runner.answer_column] = answer
+        for row in runner.rows(Document("", "", metadata=metadata)):
+            for name, value in row.metadata.items():
+                columns.setdefault(name, type_of([value], name))
+        return columns
 
     def bind(self) -> Iterator[Finding]:
         """Checks each query by the columns of the steps that it reads."""
@@ -322,21 +291,14 @@ class StepsJob:
                 unknown.add(step.name)
             elif step.query is not None:
                 yield from run_check(step.name, self._bind, step, property_name="query")
-            rollout = step.settings.get("rollout")
-            is_ready_made = rollout is None or rollout in yaml_config.SHORT_NAMES
-            if not is_ready_made and self.unfinished(step):
-                unknown.add(step.name)
+            if step.is_run and self.unfinished(step):
+                rollout = RunPlan(self.executor(step)[1]).runners[0].step.rollout_fn
+                if not isinstance(rollout, PromptRollout):
+                    unknown.add(step.name)
 
     def _bind(self, step: Step) -> Iterator[Finding]:
         assert step.query is not None
-        tables = {}
-        for name in step.sources:
-            source = self._by_name[name]
-            if self.unfinished(source):
-                tables[name] = self.without_rows(source)
-            else:
-                tables[name] = self.rows_of(source)[1]
-        names = ", ".join(queries.columns_of(step.query, tables))
+        names = ", ".join(queries.columns_of(step.query, self.tables(step)))
         yield Finding("ok", "query", f"its columns are {names}.")
 
     # before a step -------------------------------------------------------------------------------
@@ -348,46 +310,34 @@ class StepsJob:
             CheckpointMismatch: a run has begun with other rows.
         """
         folder = self.folder(step)
-        has_begun = self.has_begun(step)
-        if step.is_run and not has_begun and queries.kept_rows(folder / "output"):
+        found = self.found(step)
+        if step.is_run and found.rows and not found.has_begun:
             files.disk.remove_tree(folder / "output")  # of a query, or of a start without rows
-        if not step.is_run and has_begun:
+        if found.has_begun and not step.is_run:
             raise ConfigError(f"{step.label}: {folder} holds a run. Give the query another name.")
         if step.query is None:
             return
-        digests = {name: self.rows_of(self._by_name[name])[0] for name in self._before(step)}
-        tables = {name: self.rows_of(self._by_name[name])[1] for name in step.sources}
+        digests = {name: self.found(self._by_name[name]).digest() for name in step.sources}
         made_from = {"sql": step.query.sql, "steps": digests}
-        if not step.is_run:
-            saved = SavedInput(folder / "output", False, None)
-            saved.save_query(step.query, tables, made_from)
-            return
+        part = layout.KEPT_INPUT if step.is_run else "output"
         mirror = step.settings.get("checkpoints_remote_dir")
-        saved = SavedInput(folder / layout.KEPT_INPUT, has_begun, mirror)
-        kept = saved.save_query(step.query, tables, made_from)
-        saved.record_folder()
-        if not (kept.rows or has_begun):
-            nothing = Query(step.label, self.without_rows(step))
-            queries.make_rows(nothing, {}, folder / "output", made_from)
-
-    def _before(self, step: Step) -> list[str]:
-        """Returns all steps on which a step depends, in order."""
-        needed = set(step.sources)
-        for other in reversed(self.steps):
-            if other.name in needed:
-                needed.update(other.sources)
-        return [other.name for other in self.steps if other.name in needed]
+        saved = SavedInput(folder / part, found.has_begun, mirror)
+        kept = saved.save_query(step.query, self.tables(step), made_from)
+        if step.is_run:
+            saved.record_folder()
+            if not (kept.rows or found.has_begun):
+                nothing = {"nothing": pa.schema(self.columns(step)).empty_table()}
+                query = Query(step.label, "from nothing")
+                queries.make_rows(query, nothing, folder / "output", made_from)
 
     def job(self, step: Step) -> Node:
         """Returns the run of a step in the short form."""
         folder = self.folder(step)
-        job = {"server_log_folder": f"{self.root}/logs/server", **step.settings}
+        job = {**step.settings}
         for name, limit in self.limits.items():
-            rest = limit - self.spent(name, step)
+            rest = limit - self.spent_by_others(name, step)
             if rest > 0:
                 job.setdefault(name, rest)
-        if step.settings.get("endpoint") or step.settings.get("endpoints"):
-            del job["server_log_folder"]
         job["run_folder"] = str(folder)
         if step.query is not None:
             given = folder / layout.KEPT_INPUT
@@ -410,16 +360,15 @@ class StepsJob:
         old = [named] if isinstance(named, str) else [*named]
         with written_in(step.label):
             for folder in self._moved_aside(step):
-                parts = [str(folder / part) for part in ("output", "checkpoints")]
-                candidate = short_form.expand({**job, "finished_from": parts})
-                plan = RunPlan(yaml_config.build(candidate))
+                parts = [f"{folder}/output", f"{folder}/checkpoints"]
+                more = {**job, "finished_from": [*old, *parts]}
                 try:
-                    earlier_runs.check_job(plan, dry_run=True)
+                    (runner,) = RunPlan(yaml_config.build(short_form.expand(more))).runners
+                    compare_earlier_runs(runner.step, runner.identity)
+                    job = more
                     old += parts
                 except (CheckpointMismatch, ConfigError) as error:
                     logger.warning(f"{folder}: its answers are not taken over: {error}")
-            if old:
-                job["finished_from"] = old
             config = short_form.expand(job)
             executor = yaml_config.build(config)
         executor.keeps_servers = True  # for the next step
@@ -427,74 +376,49 @@ class StepsJob:
 
     def _moved_aside(self, step: Step) -> list[Path]:
         """Returns the folders with answers, the newest first."""
-        pattern = re.compile(rf"{step.name}\.(\d+)")
-        names = [path.name for path in self.root.glob(f"{step.name}.*")]
-        numbers = sorted(
-            (int(m[1]) for name in names if (m := pattern.fullmatch(name))), reverse=True
-        )
-        folders = [self.root / f"{step.name}.{number}" for number in numbers]
+        paths = self.root.glob(f"{step.name}.*")
+        numbers = [int(path.suffix[1:]) for path in paths if path.suffix[1:].isdecimal()]
+        folders = [self.root / f"{step.name}.{number}" for number in sorted(numbers, reverse=True)]
         return [
             folder
             for folder in folders
-            if (folder / "output").is_dir()
-            and (folder / "checkpoints").is_dir()
-            and (state := StepFolder(folder).state()) is not None
-            and state.together.done.written
+            if (folder / "output").is_dir() and StepFolder(folder).has_begun
         ]
 
     def redo(self, names: Sequence[str]) -> None:
-        """Moves steps, and those that depend on them, aside. A start after a kill continues that.
+        """Moves steps, and those that depend on them, aside. After a kill, the same command moves
+        the rest.
 
         Raises:
             ConfigError: there is no such step, or its checkpoints are also elsewhere.
             CheckpointLocked: a process works on a step.
         """
-        path = self.root / _REDO
         for name in names:
             if name not in self._by_name:
                 raise ConfigError(f"--redo: {name} is no step{did_you_mean(name, self._by_name)}")
-        again = [
-            step for step in self.steps if {step.name, *self._before(step)}.intersection(names)
-        ]
-        for step in again:
+        again = {*names}
+        folders: list[Path] = []
+        for step in self.steps:
+            if step.name not in again and again.isdisjoint(step.sources):
+                continue
+            again.add(step.name)
+            if self.folder(step).exists():
+                folders.insert(0, self.folder(step))  # no step is ever beside newer input
             if step.settings.get("checkpoints_remote_dir"):
                 raise ConfigError(
                     f"{step.label}: checkpoints_remote_dir: --redo does not move a mirror. Give "
                     "another mirror and another run_folder."
                 )
-        moves = json.loads(path.read_bytes()) if path.exists() else {}
-        for step in reversed(again):  # no step is ever beside newer input
-            folder = self.folder(step)
-            if folder.exists():
-                moves.setdefault(step.name, files.free_name(folder, ".").name)
         with ExitStack() as stack:
-            held = {name: self._hold(self.root / name, stack) for name in moves}
-            if moves:
-                files.disk.replace(path, json.dumps(moves).encode())
-            for name, new in moves.items():
-                if (self.root / name).exists():
-                    files.disk.rename(self.root / name, self.root / new)
-                for lock in held[name]:
-                    lock.move(self.root / name, self.root / new)
+            for folder in folders:
+                state = StepFolder(folder).state()
+                if state is not None and state.is_at_work:
+                    raise CheckpointLocked(f"A process works on {folder}. Stop it, and run again.")
+                for rank in layout.rank_folders(folder / "checkpoints"):
+                    stack.callback(Lock(rank / layout.LOCK).release)
+            for folder in folders:
+                files.disk.rename(folder, files.free_name(folder, "."))
             files.disk.sync_dir(self.root)
-            files.disk.remove(path)
-
-    def _hold(self, folder: Path, stack: ExitStack) -> list[Lock]:
-        """Locks all tasks of a step."""
-        checkpoints = folder / "checkpoints"
-        state = StepFolder(folder).state()
-        if state is not None and state.is_at_work:
-            raise CheckpointLocked(
-                f"A process works on {folder}. Wait for its end, or stop it, and give the same "
-                "command again."
-            )
-        locks = []
-        for rank in layout.rank_folders(checkpoints):
-            was_there = (rank / layout.LOCK).exists()
-            lock = Lock(rank / layout.LOCK)
-            stack.callback(lock.release, remove=not was_there)
-            locks.append(lock)
-        return locks
 
     # the run -------------------------------------------------------------------------------------
 
@@ -506,11 +430,11 @@ class StepsJob:
         """
         for step in self.steps:
             with _naming(step):
-                if not any(self.unfinished(self._by_name[name]) for name in self._before(step)):
+                if not any(self.unfinished(self._by_name[name]) for name in step.sources):
                     self.prepare(step)
                 if step.is_run:
                     plan = RunPlan(self.executor(step)[1])
-                    if self.has_begun(step):
+                    if self.found(step).has_begun:
                         earlier_runs.check_job(plan, dry_run=True)
                         earlier_runs.check_inputs_unchanged(plan)
 
@@ -539,18 +463,17 @@ class StepsJob:
     def _run(self, step: Step) -> Iterator[Step]:
         with self._locked(), _naming(step):
             self.prepare(step)
-        kept = queries.kept_rows(self.folder(step) / "output")
+        kept = self.found(step).rows
         if step.is_run and kept is None:
             for name, limit in self.limits.items():
-                spent = self.spent(name)
+                spent = self.spent_by_others(name, step)
                 if spent >= limit and name not in step.settings and self.unfinished(step):
                     raise LimitReached(
-                        f"{limit:g} is reached: all steps together have taken {spent:.6g}. The "
+                        f"{limit:g} is reached: the other steps have taken {spent:.6g}. The "
                         "same command with a higher limit continues.",
                         setting=name,
                     )
             yield step
-            self._rows.pop(step.name, None)
             reason = self.unfinished(step)
             if reason:
                 raise TooManyDeadLetters(f"{step.label}: {reason}")
@@ -582,102 +505,91 @@ def examine_steps(short: Node, source: str) -> list[Finding]:
     for step in job.steps:
         if step.is_run:
             _, executor = job.executor(step)
-            if step.query is None or StepFolder(job.folder(step)).given is not None:
+            if step.query is None or job.found(step).given is not None:
                 for finding in preflight.doctor(executor):
                     subject = f"{step.name}: {finding.subject}"
                     findings.append(replace(finding, subject=subject))
     return [*findings, *job.bind()]
 
 
-class StepsSample:
-    """Takes the first rows through all steps, in a temporary folder. The answers stay with each
-    step, as those of ``run --sample``.
+@dataclass(frozen=True)
+class SampledRows:
+    """The rows that a step has made of the first rows.
 
     Attributes:
-        tables: a SELECT of the rows that each step has written.
-        rows: their number.
-        whole: the number that the whole step would write; None if that is not known.
+        table: see ``queries.Tables``.
+        whole: the number that the whole step would make; None if that is not known.
     """
 
-    def __init__(self, job: StepsJob, number: int, folder: Path) -> None:
-        self.job = job
-        self.number = number
-        self.folder = folder
-        self.tables: dict[str, str] = {}
-        self.rows: dict[str, int] = {}
-        self.whole: dict[str, float | None] = {}
-
-    def take(self, step: Step) -> Iterator[str]:
-        """Takes rows through a step, and yields lines about them."""
-        name = step.name
-        given = None
-        whole = None
-        if step.query is not None:
-            tables = {source: self.tables[source] for source in step.sources}
-            part = layout.KEPT_INPUT if step.is_run else "output"
-            made_from: Node = {"sql": step.query.sql, "steps": {}}
-            kept = queries.make_rows(step.query, tables, self.folder / name / part, made_from)
-            whole = self._whole(step, kept.rows)
-            if not step.is_run or not kept.rows:
-                self.tables[name] = kept.select if not step.is_run else self.job.without_rows(step)
-                self.rows[name] = kept.rows
-                self.whole[name] = whole
-                yield f"{name}: {plural(kept.rows, 'row') if kept.rows else 'no row reaches it'}"
-                return
-            given = f"{kept.folder}/*.parquet"
-        _, executor = self.job.executor(step, given)
-        plan = RunPlan(executor)
-        with log_disabled("datatrove_ckpt.generation.rank"):
-            sent = take_sample(plan, self.number, self.folder / name, writes_rows=True)
-        documents = sent.documents
-        if not documents:
-            raise InputError(f"{step.label}: no file of its input has a document.")
-        if step.query is None and sent.total is not None:
-            whole = len(documents) * sent.total / sum(sent.sizes)
-        paths = sorted(map(str, (self.folder / name / "output").glob("*.parquet")))
-        rows = sum(pq.read_metadata(path).num_rows for path in paths)
-        self.rows[name] = rows
-        self.tables[name] = queries.reads(paths) if paths else self.job.without_rows(step)
-        self.whole[name] = whole and whole * rows / len(documents)
-        yield f"{name}: {plural(len(documents), 'document')} in, {plural(rows, 'row')} out"
-        for number, (document, requests) in enumerate(documents, 1):
-            shown = ShownDocument(str(document.id), requests[0].question, requests[-1].answer_text)
-            yield described(number, shown, "question", MOST)
-        if whole is None:
-            yield "What the whole step takes is unknown: a query before it groups or joins."
-        else:
-            sizes = [1.0] * len(documents)
-            sample = replace(sent, sizes=sizes, total=max(whole, float(len(documents))))
-            yield from estimate_lines(sample, plan.runners[0].step)
-
-    def _whole(self, step: Step, rows: int) -> float | None:
-        """Returns how many rows a query gives, by the rows of the sample that it has kept."""
-        assert step.query is not None
-        if not step.sources:
-            return rows
-        (first, *others) = step.sources
-        whole = self.whole[first]
-        if others or whole is None or not step.query.is_filter or not self.rows[first]:
-            return None
-        return whole * rows / self.rows[first]
+    table: object
+    rows: int
+    whole: float | None
 
 
 def sample_steps(short: Node, source: str, number: int) -> int:
-    """Takes the first rows through all steps. Returns the exit code."""
+    """Takes the first rows through all steps, in a temporary folder. The answers stay with each
+    step, as those of ``run --sample``. Returns the exit code.
+    """
     sys.path.insert(0, str(Path.cwd()))
+    job = StepsJob(short, source)
+    sampled: dict[str, SampledRows] = {}
     with TemporaryDirectory(prefix="datatrove-ckpt-") as folder:
-        job = StepsJob(short, source)
-        sample = StepsSample(job, number, Path(folder))
         try:
             for step in job.steps:
-                for line in sample.take(step):
+                for line in _sample_step(job, step, number, Path(folder, step.name), sampled):
                     say(line)
         finally:
             close_servers()
-    missed = [name for name, rows in sample.rows.items() if not rows]
+    missed = [name for name, made in sampled.items() if not made.rows]
     if missed:
         say(f"No row is left after: {', '.join(missed)}.")
     return 0
+
+
+def _sample_step(
+    job: StepsJob, step: Step, number: int, folder: Path, sampled: dict[str, SampledRows]
+) -> Iterator[str]:
+    """Takes rows through a step, adds those that it makes, and yields lines about them."""
+    given = None
+    whole = None
+    if step.query is not None:
+        tables = {name: sampled[name].table for name in step.sources}
+        kept = queries.make_rows(step.query, tables, folder / layout.KEPT_INPUT, {})
+        before = [sampled[name] for name in step.sources] or [SampledRows(None, 1, 1.0)]
+        if before[0].whole and queries.takes_row_by_row(step.query, tables):
+            whole = kept.rows * before[0].whole / before[0].rows
+        if not (step.is_run and kept.rows):
+            table = queries.reads(kept.paths)
+            if step.is_run:
+                table = pa.schema(job.columns(step)).empty_table()
+            sampled[step.name] = SampledRows(table, kept.rows, whole)
+            rows = plural(kept.rows, "row") if kept.rows else "no row reaches it"
+            yield f"{step.name}: {rows}"
+            return
+        given = f"{kept.folder}/*.parquet"
+    _, executor = job.executor(step, given)
+    plan = RunPlan(executor)
+    with log_disabled("datatrove_ckpt.generation.rank"):
+        sent = take_sample(plan, number, folder, writes_rows=True)
+    documents = sent.documents
+    if not documents:
+        raise InputError(f"{step.label}: no file of its input has a document.")
+    if step.query is None and sent.total is not None:
+        whole = len(documents) * sent.total / sum(sent.sizes)
+    paths = sorted(map(str, (folder / "output").glob("*.parquet")))
+    rows = sum(pq.read_metadata(path).num_rows for path in paths)
+    table = queries.reads(paths) if paths else pa.schema(job.columns(step)).empty_table()
+    sampled[step.name] = SampledRows(table, rows, whole and whole * rows / len(documents))
+    yield f"{step.name}: {plural(len(documents), 'document')} in, {plural(rows, 'row')} out"
+    for number, (document, requests) in enumerate(documents, 1):
+        shown = ShownDocument(str(document.id), requests[0].question, requests[-1].answer_text)
+        yield described(number, shown, "question", MOST)
+    if whole is None:
+        yield "What the whole step takes is unknown: a query before it groups or joins."
+    else:
+        sizes = [1.0] * len(documents)
+        sample = replace(sent, sizes=sizes, total=max(whole, float(len(documents))))
+        yield from estimate_lines(sample, plan.runners[0].step)
 
 
 @contextmanager
@@ -714,7 +626,7 @@ def run_steps(
             plan = RunPlan(executor)
             if plan.submits:
                 executor.continue_with(shlex.join(again))
-            state = StepFolder(job.folder(step)).state()
+            state = job.found(step).state()
             has_dead = state is not None and state.delivered.dead > 0
             retries = arguments.retry_dead_letters and has_dead
             own = argparse.Namespace(**{**vars(arguments), "retry_dead_letters": retries})

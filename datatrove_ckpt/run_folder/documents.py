@@ -116,8 +116,8 @@ def committed_files(location: RunLocation) -> Iterator[Committed]:
     """
     kept = queries.kept_rows(location.folder / "output")
     if kept is not None:  # a query
-        for path in sorted(kept.folder.glob("*.parquet")):
-            yield get_datafolder(str(kept.folder)), OutputFile(path.name, 0, ""), {}
+        for path in kept.paths:
+            yield get_datafolder(str(kept.folder)), OutputFile(Path(path).name, 0, ""), {}
         return
     folder = get_datafolder(find_output(location))
     damage = None
@@ -175,7 +175,9 @@ def select_rows(step: StepFolder) -> str:
     Raises OutputFailed if no column can hold the values.
     """
     if step.rows is not None:
-        return step.rows.select
+        return queries.reads(step.rows.paths)
+    if not step.has_begun:
+        return ""
     files_of_step = committed_files(step.location)
     paths = [folder.resolve_paths(file.path) for folder, file, _ in files_of_step]
     if not all(path.endswith(".parquet") for path in paths):

@@ -2,8 +2,8 @@
 
 The same rows must come twice, or a resume would mix rows of two inputs. So a query has one thread
 and a full order, and what reads clocks or dice is refused. The rows are files of Parquet in a
-folder, which a rename commits: ``FOLDER.new``, sync, ``FOLDER``. The footer of each file says what
-the rows were made from, so rows and record cannot come apart.
+folder, which a rename commits: ``FOLDER.new``, sync, ``FOLDER``. A file among them says what they
+were made from, so rows and record cannot come apart.
 """
 
 import re
@@ -12,11 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import xxhash
-from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.checksummed_lines import explained
@@ -35,14 +34,15 @@ _CLOCKS_AND_DICE = (
     "current_timestamp current_localtime current_localtimestamp get_current_time "
     "get_current_timestamp transaction_timestamp localtime localtimestamp nextval currval"
 )
-_WITHOUT_ORDER = "first last any_value arbitrary list array_agg string_agg group_concat listagg"
 _WITHOUT_FILES = ("range", "generate_series", "unnest")
-_TYPES = {"HUGEINT": "BIGINT", "UHUGEINT": "UBIGINT", "DECIMAL": "DOUBLE", "ENUM": "VARCHAR"}
-"""Types that rows cannot have unchanged, and the types that replace them."""
 _GROUP = 10_240  # rows of a row group, a multiple of DuckDB's own
 _GROUPS = 10  # of a file: each file may be a task
-_MADE_FROM = b"made_from"
-_DIGEST = b"digest"
+_RECORD = ".made_from.json"
+_COMBINES = re.compile("group.by|join|aggregate|limit|top.n|union|except|intersect", re.IGNORECASE)
+"""Parts of a query's plan that do not take row by row."""
+
+Tables = Mapping[str, Any]
+"""The tables of a query by name: SELECTs, or tables of Arrow."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,6 @@ class Query:
         tables: the names that it reads, without those that it defines.
         reads_files: whether it reads files, which may change.
         is_ordered: its rows have an order of their own.
-        is_filter: each row is a row of its table, which it may also leave out.
     """
 
     label: str
@@ -62,15 +61,16 @@ class Query:
     tables: tuple[str, ...] = ()
     reads_files: bool = False
     is_ordered: bool = True
-    is_filter: bool = True
 
 
-class KeptRows(NamedTuple):
+@dataclass(frozen=True)
+class KeptRows:
     """The rows of a query on disk.
 
     Attributes:
         made_from: the query, and the digests of the steps that it read.
         digest: hash of the rows.
+        rows: their number.
     """
 
     folder: Path
@@ -79,9 +79,13 @@ class KeptRows(NamedTuple):
     rows: int
 
     @property
-    def select(self) -> str:
-        """The rows, as a table of another query."""
-        return reads(sorted(map(str, self.folder.glob("*.parquet"))))
+    def paths(self) -> list[str]:
+        return sorted(map(str, self.folder.glob("*.parquet")))
+
+    def record(self) -> None:
+        """Writes what the rows were made from."""
+        fields = {"made_from": self.made_from, "digest": self.digest, "rows": self.rows}
+        files.disk.replace(self.folder / _RECORD, orjson.dumps(fields))
 
 
 def reads(paths: list[str]) -> str:
@@ -106,10 +110,6 @@ def parse(sql: str, label: str) -> Query:
     sql = sql.strip().rstrip(";")
     with _connected(Query(label, sql)) as connection:
         ((text,),) = connection.execute("select json_serialize_sql(?)", [sql]).fetchall()
-        sql_of_aggregates = (
-            "select function_name from duckdb_functions() where function_type = 'aggregate'"
-        )
-        aggregates = {name for (name,) in connection.execute(sql_of_aggregates).fetchall()}
     parsed = orjson.loads(text)
     if parsed["error"] or len(parsed["statements"]) != 1:
         raise ConfigError(
@@ -131,17 +131,6 @@ def parse(sql: str, label: str) -> Query:
             )
     if any(sample["seed"] == -1 for node in nodes if (sample := node.get("sample"))):
         raise ConfigError(f"{label}: a sample needs a seed: using sample ... repeatable (42).")
-    loose = [
-        node["function_name"]
-        for node in functions
-        if node["function_name"] in _WITHOUT_ORDER.split() and not node["order_bys"]["orders"]
-    ]
-    loose += ["distinct on" for node in nodes if node.get("distinct_on_targets")]
-    for name in dict.fromkeys(loose):
-        logger.warning(
-            f"{label}: {name} takes rows as they come. Add an order that decides, such as "
-            "list(answer order by id)."
-        )
     tables = tuple(dict.fromkeys(name for name in named if name not in defined))
     modifiers = [modifier["type"] for modifier in statement["modifiers"]]
     is_file = any(re.search(r"[./]", table) for table in tables)
@@ -149,12 +138,7 @@ def parse(sql: str, label: str) -> Query:
     reads_files = is_file or any(
         source["function"]["function_name"] not in _WITHOUT_FILES for source in sources
     )
-    is_filter = aggregates.isdisjoint(called) and not any(
-        node.get("type") in ("JOIN", "SET_OPERATION_NODE", "LIMIT_MODIFIER", "DISTINCT_MODIFIER")
-        or node.get("group_expressions")
-        for node in nodes
-    )
-    return Query(label, sql, tables, reads_files, "ORDER_MODIFIER" in modifiers, is_filter)
+    return Query(label, sql, tables, reads_files, "ORDER_MODIFIER" in modifiers)
 
 
 def _nodes(value: object) -> Iterator[Any]:
@@ -166,60 +150,27 @@ def _nodes(value: object) -> Iterator[Any]:
             yield from _nodes(part)
 
 
-def columns_of(query: Query, tables: Mapping[str, str]) -> dict[str, str]:
-    """Binds a query: returns the types of its columns by name.
-
-    Args:
-        tables: a SELECT for each table that is a step.
+def columns_of(query: Query, tables: Tables) -> dict[str, Any]:
+    """Binds a query. Returns Arrow's types of its columns by name.
 
     Raises:
         ConfigError: a name or a type is wrong.
     """
     with _connected(query, tables) as connection:
-        relation = connection.sql(query.sql)
-        names = relation.columns
-        for name in names:
-            if names.count(name) > 1:
-                raise ConfigError(f"{query.label}: two columns are named {name}. Name one: AS.")
-        return dict(zip(names, map(str, relation.types), strict=True))
+        schema = connection.sql(query.sql).limit(0).to_arrow_table().schema
+        return dict(zip(schema.names, schema.types, strict=True))
 
 
-def printed(query: Query, tables: Mapping[str, str], rows: int) -> str:
+def takes_row_by_row(query: Query, tables: Tables) -> bool:
+    """Whether a part of the rows gives the same part of the query's rows."""
+    with _connected(query, tables) as connection:
+        return len(tables) < 2 and not _COMBINES.search(connection.sql(query.sql).explain())
+
+
+def printed(query: Query, tables: Tables, rows: int) -> str:
     """Returns the first rows of a query as a table for people."""
     with _connected(query, tables) as connection:
-        return str(connection.sql(f"select * from ({query.sql}\n) limit {rows}"))
-
-
-def type_of_schema(schema: object) -> str:
-    """Returns the type of a column of answers with a JSON schema."""
-    if not isinstance(schema, dict):
-        return "VARCHAR"
-    kinds = schema.get("type")
-    kind = kinds if isinstance(kinds, str) else next(iter(kinds or ()), "")
-    properties = schema.get("properties")
-    if properties:
-        return struct({name: type_of_schema(part) for name, part in properties.items()})
-    if kind == "array":
-        return f"{type_of_schema(schema.get('items'))}[]"
-    return {"integer": "BIGINT", "number": "DOUBLE", "boolean": "BOOLEAN"}.get(kind, "VARCHAR")
-
-
-def type_of_value(value: object) -> str:
-    """Returns the type of a column with a value."""
-    if isinstance(value, dict) and value:
-        return struct({name: type_of_value(part) for name, part in value.items()})
-    if isinstance(value, list):
-        return f"{type_of_value(next(iter(value), None))}[]"
-    return {bool: "BOOLEAN", int: "BIGINT", float: "DOUBLE"}.get(type(value), "VARCHAR")
-
-
-def struct(types: Mapping[str, str]) -> str:
-    return f"STRUCT({', '.join(f'{quoted(name)} {kind}' for name, kind in types.items())})"
-
-
-def nulls(types: Mapping[str, str]) -> str:
-    """Returns columns of these types without values, as part of a SELECT."""
-    return ", ".join(f"cast(null as {kind}) as {quoted(name)}" for name, kind in types.items())
+        return str(connection.sql(query.sql).limit(rows))
 
 
 def quoted(name: str) -> str:
@@ -228,31 +179,26 @@ def quoted(name: str) -> str:
 
 def kept_rows(folder: Path) -> KeptRows | None:
     """Returns the rows that a folder keeps; None if it keeps none."""
-    paths = sorted(folder.glob("*.parquet"))
-    if not paths or _DIGEST not in (pq.read_metadata(paths[0]).metadata or {}):
+    try:
+        record = orjson.loads((folder / _RECORD).read_bytes())
+    except FileNotFoundError:
         return None
-    footers = [pq.read_metadata(path) for path in paths]
-    digests = b"".join(footer.metadata[_DIGEST] for footer in footers)
-    rows = sum(footer.num_rows for footer in footers)
-    made_from = orjson.loads(footers[0].metadata[_MADE_FROM])
-    return KeptRows(folder, made_from, xxhash.xxh3_128_hexdigest(digests), rows)
+    return KeptRows(folder, **record)
 
 
 def is_damaged(kept: KeptRows) -> bool:
     """Whether a file of the rows cannot be read, or is not as it was written."""
     try:
-        for path in kept.folder.glob("*.parquet"):
+        rows = 0
+        for path in kept.paths:
             with pq.ParquetFile(path, page_checksum_verification=True) as file:
-                for _ in file.iter_batches():
-                    pass
+                rows += sum(batch.num_rows for batch in file.iter_batches())
     except (OSError, ValueError):  # pyarrow's own are ValueErrors
         return True
-    return False
+    return rows != kept.rows
 
 
-def make_rows(
-    query: Query, tables: Mapping[str, str], folder: Path, made_from: JsonObject
-) -> KeptRows:
+def make_rows(query: Query, tables: Tables, folder: Path, made_from: JsonObject) -> KeptRows:
     """Computes a query into a new folder, which takes the place of an old one.
 
     Raises:
@@ -265,13 +211,12 @@ def make_rows(
             f"{query.label}: {folder} holds other files, such as {others[0]}. Give the step "
             "another name, or move its folder away."
         )
-    columns = columns_of(query, tables)
-    replaced = []
-    for name, kind in columns.items():
-        other = _TYPES.get(kind.partition("(")[0])
-        if other:
-            replaced.append(f"cast({quoted(name)} as {other}) as {quoted(name)}")
     whole = f"select * from ({query.sql}\n)"
+    replaced = []
+    for name, kind in columns_of(query, tables).items():
+        if pa.types.is_decimal(kind):  # also a sum of integers
+            other = "DOUBLE" if kind.scale else "BIGINT"
+            replaced.append(f"cast({quoted(name)} as {other}) as {quoted(name)}")
     if replaced:
         whole = f"select * replace ({', '.join(replaced)}) from ({query.sql}\n)"
     if not query.is_ordered:
@@ -283,7 +228,8 @@ def make_rows(
     try:
         with _connected(query, tables, str(spill)) as connection:
             groups = connection.sql(whole).to_arrow_reader(_GROUP)
-            _write(groups, new, orjson.dumps(made_from, option=orjson.OPT_SORT_KEYS))
+            digest, rows = _write(groups, new)
+        KeptRows(new, made_from, digest, rows).record()
         files.disk.sync_dir(new)
         files.disk.remove_tree(folder)
         files.disk.rename(new, folder)
@@ -291,32 +237,34 @@ def make_rows(
     finally:
         files.disk.remove_tree(spill)
         files.disk.remove_tree(new)
-    kept = kept_rows(folder)
-    assert kept is not None
-    return kept
+    return KeptRows(folder, made_from, digest, rows)
 
 
-def _write(groups: Any, folder: Path, made_from: bytes) -> None:
+def _write(groups: Any, folder: Path) -> tuple[str, int]:
+    """Writes files of rows. Returns the hash of all rows, and their number."""
+    digest = xxhash.xxh3_128(groups.schema.serialize())
+    rows = 0
     number = 0
     batches = [*islice(groups, _GROUPS)]
     while batches or not number:
         path = folder / f"rows_{number:05d}.parquet"
-        digest = xxhash.xxh3_128()
-        writer = pq.ParquetWriter(path, groups.schema, write_page_checksum=True)
-        with explained("write", path), writer as file:
+        with (
+            explained("write", path),
+            pq.ParquetWriter(path, groups.schema, write_page_checksum=True) as file,
+        ):
             for batch in batches:
                 digest.update(batch.serialize())
                 file.write_batch(batch)
-            digest.update(groups.schema.serialize())
-            file.add_key_value_metadata({_MADE_FROM: made_from, _DIGEST: digest.hexdigest()})
+                rows += batch.num_rows
         files.disk.sync(path)
         number += 1
         batches = [*islice(groups, _GROUPS)]
+    return digest.hexdigest(), rows
 
 
 @contextmanager
 def _connected(
-    query: Query, tables: Mapping[str, str] | None = None, spill: str = ""
+    query: Query, tables: Tables | None = None, spill: str = ""
 ) -> "Iterator[duckdb.DuckDBPyConnection]":
     """Yields a connection with the tables as views. Its errors become ConfigError."""
     tables = tables or {}
@@ -342,8 +290,12 @@ def _connected(
                 import fsspec  # slow to import
 
                 connection.register_filesystem(fsspec.filesystem(protocol))
-            for name, select in tables.items():
-                connection.execute(f"create view {quoted(name)} as {select}")
+            for name, table in tables.items():
+                if isinstance(table, str):
+                    table = connection.sql(table)
+                    table.create_view(name)
+                else:
+                    connection.register(name, table)
             yield connection
     except duckdb.OutOfMemoryException as error:
         raise StorageFailed(

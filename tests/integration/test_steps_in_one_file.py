@@ -29,9 +29,9 @@ from tests.yaml_jobs import write_rows
 
 ROWS = [{"id": f"id {n:02d}", "text": f"text {n}", "topic": f"topic {n % 3}"} for n in range(12)]
 STEPS = {
-    "best": {"sql": "select id, topic, answer from judged where rating = 'good'"},
     "answers": {"input": "docs.jsonl", "prompt": "Answer: {text}"},
     "judged": {"input": "answers", "prompt": "Judge: {answer}", "answer": "rating"},
+    "best": {"sql": "select id, topic, answer from judged where rating = 'good'"},
     "topics": {
         "input": {
             "sql": "select topic as id, string_agg(answer, ' ' order by id) as text "
@@ -129,11 +129,11 @@ def test_python_has_the_same_steps_and_returns_the_outputs(server):
         ({"a": {"sql": "create table b(c int)"}}, "steps.a: Only SELECT"),
         ({"a": {"sql": "select 1; select 2"}}, "give one SELECT"),
         ({"a": {"sql": "select * from b"}}, 'there is no step "b"'),
-        ({"a": {"sql": "select * from b"}, "b": {"sql": "from a"}}, "circle: a -> b -> a"),
+        ({"a": {"sql": "select * from b"}, "b": {"sql": "select 1"}}, 'no step "b" above it'),
         ({"a": {"sql": "select random()"}}, "random has another value at each start"),
         ({"a": {"sql": "select current_date"}}, "current_date has another value"),
         ({"a": {"sql": "from 'x.csv' using sample 3"}}, "a sample needs a seed"),
-        ({"a": {"input": "answer", "prompt": "x"}, "answers": {"sql": "select 1"}}, "did you mean"),
+        ({"answers": {"sql": "select 1"}, "a": {"input": "answer", "prompt": "x"}}, "did you mean"),
         ({"a": {"input": "docs.jsonl", "promt": "x"}}, 'unknown key "promt", did you mean'),
         ({"a": {"input": "docs.jsonl", "prompt": "{text}", "dead_letters": "x"}}, "stop or leave"),
         ({"a": {"input": {"sql": "from b"}, "prompt": "{text}"}}, 'input: there is no step "b"'),
@@ -166,7 +166,7 @@ def test_the_example_runs(command):
 
 def test_other_commands_name_the_folders_of_steps(finished, command):
     assert "no place for the queries" in command("k8s", "job.yaml", code=2).error
-    assert "such as qa/best" in command("report", "job.yaml", code=2).error
+    assert "such as qa/answers" in command("report", "job.yaml", code=2).error
     assert "name the folder of one: answers, judged" in command("report", "qa", code=2).error
 
 
@@ -217,7 +217,11 @@ def refused(server, command, *said):
         ("row added", "answers", "docs.jsonl"),
         ({"answers": {"prompt": "Other: {text}"}}, "answers", "prompt"),
         ({"judged": {"prompt": "Judge: {text}"}}, "judged", "prompt"),
-        ({"judged": {"input": {"sql": "from answers limit 3"}}}, "judged", "query is another one"),
+        (
+            {"judged": {"input": {"sql": "from answers limit 3"}}},
+            "judged",
+            "query, or a file that it reads, has changed",
+        ),
         ({"judged": {"max_tokens": 3}}, "judged", "max_tokens"),
         (
             {
@@ -226,7 +230,7 @@ def refused(server, command, *said):
                 }
             },
             "topics",
-            "query is another one",
+            "query, or a file that it reads, has changed",
         ),
         ({"topics": {"prompt": "{text}"}}, "topics", "prompt"),
     ],
@@ -654,7 +658,10 @@ def test_a_query_is_the_input_of_a_single_run(server, command):
     assert "12 written" in command("status", "job.yaml")
     job["input"] = {"sql": f"{sql} limit 3"}
     Path("job.yaml").write_text(yaml.safe_dump(job))
-    assert "the query is another one" in command("run", "job.yaml", code=1).error
+    assert (
+        "the query, or a file that it reads, has changed"
+        in command("run", "job.yaml", code=1).error
+    )
     assert len(server.payloads) == 12
 
 

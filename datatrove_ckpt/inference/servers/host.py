@@ -535,7 +535,6 @@ def server_settings(config: InferenceConfig, gpus: Sequence[int]) -> str:
         command.argv,
         config.replicas,
         config.server_stop_timeout_sec,
-        config.server_log_folder,
         str(Path.cwd()),
         [config.gpus, *gpus],
         sorted(command.environment(os.environ).items()),

@@ -55,10 +55,8 @@ from datatrove_ckpt.errors import (
     written_in,
 )
 from datatrove_ckpt.executors.local import close_servers
-from datatrove_ckpt.generation.finished_from import compare_earlier_runs
 from datatrove_ckpt.output.arrow_types import type_of
 from datatrove_ckpt.process.task_errors import log_disabled
-from datatrove_ckpt.rollouts.prompt import PromptRollout
 from datatrove_ckpt.run_folder import earlier_runs, preflight, queries
 from datatrove_ckpt.run_folder.documents import ShownDocument, select_rows
 from datatrove_ckpt.run_folder.finding import Finding, run_check
@@ -291,10 +289,8 @@ class StepsJob:
                 unknown.add(step.name)
             elif step.query is not None:
                 yield from run_check(step.name, self._bind, step, property_name="query")
-            if step.is_run and self.unfinished(step):
-                rollout = RunPlan(self.executor(step)[1]).runners[0].step.rollout_fn
-                if not isinstance(rollout, PromptRollout):
-                    unknown.add(step.name)
+            if {"rollout", "task"} & step.settings.keys() and self.unfinished(step):
+                unknown.add(step.name)
 
     def _bind(self, step: Step) -> Iterator[Finding]:
         assert step.query is not None
@@ -363,8 +359,8 @@ class StepsJob:
                 parts = [f"{folder}/output", f"{folder}/checkpoints"]
                 more = {**job, "finished_from": [*old, *parts]}
                 try:
-                    (runner,) = RunPlan(yaml_config.build(short_form.expand(more))).runners
-                    compare_earlier_runs(runner.step, runner.identity)
+                    plan = RunPlan(yaml_config.build(short_form.expand(more)))
+                    earlier_runs.check_job(plan, dry_run=True)
                     job = more
                     old += parts
                 except (CheckpointMismatch, ConfigError) as error:

@@ -241,17 +241,15 @@ class Verdict:
     Attributes:
         same: documents with the same requests and results.
         accepts: code or settings have changed since, and that was accepted.
-        slow: the time did not suffice.
         acts: what the rollout does outside of this process.
-        error: why no replay was possible.
+        undecided: why not all documents were replayed.
     """
 
     same: list[RecordedDocument] = field(default_factory=list)
     accepts: bool = False
     differences: list[Difference] = field(default_factory=list)
-    slow: bool = False
     acts: str = ""
-    error: str = ""
+    undecided: str = ""
 
     @property
     def real(self) -> list[Difference]:
@@ -261,7 +259,7 @@ class Verdict:
         if self.real:
             number = plural(len(self.differences) + len(self.same), "recorded document")
             return f"{self.real[0]} ({len(self.real)} of {number})"
-        if self.slow or self.acts or self.error:
+        if self.acts or self.undecided:
             return ""
         verb = "gets" if len(self.same) == 1 else "get"
         number = plural(len(self.same), "recorded document")
@@ -342,22 +340,23 @@ class Replays:
 
     async def check(self, seconds: float = SECONDS) -> Verdict:
         verdict = Verdict(acts=ROLLOUTS.effect)
-        documents = await in_own_thread(lambda: [*self.recorded.read()])
         deadline = time.monotonic() + seconds
-        for document in documents if not verdict.acts else ():
-            verdict.accepts |= document.run != self.run
-            try:
-                difference = await self.replay(document, max(0.001, deadline - time.monotonic()))
-            except TimeoutError:
-                verdict.slow = True
-                break
-            except SeenToAct as error:
-                verdict.acts = str(error)
-                break
-            if difference is None:
-                verdict.same.append(document)
-            else:
-                verdict.differences.append(difference)
+        try:
+            documents = await in_own_thread(lambda: [*self.recorded.read()])
+            for document in documents if not verdict.acts else ():
+                verdict.accepts |= document.run != self.run
+                left = max(0.001, deadline - time.monotonic())
+                difference = await self.replay(document, left)
+                if difference is None:
+                    verdict.same.append(document)
+                else:
+                    verdict.differences.append(difference)
+        except TimeoutError:
+            verdict.undecided = f"it takes longer than {seconds:g} s"
+        except SeenToAct as error:
+            verdict.acts = str(error)
+        except Exception as error:  # a defect of this check ends no run
+            verdict.undecided = redact(repr(error))
         return verdict
 
     async def refuse_changes(self) -> str:
@@ -372,11 +371,7 @@ class Replays:
         recorded = self.recorded
         if recorded.is_stopped:
             return ""
-        try:
-            verdict = await self.check()
-        except Exception as error:  # a defect of this check ends no run
-            logger.warning(f"The replay check has failed, and decides nothing: {error!r}")
-            return ""
+        verdict = await self.check()
         if verdict.acts:
             return await self._end(f"it was seen to {verdict.acts}")
         if verdict.real and step.accept_changes:
@@ -390,10 +385,10 @@ class Replays:
                 return await self._end(
                     f"it sends other requests in each process ({verdict.real[0]})"
                 )
-        if verdict.slow:
+        if verdict.undecided:
             logger.warning(
-                f"The replay check of recorded documents took longer than {SECONDS:g} s. It "
-                "decides nothing for this start: only the text of the code is compared."
+                "The replay check of recorded documents decides nothing for this start, because "
+                f"{verdict.undecided}: only the text of the code is compared."
             )
         elif verdict.differences and not verdict.real:
             logger.warning(
@@ -572,7 +567,7 @@ def replay_all(step: RunnerSettings, root: Path, seconds: float = SECONDS) -> Ve
     try:
         return (event_loop if host is None else host).run(check())
     except Exception as error:  # of the user's shared_context
-        return Verdict(error=redact(safe_text(error)))
+        return Verdict(undecided=redact(safe_text(error)))
 
 
 def evidence(step: RunnerSettings, root: Path, changes: Sequence[SettingChange]) -> str:
@@ -632,7 +627,7 @@ def answer_parent() -> None:
     sys.path[:] = dill.load(sys.stdin.buffer)
     step, root = dill.load(sys.stdin.buffer)
     verdict = replay_all(step, root, _FRESH_SECONDS)
-    if not verdict.error:
+    if not verdict.undecided:
         fields = [
             [difference.document.name, difference.path, difference.new_words]
             for difference in verdict.real

@@ -583,8 +583,9 @@ def restore_recorded(url: str, root: Path) -> None:
     store = ObjectStore(url)
     folder = root / layout.RECORDED
     with suppress(OSError):  # the rank has its folder, or another error has come before
-        names = [*store.names(layout.RECORDED)]
-        needed = [*names[: layout.MAX_RECORDED], *({layout.VOID} & {*names})]
+        names = sorted(store.names(layout.RECORDED))
+        # void.json, if it is there, is the last one.
+        needed = names[: layout.MAX_RECORDED] + names[-1:]
         missing = [name for name in dict.fromkeys(needed) if not (folder / name).exists()]
         contents = in_threads(lambda name: store.read(f"{layout.RECORDED}/{name}", 2**20), missing)
         if missing:

@@ -122,9 +122,8 @@ def _replay(plan: RunPlan) -> Iterator[Finding]:
         elif found := str(verdict):
             yield Finding("warning" if verdict.differences else "ok", "replay check", f"{found}.")
         else:
-            why_not = verdict.error or verdict.acts or "it is too slow"
-            text = f"the rollout could not be replayed: {why_not}."
-            yield Finding("warning", "replay check", text)
+            why_not = verdict.undecided or f"the rollout was seen to {verdict.acts}"
+            yield Finding("warning", "replay check", f"nothing is decided: {why_not}.")
 
 
 # What a run does with findings --------------------------------------------------------------------

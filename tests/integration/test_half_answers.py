@@ -18,6 +18,7 @@ import pytest
 
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
+from datatrove_ckpt.generation import requests
 from datatrove_ckpt.inference.client import half_answers
 from datatrove_ckpt.inference.client.half_answers import HalfAnswer
 from datatrove_ckpt.inference.client.routing import Request
@@ -324,6 +325,24 @@ def test_vllm_gets_the_flag_and_the_requests_that_its_version_knows(
     assert ("--enable-scale-out" in command) == continues
     assert len(log.said("continues half-written answers")) == continues
     assert tokens == sum(LENGTHS.values()) + 2 * 10 * continues
+    assert answered(tmp_path / "job") == expected
+
+
+@pytest.mark.parametrize("setting, number", [("auto", 1), (True, 3)])
+def test_answers_that_are_short_in_fact_are_requested_as_usual(
+    vllm, tmp_path, expected, setting, number, monkeypatch
+):
+    monkeypatch.setattr(requests, "_ENOUGH", 1)
+    put = RequestCache.put
+    halves = set()
+
+    def noted(cache, group):
+        put(cache, group := list(group))
+        halves.update(row.doc_id for row in group if row.key.is_piece)
+
+    monkeypatch.setattr(RequestCache, "put", noted)
+    vllm("0.32.0", half_answers=setting, max_concurrent_generations=1)
+    assert len(halves) == number
     assert answered(tmp_path / "job") == expected
 
 

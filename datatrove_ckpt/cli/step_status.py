@@ -115,7 +115,7 @@ def show(root: Path, arguments: argparse.Namespace) -> int:
         names = ", ".join(steps)
         raise ConfigError(f"{root}: has steps: name the folder of one, or give --sql: {names}.")
     query = queries.parse(arguments.sql, "--sql")
-    found = {name: select_rows(step) for name, step in steps.items() if step.has_rows}
-    tables = {name: found[name] for name in query.tables if found.get(name)}
-    say(queries.printed(query, tables, arguments.n))
+    tables = {name: select_rows(steps[name]) for name in query.tables if name in steps}
+    with_rows = {name: table for name, table in tables.items() if table}
+    say(queries.printed(query, with_rows, arguments.n))
     return 0

@@ -21,7 +21,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -129,11 +129,13 @@ def read_steps(short: Node, source: str) -> list[Step]:
                 f"{label}: a step has a name of its own, of letters, digits and _, and none of "
                 f"{', '.join(_RESERVED)}."
             )
-        steps[name] = _read_step(name, label, node, defaults, [*steps])
+        steps[name] = _read_step(name, label, node, defaults, steps)
     return [*steps.values()]
 
 
-def _read_step(name: str, label: str, node: object, defaults: Node, above: list[str]) -> Step:
+def _read_step(
+    name: str, label: str, node: object, defaults: Node, above: Mapping[str, Step]
+) -> Step:
     if not isinstance(node, dict):
         raise ConfigError(f"{label}: a mapping of settings, or of sql alone; it is {node!r}.")
     settings: Node = {}
@@ -152,13 +154,18 @@ def _read_step(name: str, label: str, node: object, defaults: Node, above: list[
     for table in query.tables if query else ():
         if table in above:
             sources.append(table)
+            if above[table].settings.get("output_format", "parquet") != "parquet":
+                raise ConfigError(
+                    f"{above[table].label}: output_format: the steps after it read Parquet. For "
+                    "another format: datatrove-ckpt export."
+                )
         elif query and re.fullmatch(r"\w+", table):
             hint = _hint(table, above)
             raise ConfigError(f'{query.label}: there is no step "{table}" above it{hint}')
     return Step(name, label, settings, query, tuple(sources), dead_letters == "leave")
 
 
-def _read_input(settings: Node, label: str, above: list[str]) -> Query | None:
+def _read_input(settings: Node, label: str, above: Mapping[str, Step]) -> Query | None:
     given = settings.get("input")
     if isinstance(given, dict):
         yaml_config.refuse_unknown(given, ["sql"], label)
@@ -173,7 +180,7 @@ def _read_input(settings: Node, label: str, above: list[str]) -> Query | None:
     return None
 
 
-def _hint(name: object, above: list[str]) -> str:
+def _hint(name: object, above: Mapping[str, Step]) -> str:
     return did_you_mean(name, above) or f"; these are {', '.join(above) or 'none'}."
 
 

@@ -169,25 +169,13 @@ def _dead_letters(path: Path) -> Iterator[Json]:
 
 
 def select_rows(step: StepFolder) -> str:
-    """Returns a SELECT of the rows of a step that has begun; "" if there are none. Rows that are
-    not in Parquet are copied there, with the types of their values: DuckDB would guess others.
-
-    Raises OutputFailed if no column can hold the values.
-    """
+    """Returns a SELECT of the rows of a step; "" if there are none. They are in Parquet."""
     if step.rows is not None:
         return queries.reads(step.rows.paths)
     if not step.has_begun:
         return ""
     files_of_step = committed_files(step.location)
     paths = [folder.resolve_paths(file.path) for folder, file, _ in files_of_step]
-    if not all(path.endswith(".parquet") for path in paths):
-        copy = step.folder / ".rows" / f"{step.digest()}.parquet"
-        if not copy.exists():
-            new = copy.with_suffix(".new")
-            files.disk.make_dirs(copy.parent)
-            _write_parquet(step.location, new)
-            files.disk.rename(new, copy)
-        paths = [str(copy)]
     return queries.reads(paths) if paths else ""
 
 

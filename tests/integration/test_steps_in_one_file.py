@@ -713,12 +713,24 @@ def test_a_duckdb_relation_is_an_input_in_python(server):
     assert [document.id for document in output] == ["id 00", "id 01"]
 
 
-@pytest.mark.parametrize("output_format", ["jsonl", "jsonl.gz", "csv"])
-def test_values_of_other_formats_reach_the_next_step_unchanged(server, command, output_format):
+def test_a_step_that_others_read_writes_parquet(server, command):
+    steps = {
+        "answers": {"input": "docs.jsonl", "prompt": "{text}", "output_format": "jsonl"},
+        "all": {"sql": "from answers"},
+    }
+    write(server, steps)
+    assert "steps after it read Parquet" in command("run", "job.yaml", code=2).error
+    assert not server.payloads
+    del steps["all"]
+    write(server, steps)
+    command("run", "job.yaml")
+
+
+def test_values_reach_the_next_step_unchanged(server, command):
     odd = {"day": "2024-01-02", "uuid": "0b0fdd76-9ba0-4b3c-8d2b-3f3c0a2a8a11", "big": 2**62 + 1}
     write_rows("docs.jsonl", [{**row, **odd} for row in ROWS])
     steps = {
-        "answers": {"input": "docs.jsonl", "prompt": "{text}", "output_format": output_format},
+        "answers": {"input": "docs.jsonl", "prompt": "{text}"},
         "more": {"input": "answers", "prompt": "{answer}", "answer": "again"},
         "all": {"sql": "select id, day, uuid, big::varchar as big from more"},
     }
@@ -727,3 +739,52 @@ def test_values_of_other_formats_reach_the_next_step_unchanged(server, command, 
         command("run", "job.yaml")
     assert table("all")[3] == {"id": "id 03", **odd, "big": str(2**62 + 1)}
     assert len(server.payloads) == 24
+
+
+def test_rows_that_change_nothing_in_a_later_step_leave_it_up_to_date(server, command):
+    steps = {
+        "answers": {"input": "docs.jsonl", "prompt": "{text}"},
+        "texts": {"sql": "select id, topic, text from answers"},
+        "more": {"input": {"sql": "select id, text from texts"}, "prompt": "More: {text}"},
+    }
+    write(server, steps)
+    command("run", "job.yaml")
+    write(
+        server, changed("texts", steps, sql="select id, upper(topic) as topic, text from answers")
+    )
+    sent = len(server.payloads)
+    command("run", "job.yaml")
+    assert len(server.payloads) == sent
+    assert "stale" not in command("status", "qa")
+    assert "3 steps verified" in command("verify", "qa")
+
+
+def test_a_moved_run_folder_goes_on_and_a_removed_file_of_a_query_is_made_again(finished, command):
+    Path("qa").rename("moved")
+    write(finished, run_folder="moved")
+    before = everything("moved")
+    Path("moved/best/output/rows_00000.parquet").unlink()
+    command("run", "job.yaml")
+    assert everything("moved") == before
+    assert not finished.asked
+
+
+def test_an_enum_is_a_text_and_its_values_count(server):
+    def rows(values):
+        sql = f"select id, 'b'::enum('{values}') as kind from 'docs.jsonl'"
+        return datatrove_ckpt.run(**job(server, {"rows": {"sql": sql}}))["rows"]
+
+    assert {document.metadata["kind"] for document in rows("a', 'b")} == {"b"}
+    assert pq.read_schema("qa/rows/output/rows_00000.parquet").field("kind").type == pa.string()
+
+
+def test_doctor_knows_the_columns_of_a_schema_in_a_file(server, command):
+    Path("schema.json").write_text(json.dumps(SCORE))
+    steps = {
+        "judged": {"input": "docs.jsonl", "prompt": "{text}", "json_schema": "@schema.json"},
+        "best": {"sql": "select id from judged where answer.score > 3"},
+    }
+    write(server, steps)
+    assert "no problem" in command("doctor", "job.yaml")
+    write(server, changed("best", steps, sql="select id from judged where answer.skore > 3"))
+    assert "skore" in command("doctor", "job.yaml", code=1)

@@ -9,6 +9,7 @@ import pytest
 from datatrove_ckpt.common.counts import WorkCounts
 from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.inference.client import half_answers
+from datatrove_ckpt.inference.client.client import Outage
 from datatrove_ckpt.inference.client.half_answers import HalfAnswer, is_long, may_continue
 from datatrove_ckpt.inference.client.responses import UnexpectedResponse
 from datatrove_ckpt.inference.client.routing import Request
@@ -502,6 +503,22 @@ def test_the_steps_share_their_connections(server):
     asking.answer()
     assert [path for path, _ in server.requested[-3:]] == STEPS
     assert len(set(server.peers[-3:])) == 1
+
+
+def test_an_answer_that_grows_for_long_is_no_silence():
+    """No warning that the endpoint may hang."""
+    now = 0.0
+    outage = Outage(1000.0, lambda: now)
+    outage.answered()
+    outage.check_silence(1.0, 3600.0)
+    for _ in range(20):
+        now += 60.0
+        outage.grown()
+        outage.check_silence(now, 3600.0)
+        assert outage.hangs == 0
+    now += 121.0
+    outage.check_silence(now, 3600.0)
+    assert outage.hangs == 121.0
 
 
 def test_comments_do_not_end_a_silence(server):

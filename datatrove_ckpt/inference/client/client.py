@@ -356,6 +356,11 @@ class Outage:
         if self._since < math.inf:
             self.ended()
 
+    def grown(self) -> None:
+        """Notes that a long answer has grown: the server is not silent."""
+        self._seen_at = self.clock()
+        self.ended()
+
     def ended(self) -> None:
         if self._is_shown:
             self._log("INFO", f"The server answers, after {self.seconds:.0f} s.")
@@ -1295,7 +1300,7 @@ class _Ids:
         has_grown = self.half.feed(data)
         if has_grown:
             self.target.mark_alive(self.started_at)
-            self.outage.ended()
+            self.outage.grown()
         return has_grown
 
 

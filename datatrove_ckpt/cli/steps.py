@@ -363,7 +363,8 @@ class StepsJob:
         old = [named] if isinstance(named, str) else [*named]
         with written_in(step.label):
             for folder in self._moved_aside(step):
-                parts = [f"{folder}/output", f"{folder}/checkpoints"]
+                listed = (folder / "output", folder / "checkpoints")
+                parts = [str(part) for part in listed if part.exists()]
                 more = {**job, "finished_from": [*old, *parts]}
                 try:
                     plan = RunPlan(yaml_config.build(short_form.expand(more)))
@@ -382,11 +383,7 @@ class StepsJob:
         paths = self.root.glob(f"{step.name}.*")
         numbers = [int(path.suffix[1:]) for path in paths if path.suffix[1:].isdecimal()]
         folders = [self.root / f"{step.name}.{number}" for number in sorted(numbers, reverse=True)]
-        return [
-            folder
-            for folder in folders
-            if (folder / "output").is_dir() and StepFolder(folder).has_begun
-        ]
+        return [folder for folder in folders if StepFolder(folder).has_begun]
 
     def redo(self, names: Sequence[str]) -> None:
         """Moves steps, and those that depend on them, aside. After a kill, the same command moves

@@ -308,6 +308,15 @@ def test_redo_asks_only_for_rows_that_changed(finished, command):
     assert Path("old/answers.1/output").is_dir()
 
 
+def test_a_redo_that_is_cut_and_given_again_keeps_what_it_has_paid(finished, command):
+    write(finished, changed("answers", prompt="Reply: {text}"), max_concurrent_generations=1)
+    command("run", "job.yaml", "--redo", "answers", "--steps.answers.max-total-tokens=40", code=4)
+    paid = finished.asked.total()
+    assert 1 < paid < 12
+    command("run", "job.yaml", "--redo", "answers")
+    assert set(finished.asked.values()) == {1}
+
+
 def test_redo_of_another_prompt_pays_that_step_again_and_says_so(finished, command):
     write(finished, changed("judged", prompt="Judge:  {answer}"))
     said = command("run", "job.yaml", "--redo", "judged")

@@ -1,7 +1,7 @@
 """``status``, ``verify`` and ``show --sql`` of a run folder with steps."""
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import orjson
@@ -12,7 +12,7 @@ from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.run_folder import queries, run_location, status_text
 from datatrove_ckpt.run_folder.run_state import to_json
-from datatrove_ckpt.run_folder.steps import StepFolder, outdated, step_folders
+from datatrove_ckpt.run_folder.steps import outdated, step_folders
 
 
 def root_of_steps(arguments: argparse.Namespace) -> Path | None:
@@ -43,14 +43,22 @@ def status(root: Path, arguments: argparse.Namespace) -> int:
         state = step.state()
         if state is not None:
             fields[name] = orjson.loads(to_json(state))
+            text = status_text.progress_of(state)
+            counts = state.delivered
+            rows = state.together.rows or counts.written
+            text += f"; {plural(counts.read, 'document')} in, {plural(rows, 'row')} out"
+            if counts.dead:
+                text += f"; {plural(counts.dead, 'dead letter')}"
             totals += state.run_totals
             requests += state.together.counts.requests
             code = max(code, int(state.is_damaged))
         elif step.rows is not None:
             fields[name] = {"is_finished": True, "rows": step.rows.rows}
+            rows = step.rows.rows
+            text = f"finished; {plural(rows, 'row') if rows else 'NO ROW'}"
         else:
             fields[name] = {"is_finished": False}
-        text = "; ".join(_describe(step))
+            text = "waiting"
         if name in stale:
             text += f"; stale: the rows of {stale[name]} have changed"
         lines.append(f"  {name:<{max(map(len, steps))}}  {text}")
@@ -62,23 +70,6 @@ def status(root: Path, arguments: argparse.Namespace) -> int:
     result = {"version": 2, "what": str(root), "steps": fields, "stale": stale}
     say_result(arguments.json, result, lines)
     return code
-
-
-def _describe(step: StepFolder) -> Iterator[str]:
-    state = step.state()
-    if state is not None:
-        yield status_text.progress_of(state)
-        counts = state.delivered
-        rows = state.together.rows or counts.written
-        yield f"{plural(counts.read, 'document')} in, {plural(rows, 'row')} out"
-        if counts.dead:
-            yield plural(counts.dead, "dead letter")
-    elif step.rows is None:
-        yield "waiting"
-    elif step.rows.rows:
-        yield f"finished; {plural(step.rows.rows, 'row')}"
-    else:
-        yield "finished; NO ROW"
 
 
 def verify(

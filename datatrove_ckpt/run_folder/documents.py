@@ -174,8 +174,9 @@ def select_rows(step: StepFolder) -> str:
         return queries.reads(step.rows.paths)
     if not step.has_begun:
         return ""
-    files_of_step = committed_files(step.location)
-    paths = [folder.resolve_paths(file.path) for folder, file, _ in files_of_step]
+    with open_location(str(step.folder)) as location:
+        committed = committed_files(location)
+        paths = [folder.resolve_paths(file.path) for folder, file, _ in committed]
     return queries.reads(paths) if paths else ""
 
 

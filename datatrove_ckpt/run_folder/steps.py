@@ -15,8 +15,8 @@ import xxhash
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.job_file import recorded_settings
 from datatrove_ckpt.checkpoint.rank_summary import Include, read_ranks
-from datatrove_ckpt.run_folder.queries import KeptRows, kept_rows
-from datatrove_ckpt.run_folder.run_location import RunLocation
+from datatrove_ckpt.run_folder.queries import kept_rows
+from datatrove_ckpt.run_folder.run_location import open_location
 from datatrove_ckpt.run_folder.run_state import RunState, read_run_state
 
 STEPS = "steps.json"
@@ -37,23 +37,15 @@ class StepFolder:
         self.given = kept_rows(folder / layout.KEPT_INPUT)
 
     @property
-    def location(self) -> RunLocation:
-        location = RunLocation(str(self.folder), self.folder / "checkpoints", [str(self.folder)])
-        location.output = str(self.folder / "output")
-        location.logging_dir = str(self.folder / "logs")
-        return location
-
-    @property
     def has_begun(self) -> bool:
         return recorded_settings(self.folder / "checkpoints") != {}
 
-    @property
-    def has_rows(self) -> bool:
-        return self.rows is not None or self.has_begun
-
     def state(self) -> RunState | None:
         """Returns the state of a run; None if it has not begun."""
-        return read_run_state(self.location) if self.has_begun else None
+        if not self.has_begun:
+            return None
+        with open_location(str(self.folder)) as location:
+            return read_run_state(location)
 
     def digest(self) -> str:
         """Returns the hash of the rows; of a run, the hash of its commits."""
@@ -65,10 +57,6 @@ class StepFolder:
                 for file in commit.files:
                     digest.update(f"{file.path} {file.xxh128}\n".encode())
         return digest.hexdigest()
-
-    def made_of(self) -> KeptRows | None:
-        """Returns the rows that show which rows of other steps the step has read."""
-        return self.given or self.rows
 
 
 def step_folders(root: Path) -> dict[str, StepFolder]:
@@ -83,10 +71,10 @@ def outdated(steps: dict[str, StepFolder]) -> Iterator[tuple[str, str]]:
     """Yields each step that has read other rows than a step before it has now, and that step."""
     digests: dict[str, str] = {}
     for name, step in steps.items():
-        kept = step.made_of()
+        kept = step.given or step.rows
         read = kept.made_from["steps"] if kept is not None else {}
         changed = [other for other in read if digests.get(other, read[other]) != read[other]]
         if changed:
             yield name, changed[0]
-        if step.has_rows:
+        if step.rows is not None or step.has_begun:
             digests[name] = step.digest()

@@ -44,7 +44,7 @@ from datatrove_ckpt.user_code.description import is_of_user
 T = TypeVar("T")
 _MAX_BYTES = 256 * 1024  # of a document
 _MAX_ALL_BYTES = 4 * 2**20
-_VERSION = 1
+_VERSION = 1  # changes with what this package makes of a payload: its users changed nothing
 _FIRST = 16  # documents that are recorded whatever their hashes are
 _MARGIN = 1.4  # times as many candidates as there are places, in an input of known size
 _ALL = 2**64

@@ -19,6 +19,7 @@ before it refuses a run. What is slow decides nothing.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import re
@@ -514,11 +515,18 @@ def _found(document: RecordedDocument, path: str, old: object, new: object) -> D
     texts = (_json(old), _json(new))
     before = _words(texts[0], document.process)
     after = _words(texts[1], process_names())
-    if before == after:
+    if before == after or _are_close(old, new):
         kind = "changing"
     elif sorted(before) == sorted(after):
         kind = "order"
     return Difference(document, path.lstrip("."), *texts, kind)
+
+
+def _are_close(old: Any, new: Any) -> bool:
+    """Whether two numbers differ as much as those that another processor computes."""
+    return (
+        isinstance(old, float) and isinstance(new, float) and math.isclose(old, new, rel_tol=1e-5)
+    )
 
 
 def _words(text: str, process: list[str]) -> list[str]:

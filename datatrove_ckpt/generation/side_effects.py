@@ -90,32 +90,29 @@ class SetupEffects(EffectWatch):
         self.forget()
 
     def forget(self) -> None:
-        self._sockets: set[str] = set()  # as /proc names them
-        self._paths: set[str] = set()
+        self._names: set[str] = set()  # of sockets and files, as /proc names them
         self._programs: set[bytes] = set()  # command lines
 
     def see(self, event: str, arguments: tuple[object, ...]) -> None:
         first = arguments[0] if arguments else None
         if isinstance(first, socket.socket):
-            self._sockets.add(f"socket:[{os.fstat(first.fileno()).st_ino}]")
+            self._names.add(f"socket:[{os.fstat(first.fileno()).st_ino}]")
         elif event in ("open", "sqlite3.connect") and isinstance(first, str | bytes | os.PathLike):
-            self._paths.add(os.path.realpath(os.fsdecode(first)))
-            if len(self._paths) > _MAX_PATHS:
-                self._paths.intersection_update(_open_files("self").values())
+            self._names.add(os.path.realpath(os.fsdecode(first)))
+            if len(self._names) > _MAX_PATHS:
+                self._names.intersection_update(_open_files("self").values())
         elif event == "subprocess.Popen" and isinstance(arguments[1], list | tuple):
             self._programs.add(b"\0".join(map(os.fsencode, arguments[1])))
 
     def lasting(self) -> str:
         """Returns an effect that lasts; "" if there is none."""
-        if not (self._sockets or self._paths or self._programs):
+        if not (self._names or self._programs):
             return ""
         own = _open_files("self")
         standard = {own.pop(number, "") for number in ("0", "1", "2")}
-        for name in {*own.values()} - standard:
-            if name in self._sockets:
-                return "keep a connection open"
-            if name in self._paths:
-                return f"keep {name} open"
+        for name in self._names.intersection(own.values()) - standard:
+            shown = "a connection" if name.startswith("socket:") else name
+            return f"keep {shown} open"
         pipes = {name for name in own.values() if name.startswith("pipe:")}
         for process in Path("/proc").glob("[0-9]*") if self._programs and pipes else ():
             with suppress(OSError):

@@ -23,6 +23,7 @@ def record(**fields):
         ("2026/11/30 11:59 PM", "2026/12/1 12:01 AM"),
         (1796025601, 1796025777),
         (1796025601.25, 1796025777.5),
+        (0.1234567, 0.1234568),  # a score of numpy's on another processor
     ],
 )
 def test_dates_and_times_are_no_real_difference(old, new):
@@ -31,7 +32,13 @@ def test_dates_and_times_are_no_real_difference(old, new):
 
 @pytest.mark.parametrize(
     "old, new",
-    [("30 documents", "31 documents"), (5, 6), ("May I?", "Must I?"), ("v 2026", "v 2027")],
+    [
+        ("30 documents", "31 documents"),
+        (5, 6),
+        (0.12, 0.13),
+        ("May I?", "Must I?"),
+        ("v 2026", "v 2027"),
+    ],
 )
 def test_other_numbers_and_words_are(old, new):
     assert replay.compared(record(), "", {"a": old}, {"a": new}).kind == "real"

@@ -555,9 +555,11 @@ def _sample_step(
     if step.query is not None:
         tables = {name: sampled[name].table for name in step.sources}
         kept = queries.make_rows(step.query, tables, folder / layout.KEPT_INPUT, {})
-        before = [sampled[name] for name in step.sources] or [SampledRows(None, 1, 1.0)]
-        if before[0].whole and queries.takes_row_by_row(step.query, tables):
-            whole = kept.rows * before[0].whole / before[0].rows
+        if not tables:
+            whole = float(kept.rows)
+        elif queries.takes_row_by_row(step.query, tables):
+            before = sampled[step.sources[0]]
+            whole = before.whole and kept.rows * before.whole / before.rows
         if not (step.is_run and kept.rows):
             table = queries.reads(kept.paths)
             if step.is_run:

@@ -559,6 +559,15 @@ def test_a_sample_takes_rows_through_all_steps_and_the_run_takes_its_answers(ser
     assert len(table("topics")) == 3
 
 
+def test_a_sample_prices_a_step_whose_query_groups_files(server, command):
+    sql = (
+        "select topic as id, string_agg(text, ' ' order by id) as text from 'docs.jsonl' group by 1"
+    )
+    write(server, {"topics": {"input": {"sql": sql}, "prompt": "Sum up: {text}"}})
+    said = command("run", "job.yaml", "--sample", "1")
+    assert "estimate for 3 documents" in said
+
+
 def test_a_sample_finds_a_mistake_in_the_last_query_and_steps_without_rows(server, command):
     steps = changed("best", sql="select id, answer from judged where rating = 'x'")
     steps["topics"] = {"input": "best", "prompt": "{answer}"}

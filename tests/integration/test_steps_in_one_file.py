@@ -565,7 +565,7 @@ def test_a_sample_prices_a_step_whose_query_groups_files(server, command):
     )
     write(server, {"topics": {"input": {"sql": sql}, "prompt": "Sum up: {text}"}})
     said = command("run", "job.yaml", "--sample", "1")
-    assert "estimate for 3 documents" in said
+    assert "about 3 documents" in said
 
 
 def test_a_sample_finds_a_mistake_in_the_last_query_and_steps_without_rows(server, command):

@@ -406,6 +406,15 @@ def test_what_the_steps_cannot_answer_is_requested_as_a_whole(server):
     assert server.generated == 5 * 10
 
 
+def test_an_attempt_that_grew_excuses_no_later_one(server):
+    expected = whole(server)
+    server.change = Once(2, lambda event: None)
+    server.changed[RENDER] = lambda fields: 500 if server.count(RENDER) > 2 else fields
+    asking = Asking(server, request_max_attempts=3)
+    assert without_id(asking.answer()) == expected
+    assert asking.work.errors["HTTP 500"] == 3
+
+
 def test_rejections_are_logged_once(server, log):
     def refused(fields):
         return fields if server.count(RENDER) == 1 else 400

@@ -1193,6 +1193,8 @@ class CompletionClient:
     ) -> Response:
         half = request.half
         request.continues = False
+        if half is not None:
+            half.has_grown = False
         if half is not None and target.continuation is not None and not half.is_refused:
             request.continues = True
             try:

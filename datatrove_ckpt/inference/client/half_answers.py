@@ -172,7 +172,6 @@ class HalfAnswer:
         self._first = _digest([version, prompt, params])
         ids = self._read()
         self._rest = b""
-        self.has_grown = False
         if self.end is None and len(ids) >= limit:
             self.end = ["length", None]
         if len(ids) > self._counted:

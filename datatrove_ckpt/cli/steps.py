@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -271,8 +271,11 @@ class StepsJob:
         if step.query is None:
             first = islice(executor.pipeline[0](None, 0, 1), _FIRST)
             rows = [{"id": "", "text": "", **document.metadata} for document in first]
-            names = dict.fromkeys(chain.from_iterable(rows))
-            columns = {name: type_of([row.get(name) for row in rows], name) for name in names}
+            found = dict.fromkeys(chain.from_iterable(rows))
+            columns = {name: type_of([row.get(name) for row in rows], name) for name in found}
+        if runner.answer in columns and "answer" not in step.settings:
+            names = (f"answer_{number}" for number in count(2))
+            runner = runner.changed(answer=next(name for name in names if name not in columns))
         answer = _example(getattr(runner.rollout_fn, "json_schema", None))
         if runner.explode and not isinstance(answer, list):
             answer = [answer]

@@ -796,6 +796,23 @@ def test_an_enum_is_a_text_and_its_values_count(server):
     assert pq.read_schema("qa/rows/output/rows_00000.parquet").field("kind").type == pa.string()
 
 
+@pytest.mark.parametrize("explode", [False, True])
+def test_doctor_knows_the_names_of_second_answers(server, command, explode):
+    server._answer = lambda payload, times: '["x"]'
+    schema = {"type": "array", "items": {"type": "string"}}
+    settings = {"prompt": "{answer}", "json_schema": schema, "explode": explode}
+    steps = {
+        "answers": {"input": "docs.jsonl", "prompt": "{text}"},
+        "more": {"input": "answers", **settings},
+        "most": {"input": "more", **settings},
+        "all": {"sql": "select id, answer, answer_2, answer_3 from most"},
+    }
+    write(server, steps)
+    assert "no problem" in command("doctor", "job.yaml")
+    command("run", "job.yaml")
+    assert table("all")[0]["answer_3"] == ("x" if explode else ["x"])
+
+
 def test_doctor_knows_the_columns_of_a_schema_in_a_file(server, command):
     Path("schema.json").write_text(json.dumps(SCORE))
     steps = {

@@ -232,7 +232,7 @@ class RecordedDocuments:
 
     waits = False
 
-    def __init__(self, root: Path, rank: int = 0, share: float = 1.0) -> None:
+    def __init__(self, root: Path, rank: int = -1, share: float = 1.0) -> None:
         self.folder = root / layout.RECORDED
         self.finished = asyncio.Queue[tuple[RecordingAnswers, FinishedDocument]]()
         self._rank = rank
@@ -325,8 +325,7 @@ class RecordedDocuments:
         data = checksummed_json({"version": _VERSION, **vars(document)}, indent=False)
         if len(data) > _MAX_BYTES:
             return
-        files.disk.make_dirs(self.folder, files.PRIVATE_FOLDER)
-        files.disk.replace(path, data)
+        self._write(path, data)
         names = self.names()
         size = 0
         for number, name in enumerate(names):
@@ -343,6 +342,13 @@ class RecordedDocuments:
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.json"
 
+    def _write(self, path: Path, data: bytes) -> None:
+        files.disk.make_dirs(self.folder, files.PRIVATE_FOLDER)
+        # Ranks that start together may write the same file: each has its own beside it.
+        beside = path.with_name(f"{path.name}.{self._rank}")
+        files.disk.write_new(beside, [data])
+        files.disk.rename(beside, path)
+
     def end(self, why: str) -> None:
         """Ends the recording of the run, for all ranks and attempts.
 
@@ -351,9 +357,8 @@ class RecordedDocuments:
         """
         self.stop()
         names = self.names()
-        files.disk.make_dirs(self.folder, files.PRIVATE_FOLDER)
         data = checksummed_json({"version": _VERSION, "why": redact(why)})
-        files.disk.replace(self.folder / layout.VOID, data)
+        self._write(self.folder / layout.VOID, data)
         for name in names:
             files.disk.remove(self.folder / name)
 

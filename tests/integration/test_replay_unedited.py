@@ -1,6 +1,8 @@
 """Unedited code is not refused by the replay check."""
 
+from datatrove_ckpt.common.threads import in_threads
 from datatrove_ckpt.generation import replay
+from datatrove_ckpt.generation.recorded_documents import RecordedDocuments
 from tests.integration.test_replay_check import go_on, recorded, says_word, start
 
 
@@ -18,3 +20,20 @@ def test_a_change_that_is_accepted_is_not_refused_later_where_time_did_not_suffi
         start(tmp_path, server, says_word, monkeypatch, accept_changes=True, **settings)
     assert len(recorded(tmp_path)) == 0
     go_on(tmp_path, server, says_word, **settings)
+
+
+def test_ranks_that_write_the_same_record_at_once_do_not_fail(tmp_path):
+    document = replay.RecordedDocument("0" * 16, 0, 0, "id", "x" * 9999, "", [], "", "", [])
+
+    def write(rank):
+        recorded = RecordedDocuments(tmp_path, rank)
+        for _ in range(50):
+            recorded.put(document)
+
+    in_threads(write, range(8))
+    assert [*RecordedDocuments(tmp_path).read()] == [document]
+
+
+def test_ranks_that_end_the_record_at_once_do_not_fail(tmp_path):
+    in_threads(lambda rank: RecordedDocuments(tmp_path, rank).end("why"), range(64))
+    assert RecordedDocuments(tmp_path).void == "why"

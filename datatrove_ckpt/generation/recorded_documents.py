@@ -345,7 +345,7 @@ class RecordedDocuments:
     def _write(self, path: Path, data: bytes) -> None:
         files.disk.make_dirs(self.folder, files.PRIVATE_FOLDER)
         # Ranks that start together may write the same file: each has its own beside it.
-        beside = path.with_name(f"{path.name}.{self._rank}")
+        beside = path.with_name(f"{path.name}.{self._rank:08x}")
         files.disk.write_new(beside, [data])
         files.disk.rename(beside, path)
 

@@ -75,7 +75,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     if "steps" in job:
         from datatrove_ckpt.cli.steps import examine_steps  # slow to import
 
-        checks = examine_steps(job, arguments.config or "the command line")
+        checks = [*examine_steps(job, arguments.config or "the command line")]
     else:
         _, executor = make_executor(arguments.config, arguments.overrides)
         # Not imported for a file with a mistake.

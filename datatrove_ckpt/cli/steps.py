@@ -498,21 +498,19 @@ class StepsJob:
             lock.release()
 
 
-def examine_steps(short: Node, source: str) -> list[Finding]:
+def examine_steps(short: Node, source: str) -> Iterator[Finding]:
     """Checks the steps as ``doctor`` checks a run; of a run whose input is not there yet, only the
     settings.
     """
     sys.path.insert(0, str(Path.cwd()))
     job = StepsJob(short, source)
-    findings: list[Finding] = []
     for step in job.steps:
         if step.is_run:
             _, executor = job.executor(step)
             if step.query is None or job.found(step).given is not None:
                 for finding in preflight.doctor(executor):
-                    subject = f"{step.name}: {finding.subject}"
-                    findings.append(replace(finding, subject=subject))
-    return [*findings, *job.bind()]
+                    yield replace(finding, subject=f"{step.name}: {finding.subject}")
+    yield from job.bind()
 
 
 @dataclass(frozen=True)

@@ -372,7 +372,7 @@ def _as_if_alone(request, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     # Nor what was opened and done before.
     monkeypatch.setattr(side_effects.ROLLOUTS, "effect", "")
-    side_effects.SETUP.forget()
+    side_effects.SETUP.__init__()
     # Ranks would stop for the end of another test's Slurm job.
     monkeypatch.setattr("datatrove_ckpt.process.slurm_job._first_asked", {})
     # Whose fault a rejection is.

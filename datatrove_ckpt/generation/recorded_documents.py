@@ -255,9 +255,12 @@ class RecordedDocuments:
     def void(self) -> str:
         """Why nothing is recorded; "" if something is."""
         path = self.folder / layout.VOID
-        with suppress(OSError, ValueError):
+        try:
             return str(read_checksummed_json(path.read_bytes(), (_VERSION,))["why"])
-        return ""
+        except FileNotFoundError:
+            return ""
+        except (OSError, ValueError, KeyError) as error:
+            return f"{path} cannot be read ({error!r})"
 
     def read(self) -> Iterator[RecordedDocument]:
         """Yields the documents; not those that are torn, or of another version."""
@@ -321,7 +324,7 @@ class RecordedDocuments:
         Raises:
             CkptError: the disk takes no file.
         """
-        path = self._path(document.name)
+        path = self.folder / f"{document.name}.json"
         data = checksummed_json({"version": _VERSION, **vars(document)}, indent=False)
         if len(data) > _MAX_BYTES:
             return
@@ -337,10 +340,7 @@ class RecordedDocuments:
             files.disk.remove(path)
 
     def remove(self, name: str) -> None:
-        files.disk.remove(self._path(name))
-
-    def _path(self, name: str) -> Path:
-        return self.folder / f"{name}.json"
+        files.disk.remove(self.folder / f"{name}.json")
 
     def _write(self, path: Path, data: bytes) -> None:
         files.disk.make_dirs(self.folder, files.PRIVATE_FOLDER)

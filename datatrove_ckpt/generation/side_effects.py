@@ -87,9 +87,6 @@ class SetupEffects(EffectWatch):
     """Watches imports and ``shared_context``, whose effects count while they last."""
 
     def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
         self._names: set[str] = set()  # of sockets and files, as /proc names them
         self._programs: set[bytes] = set()  # command lines
 

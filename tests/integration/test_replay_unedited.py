@@ -37,3 +37,10 @@ def test_ranks_that_write_the_same_record_at_once_do_not_fail(tmp_path):
 def test_ranks_that_end_the_record_at_once_do_not_fail(tmp_path):
     in_threads(lambda rank: RecordedDocuments(tmp_path, rank).end("why"), range(64))
     assert RecordedDocuments(tmp_path).void == "why"
+
+
+def test_a_damaged_end_of_the_record_is_an_end(tmp_path):
+    RecordedDocuments(tmp_path).end("why")
+    path = tmp_path / "recorded" / "void.json"
+    path.write_bytes(path.read_bytes()[:20])
+    assert RecordedDocuments(tmp_path).is_stopped

@@ -457,7 +457,7 @@ class ColumnTypes:
                 )
 
     def schema(self) -> Schema:
-        return pa.schema([_writable(pa.field(name, kind)) for name, kind in self.types.items()])
+        return pa.schema([writable(pa.field(name, kind)) for name, kind in self.types.items()])
 
 
 _MAX_LEVELS = 99  # of pyarrow's readers; its writers have no limit
@@ -473,18 +473,18 @@ def _levels(kind: DataType) -> int:
     return (1 if pa.types.is_struct(kind) else 2) + max(map(_levels, parts))
 
 
-def _writable(field: Field) -> Field:
+def writable(field: Field) -> Field:
     """Returns the field with text in place of null types, and a key in a dict without keys."""
     kind = field.type
     if pa.types.is_null(kind):
         return pa.field(field.name, pa.string(), metadata=_NO_VALUE)
     if pa.types.is_struct(kind):
-        fields = [_writable(inner) for inner in kind] or [
+        fields = [writable(inner) for inner in kind] or [
             pa.field(_EMPTY_DICT, pa.string(), metadata=_NO_VALUE)
         ]
         return pa.field(field.name, pa.struct(fields))
     if pa.types.is_list(kind):
-        return pa.field(field.name, pa.list_(_writable(kind.value_field)))
+        return pa.field(field.name, pa.list_(writable(kind.value_field)))
     return field
 
 

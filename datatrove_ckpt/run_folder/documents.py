@@ -33,6 +33,7 @@ from datatrove_ckpt.output.arrow_types import (
     type_of,
     unify_types,
 )
+from datatrove_ckpt.output.chunk_writing import raw_type, writable
 from datatrove_ckpt.output.csv_writer import line
 from datatrove_ckpt.output.document_codec import document_of, for_orjson, number_column
 from datatrove_ckpt.output.formats import JSONL, PARQUET, format_of_file, from_cell
@@ -169,14 +170,30 @@ def _dead_letters(path: Path) -> Iterator[Json]:
 
 
 def select_rows(step: StepFolder) -> str:
-    """Returns a SELECT of the rows of a step; "" if there are none. They are in Parquet."""
+    """Returns a SELECT of the rows of a step; "" if there are none. They are in Parquet.
+
+    A column without a value is text in its file, and DuckDB would make text of the numbers in other
+    files: where types differ, the rows are copied with types that hold them all.
+
+    Raises OutputFailed if there are no such types.
+    """
     if step.rows is not None:
         return queries.reads(step.rows.paths)
     if not step.has_begun:
         return ""
     with open_location(str(step.folder)) as location:
-        committed = committed_files(location)
+        committed = [*committed_files(location)]
         paths = [folder.resolve_paths(file.path) for folder, file, _ in committed]
+        types = dict[str, DataType]()
+        columns = chain.from_iterable(_schemas(committed))
+        if any(types.setdefault(column.name, column.type) != column.type for column in columns):
+            copy = step.folder / ".rows" / f"{step.digest()}.parquet"
+            if not copy.exists():
+                files.disk.make_dirs(copy.parent)
+                with TemporaryDirectory(dir=copy.parent) as folder:
+                    _write_parquet(location, Path(folder, copy.name))
+                    files.disk.rename(Path(folder, copy.name), copy)
+            paths = [str(copy)]
     return queries.reads(paths) if paths else ""
 
 
@@ -432,7 +449,9 @@ def _write_lines(location: RunLocation, path: Path) -> int:
 def _write_parquet(location: RunLocation, path: Path) -> int:
     files = [*committed_files(location)]  # a run may commit more of them meanwhile
     if files and format_of_file(files[0][1].path) is PARQUET:
-        schema = _united(_columns_of_tables(files))
+        columns = chain.from_iterable(_schemas(files))
+        united = _united((column.name, raw_type(column)) for column in columns)
+        schema = pa.schema(map(writable, united))
         tables = _tables(files, schema)
     else:
         schema = _united(_columns_of_rows(location))
@@ -445,11 +464,10 @@ def _write_parquet(location: RunLocation, path: Path) -> int:
     return count
 
 
-def _columns_of_tables(files: Iterable[Committed]) -> Iterator[tuple[str, DataType]]:
+def _schemas(files: Iterable[Committed]) -> Iterator[Schema]:
     for folder, committed, _ in files:
         with PARQUET.open(folder, committed.path) as file:
-            for column in pq.read_schema(file):
-                yield column.name, column.type
+            yield pq.read_schema(file)
 
 
 def _tables(files: Sequence[Committed], schema: Schema) -> Iterator[Table]:

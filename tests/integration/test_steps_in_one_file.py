@@ -759,6 +759,34 @@ def test_values_reach_the_next_step_unchanged(server, command):
     assert len(server.payloads) == 24
 
 
+@pytest.mark.parametrize("without", [0, 11])  # in the first file, in the last
+def test_files_without_a_value_leave_other_files_their_types(command, without):
+    def reply(payload, times):
+        number = int(payload["messages"][-1]["content"].split()[-1])
+        if abs(number - without) < 3:
+            return "no JSON"
+        return json.dumps({"score": number, "notes": [number]} if "tools" in payload else number)
+
+    run = {"input": "docs.jsonl", "prompt": "{text}", "records_per_chunk": 3, "engine": "none"}
+    form = {"answer_attempts": 1, "invalid_answer": "keep", "rollout_results": False}
+    nested = {"type": "object", "required": ["score"]}
+    steps = {
+        "judged": {**run, **form, "json_schema": nested, "generation_params": {"tools": []}},
+        "best": {"sql": "select id, answer.score, answer.notes from judged where answer notnull"},
+        "flat": {**run, **form, "json_schema": {"type": "integer"}},
+        "most": {"sql": "select max(answer) as score from flat"},
+    }
+    with FakeServer(reply) as server:
+        write(server, steps)
+        command("run", "job.yaml")
+    scores = [number for number in range(12) if abs(number - without) >= 3]
+    assert table("most") == [{"score": max(scores)}]
+    assert [row["notes"] for row in table("best")] == [[number] for number in scores]
+    command("export", "qa/judged", "all.parquet")
+    answers = pq.read_table("all.parquet")["answer"].to_pylist()
+    assert [answer["score"] for answer in answers if answer] == scores
+
+
 def test_rows_that_change_nothing_in_a_later_step_leave_it_up_to_date(server, command):
     steps = {
         "answers": {"input": "docs.jsonl", "prompt": "{text}"},

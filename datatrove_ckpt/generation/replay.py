@@ -587,7 +587,7 @@ def evidence(step: RunnerSettings, root: Path, changes: Sequence[SettingChange])
         return ""
     verdict = replay_all(step, root)
     if verdict.real:
-        return f"{verdict}\n"
+        return f"The changed code gives finished documents other requests or results: {verdict}\n"
     if verdict.differences or not verdict.same or not str(verdict):
         return ""
     places = [change.note.partition(": ")[0] for change in changes if change.note]

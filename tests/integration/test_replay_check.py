@@ -511,6 +511,7 @@ def test_a_change_of_code_is_refused_with_what_it_does(tmp_path, server, command
     words.write_text("\n\ndef clean(text):\n    return text + ' NEW'\n")
     refused = command("run")
     assert refused.returncode == 1
+    assert "code gives finished documents other requests or results: document" in refused.stderr
     assert "messages[0].content: 't" in refused.stderr
     assert " OLD' -> 't" in refused.stderr
     assert len(server.payloads) == sent

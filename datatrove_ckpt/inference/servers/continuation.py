@@ -53,7 +53,7 @@ async def find_continuation(
     except TimeoutError:
         reason = f"it took longer than {_SECONDS:g} s"
     except (LookupError, TypeError, ValueError) as error:
-        reason = f"an answer has another form ({error!r})"
+        reason = f"an answer has another form than vLLM's ({error!r})"
     except (CannotContinue, CkptError, RetryableError, ExchangeFailed, OSError) as error:
         reason = str(error)
     else:

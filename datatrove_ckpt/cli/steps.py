@@ -40,11 +40,12 @@ from datatrove_ckpt.checkpoint.run_limits import RunTotals
 from datatrove_ckpt.cli import short_form, yaml_config
 from datatrove_ckpt.cli.job_input import SavedInput
 from datatrove_ckpt.cli.output_commands import MOST, described
-from datatrove_ckpt.cli.printing import fail, say
+from datatrove_ckpt.cli.printing import fail, note, say
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import did_you_mean, plural, plural_is, without_flag
 from datatrove_ckpt.common.lazy_pyarrow import pa, pq
 from datatrove_ckpt.common.retrying import code_of_rank
+from datatrove_ckpt.common.warnings import warn_once
 from datatrove_ckpt.errors import (
     CheckpointLocked,
     CheckpointMismatch,
@@ -181,7 +182,9 @@ def _read_input(settings: Node, label: str, above: Mapping[str, Step]) -> Query 
 
 
 def _hint(name: object, above: Mapping[str, Step]) -> str:
-    return did_you_mean(name, above) or f"; these are {', '.join(above) or 'none'}."
+    if not above:
+        return ": this is the first step."
+    return did_you_mean(name, above) or f"; these are {', '.join(above)}."
 
 
 def _example(schema: object) -> object:
@@ -375,7 +378,7 @@ class StepsJob:
                     job = more
                     old += parts
                 except (CheckpointMismatch, ConfigError) as error:
-                    logger.warning(f"{folder}: its answers are not taken over: {error}")
+                    warn_once(f"{folder}: its answers are not taken over: {error}")
             config = short_form.expand(job)
             executor = yaml_config.build(config)
         executor.keeps_servers = True  # for the next step
@@ -480,7 +483,9 @@ class StepsJob:
             reason = self.unfinished(step)
             if reason:
                 raise TooManyDeadLetters(f"{step.label}: {reason}")
-        elif kept is not None and not kept.rows:
+        elif kept is not None and kept.rows:
+            logger.info(f"{step.label}: {plural(kept.rows, 'row')} in {kept.folder}")
+        elif kept is not None:
             logger.warning(f"{step.label}: no row reaches it, so its output has none.")
 
     @contextmanager
@@ -602,8 +607,8 @@ def _naming(step: Step) -> Iterator[None]:
     except CheckpointMismatch as error:
         error.add_note(
             f"This is the first step that has changed: {step.label}. Undo the change; or run with "
-            f"--redo {step.name}, which runs this step and what depends on it anew, and asks only "
-            "for rows that have changed."
+            f"--redo {step.name}, which runs this step and what depends on it anew. A step whose "
+            "settings are the old ones asks only for rows that have changed."
         )
         raise
 
@@ -635,6 +640,8 @@ def run_steps(
             own = argparse.Namespace(**{**vars(arguments), "retry_dead_letters": retries})
             with written_in(step.label):
                 code = run_job(config, executor, own)
+            if code:
+                note(f"The step that stopped: {step.label}.")
             is_submitted = plan.submits and executor.array_id is not None
             if code or is_submitted or (arguments.worker and job.unfinished(step) == _RUNS):
                 return code

@@ -146,6 +146,23 @@ def test_mistakes_in_the_form_are_found_before_any_request(server, command, step
     assert not server.payloads
 
 
+def test_a_circle_from_the_first_step_is_named(server, command):
+    write(server, {"first": {"input": {"sql": "from best"}, "prompt": "{text}"}})
+    said = command("run", "job.yaml", code=2).error
+    assert 'steps.first: input: there is no step "best" above it: this is the first step.' in said
+
+
+def test_an_error_names_the_step_that_stopped_and_a_query_says_where_its_rows_are(
+    server, command, log
+):
+    few = {"sql": "select * from 'docs.jsonl' limit 2"}
+    write(server, {"few": few, "first": {"input": "few", "prompt": "{txet}"}})
+    said = command("run", "job.yaml", code=1)
+    assert log.said("job.yaml: steps.few: 2 rows in qa/few/output")
+    assert "no column 'txet'" in said.error
+    assert said.error.rstrip().endswith("The step that stopped: job.yaml: steps.first.")
+
+
 @pytest.mark.parametrize(
     "name, settings", [("kubernetes", {"image": "x"}), ("jobs", {"flavor": "x"})]
 )
@@ -320,7 +337,7 @@ def test_a_redo_that_is_cut_and_given_again_keeps_what_it_has_paid(finished, com
 def test_redo_of_another_prompt_pays_that_step_again_and_says_so(finished, command):
     write(finished, changed("judged", prompt="Judge:  {answer}"))
     said = command("run", "job.yaml", "--redo", "judged")
-    assert "judged.1: its answers are not taken over" in said
+    assert said.count("judged.1: its answers are not taken over") == 1
     assert "prompt" in said
     assert [asked.split(":")[0] for asked in finished.asked] == ["Judge"] * 12
 

@@ -175,7 +175,10 @@ def described(
     if document.is_dead:
         outcome = "failed"
     width = shutil.get_terminal_size().columns - 2
-    texts = wrapped([f"{title}: {document.text}", f"{outcome}: {document.answer}"], width)
+    shown = [f"{outcome}: {document.answer}"]
+    if document.text:  # tables may have none
+        shown.insert(0, f"{title}: {document.text}")
+    texts = wrapped(shown, width)
     return "\n".join([head, *(f"  {line}".rstrip() for line in texts), ""])
 
 

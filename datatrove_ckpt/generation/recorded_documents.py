@@ -245,7 +245,7 @@ class RecordedDocuments:
         """Returns the files, the smallest hash first; none if the recording has ended."""
         try:
             names = os.listdir(self.folder)  # noqa: PTH208 (speed)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         if layout.VOID in names:
             return []
@@ -257,7 +257,7 @@ class RecordedDocuments:
         path = self.folder / layout.VOID
         try:
             return str(read_checksummed_json(path.read_bytes(), (_VERSION,))["why"])
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return ""
         except (OSError, ValueError, KeyError) as error:
             return f"{path} cannot be read ({error!r})"

@@ -60,6 +60,7 @@ OTHER = {
     "default_generation_params": {"temperature": 0.5},
     "max_concurrent_documents": 1,
     "request_timeout": 500.0,
+    "half_answers": False,
     "model_kwargs": {"dtype": "half"},
     "server_log_folder": lambda job: str(job.folder / "logs"),
     "seed": 1,

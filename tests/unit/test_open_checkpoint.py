@@ -180,9 +180,9 @@ class TakenOver(Placement):
     def __init__(self, folder):
         self.folder = folder
 
-    def wait(self, chunk_index, waiting):
+    def wait(self, chunk_index, done, failed):
         self.newer = opened(self.folder)
-        waiting.done()
+        done()
 
 
 def test_an_owner_that_was_taken_over_after_it_published_commits_and_removes_nothing(
@@ -285,7 +285,7 @@ def test_an_open_rank_knows_its_commits_but_reads_them_where_an_owner_before_it_
 
 READS = [
     (layout, "RankListing"),
-    (rank_summary, "run_with_secrets"),
+    (rank_summary.identity, "run_with_secrets"),
     (rank_summary, "read_last_chunk"),
     (rank_summary, "read_shard"),
     (rank_summary, "read_history"),

@@ -229,7 +229,9 @@ def check_after_run(plan: RunPlan) -> dict[Path, JobTotals]:
                 f"{counts.written} written, {counts.dropped} dropped, {counts.dead} dead letters. "
                 f"Do not use the output before you have run: datatrove-ckpt verify {root} --full"
             )
-        is_unfiltered = all(isinstance(step, BaseReader) for step in runner.before)
+        is_unfiltered = all(
+            isinstance(step, BaseReader) and not step.skip for step in runner.before
+        )
         may_be_empty = ended_early or not is_unfiltered
         if not counts.read and (job.numbers.skipped or not may_be_empty):
             raise InputError(

@@ -177,6 +177,7 @@ def test_files_that_vanish_during_the_run_are_missed_at_its_end(hub, tmp_path, e
     step = make(
         rollout=rollout,
         hub_commit_seconds=0,
+        replay_check=False,  # which would run the rollout again
         config={"max_concurrent_documents": 1},
     )
     with pytest.raises((OutputMismatch, OutputFailed), match=error):

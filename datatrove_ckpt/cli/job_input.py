@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from glob import escape, has_magic
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from datatrove.data import Document
 from datatrove.io import get_datafolder
@@ -32,8 +32,9 @@ from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.readers import READERS, JsonlReader, SeekingReader
 from datatrove_ckpt.readers.compressed import uncompressed
 from datatrove_ckpt.readers.inputs import InputFolder
-from datatrove_ckpt.run_folder import queries
-from datatrove_ckpt.run_folder.queries import KeptRows, Query, Tables
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.run_folder.queries import KeptRows, Query, Tables
 
 _READERS = {reader.__name__: reader for reader in READERS}
 _SUFFIXES = {suffix: reader.__name__ for reader in READERS for suffix in reader.suffixes.split()}
@@ -332,7 +333,7 @@ class SavedInput:
             )
         return self.save_lines(_lines(rows), "rows")
 
-    def save_query(self, query: Query, tables: Tables, made_from: JsonObject) -> KeptRows:
+    def save_query(self, query: "Query", tables: "Tables", made_from: JsonObject) -> "KeptRows":
         """Computes a query, unless its rows are there.
 
         Args:
@@ -342,6 +343,8 @@ class SavedInput:
         Raises:
             CheckpointMismatch: the run has begun with other rows.
         """
+        from datatrove_ckpt.run_folder import queries  # slow to import
+
         kept = queries.kept_rows(self.folder)
         if kept is not None and kept.made_from == made_from and not query.reads_files:
             return kept

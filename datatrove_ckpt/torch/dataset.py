@@ -27,6 +27,8 @@ one by one, so arrays are cut out of the batch itself. Arrays are copies: torch 
 arrays, and a view keeps a block alive.
 """
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -467,7 +469,7 @@ class Epoch(Iterator[object]):
 
     def __init__(
         self,
-        dataset: "ReaderDataset",
+        dataset: ReaderDataset,
         slot: Slot,
         number: int,
         saved: DatasetState | None = None,
@@ -873,7 +875,7 @@ class ReaderDataset(StatefulIterable):
         return DatasetState.from_json(state).has_ended()
 
 
-def restore(loader: "DataLoader", states: Iterable[ReaderState | str | PathLike[str]]) -> int:
+def restore(loader: DataLoader, states: Iterable[ReaderState | str | PathLike[str]]) -> int:
     """Lets a loader resume in the epoch in which states of all ranks were saved. Call it in each
     rank.
 

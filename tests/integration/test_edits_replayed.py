@@ -23,7 +23,8 @@ def attempt(folder, server, files, *more):
     return subprocess.run(
         [sys.executable, "-m", "datatrove_ckpt", "run", *flags],
         cwd=folder,
-        env={**os.environ, **variables},
+        # A .pyc file would hide an edit of the same second and length.
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **variables},
         capture_output=True,
         text=True,
     )

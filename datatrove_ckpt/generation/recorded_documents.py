@@ -238,6 +238,7 @@ class RecordedDocuments:
         self._rank = rank
         self._share = share
         self._hashes = [_hash_in(name) for name in self.names()]
+        self._sizes: dict[str, int] = {}  # of files, by name
         self._room = 0 if self.void else _ALL  # only smaller hashes have room
         self._limit = self._room
 
@@ -314,6 +315,11 @@ class RecordedDocuments:
             expected = _MARGIN * layout.MAX_RECORDED * self._share / documents
             self._limit = min(self._limit, int(expected * _ALL))
 
+    def has_room(self, name: str) -> bool:
+        """Whether a document is one of those with the smallest hashes that have begun."""
+        smallest = self._hashes[: layout.MAX_RECORDED]
+        return _hash_in(name) <= smallest[-1]
+
     def finish(self, answers: DocumentAnswers, finished: FinishedDocument) -> None:
         if isinstance(answers, RecordingAnswers):
             self.finished.put_nowait((answers, finished))
@@ -332,7 +338,9 @@ class RecordedDocuments:
         names = self.names()
         size = 0
         for number, name in enumerate(names):
-            size += size_of(self.folder / name)
+            if name not in self._sizes:
+                self._sizes[name] = size_of(self.folder / name)
+            size += self._sizes[name]
             if number >= layout.MAX_RECORDED or size > _MAX_ALL_BYTES:
                 self._room = min(self._room, _hash_in(name))
                 files.disk.remove(self.folder / name)

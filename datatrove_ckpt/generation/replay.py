@@ -461,7 +461,7 @@ class Replays:
             await self._end(f"it was seen to {ROLLOUTS.effect}")
         elif recorded.waits:
             await self._end("it waits for other documents")
-        elif document is not None:
+        elif document is not None and recorded.has_room(document.name):
             try:
                 difference = await self.replay(document, SECONDS)
             except TimeoutError:

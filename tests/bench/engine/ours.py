@@ -45,6 +45,7 @@ def main(folder):
         JsonlWriter(str(folder / "output"), "${rank}_${chunk_index}.jsonl", compression=None),
         checkpoints_local_dir=str(folder / "checkpoints"),
         records_per_chunk=max(1, min(1000, work.documents // 4)),
+        replay_check=False,  # the rollout counts
     )
     pipeline = [JsonlReader(str(folder / "input")), step]
     LocalPipelineExecutor(pipeline, tasks=1, logging_dir=str(folder / "logs")).run()

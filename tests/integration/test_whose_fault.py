@@ -223,9 +223,7 @@ def test_a_server_that_refuses_all_from_some_moment_on_makes_no_dead_letter(
         ) as caught:
             run_job(tmp_path, server, 200, config=config, **settings)
         assert "other documents" not in str(caught.value)
-        assert (
-            len(server.payloads) < answered + 100
-        )  # more are sent before the probe on a busy machine
+        assert len(server.payloads) < answered + 60
         assert letters(tmp_path) == []
         assert cached_errors(tmp_path) == 0
         server._status = lambda payload, times: None

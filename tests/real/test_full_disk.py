@@ -163,7 +163,6 @@ class Job:
             JsonlWriter(str(self.output), "${rank}_chunk_${chunk_index}.jsonl", compression=None),
             checkpoints_local_dir=str(self.checkpoints),
             records_per_chunk=CHUNK,
-            replay_check=False,  # a record that the full disk refuses outlives a connection
             sync_seconds=sync_seconds,
         )
         reader = JsonlReader(str(self.folder / "input"), add_file_path=False)

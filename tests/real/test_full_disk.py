@@ -275,7 +275,7 @@ def test_a_full_disk_stops_the_rank_and_a_larger_one_finishes_it(
             if job.fails(FREE):
                 assert job.fails(FREE), "what did not fit fits, though nothing was freed"
                 failed += 2
-                resize(small, 4096)
+                resize(small, 8192)  # recorded documents take up to half of it
             job.finishes(expected, 2)
     assert failed >= len(SIZES[on_it])
 

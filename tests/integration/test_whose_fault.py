@@ -232,6 +232,16 @@ def test_a_server_that_refuses_all_from_some_moment_on_makes_no_dead_letter(
     assert sorted(ids(tmp_path)) == sorted(all_of(200))
 
 
+def test_a_probe_whose_answer_takes_time_lets_few_others_start(tmp_path, monkeypatch):
+    monkeypatch.setattr("datatrove_ckpt.inference.client.client._ANSWERS_WITHIN", 0.0)
+    config = {"model_name_or_path": "m", "max_concurrent_generations": 8}
+    is_probe = lambda payload, times: float(times > 0)  # noqa: E731
+    with FakeServer(status=Budget(20, 400), delay=is_probe) as server:
+        with pytest.raises(ServerRefused):
+            run_job(tmp_path, server, 200, config=config)
+        assert len(server.payloads) <= 20 + 8 + 8 + 1  # places, undecided requests, the probe
+
+
 @pytest.mark.parametrize("status", [400, 422, 500, 403])
 @pytest.mark.parametrize("bad", [["text 7"], ["text 0", "text 3", "text 39"], ["text 39"]])
 def test_documents_of_a_small_job_are_at_fault_if_a_probe_is_answered(tmp_path, bad, status):

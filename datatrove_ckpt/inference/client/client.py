@@ -958,7 +958,7 @@ class CompletionClient:
         rejected_at = time.monotonic()
         began_at = self.outage.clock()
         is_shown = False
-        is_limited = began_at < target.evidence.probe_at
+        is_limited = began_at < target.evidence.probe_at < math.inf
         frees_place = is_limited or self.sender.undecided < _MOST_UNDECIDED
         with self.sender.deciding(frees_place):
             async with target.evidence.deciding:
@@ -1005,7 +1005,7 @@ class CompletionClient:
         now = self.outage.clock()
         if now < evidence.probe_at or self.sender.shutdown.is_stopping:
             return False
-        evidence.probe_at = now + PROBE_INTERVAL
+        evidence.probe_at = math.inf
         answered = evidence.of(api)
         others = "a request that it had answered before"
         if answered.api is not None:
@@ -1042,6 +1042,7 @@ class CompletionClient:
                 self.outage.failed(error, self.servers.oldest_in_flight)
         finally:
             self._router.release(target, request)
+            evidence.probe_at = now + PROBE_INTERVAL
         work.failed += 1
         return False
 

@@ -61,7 +61,7 @@ class Evidence:
 
     Attributes:
         deciding: held by the rejected request that waits for an answer or a probe.
-        probe_at: time from which a probe may be sent.
+        probe_at: time from which a probe may be sent; inf while one is in flight.
     """
 
     deciding: asyncio.Lock = field(default_factory=asyncio.Lock)

@@ -143,11 +143,11 @@ def new_records(accepted: Sequence[Json], identity: RunIdentity) -> list[Json]:
 
 def mixed_settings(changes: Iterable[Json]) -> list[tuple[str, str, str]]:
     """Returns each accepted change once, as field, old and new value (JSON, cut off). Omits changes
-    of the output folder.
+    of the output folder. A change of requests, which the replay check found, has a path.
     """
     settings = [
         (
-            str(change.get("field")),
+            str(change.get("field", f"requests ({change.get('path')})")),
             _display(change.get("old", _NOT_SET)),
             _display(change.get("new", _NOT_SET)),
         )

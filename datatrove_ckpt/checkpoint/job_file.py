@@ -158,21 +158,31 @@ def record_output_folder(root: Path, folder: str) -> None:
             guard.release(remove=True)
 
 
-def record_change(root: Path, change: Json) -> None:
-    """Adds an accepted change to ``job.json``, unless another rank has it.
+def record_change(root: Path, path: str, old: str, new: str) -> None:
+    """Adds an accepted change of requests or results to ``job.json``, unless another rank has.
+
+    It is no setting, so it has no ``field``.
+
+    Args:
+        path: place in the request or result.
 
     Raises:
-        CheckpointError: ``job.json`` is damaged, or cannot be written.
+        CheckpointError: ``job.json`` is damaged, or cannot be written; or another process has kept
+            ``job.lock`` for a minute.
     """
-    with suppress(CheckpointLocked):  # a rank that starts, and accepts the same
-        guard = Lock(root / layout.JOB_LOCK)
-        try:
-            job = _read_job(root)
-            when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            accepted = [*job.get("accepted_changes", []), {"when": when, **change}]
-            data = checksummed_json(stamped({**job, "accepted_changes": accepted}))
-            files.disk.replace(root / layout.JOB, data)
-        finally:
+    guard = _lock_job(root)
+    try:
+        job = _read_job(root)
+        accepted = job.get("accepted_changes", [])
+        change = {"path": path, "old": old, "new": new}
+        if any(change.items() <= other.items() for other in accepted):
+            return
+        when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        accepted = [*accepted, {"when": when, **change}]
+        data = checksummed_json(stamped({**job, "accepted_changes": accepted}))
+        files.disk.replace(root / layout.JOB, data)
+    finally:
+        if guard is not None:
             guard.release(remove=True)
 
 
@@ -240,14 +250,14 @@ def _is_current(root: Path, identity: RunIdentity) -> bool:
     return bool(job) and is_same and describe_alike(job, identity.fields)
 
 
-def _lock_job(root: Path, identity: RunIdentity) -> Lock | None:
-    """Takes ``job.lock``. Returns None once another rank has written a matching ``job.json``."""
+def _lock_job(root: Path, identity: RunIdentity | None = None) -> Lock | None:
+    """Takes ``job.lock``. Returns None once another rank has written ``identity`` to ``job.json``."""
     deadline = time.monotonic() + 60.0
     while True:
         try:
             return Lock(root / layout.JOB_LOCK)
         except CheckpointLocked:
-            if _is_current(root, identity):
+            if identity is not None and _is_current(root, identity):
                 return None
             if time.monotonic() > deadline:
                 raise

@@ -421,10 +421,8 @@ class Replays:
         may depend on its process.
         """
         first = verdict.real[0]
-        field = f"requests ({first.path})"
-        old, new = first.excerpts
-        change = {"field": field, "old": old, "new": new}
-        await in_own_thread(record_change, self.recorded.folder.parent, change)
+        root = self.recorded.folder.parent
+        await in_own_thread(record_change, root, first.path, *first.excerpts)
         if not verdict.accepts:
             await self._end("its differences are accepted")
 

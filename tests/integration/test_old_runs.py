@@ -250,7 +250,7 @@ def test_an_old_run_that_goes_on_with_another_model_is_noticed_at_the_next_start
         go(tmp_path / "new", 9, 3, **new)
         go(old, 3, 9, accept_changes=True, **other)
         for settings in ({}, other):
-            with pytest.raises(CheckpointMismatch, match=r'model\)?: "(fake|other)" -> '):
+            with pytest.raises(CheckpointMismatch, match=r'model: "(fake|other)" -> "'):
                 go(tmp_path / "new", 9, 9, **new, **settings)
         go(tmp_path / "new", 9, 9)
     assert len(rows(tmp_path / "new")) == 9

@@ -144,7 +144,8 @@ def test_an_accepted_difference_is_in_history_and_job(tmp_path, server, monkeypa
     go_on(tmp_path, server, says_word, accept_changes=True)
     job = content(tmp_path / "checkpoints" / "job.json")
     [change] = job["accepted_changes"]
-    assert change["field"] == "requests (messages[0].content)"
+    assert change["path"] == "messages[0].content"
+    assert "field" not in change  # it is no setting
     assert "NEW" in change["new"]
     history = (tmp_path / "checkpoints" / "00000" / "history.jsonl").read_bytes()
     records = [parse_line(line) for line in history.splitlines(keepends=True)]

@@ -251,7 +251,7 @@ def _is_current(root: Path, identity: RunIdentity) -> bool:
 
 
 def _lock_job(root: Path, identity: RunIdentity | None = None) -> Lock | None:
-    """Takes ``job.lock``. Returns None once another rank has written ``identity`` to ``job.json``."""
+    """Takes ``job.lock``. Returns None once another rank has written a matching ``job.json``."""
     deadline = time.monotonic() + 60.0
     while True:
         try:

@@ -150,12 +150,13 @@ class Difference(NamedTuple):
         return words if self.kind == "order" else sorted(words)
 
     @property
-    def excerpts(self) -> list[str]:
-        texts = [redact(self.old), redact(self.new)]
-        same = len(os.path.commonprefix(texts))  # noqa: RUF071 (of characters)
+    def excerpts(self) -> tuple[str, str]:
+        old, new = redact(self.old), redact(self.new)
+        same = len(os.path.commonprefix([old, new]))  # noqa: RUF071 (of characters)
         start = max(0, same - _EXCERPT // 3)
+        shown = slice(start, start + _EXCERPT)
         dots = "..." if start else ""
-        return [dots + text[start : start + _EXCERPT] for text in texts]
+        return dots + old[shown], dots + new[shown]
 
     def __str__(self) -> str:
         old, new = self.excerpts
@@ -422,7 +423,8 @@ class Replays:
         """
         first = verdict.real[0]
         root = self.recorded.folder.parent
-        await in_own_thread(record_change, root, first.path, *first.excerpts)
+        old, new = first.excerpts
+        await in_own_thread(record_change, root, first.path, old, new)
         if not verdict.accepts:
             await self._end("its differences are accepted")
 

@@ -63,12 +63,16 @@ class Asking:
             for target in client.servers.router.targets:
                 continuation = await find_continuation(self.config, target.url, None, self.model)
                 client.servers.set_continuation(target, continuation)
+            self.prepare(client)
             self.work = client.sender.work
             body = orjson.dumps(payload)
             request = Request(client.sender, body=body)
             # A copy: an attempt that is killed has only what the cache has.
             request.half = HalfAnswer(self.saved, dict(self.saved), self.work)
             return await client.complete(body, request=request)
+
+    def prepare(self, client):
+        pass
 
     def answer(self, *arguments, **more):
         return asyncio.run(self.ask(*arguments, **more))
@@ -424,6 +428,22 @@ def test_rejections_are_logged_once(server, log):
     for question in ("how?", "why?"):
         asking.answer(question)
     assert len(log.said("cannot continue an answer")) <= 1
+
+
+def test_a_step_that_answers_late_is_left_out(server, log):
+    """Its late answer would be taken for that to another document."""
+
+    class Late(Asking):
+        def prepare(self, client):
+            (target,) = client.servers.router.targets
+            transport = client.servers.transport(target, "chat/completions/render")
+            for _ in range(3):
+                transport.report_unexpected_bytes("an answer without a request")
+
+    expected = whole(server)
+    assert without_id(Late(server).answer()) == expected
+    assert server.count(RENDER) == 1  # the probe's
+    assert log.said("cannot continue an answer")
 
 
 def test_an_empty_answer_is_requested_as_a_whole(server):

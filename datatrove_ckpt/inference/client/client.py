@@ -65,7 +65,7 @@ import contextvars
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
@@ -664,7 +664,11 @@ class ModelServers:
         await _close(target)
 
     def transport(self, target: Target, path: str) -> Transport:
-        """Returns the connections to a server, which hold the key."""
+        """Returns the connections to a server, which hold the key.
+
+        Raises:
+            ServerRefused: nothing more is sent to this path of the server.
+        """
         if (transport := target.transports.get(path)) is None:
             assert target.url is not None
             proxied = self.config.server_type == "endpoint"
@@ -672,6 +676,7 @@ class ModelServers:
             url = target.url.api(path)
             transport = Transport(url, target.api_key, self.timeout, proxied, beside=beside)
             target.transports[path] = transport
+        transport.check()
         return transport
 
     @property
@@ -1083,12 +1088,11 @@ class CompletionClient:
         if not target.up:
             raise AttemptLost
         transport = self.servers.transport(target, api.path)
-        transport.check()
         attempt = target.start_attempt(request)
         self.in_flight += 1
         self.sender.work.sent += 1
         try:
-            answer = await self._send(target, transport, request, body, attempt.started_at, api)
+            answer = await self._send(attempt, transport, body, api)
         except (RetryableError, CkptError) as error:
             if not attempt.lost:
                 self.sender.count_error(_kind(error), target.name)
@@ -1115,20 +1119,19 @@ class CompletionClient:
         return answer
 
     async def _send(
-        self,
-        target: Target,
-        transport: Transport,
-        request: Request,
-        body: AnyBody,
-        started_at: float,
-        api: Api,
+        self, attempt: Attempt, transport: Transport, body: AnyBody, api: Api
     ) -> Completion:
+        target = attempt.target
+        half = attempt.request.half
         if api.tiers:
             body = with_field(body, b"service_tier", api.tiers[0])
         if api.lacks_model:
             body = with_field(body, b"model", target.model)
         try:
-            response = await self._response(target, transport, request, body, started_at, api)
+            if half is None:
+                response = await post(transport, body, self._config.model_name_or_path, api.extras)
+            else:
+                response = await self._continued(attempt, half, transport, body)
             try:
                 answer = api.parse(response.body)
                 if answer.answer is None or api.generates:
@@ -1139,70 +1142,66 @@ class CompletionClient:
             if api.tiers and not answer.service_tier:
                 answer.service_tier = api.tiers[0]
             transport.is_read = True
-            target.mark_alive(started_at)
+            target.mark_alive(attempt.started_at)
             target.failures = 0
             if target.is_reported:
                 target.is_reported = False
                 logger.info(f"{target.url} answers again.")
             if target.pace is not None:
                 tokens = answer.usage.get("total_tokens") or 0  # null at some gateways
-                target.pace.answered(started_at, tokens, response.quotas)
+                target.pace.answered(attempt.started_at, tokens, response.quotas)
             return answer
         except (RequestRejected, ServerRefused):
-            target.mark_alive(started_at)
+            target.mark_alive(attempt.started_at)
             self.outage.answered()
             raise
         except RetryableError as failure:
             remember_sent(api.extras)  # the answer may quote them
             failure.quote()
-            if isinstance(failure, UnexpectedResponse):
-                transport.note_unread(self.outage.clock(), failure, failure.seconds)
-            elif failure.status:
-                transport.unread = 0
-            if failure.server_is_well:
-                target.mark_alive(started_at)
-            if target.limits is not None and (failure.unsent or failure.server_is_limited):
-                target.limits.not_counted(request.quota_use)
-            if target.pace is not None and failure.server_is_limited:
-                target.pace.refused(started_at, failure.retry_after or 0.0)
-            self._cool_down(target, failure)
-            if target.probe is not None and not failure.server_is_well:
-                await target.probe(started_at, failure.status not in retrying.BUSY)
+            await self._attempt_failed(attempt, transport, failure)
             raise
 
-    def _response(
-        self,
-        target: Target,
-        transport: Transport,
-        request: Request,
-        body: AnyBody,
-        started_at: float,
-        api: Api,
-    ) -> Coroutine[object, None, Response]:
-        if request.half is None:
-            return post(transport, body, self._config.model_name_or_path, api.extras)
-        return self._continued(target, transport, request, body, started_at, api)
+    async def _attempt_failed(
+        self, attempt: Attempt, transport: Transport, failure: RetryableError
+    ) -> None:
+        """Counts a failure at its server, which rests then, and may be probed.
+
+        Raises:
+            ServerRefused: nothing more is sent to the server.
+        """
+        target = attempt.target
+        started_at = attempt.started_at
+        if isinstance(failure, UnexpectedResponse):
+            transport.note_unread(self.outage.clock(), failure, failure.seconds)
+        elif failure.status:
+            transport.unread = 0
+        if failure.server_is_well:
+            target.mark_alive(started_at)
+        if target.limits is not None and (failure.unsent or failure.server_is_limited):
+            target.limits.not_counted(attempt.request.quota_use)
+        if target.pace is not None and failure.server_is_limited:
+            target.pace.refused(started_at, failure.retry_after or 0.0)
+        self._cool_down(target, failure)
+        if target.probe is not None and not failure.server_is_well:
+            await target.probe(started_at, failure.status not in retrying.BUSY)
 
     async def _continued(
-        self,
-        target: Target,
-        transport: Transport,
-        request: Request,
-        body: AnyBody,
-        started_at: float,
-        api: Api,
+        self, attempt: Attempt, half: HalfAnswer, transport: Transport, body: AnyBody
     ) -> Response:
-        half = request.half
+        """Returns the response to a request whose answer may be continued. The request is sent as a
+        whole if the server does not continue it.
+        """
+        target = attempt.target
+        request = attempt.request
+        half.has_grown = False
         request.continues = False
-        if half is not None:
-            half.has_grown = False
-        if half is not None and target.continuation is not None and not half.is_refused:
+        if target.continuation is not None and not half.is_refused:
             request.continues = True
             try:
-                return await self._continue(target, target.continuation, half, body, started_at)
+                return await self._continue(attempt, half, target.continuation, body)
             except (CannotContinue, RequestRejected, ServerRefused, RetryableError) as error:
-                is_known = isinstance(error, RetryableError) and error.refusal is None
-                if is_known and not isinstance(error, UnexpectedResponse):
+                is_transient = isinstance(error, RetryableError) and error.refusal is None
+                if is_transient and not isinstance(error, UnexpectedResponse):
                     raise
                 half.is_refused = True
                 request.continues = False
@@ -1213,32 +1212,27 @@ class CompletionClient:
                     f"{target.url} cannot continue an answer, which is requested as a whole: "
                     f"{reason}"
                 )
-        return await post(transport, body, self._config.model_name_or_path, api.extras)
+        return await post(transport, body, self._config.model_name_or_path)
 
     async def _continue(
-        self,
-        target: Target,
-        continuation: Continuation,
-        half: HalfAnswer,
-        body: AnyBody,
-        started_at: float,
+        self, attempt: Attempt, half: HalfAnswer, continuation: Continuation, body: AnyBody
     ) -> Response:
         """Returns the answer, of which a part may come from earlier attempts. See
         ``half_answers.py``.
         """
+        if isinstance(body, RequestBody):
+            raise CannotContinue("the request has media")
         model = self._config.model_name_or_path
         path = self.api.path
         render, generate, derender = (
-            self.servers.transport(target, name)
+            self.servers.transport(attempt.target, name)
             for name in (f"{path}/render", GENERATE, f"{path}/derender")
         )
         rendered = await post(render, body, model)
         rest = half.continued(rendered.body, continuation.version)
         if rest is not None:
-            await post(generate, rest, model, stream=_Ids(half, target, self.outage, started_at))
-        assert isinstance(body, bytes)  # no media
-        payload = orjson.loads(body)
-        derendered = await post(derender, half.derender(payload), model)
+            await post(generate, rest, model, stream=_Ids(half, attempt, self.outage))
+        derendered = await post(derender, half.derender(orjson.loads(body)), model)
         return Response(200, half.answer(derendered.body, continuation.usage))
 
     def _cool_down(self, target: Target, failure: RetryableError) -> None:
@@ -1295,14 +1289,13 @@ class _Ids:
     """A stream of ids, which shows that its server works."""
 
     half: HalfAnswer
-    target: Target
+    attempt: Attempt
     outage: Outage
-    started_at: float
 
     def feed(self, data: bytes) -> bool:
         has_grown = self.half.feed(data)
         if has_grown:
-            self.target.mark_alive(self.started_at)
+            self.attempt.target.mark_alive(self.attempt.started_at)
             self.outage.grown()
         return has_grown
 

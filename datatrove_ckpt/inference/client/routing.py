@@ -309,7 +309,8 @@ class Attempt:
         lost: whether its server has died, so that its answer would be dropped.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, target: Target, request: Request) -> None:
+        self.target = target
         self.request = request
         self.started_at = time.monotonic()
         self.lost = False
@@ -433,7 +434,7 @@ class Target:
     def start_attempt(self, request: Request) -> Attempt:
         if not self.attempts:
             self.mark_alive()
-        attempt = Attempt(request)
+        attempt = Attempt(self, request)
         self.attempts.add(attempt)
         return attempt
 

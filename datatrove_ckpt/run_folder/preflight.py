@@ -32,6 +32,7 @@ from datatrove_ckpt.run_folder.finding import (
     with_timeout,
 )
 from datatrove_ckpt.run_folder.run_plan import (
+    RunnerPlan,
     RunPlan,
     WrongMarker,
     note_workers,
@@ -229,11 +230,7 @@ def check_after_run(plan: RunPlan) -> dict[Path, JobTotals]:
                 f"{counts.written} written, {counts.dropped} dropped, {counts.dead} dead letters. "
                 f"Do not use the output before you have run: datatrove-ckpt verify {root} --full"
             )
-        is_unfiltered = all(
-            isinstance(step, BaseReader) and not step.skip for step in runner.before
-        )
-        may_be_empty = ended_early or not is_unfiltered
-        if not counts.read and (job.numbers.skipped or not may_be_empty):
+        if not counts.read and (job.numbers.skipped or _has_read_all(runner, job)):
             raise InputError(
                 f"No row of the whole input is a document.{job.numbers.skipped} Check its files, "
                 "and text_key and the adapter of the reader.",
@@ -252,6 +249,16 @@ def check_after_run(plan: RunPlan) -> dict[Path, JobTotals]:
                 starts_over="anew",
             )
     return jobs
+
+
+def _has_read_all(runner: RunnerPlan, job: JobTotals) -> bool:
+    """Whether a finished job has read its whole input. False if other nodes have tasks of it."""
+    plan = runner.plan
+    return (
+        all(isinstance(step, BaseReader) and not step.skip for step in runner.before)
+        and job.ranks == plan.tasks
+        and not plan.incomplete(skip_completed=True)
+    )
 
 
 def run_checked(executor: PipelineExecutor) -> PipelineStats | None:

@@ -224,6 +224,12 @@ def test_an_input_without_documents_is_refused_also_by_the_same_command(job, com
     assert "  documents  none in the input\n" in command("status", "job.yaml").out
 
 
+def test_a_node_whose_tasks_have_no_document_ends_well(job, command):
+    (job / "input/1.jsonl").write_text("")
+    command("run", "job.yaml", "--executor.local_tasks=1", "--executor.local_rank_offset=1")
+    command("run", "job.yaml")
+
+
 def test_a_retry_without_dead_letters_is_said(job, command):
     command("run", "job.yaml")
     said = command("run", "job.yaml", "--retry-dead-letters")

@@ -56,7 +56,7 @@ from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.job_file import join_job
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, FinishedDocument
 from datatrove_ckpt.checkpoint.lock import Lock
-from datatrove_ckpt.checkpoint.publish_intents import Placement, PublicationStopped
+from datatrove_ckpt.checkpoint.publish_intents import Placement, PublicationStopped, WaitingChunk
 from datatrove_ckpt.checkpoint.rank_summary import (
     Include,
     RankSummary,
@@ -718,7 +718,7 @@ class Publisher:
                 f" holds {written} documents instead of {chunk.read}; its output is not committed.",
             )
         commit = partial(self.storage.call, self.lease.files.commit, chunk)
-        self.output.placement.wait(chunk.index, commit, self._fail)
+        self.output.placement.wait(chunk.index, WaitingChunk(commit, self._fail))
 
 
 @dataclass(eq=False)

@@ -13,6 +13,7 @@ hub's commit, which its commit line follows.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -67,25 +68,28 @@ class PublishIntents:
             self._hashes[name].add(digest)
 
 
+@dataclass(frozen=True, slots=True)
+class WaitingChunk:
+    """A chunk whose files are written, and not in place yet.
+
+    Attributes:
+        done: callback for success: the files are in place. Any thread may call it.
+        failed: callback for the error that stopped the placement. Any thread may call it.
+    """
+
+    done: Callable[[], None]
+    failed: Callable[[BaseException], None]
+
+
 class Placement:
     """Puts the files of published chunks in place.
 
     The base class is for files that are in place already.
     """
 
-    def wait(
-        self,
-        chunk_index: int,
-        done: Callable[[], None],
-        failed: Callable[[BaseException], None],
-    ) -> None:
-        """Takes a chunk that was written. Called in the publisher's thread.
-
-        Args:
-            done: callback for success: the files are in place. Any thread may call it.
-            failed: callback for the error that stopped the placement. Any thread may call it.
-        """
-        done()
+    def wait(self, chunk_index: int, waiting: WaitingChunk) -> None:
+        """Takes a chunk that was written. Called in the publisher's thread."""
+        waiting.done()
 
     def flush(self) -> None:
         """Stops waiting for more chunks, because none come. Does not block."""

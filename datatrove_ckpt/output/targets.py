@@ -58,6 +58,7 @@ from datatrove_ckpt.checkpoint.publish_intents import (
     Placement,
     PublicationStopped,
     PublishIntents,
+    WaitingChunk,
 )
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import duration, no_bars_in_logs, plural, ranges
@@ -467,9 +468,8 @@ class HubTarget(_TargetOnHub):
         self._uploaded: dict[int, tuple[list[UploadedFile], Path]] = {}
         self._queue: list[UploadedFile] = []
         """Files that wait for a commit, oldest first."""
-        self._chunks: dict[int, tuple[Callable[[], None], Path]] = {}
-        """Callbacks for the chunks of the waiting files, with their staging folders."""
-        self._failed: Callable[[BaseException], None]
+        self._chunks: dict[int, tuple[WaitingChunk, Path]] = {}
+        """Chunks of the waiting files, with their staging folders."""
         self._waiting_since = 0.0
         self._change = threading.Condition()
         self._hurried = False
@@ -555,23 +555,17 @@ class HubTarget(_TargetOnHub):
             )
             listing.sizes |= {name: lost[name].size for name in trusted}
 
-    def wait(
-        self,
-        chunk_index: int,
-        done: Callable[[], None],
-        failed: Callable[[BaseException], None],
-    ) -> None:
+    def wait(self, chunk_index: int, waiting: WaitingChunk) -> None:
         uploaded, folder = self._uploaded.pop(chunk_index)
         if not uploaded:
             files.disk.remove_tree(folder)
-            done()
+            waiting.done()
             return
         with self._change:
             if not self._queue:
                 self._waiting_since = time.monotonic()
             self._queue += uploaded
-            self._chunks[chunk_index] = done, folder
-            self._failed = failed
+            self._chunks[chunk_index] = waiting, folder
             if not self._is_running:
                 self._is_running = True
                 context_thread(self._run, "datatrove-ckpt hub")
@@ -599,7 +593,8 @@ class HubTarget(_TargetOnHub):
         except PublicationStopped:
             return
         except BaseException as error:  # every failure here must reach the event loop
-            self._failed(error)
+            waiting, _ = next(iter(self._chunks.values()))
+            waiting.failed(error)
 
     def _next_batch(self) -> list[UploadedFile]:
         """Waits until a commit is due. Returns its files, or none once the rank stops."""
@@ -665,10 +660,10 @@ class HubTarget(_TargetOnHub):
             self._confirmed[plain(file.name)] = len(self._seen)
             if file.chunk_index not in waiting_chunks:
                 waiting_chunks.add(file.chunk_index)
-                done, folder = self._chunks[file.chunk_index]
+                waiting, folder = self._chunks[file.chunk_index]
                 files.disk.remove_tree(folder)
-                del self._chunks[file.chunk_index]
-                done()
+                waiting.done()
+                del self._chunks[file.chunk_index]  # now: ``_run`` reports an error to a chunk
 
     def _look_at_history(self) -> CommitHistory:
         history = self._hub.history(self._history)

@@ -19,7 +19,7 @@ from datatrove.pipeline.writers.huggingface import HuggingFaceBucketWriter, Hugg
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.checkpoint.publish_intents import PublishIntents
+from datatrove_ckpt.checkpoint.publish_intents import PublishIntents, WaitingChunk
 from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed, OutputMismatch, StorageFailed
 from datatrove_ckpt.generation import scheduler
 from datatrove_ckpt.output import targets
@@ -67,25 +67,38 @@ def committed(folder):
     return sorted(read_commits(folder / "checkpoints/00000/commits.jsonl"))
 
 
-def test_a_rank_that_was_taken_over_while_its_files_wait_commits_nothing(hub, tmp_path):
-    taken = SimpleNamespace(check=Mock(side_effect=Fenced("Another process has taken over")))
-    (tmp_path / "staged").write_text("content")
+def wait_with(tmp_path, lease, waiting):
+    """One chunk waits for a commit of the rank with this lease."""
+    staging = tmp_path / "chunk_00000"
+    staging.mkdir()
+    (staging / "staged").write_text("content")
     output = JsonlWriter("hf://datasets/org/data/config", "${rank}.jsonl")
     folder = output.output_folder
     place = HubFolder.of(folder)
     calls = InterruptibleCalls(place.url, place)
-    commits = HubTarget(folder, 0, tmp_path, taken, calls, CommitPace())
-    staged = SimpleNamespace(path=tmp_path / "staged", size=7, rows=0, hexdigest=lambda: "")
-    commits.publish(
-        0, SimpleNamespace(finished={"a": staged}, folder=tmp_path), PublishIntents(tmp_path)
-    )
-    done, failures = Mock(), queue.SimpleQueue()
-    commits.wait(0, done, failures.put)
+    commits = HubTarget(folder, 0, tmp_path, lease, calls, CommitPace())
+    staged = SimpleNamespace(path=staging / "staged", size=7, rows=0, hexdigest=lambda: "")
+    written = SimpleNamespace(finished={"a": staged}, folder=staging)
+    commits.publish(0, written, PublishIntents(tmp_path))
+    commits.wait(0, waiting)
     commits.flush()
+
+
+def test_a_rank_that_was_taken_over_while_its_files_wait_commits_nothing(hub, tmp_path):
+    taken = SimpleNamespace(check=Mock(side_effect=Fenced("Another process has taken over")))
+    done, failures = Mock(), queue.SimpleQueue()
+    wait_with(tmp_path, taken, WaitingChunk(done, failures.put))
     with pytest.raises(Fenced):
         raise failures.get(timeout=300)
     assert hub.commits("org/data") == []
     assert not done.called
+
+
+def test_an_error_behind_the_commit_of_the_last_chunk_is_reported(hub, tmp_path):
+    done, failures = Mock(side_effect=StorageFailed("no space")), queue.SimpleQueue()
+    wait_with(tmp_path, Mock(), WaitingChunk(done, failures.put))
+    with pytest.raises(StorageFailed, match="no space"):
+        raise failures.get(timeout=300)
 
 
 def test_a_commit_carries_at_most_so_many_files(hub, monkeypatch, make):

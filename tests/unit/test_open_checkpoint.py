@@ -180,9 +180,9 @@ class TakenOver(Placement):
     def __init__(self, folder):
         self.folder = folder
 
-    def wait(self, chunk_index, done, failed):
+    def wait(self, chunk_index, waiting):
         self.newer = opened(self.folder)
-        done()
+        waiting.done()
 
 
 def test_an_owner_that_was_taken_over_after_it_published_commits_and_removes_nothing(

@@ -17,8 +17,8 @@ class Held(Placement):
         self.arrived = threading.Semaphore(0)
         self.hurried = threading.Event()
 
-    def wait(self, chunk_index, done, failed):
-        self.waiting[chunk_index] = done
+    def wait(self, chunk_index, waiting):
+        self.waiting[chunk_index] = waiting
         self.arrived.release()
 
     def flush(self):
@@ -47,7 +47,7 @@ def test_chunks_wait_in_any_number_and_are_committed_in_any_order(tmp_path, monk
     assert not checkpoint.publishing_behind
     assert len(list((tmp_path / "00000").glob("chunk_*.jsonl"))) == MAX_PUBLISHING + 3
     for index in (3, 1):
-        held.waiting[index]()
+        held.waiting[index].done()
     checkpoint.flush()
     assert checkpoint.publishing == MAX_PUBLISHING + 1
     assert not held.hurried.is_set()
@@ -74,7 +74,7 @@ def test_only_a_disk_that_is_nearly_full_holds_up_new_documents(tmp_path, monkey
     ):
         free(monkeypatch, share)
         assert checkpoint.publishing_behind is behind
-    held.waiting[0]()  # with so few chunks waiting, the room is not theirs
+    held.waiting[0].done()  # with so few chunks waiting, the room is not theirs
     checkpoint.flush()
     assert not checkpoint.publishing_behind
     held_up = ["New documents" not in line for line in log]

@@ -11,7 +11,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any, NoReturn
 
 import numpy as np
@@ -162,7 +162,8 @@ class BoundGenerate:
         """Returns the form of answers to ask for. Stops the task if there can be none."""
         try:
             form = OneRequest(json_schema=json_schema, answer_attempts=attempts)
-            return form.for_config(self._requests.config)
+            # A copy: the form of one request changes no server of the run.
+            return form.for_config(copy(self._requests.config))
         except ConfigError as error:
             self._requests.answers.fail(error)
             raise

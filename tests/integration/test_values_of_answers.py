@@ -14,7 +14,7 @@ from datatrove_ckpt.run_folder.documents import OutputPath
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.integration.test_finish_reasons import together
 from tests.integration.test_ready_made_ways import in_pieces
-from tests.jobs import chat, results, rows, run_job
+from tests.jobs import chat, documents, results, rows, run_job, runner
 from tests.yaml_jobs import write_rows
 
 SCHEMA = {"type": "object", "required": ["score"], "properties": {"score": {"type": "integer"}}}
@@ -57,6 +57,15 @@ def test_the_value_comes_back_or_an_error_that_the_rollout_may_catch(tmp_path):
         SCHEMA
     ] * 6
     assert together(tmp_path).done.bad["invalid"] == 5
+
+
+def test_a_schema_of_a_request_is_no_setting_of_the_servers(tmp_path):
+    """A server with other flags would be started for the next task."""
+    with FakeServer(lambda payload, times: '{"score": 1}') as server:
+        step = runner(tmp_path, server, scored)
+        step.run(documents(1))
+    assert results(tmp_path) == [[{"score": 1}]]
+    assert step.config.answer_schema == ""
 
 
 def test_killed_after_each_answer_no_attempt_is_paid_twice(tmp_path):

@@ -216,29 +216,29 @@ def _python_rows(batch: pa.Table, name: str) -> list[Row]:
     Raises:
         InputError: a value has no form in Python, or would lose digits.
     """
-    for column in batch.schema:
-        if any(kind in str(column.type) for kind in _SHORTER):
-            _check_values(batch.column(column.name), column, name)
     try:
+        for column in batch.columns:
+            _refuse_lost_digits(column)
         return cast("list[Row]", batch.to_pylist())
-    except (OverflowError, ValueError):
-        for column in batch.schema:
-            _check_values(batch.column(column.name), column, name)
+    except (OverflowError, ValueError):  # includes pyarrow's own
+        for field, column in zip(batch.schema, batch.columns, strict=True):
+            try:
+                _refuse_lost_digits(column)
+                column.to_pylist()
+            except (OverflowError, ValueError) as error:
+                raise InputError(
+                    f"The input file {name!r} has a value in the column {field.name!r}, of type "
+                    f"{field.type}, that Python cannot hold: {error}. Convert the column, for "
+                    "example to microseconds or to text, and run the same command again."
+                ) from error
         raise
 
 
-def _check_values(values: pa.ChunkedArray, column: pa.Field, name: str) -> None:
-    try:
-        for leaf in _leaves(values):
+def _refuse_lost_digits(column: pa.ChunkedArray) -> None:
+    if any(kind in str(column.type) for kind in _SHORTER):
+        for leaf in _leaves(column):
             if str(leaf.type) in _SHORTER:
                 leaf.cast(_SHORTER[str(leaf.type)])
-        values.to_pylist()
-    except (OverflowError, ValueError) as error:  # includes pyarrow's own
-        raise InputError(
-            f"The input file {name!r} has a value in the column {column.name!r}, of type "
-            f"{column.type}, that Python cannot hold: {error}. Convert the column, for example to "
-            "microseconds or to text, and run the same command again."
-        ) from error
 
 
 def _leaves(column: pa.Array) -> Iterator[pa.Array]:

@@ -18,7 +18,7 @@ import os
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from importlib import resources
 from itertools import chain
@@ -64,15 +64,6 @@ class AnswerKey(NamedTuple):
     @property
     def is_piece(self) -> bool:
         return _PIECE in self.payload_hash
-
-    def pieces_in(self, rows: Mapping[AnswerKey, CachedAnswer]) -> dict[int, bytes]:
-        """Returns the pieces of this answer, by the number of their first token."""
-        pieces = {}
-        for row, answer in rows.items():
-            digest, _, number = row.payload_hash.partition(_PIECE)
-            if number and answer.result and self == row._replace(payload_hash=digest):
-                pieces[int(number)] = answer.result
-        return pieces
 
 
 class CachedAnswer(NamedTuple):

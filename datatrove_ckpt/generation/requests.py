@@ -5,8 +5,8 @@ answers, and parks it for a batch. Everything here runs on the event loop of ``s
 """
 
 import asyncio
-from collections.abc import Awaitable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Awaitable, Coroutine, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 import orjson
@@ -524,13 +524,26 @@ _IN_TIERS = ("chat/completions", "completions", "responses")
 
 @dataclass(frozen=True)
 class AnswerPieces:
-    """Saves the pieces of one answer in the request cache."""
+    """The pieces of one answer in the request cache, by the number of their first token.
+
+    Args:
+        saved: the rows of its document that earlier attempts saved.
+    """
 
     rank: RankContext
     answers: DocumentAnswers
     key: AnswerKey
+    saved: Mapping[AnswerKey, CachedAnswer]
+    new: dict[int, bytes] = field(default_factory=dict)
 
-    def keep(self, number: int, piece: bytes) -> None:
+    def get(self, number: int) -> bytes | None:
+        if number in self.new:
+            return self.new[number]
+        row = self.saved.get(self.key.piece(number))
+        return None if row is None else row.result
+
+    def __setitem__(self, number: int, piece: bytes) -> None:
+        self.new[number] = piece
         answers = self.answers
         key = self.key.piece(number)
         row = CachedAnswer(piece, None)
@@ -831,16 +844,15 @@ class RolloutRequests:
     async def _half_answer(self, key: AnswerKey, sent: Payload, api: Api) -> HalfAnswer | None:
         """Returns the pieces of an answer that may be continued; None for another answer."""
         rank = self.rank
-        saved: dict[int, bytes] = {}
-        if self.answers.slot.cached:
-            saved = key.pieces_in(await self.answers.cached())
+        saved = await self.answers.cached() if self.answers.slot.cached else {}
         is_short = self.model.has_short_answers or not is_long(sent, rank.checkpoint.mean_answer)
-        if is_short and not saved:
+        if is_short and key.piece(0) not in saved:
             return None
         is_usual = api.name == self.model.usual.name and not (api.extras or api.tiers)
         if not is_usual or not may_continue(sent):
             return None
-        return HalfAnswer(AnswerPieces(rank, self.answers, key), saved, rank.checkpoint.own)
+        pieces = AnswerPieces(rank, self.answers, key, saved)
+        return HalfAnswer(pieces, rank.checkpoint.own)
 
     def keep(self, key: AnswerKey, answer: CachedAnswer, ends_pieces: bool = False) -> None:
         """Saves an answer. The caller waits for the storage then."""

@@ -160,13 +160,6 @@ class _Connection(simulated_servers._Connection):
         self._reply(orjson.dumps({"choices": [choice], "usage": usage}))
 
 
-class Saved(dict):
-    """The pieces that a request cache has."""
-
-    def keep(self, number, piece):
-        self[number] = piece
-
-
 async def run(half, kind, every, answers, seed):
     """Returns seconds, tokens generated twice a kill, and the mean length."""
     draw = random.Random(seed)
@@ -182,7 +175,7 @@ async def run(half, kind, every, answers, seed):
         request_max_attempts=10**6,
     )
     lengths = {}
-    saved = {number: Saved() for number in range(answers)}
+    saved = {number: {} for number in range(answers)}  # the pieces that a request cache has
     loop = asyncio.get_running_loop()
     began = loop.time()
     kills = 0
@@ -197,8 +190,7 @@ async def run(half, kind, every, answers, seed):
                 body = orjson.dumps(chat(str(number), model="m"))
                 request = Request(client.sender, order=number, body=body)
                 if half:
-                    pieces = saved[number]
-                    request.half = HalfAnswer(pieces, dict(pieces), client.sender.work)
+                    request.half = HalfAnswer(saved[number], client.sender.work)
                 answer = await client.complete(body, request=request)
                 lengths[number] = answer.usage["completion_tokens"]
                 saved[number].clear()

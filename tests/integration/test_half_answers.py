@@ -403,7 +403,7 @@ def test_kills_do_not_make_kept_answers_shorter(half, monkeypatch):
                 for number in range(300):
                     body = orjson.dumps(chat(f"text {number}", model="m", temperature=1))
                     request = Request(client.sender, body=body)
-                    request.half = HalfAnswer(Saved(), {}, client.sender.work)
+                    request.half = HalfAnswer({}, client.sender.work)
                     target.cooldown_until = 0.0
                     answer = await client.complete(body, request=request)
                     lengths.append(answer.usage["completion_tokens"])
@@ -412,11 +412,6 @@ def test_kills_do_not_make_kept_answers_shorter(half, monkeypatch):
     mean = sum(lengths) / len(lengths)
     # The standard error is 1, or 0.5.
     assert (17 < mean < 23) if half else (8.5 < mean < 11.5)
-
-
-class Saved:
-    def keep(self, number, piece):
-        pass
 
 
 def test_a_mirror_gives_another_node_the_pieces(tmp_path, expected):

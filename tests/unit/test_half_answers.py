@@ -38,9 +38,6 @@ def server():
 class Saved(dict[int, bytes]):
     """The pieces of one answer, as the request cache has them."""
 
-    def keep(self, number, piece):
-        self[number] = piece
-
     @property
     def ids(self):
         pieces = [orjson.loads(self[number])["half"] for number in sorted(self)]
@@ -67,8 +64,7 @@ class Asking:
             self.work = client.sender.work
             body = orjson.dumps(payload)
             request = Request(client.sender, body=body)
-            # A copy: an attempt that is killed has only what the cache has.
-            request.half = HalfAnswer(self.saved, dict(self.saved), self.work)
+            request.half = HalfAnswer(self.saved, self.work)
             return await client.complete(body, request=request)
 
     def prepare(self, client):
@@ -337,7 +333,7 @@ RENDERED = orjson.dumps(
 
 
 def half_answer(saved):
-    half = HalfAnswer(saved, {}, WorkCounts())
+    half = HalfAnswer(saved, WorkCounts())
     half.continued(RENDERED, "version")
     return half
 

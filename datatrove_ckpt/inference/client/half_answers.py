@@ -75,11 +75,12 @@ class Continuation:
     usage: tuple[str, ...]
 
 
-class PieceStore(Protocol):
-    """Saves the pieces of one answer."""
+class Pieces(Protocol):
+    """The saved pieces of one answer, by the number of their first token. A dict has this form."""
 
-    def keep(self, number: int, piece: bytes) -> None:
-        """Saves a piece. ``number``: of its first token."""
+    def get(self, number: int, /) -> bytes | None: ...
+
+    def __setitem__(self, number: int, piece: bytes, /) -> None: ...
 
 
 def may_continue(payload: JsonObject) -> bool:
@@ -117,8 +118,7 @@ class HalfAnswer:
     """One answer, over all its attempts. It is a ``Stream`` of its next ids.
 
     Args:
-        pieces: saves pieces.
-        saved: the pieces that earlier attempts saved, by the number of their first token.
+        pieces: its pieces of earlier attempts, and its next ones.
         work: counts of the rank.
 
     Attributes:
@@ -128,12 +128,11 @@ class HalfAnswer:
         has_grown: whether the last attempt has brought ids.
     """
 
-    def __init__(self, pieces: PieceStore, saved: dict[int, bytes], work: WorkCounts) -> None:
+    def __init__(self, pieces: Pieces, work: WorkCounts) -> None:
         self.is_refused = False
         self.has_grown = False
         self.end: list[object] | None = None
         self._pieces = pieces
-        self._saved = saved
         self._work = work
         self.prompt: list[int] = []
         self._first = ""  # hash of what the first piece belongs to
@@ -226,8 +225,7 @@ class HalfAnswer:
         end = [reason, choice.get("stop_reason")] if is_end else None
         if ids or is_end:
             piece = b"%b" % orjson.dumps({"half": ids, "after": self._last, "end": end})
-            self._saved[self._number] = piece
-            self._pieces.keep(self._number, piece)
+            self._pieces[self._number] = piece
             self._number += len(ids)
             self._last = xxhash.xxh3_64_hexdigest(piece)
             self.end = end
@@ -240,7 +238,7 @@ class HalfAnswer:
         ids: list[int] = []
         self.end = None
         self._last = self._first
-        while self.end is None and (piece := self._saved.get(len(ids))) is not None:
+        while self.end is None and (piece := self._pieces.get(len(ids))) is not None:
             fields = orjson.loads(piece)
             if fields["after"] != self._last:
                 break

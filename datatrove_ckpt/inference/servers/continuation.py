@@ -31,13 +31,6 @@ _TOKENS = 24  # vLLM leaves out its default, 16
 _QUESTION = "Write a long poem about the sea."
 
 
-class _Unsaved:
-    """Pieces of the answer to a test."""
-
-    def keep(self, number: int, piece: bytes) -> None:
-        pass
-
-
 async def find_continuation(
     config: InferenceConfig, url: HiddenUrl, api_key: Secret | None, model: str
 ) -> Continuation | None:
@@ -99,13 +92,13 @@ class _Probe:
         whole = await self._ask(path, orjson.dumps({**payload, "return_token_ids": True}))
         rendered = await self._ask(f"{path}/render", orjson.dumps(payload))
         version = f"{await self._version()} {self._model}"
-        streamed = HalfAnswer(_Unsaved(), {}, WorkCounts())
+        streamed = HalfAnswer({}, WorkCounts())
         await self._ask(GENERATE, streamed.continued(rendered, version) or b"", streamed)
         streamed.derender(payload)  # raises without an end
         answer = orjson.loads(whole)
         (choice,) = answer["choices"]
         usage = tuple(answer["usage"])
-        half = HalfAnswer(_Unsaved(), {}, WorkCounts())
+        half = HalfAnswer({}, WorkCounts())
         half.continued(rendered, version)
         half.feed(b"data: %b\n\n" % orjson.dumps({"choices": [choice]}))
         prompt = answer.get("prompt_token_ids") or choice["prompt_token_ids"]

@@ -22,6 +22,7 @@ from datatrove_ckpt.generation import requests
 from datatrove_ckpt.inference.client import half_answers
 from datatrove_ckpt.inference.client.half_answers import HalfAnswer
 from datatrove_ckpt.inference.client.routing import Request
+from datatrove_ckpt.inference.servers import continuation, host
 from datatrove_ckpt.inference.servers.continuation import find_continuation
 from datatrove_ckpt.inference.servers.host import close_warm_servers
 from datatrove_ckpt.testing import outputs
@@ -397,9 +398,9 @@ def test_kills_do_not_make_kept_answers_shorter(half, monkeypatch):
         async def ask():
             async with client_of(config_of_test, [server.url], sleep=Sleeps()) as client:
                 (target,) = client.servers.router.targets
-                continuation = await find_continuation(config_of_test, target.url, None, "m")
-                assert continuation is not None
-                client.servers.set_continuation(target, continuation if half else None)
+                found = await find_continuation(config_of_test, target.url, None, "m")
+                assert found is not None
+                client.servers.set_continuation(target, found if half else None)
                 for number in range(300):
                     body = orjson.dumps(chat(f"text {number}", model="m", temperature=1))
                     request = Request(client.sender, body=body)
@@ -448,3 +449,37 @@ def test_a_server_is_tested_once_for_all_tasks_that_use_it(tmp_path, here, monke
     assert len(log.said("continues half-written answers")) == 1
     assert len((place / "tokens").read_text()) == 2 * sum(LENGTHS.values()) + 2 * 10
     close_warm_servers()
+
+
+def test_a_server_that_continues_nothing_is_tested_once(tmp_path, here, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    tested = []
+
+    async def find(config, url, api_key, model):
+        tested.append(model)
+
+    monkeypatch.setattr(host, "find_continuation", find)
+    config = InferenceConfig(
+        "vllm", "fake", server_python=write_vllm(tmp_path / "vllm", "0.32.0", LENGTHS)
+    )
+    for name in ("one", "two"):
+        run_job(tmp_path / name, config, 3, ask_long, records_per_chunk=9)
+    assert len((tmp_path / "vllm/started").read_text().splitlines()) == 1
+    assert tested == ["fake"]
+    close_warm_servers()
+
+
+def test_endpoints_are_tested_at_once(tmp_path, monkeypatch, log):
+    """Each answers its test while the other one is tested."""
+    monkeypatch.setattr(continuation, "_SECONDS", 5.0)
+    with TokenServer(LENGTHS) as first, TokenServer(LENGTHS) as second:
+
+        async def token(request):
+            while not (first.requested and second.requested):
+                await asyncio.sleep(0.001)
+
+        first.token = second.token = token
+        urls = [first.url, second.url]
+        config = InferenceConfig("endpoint", "fake", endpoint_url=urls, half_answers=True)
+        run_job(tmp_path / "job", config, 3, ask_long, records_per_chunk=9)
+    assert len(log.said("continues half-written answers")) == 2

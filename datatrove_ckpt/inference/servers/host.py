@@ -710,17 +710,17 @@ class ServerSupervisor:
             self._tell("restart" if self.restarts else "start")
             await self.server.start()
             self._tell("ready")
+            if self.server.may_continue_answers:
+                self.server.continuation = await find_continuation(
+                    self.config,
+                    HiddenUrl(self.server.url),
+                    self.server.api_key,
+                    self.config.model_name_or_path,
+                )
         self._death_cause = asyncio.get_running_loop().create_future()
-        url = HiddenUrl(self.server.url)
-        continuation = self.server.continuation
-        if continuation is None and self.server.may_continue_answers:
-            continuation = await find_continuation(
-                self.config, url, self.server.api_key, self.config.model_name_or_path
-            )
-            self.server.continuation = continuation
         if self.config.half_answers is not False:
-            self.model_servers.set_continuation(self.target, continuation)
-        self.model_servers.mark_up(self.target, url, self.server.api_key)
+            self.model_servers.set_continuation(self.target, self.server.continuation)
+        self.model_servers.mark_up(self.target, HiddenUrl(self.server.url), self.server.api_key)
 
     def _tell(self, event: str, cause: str = "") -> None:
         url = self.server.url if event in ("ready", "reused") else None
@@ -1007,10 +1007,9 @@ async def _connected(servers: ModelServers, is_new: bool) -> AsyncIterator[Watch
     endpoints = await ready_endpoints(config, servers.outage, is_new)
     servers.add_endpoints(endpoints)
     if config.half_answers is True:
-        for target in servers.router.targets:
-            assert target.url is not None
-            continuation = await find_continuation(config, target.url, target.api_key, target.model)
-            servers.set_continuation(target, continuation)
+        await asyncio.gather(
+            *(_test_continuation(servers, target) for target in servers.router.targets)
+        )
     if config.endpoints is not None:
         open_ones = {endpoint.name for endpoint in endpoints}
         for name in config.endpoints_by_name.keys() - open_ones:
@@ -1025,6 +1024,12 @@ async def _connected(servers: ModelServers, is_new: bool) -> AsyncIterator[Watch
         yield wait_until_cancelled  # a failure of these servers shows in their answers
     finally:
         await end_tasks(*following)
+
+
+async def _test_continuation(servers: ModelServers, target: Target) -> None:
+    assert target.url is not None
+    continuation = await find_continuation(servers.config, target.url, target.api_key, target.model)
+    servers.set_continuation(target, continuation)
 
 
 @dataclass

@@ -30,6 +30,7 @@ MOVED = {
     "rollouts.batch": "rollouts.batch_rollout",
     "rollouts.judge": "rollouts.prompt",
     "testing.server": "testing.fake_server",
+    "torch.loader_workers": "torch.training_input",
     "torch.workers": "torch.training_input",
 }
 """Old path below the package: new path."""

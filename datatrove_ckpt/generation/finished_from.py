@@ -235,7 +235,7 @@ class FinishedDocuments:
             self._is_read = True
             self._read()
         digest = _digest(str(document.id), document.text)
-        if document.id in self._incomplete:
+        if str(document.id) in self._incomplete:
             return None
         rows = self._whole(document, map(decode, self._find(digest)))
         for old in rows:

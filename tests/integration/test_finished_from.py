@@ -551,9 +551,10 @@ def test_rows_of_rows_of_items_keep_their_numbers(here, steps):
 
 
 @pytest.mark.parametrize("cut", [30, 1])
-def test_a_document_whose_rows_a_damaged_file_may_lack_is_asked_again(here, steps, cut):
+@pytest.mark.parametrize("name", [str, int])
+def test_a_document_whose_rows_a_damaged_file_may_lack_is_asked_again(here, steps, cut, name):
     flags = ["--explode=true", "--rollout-results=false"]
-    rows = [{"id": f"r{n}", "q": f"{n} #3"} for n in range(4)]
+    rows = [{"id": name(n), "q": f"{n} #3"} for n in range(4)]
     steps("old", rows, *flags)
     path = here / "old/output/00000_chunk_00000.jsonl"
     shutil.copytree(here / "old", here / "reference")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import uuid
 from base64 import b64decode, b64encode
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,11 +28,10 @@ from loguru import logger
 from xxhash import xxh3_128_hexdigest
 
 import datatrove_ckpt.readers.jsonl as jsonl
-from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.lazy_pyarrow import pa
 from datatrove_ckpt.common.threads import in_threads
-from datatrove_ckpt.errors import ConfigError, InputError, StorageFailed
+from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.block_file import (
     BlockFile,
     BlockRows,
@@ -364,8 +364,11 @@ class RowCounts:
         if path is None:
             return
         fields = asdict(index) | {"schema": b64encode(index.schema).decode()}
-        with suppress(StorageFailed):
-            files.keep_first(path, orjson.dumps(fields, list))  # of tuples
+        # A file that was damaged is replaced. Nodes may share the folder, and process ids.
+        part = path.with_suffix(f".{uuid.uuid4().hex}")
+        with suppress(OSError):
+            part.write_bytes(orjson.dumps(fields, list))  # of tuples
+            part.replace(path)
 
     def _path(self, number: int) -> Path | None:
         """Returns the file of the counts; None if the file system reports no value that changes

@@ -73,6 +73,15 @@ def test_a_file_of_the_same_size_is_counted_again_if_content_or_time_differ(fold
     assert counted == ["2.jsonl", "0.jsonl"]
 
 
+@pytest.mark.parametrize("damage", [b"", b"\0" * 90, b"[]"], ids=["empty", "zeros", "other"])
+def test_counts_that_power_loss_has_damaged_are_counted_once_again(folder, cache, counted, damage):
+    rows(folder)
+    for path in cache.glob("*.json"):
+        path.write_bytes(damage)
+    assert rows(folder) == rows(folder) == 6
+    assert len(counted) == 6
+
+
 def test_without_a_place_for_counts_each_start_counts(folder, cache, counted, monkeypatch, log):
     cache.write_text("no folder")
     assert rows(folder) == rows(folder) == 6

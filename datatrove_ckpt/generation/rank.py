@@ -18,6 +18,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.checksummed_lines import Json
 from datatrove_ckpt.checkpoint.compare import compare
+from datatrove_ckpt.checkpoint.history import ReplayResult
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.job_file import recorded_settings
 from datatrove_ckpt.checkpoint.layout import BATCHES, SHARD, rank_folder
@@ -400,7 +401,8 @@ class _Run:
                 from datatrove_ckpt.generation.provider_passes import ProviderPasses  # few need it
 
                 with self._replays(checkpoint, results) as replays:
-                    await replays.refuse_changes()
+                    if shown := await replays.refuse_changes():
+                        checkpoint.note(ReplayResult(what=shown))
                 passes = ProviderPasses(self.step.models, checkpoint, self.preemption.shutdown)
                 await passes.settle(self.step.no_wait)
             parked = await self._run_rollouts(documents, checkpoint, progress, results, limits)

@@ -583,10 +583,9 @@ def restore_recorded(url: str, root: Path) -> None:
     store = ObjectStore(url)
     folder = root / layout.RECORDED
     with suppress(OSError):  # the rank has its folder, or another error has come before
-        names = sorted(store.names(layout.RECORDED))
-        # void.json, if it is there, is the last one.
-        needed = names[: layout.MAX_RECORDED] + names[-1:]
-        missing = [name for name in dict.fromkeys(needed) if not (folder / name).exists()]
+        names = [*store.names(layout.RECORDED)]
+        needed = [layout.VOID] if layout.VOID in names else names[: layout.MAX_RECORDED]
+        missing = [name for name in needed if not (folder / name).exists()]
         contents = in_threads(lambda name: store.read(f"{layout.RECORDED}/{name}", 2**20), missing)
         if missing:
             files.disk.make_dirs(folder, files.PRIVATE_FOLDER)

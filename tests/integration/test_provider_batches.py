@@ -19,8 +19,14 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove_ckpt.checkpoint import batch_log, files
 from datatrove_ckpt.checkpoint.batch_log import read_batches
 from datatrove_ckpt.checkpoint.layout import BATCHES_FOLDER
-from datatrove_ckpt.errors import ConfigError, ServerRefused, StorageFailed, WaitsForBatches
-from datatrove_ckpt.generation import provider_passes
+from datatrove_ckpt.errors import (
+    CheckpointMismatch,
+    ConfigError,
+    ServerRefused,
+    StorageFailed,
+    WaitsForBatches,
+)
+from datatrove_ckpt.generation import provider_passes, replay
 from datatrove_ckpt.inference.client.provider_batches import BatchProvider, MessageBatches
 from datatrove_ckpt.readers import JsonlReader
 from tests.crashes import CopyingDisk, CrashReport, disk_in_place
@@ -681,6 +687,32 @@ def test_a_rollout_that_is_not_repeatable_fails_after_its_first_pass(tmp_path, p
     run(tmp_path, provider, rollout=unrepeatable, **letter)
     assert len(provider.billed) == 3
     assert len(letters(tmp_path)) == 3
+
+
+async def says_word(document, generate):
+    return await generate(chat(f"{document.text} {os.environ['WORD']}"))
+
+
+def test_another_rollout_is_refused_before_its_batches_are_awaited(tmp_path, provider, monkeypatch):
+    def start(rank, **changes):
+        settings = {"config": BATCHES, "records_per_chunk": 2, **changes}
+        step = runner(tmp_path, provider, says_word, **settings)
+        step.no_wait = rank > 0
+        step.run(documents(3), rank, 2)
+
+    monkeypatch.setenv("WORD", "OLD")
+    start(0)
+    provider.steps = 10**9
+    with pytest.raises(WaitsForBatches):
+        start(1)
+    monkeypatch.setenv("WORD", "NEW")
+    monkeypatch.setattr(replay, "repeats_itself", lambda step, root: True)
+    with pytest.raises(CheckpointMismatch, match="OLD' -> '"):
+        start(1)
+    with pytest.raises(WaitsForBatches):
+        start(1, accept_changes=True)
+    history = (tmp_path / "checkpoints" / "00001" / "history.jsonl").read_bytes()
+    assert history.count(b'"k":"replay"') == 1
 
 
 def test_limits_of_a_batch_are_kept_by_splitting(tmp_path, monkeypatch, provider):

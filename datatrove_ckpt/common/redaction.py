@@ -108,7 +108,7 @@ def is_surely_secret(name: str, value: object) -> bool:
         value = bytes(value).decode("latin-1")
     if not isinstance(value, str):
         return False
-    if _SURE_VALUE.search(value) or _SURE_URL.search(value):
+    if _SURE_VALUE.search(value) or ("://" in value and _SURE_URL.search(value)):
         return True
     last = name.replace("-", "_").rpartition(".")[2]
     if _PLACEHOLDER.fullmatch(value) or not value.isprintable():
@@ -154,7 +154,7 @@ def is_secret(name: str, value: object) -> bool:
 
 def holds_credentials(url: str) -> bool:
     """Whether a text holds a URL with a user or a password, or half a URL."""
-    return _URL.search(url) is not None
+    return "//" in url and _URL.search(url) is not None
 
 
 def secrets_among(name: str, value: object) -> Iterator[object]:
@@ -279,8 +279,12 @@ class Veiled:
 
 def masked(name: str, value: object) -> Any:
     """Returns a value for JSON, without secrets, and with types in the place of objects."""
-    plain = json.loads(json.dumps(value, skipkeys=True, default=_shown_object))
-    return without_secrets(name, plain, is_hashed=False)
+    return without_secrets(name, json.loads(shown_json(value)), is_hashed=False)
+
+
+def shown_json(value: object) -> str:
+    """Returns a value as JSON, with its secrets, and with types in the place of objects."""
+    return json.dumps(value, skipkeys=True, default=_shown_object)
 
 
 def _shown_object(value: object) -> object:

@@ -11,6 +11,7 @@ cause.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import platform
 import random
@@ -34,7 +35,7 @@ from datatrove_ckpt.checkpoint.checksummed_lines import (
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import FinishedDocument
 from datatrove_ckpt.checkpoint.request_cache import AnswerKey, CachedAnswer
-from datatrove_ckpt.common.redaction import masked, redact
+from datatrove_ckpt.common.redaction import masked, redact, shown_json
 from datatrove_ckpt.errors import DocumentNotSerializable
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.requests import DocumentAnswers, RankContext
@@ -169,15 +170,16 @@ class RecordingAnswers(DocumentAnswers):
         self._recorded = recorded
         self._read = read
         self._draws = [*random.getstate()[1]]
-        self._sent: dict[AnswerKey, Any] = {}
+        self._sent: dict[AnswerKey, str] = {}
         self._known: dict[AnswerKey, bytes] = {}
 
     def observed(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
         return _Observed(work, self._recorded)
 
     async def saved(self, key: AnswerKey) -> CachedAnswer | None:
-        # Before any await: the rollout may change its payload.
-        self._sent[key] = masked("payload", self.payloads[key.rollout_idx])
+        # Before any await: the rollout may change its payload. Secrets are hidden when it is
+        # recorded: searching a long text for them would keep the event loop from its work.
+        self._sent[key] = shown_json(self.payloads[key.rollout_idx])
         answer = await super().saved(key)
         self._know(key, answer)
         return answer
@@ -195,7 +197,8 @@ class RecordingAnswers(DocumentAnswers):
         if finished.outcome == "dead" or self.failed or not self._sent.keys() <= self._known.keys():
             return None
         requests = [
-            ([*key], payload, self._known[key].decode()) for key, payload in self._sent.items()
+            ([*key], masked("payload", json.loads(payload)), self._known[key].decode())
+            for key, payload in self._sent.items()
         ]
         return RecordedDocument(
             self.name,

@@ -151,7 +151,8 @@ class Difference(NamedTuple):
 
     @property
     def excerpts(self) -> tuple[str, str]:
-        old, new = redact(self.old), redact(self.new)
+        old = redact(self.old)
+        new = redact(self.new)
         same = len(os.path.commonprefix([old, new]))  # noqa: RUF071 (of characters)
         start = max(0, same - _EXCERPT // 3)
         shown = slice(start, start + _EXCERPT)
@@ -456,12 +457,14 @@ class Replays:
     async def _record(self, answers: RecordingAnswers, finished: FinishedDocument) -> None:
         """Records a document if a replay gives the same in time."""
         recorded = self.recorded
-        document = answers.record(finished)
         if ROLLOUTS.effect:
             await self._end(f"it was seen to {ROLLOUTS.effect}")
         elif recorded.waits:
             await self._end("it waits for other documents")
-        elif document is not None and recorded.has_room(document.name):
+        elif recorded.has_room(answers.name):
+            document = await in_own_thread(answers.record, finished)
+            if document is None:
+                return
             try:
                 difference = await self.replay(document, SECONDS)
             except TimeoutError:

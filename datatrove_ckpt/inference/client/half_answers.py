@@ -75,7 +75,7 @@ class Continuation:
     usage: tuple[str, ...]
 
 
-class Pieces(Protocol):
+class PieceStore(Protocol):
     """The saved pieces of one answer, by the number of their first token. A dict has this form."""
 
     def get(self, number: int, /) -> bytes | None: ...
@@ -128,7 +128,7 @@ class HalfAnswer:
         has_grown: whether the last attempt has brought ids.
     """
 
-    def __init__(self, pieces: Pieces, work: WorkCounts) -> None:
+    def __init__(self, pieces: PieceStore, work: WorkCounts) -> None:
         self.is_refused = False
         self.has_grown = False
         self.end: list[object] | None = None

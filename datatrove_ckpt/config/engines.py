@@ -63,6 +63,7 @@ class Vllm(Engine):
         "vllm:num_preemptions_total",
         ("vllm:generation_tokens_total", "vllm:prompt_tokens_total"),
         "vllm:kv_cache_usage_perc",
+        "vllm:cache_config_info",
     )
     # vLLM then converts a model that generates by itself.
     task_flags: ClassVar = {"embed": {"runner": "pooling"}, "classify": {"runner": "pooling"}}

@@ -694,6 +694,7 @@ class MetricNames(NamedTuple):
     Attributes:
         tokens: counters that grow while the engine works, also at a long prompt.
         cache_usage: used share of the KV cache; "" if the engine does not show it.
+        cache_config: labels with the size of the KV cache; "" if the engine does not show it.
     """
 
     running: str
@@ -701,6 +702,13 @@ class MetricNames(NamedTuple):
     preemptions: str
     tokens: tuple[str, ...]
     cache_usage: str = ""
+    cache_config: str = ""
+
+    @property
+    def shown(self) -> list[str]:
+        """All names that the engine shows."""
+        gauges = (self.running, self.waiting, self.cache_usage, self.cache_config)
+        return [name for name in (*gauges, self.preemptions, *self.tokens) if name]
 
     def are_in(self, page: str) -> bool:
         """Returns whether a page has these names. A router of servers shows only a part."""

@@ -213,6 +213,38 @@ async def test_whatever_the_metrics_show_a_server_gets_requests_and_a_document(
     assert target.load < 1
 
 
+@pytest.mark.parametrize(
+    "page",
+    [
+        "vllm:num_requests_running 1\nvllm:num_requests_waiting 0\n"
+        "vllm:generation_tokens_total 5\nvllm:gpu_cache_usage_perc 0.5\n",
+        "vllm:current_qps 3\n",
+    ],
+)
+async def test_a_server_that_does_not_show_its_cache_gets_one_warning_with_its_version(
+    monkeypatch, log, page
+):
+    looks = []
+
+    async def get(url, api_key, seconds, proxied):
+        looks.append(url)
+        if url.reveal().path == "/version":
+            return Response(200, b'{"version":"0.6.3"}')
+        return Response(200, page.encode())
+
+    monkeypatch.setattr(host, "get", get)
+    target = Target(url=HiddenUrl("http://127.0.0.1:1"), answers=1)
+    following = asyncio.create_task(host.follow_endpoint(target, Router(1000)))
+    async with asyncio.timeout(300):
+        while len(looks) < 9 and not following.done():
+            await asyncio.sleep(0)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    (said,) = log
+    assert "vLLM 0.10 and newer" in said
+    assert '{"version":"0.6.3"}' in said
+
+
 # Documents in work: enough for the requests in flight, and few more ------------------------------
 
 

@@ -12,8 +12,10 @@ import pytest
 from datatrove_ckpt.config import InferenceConfig, inference_config
 from datatrove_ckpt.config.inference_config import ENGINES, models_of, visible_gpus
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.inference.client.http1 import Response
 from datatrove_ckpt.inference.client.routing import Target
 from datatrove_ckpt.inference.client.urls import HiddenUrl
+from datatrove_ckpt.inference.servers import host
 from datatrove_ckpt.inference.servers import server as gpu_leases
 from datatrove_ckpt.inference.servers.host import Metrics, RankModels, parse_metrics, read_metrics
 from datatrove_ckpt.inference.servers.server import InferenceServer
@@ -201,6 +203,23 @@ vllm:prompt_tokens_total{engine="0"} 39.0
 vllm:num_preemptions_total{engine="0"} 4.0
 vllm:num_preemptions_total{engine="1"} 1.0
 """
+HYBRID_METRICS = """
+vllm:kv_cache_usage_perc{engine="0",group="0"} 0.2
+vllm:kv_cache_usage_perc{engine="0",group="1"} 0.8
+vllm:kv_cache_usage_perc{engine="1",group="0"} 0.4
+vllm:num_requests_running{engine="0"} 1.0
+"""
+SGLANG_METRICS = """
+sglang:num_running_reqs{dp_rank="0",priority="",engine_type="unified"} 5.0
+sglang:num_running_reqs{dp_rank="0",engine_type="unified",priority="3"} 4.0
+sglang:num_running_reqs{dp_rank="0",engine_type="unified",priority="None"} 1.0
+sglang:num_queue_reqs{priority="",model_name="a,priority=\\"1\\""} 2.0
+sglang:num_queue_reqs{priority="3"} 2.0
+sglang:generation_tokens_total{priority="3"} 10.0
+sglang:generation_tokens_total{priority="4"} 30.0
+sglang:token_usage{dp_rank="0",pp_rank="0"} 0.5
+sglang:token_usage{dp_rank="0",pp_rank="1"} 0.75
+"""
 LLAMACPP_METRICS = "llamacpp:requests_processing 4\nllamacpp:requests_deferred 1\nllamacpp:tokens_predicted_total 12\n"
 
 
@@ -208,12 +227,48 @@ LLAMACPP_METRICS = "llamacpp:requests_processing 4\nllamacpp:requests_deferred 1
     "server_type, page, read",
     [
         ("vllm", VLLM_METRICS, Metrics(running=18.0, waiting=3.0, tokens=2600.0, preemptions=5.0)),
+        ("vllm", HYBRID_METRICS, Metrics(1.0, 0.0, 0.0, 0.0, (0.8 + 0.4) / 2)),
+        ("sglang", SGLANG_METRICS, Metrics(5.0, 2.0, 40.0, 0.0, 0.75)),
         ("llamacpp", LLAMACPP_METRICS, Metrics(4.0, 1.0, 12.0)),
         ("sglang", "<html>not found</html>\nprocess_cpu_seconds_total 3\n", None),
     ],
 )
 def test_metrics_of_all_engines_of_a_server_are_added_up(server_type, page, read):
     assert parse_metrics(ENGINES[server_type].metrics, page) == read
+
+
+RESTRICTED = [("/metrics/", "name[]")]
+WHOLE = [("/metrics", "")]
+
+
+@pytest.mark.parametrize(
+    "shown, status, asked",
+    [
+        (VLLM_METRICS, 200, RESTRICTED * 2),
+        ("", 200, RESTRICTED + WHOLE * 2),  # several API processes
+        ("not found", 404, RESTRICTED + WHOLE * 2),
+        ("other:requests 1\n", 200, RESTRICTED + WHOLE * 2),
+    ],
+)
+async def test_only_the_metrics_with_our_names_are_asked_for_where_the_server_can(
+    monkeypatch, shown, status, asked
+):
+    requests = []
+
+    async def get(url, api_key, seconds, proxied):
+        path, query = url.reveal().path, url.reveal().query
+        requests.append((path, "".join({*query})))
+        if not query:
+            return Response(200, VLLM_METRICS.encode())
+        assert "vllm:cache_config_info" in query.getall("name[]")
+        return Response(status, shown.encode())
+
+    monkeypatch.setattr(host, "get", get)
+    target = Target(url=HiddenUrl("http://127.0.0.1:1/v1"))
+    for _ in range(2):
+        metrics = await read_metrics(target, ENGINES["vllm"].metrics, 1.0)
+        assert metrics.running == 18
+    assert requests == asked
 
 
 # keys --------------------------------------------------------------------------------------------

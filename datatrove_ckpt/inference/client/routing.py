@@ -360,6 +360,7 @@ class Target:
         transports: connections by path.
         limit: maximum number of requests in flight.
         pace: object that adapts the limit; None: the limit is fixed, or follows the metrics.
+        restricts_metrics: whether its page of metrics may be restricted to some names.
         cache_share_per_request: mean share of the KV cache that a running request takes.
         foreign_requests: number of requests in flight of other clients.
         load: used share of its limit, or of its KV cache. At 1 it is full.
@@ -391,6 +392,7 @@ class Target:
     up: bool = False
     limit: float = math.inf
     pace: AdaptiveLimit | None = None
+    restricts_metrics: bool = True
     cache_share_per_request: float = 0.0
     foreign_requests: float = 0.0
     load: float = 0.0

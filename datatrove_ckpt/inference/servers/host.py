@@ -53,6 +53,7 @@ import xxhash
 from loguru import logger
 
 from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common.formatting import as_line, cut
 from datatrove_ckpt.common.memory import ByteBudget, media_bytes
 from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
@@ -108,43 +109,78 @@ class Metrics:
         running, waiting: number of running and of waiting requests.
         tokens: number of tokens generated and processed since its start.
         preemptions: number of requests that lost their place in the KV cache since its start.
-        cache_usage: share of the KV cache that running requests use.
+        cache_usage: share of the KV cache that running requests use; None: it is not shown.
     """
 
     running: float
     waiting: float
     tokens: float
     preemptions: float = 0.0
-    cache_usage: float = 0.0
+    cache_usage: float | None = None
+
+
+# The labels of data-parallel parts in vLLM and SGLang.
+_PART = re.compile(r'[{,](?:engine|dp_rank)="([^"]*)"')
+# SGLang shows the sum of all priorities without a priority.
+_PRIORITY = re.compile(r'[{,]priority="[^"]')
 
 
 def parse_metrics(names: MetricNames, text: str) -> Metrics | None:
-    running, waiting, preemptions, tokens, usage = names
     sums = defaultdict[str, float](float)
-    caches = 0  # a KV cache for each of a server's ``dp``
+    usages: dict[str, float] = {}  # of each part's KV cache
+    shown = frozenset(names.shown)
     for line in text.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
-        if name and name in (running, waiting, preemptions, usage, *tokens):
-            number, *_ = line[len(name) :].rpartition("}")[2].split()  # a time may follow
+        if name not in shown:
+            continue
+        labels, _, values = line[len(name) :].rpartition("}")
+        number, *_ = values.split()  # a time may follow
+        if name == names.cache_usage:
+            part = "".join(_PART.findall(labels))
+            usages[part] = max(usages.get(part, -math.inf), float(number))
+        elif name not in (names.running, names.waiting) or not _PRIORITY.search(labels):
             sums[name] += float(number)
-            caches += name == usage
-    if not sums or not all(map(math.isfinite, sums.values())):
+    usage = None
+    if usages:
+        usage = sum(usages.values()) / len(usages)
+    if not (sums or usages) or not all(map(math.isfinite, (*sums.values(), usage or 0.0))):
         return None
     return Metrics(
-        sums[running],
-        sums[waiting],
-        sum(sums[name] for name in tokens),
-        sums[preemptions],
-        sums[usage] / max(1, caches),
+        sums[names.running],
+        sums[names.waiting],
+        sum(sums[name] for name in names.tokens),
+        sums[names.preemptions],
+        usage,
     )
 
 
-async def _read_page(target: Target, seconds: float) -> str:
-    """Returns the text at /metrics; "" if the server shows none, or does not answer in time."""
+async def _read_page(target: Target, all_names: Sequence[MetricNames], seconds: float) -> str:
+    """Returns the text at /metrics; "" if the server shows none, or does not answer in time.
+
+    A page of the names alone takes a tenth of the time of vLLM's API process. vLLM restricts it at
+    /metrics/, not at /metrics. Other servers, and several API processes, show nothing there.
+    """
+    page = ""
+    if target.restricts_metrics:
+        shown = chain(*(names.shown for names in all_names))
+        page = await _get_text(target, "/metrics", seconds, [("name[]", name) for name in shown])
+    if not any(names.are_in(page) for names in all_names):
+        page = await _get_text(target, "/metrics", seconds)
+        if any(names.are_in(page) for names in all_names):
+            target.restricts_metrics = False
+    return page
+
+
+async def _get_text(
+    target: Target, path: str, seconds: float, query: Sequence[tuple[str, str]] = ()
+) -> str:
+    """Returns the body of a good answer; else "". With a query, the path ends with a slash."""
     assert target.url is not None
-    is_external = target.probe is None
+    url = target.url.api(path)
+    if query:
+        url = HiddenUrl((url.reveal() / "").update_query(query))
     try:
-        response = await get(target.url.api("/metrics"), target.api_key, seconds, is_external)
+        response = await get(url, target.api_key, seconds, target.probe is None)
         if response.status == 200:
             return response.body.decode()
         return ""
@@ -157,7 +193,7 @@ async def read_metrics(target: Target, names: MetricNames | None, seconds: float
     if names is None:
         return None
     try:
-        return parse_metrics(names, await _read_page(target, seconds))
+        return parse_metrics(names, await _read_page(target, [names], seconds))
     except ValueError:
         return None
 
@@ -246,6 +282,7 @@ async def adapt_admission(
     read_at = time.monotonic()
     tokens: float | None = None
     falls = 0
+    is_checked = names is None or not names.cache_usage
     reason = "shows no metrics at /metrics"
     while True:
         await asyncio.sleep(_SAMPLE_SECONDS)
@@ -261,8 +298,13 @@ async def adapt_admission(
             admission.update(metrics, target.in_flight)
             target.limit = admission.limit
             # Space that no request uses may belong to transfers to other servers.
-            target.cache_share_per_request = metrics.cache_usage / (metrics.running or math.inf)
+            usage = metrics.cache_usage or 0.0
+            target.cache_share_per_request = usage / (metrics.running or math.inf)
             target.foreign_requests = max(0.0, metrics.running + metrics.waiting - target.in_flight)
+            if target.answers and not is_checked:
+                is_checked = True
+                if metrics.cache_usage is None:
+                    await _warn_of_old_engine(name, target)
         elif time.monotonic() - read_at < _WAIT_FOR_METRICS_SECONDS:
             continue
         elif tokens is None:
@@ -282,21 +324,33 @@ async def adapt_admission(
     await wait_until_cancelled()
 
 
+async def _warn_of_old_engine(name: str, target: Target) -> None:
+    version = await _get_text(target, "/version", _METRICS_TIMEOUT)
+    logger.warning(
+        f"{name} does not show at /metrics how full its KV cache is, as vLLM 0.10 and newer does "
+        f"(its /version: {as_line(cut(version, 80)) or 'none'}). So max_concurrent_generations: "
+        "auto may send more than the cache holds. Update vLLM, or set a number; of a router's "
+        "servers, list their own URLs."
+    )
+
+
 async def follow_endpoint(target: Target, router: Router) -> None:
     """Adapts a target's limit to its engine, if /metrics has the names of an engine.
 
     Some names appear with the first request. So the page is read until an answer has come.
     """
     looks = 0
+    all_names = [engine.metrics for engine in ENGINES.values() if engine.metrics is not None]
     while True:
         is_last = target.answers > 0
-        page = await _read_page(target, _METRICS_TIMEOUT)
-        for engine in ENGINES.values():
-            names = engine.metrics
-            if names is not None and names.are_in(page):
+        page = await _read_page(target, all_names, _METRICS_TIMEOUT)
+        for names in all_names:
+            if names.are_in(page):
                 target.pace = None
                 await adapt_admission(str(target.url), target, router, names)
         if is_last:
+            if "vllm:" in page:
+                await _warn_of_old_engine(str(target.url), target)
             return
         looks += 1
         await asyncio.sleep(retrying.RESTART.wait(looks))

@@ -91,6 +91,8 @@ class CkptError(Exception):
             message ends with how to start it.
 
     Attributes:
+        prefix: names of the model and endpoint, before the message.
+        advice: sentences after the message, each after a space.
         exit_code: exit code of a rank or worker that the error stops, for a scheduler such as
             Kubernetes. 2 and 4 stop all ranks, 3 this rank; 143 restarts it always, 1 a few times;
             75 means "later", as in sysexits.
@@ -99,6 +101,8 @@ class CkptError(Exception):
 
     exit_code = 1
     may_pass = False
+    prefix = ""
+    advice = ""
 
     def __init__(
         self,
@@ -117,7 +121,8 @@ class CkptError(Exception):
         self.starts_over = starts_over
 
     def __str__(self) -> str:
-        return printable(with_originals("".join(map(str, self.args))))
+        message = "".join(map(str, self.args))
+        return printable(with_originals(f"{self.prefix}{message}{self.advice}"))
 
 
 def _message_in(body: str) -> str:
@@ -136,12 +141,12 @@ def _message_in(body: str) -> str:
     return body
 
 
-def named(error: CkptError, model: str) -> CkptError:
+def named(error: CkptError, name: str) -> CkptError:
     """Returns the error; its message begins with the model's or endpoint's name, unless that is
     "".
     """
-    if model and not str(error).startswith(f"{model}: "):
-        error.args = (f"{model}: {error.args[0] if error.args else ''}", *error.args[1:])
+    if name and not str(error).startswith(f"{name}: "):
+        error.prefix = f"{name}: {error.prefix}"
     return error
 
 
@@ -406,20 +411,19 @@ class RequestRejected(RequestError):
         self.status = status
         self.body = body
         self.remembered = remembered
-        note = ""
+        self.message = " ".join(_message_in(body).split())
+        """What the server said."""
+        super().__init__(f"BadRequestError: HTTP {status}: {self.message}")
         if remembered:
-            note = " (an earlier attempt got this answer; retry_errors=True sends it again)"
-        message = " ".join(_message_in(body).split())
-        super().__init__(f"BadRequestError: HTTP {status}", ": ", message, note)
+            self.advice = " (an earlier attempt got this answer; retry_errors=True sends it again)"
 
     @property
     def cause(self) -> str:
         """The cause; the server's message comes first."""
-        code, _, message, _ = self.args
-        return f"{message} ({code})"
+        return f"{self.message} ({self.prefix}BadRequestError: HTTP {self.status})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.status, self.body, self.remembered), {"args": self.args}
+        return type(self), (self.status, self.body, self.remembered), {"prefix": self.prefix}
 
 
 class RequestFailed(RequestError):

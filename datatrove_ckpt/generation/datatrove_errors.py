@@ -49,7 +49,7 @@ class DocumentFailed(errors.DocumentFailed, types.InferenceError):
     def __reduce__(self) -> tuple[object, ...]:
         return (
             type(self),
-            ("".join(self.args), None, safe_text(self.error)),
+            (str(self), None, safe_text(self.error)),
             {"__notes__": list(getattr(self, "__notes__", ())), "changes": self.changes},
         )
 

@@ -207,9 +207,9 @@ def offer_skipping(error: BaseException) -> None:
     """
     rejected = any(isinstance(cause, RequestRejected) for cause in causes(error))
     if isinstance(error, DocumentFailed) and rejected:
-        error.args += (
+        error.advice = (
             " To continue without each document whose request is rejected, as a dead letter, set "
-            "skip_bad_requests.",
+            "skip_bad_requests."
         )
         error.changes = [{"skip_bad_requests": True}, *error.changes]
 
@@ -224,7 +224,7 @@ def unanswered(doc_id: str, ordinal: int, error: CkptError, payload: Payload) ->
     if isinstance(error, ServerRefused):
         advice, changes = _about_payload(error.body, payload)
         if changes:
-            error.args = (error.args[0], f" {advice}")
+            error.advice = f" {advice}"
             error.changes = changes
         return error
     if not isinstance(error, RequestFailed):

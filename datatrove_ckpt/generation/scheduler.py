@@ -115,7 +115,7 @@ async def stop_when_requested(
     failure = shutdown.failure
     if isinstance(failure, ServerRefused) and failure.status is not None:
         for client in clients:
-            failure.args += (await client.unlisted_models(),)
+            failure.advice += await client.unlisted_models()
     # 2. Other documents end unrecorded. ``abort`` comes before the cancellations, because a
     # cancelled rollout is no failure.
     shutdown.abort()

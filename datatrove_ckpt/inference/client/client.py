@@ -1033,9 +1033,11 @@ class CompletionClient:
         except RequestRejected as error:
             answered.refusal = ServerRefused(
                 f"{target.url} answers HTTP {error.status}, also to {others}, so no document is at "
-                f"fault: {str(error.args[2]).rstrip('.')}.",
+                f"fault: {error.message.rstrip('.')}."
+            )
+            answered.refusal.advice = (
                 " Check the key, the model's name and the settings of the request, and run the "
-                "same command again.",
+                "same command again."
             )
             answered.refusal.status = error.status
             answered.refusal.body = error.body

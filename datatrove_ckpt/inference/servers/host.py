@@ -376,6 +376,7 @@ class EndpointProbe:
         api: the URL, or its /v1; None if the API is not known yet.
         models: listed names, each with its ``max_model_len`` or None; None without a list, as with
             some gateways.
+        is_unreachable: whether no answer came.
         is_absent: whether the connection was refused, so that nothing listens there.
     """
 
@@ -384,6 +385,7 @@ class EndpointProbe:
     refused: bool = False
     api: HiddenUrl | None = None
     models: dict[str, object] | None = None
+    is_unreachable: bool = False
     is_absent: bool = False
 
     def unlisted(self, model: str) -> str:
@@ -457,7 +459,7 @@ async def ready_endpoints(
         if may_be_wrong and all(answer.is_absent for answer in answers):
             outage.patience = min(outage.patience, NEW_RUN_SECONDS)
             advice = " To wait for a server that starts later: server_patience_seconds: 1800."
-        outage.begin(": HTTP " not in causes[0], started)
+        outage.begin(answers[0].is_unreachable, started)
         delay = retrying.ENDPOINT.wait(failures)
         if delay > outage.remaining():
             each = "".join(f"  {cause}\n" for cause in causes)
@@ -499,7 +501,9 @@ async def _ask(url: HiddenUrl, api_key: Secret | None) -> EndpointProbe:
         if error.kind == UnreadableResponse.__name__:
             return EndpointProbe(str(target), f"sends no HTTP that can be read: {error}", True)
         is_absent = error.kind == ConnectionRefusedError.__name__
-        return EndpointProbe(str(target), str(error), api=api, is_absent=is_absent)
+        return EndpointProbe(
+            str(target), str(error), api=api, is_unreachable=True, is_absent=is_absent
+        )
     status = response.status
     if status in retrying.SERVER.retried:  # another answer may come later
         return EndpointProbe(str(target), f"HTTP {status}", api=api)

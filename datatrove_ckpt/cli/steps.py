@@ -68,6 +68,9 @@ from datatrove_ckpt.run_folder.steps import STEPS, StepFolder
 
 Node = JsonObject
 _LOCK = "steps.lock"
+"""Held while rows are made: workers wait for it."""
+_RUN_LOCK = "run.lock"
+"""Held by a run of all tasks, until its end."""
 _RUNS = "it is not finished"
 _POLL = 0.2  # seconds
 _LIMITS = ("max_cost", "max_total_tokens")
@@ -444,27 +447,30 @@ class StepsJob:
                         earlier_runs.check_job(plan, dry_run=True)
                         earlier_runs.check_inputs_unchanged(plan)
 
-    def runs(self, redo: Sequence[str] = ()) -> Iterator[Step]:
+    def runs(self, redo: Sequence[str] = (), is_worker: bool = False) -> Iterator[Step]:
         """Yields each run. It must have run when the next is taken.
 
         Args:
             redo: steps that run anew, with those that depend on them.
+            is_worker: others work on the steps at the same time.
 
         Raises:
+            CheckpointLocked: another process runs the steps, and this is no worker.
             CheckpointMismatch: see ``check``.
             TooManyDeadLetters: dead letters keep the next step from beginning.
         """
         files.disk.make_dirs(self.root)
-        with self._locked():
-            listed = [step.name for step in self.steps]
-            files.disk.replace(self.root / STEPS, orjson.dumps(listed))
-            self.redo(redo)
-            self.check()
-        try:
+        with ExitStack() as stack:
+            if not is_worker:
+                stack.callback(Lock(self.root / _RUN_LOCK).release)
+            stack.callback(close_servers)
+            with self._locked():
+                listed = [step.name for step in self.steps]
+                files.disk.replace(self.root / STEPS, orjson.dumps(listed))
+                self.redo(redo)
+                self.check()
             for step in self.steps:
                 yield from self._run(step)
-        finally:
-            close_servers()
 
     def _run(self, step: Step) -> Iterator[Step]:
         with self._locked(), _naming(step):
@@ -495,7 +501,8 @@ class StepsJob:
         while lock is None:
             try:
                 lock = Lock(self.root / _LOCK)
-            except CheckpointLocked:
+            except CheckpointLocked as error:
+                warn_once(f"Waiting for a query: {error}")
                 time.sleep(_POLL)
         try:
             yield
@@ -629,7 +636,7 @@ def run_steps(
     again = without_flag(arguments.command, "--redo")
     again = [word for word in again if word != "--retry-dead-letters"]
     try:
-        for step in job.runs(arguments.redo or ()):
+        for step in job.runs(arguments.redo or (), arguments.worker):
             config, executor = job.executor(step)
             plan = RunPlan(executor)
             if plan.submits:

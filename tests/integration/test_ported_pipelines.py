@@ -227,16 +227,18 @@ def test_kill_9_changes_no_byte_and_repeats_only_what_was_in_flight(port):
 
 @pytest.mark.slow
 def test_two_starts_at_once_end_with_the_rows_of_one():
-    with FakeServer(reply, delay=lambda payload, times: 0.02) as server:
+    """One is refused while the other waits for its first answer, and nothing is sent twice."""
+    with FakeServer(reply, hold_after=0) as server:
         command = [sys.executable, "-m", "datatrove_ckpt", "run", "math.yaml", *FLAGS]
         command.append(f"--endpoint={server.url}")
         both = [processes.start(command) for _ in range(2)]
+        until(lambda: any(running.poll() is not None for running in both))
+        server.release()
         said = [running.communicate()[0] for running in both]
-        codes = sorted(running.returncode for running in both)
-        assert codes[0] == 0, said
-        assert codes[1] in (0, 1), said
-        if codes[1]:
-            assert "Another process works on this task" in "".join(said)
+        assert sorted(running.returncode for running in both) == [0, 1], said
+        refused = next(text for text, running in zip(said, both, strict=True) if running.returncode)
+        assert "Another process works on this task" in refused
+        assert "math/run.lock" in refused
         assert len(table("math", "final")) > 10
         sent = server.asked.total()
         assert processes.run([*command, "--run-folder=other"]).returncode == 0

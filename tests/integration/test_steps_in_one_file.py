@@ -15,6 +15,7 @@ import yaml
 
 import datatrove_ckpt
 from datatrove_ckpt.checkpoint.lock import Lock
+from datatrove_ckpt.cli import steps as cli_steps
 from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.run_folder import queries
@@ -665,6 +666,26 @@ def test_workers_take_tasks_of_the_first_step_that_is_not_finished(server, comma
     assert set(server.asked.values()) == {1}
 
 
+def test_a_worker_says_that_it_waits_for_the_queries_of_another(server, command, log, monkeypatch):
+    Path("qa").mkdir()
+    lock = Lock(Path("qa/steps.lock"))
+    monkeypatch.setattr(cli_steps.time, "sleep", lambda seconds: lock.release())
+    write(server)
+    command("run", "job.yaml", "--worker")
+    assert log.said("Waiting for a query: This very process")
+    assert len(table("rejected")) == 3
+
+
+def test_a_second_run_of_all_tasks_is_refused_and_a_worker_is_not(server, command):
+    Path("qa").mkdir()
+    lock = Lock(Path("qa/run.lock"))
+    write(server)
+    refused(server, command, "qa/run.lock")
+    command("run", "job.yaml", "--worker")
+    lock.release()
+    assert len(table("rejected")) == 3
+
+
 @pytest.mark.parametrize("name, limit", [("max_total_tokens", 120), ("max_cost", 0.0006)])
 def test_a_limit_beside_steps_holds_for_all_together(server, command, name, limit):
     settings = {"prices": {"prompt": 2, "completion": 8}, "max_concurrent_generations": 1}
@@ -717,7 +738,8 @@ def test_a_query_beyond_the_memory_is_an_error_that_names_the_way(server, monkey
     sql = "select n % 3 as g, list(repeat('x', 100) || n order by n desc) as l from range(3000000) r(n) group by g"
     with pytest.raises(StorageFailed, match=r"more than 95.4 MB, half .* Order a subquery"):
         datatrove_ckpt.run(**job(server, {"groups": {"sql": sql}}))
-    assert {path.name for path in Path("qa").rglob("*")} <= {"groups", STEPS_FILE, "steps.lock"}
+    locks = {"run.lock", "steps.lock"}
+    assert {path.name for path in Path("qa").rglob("*")} == {"groups", STEPS_FILE, *locks}
 
 
 def test_equal_rows_twice(server):

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -17,6 +18,8 @@ import xxhash
 
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
+from tests.data.ports import magpie
+from tests.kept import answers_kept
 from tests.pages import ROOT
 from tests.patience import until
 from tests.yaml_jobs import write_rows
@@ -25,14 +28,51 @@ PORTS = ROOT / "tests/data/ports"
 SENTIMENTS = ("positive", "neutral", "negative")
 
 
+ANSWERS = {
+    "<|begin_of_text|>": ("hi", "user: What is {n}?", "What is {n}?", "Why is {n} odd?\n"),
+    "Rate the quality": (
+        "no JSON",
+        *(
+            f'{{{{"input_quality": "{quality}"}}}}'
+            for quality in ("poor", "average", "good", "excellent")
+        ),
+    ),
+    "I want you act": ("#Rewritten Prompt#: {n}", "evolved {n}", "evolved {n} more\n", "do {n}"),
+    "evolved": ("Sorry, no answer.", "short", "a long answer {n}", "another long answer {n}"),
+    "Come up with a series": (
+        "Name a colour of thing {n}.\n10. Draw a map of {n} now.\n11.  Add the numbers up to {n}",
+        "Write a program for {n}\n10. Too short\n11 . Is thing {n} nice or bad?",
+    ),
+    "Task": (" Yes", "No", "no, it is not", "yes"),
+    "Generate an input": (
+        "Class label: good\nText {n}\nClass label: bad\nOther {n}\n",
+        "Class label: bad:\nText\nClass label: same\nsame",
+        "none",
+    ),
+    "Come up with examples": (
+        "Example 1\nInput: in {n}\nOutput: out {n}\nExample 2\nOutput: alone",
+        "Output: only {n}",
+        "Example 1\nInput: {n}\nOutput: {n}",
+    ),
+    "For the following paragraph": ("Here is a paraphrased version:\nOther {n}", "Other {n}"),
+    "Read the text": ("- Question: {n}? Answer: a\n- Question: b? Answer: {n}", "I cannot."),
+    "Paraphrase the provided": ("Paraphrased Text: short {n}", "Short {n}"),
+    "Rewrite knowledge": ("Passage 1:\nFacts of {n}", "Facts of {n}", "Passage:\n"),
+    "Extract the key": ("- one {n}\n-  two", "* one {n}"),
+}
+
+
 def number(*parts):
     return xxhash.xxh3_64_intdigest(" ".join(map(str, parts)).encode())
 
 
 def reply(payload, times):
     """The same text for the same payload, of the form that its question asks for."""
-    asked = payload["messages"][-1]["content"]
-    n = number(payload["model"], asked)
+    asked = payload.get("prompt") or payload["messages"][-1]["content"]
+    n = number(payload["model"], asked, *filter(None, [payload.get("seed")]))
+    for start, answers in ANSWERS.items():
+        if asked.startswith(start):
+            return answers[n % len(answers)].format(n=n % 17)
     if asked.startswith("Analyze this product review"):
         found = {"sentiment": SENTIMENTS[n % 3], "complaints": [f"c{n % 5}"]}
         return "no JSON" if n % 7 == 0 else json.dumps(found)
@@ -71,8 +111,25 @@ INPUTS = {
         "instructions.jsonl",
         [{"id": f"i{n:02d}", "prompt": f"do {n}"} for n in range(15)],
     ),
+    "magpie": ("none.jsonl", []),
+    "evol": (
+        "alpaca.jsonl",
+        [{"id": f"a{n:02d}", "instruction": f"do {n}", "input": ""} for n in range(30)],
+    ),
+    "instruct": (
+        "seeds.jsonl",
+        [{"id": f"s{n:02d}", "instruction": f"Seed task {n}"} for n in range(20)],
+    ),
+    "nemotron": (
+        "crawl.jsonl",
+        [
+            {"id": f"c{n:02d}", "text": f"text of page {n} " * (n % 5), "bucketed_results": n}
+            for n in range(20)
+        ],
+    ),
 }
-FLAGS = ("--sync-seconds=0.05", "--max-concurrent-generations=4", "--records-per-chunk=7")
+SLOTS = 4  # requests at one time
+FLAGS = ("--sync-seconds=0.05", f"--max-concurrent-generations={SLOTS}", "--records-per-chunk=7")
 
 
 @pytest.fixture(autouse=True)
@@ -193,6 +250,141 @@ def test_feedback(command):
     assert unrated
 
 
+def run_port(command, name):
+    with FakeServer(reply) as server:
+        command("run", f"{name}.yaml", f"--endpoint={server.url}")
+
+
+def columns(port, step, *names, part="output"):
+    """The rows of a step as a set, without order."""
+    files = sorted(Path(port, step, part).glob("*.parquet"))
+    rows = [row for file in files for row in pq.read_table(file).to_pylist()]
+    found = {tuple(row[name] for name in names) for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def test_magpie(command):
+    run_port(command, "magpie")
+    drawn = {}
+    for n in range(40):
+        payload = {"prompt": magpie.BEFORE_A_QUESTION, "model": "m", "seed": n}
+        text = reply(payload, 0).strip()
+        if len(text) > 8:
+            drawn.setdefault(text.removeprefix("user:").strip(), []).append(text)
+    good, rejected = set(), set()
+    template = "Rate the quality of the user query.\n\n## User Query\n{}\n\n"
+    form = '{"explanation": "[...]", "input_quality": "[very poor/poor/average/good/excellent]"}'
+    for instruction in drawn:
+        text = ask(template.format(instruction) + form)
+        quality = None if text == "no JSON" else json.loads(text)["input_quality"]
+        if quality in ("good", "excellent"):
+            good.add((instruction, ask(instruction), quality))
+        else:
+            rejected.add((instruction, quality))
+    assert columns("magpie", "good", "instruction", "response", "input_quality") == good
+    assert columns("magpie", "rejected", "instruction", "input_quality") == rejected
+    assert good
+    assert (None in {quality for _, quality in rejected}) == (len(rejected) > 0)
+
+
+def test_evol(command):
+    run_port(command, "evol")
+    result, rejected = set(), set()
+    drawn = columns("evol", "evolved", "id", "given", "method", part="input")
+    assert {id_ for id_, *_ in drawn} == {row["id"] for row in INPUTS["evol"][1]}
+    assert len({method for *_, method in drawn}) == 5
+    for id_, given, method in drawn:
+        text = ask(
+            f"I want you act as a Prompt Rewriter.\n{method}\n#The Given Prompt#:\n{given}\n"
+            "#Rewritten Prompt#:\n"
+        )
+        output = "" if "#" in text or text.strip() == given.strip() else ask(text)
+        if len(output) >= 12 and "sorry" not in output.lower():
+            result.add((id_, text, output))
+        else:
+            rejected.add((id_, text))
+    assert columns("evol", "result", "id", "instruction", "output") == result
+    assert columns("evol", "rejected", "id", "instruction") == rejected
+    assert result
+    assert rejected
+
+
+def test_instruct(command):
+    run_port(command, "instruct")
+    drawn = columns("instruct", "proposed", "id", "tasks", part="input")
+    assert len(drawn) == 12
+    tasks = set()
+    for _, seeds in drawn:
+        assert len(set(re.findall("Seed task [0-9]+", seeds))) == 8
+        answer = ask(f"Come up with a series of tasks:\n{seeds}\n9.")
+        proposed = [" ".join(task.split()) for task in re.split(r"\n\d+\s?\. ", answer)]
+        tasks |= {task for task in proposed if len(task.split()) > 3 and "map" not in task}
+    tasks = {task for task in tasks if not task.startswith("Write a program")}
+    assert {task for (task,) in columns("instruct", "tasks", "task")} == tasks
+    instances = set()
+    for task in tasks:
+        if "yes" in ask(f"Task: {task}\nIs it classification?").lower():
+            answer = ask(
+                f"Generate an input that corresponds to each of the class labels.\n\nTask: {task}\n"
+            )
+            parts = [part.strip().partition("\n") for part in answer.split("Class label:")[1:]]
+            pairs = [(text.strip(), label) for label, _, text in parts]
+        else:
+            answer = ask(f"Come up with examples for the following task.\n\nTask: {task}\n")
+            parts = [part.partition("Output:") for part in re.split(r"Example \d*", answer)]
+            pairs = [(a.replace("Input:", "").strip(), b.strip()) for a, _, b in parts]
+        instances |= {
+            (task, text, output)
+            for text, output in pairs
+            if output not in ("", text) and not output.endswith(":")
+        }
+    assert columns("instruct", "instances", "task", "input", "output") == instances
+    rejected = tasks - {task for task, *_ in instances}
+    assert {task for (task,) in columns("instruct", "rejected", "task")} == rejected
+    assert instances
+    assert rejected
+
+
+def test_nemotron(command):
+    run_port(command, "nemotron")
+    texts, rejected = set(), set()
+    asked = {
+        "questions": "Read the text, ask questions and answer them.\n\nText:\n{}\n\nTask:\nAsk up to "
+        "8 questions:\n- Question: [first question] Answer: [first answer]",
+        "distilled": "Paraphrase the provided text to a condensed version.\n\n{}\n\nBegin your "
+        'response with "Paraphrased Text:".',
+        "knowledge": "Rewrite knowledge from the provided text.\n\nText:\n{}\n\nTask:\nRewrite facts "
+        "and knowledge from the above text as a passage or passages.",
+        "listed": "Extract the key information, concise and organized.\n\nText:\n{}\n\nTask:\n"
+        "Extract the factual information from the above text.",
+        "rephrased": "For the following paragraph give me a diverse paraphrase of the same in high "
+        'quality English language. Begin your answer on a separate line with "Here is a '
+        'paraphrased version:".\n\nText: {}',
+    }
+    for row in INPUTS["nemotron"][1]:
+        kinds = ["rephrased"] if row["bucketed_results"] <= 11 else [*asked][:4]
+        if not row["text"] or (len(kinds) > 1 and len(row["text"]) < 20):
+            continue
+        for kind in kinds:
+            answer = ask(asked[kind].format(row["text"]))
+            after = answer.rpartition(":")[2].strip()
+            made = {
+                "rephrased": after if "version:" in answer else "",
+                "distilled": after if "Text:" in answer else "",
+                "knowledge": re.sub(r"Passage( 1)?:\n", "", answer).strip(),
+                "listed": "\n".join(re.findall("^- *(.*)$", answer, re.M)),
+                "questions": "\n\n".join([row["text"], *re.findall("Question:.*", answer)])
+                if "Question:" in answer
+                else "",
+            }[kind]
+            (texts if made else rejected).add((row["id"], kind, made))
+    assert columns("nemotron", "texts", "id", "kind", "text") == texts
+    assert columns("nemotron", "rejected", "id", "kind") == {row[:2] for row in rejected}
+    assert {kind for _, kind, _ in texts} == {*asked}
+    assert rejected
+
+
 def rows_of(folder):
     found = outputs(Path(folder))
     return {path: data for path, data in found.items() if "/output/" in path or "/input/" in path}
@@ -200,29 +392,39 @@ def rows_of(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("port", INPUTS)
-def test_kill_9_changes_no_byte_and_repeats_only_what_was_in_flight(port):
-    kills = int(os.environ.get("KILLS", "6"))
-    with FakeServer(reply, delay=lambda payload, times: 0.01) as server:
-        command = [sys.executable, "-m", "datatrove_ckpt", "run", f"{port}.yaml", *FLAGS]
-        command.append(f"--endpoint={server.url}")
-        done = processes.run(command)
-        assert done.returncode == 0, done.stdout + done.stderr
+def test_kill_9_changes_no_byte_and_repeats_only_what_was_in_flight(port, command):
+    kills = int(os.environ.get("KILLS", "3"))
+    killer = SimpleNamespace(process=None, answers=0, last=0)
+
+    def kept():
+        return sum(map(answers_kept, Path(port).glob("*/checkpoints")))
+
+    def answer(payload, times):
+        """Kills the process when all answers but those on their way are written down."""
+        killer.answers += 1
+        if killer.process is not None and killer.answers == killer.last:
+            until(lambda: kept() >= killer.kept + killer.answers - SLOTS)
+            os.killpg(killer.process.pid, signal.SIGKILL)
+        return reply(payload, times)
+
+    with FakeServer(answer, delay=lambda payload, times: 0.01) as server:
+        words = ["run", f"{port}.yaml", *FLAGS, f"--endpoint={server.url}"]
+        command(*words)
         whole = rows_of(port)
         requests = len(server.payloads)
         shutil.rmtree(port)
         server.payloads.clear()
-        server.asked.clear()
         for kill in range(kills):
-            target = len(server.payloads) + requests // (kills + 1) + kill % 3
-            running = processes.start(command)
-            until(lambda: len(server.payloads) >= target or running.poll() is not None)  # noqa: B023
-            os.killpg(running.pid, signal.SIGKILL)
-            running.communicate()
-        done = processes.run(command)
-        assert done.returncode == 0, done.stdout + done.stderr
+            killer.kept = kept()
+            killer.answers = 0
+            killer.last = requests // (kills + 1) + kill % 3
+            killer.process = processes.start([sys.executable, "-m", "datatrove_ckpt", *words])
+            killer.process.communicate()
+            assert killer.process.returncode == -signal.SIGKILL
+        killer.process = None
+        command(*words)
         assert rows_of(port) == whole
-        # At most four are sent and not answered, and four are answered and not recorded.
-        assert requests <= len(server.payloads) <= requests + 8 * kills
+        assert requests <= len(server.payloads) <= requests + 2 * SLOTS * kills
 
 
 @pytest.mark.slow

@@ -59,9 +59,10 @@ from datatrove_ckpt.executors.local import close_servers
 from datatrove_ckpt.output.arrow_types import type_of
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder import earlier_runs, preflight, queries
-from datatrove_ckpt.run_folder.documents import ShownDocument, select_rows
+from datatrove_ckpt.run_folder.documents import ShownDocument, select_committed, select_rows
 from datatrove_ckpt.run_folder.finding import Finding, run_check
-from datatrove_ckpt.run_folder.queries import Query
+from datatrove_ckpt.run_folder.queries import Query, Tables
+from datatrove_ckpt.run_folder.run_location import RunLocation
 from datatrove_ckpt.run_folder.run_plan import RunPlan
 from datatrove_ckpt.run_folder.sample import estimate_lines, take_sample
 from datatrove_ckpt.run_folder.steps import STEPS, StepFolder
@@ -261,17 +262,16 @@ class StepsJob:
         for name in step.sources:
             source = self._by_name[name]
             rows = select_rows(self.found(source))
-            tables[name] = rows or pa.schema(self.columns(source)).empty_table()
+            tables[name] = rows or self.without_rows(source, self.tables(source))
         return tables
 
-    def columns(self, step: Step) -> dict[str, Any]:
-        """Returns the types of the columns of a step's rows, as far as they are known: what a
+    def without_rows(self, step: Step, tables: Tables) -> object:
+        """Returns a table of no row with the columns of a step, as far as they are known: what a
         rollout adds, nobody knows before it has rows.
         """
-        if step.query is not None:
-            columns = queries.columns_of(step.query, self.tables(step))
+        columns = queries.columns_of(step.query, tables) if step.query is not None else {}
         if not step.is_run:
-            return columns
+            return pa.schema(columns).empty_table()
         _, executor = self.executor(step)
         runner = RunPlan(executor).runners[0].step
         if step.query is None:
@@ -293,7 +293,7 @@ class StepsJob:
         for row in runner.rows(Document("", "", metadata=metadata)):
             for name, value in row.metadata.items():
                 columns.setdefault(name, type_of([value], name))
-        return columns
+        return pa.schema(columns).empty_table()
 
     def bind(self) -> Iterator[Finding]:
         """Checks each query by the columns of the steps that it reads."""
@@ -338,7 +338,7 @@ class StepsJob:
         if step.is_run:
             saved.record_folder()
             if not (kept.rows or found.has_begun):
-                nothing = {"nothing": pa.schema(self.columns(step)).empty_table()}
+                nothing = {"nothing": self.without_rows(step, self.tables(step))}
                 query = Query(step.label, "from nothing")
                 queries.make_rows(query, nothing, folder / "output", made_from)
 
@@ -531,20 +531,17 @@ class SampledRows:
 
     Attributes:
         table: see ``queries.Tables``.
-        whole: the number that the whole step would make; None if that is not known.
+        share: the whole step has so many times as many rows; None if that is not known.
     """
 
     table: object
-    rows: int
-    whole: float | None
+    share: float | None
 
 
-def sample_steps(short: Node, source: str, number: int) -> int:
+def sample_steps(job: StepsJob, number: int) -> int:
     """Takes the first rows through all steps, in a temporary folder. The answers stay with each
     step, as those of ``run --sample``. Returns the exit code.
     """
-    sys.path.insert(0, str(Path.cwd()))
-    job = StepsJob(short, source)
     sampled: dict[str, SampledRows] = {}
     with TemporaryDirectory(prefix="datatrove-ckpt-") as folder:
         try:
@@ -553,9 +550,6 @@ def sample_steps(short: Node, source: str, number: int) -> int:
                     say(line)
         finally:
             close_servers()
-    missed = [name for name, made in sampled.items() if not made.rows]
-    if missed:
-        say(f"No row is left after: {', '.join(missed)}.")
     return 0
 
 
@@ -563,48 +557,38 @@ def _sample_step(
     job: StepsJob, step: Step, number: int, folder: Path, sampled: dict[str, SampledRows]
 ) -> Iterator[str]:
     """Takes rows through a step, adds those that it makes, and yields lines about them."""
+    tables = {name: sampled[name].table for name in step.sources}
     given = None
-    whole = None
+    share: float | None = 1.0
     if step.query is not None:
-        tables = {name: sampled[name].table for name in step.sources}
         kept = queries.make_rows(step.query, tables, folder / layout.KEPT_INPUT, {})
-        if not tables:
-            whole = float(kept.rows)
-        elif queries.takes_row_by_row(step.query, tables):
-            before = sampled[step.sources[0]]
-            whole = before.whole and kept.rows * before.whole / before.rows
+        if tables:
+            share = None
+            if queries.takes_row_by_row(step.query, tables):
+                share = sampled[step.sources[0]].share
         if not (step.is_run and kept.rows):
-            table = queries.reads(kept.paths)
+            table: object = queries.reads(kept.paths)
             if step.is_run:
-                table = pa.schema(job.columns(step)).empty_table()
-            sampled[step.name] = SampledRows(table, kept.rows, whole)
-            rows = plural(kept.rows, "row") if kept.rows else "no row reaches it"
-            yield f"{step.name}: {rows}"
+                table = job.without_rows(step, tables)
+            sampled[step.name] = SampledRows(table, share)
+            yield f"{step.name}: {plural(kept.rows, 'row') if kept.rows else 'no row reaches it'}"
             return
         given = f"{kept.folder}/*.parquet"
-    _, executor = job.executor(step, given)
-    plan = RunPlan(executor)
+    plan = RunPlan(job.executor(step, given)[1])
     with log_disabled("datatrove_ckpt.generation.rank"):
         sent = take_sample(plan, number, folder, writes_rows=True)
-    documents = sent.documents
-    if not documents:
+    if not sent.documents:
         raise InputError(f"{step.label}: no file of its input has a document.")
-    if step.query is None and sent.total is not None:
-        whole = len(documents) * sent.total / sum(sent.sizes)
-    paths = sorted(map(str, (folder / "output").glob("*.parquet")))
-    rows = sum(pq.read_metadata(path).num_rows for path in paths)
-    table = queries.reads(paths) if paths else pa.schema(job.columns(step)).empty_table()
-    sampled[step.name] = SampledRows(table, rows, whole and whole * rows / len(documents))
-    yield f"{step.name}: {plural(len(documents), 'document')} in, {plural(rows, 'row')} out"
-    for number, (document, requests) in enumerate(documents, 1):
+    total = sent.total and share and share * sent.total
+    location = RunLocation(str(folder), sent.checkpoints, [str(folder)])
+    table = select_committed(location, folder / "rows.parquet") or job.without_rows(step, tables)
+    sampled[step.name] = SampledRows(table, total and total / sum(sent.sizes))
+    rows = sum(pq.read_metadata(path).num_rows for path in (folder / "output").glob("*.parquet"))
+    yield f"{step.name}: {plural(len(sent.documents), 'document')} in, {plural(rows, 'row')} out"
+    for place, (document, requests) in enumerate(sent.documents, 1):
         shown = ShownDocument(str(document.id), requests[0].question, requests[-1].answer_text)
-        yield described(number, shown, "question", MOST)
-    if whole is None:
-        yield "What the whole step takes is unknown: a query before it groups or joins."
-    else:
-        sizes = [1.0] * len(documents)
-        sample = replace(sent, sizes=sizes, total=max(whole, float(len(documents))))
-        yield from estimate_lines(sample, plan.runners[0].step)
+        yield described(place, shown, "question", MOST)
+    yield from estimate_lines(replace(sent, total=total), plan.runners[0].step)
 
 
 @contextmanager
@@ -626,13 +610,19 @@ def run_steps(
     run_job: Callable[[Node, PipelineExecutor, argparse.Namespace], int],
 ) -> int:
     """Runs the steps of a file. Returns the exit code of the first that is not finished."""
-    if arguments.sample is not None:
-        return sample_steps(short, arguments.config or "the command line", arguments.sample)
-    for flag in ("dry_run", "print_config", "cancel", "no_wait"):
+    for flag in ("cancel", "no_wait"):
         if getattr(arguments, flag):
             raise ConfigError(f"--{flag.replace('_', '-')}: is for a run without steps.")
     sys.path.insert(0, str(Path.cwd()))  # rollout: my_module.my_rollout
     job = StepsJob(short, arguments.config or "the command line")
+    if arguments.sample is not None:
+        return sample_steps(job, arguments.sample)
+    if arguments.dry_run or arguments.print_config:
+        for step in job.steps:
+            say(f"--- # {step.name}{'' if step.is_run else ': a query'}")
+            if step.is_run:
+                run_job(*job.executor(step), arguments)
+        return 0
     again = without_flag(arguments.command, "--redo")
     again = [word for word in again if word != "--retry-dead-letters"]
     try:

@@ -110,8 +110,9 @@ def test_yaml_builds(folder, capsys, block):
         _merge(runner, content)
         text = yaml.safe_dump(whole)
     Path("job.yaml").write_text(text)
-    build = ["doctor"] if "steps" in content else ["run", "--dry-run"]
-    assert main([*build, "job.yaml"]) == 0, capsys.readouterr()
+    assert main(["run", "job.yaml", "--dry-run"]) == 0, capsys.readouterr()
+    if "steps" in content:
+        assert main(["doctor", "job.yaml"]) == 0, capsys.readouterr()
     if "SlurmPipelineExecutor" in text:
         assert "#SBATCH --signal=USR1@180\n" in capsys.readouterr().out
     if "slurm:" in text:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -188,7 +189,30 @@ def test_other_commands_name_the_folders_of_steps(finished, command):
     assert "name the folder of one: answers, judged" in command("report", "qa", code=2).error
 
 
-@pytest.mark.parametrize("flag", ["--dry-run", "--print-config", "--cancel", "--no-wait"])
+@pytest.mark.parametrize("flag", ["--dry-run", "--print-config"])
+def test_the_long_form_of_each_step_is_printed(server, command, flag):
+    write(server)
+    printed = command("run", "job.yaml", flag)
+    assert re.findall("^--- # (.*)$", printed, re.M) == [
+        "answers",
+        "judged",
+        "best: a query",
+        "topics",
+        "rejected: a query",
+    ]
+    runs = [config for config in yaml.safe_load_all(printed) if config is not None]
+    inputs = [run["executor"]["init_args"]["pipeline"][0]["init_args"] for run in runs]
+    assert [given["data_folder"] for given in inputs] == [".", "qa/judged/input", "qa/topics/input"]
+    assert not Path("qa").exists()
+    command("run", "job.yaml")
+    sent = len(server.payloads)
+    for number, run in enumerate(runs):
+        Path(f"step{number}.yaml").write_text(yaml.safe_dump(run))
+        command("run", f"step{number}.yaml")
+    assert len(server.payloads) == sent
+
+
+@pytest.mark.parametrize("flag", ["--cancel", "--no-wait"])
 def test_flags_of_single_runs_are_refused(server, command, flag):
     write(server)
     assert "is for a run without steps" in command("run", "job.yaml", flag, code=2).error
@@ -566,9 +590,10 @@ def test_a_sample_takes_rows_through_all_steps_and_the_run_takes_its_answers(ser
     for line in ("answers: 3 documents in, 3 rows out", "best: 2 rows", "rejected: 1 row"):
         assert line in said
     assert "topics: 2 documents in" in said
-    assert "unknown: a query before it groups or joins" in said
-    assert said.count("cost   ") == 2
-    assert "12" in said[said.index("judged:") : said.index("best:")]  # documents of the whole step
+    assert "for 12 documents" in said[said.index("judged:") : said.index("best:")]
+    assert "size of the input is not known" in said[said.index("topics:") :]  # a query groups
+    assert said.count("not known") == 1
+    assert said.count("cost   ") == 3
     assert len(server.payloads) == 3 + 3 + 2
     assert not list(Path("qa").rglob("*.parquet"))
     before = len(server.payloads)
@@ -586,13 +611,41 @@ def test_a_sample_prices_a_step_whose_query_groups_files(server, command):
     assert "about 3 documents" in said
 
 
+def test_a_sample_has_the_types_of_all_files(server, command):
+    """Each of its tasks has a file, and one of them no value."""
+
+    def reply(payload, times):
+        number = int(payload["messages"][-1]["content"].split()[-1])
+        return json.dumps(number) if number else "no JSON"
+
+    server._answer = reply
+    for n in (0, 9, 11):
+        write_rows(f"part{n}.jsonl", [{"id": f"{n}", "text": f"text {n}"}])
+    settings = {"engine": "none", "answer_attempts": 1, "invalid_answer": "keep", "seed": 1}
+    steps = {
+        "answers": {
+            "input": "part*.jsonl",
+            "prompt": "{text}",
+            "tasks": 3,
+            "json_schema": {"type": "integer"},
+            **settings,
+        },
+        "most": {
+            "input": {"sql": "select '' || max(answer) as text from answers"},
+            "prompt": "{text}",
+        },
+    }
+    write(server, steps)
+    assert "question: 11" in command("run", "job.yaml", "--sample", "3")
+
+
 def test_a_sample_finds_a_mistake_in_the_last_query_and_steps_without_rows(server, command):
     steps = changed("best", sql="select id, answer from judged where rating = 'x'")
     steps["topics"] = {"input": "best", "prompt": "{answer}"}
     write(server, steps)
     said = command("run", "job.yaml", "--sample", "3")
     assert "topics: no row reaches it" in said
-    assert "No row is left after: best, topics." in said
+    assert "best: no row reaches it" in said
     write(server, changed("rejected", steps, sql="select idd from judged"))
     assert "idd" in command("run", "job.yaml", "--sample", "2", code=2).error
 

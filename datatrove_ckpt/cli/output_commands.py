@@ -183,6 +183,9 @@ def described(
 
 
 def report(arguments: argparse.Namespace) -> int:
+    root = step_status.root_of_steps(arguments)
+    if root is not None:
+        return step_status.report(root, arguments)
     with open_run(arguments, wanted_files) as location:
         state = read_run_state(location)
         page = report_page(state)

@@ -1,4 +1,4 @@
-"""``status``, ``verify`` and ``show --sql`` of a run folder with steps."""
+"""``status``, ``report``, ``verify`` and ``show --sql`` of a run folder with steps."""
 
 import argparse
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from pathlib import Path
 import orjson
 
 from datatrove_ckpt.checkpoint.run_limits import RunTotals
-from datatrove_ckpt.cli.printing import say, say_result
+from datatrove_ckpt.cli.printing import say, say_result, write_page
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.run_folder import queries, run_location, status_text
@@ -70,6 +70,16 @@ def status(root: Path, arguments: argparse.Namespace) -> int:
     result = {"version": 2, "what": str(root), "steps": fields, "stale": stale}
     say_result(arguments.json, result, lines)
     return code
+
+
+def report(root: Path, arguments: argparse.Namespace) -> int:
+    """Writes a page about all steps that are runs."""
+    from datatrove_ckpt.run_folder.report.page import steps_page  # slow to import
+
+    states = {name: step.state() for name, step in step_folders(root).items()}
+    runs = {name: state for name, state in states.items() if state is not None}
+    page = steps_page(str(root), runs)
+    return write_page(arguments.output, root / "checkpoints", page, plural(len(runs), "step"))
 
 
 def verify(

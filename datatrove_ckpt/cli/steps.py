@@ -351,6 +351,9 @@ class StepsJob:
             if rest > 0:
                 job.setdefault(name, rest)
         job["run_folder"] = str(folder)
+        monitoring = job.get("monitoring") or {}
+        name = f"{monitoring.get('run_name') or self.root.name}/{step.name}"
+        job["monitoring"] = {**monitoring, "run_name": name}
         if step.query is not None:
             given = folder / layout.KEPT_INPUT
             job["input"] = f"{given}/*.parquet"

@@ -19,6 +19,8 @@ from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.cli import steps as cli_steps
 from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.errors import ConfigError, StorageFailed
+from datatrove_ckpt.generation import prometheus
+from datatrove_ckpt.inference.servers.server import free_port
 from datatrove_ckpt.run_folder import queries
 from datatrove_ckpt.run_folder.steps import STEPS as STEPS_FILE
 from datatrove_ckpt.testing import FakeServer, outputs
@@ -185,8 +187,43 @@ def test_the_example_runs(command):
 
 def test_other_commands_name_the_folders_of_steps(finished, command):
     assert "no place for the queries" in command("k8s", "job.yaml", code=2).error
-    assert "such as qa/answers" in command("report", "job.yaml", code=2).error
-    assert "name the folder of one: answers, judged" in command("report", "qa", code=2).error
+    assert "such as qa/answers" in command("export", "job.yaml", "x.csv", code=2).error
+    assert (
+        "name the folder of one: answers, judged" in command("export", "qa", "x.csv", code=2).error
+    )
+
+
+def test_a_report_has_all_steps(finished, command):
+    for what in ("qa", "job.yaml"):
+        assert "qa/report.html: the report of 3 steps" in command("report", what)
+        page = Path("qa/report.html").read_text()
+        Path("qa/report.html").unlink()
+        assert "<title>qa: 3 steps</title>" in page
+        assert re.findall('<h2 class="wide">Step (.*?)</h2>', page) == [
+            "answers",
+            "judged",
+            "topics",
+        ]
+        assert page.count("<h2>Requests</h2>") == 3
+    assert "Step answers" not in command("report", "qa/answers", "-o", "-")
+
+
+@pytest.mark.parametrize(
+    "given, name", [({}, "qa"), ({"monitoring": {"run_name": "mine"}}, "mine")]
+)
+def test_steps_are_labels_of_metrics(server, command, monkeypatch, given, name):
+    names = []
+    shown = prometheus.RankSnapshot
+
+    def snapshot(run, *rest):
+        names.append(run)
+        return shown(run, *rest)
+
+    monkeypatch.setattr(prometheus, "RankSnapshot", snapshot)
+    monitoring = {"metrics_port": free_port(), **given.get("monitoring", {})}
+    write(server, monitoring=monitoring)
+    command("run", "job.yaml")
+    assert {*names} == {f"{name}/answers", f"{name}/judged", f"{name}/topics"}
 
 
 @pytest.mark.parametrize("flag", ["--dry-run", "--print-config"])

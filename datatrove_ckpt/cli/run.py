@@ -8,7 +8,7 @@ from typing import Any
 
 from datatrove_ckpt.cli import printing, short_form
 from datatrove_ckpt.cli.short_form import make_executor
-from datatrove_ckpt.cli.yaml_config import FullConfig, build
+from datatrove_ckpt.cli.yaml_config import FullConfig
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import plural, plural_or_no
 from datatrove_ckpt.errors import ConfigError
@@ -52,7 +52,7 @@ def run_job(config: JsonObject, executor: Any, arguments: argparse.Namespace) ->
                 "want."
             )
         config["executor"]["init_args"] = init_args | {"workers": 1}
-        executor = build(config)
+        executor.workers = 1
     if "kubernetes" in config:
         from datatrove_ckpt.cli.kubernetes import kubernetes_job  # slow to import
         from datatrove_ckpt.run_folder.run_plan import RunPlan

@@ -434,9 +434,9 @@ def test_redo_takes_exploded_rows_and_rows_without_a_text(server, command, text)
     assert (table("items"), table("asked")) == redone
 
 
-@pytest.mark.parametrize("files", [1, 3])
+@pytest.mark.parametrize("files, flags", [(1, []), (3, []), (1, ["--worker"])])
 @pytest.mark.parametrize("other, starts", [({}, 1), ({"server_stop_timeout_sec": 4.0}, 2)])
-def test_steps_with_equal_servers_share_them(command, files, other, starts):
+def test_steps_with_equal_servers_share_them(command, files, flags, other, starts):
     Path("engine.py").write_text(ENGINE)
     for n in range(files):
         write_rows(f"docs{n}.jsonl", ROWS[n::files])
@@ -451,7 +451,7 @@ def test_steps_with_equal_servers_share_them(command, files, other, starts):
     }
     job = {"run_folder": "qa", "model": "m", **engine, "steps": steps}
     Path("job.yaml").write_text(yaml.safe_dump(job))
-    command("run", "job.yaml")
+    command("run", "job.yaml", *flags)
     assert len(table("judged")) == 12
     started = [int(line.split()[0]) for line in Path("engines").read_text().splitlines()]
     assert len(started) == starts
@@ -752,6 +752,18 @@ def test_a_failure_ends_the_chain_and_the_same_command_goes_on(cluster, server, 
 def test_workers_take_tasks_of_the_first_step_that_is_not_finished(server, command):
     write(server)
     command("run", "job.yaml", "--worker")
+    assert len(table("rejected")) == 3
+    assert set(server.asked.values()) == {1}
+
+
+@pytest.mark.slow
+def test_worker_processes_take_the_tasks_of_each_step(server, command):
+    """As in one allocation, where a node may not submit."""
+    for n in range(3):
+        write_rows(f"part{n}.jsonl", ROWS[n::3])
+    write(server, changed("answers", input="part?.jsonl", tasks=3), workers=2)
+    command("run", "job.yaml")
+    assert len(table("answers")) == 12
     assert len(table("rejected")) == 3
     assert set(server.asked.values()) == {1}
 

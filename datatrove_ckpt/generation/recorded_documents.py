@@ -17,7 +17,15 @@ import platform
 import random
 import re
 from bisect import insort
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Generator,
+    Iterable,
+    Iterator,
+)
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -46,8 +54,8 @@ T = TypeVar("T")
 _MAX_BYTES = 256 * 1024  # of a document
 _MAX_ALL_BYTES = 4 * 2**20
 _VERSION = 1  # changes with what this package makes of a payload: its users changed nothing
-_FIRST = 16  # documents that are recorded whatever their hashes are
-_MARGIN = 1.4  # times as many candidates as there are places, in an input of known size
+_FIRST = 8  # documents that are recorded whatever their hashes are
+_MARGIN = 1.2  # times as many candidates as there are places, in an input of known size
 _ALL = 2**64
 _WAITS = {
     ("asyncio.locks", "wait"),  # of Event, Condition and Barrier
@@ -155,6 +163,8 @@ class _Observed(Stepped):
 class RecordingAnswers(DocumentAnswers):
     """The answers of a document that may be recorded."""
 
+    is_asked = True
+
     def __init__(
         self,
         rank: RankContext,
@@ -241,7 +251,6 @@ class RecordedDocuments:
         self._rank = rank
         self._share = share
         self._hashes = [_hash_in(name) for name in self.names()]
-        self._sizes: dict[str, int] = {}  # of files, by name
         self._room = 0 if self.void else _ALL  # only smaller hashes have room
         self._limit = self._room
 
@@ -302,7 +311,6 @@ class RecordedDocuments:
                 if len(read) < _MAX_BYTES:
                     insort(self._hashes, number)
                     self._set_limit(rank.observer.expected_documents())
-                    slot.cached = True  # so that its answers are asked for each request
                     name = f"{number:016x}"
                     return RecordingAnswers(rank, slot, source, rollouts, name, read, self)
         return DocumentAnswers(rank, slot, source.id, rollouts)
@@ -327,51 +335,53 @@ class RecordedDocuments:
         if isinstance(answers, RecordingAnswers):
             self.finished.put_nowait((answers, finished))
 
-    def put(self, document: RecordedDocument) -> None:
-        """Writes a document, and removes those for which there is no room.
+    def put(self, documents: Collection[RecordedDocument]) -> None:
+        """Writes documents, and removes those for which there is no room.
 
         Raises:
             CkptError: the disk takes no file.
         """
-        path = self.folder / f"{document.name}.json"
-        data = checksummed_json({"version": _VERSION, **vars(document)}, indent=False)
-        if len(data) > _MAX_BYTES:
-            return
-        self._write(path, data)
+        for document in documents:
+            data = checksummed_json({"version": _VERSION, **vars(document)}, indent=False)
+            if len(data) <= _MAX_BYTES:
+                self._write(f"{document.name}.json", data)
         names = self.names()
         size = 0
         for number, name in enumerate(names):
-            if name not in self._sizes:
-                self._sizes[name] = size_of(self.folder / name)
-            size += self._sizes[name]
+            size += size_of(self.folder / name)
             if number >= layout.MAX_RECORDED or size > _MAX_ALL_BYTES:
                 self._room = min(self._room, _hash_in(name))
                 files.disk.remove(self.folder / name)
         if not names:  # another rank has ended the recording since
-            files.disk.remove(path)
+            self.remove([f"{document.name}.json" for document in documents])
 
-    def remove(self, name: str) -> None:
-        files.disk.remove(self.folder / f"{name}.json")
+    def remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            files.disk.remove(self.folder / name)
 
-    def _write(self, path: Path, data: bytes) -> None:
+    def _write(self, name: str, data: bytes) -> None:
         files.disk.make_dirs(self.folder, files.PRIVATE_FOLDER)
         # Ranks that start together may write the same file: each has its own beside it.
-        beside = path.with_name(f"{path.name}.{self._rank:08x}")
-        files.disk.write_new(beside, [data])
-        files.disk.rename(beside, path)
+        beside = self.folder / f"{name}.{self._rank:08x}"
+        descriptor = files.disk.create(beside, files.PRIVATE_FILE)
+        try:
+            files.disk.write(descriptor, data, beside)
+        finally:
+            os.close(descriptor)
+        files.disk.rename(beside, self.folder / name)
 
     def end(self, why: str) -> None:
         """Ends the recording of the run, for all ranks and attempts.
 
         Raises:
-            CkptError: the disk takes no file.
+            CkptError: the disk takes no file. Then, too, nothing is left to be replayed.
         """
         self.stop()
         names = self.names()
-        data = checksummed_json({"version": _VERSION, "why": redact(why)})
-        self._write(self.folder / layout.VOID, data)
-        for name in names:
-            files.disk.remove(self.folder / name)
+        try:
+            self._write(layout.VOID, checksummed_json({"version": _VERSION, "why": redact(why)}))
+        finally:
+            self.remove(names)
 
 
 def _hash_in(name: str) -> int:

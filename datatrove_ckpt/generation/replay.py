@@ -47,7 +47,7 @@ from datatrove_ckpt.common.counts import WorkCounts
 from datatrove_ckpt.common.formatting import plural, safe_text
 from datatrove_ckpt.common.redaction import masked, redact
 from datatrove_ckpt.common.threads import in_threads
-from datatrove_ckpt.errors import CheckpointMismatch
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError
 from datatrove_ckpt.generation.document_runs import DocumentRollouts
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.quality import AnswerQuality
@@ -75,6 +75,7 @@ from datatrove_ckpt.rollouts import Rollout
 SECONDS = 1.0  # of a check at a start, and of the replay of a document that is recorded
 _FRESH_SECONDS = 60.0
 _RECORDING_SECONDS = 5.0  # of all replays of an attempt
+_BATCH = 16  # documents that are written together
 _EXCERPT = 60  # characters
 _CHANGING = re.compile(
     r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}|\b[0-9a-f]{32,64}\b|\b0x[0-9a-f]{6,}"
@@ -107,7 +108,10 @@ def replays_of(
 
 
 def end_recording(recorded: RecordedDocuments, why: str) -> None:
-    recorded.end(why)
+    try:
+        recorded.end(why)
+    except CkptError as error:  # of the disk: the journal decides whether the rank goes on
+        logger.warning(f"replay check: its end cannot be recorded: {error}")
     logger.warning(
         "replay check: the rollout is not run again for documents that are done, because "
         f"{redact(why)}. A resume compares the text of its code only."
@@ -221,9 +225,10 @@ class _Drawing(Stepped):
         outer = random.getstate()
         random.setstate(self._state)
         try:
-            return step()
-        finally:
+            awaited = step()
             self._state = random.getstate()
+            return awaited
+        finally:
             random.setstate(outer)
 
 
@@ -368,7 +373,7 @@ class Replays:
 
         Raises:
             CheckpointMismatch: it sends other requests, or gives other results.
-            CkptError: the disk takes no file.
+            CheckpointError: an accepted difference cannot be written to ``job.json``.
         """
         step = self.step
         recorded = self.recorded
@@ -398,25 +403,22 @@ class Replays:
                 "The rollout sends other requests than before, but only in what differs at each "
                 f"start (times, ids, addresses): {verdict.differences[0]}"
             )
-        await in_own_thread(self._update, verdict)
+        shown = ""
+        removed = [f"{difference.document.name}.json" for difference in verdict.differences]
         if step.accept_changes and (verdict.accepts or verdict.real):
-            return f"accepted: {verdict}"
-        return ""
-
-    def _update(self, verdict: Verdict) -> None:
-        # Of a change that is accepted, also those that there was no time for: without the flag, the
-        # next start would refuse them.
-        accepts = verdict.accepts and self.step.accept_changes
-        removed = {difference.document.name for difference in verdict.differences}
-        if accepts:
-            removed = {name[:16] for name in self.recorded.names()}
-            removed -= {document.name for document in verdict.same}
-        for name in removed:
-            self.recorded.remove(name)
-        for document in verdict.same:
-            if document.run != self.run:
-                document.run = self.run
-                self.recorded.put(document)
+            # Also those that there was no time for: without the flag, the next start would refuse
+            # them.
+            removed = recorded.names()
+            shown = f"accepted: {verdict}"
+        try:
+            await in_own_thread(recorded.remove, removed)
+            if shown:
+                for document in verdict.same:
+                    document.run = self.run
+                await in_own_thread(recorded.put, verdict.same)
+        except CkptError as error:
+            self._stop(error)
+        return shown
 
     async def _accept(self, verdict: Verdict) -> None:
         """Accepts differences, which are the last ones if the code's text is the same: the rollout
@@ -438,44 +440,57 @@ class Replays:
     async def record(self) -> None:
         """Records finished documents, until it is cancelled."""
         recorded = self.recorded
+        queue = recorded.finished
+        ready: list[RecordedDocument] = []
         spent = 0.0
         while True:
-            answers, finished = await recorded.finished.get()
+            answers, finished = await queue.get()
             started = time.monotonic()
             try:
-                if not recorded.is_stopped:
-                    await self._record(answers, finished)
+                if recorded.is_stopped:
+                    ready.clear()
+                elif (document := await self._repeated(answers, finished)) is not None:
+                    ready.append(document)
+                if ready and (queue.empty() or len(ready) == _BATCH):
+                    await in_own_thread(recorded.put, [*ready])
+                    ready.clear()
                 spent += time.monotonic() - started
                 if spent > _RECORDING_SECONDS:  # no start has the time for more
                     recorded.stop()
             except Exception as error:  # a full disk, or a defect of this check
-                logger.warning(f"replay check: no more documents are recorded: {error!r}")
-                recorded.stop()
+                self._stop(error)
             finally:
-                recorded.finished.task_done()
+                queue.task_done()
 
-    async def _record(self, answers: RecordingAnswers, finished: FinishedDocument) -> None:
-        """Records a document if a replay gives the same in time."""
+    def _stop(self, error: Exception) -> None:
+        """Ends the recording of this attempt. The journal decides whether a full disk stops it."""
+        logger.warning(f"replay check: no more documents are recorded: {error!r}")
+        self.recorded.stop()
+
+    async def _repeated(
+        self, answers: RecordingAnswers, finished: FinishedDocument
+    ) -> RecordedDocument | None:
+        """Returns the document if a replay gives the same in time; else None."""
         recorded = self.recorded
+        document = answers.record(finished)
+        why = ""
         if ROLLOUTS.effect:
-            await self._end(f"it was seen to {ROLLOUTS.effect}")
+            why = f"it was seen to {ROLLOUTS.effect}"
         elif recorded.waits:
-            await self._end("it waits for other documents")
-        elif recorded.has_room(answers.name):
-            document = await in_own_thread(answers.record, finished)
-            if document is None:
-                return
+            why = "it waits for other documents"
+        elif document is not None and recorded.has_room(document.name):
             try:
                 difference = await self.replay(document, SECONDS)
+                if difference is None:
+                    return document
+                why = f"it does not repeat itself for equal answers ({difference})"
             except TimeoutError:
-                return
+                return None
             except SeenToAct as error:
-                await self._end(f"it was seen to {error}")
-                return
-            if difference is not None:
-                await self._end(f"it does not repeat itself for equal answers ({difference})")
-            else:
-                await in_own_thread(recorded.put, document)
+                why = f"it was seen to {error}"
+        if why:
+            await self._end(why)
+        return None
 
 
 def mismatch(verdict: Verdict) -> CheckpointMismatch:
@@ -496,17 +511,15 @@ def _difference(
     document: RecordedDocument, answers: ReplayedAnswers, task: asyncio.Task[FinishedDocument]
 ) -> Difference | None:
     """Returns what differs in a replay that has ended, or has sent an unknown request."""
-    left = [*answers.unused.values()]
+    old = next(iter(answers.unused.values()), None)
     if answers.unknown.done():
-        new = answers.unknown.result()
-        if not left:
-            return _found(document, "one more request", "", new)
-        return compared(document, "", left[0], new)
+        return compared(document, "", old, answers.unknown.result())
     if task.cancelled() or (error := task.exception()) is not None:
         error = None if task.cancelled() else error
-        return _found(document, "an error", "", f"{type(error).__name__}: {safe_text(error)}")
-    if left:
-        return _found(document, "a request is missing", left[0], "")
+        text = f"{type(error).__name__}: {safe_text(error)}"
+        return compared(document, "error", None, text)
+    if old is not None:
+        return compared(document, "", old, None)
     result = task.result().document.decode()
     if result == document.result:
         return None

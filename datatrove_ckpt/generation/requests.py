@@ -163,6 +163,7 @@ class DocumentAnswers:
     """One document's answers, and the counts of its rollouts.
 
     Attributes:
+        is_asked: whether ``saved`` is called for each request, also if nothing is saved.
         parked: number of its requests that wait for a batch.
         batch_answers: number of batch answers that the rollout has received.
         rejections: its requests that the server has rejected.
@@ -181,6 +182,7 @@ class DocumentAnswers:
     """
 
     failure: CkptError | None = None
+    is_asked = False
     failed = cut_off = empty = 0
     parked = batch_answers = 0
     _cached: asyncio.Future[dict[AnswerKey, CachedAnswer]] | None = None
@@ -621,7 +623,7 @@ class RolloutRequests:
         body = body_of(sent, has_null)
         answers.hashes[rollout_idx] = key.payload_hash
         answers.payloads[rollout_idx] = payload
-        answer = await answers.saved(key) if answers.slot.cached else None
+        answer = await answers.saved(key) if answers.is_asked or answers.slot.cached else None
         try:
             result = None if answer is None else _from_cache(answer, config)
             if result is None:

@@ -41,6 +41,7 @@ class Run:
     concurrency: int = 256
     chunk: int = 1000
     watch_loop: bool = False
+    replay_check: bool = True
 
 
 async def ask(document, generate):
@@ -84,6 +85,7 @@ def _step(run, runner, config, readers):
         _writer(run),
         checkpoints_local_dir=run.checkpoints,
         records_per_chunk=run.chunk,
+        **({} if run.system == "datatrove" else {"replay_check": run.replay_check}),
     )
     return lambda: step.run(reader.run())
 

@@ -435,6 +435,34 @@ def test_a_kill_between_write_and_rename_costs_nothing(tmp_path, server, monkeyp
     assert len(recorded(tmp_path)) == 1
 
 
+def test_a_disk_without_room_for_the_record_stops_no_rank(tmp_path, server, monkeypatch, lines):
+    effect = Effect(tmp_path)
+    create = files.Disk.create
+
+    def full(disk, path, mode):
+        if path.parent.name == "recorded":
+            raise files.StorageFailed("No space left on device")
+        return create(disk, path, mode)
+
+    async def acts(document, generate):
+        if "ACT" in os.environ:
+            await effect.write()
+        return await generate(chat(document.text))
+
+    start(tmp_path, server, acts, monkeypatch)
+    assert len(recorded(tmp_path)) == 5
+    run_job(tmp_path / "before", server, 4, says_word)
+    monkeypatch.setattr(files.Disk, "create", full)
+    run_job(tmp_path / "full", server, 4, says_word)
+    assert any("no more documents are recorded" in line for line in lines)
+    assert results(tmp_path / "full") == results(tmp_path / "before")
+    monkeypatch.setenv("ACT", "1")
+    go_on(tmp_path, server, acts)
+    assert effect.number == 1
+    assert any("its end cannot be recorded" in line for line in lines)
+    assert recorded(tmp_path) == []  # nothing is left that a start would replay
+
+
 def test_a_rank_that_has_not_begun_is_checked(tmp_path, server, monkeypatch):
     monkeypatch.setenv("WORD", "OLD")
     writes = {"records_per_chunk": 2}

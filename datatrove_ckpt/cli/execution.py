@@ -43,6 +43,42 @@ from datatrove_ckpt.run_folder.run_summary import summary_line, write_card
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+def run_job(config: Node, executor: PipelineExecutor, arguments: argparse.Namespace) -> int:
+    """Runs an executor, or does what else the flags say. Returns the exit code."""
+    if arguments.worker:
+        for name in ("retry_dead_letters", "fail_on_dead_letters"):
+            if getattr(arguments, name):
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag}: is for a run of all tasks. Give it without --worker.")
+        from datatrove_ckpt.cli.kubernetes import refuse_other_kinds  # slow to import
+
+        refuse_other_kinds(executor, "--worker")
+        init_args = config["executor"].get("init_args") or {}
+        if not init_args.get("logging_dir"):  # each worker would have one of its own
+            raise ConfigError(
+                "executor: logging_dir: --worker needs one, where workers find each other's claims."
+            )
+        if init_args.get("workers", 1) != 1:
+            note(
+                f"workers: {init_args['workers']}: --worker is one process; start as many as you "
+                "want."
+            )
+        config["executor"]["init_args"] = init_args | {"workers": 1}
+        executor.workers = 1
+    if "kubernetes" in config:
+        from datatrove_ckpt.cli.kubernetes import kubernetes_job  # slow to import
+
+        kubernetes_job(config, RunPlan(executor))
+    if arguments.print_config:
+        say(FullConfig(config).text().rstrip())
+        return 0
+    if arguments.sample is not None:
+        from datatrove_ckpt.cli.output_commands import sample
+
+        return sample(executor, arguments.sample)
+    return execute(executor, config, arguments)
+
+
 def execute(executor: PipelineExecutor, config: Node, arguments: argparse.Namespace) -> int:
     """Runs the executor of a file. Returns the exit code.
 

@@ -78,7 +78,7 @@ def _run_steps(short: JsonObject, redo: Sequence[str]) -> dict[str, OutputPath]:
     for step in job.runs(redo):
         with written_in(step.label):
             _run(job.executor(step)[1])
-    return {step.name: OutputPath(job.folder(step), "output") for step in job.steps}
+    return {step.name: OutputPath(step.folder, "output") for step in job.steps}
 
 
 def _run(executor: Any) -> None:

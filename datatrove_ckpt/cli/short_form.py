@@ -118,6 +118,7 @@ def read_job(path: str | None, overrides: list[str]) -> Node:
     Raises:
         ConfigError: see ``load``; or an override does not fit the file.
     """
+    sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
     config = {}
     if path is not None:
         config = yaml_config.load(path)
@@ -151,7 +152,6 @@ def make_executor(path: str | None, overrides: list[str]) -> tuple[Node, Any]:
     Raises:
         ConfigError: the first mistake in the job.
     """
-    sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
     config = read_config(path, overrides)
     return config, yaml_config.build(config)
 

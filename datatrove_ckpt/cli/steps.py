@@ -19,15 +19,14 @@ refuses other rows. So the rows of two inputs never mix.
 import argparse
 import re
 import shlex
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Self
 
 import orjson
 from datatrove.data import Document
@@ -38,6 +37,7 @@ from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.checkpoint.run_limits import RunTotals
 from datatrove_ckpt.cli import short_form, yaml_config
+from datatrove_ckpt.cli.execution import run_job
 from datatrove_ckpt.cli.job_input import SavedInput
 from datatrove_ckpt.cli.output_commands import MOST, described
 from datatrove_ckpt.cli.printing import fail, note, say
@@ -80,8 +80,9 @@ _FIRST = 20  # documents whose columns stand for those of all
 _OF_TYPE = {"string": "", "integer": 1, "number": 0.5, "boolean": True}
 _RESERVED = ("input", "output", "checkpoints", "logs")
 _REFUSED = {
-    "kubernetes": "a pod has no place for the queries between steps",
+    "kubernetes": "a pod has no place for the queries between them",
     "jobs": "a job's disk goes with it, and queries need the rows of the steps before",
+    "output_format": "queries read Parquet. For another format: datatrove-ckpt export",
 }
 
 
@@ -99,14 +100,38 @@ class Step:
 
     name: str
     label: str
+    folder: Path
     settings: Node
     query: Query | None
-    sources: tuple[str, ...]
+    sources: tuple[Self, ...]
     leaves_dead_letters: bool
 
     @property
     def is_run(self) -> bool:
         return bool(self.settings)
+
+    @property
+    def found(self) -> StepFolder:
+        return StepFolder(self.folder)
+
+    def unfinished(self) -> str:
+        """Returns why the steps after this one may not begin; "" if they may."""
+        found = self.found
+        state = found.state()
+        if state is None:
+            return "it has not run" if found.rows is None else ""
+        reached = state.limits.reached(state.run_totals)
+        if not state.is_finished and (reached is None or reached.setting != "until"):
+            return _RUNS
+        if not state.delivered.read:
+            return "no file of its input has a document"
+        dead = state.delivered.dead
+        if dead and not self.leaves_dead_letters:
+            return (
+                f"{plural_is(dead, 'dead letter')} left. Retry them (--retry-dead-letters), or go "
+                f"on without them: dead_letters: leave, in steps.{self.name}."
+            )
+        return ""
 
 
 def read_steps(short: Node, source: str) -> list[Step]:
@@ -120,9 +145,10 @@ def read_steps(short: Node, source: str) -> list[Step]:
         raise ConfigError(f"{source}: steps: a mapping of names to steps; it is {given!r}.")
     for name, reason in _REFUSED.items():
         if any(name in node for node in (short, *given.values())):
-            raise ConfigError(f"{source}: {name}: runs no steps, because {reason}.")
+            raise ConfigError(f"{source}: {name}: steps have none, because {reason}.")
     if not isinstance(short.get("run_folder"), str) or "://" in short["run_folder"]:
         raise ConfigError(f"{source}: run_folder: steps need a folder of this machine.")
+    root = Path(short["run_folder"]).expanduser()
     own = ("steps", "run_folder", *_LIMITS)
     defaults = {key: value for key, value in short.items() if key not in own}
     steps: dict[str, Step] = {}
@@ -134,12 +160,12 @@ def read_steps(short: Node, source: str) -> list[Step]:
                 f"{label}: a step has a name of its own, of letters, digits and _, and none of "
                 f"{', '.join(_RESERVED)}."
             )
-        steps[name] = _read_step(name, label, node, defaults, steps)
+        steps[name] = _read_step(root / name, label, node, defaults, steps)
     return [*steps.values()]
 
 
 def _read_step(
-    name: str, label: str, node: object, defaults: Node, above: Mapping[str, Step]
+    folder: Path, label: str, node: object, defaults: Node, above: Mapping[str, Step]
 ) -> Step:
     if not isinstance(node, dict):
         raise ConfigError(f"{label}: a mapping of settings, or of sql alone; it is {node!r}.")
@@ -158,16 +184,12 @@ def _read_step(
     sources = []
     for table in query.tables if query else ():
         if table in above:
-            sources.append(table)
-            if above[table].settings.get("output_format", "parquet") != "parquet":
-                raise ConfigError(
-                    f"{above[table].label}: output_format: the steps after it read Parquet. For "
-                    "another format: datatrove-ckpt export."
-                )
+            sources.append(above[table])
         elif query and re.fullmatch(r"\w+", table):
-            hint = _hint(table, above)
+            hint = did_you_mean(table, above)
             raise ConfigError(f'{query.label}: there is no step "{table}" above it{hint}')
-    return Step(name, label, settings, query, tuple(sources), dead_letters == "leave")
+    leaves = dead_letters == "leave"
+    return Step(folder.name, label, folder, settings, query, tuple(sources), leaves)
 
 
 def _read_input(settings: Node, label: str, above: Mapping[str, Step]) -> Query | None:
@@ -180,15 +202,9 @@ def _read_input(settings: Node, label: str, above: Mapping[str, Step]) -> Query 
         sql = f"select columns(lambda name: name <> '{key}') from \"{given}\""
         return Query(label, sql, (str(given),))
     if given is None or (re.fullmatch(r"\w+", str(given)) and not Path(str(given)).exists()):
-        hint = _hint(given, above)
+        hint = did_you_mean(given, above)
         raise ConfigError(f'{label}: "{given}" is neither a file nor a step above it{hint}')
     return None
-
-
-def _hint(name: object, above: Mapping[str, Step]) -> str:
-    if not above:
-        return ": this is the first step."
-    return did_you_mean(name, above) or f"; these are {', '.join(above)}."
 
 
 def _example(schema: object) -> object:
@@ -216,53 +232,26 @@ class StepsJob:
 
     def __init__(self, short: Node, source: str) -> None:
         self.steps = read_steps(short, source)
-        self.root = Path(short["run_folder"]).expanduser()
-        self._by_name = {step.name: step for step in self.steps}
+        self.root = self.steps[0].folder.parent
         self.limits = {name: short[name] for name in _LIMITS if short.get(name) is not None}
 
     # what is on disk -----------------------------------------------------------------------------
-
-    def folder(self, step: Step) -> Path:
-        return self.root / step.name
-
-    def found(self, step: Step) -> StepFolder:
-        return StepFolder(self.folder(step))
 
     def spent_by_others(self, name: str, step: Step) -> float:
         """Returns how much of a limit the other steps have used."""
         totals = RunTotals()
         for other in self.steps:
-            state = self.found(other).state()
+            state = other.found.state()
             if state is not None and other is not step:
                 totals += state.run_totals
         return totals.cost / 1e9 if name == "max_cost" else totals.tokens
 
-    def unfinished(self, step: Step) -> str:
-        """Returns why the steps after this one may not begin; "" if they may."""
-        found = self.found(step)
-        state = found.state()
-        if state is None:
-            return "it has not run" if found.rows is None else ""
-        reached = state.limits.reached(state.run_totals)
-        if not state.is_finished and (reached is None or reached.setting != "until"):
-            return _RUNS
-        if not state.delivered.read:
-            return "no file of its input has a document"
-        dead = state.delivered.dead
-        if dead and not step.leaves_dead_letters:
-            return (
-                f"{plural_is(dead, 'dead letter')} left. Retry them (--retry-dead-letters), or go "
-                f"on without them: dead_letters: leave, in steps.{step.name}."
-            )
-        return ""
-
     def tables(self, step: Step) -> dict[str, Any]:
         """Returns the rows that a step reads of others; of those without rows, the columns."""
         tables = {}
-        for name in step.sources:
-            source = self._by_name[name]
-            rows = select_rows(self.found(source))
-            tables[name] = rows or self.without_rows(source, self.tables(source))
+        for source in step.sources:
+            rows = select_rows(source.found)
+            tables[source.name] = rows or self.without_rows(source, self.tables(source))
         return tables
 
     def without_rows(self, step: Step, tables: Tables) -> object:
@@ -297,16 +286,16 @@ class StepsJob:
 
     def bind(self) -> Iterator[Finding]:
         """Checks each query by the columns of the steps that it reads."""
-        unknown: set[str] = set()
+        unknown: list[Step] = []
         for step in self.steps:
-            if unknown.intersection(step.sources):
+            if any(source in unknown for source in step.sources):
                 text = "a rollout before it has no rows yet, so columns are not known."
                 yield Finding("note", "query", f"{text} `run --sample 3` tries it.", step.name)
-                unknown.add(step.name)
+                unknown.append(step)
             elif step.query is not None:
                 yield from run_check(step.name, self._bind, step, property_name="query")
-            if {"rollout", "task"} & step.settings.keys() and self.unfinished(step):
-                unknown.add(step.name)
+            if {"rollout", "task"} & step.settings.keys() and step.unfinished():
+                unknown.append(step)
 
     def _bind(self, step: Step) -> Iterator[Finding]:
         assert step.query is not None
@@ -321,15 +310,15 @@ class StepsJob:
         Raises:
             CheckpointMismatch: a run has begun with other rows.
         """
-        folder = self.folder(step)
-        found = self.found(step)
+        folder = step.folder
+        found = step.found
         if step.is_run and found.rows and not found.has_begun:
             files.disk.remove_tree(folder / "output")  # of a query, or of a start without rows
         if found.has_begun and not step.is_run:
             raise ConfigError(f"{step.label}: {folder} holds a run. Give the query another name.")
         if step.query is None:
             return
-        digests = {name: self.found(self._by_name[name]).digest() for name in step.sources}
+        digests = {source.name: source.found.digest() for source in step.sources}
         made_from = {"sql": step.query.sql, "steps": digests}
         part = layout.KEPT_INPUT if step.is_run else "output"
         mirror = step.settings.get("checkpoints_remote_dir")
@@ -344,18 +333,17 @@ class StepsJob:
 
     def job(self, step: Step) -> Node:
         """Returns the run of a step in the short form."""
-        folder = self.folder(step)
         job = {**step.settings}
         for name, limit in self.limits.items():
             rest = limit - self.spent_by_others(name, step)
             if rest > 0:
                 job.setdefault(name, rest)
-        job["run_folder"] = str(folder)
+        job["run_folder"] = str(step.folder)
         monitoring = job.get("monitoring") or {}
         name = f"{monitoring.get('run_name') or self.root.name}/{step.name}"
         job["monitoring"] = {**monitoring, "run_name": name}
         if step.query is not None:
-            given = folder / layout.KEPT_INPUT
+            given = step.folder / layout.KEPT_INPUT
             job["input"] = f"{given}/*.parquet"
             if not given.exists():  # so that its settings can be checked
                 job.setdefault("tasks", 1)
@@ -373,8 +361,10 @@ class StepsJob:
             job["input"] = given
         named = job.get("finished_from") or []
         old = [named] if isinstance(named, str) else [*named]
+        paths = self.root.glob(f"{step.name}.[0-9]*")
+        moved = [path for path in paths if StepFolder(path).has_begun]
         with written_in(step.label):
-            for folder in self._moved_aside(step):
+            for folder in sorted(moved, key=_number_of, reverse=True):  # the newest first
                 listed = (folder / "output", folder / "checkpoints")
                 parts = [str(part) for part in listed if part.exists()]
                 more = {**job, "finished_from": [*old, *parts]}
@@ -390,13 +380,6 @@ class StepsJob:
         executor.keeps_servers = True  # for the next step
         return config, executor
 
-    def _moved_aside(self, step: Step) -> list[Path]:
-        """Returns the folders with answers, the newest first."""
-        paths = self.root.glob(f"{step.name}.*")
-        numbers = [int(path.suffix[1:]) for path in paths if path.suffix[1:].isdecimal()]
-        folders = [self.root / f"{step.name}.{number}" for number in sorted(numbers, reverse=True)]
-        return [folder for folder in folders if StepFolder(folder).has_begun]
-
     def redo(self, names: Sequence[str]) -> None:
         """Moves steps, and those that depend on them, aside. After a kill, the same command moves
         the rest.
@@ -405,17 +388,18 @@ class StepsJob:
             ConfigError: there is no such step, or its checkpoints are also elsewhere.
             CheckpointLocked: a process works on a step.
         """
+        listed = [step.name for step in self.steps]
         for name in names:
-            if name not in self._by_name:
-                raise ConfigError(f"--redo: {name} is no step{did_you_mean(name, self._by_name)}")
-        again = {*names}
+            if name not in listed:
+                raise ConfigError(f"--redo: {name} is no step{did_you_mean(name, listed)}")
+        again: list[Step] = []
         folders: list[Path] = []
         for step in self.steps:
-            if step.name not in again and again.isdisjoint(step.sources):
+            if step.name not in names and not any(source in again for source in step.sources):
                 continue
-            again.add(step.name)
-            if self.folder(step).exists():
-                folders.insert(0, self.folder(step))  # no step is ever beside newer input
+            again.append(step)
+            if step.folder.exists():
+                folders.insert(0, step.folder)  # no step is ever beside newer input
             if step.settings.get("checkpoints_remote_dir"):
                 raise ConfigError(
                     f"{step.label}: checkpoints_remote_dir: --redo does not move a mirror. Give "
@@ -442,11 +426,11 @@ class StepsJob:
         """
         for step in self.steps:
             with _naming(step):
-                if not any(self.unfinished(self._by_name[name]) for name in step.sources):
+                if not any(source.unfinished() for source in step.sources):
                     self.prepare(step)
                 if step.is_run:
                     plan = RunPlan(self.executor(step)[1])
-                    if self.found(step).has_begun:
+                    if step.found.has_begun:
                         earlier_runs.check_job(plan, dry_run=True)
                         earlier_runs.check_inputs_unchanged(plan)
 
@@ -478,18 +462,18 @@ class StepsJob:
     def _run(self, step: Step) -> Iterator[Step]:
         with self._locked(), _naming(step):
             self.prepare(step)
-        kept = self.found(step).rows
+        kept = step.found.rows
         if step.is_run and kept is None:
             for name, limit in self.limits.items():
                 spent = self.spent_by_others(name, step)
-                if spent >= limit and name not in step.settings and self.unfinished(step):
+                if spent >= limit and name not in step.settings and step.unfinished():
                     raise LimitReached(
                         f"{limit:g} is reached: the other steps have taken {spent:.6g}. The "
                         "same command with a higher limit continues.",
                         setting=name,
                     )
             yield step
-            reason = self.unfinished(step)
+            reason = step.unfinished()
             if reason:
                 raise TooManyDeadLetters(f"{step.label}: {reason}")
         elif kept is not None and kept.rows:
@@ -517,12 +501,11 @@ def examine_steps(short: Node, source: str) -> Iterator[Finding]:
     """Checks the steps as ``doctor`` checks a run; of a run whose input is not there yet, only the
     settings.
     """
-    sys.path.insert(0, str(Path.cwd()))
     job = StepsJob(short, source)
     for step in job.steps:
         if step.is_run:
             _, executor = job.executor(step)
-            if step.query is None or job.found(step).given is not None:
+            if step.query is None or step.found.given is not None:
                 for finding in preflight.doctor(executor):
                     yield replace(finding, subject=f"{step.name}: {finding.subject}")
     yield from job.bind()
@@ -560,7 +543,7 @@ def _sample_step(
     job: StepsJob, step: Step, number: int, folder: Path, sampled: dict[str, SampledRows]
 ) -> Iterator[str]:
     """Takes rows through a step, adds those that it makes, and yields lines about them."""
-    tables = {name: sampled[name].table for name in step.sources}
+    tables = {source.name: sampled[source.name].table for source in step.sources}
     given = None
     share: float | None = 1.0
     if step.query is not None:
@@ -568,7 +551,7 @@ def _sample_step(
         if tables:
             share = None
             if queries.takes_row_by_row(step.query, tables):
-                share = sampled[step.sources[0]].share
+                share = sampled[step.sources[0].name].share
         if not (step.is_run and kept.rows):
             table: object = queries.reads(kept.paths)
             if step.is_run:
@@ -594,6 +577,10 @@ def _sample_step(
     yield from estimate_lines(replace(sent, total=total), plan.runners[0].step)
 
 
+def _number_of(folder: Path) -> tuple[int, str]:
+    return len(folder.name), folder.name
+
+
 @contextmanager
 def _naming(step: Step) -> Iterator[None]:
     try:
@@ -607,16 +594,11 @@ def _naming(step: Step) -> Iterator[None]:
         raise
 
 
-def run_steps(
-    short: Node,
-    arguments: argparse.Namespace,
-    run_job: Callable[[Node, PipelineExecutor, argparse.Namespace], int],
-) -> int:
+def run_steps(short: Node, arguments: argparse.Namespace) -> int:
     """Runs the steps of a file. Returns the exit code of the first that is not finished."""
     for flag in ("cancel", "no_wait"):
         if getattr(arguments, flag):
             raise ConfigError(f"--{flag.replace('_', '-')}: is for a run without steps.")
-    sys.path.insert(0, str(Path.cwd()))  # rollout: my_module.my_rollout
     job = StepsJob(short, arguments.config or "the command line")
     if arguments.sample is not None:
         return sample_steps(job, arguments.sample)
@@ -634,7 +616,7 @@ def run_steps(
             plan = RunPlan(executor)
             if plan.submits:
                 executor.continue_with(shlex.join(again))
-            state = job.found(step).state()
+            state = step.found.state()
             has_dead = state is not None and state.delivered.dead > 0
             retries = arguments.retry_dead_letters and has_dead
             own = argparse.Namespace(**{**vars(arguments), "retry_dead_letters": retries})
@@ -643,7 +625,7 @@ def run_steps(
             if code:
                 note(f"The step that stopped: {step.label}.")
             is_submitted = plan.submits and executor.array_id is not None
-            if code or is_submitted or (arguments.worker and job.unfinished(step) == _RUNS):
+            if code or is_submitted or (arguments.worker and step.unfinished() == _RUNS):
                 return code
     except LimitReached as error:
         return fail(error, code_of_rank(error))

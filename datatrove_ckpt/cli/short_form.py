@@ -13,6 +13,7 @@ import json
 import re
 import sys
 from collections import Counter
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import cache
@@ -550,6 +551,12 @@ def _query(given: Node, inspect_only: bool, saved: SavedInput) -> str:
     return f"{saved.folder}/*.parquet"
 
 
+def free_answer(columns: Collection[str]) -> str:
+    """Returns the first of answer_2, answer_3 ... that is no column."""
+    names = (f"answer_{number}" for number in count(2))
+    return next(name for name in names if name not in columns)
+
+
 def _answer(job_input: JobInput, reader: Node, rollout: object) -> object:
     """Returns a column for the answers that the first document does not have."""
     if isinstance(rollout, dict) and rollout["class_path"] == "EmbedRollout":
@@ -558,7 +565,7 @@ def _answer(job_input: JobInput, reader: Node, rollout: object) -> object:
     columns = first.metadata if first else ()
     if "answer" not in columns or "rollout_results" in columns:
         return "answer"
-    free = next(other for number in count(2) if (other := f"answer_{number}") not in columns)
+    free = free_answer(columns)
     from loguru import logger  # slow to import
 
     logger.info(f"The input has a column 'answer', so the column of the answers is {free!r}.")

@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, count, islice
+from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
@@ -237,7 +237,7 @@ class StepsJob:
 
     # what is on disk -----------------------------------------------------------------------------
 
-    def spent_by_others(self, name: str, step: Step) -> float:
+    def _spent_by_others(self, name: str, step: Step) -> float:
         """Returns how much of a limit the other steps have used."""
         totals = RunTotals()
         for other in self.steps:
@@ -269,12 +269,11 @@ class StepsJob:
             found = dict.fromkeys(chain.from_iterable(rows))
             columns = {name: type_of([row.get(name) for row in rows], name) for name in found}
         if runner.answer in columns and "answer" not in step.settings:
-            names = (f"answer_{number}" for number in count(2))
-            runner = runner.changed(answer=next(name for name in names if name not in columns))
+            runner = runner.changed(answer=short_form.free_answer(columns))
         answer = _example(getattr(runner.rollout_fn, "json_schema", None))
         if runner.explode and not isinstance(answer, list):
             answer = [answer]
-        metadata: Node = dict.fromkeys(columns)
+        metadata: Node = dict.fromkeys([*columns, *runner.added_columns.values()])
         if runner.rollout_results:
             metadata[runner.metadata_key] = [{"text": "", "finish_reason": ""}]
         if runner.answer_column:
@@ -314,8 +313,6 @@ class StepsJob:
         found = step.found
         if step.is_run and found.rows and not found.has_begun:
             files.disk.remove_tree(folder / "output")  # of a query, or of a start without rows
-        if found.has_begun and not step.is_run:
-            raise ConfigError(f"{step.label}: {folder} holds a run. Give the query another name.")
         if step.query is None:
             return
         digests = {source.name: source.found.digest() for source in step.sources}
@@ -335,9 +332,16 @@ class StepsJob:
         """Returns the run of a step in the short form."""
         job = {**step.settings}
         for name, limit in self.limits.items():
-            rest = limit - self.spent_by_others(name, step)
-            if rest > 0:
-                job.setdefault(name, rest)
+            if name in job or not step.unfinished():
+                continue
+            spent = self._spent_by_others(name, step)
+            if spent >= limit:
+                raise LimitReached(
+                    f"{limit:g} is reached: the other steps have taken {spent:.6g}. The same "
+                    "command with a higher limit continues.",
+                    setting=name,
+                )
+            job[name] = limit - spent
         job["run_folder"] = str(step.folder)
         monitoring = job.get("monitoring") or {}
         name = f"{monitoring.get('run_name') or self.root.name}/{step.name}"
@@ -464,14 +468,6 @@ class StepsJob:
             self.prepare(step)
         kept = step.found.rows
         if step.is_run and kept is None:
-            for name, limit in self.limits.items():
-                spent = self.spent_by_others(name, step)
-                if spent >= limit and name not in step.settings and step.unfinished():
-                    raise LimitReached(
-                        f"{limit:g} is reached: the other steps have taken {spent:.6g}. The "
-                        "same command with a higher limit continues.",
-                        setting=name,
-                    )
             yield step
             reason = step.unfinished()
             if reason:

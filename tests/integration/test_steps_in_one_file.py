@@ -266,7 +266,7 @@ def test_a_setting_of_a_step_may_be_a_flag(server, command):
 def test_a_query_does_not_replace_a_run_of_its_name_but_a_run_replaces_a_query(finished, command):
     write(finished, {**STEPS, "judged": {"sql": "select *, 'good' as rating from answers"}})
     error = command("run", "job.yaml", code=2).error
-    assert "qa/judged holds a run" in error
+    assert "qa/judged/output holds other files, such as 0" in error
     assert len(table("judged")) == 12
     write(finished, changed("rejected", sql=None, input="docs.jsonl", prompt="More: {text}"))
     Path("job.yaml").write_text(Path("job.yaml").read_text().replace("    sql: null\n", ""))
@@ -968,6 +968,17 @@ def test_doctor_knows_the_names_of_second_answers(server, command, explode):
     assert "no problem" in command("doctor", "job.yaml")
     command("run", "job.yaml")
     assert table("all")[0]["answer_3"] == ("x" if explode else ["x"])
+
+
+def test_doctor_knows_the_columns_beside_the_answers(server, command):
+    steps = {
+        "answers": {"input": "docs.jsonl", "prompt": "{text}", "quality": True},
+        "best": {"sql": "select id, answer_faults, answer_tokens from answers"},
+    }
+    write(server, steps)
+    assert "no problem" in command("doctor", "job.yaml")
+    command("run", "job.yaml")
+    assert len(table("best")) == 12
 
 
 def test_doctor_knows_the_columns_of_a_schema_in_a_file(server, command):

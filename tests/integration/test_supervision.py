@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from datatrove_ckpt.inference.client import routing
 from datatrove_ckpt.inference.servers import host, server
 from datatrove_ckpt.inference.servers.host import RankModels, launched_servers
 from datatrove_ckpt.process.shutdown import Shutdown
-from tests.clients import client_of
+from tests.clients import client_of, lent_client
 from tests.patience import until, until_async
 from tests.processes import is_alive, is_stopped, write_program
 
@@ -314,6 +314,49 @@ class MuteVllm:
         return web.Response(
             text=f"vllm:num_requests_running 1\nvllm:generation_tokens_total {self.tokens}\n"
         )
+
+
+class TwoRanks(MuteVllm):
+    """A vLLM of two data-parallel ranks, which notes the rank that each request names.
+
+    Args:
+        first: number of its first rank.
+    """
+
+    def __init__(self, first):
+        super().__init__()
+        self.answers.set()
+        self.ranks = defaultdict(list)  # by the text of the request
+        self._numbers = (first, first + 1)
+
+    async def _complete(self, request):
+        text = (await request.json())["messages"][0]["content"][:3]
+        self.ranks[text].append(request.headers.get("X-data-parallel-rank"))
+        return await super()._complete(request)
+
+    async def _metrics(self, request):
+        lines = [f'vllm:num_requests_running{{engine="{number}"}} 1\n' for number in self._numbers]
+        return web.Response(text="".join(lines))
+
+
+@pytest.mark.usefixtures("idle_vllm")
+@pytest.mark.parametrize(
+    "first, ranks", [(0, ["0", "1"]), (4, [None, None])], ids=["whole", "one of two nodes"]
+)
+@pytest.mark.parametrize("is_launched", [True, False], ids=["launched", "endpoint"])
+async def test_a_request_goes_to_the_rank_that_has_its_text(first, ranks, is_launched, monkeypatch):
+    engine = TwoRanks(first)
+    bodies = [
+        json.dumps({"messages": [{"role": "user", "content": text * 1000}]}).encode()
+        for text in ("one", "two")
+    ]
+    async with vllm_here(engine.routes(), monkeypatch) as started:
+        endpoint = InferenceConfig("endpoint", "m", endpoint_url=started.supervisor.server.url)
+        async with lent_client(endpoint) as lent:
+            client = started.client if is_launched else lent
+            for _ in range(3):
+                await asyncio.gather(*map(client.complete, bodies))
+    assert engine.ranks == {"one": [ranks[0]] * 3, "two": [ranks[1]] * 3}
 
 
 @pytest.mark.usefixtures("idle_vllm")

@@ -435,6 +435,29 @@ async def test_a_quarantined_request_is_alone_and_the_youngest_goes_first():
     await normal
 
 
+async def test_a_server_dies_with_all_its_ranks_and_a_quarantined_request_has_them_for_itself():
+    made = Router(1000)
+    made.divide(made.add(), 2)
+    first, second = made.targets
+    for rank in (first, second):
+        rank.up = True
+        rank.limit = 10
+    assert (first.rank, second.rank) == ("0", "1")
+    held = [await made.acquire(request("one")) for _ in range(2)]
+    held.append(await made.acquire(request("two")))
+    assert held == [first, first, second]
+    poison = acquire(made, quarantined())
+    await turns(5)
+    for target in held:
+        assert not poison.done()
+        await release(made, target)
+    assert first.reserved is second.reserved is poison.done() is True
+    attempts = [rank.start_attempt(Request()) for rank in (first, second)]
+    assert made.mark_dead(second, "bang").in_flight == 2
+    assert all(attempt.lost for attempt in attempts)
+    assert first.up is second.up is False
+
+
 async def test_the_members_of_a_group_whose_server_died_run_alone():
     made = router(1, 100)
     requests = [quarantined(n) for n in range(100)]

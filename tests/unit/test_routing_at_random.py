@@ -48,9 +48,11 @@ class World:
             self.chance.choice(self.tasks).cancel()
 
     def add_server(self):
-        target = self.router.add()
-        target.limit = self.chance.randint(1, 8)
-        target.up = True
+        server = self.router.add()
+        self.router.divide(server, self.chance.choice([1, 1, 3]))
+        for rank in server.ranks:
+            rank.limit = self.chance.randint(1, 8)
+            rank.up = True
         self.router.admit(resized=True)
 
     def die(self):
@@ -59,7 +61,8 @@ class World:
             self.router.mark_dead(target, "bang")
 
     def come_back(self):
-        self.chance.choice(self.router.targets).up = True
+        for rank in self.chance.choice(self.router.targets).ranks:
+            rank.up = True
         self.router.admit(resized=True)
 
     def resize(self):
@@ -87,7 +90,7 @@ class World:
                 assert target.reserved or not target.up
             elif not request.body:
                 self.sent.append(_order(request))
-            alone = request.is_quarantined and target.in_flight == 1
+            alone = request.is_quarantined and sum(rank.in_flight for rank in target.ranks) == 1
             if await self._hold(request, target):
                 return
             if alone and request.deaths[-1].in_flight == 1:
@@ -132,7 +135,7 @@ class World:
             assert target.in_flight == at_servers.count(target)
             assert target.up or not target.reserved
             if target.reserved and router.in_flight < router._limit:
-                assert target.in_flight  # of others, or of quarantined requests
+                assert any(rank.in_flight for rank in target.ranks)  # of any requests
             takes = target.up and not target.reserved and target.cooldown_until == 0
             if takes and router.in_flight < router._limit and len(waiting) <= WINDOW:
                 assert not orders or target.load >= 1

@@ -266,7 +266,7 @@ async def test_only_the_metrics_with_our_names_are_asked_for_where_the_server_ca
     monkeypatch.setattr(host, "get", get)
     target = Target(url=HiddenUrl("http://127.0.0.1:1/v1"))
     for _ in range(2):
-        metrics = await read_metrics(target, ENGINES["vllm"].metrics, 1.0)
+        (metrics,) = await read_metrics(target, ENGINES["vllm"].metrics, 1.0)
         assert metrics.running == 18
     assert requests == asked
 
@@ -285,4 +285,4 @@ async def test_a_probe_for_which_no_file_is_left_says_nothing_about_its_server(
     server.url = "http://127.0.0.1:1"
     assert await server.problem(1.0) is None
     target = Target(url=HiddenUrl(server.url))
-    assert await read_metrics(target, ENGINES["vllm"].metrics, 1.0) is None
+    assert await read_metrics(target, ENGINES["vllm"].metrics, 1.0) == []

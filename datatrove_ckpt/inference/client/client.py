@@ -576,6 +576,7 @@ class EndpointAccess(NamedTuple):
     config: EndpointConfig
     url: HiddenUrl
     api_key: Secret | None
+    ranks: int = 1
 
 
 class ModelServers:
@@ -623,6 +624,8 @@ class ModelServers:
             if settings.requests_per_minute or settings.tokens_per_minute:
                 target.limits = limits_of(settings)
                 self.router.has_limits = True
+            if self.router.has_homes:
+                self.router.divide(target, endpoint.ranks)
             self.mark_up(target, endpoint.url, endpoint.api_key)
 
     async def close(self) -> None:
@@ -637,31 +640,34 @@ class ModelServers:
 
     def mark_up(self, target: Target, url: HiddenUrl, api_key: Secret | None) -> None:
         """Sends requests to this URL from now on: a restarted server has a new port and key."""
-        target.url = url
-        target.api_key = api_key
-        self.transport(target, default_api(self.config).path)  # raises for a wrong URL now
-        target.pace = None
-        if self.config.follows_metrics:
-            target.limit = FIRST_LIMIT
-        elif self.config.max_concurrent_generations == "auto":
-            target.pace = AdaptiveLimit(target)
-        else:
-            target.limit = self.config.max_concurrent_generations
-        target.cache_share_per_request = 0.0
-        target.failures = 0
-        target.cooldown_until = 0.0
-        target.up = True
+        for rank in target.ranks:
+            rank.url = url
+            rank.api_key = api_key
+            self.transport(rank, default_api(self.config).path)  # raises for a wrong URL now
+            rank.pace = None
+            if self.config.follows_metrics:
+                rank.limit = FIRST_LIMIT
+            elif self.config.max_concurrent_generations == "auto":
+                rank.pace = AdaptiveLimit(rank)
+            else:
+                rank.limit = self.config.max_concurrent_generations / len(target.ranks)
+            rank.cache_share_per_request = 0.0
+            rank.failures = 0
+            rank.cooldown_until = 0.0
+            rank.up = True
         self.outage.ended()  # a restart is no time without answers
         self.router.admit(resized=True)
 
     def set_continuation(self, target: Target, continuation: Continuation | None) -> None:
-        target.continuation = continuation
+        for rank in target.ranks:
+            rank.continuation = continuation
         self.continues_answers = self.continues_answers or continuation is not None
 
     async def disconnect(self, target: Target) -> None:
         while target.attempts:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        await _close(target)
+        for rank in target.ranks:
+            await _close(rank)
 
     def transport(self, target: Target, path: str) -> Transport:
         """Returns the connections to a server, which hold the key.
@@ -674,7 +680,14 @@ class ModelServers:
             proxied = self.config.server_type == "endpoint"
             beside = next(iter(target.transports.values()), None)
             url = target.url.api(path)
-            transport = Transport(url, target.api_key, self.timeout, proxied, beside=beside)
+            transport = Transport(
+                url,
+                target.api_key,
+                self.timeout,
+                proxied,
+                beside=beside,
+                headers={"X-data-parallel-rank": target.rank} if target.rank else {},
+            )
             target.transports[path] = transport
         transport.check()
         return transport
@@ -687,9 +700,9 @@ class ModelServers:
         """Checks for a silent endpoint. ``servers/host.py`` checks launched servers."""
         if self.config.server_type == "endpoint":
             name = "The server"
-            if len(self.router.targets) > 1:
+            if len(self.router.servers) > 1:
                 name = ", ".join(
-                    str(target.url) for target in self.router.targets if target.attempts
+                    str(target.url) for target in self.router.servers if target.attempts
                 )
             self.outage.check_silence(self.oldest_in_flight(), self.timeout, name)
 
@@ -697,7 +710,7 @@ class ModelServers:
         """Returns the age of the oldest attempt in seconds; 0 without requests in flight."""
         now = time.monotonic()
         starts = [
-            attempt.started_at for target in self.router.targets for attempt in target.attempts
+            attempt.started_at for target in self.router.servers for attempt in target.attempts
         ]
         return now - min(starts, default=now)
 
@@ -763,7 +776,7 @@ class CompletionClient:
     async def unlisted_models(self) -> str:
         """Returns a sentence for each endpoint whose list of models lacks its model."""
         sentences = ""
-        for target in self._router.targets:
+        for target in self._router.servers:
             if target.url is None or self._config.server_type != "endpoint":
                 continue
             url = target.url.api("models")
@@ -788,7 +801,7 @@ class CompletionClient:
     @property
     def must_be_answered(self) -> int:
         """The number of requests in flight that would be paid for again after a stop."""
-        attempts = [attempt for target in self._router.targets for attempt in target.attempts]
+        attempts = [attempt for target in self._router.servers for attempt in target.attempts]
         requests = [attempt.request for attempt in attempts]
         return sum(request.sender is self.sender and not request.continues for request in requests)
 
@@ -1057,11 +1070,14 @@ class CompletionClient:
         """Stops sending requests to an endpoint that refuses them, if there are other endpoints;
         else raises the refusal.
         """
-        alternatives = [other for other in self._router.targets if other.up and other is not target]
-        if self._config.server_type != "endpoint" or not alternatives:
+        has_others = any(
+            other.up and other.ranks is not target.ranks for other in self._router.targets
+        )
+        if self._config.server_type != "endpoint" or not has_others:
             raise refusal
         if target.up:
-            target.up = False
+            for rank in target.ranks:
+                rank.up = False
             logger.warning(f"{refusal} The other endpoints get its requests until the next start.")
 
     async def _wait(self, seconds: float, failure: RetryableError) -> None:
@@ -1259,7 +1275,7 @@ class CompletionClient:
         if target.limits is not None and failure.server_is_limited and not failure.retry_after:
             until = min(until, max(now + _SHORTEST_REST, target.limits.frees_at))
         target.cooldown_until = max(target.cooldown_until, until)
-        if lasts < _SAY_AFTER or len(self._router.targets) < 2:
+        if lasts < _SAY_AFTER or len(self._router.servers) < 2:
             return
         if failure.refusal is not None and target.is_failing and self._router.has_other(target):
             self._leave(target, failure.refusal)

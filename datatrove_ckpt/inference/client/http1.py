@@ -476,6 +476,7 @@ class Transport:
         timeout: seconds from sending a request to the end of its response.
         proxied: use the environment's proxy for the URL.
         beside: has another URL of the same server. Both share their idle connections.
+        headers: further headers of each request.
 
     Attributes:
         unasked: number of times that bytes arrived without a request.
@@ -493,6 +494,7 @@ class Transport:
         proxied: bool = False,
         method: str = "POST",
         beside: Transport | None = None,
+        headers: dict[str, str] | None = None,
     ) -> None:
         self.url = url
         self.api_key = api_key
@@ -512,7 +514,7 @@ class Transport:
         self.through = f" (through the proxy {self.proxy})" if self.proxy else ""
         for address in (url, self._peer):
             remember(*address.secrets)
-        self._headers = headers_for(url, api_key)
+        self._headers = headers_for(url, api_key) | (headers or {})
         self._head = self._head_for(url, self._headers)
         self._loop = asyncio.get_running_loop()
         self._closed = False

@@ -344,11 +344,14 @@ class Attempt:
 
 @dataclass(eq=False)
 class Target:
-    """One server in the router.
+    """One server in the router, or one data-parallel rank of vLLM, which has a cache of its own.
 
     Args:
         bit: bit of this server in sets of servers.
         probe: health probe of a server that this process has launched.
+        ranks: all ranks of this server, in their order. They share its process and its URL.
+        rank: number of this rank, as vLLM's header and metrics have it; "" if it is the only rank.
+        attempts: attempts at all ranks of this server.
 
     Attributes:
         name: name of an endpoint that each answer records; else "".
@@ -380,6 +383,9 @@ class Target:
 
     bit: int = 1
     probe: HealthProbe | None = None
+    ranks: list[Target] = field(default_factory=list, repr=False)
+    rank: str = ""
+    attempts: set[Attempt] = field(default_factory=set)
     url: HiddenUrl | None = None
     api_key: Secret | None = None
     name: str = ""
@@ -397,7 +403,6 @@ class Target:
     foreign_requests: float = 0.0
     load: float = 0.0
     in_flight: int = 0
-    attempts: set[Attempt] = field(default_factory=set)
     cooldown_until: float = 0.0
     failures: int = 0
     failing_since: float = 0.0
@@ -410,6 +415,9 @@ class Target:
     answers: int = 0
     evidence: Evidence = field(default_factory=Evidence)
     continuation: Continuation | None = None
+
+    def __post_init__(self) -> None:
+        self.ranks.append(self)
 
     def add_in_flight(self, number: int) -> None:
         self.in_flight += number
@@ -441,9 +449,10 @@ class Target:
         return attempt
 
     def mark_alive(self, started_at: float = 0.0) -> None:
-        self.alive_at = time.monotonic()
-        if started_at > self.accepted_at:
-            self.accepted_at = started_at
+        now = time.monotonic()
+        for rank in self.ranks:
+            rank.alive_at = now
+            rank.accepted_at = max(rank.accepted_at, started_at)
 
 
 class AdaptiveLimit:
@@ -648,10 +657,23 @@ class Router:
         self._turn = 0.0
 
     def add(self, probe: HealthProbe | None = None) -> Target:
-        """Adds a server that is not up yet."""
+        """Adds a server that is not up yet, and returns its first rank."""
         target = Target(1 << len(self.targets), probe)
         self.targets.append(target)
         return target
+
+    def divide(self, server: Target, ranks: int) -> None:
+        """Adds the ranks of a server that are not known yet."""
+        while len(server.ranks) < ranks:
+            server.rank = "0"
+            number = str(len(server.ranks))
+            bit = 1 << len(self.targets)
+            self.targets.append(Target(bit, server.probe, server.ranks, number, server.attempts))
+
+    @property
+    def servers(self) -> list[Target]:
+        """The first rank of each server."""
+        return [target for target in self.targets if target is target.ranks[0]]
 
     @property
     def waiting(self) -> int:
@@ -662,7 +684,7 @@ class Router:
 
     def oldest_of(self, sender: Sender) -> Attempt | None:
         attempts = []
-        for target in self.targets:
+        for target in self.servers:
             copied = list(target.attempts)  # a copy, because other threads also call this
             attempts += [attempt for attempt in copied if attempt.request.sender is sender]
         return min(attempts, key=lambda attempt: attempt.started_at, default=None)
@@ -775,7 +797,7 @@ class Router:
         """Returns whether another server takes requests now, or will when it has room."""
         now = time.monotonic()
         return any(
-            other is not target
+            other.ranks is not target.ranks
             and other.up
             and not other.reserved
             and not other.is_cooling_down(now)
@@ -794,9 +816,10 @@ class Router:
         return False
 
     def mark_dead(self, target: Target, cause: str) -> ServerDeath:
-        """Sends the target's requests in flight to other targets."""
-        target.up = target.reserved = False
-        self._prefixes.forget(target.bit)
+        """Sends the requests in flight at all ranks of a server to other servers."""
+        for rank in target.ranks:
+            rank.up = rank.reserved = False
+            self._prefixes.forget(rank.bit)
         death = ServerDeath(cause, len(target.attempts))
         now = time.monotonic()
         for attempt in target.attempts:
@@ -873,13 +896,13 @@ class Router:
             quarantine.restart()
         if reserved is None:
             return
-        reserved.reserved = quarantine.has_waiting() or reserved.in_flight > 0
-        # The target has answered its other requests when only quarantined requests are in flight.
-        while (
-            quarantine.has_room()
-            and reserved.in_flight == quarantine.in_flight
-            and self.in_flight < self._limit
-        ):
+        in_flight = sum(rank.in_flight for rank in reserved.ranks)
+        is_reserved = quarantine.has_waiting() or in_flight > 0
+        for rank in reserved.ranks:
+            rank.reserved = is_reserved
+        # The server has answered its other requests when only quarantined requests are in flight.
+        others = in_flight - quarantine.in_flight
+        while not others and quarantine.has_room() and self.in_flight < self._limit:
             request, future = quarantine.start_next()
             future.set_result(self.assign(reserved, request))
 

@@ -87,6 +87,7 @@ from datatrove_ckpt.inference.client.http1 import UnreadableResponse
 from datatrove_ckpt.inference.client.responses import listed_models, unlisted
 from datatrove_ckpt.inference.client.routing import (
     AdaptiveLimit,
+    HealthProbe,
     Router,
     Sender,
     ServerDeath,
@@ -103,31 +104,33 @@ from datatrove_ckpt.process.shutdown import Shutdown, end_tasks, wait_until_canc
 
 @dataclass(frozen=True)
 class Metrics:
-    """An engine's metrics at one moment, summed over its data-parallel parts.
+    """An engine's metrics at one moment, of one data-parallel rank, or the sums of all.
 
     Attributes:
         running, waiting: number of running and of waiting requests.
         tokens: number of tokens generated and processed since its start.
         preemptions: number of requests that lost their place in the KV cache since its start.
-        cache_usage: share of the KV cache that running requests use; None: it is not shown.
+        cache_usage: share of the KV cache that running requests use.
     """
 
     running: float
     waiting: float
     tokens: float
     preemptions: float = 0.0
-    cache_usage: float | None = None
+    cache_usage: float = 0.0
 
 
-# The labels of data-parallel parts in vLLM and SGLang.
-_PART = re.compile(r'[{,](?:engine|dp_rank)="([^"]*)"')
+# The labels of data-parallel ranks in vLLM and SGLang.
+_RANK = re.compile(r'[{,](?:engine|dp_rank)="([^"]*)"')
+_VLLM_RANK = re.compile(r'^vllm:num_requests_running\{[^}]*?engine="([^"]*)"', re.MULTILINE)
 # SGLang shows the sum of all priorities without a priority.
 _PRIORITY = re.compile(r'[{,]priority="[^"]')
 
 
-def parse_metrics(names: MetricNames, text: str) -> Metrics | None:
+def parse_metrics(names: MetricNames, text: str, rank: str = "") -> Metrics | None:
+    """Returns the metrics of a rank, or of all together; None if the text has none."""
     sums = defaultdict[str, float](float)
-    usages: dict[str, float] = {}  # of each part's KV cache
+    usages: dict[str, float] = {}  # of each rank's KV cache
     shown = frozenset(names.shown)
     for line in text.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
@@ -135,15 +138,15 @@ def parse_metrics(names: MetricNames, text: str) -> Metrics | None:
             continue
         labels, _, values = line[len(name) :].rpartition("}")
         number, *_ = values.split()  # a time may follow
+        label = "".join(_RANK.findall(labels))
+        if rank and label != rank:
+            continue
         if name == names.cache_usage:
-            part = "".join(_PART.findall(labels))
-            usages[part] = max(usages.get(part, -math.inf), float(number))
+            usages[label] = max(usages.get(label, -math.inf), float(number))
         elif name not in (names.running, names.waiting) or not _PRIORITY.search(labels):
             sums[name] += float(number)
-    usage = None
-    if usages:
-        usage = sum(usages.values()) / len(usages)
-    if not (sums or usages) or not all(map(math.isfinite, (*sums.values(), usage or 0.0))):
+    usage = sum(usages.values()) / max(1, len(usages))
+    if not (sums or usages) or not all(map(math.isfinite, (*sums.values(), usage))):
         return None
     return Metrics(
         sums[names.running],
@@ -188,14 +191,44 @@ async def _get_text(
         return ""
 
 
-async def read_metrics(target: Target, names: MetricNames | None, seconds: float) -> Metrics | None:
-    """Returns the metrics; None if the engine has none, or does not answer in time."""
+async def read_metrics(target: Target, names: MetricNames | None, seconds: float) -> list[Metrics]:
+    """Returns the metrics of each rank of a server; [] if the engine does not show them in time."""
     if names is None:
-        return None
-    try:
-        return parse_metrics(names, await _read_page(target, [names], seconds))
-    except ValueError:
-        return None
+        return []
+    page = await _read_page(target, [names], seconds)
+    all_metrics = []
+    for rank in target.ranks:
+        try:
+            metrics = parse_metrics(names, page, rank.rank)
+        except ValueError:
+            metrics = None
+        if metrics is None:
+            return []
+        all_metrics.append(metrics)
+    return all_metrics
+
+
+async def count_ranks(url: HiddenUrl, api_key: Secret | None, probe: HealthProbe | None) -> int:
+    """Returns the number of vLLM's data-parallel ranks at a URL; 1 for another server. Warns of a
+    vLLM that does not show its KV cache.
+    """
+    target = Target(probe=probe, url=url, api_key=api_key)
+    names = ENGINES["vllm"].metrics
+    assert names is not None
+    page = await _read_page(target, [names], _METRICS_TIMEOUT)
+    if "vllm:" in page and names.cache_usage not in page:
+        version = await _get_text(target, "/version", _METRICS_TIMEOUT)
+        logger.warning(
+            f"{url} does not show at /metrics how full its KV cache is, as vLLM 0.10 and newer "
+            f"does (its /version: {as_line(cut(version, 80)) or 'none'}). So "
+            "max_concurrent_generations: auto may send more than the cache holds. Update vLLM, or "
+            "set a number; of a router's servers, list their own URLs."
+        )
+    ranks = {*_VLLM_RANK.findall(page)}
+    # One node of several may have other ranks alone, which its header does not take.
+    if "0" in ranks and str(len(ranks) - 1) in ranks:
+        return len(ranks)
+    return 1
 
 
 # At most twice the target waits, even if the engine runs a single request at a time.
@@ -271,50 +304,49 @@ class Admission:
 async def adapt_admission(
     name: str, target: Target, router: Router, names: MetricNames | None
 ) -> NoReturn:
-    """Adapts the target's limit to its engine until cancelled.
+    """Adapts the limits of a server's ranks to its engine until cancelled.
 
     Without metrics (vLLM's ``disable-log-stats``) the answers decide. The answers also decide if a
     counter of tokens falls twice: a load balancer then shows another server's metrics each time,
     and the limit would grow without bound. If the metrics stop, the limit stays, and the measured
     use of the cache is dropped.
     """
-    admission = Admission()  # new for each process of the server
+    admissions = [Admission() for _ in target.ranks]  # new for each process of the server
     read_at = time.monotonic()
     tokens: float | None = None
     falls = 0
-    is_checked = names is None or not names.cache_usage
     reason = "shows no metrics at /metrics"
     while True:
         await asyncio.sleep(_SAMPLE_SECONDS)
-        metrics = await read_metrics(target, names, _METRICS_TIMEOUT)
-        if metrics is not None:
+        all_metrics = await read_metrics(target, names, _METRICS_TIMEOUT)
+        if all_metrics:
             read_at = time.monotonic()
-            falls += tokens is not None and metrics.tokens < tokens
-            tokens = metrics.tokens
+            before = tokens
+            tokens = sum(metrics.tokens for metrics in all_metrics)
+            falls += before is not None and tokens < before
             # A restart also lets the counter fall, once.
             if falls == 2:
                 reason = "shows the metrics of several servers in turn, as a load balancer does"
                 break
-            admission.update(metrics, target.in_flight)
-            target.limit = admission.limit
-            # Space that no request uses may belong to transfers to other servers.
-            usage = metrics.cache_usage or 0.0
-            target.cache_share_per_request = usage / (metrics.running or math.inf)
-            target.foreign_requests = max(0.0, metrics.running + metrics.waiting - target.in_flight)
-            if target.answers and not is_checked:
-                is_checked = True
-                if metrics.cache_usage is None:
-                    await _warn_of_old_engine(name, target)
+            for rank, admission, metrics in zip(target.ranks, admissions, all_metrics, strict=True):
+                admission.update(metrics, rank.in_flight)
+                rank.limit = admission.limit
+                # Space that no request uses may belong to transfers to other servers.
+                share = metrics.cache_usage / (metrics.running or math.inf)
+                rank.cache_share_per_request = share
+                rank.foreign_requests = max(0.0, metrics.running + metrics.waiting - rank.in_flight)
         elif time.monotonic() - read_at < _WAIT_FOR_METRICS_SECONDS:
             continue
         elif tokens is None:
             break
         else:
-            target.cache_share_per_request = 0.0
+            for rank in target.ranks:
+                rank.cache_share_per_request = 0.0
         router.admit(resized=True)
-    target.pace = AdaptiveLimit(target)
-    target.cache_share_per_request = 0.0
-    target.foreign_requests = 0.0
+    for rank in target.ranks:
+        rank.pace = AdaptiveLimit(rank)
+        rank.cache_share_per_request = 0.0
+        rank.foreign_requests = 0.0
     router.admit(resized=True)
     logger.warning(
         f"{name} {reason}, so max_concurrent_generations: auto starts with {FIRST_LIMIT} requests "
@@ -322,16 +354,6 @@ async def adapt_admission(
         "metrics, or set a number."
     )
     await wait_until_cancelled()
-
-
-async def _warn_of_old_engine(name: str, target: Target) -> None:
-    version = await _get_text(target, "/version", _METRICS_TIMEOUT)
-    logger.warning(
-        f"{name} does not show at /metrics how full its KV cache is, as vLLM 0.10 and newer does "
-        f"(its /version: {as_line(cut(version, 80)) or 'none'}). So max_concurrent_generations: "
-        "auto may send more than the cache holds. Update vLLM, or set a number; of a router's "
-        "servers, list their own URLs."
-    )
 
 
 async def follow_endpoint(target: Target, router: Router) -> None:
@@ -346,11 +368,10 @@ async def follow_endpoint(target: Target, router: Router) -> None:
         page = await _read_page(target, all_names, _METRICS_TIMEOUT)
         for names in all_names:
             if names.are_in(page):
-                target.pace = None
+                for rank in target.ranks:
+                    rank.pace = None
                 await adapt_admission(str(target.url), target, router, names)
         if is_last:
-            if "vllm:" in page:
-                await _warn_of_old_engine(str(target.url), target)
             return
         looks += 1
         await asyncio.sleep(retrying.RESTART.wait(looks))
@@ -778,7 +799,11 @@ class ServerSupervisor:
         self._death_cause = asyncio.get_running_loop().create_future()
         if self.config.half_answers is not False:
             self.model_servers.set_continuation(self.target, self.server.continuation)
-        self.model_servers.mark_up(self.target, HiddenUrl(self.server.url), self.server.api_key)
+        url = HiddenUrl(self.server.url)
+        if self.config.engine.metrics is not None:
+            ranks = await count_ranks(url, self.server.api_key, self.probe)
+            self.model_servers.router.divide(self.target, ranks)
+        self.model_servers.mark_up(self.target, url, self.server.api_key)
 
     def _tell(self, event: str, cause: str = "") -> None:
         url = self.server.url if event in ("ready", "reused") else None
@@ -884,18 +909,20 @@ class ServerSupervisor:
 
     async def _watch_progress(self) -> None:
         interval = min(self.config.hang_timeout / 4, 30.0)
-        last: Metrics | None = None
+        last: float | None = None
         while True:
             await asyncio.sleep(interval)
             last = await self._check_progress(last, min(interval, 5.0))
 
-    async def _check_progress(self, last: Metrics | None, seconds: float) -> Metrics | None:
-        """Marks the server dead if it hangs. Returns metrics; None without metrics or requests."""
-        metrics = None
+    async def _check_progress(self, last: float | None, seconds: float) -> float | None:
+        """Marks the server dead if it hangs. Returns its tokens; None if they are not known."""
+        tokens = None
         if self.target.attempts:
-            metrics = await read_metrics(self.target, self.config.engine.metrics, seconds)
+            all_metrics = await read_metrics(self.target, self.config.engine.metrics, seconds)
+            if all_metrics:
+                tokens = sum(metrics.tokens for metrics in all_metrics)
         quiet = time.monotonic() - self.target.alive_at
-        if metrics is not None and last is not None and metrics.tokens != last.tokens:
+        if tokens is not None and last is not None and tokens != last:
             self._longest = max(self._longest, quiet)
             quiet = 0.0
             self.target.mark_alive()
@@ -903,14 +930,14 @@ class ServerSupervisor:
         timeout = self.config.hang_timeout
         # Without token counts a long answer looks like a hang; a user's setting is obeyed.
         is_usual = timeout == InferenceConfig.hang_timeout
-        if is_usual and metrics is not None and metrics.tokens and self.target.accepted_at:
+        if is_usual and tokens and self.target.accepted_at:
             timeout = min(timeout, hang_after(self._longest))
         if in_flight and quiet >= timeout:
             self.mark_dead(
                 f"hangs: it has {in_flight} requests, and answered none and counted no token for "
                 f"{timeout:g} s (hang_timeout={self.config.hang_timeout:g})"
             )
-        return metrics
+        return tokens
 
     async def probe(self, since: float, until_proof: bool) -> None:
         """Returns when the server is known to be alive. If it is dead, the waiting attempts are
@@ -1063,10 +1090,16 @@ async def _connected(servers: ModelServers, is_new: bool) -> AsyncIterator[Watch
     """Sends requests to the config's endpoints in this block."""
     config = servers.config
     endpoints = await ready_endpoints(config, servers.outage, is_new)
+    all_ranks = await asyncio.gather(
+        *(count_ranks(endpoint.url, endpoint.api_key, None) for endpoint in endpoints)
+    )
+    endpoints = [
+        endpoint._replace(ranks=ranks) for endpoint, ranks in zip(endpoints, all_ranks, strict=True)
+    ]
     servers.add_endpoints(endpoints)
     if config.half_answers is True:
         await asyncio.gather(
-            *(_test_continuation(servers, target) for target in servers.router.targets)
+            *(_test_continuation(servers, target) for target in servers.router.servers)
         )
     if config.endpoints is not None:
         open_ones = {endpoint.name for endpoint in endpoints}
@@ -1076,7 +1109,7 @@ async def _connected(servers: ModelServers, is_new: bool) -> AsyncIterator[Watch
         servers.report_event("ready", config.server_name(index), str(endpoint.url), "")
     following = []
     if config.max_concurrent_generations == "auto":
-        for target in servers.router.targets:
+        for target in servers.router.servers:
             following.append(asyncio.create_task(follow_endpoint(target, servers.router)))
     try:
         yield wait_until_cancelled  # a failure of these servers shows in their answers
@@ -1161,7 +1194,7 @@ class ServerHost:
                 event = "reused"
                 if config.server_type == "endpoint":
                     event = "ready"
-                for index, target in enumerate(running.servers.router.targets):
+                for index, target in enumerate(running.servers.router.servers):
                     if target.up:
                         sender.on_server(event, config.server_name(index), str(target.url), "")
             yield client, asyncio.shield(running.ready)

@@ -535,7 +535,7 @@ def _found(document: RecordedDocument, path: str, old: object, new: object) -> D
         kind = "changing"
     elif sorted(before) == sorted(after):
         kind = "order"
-    return Difference(document, path.lstrip("."), *texts, kind)
+    return Difference(document, path.lstrip(".") or "request", *texts, kind)
 
 
 def _are_close(old: Any, new: Any) -> bool:

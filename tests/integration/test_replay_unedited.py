@@ -1,9 +1,18 @@
 """Unedited code is not refused by the replay check."""
 
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
 from datatrove_ckpt.common.threads import in_threads
 from datatrove_ckpt.generation import replay
 from datatrove_ckpt.generation.recorded_documents import RecordedDocuments
+from tests.crashes import copy_tree
 from tests.integration.test_replay_check import go_on, recorded, says_word, start
+from tests.unstable_rollouts import KINDS
 
 
 def test_a_change_that_is_accepted_is_not_refused_later_where_time_did_not_suffice(
@@ -44,3 +53,31 @@ def test_a_damaged_end_of_the_record_is_an_end(tmp_path):
     path = tmp_path / "recorded" / "void.json"
     path.write_bytes(path.read_bytes()[:20])
     assert RecordedDocuments(tmp_path).is_stopped
+
+
+UNSEEN = {"barrier", "counter", "dedupe", "first", "memory", "second", "sleeps", "time", "uuid"}
+"""Kinds that do not repeat themselves, or only by luck, or are slow: their record decides nothing."""
+
+
+def run_all(server, folder, word):
+    """Runs all kinds of rollouts in a new process. Returns what was raised."""
+    code = "from tests.unstable_rollouts import main; main()"
+    command = [sys.executable, "-c", code, server.url, str(folder)]
+    done = subprocess.run(command, env={**os.environ, "WORD": word}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kinds_of_rollouts_are_refused_only_if_they_are_edited(tmp_path, server):
+    """Each start is a process, with another hash seed. Rollouts whose requests depend on the
+    process alone are not refused, either.
+    """
+    assert run_all(server, tmp_path / "run", "OLD") == {}
+    copy_tree(tmp_path / "run", tmp_path / "edited")
+    assert run_all(server, tmp_path / "run", "OLD") == {}
+    refused = run_all(server, tmp_path / "edited", "NEW")
+    assert KINDS.keys() - UNSEEN <= refused.keys() <= KINDS.keys() - {"counter", "time", "uuid"}
+    for kind in ("barrier", "counter", "dedupe", "time", "uuid"):
+        assert RecordedDocuments(tmp_path / "run" / kind / "checkpoints").void

@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
@@ -56,7 +56,7 @@ from datatrove_ckpt.errors import (
     written_in,
 )
 from datatrove_ckpt.executors.local import close_servers
-from datatrove_ckpt.output.arrow_types import type_of
+from datatrove_ckpt.output.arrow_types import types_of
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder import earlier_runs, preflight, queries
 from datatrove_ckpt.run_folder.documents import ShownDocument, select_committed, select_rows
@@ -265,9 +265,7 @@ class StepsJob:
         runner = RunPlan(executor).runners[0].step
         if step.query is None:
             first = islice(executor.pipeline[0](None, 0, 1), _FIRST)
-            rows = [{"id": "", "text": "", **document.metadata} for document in first]
-            found = dict.fromkeys(chain.from_iterable(rows))
-            columns = {name: type_of([row.get(name) for row in rows], name) for name in found}
+            columns = dict(types_of([{"id": "", "text": "", **row.metadata} for row in first]))
         if runner.answer in columns and "answer" not in step.settings:
             runner = runner.changed(answer=short_form.free_answer(columns))
         answer = _example(getattr(runner.rollout_fn, "json_schema", None))
@@ -278,10 +276,9 @@ class StepsJob:
             metadata[runner.metadata_key] = [{"text": "", "finish_reason": ""}]
         if runner.answer_column:
             metadata[runner.answer_column] = answer
-        for row in runner.rows(Document("", "", metadata=metadata)):
-            for name, value in row.metadata.items():
-                columns.setdefault(name, type_of([value], name))
-        return pa.schema(columns).empty_table()
+        made = runner.rows(Document("", "", metadata=metadata))
+        types = dict(types_of([row.metadata for row in made]))
+        return pa.schema(types | columns).empty_table()
 
     def bind(self) -> Iterator[Finding]:
         """Checks each query by the columns of the steps that it reads."""
@@ -592,9 +589,6 @@ def _naming(step: Step) -> Iterator[None]:
 
 def run_steps(short: Node, arguments: argparse.Namespace) -> int:
     """Runs the steps of a file. Returns the exit code of the first that is not finished."""
-    for flag in ("cancel", "no_wait"):
-        if getattr(arguments, flag):
-            raise ConfigError(f"--{flag.replace('_', '-')}: is for a run without steps.")
     job = StepsJob(short, arguments.config or "the command line")
     if arguments.sample is not None:
         return sample_steps(job, arguments.sample)

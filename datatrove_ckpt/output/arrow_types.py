@@ -9,7 +9,7 @@ values, and dicts, maps and lists of these.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, date, datetime, time, timedelta
 from functools import cache
@@ -80,6 +80,12 @@ def type_of(values: list[object], column: str, input_types: Types = NO_TYPES) ->
             column,
         )
     return unified
+
+
+def types_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, DataType]]:
+    """Yields the name and the type of each column that any row has. Raises as ``type_of``."""
+    for name in dict.fromkeys(chain.from_iterable(rows)):
+        yield name, type_of([row.get(name) for row in rows], name)
 
 
 def _type_of_one(kind: type, values: list[Any], column: str, input_types: Types) -> DataType:

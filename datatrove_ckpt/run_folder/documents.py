@@ -30,7 +30,7 @@ from datatrove_ckpt.output.arrow_types import (
     Table,
     TypeConflict,
     to_arrow,
-    type_of,
+    types_of,
     unify_types,
 )
 from datatrove_ckpt.output.chunk_writing import raw_type, writable
@@ -353,8 +353,7 @@ def _whole_rows(
 
 def _columns_of_rows(location: RunLocation) -> Iterator[tuple[str, DataType]]:
     for rows in _batches(location):
-        for name in dict.fromkeys(chain.from_iterable(rows)):
-            yield name, type_of([row.get(name) for row in rows], name)
+        yield from types_of(rows)
 
 
 def _united(columns: Iterable[tuple[str, DataType]]) -> Schema:

@@ -250,11 +250,12 @@ def test_the_long_form_of_each_step_is_printed(server, command, flag):
     assert len(server.payloads) == sent
 
 
-@pytest.mark.parametrize("flag", ["--cancel", "--no-wait"])
-def test_flags_of_single_runs_are_refused(server, command, flag):
+def test_flags_of_single_runs_hold_for_each_step(server, command):
     write(server)
-    assert "is for a run without steps" in command("run", "job.yaml", flag, code=2).error
-    assert not Path("qa").exists()
+    assert "--cancel: cancels Hugging Face Jobs" in command("run", "job.yaml", "--cancel", code=2)
+    assert not server.payloads
+    command("run", "job.yaml", "--no-wait")
+    assert len(server.payloads) == 27
 
 
 def test_a_setting_of_a_step_may_be_a_flag(server, command):

@@ -16,12 +16,14 @@ import orjson
 import pytest
 from loguru import logger
 
+from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.checksummed_lines import checksummed_json, read_checksummed_json
 from datatrove_ckpt.checkpoint.history import ReplayResult, parse_line
 from datatrove_ckpt.errors import CheckpointMismatch, DocumentFailed
 from datatrove_ckpt.generation import replay
 from datatrove_ckpt.generation.recorded_documents import RecordedDocuments
+from datatrove_ckpt.readers import JsonlReader
 from tests.jobs import chat, documents, results, run_job, runner
 
 ONE = {"max_concurrent_documents": 1}
@@ -472,6 +474,55 @@ def test_a_rank_that_has_not_begun_is_checked(tmp_path, server, monkeypatch):
     monkeypatch.setattr(replay, "repeats_itself", lambda step, root: True)
     with pytest.raises(CheckpointMismatch, match="OLD"):
         runner(tmp_path, server, says_word, **writes).run(documents(3), 1, 2)
+
+
+def test_ranks_of_one_process_each_check_the_record_of_the_run(tmp_path, server, monkeypatch):
+    (tmp_path / "input").mkdir()
+    for task in range(8):
+        rows = [orjson.dumps({"id": f"{task}/{number}", "text": "t"}) for number in range(4)]
+        (tmp_path / "input" / f"{task}.jsonl").write_bytes(b"\n".join(rows))
+
+    async def rollout(document, generate):
+        if "stop" in os.environ and document.id.endswith("/3"):
+            raise RuntimeError("not yet")
+        return await says_word(document, generate)
+
+    def run():
+        step = runner(tmp_path, server, rollout, config=ONE)
+        LocalPipelineExecutor(
+            [JsonlReader(str(tmp_path / "input")), step],
+            tasks=8,
+            workers=1,
+            logging_dir=str(tmp_path / "logs"),
+            ranks_at_once=8,
+        ).run()
+
+    monkeypatch.setenv("WORD", "OLD")
+    monkeypatch.setenv("stop", "1")
+    with pytest.raises(DocumentFailed, match="not yet"):
+        run()
+    monkeypatch.delenv("stop")
+    before = len(recorded(tmp_path))
+    assert before >= 3, void(tmp_path)
+    verdicts = []
+    check = replay.Replays.check
+
+    async def checked(replays):
+        verdicts.append(await check(replays))
+        return verdicts[-1]
+
+    monkeypatch.setattr(replay.Replays, "check", checked)
+    monkeypatch.setattr(replay, "repeats_itself", lambda step, root: True)
+    monkeypatch.setenv("WORD", "NEW")
+    with pytest.raises(CheckpointMismatch, match="OLD' -> 't NEW"):
+        run()
+    assert {len(verdict.real) for verdict in verdicts} == {before}
+    assert "NEW" not in str(server.payloads)
+    monkeypatch.setenv("WORD", "OLD")
+    verdicts.clear()
+    run()
+    assert sum(bool(verdict.same) for verdict in verdicts) == len(verdicts) >= 4
+    assert len(recorded(tmp_path)) == 32
 
 
 def test_a_restored_mirror_has_the_record(tmp_path, server, monkeypatch):

@@ -3,7 +3,9 @@
 import asyncio
 import random
 
+import duckdb
 import pytest
+import yaml
 from datatrove.data import Document
 
 from datatrove_ckpt.generation.recorded_requests import unsent_prompts
@@ -89,6 +91,14 @@ def test_rows_that_share_a_text_and_are_apart_are_said_with_their_distance():
     assert found["order"].startswith(
         "30 of the first 130 prompts share 6,001 characters with an earlier prompt, 100 rows before (averages), "
     )
+
+
+def test_the_line_that_the_advice_names_sorts_the_rows(here):
+    order = said(questions([*range(100), *range(30)]))["order"]
+    line = order[order.index("input: ") :].replace("FILE", "rows.jsonl").replace("COLUMN", "doc")
+    here.joinpath("rows.jsonl").write_text('{"doc": "b"}\n{"doc": "a"}\n{"doc": "b"}\n')
+    query = yaml.safe_load(line)["input"]["sql"]
+    assert duckdb.sql(query).fetchall() == [("a",), ("b",), ("b",)]
 
 
 @pytest.mark.parametrize(

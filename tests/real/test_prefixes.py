@@ -39,6 +39,7 @@ def url(tmp_path_factory):
     with pytest.MonkeyPatch.context() as environ:
         environ.setitem(ENVIRONMENT, "VLLM_SERVER_DEV_MODE", "1")  # for /reset_prefix_cache
         environ.setitem(ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        environ.setitem(ENVIRONMENT, "OMP_NUM_THREADS", "1")  # else both ranks have all cores
         with vllm_server(tmp_path_factory.mktemp("vllm"), *flags, model=model) as url:
             until(lambda: is_ready(url))
             yield url
@@ -121,7 +122,7 @@ def test_rows_that_share_a_text_are_sent_to_the_rank_that_has_its_blocks(tmp_pat
 
 def test_the_share_of_a_cache_that_running_requests_fill_is_read(url):
     names = InferenceConfig("vllm", "tiny").engine.metrics
-    request = {"model": "tiny", "prompt": "It rained.", **SETTINGS, "max_tokens": 1900}
+    request = {"model": "tiny", "prompt": "It rained.", **SETTINGS, "max_tokens": 400}
 
     def send_request():
         body = json.dumps(request).encode()

@@ -514,13 +514,12 @@ def _difference(
     old = next(iter(answers.unused.values()), None)
     if answers.unknown.done():
         return compared(document, "", old, answers.unknown.result())
-    if task.cancelled() or (error := task.exception()) is not None:
-        error = None if task.cancelled() else error
-        text = f"{type(error).__name__}: {safe_text(error)}"
-        return compared(document, "error", None, text)
+    try:
+        result = task.result().document.decode()
+    except (Exception, asyncio.CancelledError) as error:
+        return compared(document, "error", None, f"{type(error).__name__}: {safe_text(error)}")
     if old is not None:
         return compared(document, "", old, None)
-    result = task.result().document.decode()
     if result == document.result:
         return None
     return compared(document, "result", orjson.loads(document.result), orjson.loads(result))
@@ -561,18 +560,23 @@ def compared(document: RecordedDocument, path: str, old: object, new: object) ->
 
 def _pairs(path: str, old: object, new: object) -> list[tuple[str, object, object]]:
     """Returns the parts in which two JSON values differ, with their places."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        keys = dict.fromkeys([*old, *new])
-        return [
-            pair for key in keys for pair in _pairs(f"{path}.{key}", old.get(key), new.get(key))
-        ]
-    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        return [
-            pair
-            for index, parts in enumerate(zip(old, new, strict=True))
-            for pair in _pairs(f"{path}[{index}]", *parts)
-        ]
-    return [] if _json(old) == _json(new) else [(path, old, new)]
+    before = _parts(old)
+    after = _parts(new)
+    if not (before and after):
+        return [] if _json(old) == _json(new) else [(path, old, new)]
+    return [
+        pair
+        for place in dict.fromkeys([*before, *after])
+        for pair in _pairs(path + place, before.get(place), after.get(place))
+    ]
+
+
+def _parts(value: object) -> dict[str, object]:
+    if isinstance(value, dict):
+        return {f".{name}": part for name, part in value.items()}
+    if isinstance(value, list):
+        return {f"[{index}]": part for index, part in enumerate(value)}
+    return {}
 
 
 # other processes, and commands --------------------------------------------------------------------

@@ -40,7 +40,12 @@ _EVENTS = frozenset(
     """.split()  # noqa: SIM905
 )
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_MAX_PATHS = 1000  # beyond which those of closed files are forgotten
+_VERBS = {
+    "open": "write",
+    "socket.connect": "open a connection to",
+    "sqlite3.connect": "write",
+    "subprocess.Popen": "start",
+}
 _HARMLESS = re.compile(r"__pycache__|/\.[^/]*cache|^/dev/null$|^:memory:$")  # caches of libraries
 _LOOP = "datatrove_ckpt.process.event_loop"  # raises events for others
 _CALLERS = ("datatrove_ckpt.generation.document_runs", "datatrove_ckpt.generation.user_rollout")
@@ -87,47 +92,38 @@ class SetupEffects(EffectWatch):
     """Watches imports and ``shared_context``, whose effects count while they last."""
 
     def __init__(self) -> None:
-        self._names: set[str] = set()  # of sockets and files, as /proc names them
-        self._programs: set[bytes] = set()  # command lines
+        self._names: set[str] = set()  # of sockets, files and programs, as /proc names them
 
     def see(self, event: str, arguments: tuple[object, ...]) -> None:
         first = arguments[0] if arguments else None
         if isinstance(first, socket.socket):
             self._names.add(f"socket:[{os.fstat(first.fileno()).st_ino}]")
-        elif event in ("open", "sqlite3.connect") and isinstance(first, str | bytes | os.PathLike):
-            self._names.add(os.path.realpath(os.fsdecode(first)))
-            if len(self._names) > _MAX_PATHS:
-                self._names.intersection_update(_open_files("self").values())
         elif event == "subprocess.Popen" and isinstance(arguments[1], list | tuple):
-            self._programs.add(b"\0".join(map(os.fsencode, arguments[1])))
+            self._names.add("\0".join(map(os.fsdecode, arguments[1])))
+        elif isinstance(first, str | bytes | os.PathLike):
+            self._names.add(os.path.realpath(os.fsdecode(first)))
 
     def lasting(self) -> str:
         """Returns an effect that lasts; "" if there is none."""
-        if not (self._names or self._programs):
-            return ""
-        own = _open_files("self")
-        standard = {own.pop(number, "") for number in ("0", "1", "2")}
-        for name in self._names.intersection(own.values()) - standard:
-            shown = "a connection" if name.startswith("socket:") else name
-            return f"keep {shown} open"
-        pipes = {name for name in own.values() if name.startswith("pipe:")}
-        for process in Path("/proc").glob("[0-9]*") if self._programs and pipes else ():
-            with suppress(OSError):
-                command = (process / "cmdline").read_bytes().rstrip(b"\0")
-                if command in self._programs and pipes & {*_open_files(process.name).values()}:
-                    return "keep a program running"
+        for kind, name in _what_lasts() if self._names else ():
+            if name in self._names:
+                shown = "a connection" if name.startswith("socket:") else name
+                return f"keep {kind or shown} open"
         return ""
 
 
-def _open_files(process: str) -> dict[str, str]:
-    """Returns what the writable descriptors of a process name; nothing without /proc."""
-    found = {}
+def _what_lasts() -> Iterator[tuple[str, str]]:
+    """Yields what this process has open for writing, and the programs that run; nothing without
+    /proc.
+    """
     with suppress(OSError):
-        for descriptor in Path(f"/proc/{process}/fd").iterdir():
+        for descriptor in Path("/proc/self/fd").iterdir():
             with suppress(OSError):
-                if descriptor.lstat().st_mode & stat.S_IWUSR:
-                    found[descriptor.name] = str(descriptor.readlink())
-    return found
+                if int(descriptor.name) > 2 and descriptor.lstat().st_mode & stat.S_IWUSR:
+                    yield "", str(descriptor.readlink())
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            yield "a program", os.fsdecode((process / "cmdline").read_bytes().rstrip(b"\0"))
 
 
 ROLLOUTS = EffectWatch()
@@ -200,14 +196,8 @@ def _is_ours(frame: FrameType | None) -> bool:
 
 
 def _described(event: str, arguments: tuple[object, ...]) -> str:
-    first = arguments[0] if arguments else ""
-    if event.startswith("socket."):
-        return f"open a connection to {arguments[1]}" if len(arguments) > 1 else "send to a socket"
-    if event in ("open", "sqlite3.connect"):
-        return f"write {os.fsdecode(first) if isinstance(first, str | bytes) else first}"
-    if event == "subprocess.Popen":
-        return f"start {first}"
-    return event.replace("os.", "call os.")
+    shown = arguments[1:2] if event.startswith("socket.") else arguments[:1]
+    return " ".join([_VERBS.get(event, f"call {event}"), *map(str, shown)])
 
 
 sys.addaudithook(_see)

@@ -280,6 +280,26 @@ def test_a_connection_of_shared_context_may_be_used_without_being_seen(tmp_path,
     assert void(tmp_path) == "it was seen to keep a connection open"
 
 
+@pytest.mark.parametrize("kind", ["file", "program"])
+def test_what_shared_context_keeps_open_may_be_used_without_being_seen(tmp_path, server, kind):
+    @contextmanager
+    def context():
+        if kind == "file":
+            with (tmp_path / "log").open("wb", buffering=0) as file:
+                yield {"stream": file}
+        else:
+            with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as cat:
+                yield {"stream": cat.stdin}
+
+    async def rollout(document, generate, stream):
+        stream.write(b"x")
+        return await generate(chat(document.text))
+
+    run_job(tmp_path, server, 3, rollout, shared_context=context)
+    expected = "a program" if kind == "program" else tmp_path / "log"
+    assert void(tmp_path) == f"it was seen to keep {expected} open"
+
+
 def test_a_request_of_an_agent_is_no_side_effect(tmp_path, server):
     def agent(url, text):
         body = orjson.dumps({"model": "any", **chat(text)})

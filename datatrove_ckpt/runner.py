@@ -105,9 +105,10 @@ class InferenceRunner(RunnerSettings):
             ``quality`` or ``on_refusal``, part of the identity.
         until (free): written documents after which the run ends, with at most a chunk more for each
             task at work.
-        max_cost (free): what answers may cost, by ``prices``, before the run ends. Requests in
-            flight are also paid.
-        max_total_tokens (free): prompt and completion tokens of answers before the run ends.
+        max_cost (free): what answers may cost, by ``prices``, before the run ends. Documents
+            begin only if it will probably pay for them.
+        max_total_tokens (free): prompt and completion tokens of answers before the run ends, held
+            like ``max_cost``.
         replay_check (free): record up to 64 finished documents, and run the rollout on them with
             their answers at each start. Other requests or results are refused.
 

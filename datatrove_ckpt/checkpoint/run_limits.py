@@ -85,25 +85,44 @@ class Limits:
             return "max_cost"
         return "" if self.max_total_tokens is None else "max_total_tokens"
 
-    def reached(self, totals: RunTotals) -> LimitReached | None:
-        """Returns the first limit that is reached, ``until`` before the others."""
+    def spent(self, totals: RunTotals) -> list[float]:
+        """Returns the shares of ``max_cost`` and ``max_total_tokens``, if set, that are spent."""
+        shares = []
+        if self.max_cost is not None:
+            shares.append(totals.cost / 1e9 / self.max_cost)
+        if self.max_total_tokens is not None:
+            shares.append(totals.tokens / self.max_total_tokens)
+        return shares
+
+    def reached(self, totals: RunTotals, seconds: float = 0.0) -> LimitReached | None:
+        """Returns the first limit that is reached, ``until`` before the others.
+
+        Args:
+            seconds: interval at which tasks read the costs of other processes; 0.0 without others.
+        """
         if self.until is not None and totals.written >= self.until:
             return GoalReached(
                 f"{self.until} is reached: {totals.end}",
                 setting="until",
                 changes=[{"until": 2 * max(self.until, totals.written)}],
             )
+        end = totals.end
+        if seconds:
+            end += (
+                f" Processes read each other's costs every {seconds:.2g} s, and may go beyond the "
+                "limit by what they spend in between."
+            )
         cost = totals.cost / 1e9
         if self.max_cost is not None and cost >= self.max_cost:
             return LimitReached(
-                f"{self.max_cost:g} is reached: the answers cost {cost:.6g}, and {totals.end}",
+                f"{self.max_cost:g} is reached: the answers cost {cost:.6g}, and {end}",
                 setting="max_cost",
                 changes=[{"max_cost": f"{2 * cost:g}"}],
             )
         if self.max_total_tokens is not None and totals.tokens >= self.max_total_tokens:
             return LimitReached(
                 f"{self.max_total_tokens} is reached: the answers took "
-                f"{plural(totals.tokens, 'token')}, and {totals.end}",
+                f"{plural(totals.tokens, 'token')}, and {end}",
                 setting="max_total_tokens",
                 changes=[{"max_total_tokens": 2 * totals.tokens}],
             )

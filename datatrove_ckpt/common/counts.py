@@ -355,8 +355,11 @@ class LogHistogram(Counter[int]):
     def of(cls, values: Iterable[float]) -> Self:
         return cls(map(bisect_right, repeat(_BOUNDS), values))
 
-    def add(self, value: float) -> None:
-        self[bisect_right(_BOUNDS, value)] += 1
+    def add(self, value: float) -> int:
+        """Counts a value. Returns its bucket."""
+        bucket = bisect_right(_BOUNDS, value)
+        self[bucket] += 1
+        return bucket
 
     def __add__(self, other: Counter[int]) -> Self:  # type: ignore[override]  # its sum is a Counter
         histogram = type(self)(self)

@@ -10,6 +10,7 @@ from datatrove_ckpt.common.setting_types import Count, Positive, Price, check, c
 from datatrove_ckpt.errors import ConfigError
 
 _PRICES = ("prompt", "cached", "cache_write", "completion")
+_LOWEST = 0.001  # of a million tokens
 _VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _ENDPOINT = re.compile(r"(https?://|\$\{\w+\})[^\s@]*")
 _FROM_ENVIRONMENT = re.compile(r"(\$\{\w+\})+")
@@ -106,4 +107,10 @@ def read_prices(prices: JsonObject | str | None, model: str) -> JsonObject | Non
         check_value("prices", one_of(_PRICES), name)
     for name, number in (of_tokens | tiers).items():
         check_value(f"prices.{name}", Price, number)
+    for name, number in of_tokens.items():
+        if 0 < number < _LOWEST:
+            raise ConfigError(
+                f"prices.{name}: {number:g} is the price of one token, but prices are of a million "
+                f"tokens. Write {name}: {1e6 * number:g}."
+            )
     return prices

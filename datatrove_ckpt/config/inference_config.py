@@ -410,9 +410,11 @@ class InferenceConfig:
         return prices or {}
 
     @property
-    def has_all_prices(self) -> bool:
-        priced = [endpoint.prices for endpoint in self.endpoints_by_name.values()]
-        return all(priced or [self.prices])
+    def all_prices(self) -> list[JsonObject]:
+        """The prices of each endpoint, or those of the model; {} for missing ones."""
+        if self.endpoints is None:
+            return [self.prices_at("")]
+        return [self.prices_at(name) for name in self.endpoints_by_name]
 
     def cost(self, tokens: Tokens, tier: str, endpoint: str) -> int:
         """Returns the price of an answer, in billionths."""

@@ -190,6 +190,9 @@ class DocumentRuns(DocumentRollouts):
             self._checkpoint.finish(slot, finished)
             self.recorded.finish(answers, finished)
             self._counts.documents += 1
+            limits = self.requests.limits
+            if limits.is_paid:
+                limits.end(finished, source.finished is None and not any(answers.reused))
             if self._dropped == _SUSPICIOUS_DROPS == self._counts.documents:
                 logger.warning(
                     f"The rollout dropped all of {_SUSPICIOUS_DROPS} documents. {WHY_DROPPED}"

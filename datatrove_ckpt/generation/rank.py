@@ -411,6 +411,7 @@ class _Run:
             return parked
         finally:
             await end_tasks(*watchers)
+            limits.close()
 
     async def _run_rollouts(
         self,

@@ -167,14 +167,22 @@ class RunnerSettings(PipelineStep):
             )
 
     def _check_limits(self) -> None:
-        if self.max_cost is not None and not all(
-            model.has_all_prices for model in self.models.values()
-        ):
+        prices = [each for model in self.models.values() for each in model.all_prices]
+        if self.max_cost is not None and not all(prices):
             raise ConfigError(
                 "needs the prices of a million tokens. Add what your provider takes, such as "
                 "prices: {prompt: 2, completion: 8}",
                 setting="max_cost",
             )
+        generates = self.max_cost is not None and not isinstance(self.rollout_fn, EmbedRollout)
+        for each in prices:
+            if generates and "completion" not in each:
+                shown = ", ".join(f"{name}: {each[name]}" for name in each)
+                raise ConfigError(
+                    "cannot hold without the price of completion tokens. Write prices: "
+                    f"{{{shown}, completion: 8}}, with your provider's price, or 0.",
+                    setting="max_cost",
+                )
         for name, value in asdict(self.limits).items():
             if value is not None and any(model.provider_batches for model in self.models.values()):
                 raise ConfigError(

@@ -36,6 +36,7 @@ from datatrove_ckpt.process.shutdown import wait_until_cancelled
 # Interval at which the loop polls the work of other threads. A callback for each change would cost
 # more: the disk writes hundreds of groups in a second.
 LOOK_SECONDS = 0.01
+_IDLE_SECONDS = 1.0  # without a request, until a document begins beyond the limits of the run
 _PUBLISH_WAIT_SECONDS = 5.0  # for complete chunks, in a drain
 _GRACE_SECONDS = 2.0  # for rollouts that compute or sleep, in a drain
 # Seconds after each cancellation of a rollout. Its clean-up may take their sum.
@@ -292,6 +293,8 @@ class Scheduler:
                     await next_look()
                 if slot.ordinal == slot.chunk.first_ordinal:
                     await self._wait_for_goal()
+                if self.requests.limits.is_paid:
+                    await self._wait_for_budget(slot.ordinal)
                 if not self.runs.limit.admits(source.size):
                     await self.runs.limit.acquire(source.size)
                 # The awaits above may not have yielded.
@@ -311,6 +314,19 @@ class Scheduler:
             requests.limits.look()
             if self.shutdown.is_stopping:
                 return
+
+    async def _wait_for_budget(self, ordinal: int) -> None:
+        requests = self.requests
+        idle = 0.0
+        while not requests.limits.affords(ordinal):
+            if self.shutdown.is_stopping or self.shutdown.aborted:
+                return
+            if idle >= _IDLE_SECONDS:  # a rollout may wait for more documents
+                requests.limits.begin(ordinal)
+                return
+            await next_look()
+            is_busy = requests.waiting or not requests.documents
+            idle = 0.0 if is_busy else idle + LOOK_SECONDS
 
     # background ----------------------------------------------------------------------------------
 

@@ -390,7 +390,12 @@ def test_endpoints_that_cannot_be_are_refused(said):
 
 
 def test_max_cost_needs_the_prices_of_each(tmp_path):
-    priced = {**URL, "prices": {"prompt": 1}}
+    priced = {**URL, "prices": {"prompt": 1, "completion": 0}}
     step(tmp_path, [priced, priced], max_cost=1.0)
     with pytest.raises(ConfigError, match="max_cost: needs the prices"):
         step(tmp_path, [priced, URL], max_cost=1.0)
+    half = {**URL, "prices": {"prompt": 1, "cached": 0.1}}
+    line = "max_cost: cannot hold .* Write prices: {prompt: 1, cached: 0.1, completion: 8}"
+    with pytest.raises(ConfigError, match=line):
+        step(tmp_path, [priced, half], max_cost=1.0)
+    step(tmp_path, [priced, half])

@@ -142,7 +142,7 @@ class Job:
         if changed == "rollout_results":
             arguments["answer"] = "answer"
         if changed == "max_cost":
-            config["prices"] = {"prompt": 1}
+            config["prices"] = {"prompt": 1, "completion": 2}
         return InferenceRunner(config=InferenceConfig(**config), **arguments)
 
     def _other(self, name, usual):

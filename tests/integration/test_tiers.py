@@ -225,6 +225,13 @@ def test_a_body_with_media_has_its_tier_too():
     assert len(body) == len(b"".join(body))
 
 
+def test_prices_of_one_token_are_refused_with_the_line_to_write():
+    for name in ("prompt", "completion", "cached"):
+        with pytest.raises(ConfigError, match=rf"prices.{name}: .* Write {name}: 0.15\."):
+            InferenceConfig("dummy", "m", prices={name: 1.5e-7})
+    InferenceConfig("dummy", "m", prices={"prompt": 0, "cached": 0.001, "tiers": {"flex": 1e-4}})
+
+
 @pytest.mark.parametrize(
     "setting",
     [

@@ -1,0 +1,156 @@
+"""``LimitWatch`` lets documents begin by what they will probably cost: runs in virtual time, whose
+costs vary by their mean, until their limit is spent.
+"""
+
+import heapq
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from datatrove_ckpt.checkpoint.run_limits import Limits, RunTotals
+from datatrove_ckpt.common.counts import WorkCounts
+from datatrove_ckpt.generation import limit_watch
+from datatrove_ckpt.generation.limit_watch import LimitWatch, RunReader
+
+SEEDS = 20
+LOOK, TICK = 0.1, 0.02
+"""Seconds until a process reads the others' costs, and until a task that waits asks again."""
+
+
+class Checkpoint:
+    def __init__(self, name):
+        self.folder = Path("checkpoints", name)
+        self.own = WorkCounts()
+
+    @property
+    def totals(self):
+        return RunTotals.of(self.own)
+
+
+class Run:
+    """Tasks that spend a limit. A document costs 1 in the mean.
+
+    ``places``: of each task. ``spread``: 0 where each costs 1. ``is_slow``: long answers cost more.
+    """
+
+    def __init__(self, limit, places, seed, processes=1, tasks=1, spread=1, is_slow=False):
+        self.limits = Limits(max_cost=limit)
+        self.places = places
+        self.chance = random.Random(seed)
+        self.spread = spread
+        self.is_slow = is_slow
+        self.now = 0.0
+        self.checkpoints = {}
+        self.watches = []
+        self.events = []
+        self.step = SimpleNamespace(
+            limits=self.limits,
+            model=SimpleNamespace(prices_at=lambda endpoint: {"completion": 1}),
+            checkpoints_local_dir="checkpoints",
+            checkpoints_root=Path("checkpoints"),
+            checkpoints_remote_dir=None,
+        )
+        for process in range(processes):
+            reader = RunReader(Path("checkpoints"), None)
+            reader._readers = [self]
+            reader.read()
+            for task in range(tasks):
+                name = f"{process * tasks + task:05d}"
+                self.checkpoints[name] = Checkpoint(name)
+                watch = LimitWatch(self.step, self.checkpoints[name], None)
+                watch.reader.tasks.remove(watch)
+                watch.reader = reader
+                reader.tasks.add(watch)
+                self.watches.append(watch)
+
+    def read(self):
+        return {name: checkpoint.totals for name, checkpoint in self.checkpoints.items()}
+
+    def monotonic(self):
+        return self.now
+
+    @property
+    def spent(self):
+        cost = sum(checkpoint.own.cost for checkpoint in self.checkpoints.values())
+        return cost / 1e9 / self.limits.max_cost
+
+    def begin(self, watch):
+        while len(watch.began) < self.places:
+            if self.limits.spent(watch.reader.now())[0] >= 1:
+                return
+            ordinal = self.begun
+            if not watch.affords(ordinal):
+                return
+            self.begun += 1
+            cost = self.chance.expovariate(1) if self.spread else 1.0
+            seconds = 0.1 + 0.9 * cost if self.is_slow else self.chance.uniform(0.5, 1.5)
+            heapq.heappush(self.events, (self.now + seconds, ordinal, watch, cost))
+
+    def run(self):
+        """Returns the share of the places that had a document, from 2 to 90 % of the limit."""
+        self.begun = 0
+        busy = seconds = 0.0
+        looks, ticks = LOOK, TICK
+        for watch in self.watches:
+            self.begin(watch)
+        while self.events:
+            before = self.now
+            in_work = sum(len(watch.began) for watch in self.watches)
+            self.now = min(self.events[0][0], looks, ticks)
+            if 0.02 < self.spent < 0.9:
+                busy += (self.now - before) * in_work
+                seconds += self.now - before
+            if self.now == looks:
+                looks += LOOK
+                for watch in self.watches:
+                    watch.reader._next_look = 0.0
+                    watch.reader.read(anew=False)
+            elif self.now == ticks:
+                ticks += TICK
+                for watch in self.watches:
+                    self.begin(watch)
+            else:
+                _, ordinal, watch, cost = heapq.heappop(self.events)
+                own = watch.checkpoint.own
+                own.requests += 1
+                own.cost += round(cost * 1e9)
+                tokens = {"prompt_tokens": 0, "completion_tokens": cost}
+                watch.end(SimpleNamespace(ordinal=ordinal, requests=1, **tokens), True)
+                self.begin(watch)
+        return busy / max(seconds, TICK) / self.places / len(self.watches)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        {"limit": 200, "places": 20},
+        {"limit": 200, "places": 300},
+        {"limit": 400, "places": 40, "is_slow": True},
+        {"limit": 400, "places": 10, "tasks": 4},
+        {"limit": 400, "places": 10, "processes": 4, "is_slow": True},
+        {"limit": 400, "places": 40, "spread": 0},
+    ],
+    ids=str,
+)
+def test_a_limit_holds_and_the_places_stay_full(monkeypatch, job):
+    above = 0
+    busy = []
+    for seed in range(SEEDS):
+        run = Run(seed=seed, **job)
+        monkeypatch.setattr(limit_watch, "time", run)
+        busy.append(run.run())
+        assert run.spent >= 1
+        above += run.spent > 1.05
+    assert above <= SEEDS / 20
+    if job["places"] <= job["limit"] / 10:
+        assert sorted(busy)[SEEDS // 2] >= 0.95
+
+
+def test_a_limit_of_few_answers_is_not_overrun_by_what_begins_first(monkeypatch):
+    for limit, most in ((1, 4), (5, 6), (20, 22)):
+        run = Run(limit, 100, 0, spread=0)
+        monkeypatch.setattr(limit_watch, "time", run)
+        run.run()
+        assert limit <= run.begun <= most

@@ -13,9 +13,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Self
 
 from datatrove.pipeline.readers import ipc, parquet
 
+from datatrove_ckpt.common.formatting import missing_package
 from datatrove_ckpt.common.lazy_pyarrow import pa
 from datatrove_ckpt.common.threads import in_threads
 from datatrove_ckpt.readers.base import SeekingReader
@@ -32,6 +34,12 @@ from datatrove_ckpt.readers.inputs import (
 class _TableReader(SeekingReader):
     batch_size = 1000
     has_types = True
+
+    def __new__(cls, *arguments: object, **options: object) -> Self:
+        # datatrove reads the metadata of all installed packages to find pyarrow: 25 ms or more.
+        if missing := missing_package("pyarrow"):
+            raise ImportError(missing)
+        return object.__new__(cls)
 
     @property
     def _columns(self) -> list[str] | None:

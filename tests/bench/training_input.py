@@ -7,6 +7,10 @@ resume is exact if a new process with the saved state gives the rest of the rows
 (``STOP``). ``pip install
 grain litdata webdataset``; without a library its row is empty.
 
+``--texts`` instead: 40,000 rows with an id and a text (450 bytes) as Parquet, Arrow and JSON Lines,
+ours and ``datasets.iter(batch)``: us of CPU a row of the opening and the first epoch, and of later
+ones, and the median of the ratios of each round; then us of a state, and of its checksum of before.
+
 Rows become numpy arrays and texts, except with "(arrow)". litdata and webdataset read
 files of their own, made before. torchdata.nodes reads the stream of ``datasets``.
 """
@@ -20,6 +24,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import timeit
 from functools import partial
 from pathlib import Path
 
@@ -255,6 +260,8 @@ def digest(batches):
 
 
 def child(way, folder, shuffled, task):
+    if task.isdecimal():
+        return texts_child(way, folder, shuffled, task)
     made, saved = WAYS[way](Path(folder), shuffled == "True"), Path(folder, "state")
     if task == "measure":
         import pandas  # noqa: F401 (pyarrow imports it with the first array)
@@ -281,6 +288,98 @@ def child(way, folder, shuffled, task):
     os._exit(0)  # as by a kill: nothing is cleaned up
 
 
+def make_texts(folder, rows=40_000):
+    random = np.random.default_rng(0)
+    words = random.integers(97, 123, (20_000, 7)).astype(np.uint8)
+    for kind in OPENED:
+        (folder / kind).mkdir()
+    for number in range(4):
+        count = rows // 4
+        drawn = words[random.zipf(1.3, (count, 62)) % len(words)].reshape(count, -1)
+        texts = [row.tobytes().decode() for row in drawn]
+        ids = [f"document-{number * count + row}" for row in range(count)]
+        table = pa.table({"id": ids, "text": texts})
+        pq.write_table(table, folder / f"parquet/{number}.parquet")
+        with pa.ipc.new_stream(folder / f"arrow/{number}.arrow", table.schema) as stream:
+            stream.write_table(table, 1000)
+        lines = [json.dumps(row) + "\n" for row in table.to_pylist()]
+        (folder / f"json/{number}.jsonl").write_text("".join(lines))
+
+
+OPENED = {"parquet": ".parquet", "arrow": ".arrow", "json": ".jsonl"}
+"""Formats of texts, by datasets' names, with the ends of their files."""
+
+
+def texts_child(way, folder, shuffled, batch):
+    """Prints the seconds of CPU of the opening with the first epoch, and of a later epoch."""
+    import datasets
+    import pandas  # noqa: F401
+
+    from datatrove_ckpt.torch import ReaderDataset
+
+    library, kind = way.split()
+    began = cpu_seconds()
+    if library == "ours":
+        rows = ReaderDataset.from_folder(Path(folder) / kind)
+        batches = (rows.shuffle(seed=1) if shuffled == "True" else rows).batch(int(batch))
+    else:
+        files = f"{folder}/{kind}/*{OPENED[kind]}"
+        rows = datasets.load_dataset(kind, data_files=files, split="train", streaming=True)
+        rows = rows.shuffle(seed=1, buffer_size=WINDOW) if shuffled == "True" else rows
+        batches = rows.iter(int(batch))
+    seconds = []
+    for number in range(7):
+        (batches if library == "ours" else rows).set_epoch(number)
+        read = sum(len(made["text"]) for made in batches)
+        seconds.append(cpu_seconds() - began)
+        began = cpu_seconds()
+        if library != "ours":
+            batches = rows.iter(int(batch))
+    found = {"first": seconds[0] / read * 1e6, "later": min(seconds[1:]) / read * 1e6}
+    print(json.dumps(found), flush=True)
+
+
+def measure_texts(folder, rounds):
+    make_texts(folder)
+    rows = []
+    for kind, shuffled, batch in itertools.product(OPENED, (False, True), (64, 512)):
+        found = interleaved(
+            [f"ours {kind}", f"datasets {kind}"],
+            rounds,
+            lambda way, s=shuffled, b=batch: run(way, folder, s, str(b)),
+        )
+        ours, others = found.values()
+        figures = []
+        for key in ("first", "later"):
+            figures += [round(median(each, key), 2) for each in (ours, others)]
+            ratios = [{key: own[key] / its[key]} for own, its in zip(ours, others, strict=True)]
+            figures.append(round(median(ratios, key), 2))
+        rows.append([kind, "shuffled" if shuffled else "ordered", str(batch), *map(str, figures)])
+    header = ["us of CPU a row", "", "batch", "first", "datasets", "x", "later", "datasets", "x"]
+    print(markdown(header, rows))
+
+
+def measure_states(folder):
+    from datatrove_ckpt.torch import Mix, ReaderDataset
+    from datatrove_ckpt.torch.states import sealed
+
+    def us(call):
+        return min(timeit.repeat(call, number=200, repeat=9)) / 200 * 1e6
+
+    def rows():
+        return ReaderDataset.from_folder(folder / "parquet").shuffle(seed=1)
+
+    lines = []
+    for name, made in (("rows", rows()), ("Mix of two", Mix([rows(), rows()], [1, 1]))):
+        next(iterator := iter(made))
+        state = made.state_dict()
+        parts = [state] + [source["state"] for source in state.get("sources", [])]
+        before = sum(us(lambda part=part: sealed(part, is_slow=True)) for part in parts)
+        lines.append([name, *map("{:.0f}".format, (us(made.state_dict), before))])
+        del iterator
+    print(markdown(["us of a state", "now", "checksums of before alone"], lines))
+
+
 def run(way, folder, shuffled, task):
     command = [sys.executable, "-m", "tests.bench.training_input", way, str(folder)]
     command += [str(shuffled), task]
@@ -298,10 +397,15 @@ def main():
     options = parser(__doc__)
     options.add_argument("--rows", type=int, default=200_000)
     options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--texts", action="store_true")
     given = options.parse_args()
     rows = {way: [way] for way in WAYS}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        if given.texts:
+            measure_texts(folder, given.rounds)
+            measure_states(folder)
+            return
         make(folder, given.rows)
         for shuffled in (False, True):
             found = interleaved(

@@ -142,6 +142,63 @@ def test_even_ranks_without_any_row_are_an_error(tmp_path):
         next(iter(made(JsonlReader(tmp_path.as_posix()), drop_last=True)))
 
 
+# Batches ----------------------------------------------------------------------------------------
+
+
+def columns_of(number):
+    """Of each kind of value, and of some rows only."""
+    row = {"text": f"text {number}", "n": number, "x": number / 2, "odd": bool(number % 2)}
+    row |= {"ids": [number] * (1 + number % 3), "pair": [number, 1], "maybe": number or None}
+    return row | {"words": [f"{number}"]}
+
+
+def write_columns(folder, kind, files):
+    """The third file has another column, and for JSONL other keys and a damaged line."""
+    folder.mkdir()
+    for number in range(files):
+        rows = [columns_of(each) for each in range(10 * number, 10 * number + 10)]
+        if number == 2:
+            rows = [{"last": each, **row} for each, row in enumerate(rows)]
+        path = folder / f"{number}.{kind}"
+        if kind != "jsonl":
+            write_table(path, pa.Table.from_pylist(rows), 4)
+            continue
+        lines = [*map(json.dumps, rows)]
+        if number == 2:
+            lines[4:7] = [json.dumps(dict(reversed(rows[4].items()))), '{"text": "alone"}', "{"]
+        path.write_text("\n".join(lines))
+    return reader_of(folder, kind)
+
+
+def content(batch):
+    """Names in their order, types, shapes and bytes."""
+    return [
+        (name, type(values), getattr(values, "dtype", None), [described(each) for each in values])
+        for name, values in batch.items()
+    ]
+
+
+def described(value):
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    return type(value), value
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl"])
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("size, drops", [(1, False), (4, True), (7, False), (99, False)])
+def test_batches_of_columns_are_those_of_rows(tmp_path, kind, seed, size, drops):
+    rows = ReaderDataset(write_columns(tmp_path / "input", kind, 2 if seed else 3))
+    if seed:
+        rows = rows.shuffle(seed, window=12)
+    by_row, by_column = (epoch(each.batch(size, drops), ALONE) for each in (rows.map(dict), rows))
+    for expected in by_row:
+        assert content(next(by_column)) == content(expected)
+        assert by_column.state()["samples"] == by_row.state()["samples"]
+    assert next(by_column, None) is None
+    assert DatasetState.from_json(by_column.state()).has_ended()
+
+
 # States ------------------------------------------------------------------------------------------
 
 

@@ -215,13 +215,20 @@ class ReplayedAnswers(DocumentAnswers):
 
 
 class _Drawing(Stepped):
-    """Runs a coroutine with its own state of ``random``, from which other documents draw."""
+    """Runs a coroutine with its own state of ``random``, from which other documents draw.
+
+    Attributes:
+        seconds: for which it has kept the event loop.
+    """
+
+    seconds = 0.0
 
     def __init__(self, coroutine: Any, draws: list[int]) -> None:
         super().__init__(coroutine)
         self._state: tuple[Any, ...] = (random.getstate()[0], tuple(draws), None)
 
     def _take(self, step: Callable[[], object]) -> object:
+        started = time.monotonic()
         outer = random.getstate()
         random.setstate(self._state)
         try:
@@ -230,6 +237,7 @@ class _Drawing(Stepped):
             return awaited
         finally:
             random.setstate(outer)
+            self.seconds += time.monotonic() - started
 
 
 @dataclass
@@ -291,6 +299,7 @@ class Replays:
 
     def __post_init__(self) -> None:
         step = self.step
+        self._spent = 0.0  # seconds
         self._results = ResultEncoder(step, self.names, None)
         self._requests = RankContext(
             step.models,
@@ -324,7 +333,8 @@ class Replays:
         )
         finished = runs.finished(cast(SourceDocument, source), slot, answers)
         deadline = time.monotonic() + seconds
-        task = asyncio.ensure_future(_Drawing(finished, document.draws))
+        drawing = _Drawing(finished, document.draws)
+        task = asyncio.ensure_future(drawing)
         try:
             waited: list[asyncio.Future[Any]] = [task, answers.unknown]
             await asyncio.wait(waited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -335,6 +345,7 @@ class Replays:
                 raise TimeoutError
             return _difference(document, answers, task)
         finally:
+            self._spent += drawing.seconds
             requests.has_ended = True
             watch.has_ended = True
             answers.ended.cancel()
@@ -442,22 +453,18 @@ class Replays:
         recorded = self.recorded
         queue = recorded.finished
         ready: list[RecordedDocument] = []
-        spent = 0.0
         while True:
             answers, finished = await queue.get()
-            started = time.monotonic()
             try:
-                if recorded.is_stopped:
-                    ready.clear()
-                elif (document := await self._repeated(answers, finished)) is not None:
-                    ready.append(document)
+                if not recorded.is_stopped:
+                    ready += await self._repeated(answers, finished)
                 if ready and (queue.empty() or len(ready) == _BATCH):
                     await in_own_thread(recorded.put, [*ready])
                     ready.clear()
-                spent += time.monotonic() - started
-                if spent > _RECORDING_SECONDS:  # no start has the time for more
+                if self._spent > _RECORDING_SECONDS:  # no start has the time for more
                     recorded.stop()
             except Exception as error:  # a full disk, or a defect of this check
+                ready.clear()
                 self._stop(error)
             finally:
                 queue.task_done()
@@ -469,8 +476,8 @@ class Replays:
 
     async def _repeated(
         self, answers: RecordingAnswers, finished: FinishedDocument
-    ) -> RecordedDocument | None:
-        """Returns the document if a replay gives the same in time; else None."""
+    ) -> list[RecordedDocument]:
+        """Returns the document if a replay gives the same in time; else nothing."""
         recorded = self.recorded
         document = answers.record(finished)
         why = ""
@@ -482,15 +489,15 @@ class Replays:
             try:
                 difference = await self.replay(document, SECONDS)
                 if difference is None:
-                    return document
+                    return [document]
                 why = f"it does not repeat itself for equal answers ({difference})"
             except TimeoutError:
-                return None
+                return []
             except SeenToAct as error:
                 why = f"it was seen to {error}"
         if why:
             await self._end(why)
-        return None
+        return []
 
 
 def mismatch(verdict: Verdict) -> CheckpointMismatch:

@@ -564,6 +564,13 @@ def test_a_document_that_blocks_is_tried_three_times(tmp_path, server, monkeypat
     assert not void(tmp_path)
 
 
+def test_replays_that_keep_the_event_loop_are_few(tmp_path, server, monkeypatch):
+    monkeypatch.setattr(replay, "_RECORDING_SECONDS", 0.0)
+    run_job(tmp_path, server, 8, says_word, config=ONE)
+    assert len(recorded(tmp_path)) == 1
+    assert not void(tmp_path)
+
+
 def test_a_step_without_need_is_not_replayed(tmp_path, server):
     run_job(tmp_path, server, 3)  # the rollout of the tests
     assert len(recorded(tmp_path)) == 3

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         KeepPolicy,
         Last,
         Moment,
+        Overhead,
         SavePolicy,
         WhenFailing,
     )
@@ -49,6 +50,7 @@ __all__ = [
     "Last",
     "Mix",
     "Moment",
+    "Overhead",
     "Pack",
     "ReaderDataset",
     "SavePolicy",

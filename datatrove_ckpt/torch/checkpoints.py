@@ -28,7 +28,7 @@ import uuid
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import index
 from pathlib import Path
@@ -155,9 +155,16 @@ class TrainingCheckpoints:
         self._failures = SimpleQueue[Exception]()  # of this rank, for on_failure
         self._ranks = Ranks()
         # Else ranks would wait for each other at different steps.
-        timed = (policies.EverySteps, policies.EverySeconds, policies.EveryEpoch)
+        timed = (
+            policies.EverySteps,
+            policies.EverySeconds,
+            policies.EveryEpoch,
+            policies.Overhead,
+            policies.Best,
+        )
         timed_parts = [part for part in self._save_policy.parts if type(part) in timed]
         self._by_epoch = policies.EveryEpoch() in timed_parts
+        self._by_best = any(isinstance(part, policies.Best) for part in timed_parts)
         descriptions = sorted(set(self._ranks.gather(str(timed_parts))))
         if len(descriptions) > 1:
             raise ConfigError(f"save differs between the ranks: {' and '.join(descriptions)}.")
@@ -196,7 +203,11 @@ class TrainingCheckpoints:
 
     def _begin_counting(self) -> None:
         self._steps_to_poll = 0
-        self._saved_at = self._stepped_at = time.monotonic()
+        self._stopped = 0.0
+        self._began = self._saved_at = self._stepped_at = time.monotonic()
+        self._saved: policies.StepMetrics = {}
+        if self._by_best:
+            self._saved = _metrics(self._ranks.together(self._steps.manifests)[0])
 
     @property
     def failure(self) -> Exception | None:
@@ -303,7 +314,7 @@ class TrainingCheckpoints:
         self._steps_to_poll -= 1
         if self._steps_to_poll <= 0:
             self._ranks.barrier(f"maybe_save({step})")
-        if self._by_epoch or self._steps_to_poll <= 0:
+        if self._by_epoch or self._by_best or self._steps_to_poll <= 0:
             stops, due = self._poll(now, step, arguments)
         else:
             due = self._save_policy.is_due(policies.Moment(step, self._last.step))
@@ -345,16 +356,23 @@ class TrainingCheckpoints:
             self._pause,
             self._write_seconds,
             self._by_epoch and self._input.has_ended(**arguments),
+            self._stopped,
+            now - self._began,
         ]
         all_stop, all_again, busy, slowest, *times = self._ranks.highest(values)
         self._longest_step = 0.0
         if self._ranks.size > 1:
             self._steps_to_poll = int(min(_POLL_STEPS, _POLL_SECONDS / max(slowest, 1e-6)))
-        since, pause, written, ended = times
+        since, pause, written, ended, stopped, run = times
         if busy:
             since = -math.inf
             all_again = 0.0
-        moment = policies.Moment(step, self._last.step, since, pause, written, bool(ended))
+        moment = policies.Moment(
+            step, self._last.step, since, pause, written, bool(ended), stopped, run
+        )
+        if self._by_best:
+            metrics = self._ranks.gather(_numbers(arguments.get("metrics") or {}))[0]
+            moment = replace(moment, metrics=metrics, saved=self._saved)
         due = self._save_policy.is_due(moment) or all_again
         return all_stop, bool(self._ranks.highest([due])[0])
 
@@ -462,6 +480,9 @@ class TrainingCheckpoints:
         self._saved_at = time.monotonic()
         self._pause = self._saved_at - began
         self._writing.start(self._write, name, *copies, numbers, save)
+        if self._by_best:
+            self._saved = {**self._saved, name: self._ranks.gather(numbers)[0]}
+        self._stopped += time.monotonic() - began
 
     def _gather(
         self, own_input: Contents | None, states: sharded.States, alike: Contents, parts: Contents

@@ -14,8 +14,9 @@ all unsaved work. A save stops the work for C seconds.
 
 import math
 import subprocess
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -80,6 +81,10 @@ class Moment:
         pause_seconds: how long the last save stopped the training; 0: none was timed.
         write_seconds: how long the last save was written.
         epoch_ended: one of the ranks had the last batch. Known beside ``EveryEpoch`` only.
+        stopped_seconds: how long all saves since the start or restore stopped the training.
+        run_seconds: seconds since then.
+        metrics: the metrics of rank 0. Known beside ``Best`` only.
+        saved: the metrics of the saved steps, of rank 0.
     """
 
     step: int
@@ -88,6 +93,10 @@ class Moment:
     pause_seconds: float = 0.0
     write_seconds: float = 0.0
     epoch_ended: bool = False
+    stopped_seconds: float = 0.0
+    run_seconds: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    saved: StepMetrics = field(default_factory=dict)
 
 
 class Policy:
@@ -199,6 +208,20 @@ class EveryEpoch(SavePolicy):
         return moment.epoch_ended
 
 
+@dataclass(frozen=True)
+class Overhead(SavePolicy):
+    """Saves as often as possible while saves stop the training for at most ``share`` of its time
+    (0.035: 3.5 %, as CheckFreq); the first time at once, to know how long a save takes.
+    """
+
+    share: Positive
+
+    def is_due(self, moment: Moment) -> bool:
+        stopped = moment.stopped_seconds + moment.pause_seconds
+        run = moment.run_seconds + moment.pause_seconds
+        return moment.seconds >= 0 and stopped <= self.share * run
+
+
 @dataclass
 class WhenFailing(SavePolicy):
     """Saves each ``every_seconds`` while a command fails in one of the ranks, such as a check of
@@ -239,22 +262,31 @@ class Last(KeepPolicy):
 
 
 @dataclass(frozen=True)
-class Best(KeepPolicy):
-    """Keeps the steps with the lowest ``metric``; "-accuracy": with the highest accuracy."""
+class Best(SavePolicy, KeepPolicy):
+    """Keeps the steps with the lowest ``metric``; with ``lowest=False``, or as "-accuracy", with
+    the highest. As ``save=``, saves a step that is better than all saved steps, by the number that
+    rank 0 gave ``maybe_save``.
+    """
 
     metric: str = "loss"
     count: CountFromZero = 1
+    lowest: bool = True
 
     @property
     def name(self) -> str:
         return self.metric.removeprefix("-")
+
+    def is_due(self, moment: Moment) -> bool:
+        newest = StepName(sys.maxsize, moment.step)
+        return self.ordered({**moment.saved, newest: moment.metrics})[:1] == [newest]
 
     def kept(self, metrics: StepMetrics) -> set[StepName]:
         return set(self.ordered(metrics)[: self.count])
 
     def ordered(self, metrics: StepMetrics) -> list[StepName]:
         """Returns the steps that have the metric, the best first."""
-        sign = -1 if self.metric.startswith("-") else 1
+        is_highest = self.metric.startswith("-") or not self.lowest
+        sign = -1 if is_highest else 1
         ranked = []
         for name, values in metrics.items():
             value = values.get(self.name)

@@ -8,6 +8,7 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -554,6 +555,27 @@ def test_ranks_save_together_where_one_of_them_is_to(documents, ranks, run, poli
     assert found[0] == found[1]
     assert found[0] == (steps or found[0])
     assert found[0]
+
+
+def bests_saved(rank, run, losses):
+    """Only rank 0's losses count, also after a restart, which knows the saved ones."""
+    saved_steps = []
+    with TrainingCheckpoints(run, save=Best("loss", lowest=True), keep=Last(99)) as saved:
+        first = (saved.restore(model=LAYER) or 0) + 1
+        for step, loss in enumerate(losses, first):
+            metrics = {"loss": loss if rank == 0 else float(step % 3)}
+            if step % 5 and saved.maybe_save(step, model=LAYER, metrics=metrics):
+                saved_steps.append(step)
+    with Path(f"{run}-{rank}.jsonl").open("a") as file:
+        file.write(f"{saved_steps}\n")
+
+
+def test_a_new_best_is_saved_by_the_number_of_rank_0(ranks, run):
+    for losses in ([5.0, 4.0, 4.5, 3.0], [3.5, 2.5, math.nan]):
+        ranks.call(bests_saved, 2, str(run), losses)
+    for rank in (0, 1):
+        assert Path(f"{run}-{rank}.jsonl").read_text() == "[1, 2, 4]\n[6]\n"
+    assert steps_in(run) == {"1", "2", "4", "6"}
 
 
 def test_an_epoch_that_nobody_knows_is_asked_for(tmp_path, warned):

@@ -16,10 +16,13 @@ from datatrove_ckpt.torch.policies import (
     EverySteps,
     Last,
     Moment,
+    Overhead,
     WhenFailing,
 )
 from datatrove_ckpt.torch.step_folder import StepName
 from tests.patience import until
+
+LOSSES_OF_TWO = {StepName(0, 3): {"loss": 3.0}, StepName(1, 2): {"loss": 1.0}}
 
 
 @pytest.mark.parametrize(
@@ -47,6 +50,18 @@ from tests.patience import until
         ),  # it is still written
         (EveryEpoch(), Moment(10, epoch_ended=True), True),
         (EveryEpoch(), Moment(10, seconds=1e6), False),
+        (Overhead(0.1), Moment(1, seconds=0.0, run_seconds=0.1), True),  # before a save was timed
+        (Overhead(0.1), Moment(1), False),
+        (Overhead(0.1), Moment(9, 1, 8.9, 1.0, stopped_seconds=1.0, run_seconds=18.9), False),
+        (Overhead(0.1), Moment(9, 1, 9.0, 1.0, stopped_seconds=1.0, run_seconds=19.0), True),
+        (Best("loss"), Moment(9, metrics={"loss": 2.0}), True),
+        (Best("loss"), Moment(9, metrics={"loss": 2.0}, saved=LOSSES_OF_TWO), False),
+        (Best("loss"), Moment(9, metrics={"loss": 1.0}, saved=LOSSES_OF_TWO), False),
+        (Best("loss"), Moment(9, metrics={"loss": 0.9}, saved=LOSSES_OF_TWO), True),
+        (Best("loss", lowest=False), Moment(9, metrics={"loss": 3.1}, saved=LOSSES_OF_TWO), True),
+        (Best("-loss"), Moment(9, metrics={"loss": 3.0}, saved=LOSSES_OF_TWO), False),
+        (Best("loss"), Moment(9, metrics={"loss": math.nan}), False),
+        (Best("loss"), Moment(9, metrics={"accuracy": 1.0}), False),
         (EverySteps(500) | EverySeconds(60), Moment(500, seconds=1.0), True),
         (EverySteps(500) | EverySeconds(60), Moment(501, 500, 61.0), True),
         (EverySteps(500) | EverySeconds(60), Moment(501, 500, 1.0), False),
@@ -99,6 +114,7 @@ LOSSES = {100: 3.0, 200: 1.0, 300: math.nan, 400: 2.0, 500: None, 600: 1.0}
         (Best("loss"), {200}),  # the older one of two
         (Best("loss", 2), {200, 600}),
         (Best("-loss"), {100}),
+        (Best("loss", lowest=False), {100}),
         (Best("loss", 0), set()),
         (Best("accuracy"), set()),
         (Every(300), {300, 600}),

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from datatrove_ckpt.errors import CheckpointMismatch
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.torch import Mix, Pack
 from datatrove_ckpt.torch.order import ConsumedRound, Topology
-from datatrove_ckpt.torch.states import DatasetState, Slot, sealed
+from datatrove_ckpt.torch.states import DatasetState, Slot, check_checksums, sealed
 from tests.stateful_rows import Rows
 from tests.training_rows import merge, rows_of
 from tests.yaml_jobs import write_rows
@@ -132,3 +132,13 @@ def test_states_of_all_ranks_become_the_same_one():
         assert DatasetState.from_json(state).to_json() | {"checksum": None} == state | {
             "checksum": None
         }
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+@pytest.mark.parametrize("value", [1, 1.5, np.float64(1.5), 2**70, "\ud800", None, [1, (2,)]])
+def test_a_checksum_of_this_release_and_of_earlier_ones_is_checked(value, is_slow):
+    state = sealed({"source": {"n": value}, 7: [value]}, is_slow)
+    check_checksums(state)
+    check_checksums(json.loads(json.dumps(state)))
+    with pytest.raises(CheckpointCorrupt, match="checksum"):
+        check_checksums(state | {"source": {"n": 2}})

@@ -98,7 +98,7 @@ def _payload(turns, tokens):
 # rows ---------------------------------------------------------------------------------------------
 
 
-def _text(chance, tokens):
+def text_of(chance, tokens):
     """Text that no other has."""
     word = f"{chance.getrandbits(64):016x} "
     return (word * (int(tokens) * TOKEN // len(word) + 1))[: int(tokens) * TOKEN]
@@ -118,10 +118,10 @@ def rows_of(documents, text, answers):
 
 
 def rewriting(documents, prompt=500):
-    start = _text(random.Random("system"), 50)
+    start = text_of(random.Random("system"), 50)
     return rows_of(
         documents,
-        lambda chance: start + _text(chance, _lognormal(chance, prompt)),
+        lambda chance: start + text_of(chance, _lognormal(chance, prompt)),
         lambda chance: [_lognormal(chance, 300)],
     )
 
@@ -129,18 +129,18 @@ def rewriting(documents, prompt=500):
 def calls(documents, number, prompt=1500, answer=250):
     return rows_of(
         documents,
-        lambda chance: _text(chance, _lognormal(chance, prompt, 0.3)),
+        lambda chance: text_of(chance, _lognormal(chance, prompt, 0.3)),
         lambda chance: [_lognormal(chance, answer, 0.4) for _ in range(number)],
     )
 
 
-JUDGE_PROMPT = _text(random.Random("judge"), 300)
+JUDGE_PROMPT = text_of(random.Random("judge"), 300)
 
 
 def judged(documents):
     return rows_of(
         documents,
-        lambda chance: _text(chance, _lognormal(chance, 600)),
+        lambda chance: text_of(chance, _lognormal(chance, 600)),
         lambda chance: [_lognormal(chance, 300), 20],
     )
 
@@ -149,13 +149,13 @@ def shared(groups, each=8, prompt=3000, answer=60, shuffled=False, system=0):
     """Rows of which several begin with the same document."""
 
     def rows(chance):
-        start = _text(random.Random("system"), system)
+        start = text_of(random.Random("system"), system)
         made = []
         for _ in range(groups):
-            document = start + _text(chance, prompt)
+            document = start + text_of(chance, prompt)
             made += [
                 {
-                    "text": f"{document} {_text(chance, 20)}",
+                    "text": f"{document} {text_of(chance, 20)}",
                     "answers": [_lognormal(chance, answer, 0.3)],
                 }
                 for _ in range(each)
@@ -169,11 +169,11 @@ def shared(groups, each=8, prompt=3000, answer=60, shuffled=False, system=0):
 
 def system_prompts(documents, prompts):
     """Rows that begin with one of some texts; the first texts are the most frequent."""
-    starts = [_text(random.Random(f"system {number}"), 2000) for number in range(prompts)]
+    starts = [text_of(random.Random(f"system {number}"), 2000) for number in range(prompts)]
     weights = [1 / (number + 1) for number in range(prompts)]
     return rows_of(
         documents,
-        lambda chance: chance.choices(starts, weights)[0] + _text(chance, 100),
+        lambda chance: chance.choices(starts, weights)[0] + text_of(chance, 100),
         lambda chance: [_lognormal(chance, 60, 0.3)],
     )
 
@@ -181,7 +181,7 @@ def system_prompts(documents, prompts):
 def reasoning(documents):
     return rows_of(
         documents,
-        lambda chance: _text(chance, 200),
+        lambda chance: text_of(chance, 200),
         lambda chance: [min(16_000, _lognormal(chance, 2500, 1.0))],
     )
 
@@ -189,7 +189,7 @@ def reasoning(documents):
 def labels(documents):
     return rows_of(
         documents,
-        lambda chance: _text(chance, _lognormal(chance, 600, 0.9)),
+        lambda chance: text_of(chance, _lognormal(chance, 600, 0.9)),
         lambda chance: [chance.choice([2, 2, 2, 4, 30])],
     )
 

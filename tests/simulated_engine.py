@@ -163,7 +163,7 @@ class Engine:
 
     def metrics(self):
         tokens = self.prompt_tokens + self.answer_tokens
-        return Metrics(len(self.running), len(self.waiting), tokens, self.preemptions)
+        return Metrics(len(self.running), len(self.waiting), tokens)
 
     def step(self):
         """Returns the seconds it takes, and the requests that it finishes."""
@@ -337,6 +337,7 @@ class Simulation:
         )
         self.steps = []
         self.in_flight = 0
+        self._answers = 0
         self._requests = requests
         self._chance = random.Random(seed)
         self._loop = VirtualTimeLoop()
@@ -386,12 +387,13 @@ class Simulation:
 
     def _answer(self):
         self.in_flight -= 1
+        self._answers += 1
         self._send()
 
     def _read_metrics(self):
         self._soon(self._update, self._seen)
 
     def _update(self, metrics):
-        self.admission.update(metrics, self.in_flight)
+        self.admission.update(metrics, self.in_flight, self._answers)
         self._loop.call_later(0.25, self._read_metrics)
         self._send()

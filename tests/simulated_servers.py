@@ -105,13 +105,17 @@ class SimulatedServer:
             "num_requests_running": seen.running,
             "num_requests_waiting": seen.waiting,
             "kv_cache_usage_perc": self._usage,
-            "num_preemptions_total": seen.preemptions,
+            "num_preemptions_total": self.engine.preemptions,
             "prompt_tokens_total": self.engine.prompt_tokens,
             "generation_tokens_total": self.engine.answer_tokens,
         }
-        return "".join(
+        lines = [
             f'vllm:{name}{{engine="0",model_name="m"}} {value}\n' for name, value in names.items()
-        ).encode()
+        ]
+        blocks = self.engine.cache.blocks
+        sizes = f'block_size="{BLOCK}",engine="0",num_gpu_blocks="{blocks}"'
+        lines.append(f"vllm:cache_config_info{{{sizes}}} 1.0\n")
+        return "".join(lines).encode()
 
     def _step(self):
         if self._step_end is not None or self.engine.is_idle:

@@ -60,7 +60,6 @@ class Vllm(Engine):
     metrics = MetricNames(
         "vllm:num_requests_running",
         "vllm:num_requests_waiting",
-        "vllm:num_preemptions_total",
         ("vllm:generation_tokens_total", "vllm:prompt_tokens_total"),
         "vllm:kv_cache_usage_perc",
         "vllm:cache_config_info",
@@ -209,7 +208,6 @@ class SGLang(Engine):
     metrics = MetricNames(
         "sglang:num_running_reqs",
         "sglang:num_queue_reqs",
-        "sglang:num_retracted_requests_total",
         ("sglang:generation_tokens_total", "sglang:prompt_tokens_total"),
         "sglang:token_usage",
     )
@@ -271,7 +269,6 @@ class Llamacpp(Engine):
     metrics = MetricNames(
         "llamacpp:requests_processing",
         "llamacpp:requests_deferred",
-        "",  # llama.cpp preempts nothing
         (
             "llamacpp:tokens_predicted_total",
             "llamacpp:prompt_tokens_total",

@@ -701,7 +701,6 @@ class MetricNames(NamedTuple):
 
     running: str
     waiting: str
-    preemptions: str
     tokens: tuple[str, ...]
     cache_usage: str = ""
     cache_config: str = ""
@@ -710,7 +709,7 @@ class MetricNames(NamedTuple):
     def shown(self) -> list[str]:
         """All names that the engine shows."""
         gauges = (self.running, self.waiting, self.cache_usage, self.cache_config)
-        return [name for name in (*gauges, self.preemptions, *self.tokens) if name]
+        return [name for name in (*gauges, *self.tokens) if name]
 
     def are_in(self, page: str) -> bool:
         """Returns whether a page has these names. A router of servers shows only a part."""

@@ -137,6 +137,7 @@ class VllmEngine:
         self.answer_tokens = 0
         self.preemptions = 0
         self.cache = self
+        self.blocks = blocks
 
     @property
     def usage(self):
@@ -175,7 +176,7 @@ class VllmEngine:
         running = len(self._scheduler.running)
         waiting = len(self._scheduler.waiting)
         tokens = self.prompt_tokens + self.answer_tokens
-        return Metrics(running, waiting, tokens, self.preemptions)
+        return Metrics(running, waiting, tokens)
 
     def step(self):
         """Returns how long the next step takes, and the requests that it ends."""

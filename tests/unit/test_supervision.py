@@ -200,8 +200,9 @@ vllm:num_requests_waiting{engine="0",model_name="a {b} c"} 3.0
 vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 16.0
 vllm:generation_tokens_total{engine="0"} 2.561e+03
 vllm:prompt_tokens_total{engine="0"} 39.0
-vllm:num_preemptions_total{engine="0"} 4.0
-vllm:num_preemptions_total{engine="1"} 1.0
+vllm:cache_config_info{block_size="16",engine="0",kv_cache_size_tokens="64000",num_gpu_blocks="4096"} 1.0
+vllm:cache_config_info{block_size="16",engine="1",mamba_block_size="8",num_gpu_blocks="1000"} 1.0
+vllm:cache_config_info{block_size="16",engine="2",kv_cache_size_tokens="None",num_gpu_blocks="None"} 1.0
 """
 HYBRID_METRICS = """
 vllm:kv_cache_usage_perc{engine="0",group="0"} 0.2
@@ -226,9 +227,13 @@ LLAMACPP_METRICS = "llamacpp:requests_processing 4\nllamacpp:requests_deferred 1
 @pytest.mark.parametrize(
     "server_type, page, read",
     [
-        ("vllm", VLLM_METRICS, Metrics(running=18.0, waiting=3.0, tokens=2600.0, preemptions=5.0)),
-        ("vllm", HYBRID_METRICS, Metrics(1.0, 0.0, 0.0, 0.0, (0.8 + 0.4) / 2)),
-        ("sglang", SGLANG_METRICS, Metrics(5.0, 2.0, 40.0, 0.0, 0.75)),
+        (
+            "vllm",
+            VLLM_METRICS,
+            Metrics(running=18.0, waiting=3.0, tokens=2600.0, cache_tokens=80000),
+        ),
+        ("vllm", HYBRID_METRICS, Metrics(1.0, 0.0, 0.0, (0.8 + 0.4) / 2)),
+        ("sglang", SGLANG_METRICS, Metrics(5.0, 2.0, 40.0, 0.75)),
         ("llamacpp", LLAMACPP_METRICS, Metrics(4.0, 1.0, 12.0)),
         ("sglang", "<html>not found</html>\nprocess_cpu_seconds_total 3\n", None),
     ],

@@ -638,15 +638,25 @@ class ModelServers:
             if sender.on_server is not None:
                 sender.on_server(event, name, url, cause)
 
-    def mark_up(self, target: Target, url: HiddenUrl, api_key: Secret | None) -> None:
-        """Sends requests to this URL from now on: a restarted server has a new port and key."""
+    def mark_up(
+        self,
+        target: Target,
+        url: HiddenUrl,
+        api_key: Secret | None,
+        first_limit: int = FIRST_LIMIT,
+    ) -> None:
+        """Sends requests to this URL from now on: a restarted server has a new port and key.
+
+        Args:
+            first_limit: limit of each rank, if its metrics are followed.
+        """
         for rank in target.ranks:
             rank.url = url
             rank.api_key = api_key
             self.transport(rank, default_api(self.config).path)  # raises for a wrong URL now
             rank.pace = None
             if self.config.follows_metrics:
-                rank.limit = FIRST_LIMIT
+                rank.limit = first_limit
             elif self.config.max_concurrent_generations == "auto":
                 rank.pace = AdaptiveLimit(rank)
             else:

@@ -109,15 +109,15 @@ class Metrics:
     Attributes:
         running, waiting: number of running and of waiting requests.
         tokens: number of tokens generated and processed since its start.
-        preemptions: number of requests that lost their place in the KV cache since its start.
         cache_usage: share of the KV cache that running requests use.
+        cache_tokens: number of tokens that the KV cache holds; 0: it is not shown.
     """
 
     running: float
     waiting: float
     tokens: float
-    preemptions: float = 0.0
     cache_usage: float = 0.0
+    cache_tokens: int = 0
 
 
 # The labels of data-parallel ranks in vLLM and SGLang.
@@ -125,12 +125,21 @@ _RANK = re.compile(r'[{,](?:engine|dp_rank)="([^"]*)"')
 _VLLM_RANK = re.compile(r'^vllm:num_requests_running\{[^}]*?engine="([^"]*)"', re.MULTILINE)
 # SGLang shows the sum of all priorities without a priority.
 _PRIORITY = re.compile(r'[{,]priority="[^"]')
+# Older versions show blocks, and not tokens.
+_CACHE_SIZE = re.compile(r'[{,](kv_cache_size_tokens|num_gpu_blocks|block_size)="(\d+)"')
+
+
+def _cache_tokens(labels: str) -> int:
+    sizes = {name: int(size) for name, size in _CACHE_SIZE.findall(labels)}
+    blocks = sizes.get("num_gpu_blocks", 0) * sizes.get("block_size", 0)
+    return sizes.get("kv_cache_size_tokens", blocks)
 
 
 def parse_metrics(names: MetricNames, text: str, rank: str = "") -> Metrics | None:
     """Returns the metrics of a rank, or of all together; None if the text has none."""
     sums = defaultdict[str, float](float)
     usages: dict[str, float] = {}  # of each rank's KV cache
+    cache_tokens = 0
     shown = frozenset(names.shown)
     for line in text.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
@@ -143,6 +152,8 @@ def parse_metrics(names: MetricNames, text: str, rank: str = "") -> Metrics | No
             continue
         if name == names.cache_usage:
             usages[label] = max(usages.get(label, -math.inf), float(number))
+        elif name == names.cache_config:
+            cache_tokens += _cache_tokens(labels)
         elif name not in (names.running, names.waiting) or not _PRIORITY.search(labels):
             sums[name] += float(number)
     usage = sum(usages.values()) / max(1, len(usages))
@@ -152,8 +163,8 @@ def parse_metrics(names: MetricNames, text: str, rank: str = "") -> Metrics | No
         sums[names.running],
         sums[names.waiting],
         sum(sums[name] for name in names.tokens),
-        sums[names.preemptions],
         usage,
+        cache_tokens,
     )
 
 
@@ -234,9 +245,10 @@ async def count_ranks(url: HiddenUrl, api_key: Secret | None, probe: HealthProbe
 # At most twice the target waits, even if the engine runs a single request at a time.
 _LEAST_TARGET = FIRST_LIMIT // 2
 _USUAL_SAMPLES = 5
-# Requests per sample: a request in 2.5 seconds, twice as many after 9 s without a preemption.
-_GROWTH_AFTER_PREEMPTION = 0.1
-_ACCELERATION = 1.02
+# More at first are no faster, and documents with several requests would push each other's prompts
+# out of the cache.
+_MOST_AT_FIRST = 4 * FIRST_LIMIT
+_USUAL_PROMPT = 4096  # tokens
 _SAMPLE_SECONDS = 0.25
 _METRICS_TIMEOUT = 5.0  # seconds
 _WAIT_FOR_METRICS_SECONDS = 30.0
@@ -251,29 +263,27 @@ class Admission:
     - All requests on the way to the queue, or back, may reach the queue together. So only requests
       that are always on the way count as normal, and the limit grows by at most ``target`` per
       sample: the queue stays below twice the target.
-    - Until a request waits in the queue, the limit grows twice as fast.
     - vLLM's numbers describe its last step. A sample that equals the sample before changes nothing.
     - With an empty queue the limit never falls: the missing requests are on the way.
-    - An engine that runs more requests than its KV cache can hold preempts requests, which lose
-      their work and wait again. So after a preemption the limit is the number of running requests,
-      and grows slowly.
+    - Preemptions hold nothing back: an engine whose KV cache is full loses less by them than by
+      places that stay empty.
 
     Attributes:
         limit: maximum number of requests in flight.
         target: number of requests that should wait in the engine: at least 8, an eighth of the
-            running requests, and the number that is always on the way.
+            running requests, the number that is always on the way, and the number that the engine
+            started since the last sample, so that its queue lasts until the next sample.
     """
 
-    def __init__(self) -> None:
-        self.limit = FIRST_LIMIT
+    def __init__(self, limit: float = FIRST_LIMIT, answers: int = 0) -> None:
+        self.limit = limit
+        self._answers = answers
         self.target = _LEAST_TARGET
-        self._last = Metrics(0.0, 0.0, 0.0, preemptions=math.inf)
-        self._has_queued = False
+        self._last = Metrics(0.0, 0.0, 0.0)
         self._on_the_way: deque[float] = deque(maxlen=_USUAL_SAMPLES)
-        self._growth = math.inf  # requests more per sample
-        self._exact = float(FIRST_LIMIT)  # the limit with its fraction
 
-    def update(self, metrics: Metrics, in_flight: int) -> None:
+    def update(self, metrics: Metrics, in_flight: int, answers: int) -> None:
+        """Takes a sample. ``answers``: the number of all answers so far."""
         last = self._last
         self._last = metrics
         if metrics == last:
@@ -283,22 +293,19 @@ class Admission:
             usual = min(self._on_the_way)
         on_the_way = max(0.0, in_flight - metrics.running - metrics.waiting)
         self._on_the_way.append(on_the_way)
-        self.target = math.ceil(max(_LEAST_TARGET, metrics.running / 8, usual))
-        preempted = metrics.preemptions > last.preemptions
-        if preempted:
-            self._growth = _GROWTH_AFTER_PREEMPTION
-            wanted = metrics.running
-        else:
-            self._growth *= _ACCELERATION
-            self._has_queued = self._has_queued or metrics.waiting > 0
-            more = self.target
-            if not self._has_queued:
-                more *= 2
-            missing = more - metrics.waiting - max(0.0, on_the_way - usual)
-            wanted = in_flight + self._exact % 1 + min(missing, self._growth)
-        falls = metrics.waiting or preempted
-        self._exact = max(_LEAST_TARGET, wanted if falls else max(self._exact, wanted))
-        self.limit = math.floor(self._exact)
+        started = metrics.running - last.running + answers - self._answers
+        self._answers = answers
+        self.target = math.ceil(max(_LEAST_TARGET, metrics.running / 8, usual, started))
+        missing = self.target - metrics.waiting - max(0.0, on_the_way - usual)
+        wanted = max(_LEAST_TARGET, math.floor(in_flight + missing))
+        self.limit = wanted if metrics.waiting else max(self.limit, wanted)
+
+
+async def first_limit(target: Target, names: MetricNames | None) -> int:
+    """Returns each rank's limit before the first sample: the usual prompts that its cache holds."""
+    all_metrics = await read_metrics(target, names, _METRICS_TIMEOUT)
+    tokens = min((metrics.cache_tokens for metrics in all_metrics), default=0)
+    return max(FIRST_LIMIT, min(tokens // _USUAL_PROMPT, _MOST_AT_FIRST))
 
 
 async def adapt_admission(
@@ -311,7 +318,8 @@ async def adapt_admission(
     and the limit would grow without bound. If the metrics stop, the limit stays, and the measured
     use of the cache is dropped.
     """
-    admissions = [Admission() for _ in target.ranks]  # new for each process of the server
+    # New for each process of the server.
+    admissions = [Admission(rank.limit, rank.answers) for rank in target.ranks]
     read_at = time.monotonic()
     tokens: float | None = None
     falls = 0
@@ -329,7 +337,7 @@ async def adapt_admission(
                 reason = "shows the metrics of several servers in turn, as a load balancer does"
                 break
             for rank, admission, metrics in zip(target.ranks, admissions, all_metrics, strict=True):
-                admission.update(metrics, rank.in_flight)
+                admission.update(metrics, rank.in_flight, rank.answers)
                 rank.limit = admission.limit
                 # Space that no request uses may belong to transfers to other servers.
                 share = metrics.cache_usage / (metrics.running or math.inf)
@@ -803,7 +811,14 @@ class ServerSupervisor:
         if self.config.engine.metrics is not None:
             ranks = await count_ranks(url, self.server.api_key, self.probe)
             self.model_servers.router.divide(self.target, ranks)
-        self.model_servers.mark_up(self.target, url, self.server.api_key)
+        limit = FIRST_LIMIT
+        if self.config.follows_metrics:
+            # Known before the first request: servers whose limits differ for a moment would get
+            # requests whose prefix others have.
+            self.target.url = url
+            self.target.api_key = self.server.api_key
+            limit = await first_limit(self.target, self.config.engine.metrics)
+        self.model_servers.mark_up(self.target, url, self.server.api_key, limit)
 
     def _tell(self, event: str, cause: str = "") -> None:
         url = self.server.url if event in ("ready", "reused") else None

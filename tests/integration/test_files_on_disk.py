@@ -11,9 +11,11 @@ import decimal
 import json
 
 import numpy as np
+import orjson
 import pytest
 from datatrove.data import Document, Media, MediaType
 
+from datatrove_ckpt.checkpoint.history import ProgressRecord
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.claims import claims
 from datatrove_ckpt.errors import ServerRefused
@@ -94,6 +96,8 @@ def every_value(shapes):
     }
     media = [Media("id", MediaType.IMAGE, "url", media_bytes=b"a")]
     shapes.note("a document", encode(Document("text", "id", media, values)))
+    # A run as short as these writes it only on a slow machine, while its server is up.
+    shapes.note("history.jsonl", orjson.dumps(ProgressRecord(places=1).to_json(), list))
 
 
 @pytest.fixture(scope="module")

@@ -41,6 +41,7 @@ from torch.utils.data import DataLoader
 
 import datatrove_ckpt.torch.policies as policies
 import datatrove_ckpt.torch.sharded as sharded
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.object_store import ObjectStore, check_mirror
 from datatrove_ckpt.common.retrying import READING, failure_line
 from datatrove_ckpt.common.setting_types import refuse
@@ -54,6 +55,7 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.process import slurm_job
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import SIGNALS, check_signals
+from datatrove_ckpt.torch.random_state import random_state, seed_random, set_random_state
 from datatrove_ckpt.torch.ranks import Ranks
 from datatrove_ckpt.torch.step_folder import (
     FORMAT,
@@ -196,6 +198,7 @@ class TrainingCheckpoints:
         self._has_read_folder = self._has_claimed = False
         self._has_compared = self._ranks.size == 1
         self._last = StepName(0, 0)
+        self._random_state: JsonObject = {}
         self._longest_step = 0.0
         self._preemption = Preemption(self._signals, drain_seconds=0.0)
         self._time_ends = math.inf
@@ -303,6 +306,7 @@ class TrainingCheckpoints:
             Preempted, SystemExit: a signal came, or the job's time ends. The step is saved.
         """
         self._report()
+        self._input.note_step()
         now = time.monotonic()
         self._longest_step = max(self._longest_step, now - self._stepped_at)
         self._stepped_at = now
@@ -499,7 +503,7 @@ class TrainingCheckpoints:
         problem = ""
         if self._only_plain:
             problem = sharded.not_plain({"loader": own_input, **alike, **parts})
-        values = (sharded.random_state(), own_input, outlines, problem, uuid.uuid4().hex)
+        values = (random_state(), own_input, outlines, problem, uuid.uuid4().hex)
         gathered = [list(each) for each in zip(*self._ranks.gather(values), strict=True)]
         generators, inputs, gathered_outlines, problems, saves = gathered
         problem = next(filter(None, problems), "")
@@ -947,7 +951,18 @@ class TrainingCheckpoints:
             return
         generators = self._steps.load(name, _RANDOM)
         if len(generators) == self._ranks.size:
-            sharded.set_random_state(generators[self._ranks.rank])
+            set_random_state(generators[self._ranks.rank])
+        else:
+            seed_random(self._input.seed(name.step))
+        self._random_state = random_state()
+
+    def restore_random(self) -> None:
+        """Sets the random generators once more as ``restore`` has set them, for a trainer that
+        draws numbers between ``restore`` and its first batch. Only the first call has an effect.
+        """
+        if self._random_state:
+            set_random_state(self._random_state)
+            self._random_state = {}
 
     # roll back -----------------------------------------------------------------------------------
 

@@ -81,9 +81,11 @@ from datatrove_ckpt.torch.states import (
     check_snapshots,
     find_states,
     is_ours,
+    is_state,
     load_file,
     merge_all,
 )
+from datatrove_ckpt.torch.watched_loader import RestoredInput, watch
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -975,8 +977,21 @@ def restore(loader: DataLoader, states: Iterable[ReaderState | str | PathLike[st
                 and key in state
                 and all(dataset.made(state_of_slot, max(1, workers)) for state_of_slot in parts)
             ):
-                loader.load_state_dict(state)  # the same samples follow, in the same batches
+                _load(loader, loader, state, merged)  # the same samples, in the same batches
                 return epoch
     check_snapshots(loaded)
-    dataset.load_state_dict(merged)
+    _load(loader, dataset, merged, merged)
     return epoch
+
+
+def _load(
+    loader: DataLoader,
+    target: DataLoader | StatefulIterable,
+    state: ReaderState,
+    merged: ReaderState,
+) -> None:
+    rows = 0
+    for each in map(DatasetState.from_json, find_states(merged, is_state)):
+        rows += each.input["rows"] - RemainingPositions(each.input["rows"], each.done).rows
+    target.load_state_dict(state)
+    watch(loader, RestoredInput(target, state, int(merged["epoch"]), rows, loader.dataset))

@@ -8,7 +8,6 @@ of ranks, also without FSDP. The training waits while states and random generato
 import copy
 import io
 import pickle
-import random
 import re
 import warnings
 from collections import OrderedDict
@@ -18,7 +17,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as sharding
@@ -28,7 +26,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from xxhash import xxh3_64_hexdigest
 
-from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import ConfigError
 
 States = Mapping[str, Any]
@@ -321,24 +318,3 @@ def hashes(states: States) -> dict[str, str]:
                 data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
                 result[name] = xxh3_64_hexdigest(data.numpy())
     return result
-
-
-def random_state() -> JsonObject:
-    state = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    name, keys, *further = np.random.get_state(legacy=True)
-    state["numpy"] = [name, torch.from_numpy(np.asarray(keys).astype("int64")), *further]
-    return state
-
-
-def set_random_state(state: JsonObject) -> None:
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        for device, each in enumerate(state["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(each, device)
-    if "numpy" in state:
-        name, keys, *further = state["numpy"]
-        np.random.set_state((name, keys.numpy().astype("uint32"), *further))

@@ -26,9 +26,11 @@ import datatrove_ckpt.torch.dataset as dataset
 import datatrove_ckpt.torch.stateful as stateful
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.process.shutdown import SIGNALS
+from datatrove_ckpt.torch.random_state import random_state
 from datatrove_ckpt.torch.ranks import Ranks
 from datatrove_ckpt.torch.states import find_states, is_ours
 from datatrove_ckpt.torch.step_folder import StepName
+from datatrove_ckpt.torch.watched_loader import RestoredInput, watch
 
 
 class TrainingInput:
@@ -47,6 +49,7 @@ class TrainingInput:
         self.told_epoch: int | None = None
         self.restored: dict[int, list[Any]] = {}
         self._epochs_ended = 0
+        self._loader: DataLoader | None = None
 
     def has_ended(
         self, loader: DataLoader | None = None, epoch: int | None = None, **ignored: object
@@ -79,8 +82,20 @@ class TrainingInput:
         if loader is not None:
             stateful.refuse_shuffled(loader)
             stateful.refuse_begun(loader)
-            seed = f"{torch.initial_seed()} {self._ranks.rank} {step}"
-            keep_workers(loader, xxh3_64_intdigest(seed.encode()), self._signals)
+            keep_workers(loader, self.seed(step), self._signals)
+            watch(loader)
+            self._loader = loader
+
+    def seed(self, step: int) -> int:
+        """Returns a seed of this rank from a step on, below 2**63."""
+        seed = f"{torch.initial_seed()} {self._ranks.rank} {step}"
+        return xxh3_64_intdigest(seed.encode()) >> 1
+
+    def note_step(self) -> None:
+        """Records that the batches so far are trained."""
+        restored = getattr(self._loader, "_restored", None)
+        if restored is not None:
+            restored.is_used = bool(restored.batches)
 
     def load(self, loader: DataLoader | None, name: StepName, inputs: list[Any]) -> None:
         """Restores the input of a step. Raises ConfigError if the step has no input, or an input of
@@ -109,6 +124,7 @@ class TrainingInput:
             has_ended = isinstance(state, dict) and bool(state.get("_iterator_finished"))
             if not has_ended:
                 loader.load_state_dict(state)
+                watch(loader, RestoredInput(loader, state))
             elif self.epoch is not None:
                 self.epoch += 1
         else:
@@ -116,6 +132,9 @@ class TrainingInput:
                 f"The step is of {len(inputs)} ranks, and there are {self._ranks.size}: only the "
                 "input of a ReaderDataset, Pack or Mix continues with another number."
             )
+        restored = getattr(loader, "_restored", None)
+        if restored is not None:
+            restored.random_state = random_state()
         source = _source_of(loader)
         if source is not None and self.epoch is not None:
             source._shared.again = self.epoch - source._shared.epoch
@@ -176,7 +195,7 @@ def keep_workers(
     if getattr(inner, "num_workers", 0) and not isinstance(usual, OutlivesSignals):
         inner.worker_init_fn = OutlivesSignals(usual, signals)
     if seed is not None and getattr(inner, "generator", False) is None:
-        inner.generator = torch.Generator().manual_seed(seed >> 1)
+        inner.generator = torch.Generator().manual_seed(seed)
 
 
 @cache

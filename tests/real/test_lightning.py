@@ -48,7 +48,9 @@ def dataset_of(rows):
 
 def model_of():
     torch.manual_seed(7)
-    return torch.nn.Sequential(torch.nn.Embedding(ROWS, 3), torch.nn.Linear(3, 1))
+    return torch.nn.Sequential(
+        torch.nn.Embedding(ROWS, 3), torch.nn.Dropout(0.3), torch.nn.Linear(3, 1)
+    )
 
 
 class Module(LightningModule):

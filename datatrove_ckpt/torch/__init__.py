@@ -10,11 +10,14 @@ Start at ``dataset.py`` (ReaderDataset, ``restore``) and ``checkpoints.py`` (Tra
     policies.py     when a training saves, and which steps stay
     step_folder.py, training_history.py
                     the folder of a training, as others read it: format of steps, loss curve
-    steps.py, sharded.py, training_input.py, ranks.py
+    watched_loader.py
+                    counts a loader's batches, and gives a restored state back after a peek
+    steps.py, sharded.py, training_input.py, random_state.py, ranks.py, progress.py
                     how steps are saved; states of which each rank has a part, and their copies in
-                    memory; the states of loaders; how ranks agree
+                    memory; the states of loaders, and of random generators; how ranks agree, and
+                    know how far the others are
 
-``checkpoints.py`` and its four modules need torch. The rest works without torch, and what reads the
+``checkpoints.py`` and its six modules need torch. The rest works without torch, and what reads the
 folder of a training without numpy and readers. So most names are imported at their first use.
 """
 

@@ -1,11 +1,7 @@
 """Lets the ranks of a training agree, and finds the rank that writes to each folder."""
 
-import ast
 import itertools
-import linecache
-import re
 import time
-import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -13,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
+import orjson
 import torch
 import torch.distributed as dist
 from loguru import logger
@@ -20,20 +17,17 @@ from loguru import logger
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CkptError, ConfigError, StorageFailed, WorkerDied
-from datatrove_ckpt.user_code import statements
+from datatrove_ckpt.torch.progress import PROGRESS
 
 _T = TypeVar("_T")
 
-_PATIENCE = timedelta(seconds=20)
+_LOOK_SECONDS = 10.0
+"""Between two looks at the progress of ranks that have not come; longer than between two records of
+it.
+"""
+_WARN_LOOKS = 2
+_POLL_SECONDS = 0.1
 _numbers = itertools.count()
-_STARTED = time.time()
-# Conditions that only rank 0 meets. Each rank may have the tp_rank or local_rank 0.
-_ALONE = re.compile(
-    r"((^|\W|global_|world_|get_)rank\W{0,4} == 0|(^| and )(not ([\w.]*\.)?rank|([\w.]*\.)?"
-    r"(is_(main|master|chief)|(is_)?(main_process|master_process|global_zero|world_process_zero|"
-    r"rank_zero|rank_?0))(\(\))?))($| and )",
-    re.IGNORECASE,
-)
 
 
 class Ranks:
@@ -42,11 +36,12 @@ class Ranks:
 
     The ranks use a group of their own on the CPU, so that nothing waits for the GPUs.
 
-    A call begins with ``barrier``: each rank records its call in the store of torch.distributed,
-    and the first rank waits for the others. After 20 seconds it reads their records. It is an error
-    if another rank makes another call, if an ``if rank == 0:`` of the user's code leads to this
-    call, so that the others never come, or if a rank has ended and closed its connections. Without
-    such evidence the others may be slow: a warning names them, and the rank continues to wait.
+    A call begins with ``barrier``: each rank records its call and its progress in the store of
+    torch.distributed, and the first rank waits for the others. Every 10 seconds it reads their
+    records. It is an error if another rank makes another call, if it has passed the call (since the
+    last call of all ranks it has taken more batches, or begun more exchanges with all ranks), or if
+    it has ended and closed its connections. Without such evidence the others may be slow: a warning
+    names them, and the rank continues to wait.
     """
 
     def __init__(self) -> None:
@@ -59,12 +54,15 @@ class Ranks:
         self._meetings = 0
         self._place = ""
         """The key in the store at which ranks that make this call meet."""
+        self._progress = self._progress_before = [0, 0]
+        """The progress of this rank at this call, and at the call before."""
         self._store: dist.Store | None = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank = dist.get_rank()
             self.size = dist.get_world_size()
             store = dist.group.WORLD.get_group_store()
             self._store = dist.PrefixStore(f"datatrove_ckpt {next(_numbers)}", store)
+            PROGRESS.start()
             self.barrier("TrainingCheckpoints()")
             self.group = _new_group()
             self.writing = _new_group()
@@ -80,53 +78,69 @@ class Ranks:
         last = self._place
         self._meetings += 1
         self._place = f"{self._meetings} {call}"
+        self._progress_before = self._progress
+        self._progress = PROGRESS.counts()
         with _unless_ended():
-            self._store.set(f"at {self.rank}", self._place)
+            record = orjson.dumps([self._meetings, call, self._progress])
+            self._store.set(f"at {self.rank}", record)
             come = self._store.add(self._place, 1)
             if come == self.size:
                 self._store.set(f"met {self._place}", "")
                 self._store.delete_key(last)
                 self._store.delete_key(f"met {last}")
-            if come > 1:  # of a thousand ranks, one reads the records of all
-                return
-            try:
-                self._store.wait([f"met {self._place}"], _PATIENCE)
-            except RuntimeError:  # the time is over; of a store that has gone, the next call raises
-                self._explain(self._store, call)
+            if come == 1:  # of a thousand ranks, one reads the records of all
+                self._wait_for_others(self._store, call)
 
-    def _explain(self, store: dist.Store, call: str) -> None:
+    def _wait_for_others(self, store: dist.Store, call: str) -> None:
+        met = [f"met {self._place}"]
+        with suppress(RuntimeError):  # the time is over; of a store that has gone, the next raises
+            store.wait(met, timedelta(seconds=_LOOK_SECONDS))
+            return
+        seen = dict[int, int]()
+        for look in itertools.count(1):
+            missing = self._missing_ranks(store, call)
+            records = {rank: PROGRESS.record_of(rank)[0] for rank in missing}
+            if records.items() & seen.items() and self.group is not None:
+                return  # a rank writes no records: ``gather`` raises if it has ended
+            seen = records
+            if look == _WARN_LOOKS:
+                logger.warning(
+                    f"{call}: rank {', '.join(map(str, missing))} has not called it for "
+                    f"{look * _LOOK_SECONDS:.0f} s. The wait continues: a rank may be slow. If it "
+                    "never comes, call this in all ranks, not in one of them."
+                )
+            # torch would log each end of ``store.wait``.
+            for _ in range(round(_LOOK_SECONDS / _POLL_SECONDS)):
+                if store.check(met):
+                    return
+                time.sleep(_POLL_SECONDS)
+
+    def _missing_ranks(self, store: dist.Store, call: str) -> list[int]:
+        """Returns the ranks that have not come yet. Raises ConfigError if one never will."""
         missing = []
         for rank in range(self.size):
-            record = "0"
+            record = b'[0, "", [0, 0]]'
             if store.check([f"at {rank}"]):
-                record = store.get(f"at {rank}").decode()
-            if int(record.split()[0]) < self._meetings:
-                missing.append(str(rank))
-            elif record != self._place:
-                other = record.partition(" ")[2]
+                record = store.get(f"at {rank}")
+            meetings, other, before = orjson.loads(record)
+            if meetings >= self._meetings and other != call:
                 raise ConfigError(
                     f"Rank {self.rank} calls {call}, and rank {rank} {other}. "
                     "All ranks make the same calls at the same steps."
                 )
-        if not missing:
-            return
-        missing_ranks = f"{call}: rank {', '.join(missing)}"
-        for frame, line in traceback.walk_stack(None):
-            file = frame.f_code.co_filename
-            lines = _lines(file)
-            condition = _lone_condition("".join(lines), line)
-            if condition and len(missing) == self.size - 1:  # else several ranks pass it
-                guard = lines[condition - 1].strip()
-                lone = lines[line - 1].strip()
-                raise ConfigError(
-                    f"{missing_ranks} cannot come, because of `{guard}` in {file}, line "
-                    f"{condition}. All ranks save and restore together: write `{lone}` (line "
-                    f"{line}) without it."
-                )
-        logger.warning(
-            f"{missing_ranks} has not called it for {_PATIENCE.seconds} s. The wait continues: a "
-            "rank may be slow. If it never comes, call this in all ranks, not in one of them."
-        )
+            if meetings >= self._meetings:
+                continue
+            missing.append(rank)
+            _, *now = PROGRESS.record_of(rank)
+            counts = zip(before, now, self._progress_before, PROGRESS.counts(), strict=True)
+            for then, count, own_then, own_count in counts:
+                if then == own_then and count > own_count:
+                    raise ConfigError(
+                        f"{call}: rank {rank} has gone on without it, to its next batch or an "
+                        f"exchange of all ranks, and rank {self.rank} waits for it. All ranks save "
+                        "and restore together: call this in all ranks, not in one of them."
+                    )
+        return missing
 
     def gather(self, value: _T) -> list[_T]:
         if self.group is None:
@@ -190,26 +204,3 @@ def _unless_ended() -> Iterator[None]:
         raise WorkerDied(
             f"Another rank has ended: its log says why. ({failure_line(error)})"
         ) from error
-
-
-def _lines(file: str) -> list[str]:
-    """Returns the lines of a file; none if the file was edited while it ran."""
-    with suppress(OSError):
-        if Path(file).stat().st_ctime > _STARTED:
-            return []
-    return linecache.getlines(file)
-
-
-def _lone_condition(source: str, line: int) -> int:
-    """Returns the line of the ``if`` that lets rank 0 alone reach a line; 0: there is none, or the
-    code after a ``return`` in it may be an ``else``.
-    """
-    with suppress(SyntaxError):
-        for node in ast.walk(statements.parse(source)):
-            if not isinstance(node, ast.If) or isinstance(node.body[-1], ast.Return):
-                continue
-            if not node.orelse and node.lineno <= line:
-                test = ast.unparse(node.test)
-                if line <= (node.end_lineno or 0) and _ALONE.search(test) and " or " not in test:
-                    return node.lineno
-    return 0

@@ -6,26 +6,18 @@ Needs torch and torchdata.
 
 import multiprocessing
 import os
-import re
 import signal
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
-from loguru import logger
 from torch import nn
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from datatrove_ckpt.errors import CkptError, ConfigError, WorkerDied
+from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.torch import EverySteps, Last, ReaderDataset, TrainingCheckpoints, restore
-from datatrove_ckpt.torch import ranks as ranks_module
-from tests.patience import until
 from tests.real.loops import write_rows
-from tests.real.test_training_checkpoints import called
 
 LAYER = nn.Linear(2, 2)
 ROWS = 20
@@ -42,194 +34,6 @@ def documents(tmp_path):
     rows = [{"id": str(number), "text": f"text {number}"} for number in range(ROWS)]
     write_rows(tmp_path / "documents", rows, files=1)
     return str(tmp_path / "documents")
-
-
-# calls of one rank alone -------------------------------------------------------------------------
-
-
-def constructs(rank, folder):
-    if rank == 0:
-        opened(folder)
-
-
-def saves(rank, folder):
-    saved = opened(folder)
-    if rank == 0:
-        saved.save(1, model=LAYER)
-
-
-def saves_where_told(rank, folder):
-    saved = opened(folder)
-
-    def save():
-        saved.maybe_save(1, model=LAYER)
-
-    if torch.distributed.get_rank() == 0 and saved:
-        save()
-
-
-def restores(rank, folder):
-    is_main = not rank
-    saved = opened(folder)
-    if not rank:
-        saved.restore(
-            model=LAYER,
-        )
-    return is_main
-
-
-def counts_apart(rank, folder):
-    opened(folder).maybe_save(3 + rank, model=LAYER)
-
-
-def ends(rank, folder):
-    saved = opened(folder)
-    if rank < 1:
-        saved.save(1, model=LAYER)
-
-
-def dies(rank, folder):
-    saved = opened(folder)
-    if rank:
-        os.kill(os.getpid(), signal.SIGKILL)
-    saved.save(1, model=LAYER)
-
-
-def of_call(rank, folder, target):
-    """A rank that raises writes why. The other one waits for that, as in DDP's exchange of
-    gradients, or it ends.
-    """
-    ranks_module._PATIENCE = timedelta(seconds=0.5)
-    try:
-        target(rank, folder)
-    except (ConfigError, WorkerDied) as error:
-        Path(folder, f"why-{rank}").write_text(str(error))
-    if target is not ends:
-        until(lambda: any(Path(folder).glob("why-*")))
-    os._exit(0)
-
-
-@pytest.mark.parametrize(
-    "target, message",
-    [
-        (constructs, r"TrainingCheckpoints\(\): rank 1 cannot come.*`if rank == 0:`.*`opened\(fo"),
-        (saves, r"save\(1\): rank 1 cannot come.*habits.py, line \d+.*`saved.save\(1, model=L"),
-        (saves_where_told, r"maybe_save\(1\): rank 1 cannot.*get_rank\(\) == 0.*`save\(\)` \(line"),
-        (restores, r"restore\(latest\): rank 1 cannot come.*`if not rank:`.*`saved.restore\("),
-        (counts_apart, r"Rank 0 calls maybe_save\(3\), and rank 1 maybe_save\(4\)|has ended"),
-        (ends, "has ended"),
-    ],
-)
-def test_a_call_of_one_rank_alone_is_named(tmp_path, ranks, target, message):
-    ranks.call(of_call, 2, str(tmp_path), target)
-    found = [path.read_text() for path in tmp_path.glob("why-*")]
-    assert any(re.search(message, why) for why in found), found
-
-
-def test_a_rank_that_is_killed_is_named(tmp_path, ranks):
-    processes = ranks._start(2, {}, called, of_call, (str(tmp_path), dies))
-    for process in processes:
-        process.join(300)
-    assert [process.exitcode for process in processes] == [0, -signal.SIGKILL]
-    assert "Another rank has ended" in Path(tmp_path, "why-0").read_text()
-
-
-def is_slow(rank, folder):
-    """Rank 1 evaluates until rank 0 has lost its patience, whose code names no rank."""
-    ranks_module._PATIENCE = timedelta(seconds=0.5)
-    warned = Path(folder, "warned")
-    if rank == 0:
-        logger.add(lambda line: warned.write_text(line), level="WARNING", format="{message}")
-    saved = opened(folder)
-    if rank:
-        until(warned.exists)
-    saved.maybe_save(1, model=LAYER)
-    if rank == 0:
-        branch = "save"
-    else:
-        until(lambda: "maybe_save(2)" in warned.read_text())
-        branch = "save, too"
-    saved.maybe_save(2, model=LAYER)
-    assert branch
-
-
-def test_a_slow_rank_is_waited_for(tmp_path, ranks):
-    ranks.call(is_slow, 2, str(tmp_path))
-    assert "rank 1 has not called it for" in Path(tmp_path, "warned").read_text()
-    assert opened(tmp_path).steps() == [1, 2]
-
-
-def test_of_many_ranks_one_reads_the_notes_of_all(monkeypatch, warned):
-    monkeypatch.setattr(ranks_module, "_PATIENCE", timedelta(seconds=0.2))
-    store = torch.distributed.HashStore()
-    early = [ranks_module.Ranks() for _ in range(3)]
-    for rank, each in enumerate(early):
-        each.rank, each.size, each._store = rank, 4, store
-    is_main = True  # in each rank: the name means something else
-
-    def save(rank):
-        rank.barrier("save(1)")
-
-    def maybe_save(rank):
-        if is_main:
-            save(rank)
-
-    with ThreadPoolExecutor() as pool:
-        [*pool.map(maybe_save, early)]
-    [line] = warned
-    assert "save(1): rank 3 has not called it" in line
-
-
-def test_lines_of_a_file_that_was_edited_while_it_ran_say_nothing(tmp_path):
-    file = tmp_path / "train.py"
-    file.write_text("if rank == 0:\n    save()\n")
-    assert ranks_module._lines(str(file)) == []
-    assert ranks_module._lines(__file__)[:1] != []
-
-
-IF_ELSE = """
-def train():
-    if rank == 0:
-        saved.save(1)
-    else:
-        saved.save(1)
-"""
-
-
-@pytest.mark.parametrize(
-    "line, condition",
-    [
-        ("if rank == 0:", 3),
-        ('if int(os.environ["RANK"]) == 0:', 3),
-        ("if step % 9 == 0 and dist.get_rank() == 0:", 3),
-        ("if dist.get_rank() == 0 and saved:", 3),
-        ("if accelerator.is_main_process:", 3),
-        ("if is_main:", 3),
-        ("if is_master() and saved:", 3),
-        ("if self.is_global_zero:", 3),
-        ("if not args.rank:", 3),
-        ("if not is_main_process:", 0),
-        ("if not rank == 1:", 0),
-        ("if rank == 0 < ranks:", 0),
-        ("if rank != 0:", 0),
-        ("if args.main:", 0),
-        ("if rank == 0 or all_save:", 0),
-        ("if tp_rank == 0:", 0),
-        ("if local_rank == 0:", 0),
-        ("if num_ranks == 8:", 0),
-        ('if __name__ == "__main__":', 0),
-    ],
-)
-def test_a_condition_that_only_rank_0_passes_is_found(line, condition):
-    for call in ("saved.save(1)", "save(\n            saved,\n        )"):
-        source = f"\ndef train():\n    {line}\n        {call}\n    saved.save(2)\n"
-        assert ranks_module._lone_condition(source, 4) == condition
-        assert ranks_module._lone_condition(source, source.count("\n")) == 0
-    for line_of_else in (4, 6):
-        assert ranks_module._lone_condition(IF_ELSE, line_of_else) == 0
-    assert ranks_module._lone_condition(source.replace("save", "class"), 4) == 0  # no Python
-    returns = source.replace("    saved.save(2)", "        return\n    saved.save(2)")
-    assert ranks_module._lone_condition(returns, 4) == 0  # the others may save below
 
 
 # epochs without set_epoch ------------------------------------------------------------------------

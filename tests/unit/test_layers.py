@@ -35,7 +35,7 @@ ROOMS = {
     "user_code": "errors common",
     "output": "errors common checkpoint",
     "readers": "errors common checkpoint",
-    "torch": "errors common process checkpoint readers user_code",
+    "torch": "errors common process checkpoint readers",
     "generation": "errors common config rollouts process checkpoint mirror"
     " inference.client inference.servers user_code output readers",
     "runner": "common process generation",

@@ -116,7 +116,7 @@ class TrainingCheckpoints:
             its loop, at the latest in the next ``maybe_save`` or at the end. What it raises ends
             the training. None: the training continues.
         config: the settings of the training, a dict, dataclass or ``argparse.Namespace`` of what
-            JSON holds: each step has them in ``config.json``, without secrets.
+            JSON holds, and of paths: each step has them in ``config.json``, without secrets.
         signals: names of the signals after which the training saves and ends.
 
     Attributes:
@@ -725,7 +725,8 @@ class TrainingCheckpoints:
         weights_only: bool = False,
         **states: Any,
     ) -> int | None:
-        """Restores a whole step. Logs which newer steps are damaged, and why.
+        """Restores a whole step. Logs which newer steps are damaged, and why. Of steps that are all
+        damaged, a step is restored whose parts are whole that are given here.
 
         Args:
             step: its number; "latest": the newest step; "best": the best step by ``Best``. The
@@ -734,7 +735,7 @@ class TrainingCheckpoints:
                 number of ranks, see ``restore``.
             reader: called in each rank with the folder that the ``writer`` had.
             weights_only: restore the given states alone, and no random numbers: the training does
-                not continue from there.
+                not continue from there. Only their files must be whole.
             states: objects with ``load_state_dict`` and dicts, by the names that ``save`` was
                 given, or some of them. A tensor of a dict with the saved shape keeps its memory,
                 which may be a model's. If a state does not fit, others may have changed.
@@ -754,7 +755,18 @@ class TrainingCheckpoints:
             if not weights_only:
                 self._has_read_folder = True
             loaded = self._loaded_while_checked(states)
-            name, passed = self._choose(step, loaded)
+            parts = {f"states/{key}" for key in states}
+            if reader is not None:
+                parts.add("writer")
+            try:
+                name, passed = self._choose(
+                    step, loaded, parts=parts if weights_only and parts else None
+                )
+            except CheckpointCorrupt as error:
+                if not parts or weights_only:
+                    raise
+                name, passed = self._choose(step, loaded, parts=parts | {"input", "random"})
+                logger.warning(f"The parts that restore was given are whole in {name}. {error}")
             if name is None:
                 self._input.prepare(loader, 0)
                 return None
@@ -799,10 +811,15 @@ class TrainingCheckpoints:
         return self._best.ordered(_metrics(manifests))[::-1]
 
     def _choose(
-        self, step: int | str | None, loaded: Contents, before: int | None = None
+        self,
+        step: int | str | None,
+        loaded: Contents,
+        before: int | None = None,
+        parts: set[str] | None = None,
     ) -> tuple[StepName | None, list[str]]:
-        """Returns the newest (or best) requested step that is whole in all folders, and the damage
-        of steps before it in that order; None for "latest" if there are no steps.
+        """Returns the newest (or best) requested step that is whole in all folders, or whose
+        ``parts`` are, and the damage of steps before it in that order; None for "latest" if there
+        are no steps.
 
         Raises:
             CheckpointCorrupt: no requested step is whole.
@@ -822,11 +839,12 @@ class TrainingCheckpoints:
         elif step != "latest":
             names = [name for name in names if name.step == step]
         for name in reversed(names):
-            damage = self._damage(name, loaded)
+            damage = self._damage(name, loaded, parts)
             if damage and name not in set().union(*self._ranks.together(self._names)):
-                return self._choose(step, loaded, before)  # its training has removed it
+                return self._choose(step, loaded, before, parts)  # its training has removed it
             if not damage:
-                self._steps.damaged.discard(name)
+                if parts is None:
+                    self._steps.damaged.discard(name)
                 self._steps.training = self._steps.manifest(name)["training"]
                 return name, passed
             passed.append(f"{name}: {damage}")
@@ -871,11 +889,12 @@ class TrainingCheckpoints:
             logger.warning(problem)
             return names
 
-    def _damage(self, name: StepName, loaded: Contents) -> str:
+    def _damage(self, name: StepName, loaded: Contents, parts: set[str] | None) -> str:
         """Returns why a folder's copy of the step cannot be used."""
         differs = False
         while True:
-            damages = self._ranks.together(partial(self._own_damage, name, loaded, differs))
+            own_damage = partial(self._own_damage, name, loaded, differs, parts)
+            damages = self._ranks.together(own_damage)
             damage = next(filter(None, damages), "")
             if damage:
                 return damage
@@ -885,7 +904,9 @@ class TrainingCheckpoints:
             if not differs:
                 return ""
 
-    def _own_damage(self, name: StepName, loaded: Contents, differs: bool) -> str:
+    def _own_damage(
+        self, name: StepName, loaded: Contents, differs: bool, parts: set[str] | None
+    ) -> str:
         """Returns why this folder's copy of the step cannot be used. First fetches a copy that is
         missing or differs from the remote.
 
@@ -898,7 +919,7 @@ class TrainingCheckpoints:
         loaded |= dict.fromkeys(loaded)  # they were of another step, or save
         try:
             if not differs:
-                damage = self._steps.damage(name, loaded)
+                damage = self._steps.damage(name, loaded, parts)
             if damage and self._steps.store is not None:
                 self._steps.lock()
                 READING.run(partial(self._steps.fetch, name), f"{name} cannot be fetched")

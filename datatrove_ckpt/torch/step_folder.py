@@ -16,9 +16,10 @@
     .lock               held by the process that writes
     .rank-RANK, history.jsonl, metrics.csv    see ``training_history.py``
 
-A file of SHARED_BYTES or more with the same bytes as in the step before is a hard link to that
-file. In a remote, the manifest of such a step has the format SHARED, and all its large files are
-objects by their xxh128 in shared/, which stay as long as a step has them.
+A file of SHARED_BYTES or more with the same bytes as in the two steps before is a hard link to the
+file of the older one, so that damage of one copy leaves the other. In a remote, the manifest of
+such a step has the format SHARED, and all its large files are objects by their xxh128 in shared/,
+which stay as long as a step has them.
 """
 
 import io
@@ -101,12 +102,14 @@ def check_files(
     full: bool = True,
     load: "Callable[[str, CheckedFile], None] | None" = None,
     loaded: Container[str] = (),
+    parts: Container[str] | None = None,
 ) -> None:
     """Raises CheckpointCorrupt if a file has changed.
 
     Args:
         full: read each file; otherwise compare only the sizes.
         load: called with each file of ``loaded``, so that it is read once.
+        parts: only files of these parts are checked, see ``part_of``; None: all files.
     """
     step = folder / str(name)
 
@@ -117,6 +120,8 @@ def check_files(
             return checked.entry()
 
     entries = read_manifest(folder, name)["files"]
+    if parts is not None:
+        entries = {file: entry for file, entry in entries.items() if part_of(file) in parts}
     for file, (size, _) in entries.items():
         path = step / file
         if not path.is_file():
@@ -134,6 +139,14 @@ def check_files(
         for file, entry in entries.items():
             if actual[file] != entry:
                 raise CheckpointCorrupt(f"{step / file} has not the bytes it was saved with.")
+
+
+def part_of(file: str) -> str:
+    """Returns the part of a step that has a file: "states/model", "input", "random", "writer"."""
+    part, _, rest = file.partition("/")
+    if part == "states":
+        part = f"states/{rest.partition('/')[0]}"
+    return part.removesuffix(".pt")
 
 
 def rolled_back_steps(manifests: Mapping[StepName, StepManifest]) -> set[StepName]:

@@ -10,7 +10,7 @@ import pickle
 import time
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -67,9 +67,8 @@ class Steps:
         """The step to which the last rollback went, if steps follow it."""
         self.damaged = set[StepName]()
         """Steps that were found damaged, and were not saved again."""
-        self._before = dict[tuple[int | str, ...], str]()
-        """The large files of ``_step``, the last whole step, by size and hash."""
-        self._step = folder
+        self._whole = dict[Path, dict[tuple[int | str, ...], str]]()
+        """The last two whole steps, and their large files by size and hash."""
         self._owner = ""
         self._unlock: weakref.finalize[[Lock, int], object] | None = None
         self.store = store
@@ -183,17 +182,24 @@ class Steps:
         return entry
 
     def _share(self, path: Path, entry: Entry) -> bool:
-        """Links the file to an equal file of an older step. Returns whether there is one."""
-        file = self._before.get(tuple(entry))
-        if file is not None:
-            before = self._step / file
-            linked = path.with_name(f"{path.name}.linked")
-            with suppress(OSError, StorageFailed):  # no hard links
-                if before.stat().st_mtime_ns > (self._step / MANIFEST).stat().st_mtime_ns:
-                    return False  # it was changed since
-                files.disk.link(before, linked)
-                files.disk.rename(linked, path)
-                return True
+        """Links the file to an equal file of an older step. Returns whether it did.
+
+        The older of two steps comes first, and a single step is no source: so steps share two
+        copies in turn, and damage of one copy leaves the steps of the other whole.
+        """
+        key = tuple(entry)
+        sources = [
+            (step, step / shared[key]) for step, shared in self._whole.items() if key in shared
+        ]
+        if len(sources) < 2:
+            return False
+        linked = path.with_name(f"{path.name}.linked")
+        for step, before in sources:
+            with suppress(OSError, StorageFailed):  # the step was removed, or no hard links
+                if before.stat().st_mtime_ns <= (step / MANIFEST).stat().st_mtime_ns:  # unchanged
+                    files.disk.link(before, linked)
+                    files.disk.rename(linked, path)
+                    return True
         return False
 
     def _complete(self, staging: Path, manifest: StepManifest) -> None:
@@ -211,12 +217,14 @@ class Steps:
         self._note_whole(name)
 
     def _note_whole(self, name: StepName) -> None:
-        self._step = self.folder / str(name)
-        self._before = {
+        large = {
             tuple(entry): file
             for file, entry in self.manifest(name)["files"].items()
             if is_large(entry)
         }
+        step = self.folder / str(name)
+        self._whole.pop(step, None)
+        self._whole = dict([*self._whole.items(), (step, large)][-2:])
 
     def remove(self, name: StepName) -> None:
         files.disk.remove_tree(self._set_aside(name, "removed"))
@@ -241,8 +249,9 @@ class Steps:
         """Returns the manifests of the steps that were not found damaged."""
         return step_folder.whole_manifests(set(self.names()) - self.damaged, self.manifest)
 
-    def damage(self, name: StepName, loaded: Contents) -> str:
-        """Returns why the step in the folder cannot be used; "": it is whole.
+    def damage(self, name: StepName, loaded: Contents, parts: Container[str] | None = None) -> str:
+        """Returns why the step in the folder, or these parts of it, cannot be used; "": they are
+        whole.
 
         The values of ``loaded`` become the contents of these files if the step is whole, so that
         they are read once.
@@ -256,13 +265,14 @@ class Steps:
                 contents[file] = torch.load(checked, map_location="cpu", weights_only=True)
 
         try:
-            step_folder.check_files(self.folder, name, True, load, loaded)
+            step_folder.check_files(self.folder, name, True, load, loaded, parts)
             self.check_training(self.manifest(name), str(self.folder / str(name)))
         except CheckpointCorrupt as error:
-            self._before = {}  # it may have the damaged file
+            self._whole = {}  # they may have the damaged file
             return str(error)
         loaded |= contents
-        self._note_whole(name)
+        if parts is None:
+            self._note_whole(name)
         return ""
 
     def check_training(self, manifest: StepManifest, place: str) -> None:

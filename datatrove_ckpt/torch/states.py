@@ -287,7 +287,7 @@ def merge_states(states: Sequence[DatasetState], alone: bool) -> DatasetState:
 def check_steps(
     ranks: Sequence[int], samples: Sequence[int], ended: Sequence[bool], batch: int = 1
 ) -> None:
-    """Raises CheckpointMismatch if ranks that have not ended are more than a batch apart.
+    """Raises CheckpointMismatch if ranks that have not ended are a batch or more apart.
 
     Without ``batch_size`` the batches of the loader are not known, and a difference is a warning.
 
@@ -300,8 +300,7 @@ def check_steps(
     for rank, count in zip(ranks, samples, strict=True):
         sums[rank] += count
     counts = sorted((count, rank) for rank, count in sums.items() if rank not in over)
-    allowed = batch if batch > 1 else 0
-    if not counts or counts[-1][0] - counts[0][0] <= allowed:
+    if not counts or counts[-1][0] - counts[0][0] < batch:
         return
     low, low_rank = counts[0]
     high, high_rank = counts[-1]

@@ -22,7 +22,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import orjson
 
@@ -58,7 +58,10 @@ def _plain(value: object, path: str) -> object:
         return {str(key): _plain(item, f"{path}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, f"{path}.{number}") for number, item in enumerate(value)]
-    if redaction.is_surely_secret(path, value):
+    if isinstance(value, PurePath):
+        value = str(value)
+    is_token = isinstance(value, str) and path.endswith(".token")
+    if is_token or redaction.is_surely_secret(path, value):
         return redaction.HIDDEN
     is_number = isinstance(value, int | float) and math.isfinite(value)
     if is_number or isinstance(value, str | None):

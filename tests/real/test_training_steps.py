@@ -202,12 +202,16 @@ class Settings:
     betas: tuple[float, float] = (0.9, 0.95)
     optimizer: dict[str, object] = field(default_factory=lambda: {"lr": 0.1, "eos_token": "</s>"})
     api_key: str = "of-a-tracker"
+    token: str = "of-a-hub"
+    data: Path = Path("data/train")
 
 
 CONFIG = {
     "betas": [0.9, 0.95],
     "optimizer": {"lr": 0.1, "eos_token": "</s>"},
     "api_key": "***",
+    "token": "***",
+    "data": "data/train",
 }
 
 
@@ -230,7 +234,7 @@ def test_each_step_has_the_config_as_json(tmp_path):
             {"model": {"weights": torch.zeros(2, 2)}},
             r"config.model.weights is tensor\(\[\[0., 0.\], ",
         ),
-        ({"folder": Path("/data")}, r"config.folder is PosixPath\('/data'\), which JSON"),
+        ({"folder": [b"/data"]}, r"config.folder.0 is b'/data', which JSON"),
         (Settings, "config is <class '.*Settings'>, which JSON cannot hold"),
         ("seed=7", "config is 'seed=7'. Give a dict, a dataclass or"),
     ],

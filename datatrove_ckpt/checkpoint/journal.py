@@ -10,8 +10,9 @@ Python to switch threads, and delayed the event loop by 50 ms.
 from __future__ import annotations
 
 import os
+import re
 from array import array
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from datatrove_ckpt.checkpoint.checksummed_lines import (
 )
 from datatrove_ckpt.common.counts import (
     NO_SECONDS,
+    CompletedWork,
     DocumentCounts,
     DocumentTally,
     DocumentWork,
@@ -42,6 +44,7 @@ JOURNAL_ADVICE = (
 )
 """Advice for a damaged journal."""
 _DOCUMENT = b',"document":'
+_OUTCOME = re.compile(rb'"outcome":"(\w+)"')
 # Lines with a smaller gap between them, in bytes, are read in one call, gap included.
 _READ_GAP = 1 << 13
 
@@ -122,6 +125,10 @@ class FinishedDocument:
         )
 
 
+WrittenDocument = tuple[int, bytes]
+"""Ordinal and JSON of a document."""
+
+
 def read_finished(
     path: Path, fingerprints: dict[int, str], first_ordinal: int = 0, end: int | None = None
 ) -> Iterator[tuple[ChecksummedLine, FinishedDocument | None]]:
@@ -186,27 +193,33 @@ class ChunkJournal:
         self._offsets = array("q")
         self._lengths = array("I")
         size = 0
-        took = list[DocumentTally]()
+        self.uncounted: list[DocumentTally] = []
+        """The documents that are not in ``done`` yet."""
+        self.done = CompletedWork()
+        """The work of the other documents."""
         for line, finished in read_finished(path, self.recovered, first_ordinal, end):
             size = line.offset + line.length
             if finished is not None:
                 self._remember(finished.ordinal, line.offset, line.length)
                 self.seconds = self.seconds.or_later(finished.seconds or NO_SECONDS)
-                took.append(finished.took)
-        self.counts = DocumentCounts.of(took)
-        """The documents that earlier attempts finished."""
+                self.uncounted.append(finished.took)
+        self.count()
         self.file = files.AppendFile(path, size)
 
-    def append(self, group: Iterable[FinishedDocument]) -> None:
-        ordinals = []
-        lines = []
-        for finished in group:
-            ordinals.append(finished.ordinal)
-            lines.append(finished.to_line())
+    def append(self, group: Sequence[FinishedDocument]) -> None:
+        lines = [finished.to_line() for finished in group]
         offset = self.file.append(b"".join(lines))
-        for ordinal, line in zip(ordinals, lines, strict=True):
-            self._remember(ordinal, offset, len(line))
+        for finished, line in zip(group, lines, strict=True):
+            self._remember(finished.ordinal, offset, len(line))
             offset += len(line)
+        self.uncounted += [finished.took for finished in group]
+
+    def count(self) -> DocumentCounts:
+        """Counts the documents since the last call, and returns their numbers."""
+        work = CompletedWork.of(self.uncounted)
+        self.uncounted.clear()
+        self.done += work
+        return work.counts
 
     @property
     def ordinals(self) -> Iterator[int]:
@@ -215,8 +228,8 @@ class ChunkJournal:
             if offset >= 0:
                 yield self.first_ordinal + index
 
-    def read_in_order(self) -> Generator[FinishedDocument, None, None]:
-        """Yields every document of the chunk, by ordinal.
+    def read_in_order(self) -> Generator[tuple[str, WrittenDocument], None, None]:
+        """Yields the outcome of every document of the chunk, and the document, by ordinal.
 
         Raises:
             CheckpointCorrupt: a line is missing, or is not what was written.
@@ -225,13 +238,15 @@ class ChunkJournal:
             for indices in self._megabytes():
                 lines = self._read(file.fileno(), indices)
                 for index in indices:
-                    body = verified_body(lines.pop(index, b""))
-                    if body is None:
-                        number = self.first_ordinal + index
+                    ordinal = self.first_ordinal + index
+                    body = verified_body(lines.pop(index, b"")) or b""
+                    outcome = _OUTCOME.search(body)
+                    if outcome is None:
                         raise CheckpointCorrupt(
-                            self.path, f": document {number} cannot be read back."
+                            self.path, f": document {ordinal} cannot be read back."
                         )
-                    yield FinishedDocument.from_body(body)
+                    document = body[body.index(_DOCUMENT) + len(_DOCUMENT) : -1]
+                    yield outcome[1].decode(), (ordinal, document)
 
     def _megabytes(self) -> Generator[range, None, None]:
         start = size = 0
@@ -269,9 +284,9 @@ class ChunkJournal:
         files.disk.remove(self.path)
 
     def _remember(self, ordinal: int, offset: int, length: int) -> None:
-        missing = ordinal - self.first_ordinal + 1 - len(self._offsets)
-        if missing > 0:
-            self._offsets.extend([-1] * missing)
-            self._lengths.extend([0] * missing)
-        self._offsets[ordinal - self.first_ordinal] = offset
-        self._lengths[ordinal - self.first_ordinal] = length
+        index = ordinal - self.first_ordinal
+        while len(self._offsets) <= index:
+            self._offsets.append(-1)
+            self._lengths.append(0)
+        self._offsets[index] = offset
+        self._lengths[index] = length

@@ -54,7 +54,7 @@ from datatrove_ckpt.checkpoint.history import (
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.job_file import join_job
-from datatrove_ckpt.checkpoint.journal import ChunkJournal, FinishedDocument
+from datatrove_ckpt.checkpoint.journal import ChunkJournal, FinishedDocument, WrittenDocument
 from datatrove_ckpt.checkpoint.lock import Lock
 from datatrove_ckpt.checkpoint.publish_intents import Placement, PublicationStopped, WaitingChunk
 from datatrove_ckpt.checkpoint.rank_summary import (
@@ -71,7 +71,7 @@ from datatrove_ckpt.checkpoint.request_cache import (
     RequestCache,
 )
 from datatrove_ckpt.checkpoint.run_limits import PaidFile, RunTotals, read_paid
-from datatrove_ckpt.common.counts import CompletedWork, DocumentCounts, DocumentTally, WorkCounts
+from datatrove_ckpt.common.counts import CompletedWork, WorkCounts
 from datatrove_ckpt.common.formatting import byte_size, plural
 from datatrove_ckpt.common.setting_types import IntervalSeconds as SecondsOrAuto
 from datatrove_ckpt.common.threads import context_thread
@@ -175,6 +175,10 @@ class Snapshot:
         return replace(self, unfinished=unfinished, answers=answers, last_answer=cache.last_answer)
 
 
+# Counting a chunk of 100,000 at once would hold the GIL for 100 ms.
+_COUNTED_AT_ONCE = 1000
+
+
 @dataclass(eq=False)
 class RankFiles:
     """The open files of one rank: journals, request cache, commit log and dead letters.
@@ -262,7 +266,13 @@ class RankFiles:
             group[0].seconds = self.clock.now()
             journal.append(group)
             self._dirty[journal.path] = journal
-            self.finished += DocumentCounts.of([finished.took for finished in group])
+            if len(journal.uncounted) >= _COUNTED_AT_ONCE:
+                self._count()
+
+    def _count(self) -> None:
+        """Counts finished documents. In one call, many cost a fifth of what each costs alone."""
+        for journal in self._dirty.values():
+            self.finished += journal.count()
 
     @property
     def mean_answer(self) -> float:
@@ -309,6 +319,7 @@ class RankFiles:
         start = time.monotonic()
         for journal in self._dirty.values():
             journal.file.sync()
+        self._count()
         self._dirty.clear()
         self.cache.sync()
         self._history.file.sync()
@@ -327,6 +338,7 @@ class RankFiles:
         """Does step 1 of a commit, and returns the complete chunk's journal for steps 2 and 3."""
         journal = self._journal(chunk)
         journal.file.sync()
+        self._count()
         return journal
 
     def commit(self, chunk: Chunk) -> None:
@@ -384,6 +396,7 @@ class RankFiles:
     def note(self, records: Sequence[Record]) -> None:
         """Appends to the history, with the time and the documents of all attempts."""
         self.fence.check(thorough=True)
+        self._count()
         is_done = any(isinstance(record, AttemptEnd) and record.why == "done" for record in records)
         for record in records:
             record.at = record.at or unix_seconds()
@@ -551,10 +564,6 @@ class StorageThread:
         self.written_bytes = submitted_bytes
 
 
-# Counting a chunk of 100,000 at once would hold the GIL for 40 ms.
-_COUNTED_AT_ONCE = 1000
-
-
 class Mirror(Protocol):
     """Keeps a copy of a rank's checkpoint elsewhere while the rank is open."""
 
@@ -646,7 +655,7 @@ class Output(Protocol):
     placement: Placement
 
     def write_chunk(
-        self, chunk_index: int, documents: Iterable[FinishedDocument]
+        self, chunk_index: int, documents: Iterable[WrittenDocument]
     ) -> list[OutputFile]:
         """Writes and publishes a chunk from its written documents (steps 2 and 3), which may be
         iterated several times.
@@ -732,28 +741,20 @@ class _WrittenDocuments:
     journal: ChunkJournal
     lease: RankLease
 
-    def __iter__(self) -> Iterator[FinishedDocument]:
+    def __iter__(self) -> Iterator[WrittenDocument]:
         chunk = self.chunk
         chunk.done = CompletedWork()
         chunk.dead_letters = bytearray()
-        took = []
-        for finished in self.journal.read_in_order():
-            took.append(finished.took)
-            if len(took) == _COUNTED_AT_ONCE:
-                self._count(took)
+        for outcome, document in self.journal.read_in_order():
             if self.lease.stopping.is_set():
                 raise PublicationStopped
-            if finished.outcome == "dead":
-                chunk.dead_letters += finished.document + b"\n"
-            elif finished.outcome == "written":
-                yield finished
-        self._count(took)
+            if outcome == "dead":
+                chunk.dead_letters += document[1] + b"\n"
+            elif outcome == "written":
+                yield document
+        chunk.done = self.journal.done
         # The last moment before the caller publishes.
         self.lease.check()
-
-    def _count(self, took: list[DocumentTally]) -> None:
-        self.chunk.done += CompletedWork.of(took)
-        took.clear()
 
 
 # Beyond this many complete, unpublished chunks admission waits, because journals pile up on the

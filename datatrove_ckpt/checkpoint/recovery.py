@@ -97,7 +97,7 @@ def recover(
         journal = ChunkJournal(layout.journal_path(folder, chunk_index), first_ordinal, end)
         if journal.file.size:
             point.journals[chunk_index] = journal
-            point.finished += journal.counts
+            point.finished += journal.done.counts
         else:
             journal.remove()  # a kill came before its first line was written
     finished = set[int]()

@@ -353,11 +353,11 @@ class LogHistogram(Counter[int]):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Self:
-        return cls(map(bisect_right, repeat(_BOUNDS), values))
+        return cls(map(bisect_right, repeat(_BOUNDS), map(float, values)))
 
     def add(self, value: float) -> int:
         """Counts a value. Returns its bucket."""
-        bucket = bisect_right(_BOUNDS, value)
+        bucket = bisect_right(_BOUNDS, float(value))
         self[bucket] += 1
         return bucket
 

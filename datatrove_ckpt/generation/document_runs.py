@@ -220,19 +220,16 @@ class DocumentRuns(DocumentRollouts):
     ) -> FinishedDocument:
         self._raise_if_stopping(answers)
         if answers.parked:
-            error = self._not_repeatable()
+            error = ConfigError(
+                f"{name_of(self.rollout_fn)} did not use an answer of its last pass, and sent "
+                "other requests, so each pass would be paid for. With provider_batches, a "
+                "rollout must send the same requests for a document each time: no random "
+                "numbers, no time in its prompts (a seed may come from document.id)",
+                setting="rollout_fn",
+            )
         sent = [getattr(cause, "payload", None) for cause in causes(error)]
         remember_sent(answers.payloads + sent)
         letter = self.failures.dead_letter_or_raise(
             source, slot.ordinal, error, answers.hashes, answers.rejections
         )
         return answers.finished("dead", source.fingerprint, letter)
-
-    def _not_repeatable(self) -> ConfigError:
-        return ConfigError(
-            f"{name_of(self.rollout_fn)} did not use an answer of its last pass, and sent "
-            "other requests, so each pass would be paid for. With provider_batches, a "
-            "rollout must send the same requests for a document each time: no random "
-            "numbers, no time in its prompts (a seed may come from document.id)",
-            setting="rollout_fn",
-        )

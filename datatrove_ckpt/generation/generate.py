@@ -217,7 +217,7 @@ class BoundGenerate:
                 saved = await rank.calls.make(call)
             finally:
                 answers.request_finished()
-            requests.keep(key, saved)
+            answers.put(key, saved)
             await rank.wait_for_storage()
         return result_of(saved)
 

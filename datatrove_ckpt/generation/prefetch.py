@@ -302,7 +302,16 @@ class DocumentSource:
                     source = SourceDocument(
                         self, document, read, self._keep_as_read, stats, finished
                     )
-                    if not self._put(source):
+                    self._check_order(source)
+                    while len(self._buffer) >= _BUFFER_DOCUMENTS or self._bytes > _BUFFER_BYTES:
+                        self._room.clear()
+                        if self._closed:
+                            return
+                        self._room.wait()
+                    with self._lock:
+                        self._buffer.append(source)
+                        self._bytes += source.size
+                    if self._closed:
                         return
             self._read = ordinal - point.next_ordinal
             if record := self._readers.finish(self._reading):
@@ -319,19 +328,6 @@ class DocumentSource:
                 self.error = exit_error("The reader, or a step after it,", error)
         finally:
             self._ended = True
-
-    def _put(self, source: SourceDocument) -> bool:
-        """Hands a document over, once the buffer has room. Returns False if the rank has ended."""
-        self._check_order(source)
-        while len(self._buffer) >= _BUFFER_DOCUMENTS or self._bytes > _BUFFER_BYTES:
-            self._room.clear()
-            if self._closed:
-                return False
-            self._room.wait()
-        with self._lock:
-            self._buffer.append(source)
-            self._bytes += source.size
-        return not self._closed
 
     def _check_order(self, source: SourceDocument) -> None:
         """Decides whether a resume may start after the previous document, now that the next

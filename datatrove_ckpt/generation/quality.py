@@ -39,7 +39,8 @@ _REFUSAL_REASONS = frozenset({"refusal", "content_filter"})
 def is_looping(text: str) -> bool:
     """Returns whether a text without blanks at its end repeats its last words again and again."""
     tail = text[-_REPEATED_TAIL:]
-    before = text.rfind(tail, -_LOOKED_AT, -1)
+    # Further back, there would be too few turns.
+    before = text.rfind(tail, -min(_LOOKED_AT, len(tail) + len(text) // _LEAST_TURNS), -1)
     if before < 0:
         return False
     period = len(text) - len(tail) - before
@@ -128,11 +129,7 @@ class AnswerQuality:
             _REFUSAL.match(text, 0, _BEGINNING)
             or reason in _REFUSAL_REASONS
             or choice.get("refusal")
-            or (self._refusals and self._has_phrase(text))
+            or (self._refusals and any(map(text[:_BEGINNING].casefold().count, self._refusals)))
         ):
             faults.append(REFUSING)
         return faults
-
-    def _has_phrase(self, text: str) -> bool:
-        beginning = text[:_BEGINNING].casefold()
-        return any(phrase in beginning for phrase in self._refusals)

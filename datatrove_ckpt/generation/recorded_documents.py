@@ -194,7 +194,7 @@ class RecordingAnswers(DocumentAnswers):
         self._know(key, answer)
         return answer
 
-    def put(self, key: AnswerKey, answer: CachedAnswer, ends_pieces: bool) -> None:
+    def put(self, key: AnswerKey, answer: CachedAnswer, ends_pieces: bool = False) -> None:
         self._know(key, answer)
         super().put(key, answer, ends_pieces)
 

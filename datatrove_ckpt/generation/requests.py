@@ -221,7 +221,8 @@ class DocumentAnswers:
         """Returns the work of the document's rollouts, to be awaited."""
         return work
 
-    def put(self, key: AnswerKey, answer: CachedAnswer, ends_pieces: bool) -> None:
+    def put(self, key: AnswerKey, answer: CachedAnswer, ends_pieces: bool = False) -> None:
+        """Saves an answer. The caller waits for the storage then."""
         self._rank.checkpoint.put_answer(self.slot, self.doc_id, key, answer, ends_pieces)
 
     def fail(self, failure: CkptError) -> None:
@@ -287,7 +288,15 @@ class DocumentAnswers:
                 reason if reason in USUAL else redact(reason)[:60]  # characters
                 for reason in filter(None, reasons)
             ]
-        is_cut = self._count_reasons(result, reasons)
+        for name in result.reasons:
+            self.reasons[name] = self.reasons.get(name, 0) + 1
+        is_cut = not ENDINGS.issuperset(reasons) and any(map(is_cut_off, reasons))
+        self.cut_off += is_cut
+        if is_cut and ends_in_blanks(str(result.text)):
+            warn_once(
+                "An answer ended in blanks until max_tokens cut it off. More tokens do not help: "
+                'see "Answers of a given form" in docs/rollouts.md.'
+            )
         faults: list[str] = []
         result.faults = faults
         is_empty = False
@@ -295,11 +304,11 @@ class DocumentAnswers:
             quality = self._rank.quality
             for choice in choices:
                 text = text_of(choice)
-                # An answer that calls a tool has no text; other contents are a list.
-                has_parts = isinstance(choice["text"], list) and choice["text"]
-                calls_tool = choice["finish_reason"] in ("tool_calls", "function_call")
-                if not (text or has_parts or calls_tool):
-                    is_empty = True
+                if not text:
+                    # An answer that calls a tool has no text; other contents are a list.
+                    has_parts = isinstance(choice["text"], list) and choice["text"]
+                    calls_tool = choice["finish_reason"] in ("tool_calls", "function_call")
+                    is_empty = is_empty or not (has_parts or calls_tool)
                 faults += quality.faults(choice, text, question)
             for fault in faults:
                 self.reasons[fault] = self.reasons.get(fault, 0) + 1
@@ -315,20 +324,6 @@ class DocumentAnswers:
                 self._rank.observer.example(fault, self.doc_id, str(result.text))
             quality.note(bool(faults))
         self.requests[rollout_idx] += 1
-
-    def _count_reasons(self, result: Result, reasons: list[str | None]) -> bool:
-        """Counts the finish reasons. Returns whether the answer is cut off."""
-        for name in result.reasons:
-            self.reasons[name] = self.reasons.get(name, 0) + 1
-        if ENDINGS.issuperset(reasons) or not any(map(is_cut_off, reasons)):
-            return False
-        self.cut_off += 1
-        if ends_in_blanks(str(result.text)):
-            warn_once(
-                "An answer ended in blanks until max_tokens cut it off. More tokens do not help: "
-                'see "Answers of a given form" in docs/rollouts.md.'
-            )
-        return True
 
     def added(self) -> dict[str, str | int]:
         """Returns the values of ``RunnerSettings.added_columns``, without answers that a retry has
@@ -699,7 +694,7 @@ class RolloutRequests:
         if completion.endpoint:
             source["endpoint"] = completion.endpoint
         row = CachedAnswer(trim(orjson.dumps({**fields, **source})), None)
-        self.keep(key, row, ends_pieces)
+        answers.put(key, row, ends_pieces)
         if rank.checkpoint.congested:
             await rank.wait_for_storage()
         answers.tokens += tokens
@@ -710,7 +705,7 @@ class RolloutRequests:
         model = self.model
         self.rank.observer.own.failed += 1
         if isinstance(error, RequestRejected):
-            self.keep(key, CachedAnswer(None, f"{error.status} {error.body}"))
+            self.answers.put(key, CachedAnswer(None, f"{error.status} {error.body}"))
             await self.rank.wait_for_storage()
             raise error
         at_fault = isinstance(error, RequestFailed) and error.is_documents
@@ -855,10 +850,6 @@ class RolloutRequests:
             return None
         pieces = AnswerPieces(rank, self.answers, key, saved)
         return HalfAnswer(pieces, rank.checkpoint.own)
-
-    def keep(self, key: AnswerKey, answer: CachedAnswer, ends_pieces: bool = False) -> None:
-        """Saves an answer. The caller waits for the storage then."""
-        self.answers.put(key, answer, ends_pieces)
 
 
 def failed(error: Exception, payload: Payload) -> InferenceError:

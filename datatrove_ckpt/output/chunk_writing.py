@@ -51,7 +51,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import OutputFile
-from datatrove_ckpt.checkpoint.journal import FinishedDocument
+from datatrove_ckpt.checkpoint.journal import WrittenDocument
 from datatrove_ckpt.checkpoint.open_checkpoint import RankLease
 from datatrove_ckpt.checkpoint.publish_intents import Placement, PublishIntents
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
@@ -116,7 +116,7 @@ class ChunkWriter:
             self.columns.start(first.chunk_index, schema)
 
     def write(
-        self, staged: StagedFiles, chunk_index: int, documents: Iterable[FinishedDocument]
+        self, staged: StagedFiles, chunk_index: int, documents: Iterable[WrittenDocument]
     ) -> None:
         """Writes and closes the files. Iterates ``documents`` several times if their schema is
         unknown.
@@ -138,7 +138,7 @@ class ChunkWriter:
             raise self._failure(chunk_index, documents, error, before) from error.__cause__
 
     def _write_csv(
-        self, staged: StagedFiles, chunk_index: int, documents: Iterable[FinishedDocument]
+        self, staged: StagedFiles, chunk_index: int, documents: Iterable[WrittenDocument]
     ) -> None:
         """Writes files with the columns of the input, and of all documents of the chunk."""
         writer = self._copy(staged)
@@ -149,7 +149,7 @@ class ChunkWriter:
         self._write(staged, chunk_index, documents, writer)
 
     def _write_united(
-        self, staged: StagedFiles, chunk_index: int, documents: Iterable[FinishedDocument]
+        self, staged: StagedFiles, chunk_index: int, documents: Iterable[WrittenDocument]
     ) -> None:
         schema = self.columns.guess
         is_written = schema is not None and self._fits(schema, staged, chunk_index, documents)
@@ -183,7 +183,7 @@ class ChunkWriter:
         schema: Schema,
         staged: StagedFiles,
         chunk_index: int,
-        documents: Iterable[FinishedDocument],
+        documents: Iterable[WrittenDocument],
     ) -> bool:
         """Writes the chunk with the previous chunk's schema, unless its own schema differs."""
         types = ColumnTypes(self._input_types)
@@ -195,10 +195,10 @@ class ChunkWriter:
         staged.discard()
         return False
 
-    def _rows(self, writer: DiskWriter, documents: Iterable[FinishedDocument]) -> Iterator[Row]:
+    def _rows(self, writer: DiskWriter, documents: Iterable[WrittenDocument]) -> Iterator[Row]:
         try:
-            for finished in documents:
-                for row in self._rows_of(self._decode(finished.document)):
+            for _, document in documents:
+                for row in self._rows_of(self._decode(document)):
                     yield writer.adapter(row)
             if isinstance(writer.adapter, ArrowRowAdapter):
                 writer.adapter.end()
@@ -211,15 +211,15 @@ class ChunkWriter:
         self,
         staged: StagedFiles,
         chunk_index: int,
-        documents: Iterable[FinishedDocument],
+        documents: Iterable[WrittenDocument],
         writer: DiskWriter,
     ) -> None:
         write = write_for(writer, self._decode, self._names, chunk_index, self._rows_of)
-        finished = None
+        written = None
         try:
-            for finished in documents:
-                write(finished.document)
-            finished = None
+            for written in documents:
+                write(written[1])
+            written = None
             if isinstance(writer.adapter, ArrowRowAdapter):
                 writer.adapter.end()
             writer.close()
@@ -227,12 +227,12 @@ class ChunkWriter:
         except CkptError:
             raise
         except Exception as error:
-            raise _NotWritten(finished) from error
+            raise _NotWritten(written) from error
 
     def _failure(
         self,
         chunk_index: int,
-        documents: Iterable[FinishedDocument],
+        documents: Iterable[WrittenDocument],
         error: _NotWritten,
         types_before: dict[str, DataType],
     ) -> OutputFailed:
@@ -249,11 +249,12 @@ class ChunkWriter:
         if culprit is not None:
             reason = culprit
             advice = ONE_TYPE
-        elif error.finished is not None:
+        elif error.written is not None:
+            ordinal, document = error.written
             name = "(unreadable)"
             with suppress(Exception):
-                name = repr(decode(error.finished.document).id)
-            subject = f"Document {name} (number {error.finished.ordinal} of this task)"
+                name = repr(decode(document).id)
+            subject = f"Document {name} (number {ordinal} of this task)"
         return OutputFailed(
             f"{subject} could not be written by {type(self._writer).__name__}: {reason}. {advice}. "
             "The chunk's journal is kept: run the same command again, and no request is sent twice."
@@ -262,7 +263,7 @@ class ChunkWriter:
     def _name_culprit(
         self,
         writer: DiskWriter,
-        documents: Iterable[FinishedDocument],
+        documents: Iterable[WrittenDocument],
         types_before: dict[str, DataType],
     ) -> str | None:
         """Names the first document that cannot be written, with the reason; None if every row alone
@@ -278,9 +279,9 @@ class ChunkWriter:
         if writer.schema is not None:
             check = partial(check_rows, schema=writer.schema)
             other = "the writer's schema"
-        for finished in documents:
-            for row in self._rows_of(self._decode(finished.document)):
-                name = f"document {safe_repr(row.id)} (number {finished.ordinal} of this task)"
+        for ordinal, document in documents:
+            for row in self._rows_of(self._decode(document)):
+                name = f"document {safe_repr(row.id)} (number {ordinal} of this task)"
                 try:
                     check([writer.adapter(row)])
                 except TypeConflict as error:
@@ -413,8 +414,8 @@ def prepare_arrow(writer: DiskWriter) -> None:
 
 
 class _NotWritten(Exception):
-    def __init__(self, finished: FinishedDocument | None = None) -> None:
-        self.finished = finished
+    def __init__(self, written: WrittenDocument | None = None) -> None:
+        self.written = written
 
 
 _EMPTY_DICT = "_"
@@ -780,7 +781,7 @@ class ChunkOutput:
         self._target.finish()
 
     def write_chunk(
-        self, chunk_index: int, documents: Iterable[FinishedDocument]
+        self, chunk_index: int, documents: Iterable[WrittenDocument]
     ) -> list[OutputFile]:
         """Writes and publishes a chunk (steps 2 and 3 of a commit), and returns its files.
         ``placement`` may put them in place later.

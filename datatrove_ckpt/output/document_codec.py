@@ -185,34 +185,33 @@ def encode_finished(document: Document, key: str) -> bytes:
     A usual document has JSON only, no media, and a list of only InferenceResults at ``key`` of its
     metadata. They become plain objects, and a last field, "$results", names the key.
     """
-    results = document.metadata.get(key)
-    if not _is_usual(document) or not results or not RESULTS.issuperset(map(type, results)):
+    text = document.text
+    metadata = document.metadata
+    results = metadata.get(key)
+    is_usual = (
+        isinstance(text, str)
+        and isinstance(document.id, str)
+        and (text and document.id and results)  # JsonlWriter omits empty fields
+        and isinstance(metadata, dict)
+        and _NAMES.isdisjoint(metadata)  # which would replace them as columns
+        and isinstance(document.media, list)
+        and not document.media
+        and RESULTS.issuperset(map(type, results))
+    )
+    if not is_usual:
         return encode(document)
-    metadata = {**document.metadata, key: [_fields(result) for result in results]}
-    fields = {"text": document.text, "id": document.id, "metadata": metadata, _RESULTS: key}
+    metadata = {**metadata, key: [_fields(result) for result in results]}
+    fields = {"text": text, "id": document.id, "metadata": metadata, _RESULTS: key}
     try:
         data = orjson.dumps(fields, option=_OPTIONS)
     except TypeError:
         return encode(document)
-    start = len(document.text)  # its bytes come first: searching them would cost most of this
+    start = len(text)  # its bytes come first: searching them would cost most of this
     if data.find(_TAG_BYTES, start) < 0 and (
         data.find(b"null", start) < 0 or not has_nan(metadata)
     ):
         return trim(data)
     return encode(document)
-
-
-def _is_usual(document: Document) -> bool:
-    if not isinstance(document.text, str) or not isinstance(document.id, str):
-        return False
-    if not document.text or not document.id:  # JsonlWriter omits empty fields
-        return False
-    return (
-        isinstance(document.metadata, dict)
-        and _NAMES.isdisjoint(document.metadata)  # which would replace them as columns
-        and isinstance(document.media, list)
-        and not document.media
-    )
 
 
 def line_of(data: bytes, expand_metadata: bool = False) -> bytes | None:

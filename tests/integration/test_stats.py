@@ -10,7 +10,6 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.inference.dataset_card_generator import load_job_stats
 from datatrove.pipeline.readers import JsonlReader as DatatroveReader
 
-from datatrove_ckpt.checkpoint import open_checkpoint
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer
@@ -108,11 +107,8 @@ def rejects_some(payload, times):
 @pytest.mark.matrix(
     "counted", [("rename", "remove"), ("create", "write", "rename", "remove", "commit")]
 )
-def test_stats_of_all_steps_are_those_of_one_attempt_after_a_crash_at_every_effect(
-    ram, counted, monkeypatch
-):
+def test_stats_of_all_steps_are_those_of_one_attempt_after_a_crash_at_every_effect(ram, counted):
     """Each crash is followed by a resume, and each of those that completes has the same stats."""
-    monkeypatch.setattr(open_checkpoint, "_COUNTED_AT_ONCE", 2)  # of the 3 documents of a chunk
     write_input(ram / "job", rows=5)
     expected = []
     completed = 0

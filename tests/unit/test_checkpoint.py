@@ -124,8 +124,9 @@ def test_what_a_fenced_process_added_meanwhile_shifts_nothing_and_counts_once(
     ours.append([finished(0)])
     theirs.append([finished(0), finished(1)])
     ours.append([finished(1)])
-    assert list(ours.read_in_order()) == [finished(0), finished(1)]
-    assert list(ChunkJournal(tmp_path / "journal", 0).read_in_order()) == [finished(0), finished(1)]
+    both = [("written", (ordinal, finished(ordinal).document)) for ordinal in (0, 1)]
+    assert list(ours.read_in_order()) == both
+    assert list(ChunkJournal(tmp_path / "journal", 0).read_in_order()) == both
 
 
 def test_more_journals_than_open_files_are_all_written(tmp_path, monkeypatch):
@@ -139,7 +140,11 @@ def test_more_journals_than_open_files_are_all_written(tmp_path, monkeypatch):
     assert len(os.listdir("/dev/fd")) <= open_before + 2  # noqa: PTH208
     for index, journal in enumerate(journals):
         journal.file.sync()
-        assert [line.ordinal for line in journal.read_in_order()] == [index, index + 1, index + 2]
+        assert [ordinal for _, (ordinal, _) in journal.read_in_order()] == [
+            index,
+            index + 1,
+            index + 2,
+        ]
 
 
 # commits -----------------------------------------------------------------------------------------

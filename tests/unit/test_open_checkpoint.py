@@ -74,7 +74,7 @@ def test_an_input_that_ends_before_the_answers_that_are_kept_has_shrunk(tmp_path
 
 
 def write_chunk(index, documents):
-    return [OutputFile(f"{index}", sum(len(finished.document) for finished in documents), "")]
+    return [OutputFile(f"{index}", sum(len(data) for _, data in documents), "")]
 
 
 def nothing():

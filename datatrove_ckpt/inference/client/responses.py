@@ -515,10 +515,6 @@ def token_counts(usage: JsonObject) -> Tokens:
     return Tokens(prompt, completion, cached, min(written, prompt - cached), reasoning)
 
 
-def _is_count(value: object) -> bool:
-    return value is None or (type(value) is int and 0 <= value <= _MAX_COUNT)
-
-
 def _clean_usage(usage: object) -> JsonObject:
     if not isinstance(usage, dict):
         return {}
@@ -531,7 +527,7 @@ def _clean_usage(usage: object) -> JsonObject:
         if name.endswith("_tokens"):
             if isinstance(value, float) and value.is_integer():
                 value = int(value)
-            if not _is_count(value):
+            if value is not None and not (type(value) is int and 0 <= value <= _MAX_COUNT):
                 continue
         cleaned[name] = _clean_usage(value) if isinstance(value, dict) else value
     return cleaned

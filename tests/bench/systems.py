@@ -79,13 +79,16 @@ def _config(run):
 
 def _step(run, runner, config, readers):
     reader = readers.JsonlReader(run.source)
+    settings = {}
+    if not run.replay_check:  # datatrove's runner, and this one at older commits, has no such setting
+        settings["replay_check"] = False
     step = runner(
         ask,
         config,
         _writer(run),
         checkpoints_local_dir=run.checkpoints,
         records_per_chunk=run.chunk,
-        **({} if run.system == "datatrove" else {"replay_check": run.replay_check}),
+        **settings,
     )
     return lambda: step.run(reader.run())
 

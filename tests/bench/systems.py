@@ -80,9 +80,7 @@ def _config(run):
 def _step(run, runner, config, readers):
     reader = readers.JsonlReader(run.source)
     settings = {}
-    if (
-        not run.replay_check
-    ):  # datatrove's runner, and this one at older commits, has no such setting
+    if not run.replay_check:  # datatrove's runner and older commits have no such setting
         settings["replay_check"] = False
     step = runner(
         ask,

@@ -994,4 +994,4 @@ def _load(
     for each in map(DatasetState.from_json, find_states(merged, is_state)):
         rows += each.input["rows"] - RemainingPositions(each.input["rows"], each.done).rows
     target.load_state_dict(state)
-    watch(loader, RestoredInput(target, state, int(merged["epoch"]), rows, loader.dataset))
+    watch(loader, RestoredInput(target, state, int(merged["epoch"]), rows, loader.dataset._shared))

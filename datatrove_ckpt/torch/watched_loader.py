@@ -15,7 +15,7 @@ from loguru import logger
 from datatrove_ckpt.common import JsonObject
 
 if TYPE_CHECKING:
-    from datatrove_ckpt.torch.stateful import StatefulIterable
+    from datatrove_ckpt.torch.stateful import SharedCounters
 
 
 class Given:
@@ -31,7 +31,7 @@ class RestoredInput:
     Attributes:
         epoch: the epoch of the state.
         rows: how many rows of the epoch come before the state. None: unknown.
-        source: this package's dataset; None: another dataset, whose epoch is unknown.
+        shared: of this package's dataset; None: another dataset, whose epoch is unknown.
         random_state: what the random generators are set to before the first batch.
         batches: how many batches the iteration has given; None: it has not begun.
         is_used: the batches are trained: a step was saved, or may be.
@@ -41,7 +41,7 @@ class RestoredInput:
     state: Any
     epoch: int = 0
     rows: int | None = None
-    source: StatefulIterable | None = None
+    shared: SharedCounters | None = None
     random_state: JsonObject | None = None
     batches: int | None = None
     has_ended: bool = False
@@ -57,7 +57,7 @@ class RestoredInput:
         self.batches = 0
         if before is None:
             return True
-        shared = self.source and self.source._shared
+        shared = self.shared
         if self.has_ended or (shared and shared.epoch_calls and shared.epoch != self.epoch):
             return False
         if before > 1 or self.is_used:
@@ -98,13 +98,17 @@ class _Batches(Iterator[Any]):
             restored.batches = (restored.batches or 0) + 1
         return batch
 
+    def __len__(self) -> int:
+        batches: Any = self._batches
+        return len(batches)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
 
 
 def watch(loader: Any, restored: RestoredInput | None = None) -> None:
     """Watches a loader, which may have loaded a state."""
-    if "_restored" not in vars(loader):
+    if not hasattr(type(loader), "_restored"):  # a wrapper has its loader's attributes
         loader.__class__ = _watched(type(loader))
     loader._restored = restored
 
@@ -115,7 +119,7 @@ def _watched(kind: Any) -> Any:
     """
 
     class Watched(kind):  # type: ignore[misc]
-        _restored: RestoredInput | None
+        _restored: RestoredInput | None = None  # trainers make loaders of a loader's class
 
         def __iter__(self) -> Iterator[Any]:
             if self._restored is not None and not self._restored.begin(self):

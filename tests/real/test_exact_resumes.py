@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from datatrove_ckpt.torch import EverySteps, Pack, ReaderDataset, TrainingCheckpoints, restore
+from datatrove_ckpt.torch import EverySteps, Mix, Pack, ReaderDataset, TrainingCheckpoints, restore
 from tests.real.loops import assert_stops_change_nothing, write_rows
 
 ROWS = 40
@@ -162,10 +162,16 @@ def wrapped(documents):
     return Pack(rows.map(lambda row: {"input_ids": [int(row["text"])]}), length=1)
 
 
+def mixed(documents):
+    rows = ReaderDataset.from_folder(documents).shuffle(seed=1)
+    return Mix([rows.map(lambda row: int(row["text"]))], [1.0])  # of no known length
+
+
 @pytest.mark.parametrize(
     "make, numbers",
     [
         (wrapped, lambda batch: batch["input_ids"].flatten().tolist()),
+        (mixed, torch.Tensor.tolist),
         (lambda documents: [*range(ROWS)], torch.Tensor.tolist),
     ],
 )
@@ -183,7 +189,8 @@ def test_a_peek_gives_the_state_of_other_datasets_back(documents, tmp_path, make
         saved.restore(loader=loader)
         next(iter(loader))
         seen += [number for batch in loader for number in numbers(batch)]
-    assert sorted(seen) == [*range(ROWS)]
+        assert sorted(seen) == [*range(ROWS)]
+        assert len([*loader]) == ROWS // BATCH  # the next epoch
 
 
 @pytest.mark.parametrize("batches", [1, 2])
@@ -221,6 +228,13 @@ def test_another_epoch_takes_no_state_back(documents, warned):
     run.dataset.set_epoch(1)
     assert len([*run.loader]) == ROWS // BATCH
     assert not [line for line in warned if "restored loader" in line]
+
+
+def test_a_loader_that_a_trainer_makes_of_the_class_of_a_restored_loader_is_read(documents):
+    loader = Run(documents).loader
+    restore(loader, [Run(documents).loader.state_dict()])
+    again = type(loader)([*range(ROWS)], BATCH)  # as Lightning with a DistributedSampler
+    assert len([*again]) == len(iter(again)) == ROWS // BATCH
 
 
 # random numbers ----------------------------------------------------------------------------------

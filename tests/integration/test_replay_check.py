@@ -7,6 +7,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import urllib.request
 import uuid
 import weakref
@@ -20,8 +21,9 @@ from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.checksummed_lines import checksummed_json, read_checksummed_json
 from datatrove_ckpt.checkpoint.history import ReplayResult, parse_line
+from datatrove_ckpt.common import redaction
 from datatrove_ckpt.errors import CheckpointMismatch, DocumentFailed
-from datatrove_ckpt.generation import replay
+from datatrove_ckpt.generation import recorded_documents, replay
 from datatrove_ckpt.generation.recorded_documents import RecordedDocuments
 from datatrove_ckpt.readers import JsonlReader
 from tests.jobs import chat, documents, results, run_job, runner
@@ -108,6 +110,22 @@ def test_a_secret_of_a_payload_is_not_recorded(tmp_path, server):
 
     run_job(tmp_path, server, 1, rollout)
     assert b"s3cr3t" not in recorded(tmp_path)[0].read_bytes()
+
+
+def test_a_payload_is_searched_for_secrets_beside_the_event_loop(tmp_path, server, monkeypatch):
+    loops = []
+
+    async def rollout(document, generate):
+        loops.append(threading.current_thread())
+        return await generate(chat(document.text))
+
+    def masked(name, value):
+        assert threading.current_thread() not in loops
+        return redaction.masked(name, value)
+
+    monkeypatch.setattr(recorded_documents, "masked", masked)
+    run_job(tmp_path, server, 3, rollout)
+    assert len(recorded(tmp_path)) == 3
 
 
 def test_another_request_is_refused_with_what_differs(tmp_path, server, monkeypatch):

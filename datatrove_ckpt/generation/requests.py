@@ -166,6 +166,7 @@ class DocumentAnswers:
         is_asked: whether ``saved`` is called for each request, also if nothing is saved.
         parked: number of its requests that wait for a batch.
         batch_answers: number of batch answers that the rollout has received.
+        paid: number of answers that this attempt has paid for.
         rejections: its requests that the server has rejected.
         failure: error that stops the rank.
         hashes, payloads: hash and payload of the last request of each rollout.
@@ -184,7 +185,7 @@ class DocumentAnswers:
     failure: CkptError | None = None
     is_asked = False
     failed = cut_off = empty = 0
-    parked = batch_answers = 0
+    parked = batch_answers = paid = 0
     _cached: asyncio.Future[dict[AnswerKey, CachedAnswer]] | None = None
     _pending = 0
 
@@ -698,6 +699,7 @@ class RolloutRequests:
         if rank.checkpoint.congested:
             await rank.wait_for_storage()
         answers.tokens += tokens
+        answers.paid += 1
         return _result(fields, **source)
 
     async def _raise(self, error: CkptError, key: AnswerKey, payload: Payload) -> NoReturn:

@@ -155,6 +155,34 @@ def test_a_limit_of_uneven_answers_holds(server, here, name, limit):
     assert not re.search("Processes read", str(reached.value))
 
 
+def test_a_resume_whose_documents_have_some_answers_fills_the_places(server, here):
+    number = 24
+    asked = []
+    at_once = Counter()
+    stops = True
+
+    async def rollout(document, generate):
+        await ask(document, generate)
+        if stops:
+            asked.append(document)
+            while len(asked) < number:
+                await asyncio.sleep(0.01)
+            raise ValueError
+        at_once["now"] += 1
+        at_once["most"] = max(at_once.values())
+        result = await generate(chat(f"{document.text} again"))
+        at_once["now"] -= 1
+        return result
+
+    with pytest.raises(DocumentFailed):
+        run_job(here, server, number, rollout, rollout_version="1")
+    stops = False
+    server._delay = lambda payload, times: 0.05
+    run_job(here, server, number, rollout, rollout_version="1", max_total_tokens=10**6)
+    assert at_once["most"] > 8
+    assert {*server.asked.values()} == {1}
+
+
 def test_until_counts_what_is_written(server, tmp_path):
     async def every_second(document, generate):
         return await ask(document, generate) if int(document.id[3:]) % 2 else None

@@ -29,6 +29,7 @@ from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.interval import Interval, Tuning
 from datatrove_ckpt.checkpoint.journal import FinishedDocument
 from datatrove_ckpt.checkpoint.run_limits import NO_TOTALS, RunTotals, TotalsReader
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.counts import LogHistogram
 from datatrove_ckpt.errors import CkptError, ConfigError, LimitReached
 from datatrove_ckpt.generation.runner_settings import RunnerSettings
@@ -96,6 +97,14 @@ class DocumentCosts:
         return _ERRORS * math.sqrt(variance * in_work + _CENSORED * in_work**3 / ended**2)
 
 
+@dataclass
+class _Poll:
+    """The totals of all tasks by folder, and their sum."""
+
+    by_folder: dict[str, RunTotals] = field(default_factory=dict)
+    whole: RunTotals = NO_TOTALS
+
+
 class RunReader:
     """Adds up the totals of all tasks of a run, here and on the mirror. A process has one reader
     for a run.
@@ -104,7 +113,7 @@ class RunReader:
         tasks: the tasks of this process that run.
         costs: costs of this process's documents.
         room: number of documents that may begin before ``LimitWatch`` computes it again.
-        at_start: the sums at the first poll.
+        at_start: the sums at the first poll, without what this process had spent by then.
     """
 
     def __init__(self, root: Path, mirror: str | None) -> None:
@@ -115,7 +124,7 @@ class RunReader:
         self._guard = threading.Lock()
         self._interval = Interval("auto", _LOOKS)
         self._began_at = self._next_look = 0.0
-        self._by_folder: dict[str, RunTotals] = {}
+        self._poll = _Poll()
         self.at_start = NO_TOTALS
         self.tasks: set[LimitWatch] = set()
         self.costs = DocumentCosts()
@@ -139,29 +148,38 @@ class RunReader:
                 for reader in self._readers:
                     for name, totals in reader.read().items():
                         by_folder[name] = totals | by_folder.get(name, NO_TOTALS)
-                self._by_folder = by_folder
-                whole = self._sum()
+                whole = sum(by_folder.values(), NO_TOTALS)
                 if is_first or whole.tokens < self.at_start.tokens:  # the run has begun anew
-                    self.at_start = whole
+                    own = [RunTotals.of(task.checkpoint.own) for task in list(self.tasks)]
+                    self.at_start = whole - sum(own, NO_TOTALS)
+                self._poll = _Poll(by_folder, whole)
                 ended = time.monotonic()
                 self._interval.took(ended - self._began_at)
                 self._next_look = ended + self._interval.seconds
-        return self._sum(without)
-
-    def _sum(self, without: str = "") -> RunTotals:
-        totals = [each for name, each in list(self._by_folder.items()) if name != without]
-        return sum(totals, NO_TOTALS)
+        copied = list(self._poll.by_folder.items())  # the event loop changes it
+        return sum((totals for name, totals in copied if name != without), NO_TOTALS)
 
     @property
     def seconds(self) -> float:
         """The interval of polls; 0.0 if the run has one task."""
-        return self._interval.seconds if len(self._by_folder) > 1 else 0.0
+        return self._interval.seconds if len(self._poll.by_folder) > 1 else 0.0
 
     def now(self) -> RunTotals:
-        """Returns the sums over all tasks, which are exact for those that run in this process."""
+        """Returns the sums over all tasks, which are exact for those that run in this process.
+
+        Called on the event loop for each document: sums over 10,000 tasks would keep it for 30 ms.
+        """
+        poll = self._poll
         for task in self.tasks:
-            self._by_folder[task.name] = task.checkpoint.totals
-        return self._sum()
+            totals = task.checkpoint.totals
+            others = poll.whole - poll.by_folder.get(task.name, NO_TOTALS)
+            poll.by_folder[task.name] = totals
+            poll.whole = others + totals
+        return poll.whole
+
+    @property
+    def has_polled(self) -> bool:
+        return self._next_look > 0.0
 
 
 class MirrorTotals(TotalsReader):
@@ -235,6 +253,13 @@ class LimitWatch:
         self._limits = self.step.limits
         self.is_on = bool(self._limits)
         self.is_paid = bool(self._limits.of_usage)
+        self._prices: JsonObject = {"prompt": 1, "completion": 1}
+        if self._limits.max_cost is not None:
+            # Prices only weigh prompts and answers: ``_room`` scales them to what was spent.
+            prices = [each for model in self.step.models.values() for each in model.all_prices]
+            self._prices = max(
+                prices, key=lambda each: each.get("prompt", 0) + each.get("completion", 0)
+            )
         self.reader = _reader_of(self.step)
         self.name = str(layout.RankAddress.of(self.checkpoint.folder))
         self.reader.tasks.add(self)
@@ -254,15 +279,11 @@ class LimitWatch:
         self.began[ordinal] = time.monotonic()
 
     def end(self, document: FinishedDocument, is_paid: bool) -> None:
-        """Ends a document. ``is_paid``: none of its answers was there before."""
+        """Ends a document. ``is_paid``: not all of its answers were there before."""
         seconds = time.monotonic() - self.began.pop(document.ordinal)
-        if is_paid and document.requests:
-            prompt = completion = 1.0
-            if self._limits.max_cost is not None:
-                prices = self.step.model.prices_at("")
-                prompt = prices.get("prompt", 0)
-                completion = prices.get("completion", 0)
-            cost = document.prompt_tokens * prompt + document.completion_tokens * completion
+        if is_paid:
+            cost = document.prompt_tokens * self._prices.get("prompt", 0)
+            cost += document.completion_tokens * self._prices.get("completion", 0)
             self.reader.costs.add(cost, 1000 * seconds)
 
     def _room(self) -> int:
@@ -277,7 +298,7 @@ class LimitWatch:
         is_start = ended < _FEW
         if is_start and len(ages) >= _FIRST * (1 + ended):
             return 0
-        if not costs.total:
+        if not (costs.total and reader.has_polled):  # the first poll of a mirror may take minutes
             return 1
         mean = costs.mean(ages) / costs.total
         totals = reader.now()

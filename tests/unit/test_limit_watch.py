@@ -23,10 +23,11 @@ class Checkpoint:
     def __init__(self, name):
         self.folder = Path("checkpoints", name)
         self.own = WorkCounts()
+        self.earlier = RunTotals()
 
     @property
     def totals(self):
-        return RunTotals.of(self.own)
+        return self.earlier + RunTotals.of(self.own)
 
 
 class Run:
@@ -47,7 +48,7 @@ class Run:
         self.events = []
         self.step = SimpleNamespace(
             limits=self.limits,
-            model=SimpleNamespace(prices_at=lambda endpoint: {"completion": 1}),
+            models={"": SimpleNamespace(all_prices=[{"completion": 0}, {"completion": 1}])},
             checkpoints_local_dir="checkpoints",
             checkpoints_root=Path("checkpoints"),
             checkpoints_remote_dir=None,
@@ -117,7 +118,7 @@ class Run:
                 own.requests += 1
                 own.cost += round(cost * 1e9)
                 tokens = {"prompt_tokens": 0, "completion_tokens": cost}
-                watch.end(SimpleNamespace(ordinal=ordinal, requests=1, **tokens), True)
+                watch.end(SimpleNamespace(ordinal=ordinal, **tokens), True)
                 self.begin(watch)
         return busy / max(seconds, TICK) / self.places / len(self.watches)
 
@@ -154,3 +155,44 @@ def test_a_limit_of_few_answers_is_not_overrun_by_what_begins_first(monkeypatch)
         monkeypatch.setattr(limit_watch, "time", run)
         run.run()
         assert limit <= run.begun <= most
+
+
+def test_many_tasks_cost_nothing_for_each_document(monkeypatch):
+    run = Run(400, 10, 0)
+    added = []
+    add = RunTotals.__add__
+    monkeypatch.setattr(RunTotals, "__add__", lambda *both: added.append(both) or add(*both))
+    monkeypatch.setattr(limit_watch, "time", run)
+    reader = run.watches[0].reader
+    run.checkpoints |= {f"{number:05d}": Checkpoint(f"{number:05d}") for number in range(1, 1000)}
+    for checkpoint in run.checkpoints.values():
+        checkpoint.own.cost = 3
+    reader._next_look = 0.0
+    reader.read()
+    run.watches[0].checkpoint.own.cost = 5
+    added.clear()
+    assert reader.now().cost == 999 * 3 + 5
+    assert len(added) < 10
+
+
+def test_until_the_others_are_known_documents_begin_at_what_this_process_has_spent(monkeypatch):
+    """The first poll of a mirror may take minutes, and earlier attempts have spent half."""
+    run = Run(400, 10, 0, spread=0)
+    monkeypatch.setattr(limit_watch, "time", run)
+    (watch,) = run.watches
+    checkpoint = watch.checkpoint
+    earlier = RunTotals(cost=200 * 10**9)
+    checkpoint.earlier = earlier
+    watch.reader = reader = RunReader(Path("checkpoints"), None)
+    reader._readers = [run]
+    reader.tasks.add(watch)
+    for ordinal in range(4):
+        assert watch.affords(ordinal)
+    for ordinal in range(4):
+        run.now += 1
+        checkpoint.own.cost += 10**9
+        watch.end(SimpleNamespace(ordinal=ordinal, prompt_tokens=0, completion_tokens=1), True)
+    assert all(watch.affords(4 + number) for number in range(10))
+    reader.read()
+    assert reader.at_start == earlier
+    assert all(watch.affords(14 + number) for number in range(5))

@@ -96,12 +96,13 @@ class SetupEffects(EffectWatch):
 
     def see(self, event: str, arguments: tuple[object, ...]) -> None:
         first = arguments[0] if arguments else None
-        if isinstance(first, socket.socket):
-            self._names.add(f"socket:[{os.fstat(first.fileno()).st_ino}]")
-        elif event == "subprocess.Popen" and isinstance(arguments[1], list | tuple):
-            self._names.add("\0".join(map(os.fsdecode, arguments[1])))
-        elif isinstance(first, str | bytes | os.PathLike):
-            self._names.add(os.path.realpath(os.fsdecode(first)))
+        with suppress(OSError):  # a closed socket, a working folder that is gone
+            if isinstance(first, socket.socket):
+                self._names.add(f"socket:[{os.fstat(first.fileno()).st_ino}]")
+            elif event == "subprocess.Popen" and isinstance(arguments[1], list | tuple):
+                self._names.add("\0".join(map(os.fsdecode, arguments[1])))
+            elif isinstance(first, str | bytes | os.PathLike):
+                self._names.add(os.path.realpath(os.fsdecode(first)))
 
     def lasting(self) -> str:
         """Returns an effect that lasts; "" if there is none."""

@@ -1,7 +1,6 @@
 """Parquet files have the bytes that datatrove's own ParquetWriter writes with the same schema."""
 
 import datetime
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -72,9 +71,7 @@ def writer(folder, kind=ParquetWriter, **settings):
 
 def ours(folder, found, own):
     staged = StagedFiles(folder, own.output_mg)
-    finished = [
-        SimpleNamespace(ordinal=number, document=encode(one)) for number, one in enumerate(found)
-    ]
+    finished = [(number, encode(one)) for number, one in enumerate(found)]
     ChunkWriter(own, 2, FileNames(own, 2)).write(staged, 5, finished)
     return {name: (folder / name).read_bytes() for name in staged.finished}
 

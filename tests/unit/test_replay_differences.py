@@ -67,3 +67,14 @@ def test_an_edit_beside_words_in_another_order_is_the_same_in_two_processes():
     assert differences[0].new_words == differences[1].new_words
     orders = [replay.compared(record(), "", "a, b, c", words) for words in ("c, b, a", "b, a, c")]
     assert orders[0].new_words != orders[1].new_words
+
+
+def test_a_file_is_written_although_the_working_folder_is_gone(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    folder = os.open(tmp_path, os.O_RDONLY)
+    os.close(os.open("file", os.O_WRONLY | os.O_CREAT, dir_fd=folder))
+    os.close(folder)
+    assert (tmp_path / "file").exists()

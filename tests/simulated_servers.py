@@ -51,11 +51,15 @@ class SimulatedServer:
         """Returns its URL, which stays the same after ``kill``."""
         self.use(asyncio.get_running_loop())
         self._server = await self._loop.create_server(
-            lambda: _Connection(self), "127.0.0.1", self._port, backlog=4096
+            self.connect, "127.0.0.1", self._port, backlog=4096
         )
         self._port = self._server.sockets[0].getsockname()[1]
         self.died.clear()
         return f"http://127.0.0.1:{self._port}"
+
+    def connect(self):
+        """Returns the protocol of a new connection."""
+        return Connection(self)
 
     def use(self, loop):
         """Lets the engine run on a loop, without an address."""
@@ -185,6 +189,7 @@ class SimulatedProvider:
         self.died = asyncio.Event()
 
     start = SimulatedServer.start
+    connect = SimulatedServer.connect
     close = SimulatedServer.close
 
     def use(self, loop):
@@ -272,7 +277,7 @@ def _texts(text):
     return hashes
 
 
-class _Connection(mock_server.Server):
+class Connection(mock_server.Server):
     def __init__(self, server):
         self._server = server
         self._request = None

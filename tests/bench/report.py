@@ -157,6 +157,11 @@ def write_shares(table):
     replace(README, share_summary(table), "shares")
 
 
+def write_kills(table):
+    """Writes the table of kills of ``tests.bench.throughput``."""
+    replace(TABLE, f"{table}\n", "kills")
+
+
 def share_summary(table):
     """README's lines, from the text of the table of shares."""
     cells = _cells(table)

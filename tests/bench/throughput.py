@@ -9,8 +9,16 @@ ours       default settings
 before     the same at ``--against``
 datatrove  see ``throughput_run.py``
 
-What has missed its goal, or is more than 2 % slower than before, is listed below the table.
-``--write`` also writes the table to docs/internals/benchmarks.md, and README's lines about it.
+A second table (``--jobs killed``) is about kills of a client or a server, with answers of 8,000
+tokens. Each cell has two figures: with ``half_answers: false``, and with the default.
+
+seconds   from the first request to the last answer
+tokens/s  of the kept answers
+twice     tokens that were generated and are in no answer, for each kill
+mean      length of the kept answers, divided by the true mean
+
+What has missed its goal, or is more than 2 % slower than before, is listed below the tables.
+``--write`` also writes the tables to docs/internals/benchmarks.md, and README's lines.
 """
 
 import json
@@ -21,15 +29,19 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from tests.bench import report, tables
 from tests.bench.commits import checkout
 from tests.bench.measure import ROOT
-from tests.bench.throughput_jobs import JOBS
+from tests.bench.throughput_jobs import JOBS, KILLS
+from tests.bench.throughput_kills import MOST_TWICE
 
 SYSTEMS = ("ours", "before", "datatrove")
+KILL_COLUMNS = ["", "seconds", "tokens/s", "tokens twice a kill", "mean"]
 _SLOWER = 0.98
+_ACCURACY = 0.01
 
 
 @dataclass
@@ -48,6 +60,9 @@ class Results:
                 self._known[name] = result
 
     def seconds(self, job, system):
+        return self.of(job, system)["seconds"]
+
+    def of(self, job, system):
         name = json.dumps([job, system, self.seed])
         if name not in self._known:
             self._known[name] = self._run(job, system)
@@ -56,7 +71,7 @@ class Results:
                     file.write(f"{json.dumps([name, self._known[name]])}\n")
         result = self._known[name]
         print(f"{job}: {system}: {result}", file=sys.stderr, flush=True)
-        return result["seconds"]
+        return result
 
     def _run(self, job, system):
         package = self.before if system == "before" else ROOT
@@ -91,6 +106,27 @@ def shares(name, results, systems):
     return found
 
 
+def kill_row(name, results):
+    """The cells of a row of the table of kills: each is that without continuing, and ours."""
+    runs = [results.of(name, system) for system in ("false", "ours")]
+    kept = KILLS[name].answers
+    figures = [
+        [f"{run['seconds']:,.0f}" for run in runs],
+        [f"{kept * run['mean'] / run['seconds']:,.0f}" for run in runs],
+        [f"{run['twice']:,.0f}" for run in runs],
+        [f"{run['mean'] / run['true_mean']:.3f}" for run in runs],
+    ]
+    return [name, *("/".join(pair) for pair in figures)]
+
+
+def _missed_by_kills(name, results):
+    result = results.of(name, "ours")
+    if result["twice"] > MOST_TWICE:
+        yield f"{name}: {result['twice']:,.0f} tokens are generated twice; {MOST_TWICE:,} are allowed"
+    if abs(result["mean"] / result["true_mean"] - 1) > _ACCURACY:
+        yield f"{name}: answers have {result['mean']:,.0f} tokens, not {result['true_mean']:,.0f}"
+
+
 def _missed(name, found):
     ours = round(found.get("ours", 0.0), 3)
     if "ours" in found and ours < JOBS[name].goal:
@@ -109,28 +145,46 @@ def main():
     parser.add_argument(
         "--results", type=Path, metavar="FILE", help="of this commit: what it has is not run again"
     )
-    parser.add_argument("--write", action="store_true", help="all jobs and systems, to the docs")
+    parser.add_argument(
+        "--write", action="store_true", help="tables with all jobs and systems, to the docs"
+    )
     options = parser.parse_args()
-    names = [name for name in JOBS if any(part in name for part in options.jobs)]
-    if options.write and (len(names) < len(JOBS) or set(options.systems) != set(SYSTEMS)):
-        parser.error("--write: needs all jobs and systems")
+    names = _chosen(JOBS, options.jobs)
+    kills = _chosen(KILLS, options.jobs)
+    is_whole = len(names) in (0, len(JOBS)) and len(kills) in (0, len(KILLS))
+    if options.write and not (is_whole and set(options.systems) == set(SYSTEMS)):
+        parser.error("--write: needs all jobs of a table, and all systems")
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="datatrove-ckpt-commit-"))
         before = stack.enter_context(checkout(options.against, Path(folder) / "before"))
         results = Results(options.seed, before, options.results)
         threads = stack.enter_context(ThreadPoolExecutor(options.processes))
         found = list(threads.map(lambda name: shares(name, results, options.systems), names))
-    rows = [
-        [name, *(f"{row[system]:.2f}" if system in row else None for system in options.systems)]
-        for name, row in zip(names, found, strict=True)
-    ]
-    table = tables.markdown(["job", *options.systems], rows)
-    print(table)
-    if options.write:
-        report.write_shares(table)
-    for name, row in zip(names, found, strict=True):
-        for line in _missed(name, row):
-            print(f"\n{line}")
+        rows = [
+            [name, *(f"{row[system]:.2f}" if system in row else None for system in options.systems)]
+            for name, row in zip(names, found, strict=True)
+        ]
+        _show(["job", *options.systems], rows, report.write_shares if options.write else None)
+        rows = list(threads.map(lambda name: kill_row(name, results), kills))
+        _show(KILL_COLUMNS, rows, report.write_kills if options.write else None)
+    missed = chain(
+        *map(_missed, names, found), *(_missed_by_kills(name, results) for name in kills)
+    )
+    for line in missed:
+        print(f"\n{line}")
+
+
+def _chosen(jobs, parts):
+    return [name for name in jobs if any(part in name for part in parts)]
+
+
+def _show(header, rows, write):
+    if not rows:
+        return
+    table = tables.markdown(header, rows)
+    print(f"{table}\n")
+    if write is not None:
+        write(table)
 
 
 if __name__ == "__main__":

@@ -244,3 +244,34 @@ JOBS = {
     "2 tasks over 8 servers, 3 calls": Job(8, calls(6_000, 3), in_sequence(), tasks=2),
     "tools (2 s) between 3 calls, 8 servers": Job(8, calls(6_000, 3), in_sequence(2.0)),
 }
+
+
+@dataclass(frozen=True)
+class Kills:
+    """One row of the table of kills: a job of long answers.
+
+    Attributes:
+        killed: "client" or "server"; "": nothing is killed.
+        every: seconds from a start to the next kill.
+        answers: how many.
+        tokens: of an answer on average.
+    """
+
+    killed: str = ""
+    every: float | None = None
+    answers: int = 3600
+    tokens: int = 8000
+
+    @property
+    def restart(self):
+        """Seconds until what was killed is back."""
+        return 30.0 if self.killed == "client" else 120.0
+
+
+KILLS = {
+    "nothing killed": Kills(),
+    "client killed each 3,600 s": Kills("client", 3600.0),
+    "client killed each 900 s": Kills("client", 900.0),
+    "server killed each 3,600 s": Kills("server", 3600.0),
+    "server killed each 900 s": Kills("server", 900.0),
+}

@@ -3,6 +3,8 @@
 ideal      all documents are at the engines at once, each call at the one with the fewest
 ours       datatrove_ckpt.InferenceRunner, which believes that it has launched the engines
 datatrove  datatrove's own InferenceRunner, which has one server: a task for each server
+
+Jobs with kills have the systems ``ours`` and ``false``, which is ``half_answers: false``.
 """
 
 import asyncio
@@ -17,7 +19,7 @@ from itertools import chain
 from pathlib import Path
 from unittest import mock
 
-from tests.bench.throughput_jobs import JOBS
+from tests.bench.throughput_jobs import JOBS, KILLS
 from tests.simulated_servers import SimulatedServer
 from tests.virtual_time import VirtualTimeLoop
 
@@ -234,10 +236,19 @@ def run(job, system, seed):
     }
 
 
+def killed(job, system, seed):
+    """Returns the result of one run with kills. It leaves ``time.monotonic`` as ``run`` does."""
+    from tests.bench.throughput_kills import run_killed  # another commit's package may lack parts
+
+    with asyncio.Runner(loop_factory=virtual_loop) as runner:
+        return runner.run(run_killed(job, seed, continues=system == "ours"))
+
+
 def main():
     name, system, seed = json.loads(sys.argv[1])
     began = time.perf_counter()
-    result = run(JOBS[name], system, seed)
+    measure = killed if name in KILLS else run
+    result = measure((JOBS | KILLS)[name], system, seed)
     print(json.dumps({**result, "took": time.perf_counter() - began}))
 
 

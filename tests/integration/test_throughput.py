@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from tests.bench.throughput_jobs import Job, calls, in_sequence, one_call, shared
-from tests.bench.throughput_run import run
+from tests.bench.throughput_jobs import Job, Kills, calls, in_sequence, one_call, shared
+from tests.bench.throughput_kills import MOST_TWICE
+from tests.bench.throughput_run import killed, run
 
 ENGINE = {"blocks": 1600, "budget": 2048}  # 25,600 tokens
 
@@ -73,3 +74,14 @@ def test_two_tasks_over_the_same_servers_push_nothing_out_of_their_caches(share_
     rows = calls(100, 3, prompt=500, answer=30)
     share, _ = share_of_ideal(Job(2, rows, in_sequence(), ENGINE, tasks=2))
     assert share >= 1.4
+
+
+@pytest.mark.parametrize("victim", ["client", "server"])
+def test_kills_cost_no_long_answers(victim, monkeypatch):
+    monkeypatch.setattr(time, "monotonic", time.monotonic)
+    job = Kills(victim, every=30.0, answers=60, tokens=1500)
+    before = killed(job, "false", seed=1)
+    ours = killed(job, "ours", seed=1)
+    assert 0 < ours["twice"] <= min(MOST_TWICE, before["twice"] / 5)
+    assert before["mean"] < 0.9 * before["true_mean"]  # long ones were cut, and drawn again
+    assert ours["mean"] == pytest.approx(ours["true_mean"], rel=0.01)

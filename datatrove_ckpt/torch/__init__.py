@@ -18,7 +18,7 @@ Start at ``dataset.py`` (ReaderDataset, ``restore``) and ``checkpoints.py`` (Tra
                     know how far the others are
 
 ``checkpoints.py`` and its six modules need torch. The rest works without torch, and what reads the
-folder of a training without numpy and readers. So most names are imported at their first use.
+folder of a training without numpy and readers.
 """
 
 from importlib import import_module

@@ -74,9 +74,9 @@ Writer = Callable[[Path], object]
 
 _POLL_SECONDS = 0.25  # how often ranks agree whether to save or to stop
 _POLL_STEPS = 32  # and at the latest after so many steps: they may get slower
-_RETRY_SECONDS = 60.0  # after a save that failed
-_CURVE_SECONDS = 600.0  # between two times that metrics.csv is written
-_HEARTBEAT_SECONDS = 30.0  # between the heartbeats of a rank
+_RETRY_SECONDS = 60.0
+_CURVE_SECONDS = 600.0
+_HEARTBEAT_SECONDS = 30.0
 _MARGIN_SECONDS = 30.0  # between the end of the last save and the end of the job's time
 _INPUT = "input.pt"
 _RANDOM = "random.pt"
@@ -105,18 +105,15 @@ class TrainingCheckpoints:
         remote: a URL (S3, a bucket of the Hugging Face hub, another folder) to which rank 0 copies
             the newest step of its folder, as soon as the copy before has ended, and then the steps
             that ``keep`` keeps beside ``Last``. Steps that a folder lacks are restored from there.
-        save: the policy of ``maybe_save``, such as ``EverySteps(500) | EverySeconds("auto")``.
-            None: ``EverySeconds("auto")``.
-        keep: the policy of the steps that stay, such as ``Last(3) | Best("loss") |
-            Every(10_000)``. None: ``Last(3) | Best("loss")``.
+        save: the policy of ``maybe_save``. None: ``EverySeconds("auto")``.
+        keep: the policy of the steps that stay. None: ``Last(3) | Best("loss")``.
         asynchronous: False: a save returns when it is on the disk.
         only_plain: restore tensors and plain values only. False: any object, which runs code that a
             file names.
-        on_failure: called with the error of a save that failed, in the rank where it happened: in
-            its loop, at the latest in the next ``maybe_save`` or at the end. What it raises ends
-            the training. None: the training continues.
+        on_failure: called with the error of a save that failed, in the rank where it happened. What
+            it raises ends the training. None: the training continues.
         config: the settings of the training, a dict, dataclass or ``argparse.Namespace`` of what
-            JSON holds, and of paths: each step has them in ``config.json``, without secrets.
+            JSON holds: each step has them in ``config.json``, without secrets.
         signals: names of the signals after which the training saves and ends.
 
     Attributes:
@@ -154,7 +151,7 @@ class TrainingCheckpoints:
         self._asynchronous = asynchronous
         self._only_plain = only_plain
         self._on_failure = on_failure
-        self._failures = SimpleQueue[Exception]()  # of this rank, for on_failure
+        self._failures = SimpleQueue[Exception]()
         self._ranks = Ranks()
         # Else ranks would wait for each other at different steps.
         timed = (
@@ -274,7 +271,6 @@ class TrainingCheckpoints:
                 self._on_failure(error)
 
     def _wait_for_copy(self) -> bool:
-        """Returns whether the copy under way has ended. A new signal ends the wait."""
         warn_at = time.monotonic() + _WARN_SECONDS
         shutdown = self._preemption.shutdown
         cause = shutdown.cause
@@ -409,7 +405,7 @@ class TrainingCheckpoints:
 
         Args:
             step: how many steps the training has made.
-            loader: the rank's own loader, with a ``state_dict``, as a StatefulDataLoader has it.
+            loader: the rank's own loader, with a ``state_dict``.
             epoch: the number of this epoch, if the loader reads no dataset of ours.
             metrics: numbers to choose the best step by; also for the loss curve, as ``log``.
             writer: called in each rank with a folder, for objects that save themselves. It is not
@@ -448,7 +444,7 @@ class TrainingCheckpoints:
         self._log(step, numbers)
         try:
             self._claim()
-        except StorageFailed as error:  # of all ranks
+        except StorageFailed as error:
             self._failed(name, error, self._is_owner)
             self._report()
             return
@@ -491,10 +487,7 @@ class TrainingCheckpoints:
     def _gather(
         self, own_input: Contents | None, states: sharded.States, alike: Contents, parts: Contents
     ) -> tuple[list[Any], list[Any], str]:
-        """Returns random states and input states of all ranks, and what identifies the save.
-
-        Raises ConfigError if a state is refused, or differs between the ranks.
-        """
+        """Returns random states and input states of all ranks, and what identifies the save."""
         outlines = {key: sharded.outline(state) for key, state in alike.items()}
         for key, state in parts.items():  # stages of a pipeline name other parameters
             outlines[key] = sharded.outline(state, sharded.VALUES)
@@ -631,7 +624,7 @@ class TrainingCheckpoints:
             self._write_curve()
 
     def _write_curve(self) -> None:
-        with suppress(Exception):  # the next save names the full disk
+        with suppress(Exception):
             self._history.write_curve()
         self._curve_at = time.monotonic()
 
@@ -731,11 +724,10 @@ class TrainingCheckpoints:
         Args:
             step: its number; "latest": the newest step; "best": the best step by ``Best``. The
                 saves that follow an older step are newer than all steps.
-            loader: a loader that has not begun yet. A ``ReaderDataset``'s loader resumes with any
-                number of ranks, see ``restore``.
+            loader: a loader that has not begun yet.
             reader: called in each rank with the folder that the ``writer`` had.
             weights_only: restore the given states alone, and no random numbers: the training does
-                not continue from there. Only their files must be whole.
+                not continue from there.
             states: objects with ``load_state_dict`` and dicts, by the names that ``save`` was
                 given, or some of them. A tensor of a dict with the saved shape keeps its memory,
                 which may be a model's. If a state does not fit, others may have changed.
@@ -745,7 +737,7 @@ class TrainingCheckpoints:
 
         Raises:
             CheckpointCorrupt: steps were saved, and none of them is whole.
-            CheckpointMismatch: the loader's input is not that of the step, see ``restore``.
+            CheckpointMismatch: the loader's input is not that of the step.
             ConfigError: there is no such step, the step holds no such state, or the state does not
                 fit its object.
         """
@@ -820,10 +812,6 @@ class TrainingCheckpoints:
         """Returns the newest (or best) requested step that is whole in all folders, or whose
         ``parts`` are, and the damage of steps before it in that order; None for "latest" if there
         are no steps.
-
-        Raises:
-            CheckpointCorrupt: no requested step is whole.
-            ConfigError: there is no such step.
         """
         self._writing.join()
         listings = self._ranks.together(self._names)
@@ -841,7 +829,7 @@ class TrainingCheckpoints:
         for name in reversed(names):
             damage = self._damage(name, loaded, parts)
             if damage and name not in set().union(*self._ranks.together(self._names)):
-                return self._choose(step, loaded, before, parts)  # its training has removed it
+                return self._choose(step, loaded, before, parts)
             if not damage:
                 if parts is None:
                     self._steps.damaged.discard(name)
@@ -890,7 +878,6 @@ class TrainingCheckpoints:
             return names
 
     def _damage(self, name: StepName, loaded: Contents, parts: set[str] | None) -> str:
-        """Returns why a folder's copy of the step cannot be used."""
         differs = False
         while True:
             own_damage = partial(self._own_damage, name, loaded, differs, parts)
@@ -909,9 +896,6 @@ class TrainingCheckpoints:
     ) -> str:
         """Returns why this folder's copy of the step cannot be used. First fetches a copy that is
         missing or differs from the remote.
-
-        Raises:
-            StorageFailed: the copy cannot be read.
         """
         if not self._is_owner:
             return ""
@@ -1011,12 +995,12 @@ class TrainingCheckpoints:
                 do not come again.
 
         Returns:
-            The step. The training continues from it.
+            The step.
 
         Raises:
             ConfigError: there is no such step, or both or none of ``to`` and ``before`` are given.
             CheckpointCorrupt, CheckpointMismatch: no such step is whole, or the loader's input is
-                another, see ``restore``.
+                another.
             CheckpointLocked: another process saves into the folder.
         """
         if (to is None) == (before is None):
@@ -1103,9 +1087,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 @dataclass(eq=False)
 class _Task:
-    """Makes at most one call at a time, in a thread that does not keep the process alive, or
-    immediately.
-    """
+    """Makes at most one call at a time, in a thread that does not keep the process alive."""
 
     _asynchronous: bool
     _thread: threading.Thread | None = None

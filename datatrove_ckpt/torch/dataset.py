@@ -1,30 +1,13 @@
 """``ReaderDataset`` has rows of files as a torch dataset whose position can be saved and restored.
 
-    from torchdata.stateful_dataloader import StatefulDataLoader
+An epoch has one order for all ranks and workers (``order.py``), which take turns.
 
-    rows = ReaderDataset.from_folder("s3://bucket/corpus").select_columns(["text"])
-    dataset = rows.shuffle(seed=0).shard(world_size, rank).map(tokenise).batch(32)
-    loader = StatefulDataLoader(dataset, batch_size=None, num_workers=4)
-    first_epoch = 0
-    if saved:                                                            # the files of all ranks
-        first_epoch = restore(loader, saved)
-    for epoch in range(first_epoch, epochs):
-        dataset.set_epoch(epoch)
-        for batch in loader:
-            ...
-            torch.save(loader.state_dict(), f"loader-{rank}.pt")
-
-An epoch has one order for all ranks and workers (``order.py``), which take turns. An ``Epoch`` is
-one iteration of one worker.
-
-The rows of a window are joined to few batches while they are read, and taken out of the batches.
 Each pyarrow take from several chunks copies all chunks, and one joint copy would need twice the
 window's memory. So rows are joined part by part, and taken batch by batch.
 
-Samples of a training loop are plain dicts. A list of numbers, mostly a token row, becomes a numpy
-array: a Python number takes 28 bytes where the table has 2 or 4. pyarrow takes the numbers of lists
-one by one, so arrays are cut out of the batch itself. Arrays are copies: torch warns of read-only
-arrays, and a view keeps a block alive.
+A list of numbers, mostly a token row, becomes a numpy array: a Python number takes 28 bytes where
+the table has 2 or 4. pyarrow takes the numbers of lists one by one, so arrays are cut out of the
+batch itself. Arrays are copies: torch warns of read-only arrays, and a view keeps a block alive.
 """
 
 from __future__ import annotations
@@ -100,7 +83,6 @@ _COPIED_TOGETHER = 2**20
 def batch_rows(batch: pa.RecordBatch, numbers: Numbers) -> list[Row]:
     """Returns the rows with these numbers as dicts, in which lists of numbers are arrays."""
     rows: list[Row] = [{} for _ in range(len(numbers))]
-    # By column: a third of the time of dict().
     for name, values in batch_columns(batch, numbers).items():
         for row, value in zip(rows, values, strict=True):
             row[name] = value
@@ -188,10 +170,7 @@ def _is_number_list(kind: pa.DataType) -> bool:
 
 
 def _flattened(lists: pa.Array) -> tuple[_Array, Numbers, Numbers] | None:
-    """Returns the numbers of all lists, and where each list begins and ends in them.
-
-    Returns None if these are no lists of numbers, or some are None.
-    """
+    """Returns None if these are no lists of numbers, or some are None."""
     if not _is_number_list(lists.type) or lists.null_count or lists.values.null_count:
         return None
     flat = lists.values.to_numpy()
@@ -229,7 +208,6 @@ class RowBatches:
     """Rows of several tables, one after the other.
 
     Args:
-        tables: tables of one schema.
         joined: join the tables to few batches, because rows are taken in any order.
     """
 
@@ -262,7 +240,7 @@ def _joined_tables(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
     for table in tables:
         group.append(table)
         size += table.nbytes
-        del table  # while the next table is read
+        del table
         if size >= _JOINED:
             joined = owned(pa.concat_tables(group))
             group = []
@@ -348,7 +326,6 @@ class RowSource:
     _open: dict[int, _Loaded] = field(default_factory=dict)
 
     def name(self, shares: Numbers, rows: Numbers) -> str:
-        """Returns the name of one row: its number, and its file."""
         share = self._order.shares[int(shares[0])]
         window = share.window(int(share.window_of(rows)[0]))
         block, in_block = window.origins(rows - window.first)
@@ -372,10 +349,7 @@ class RowSource:
         return [by_place[position] for position in range(len(shares))]
 
     def by_column(self, shares: Numbers, rows: Numbers) -> dict[str, list[object]]:
-        """Reads the rows as columns.
-
-        Returns none if a row is damaged, or rows have other columns.
-        """
+        """Returns none if a row is damaged, or rows have other columns."""
         places = []
         parts = []
         for positions, part, row_numbers in self._parts(shares, rows):
@@ -459,15 +433,6 @@ def parse_window(window: int | str) -> Window:
 
 
 def _continued(start: DatasetState, saved: DatasetState) -> DatasetState:
-    """Returns the state from which a worker continues.
-
-    Args:
-        start: the state at the beginning of the worker's epoch.
-        saved: the saved state of this worker, or of all workers.
-
-    Raises:
-        CheckpointMismatch: the state belongs to another worker, or another order.
-    """
     if saved.slot is not None and saved.made_by != start.made_by:
         raise CheckpointMismatch(
             f"The state was made by {saved.made_by}, and this is {start.made_by}. A state belongs "
@@ -491,14 +456,10 @@ class Epoch(Iterator[object]):
     """Iterates over the samples of one worker in one epoch.
 
     Args:
-        saved: the saved state that the epoch continues, of this slot or of all slots.
         after_end: the loaded state was saved at the end of the epoch before.
 
     Attributes:
         iterator: the iterator behind ``__next__``, which saves a call for each sample.
-
-    Raises:
-        CheckpointMismatch: the state belongs to another slot, or another order.
     """
 
     def __init__(
@@ -591,7 +552,6 @@ class Epoch(Iterator[object]):
                     yield sample
 
     def _read_batches(self, batched: Batched) -> Iterator[object]:
-        """Reads batches as columns, or else joins rows."""
         size = batched.size
         chunk = max(1, self._chunk // size) * size
         while self._samples < self._count:
@@ -611,7 +571,6 @@ class Epoch(Iterator[object]):
         """Returns a substitute for a damaged row of the worker, by its number.
 
         If ranks must be even, this is the worker's next row, so it depends on the order alone.
-        Otherwise there is no substitute: None.
         """
         is_even = self._dataset._even is not None
         if not self._skipped:
@@ -628,7 +587,6 @@ class Epoch(Iterator[object]):
         # A copy, so that the windows of the source stay open.
         source = replace(self._source, _open={})
         total = self._count
-        # First the rows behind the damaged row, then the rows before it.
         for low in (*range(number + 1, total, self._chunk), *range(0, number, self._chunk)):
             for other in source.samples(*self._places(low, min(low + self._chunk, total))):
                 if other is not None:
@@ -683,9 +641,6 @@ def _joined(samples: list[Any]) -> object:
 
 
 def _column(values: list[Any]) -> object:
-    """Makes an array of numbers, and of arrays or tensors of one shape and type; returns other
-    values as they are.
-    """
     kind, *other_types = set(map(type, values))
     if kind in (bool, int, float) and not other_types:
         return np.array(values)
@@ -718,7 +673,7 @@ class ReaderDataset(StatefulIterable):
 
     Each method returns a new dataset, which begins at epoch 0. ``shuffle`` and ``shard`` choose
     rows of the input, wherever they stand; ``map``, ``select_columns`` and ``batch`` change samples
-    in the order of the calls. Words and arguments are those of ``datasets``.
+    in the order of the calls.
 
     Args:
         reader: a ``JsonlReader``, ``ParquetReader`` or ``IpcReader``. It is copied, and its own
@@ -899,7 +854,6 @@ class ReaderDataset(StatefulIterable):
         return {"shuffle_seed": self.shuffle_seed, "window": window}
 
     def _state_at(self, epoch: int, slot: Slot | None, shares: int | None) -> DatasetState:
-        """Returns the state at the beginning of an epoch."""
         return DatasetState(
             epoch=epoch,
             order=self._order() | {"shares": shares},
@@ -937,7 +891,7 @@ def restore(loader: DataLoader, states: Iterable[ReaderState | str | PathLike[st
         loader: a StatefulDataLoader, or any DataLoader, of a ``ReaderDataset``, ``Pack`` or
             ``Mix``. It has not begun yet.
         states: ``loader.state_dict()`` of each rank, in any order, or files of ``torch.save`` with
-            them; or the one state that ``merge`` of 0.2 made.
+            them.
 
     Returns:
         The number of the epoch with which the loop of epochs continues: the epoch of the states, or

@@ -3,8 +3,7 @@
     mix = Mix([web, code], weights=[0.7, 0.3], seed=0)
     loader = StatefulDataLoader(mix, batch_size=32, num_workers=4)
 
-The source of the n-th sample is a hash of seed, epoch, rank, worker and n. A merged state has the
-sum of all n.
+The source of the n-th sample is a hash of seed, epoch, rank, worker and n.
 """
 
 from bisect import bisect_right
@@ -42,7 +41,6 @@ class Mix(stateful.StatefulWrapper):
     workers had begun, may come once more.
 
     Args:
-        sources: stateful iterables.
         weights: how often each source is drawn, relative to the others.
         seed: seed of the draws.
         at_end: what follows when a source ends. "stop": the epoch ends, and the rest of the others
@@ -133,10 +131,6 @@ class _MixedSource:
 
     Attributes:
         passes: how often the source has begun again.
-        has_given: this pass gave a sample. Otherwise the source does not begin again.
-        has_ended: a pass has ended.
-        is_live: the source is drawn.
-        last: the state at its end.
     """
 
     number: int
@@ -205,7 +199,7 @@ class Mixing(Iterator[object]):
         elif self._mix.at_end == "drop":
             self._drop(source)
             self.finished = all_ended
-        else:  # "repeat"
+        else:
             self.finished = all_ended
             if not source.has_given:
                 self._drop(source)

@@ -10,10 +10,9 @@ workers can continue.
            -> each share is read window by window; the rows of a window come in shuffled order
            -> position p is row p // shares of share p % shares, while all shares have rows
 
-Canonical shares are the idea of MosaicML Streaming (``num_canonical_nodes``). Here a worker reads
-only some of the blocks: with as many workers as shares, each block is read once. The number of
-shares follows from the window and the input alone. Blocks of a compressed file keep their order,
-and a share reads up to ``OPEN_STREAMS`` of them at a time.
+Canonical shares are the idea of MosaicML Streaming (``num_canonical_nodes``). The number of shares
+follows from the window and the input alone. Blocks of a compressed file keep their order, and a
+share reads up to ``OPEN_STREAMS`` of them at a time.
 
 Permutations sort by a hash of the number (splitmix64): numpy's generators may change.
 
@@ -97,7 +96,6 @@ class BlockTable:
 
     @cached_property
     def hash(self) -> str:
-        """A hash of the rows and bytes of all blocks, and of ``skip`` and ``limit``."""
         columns = np.stack([self.file, self.first, self.start, self.rows, self.bytes])
         return xxh3_64_hexdigest(columns.astype("<i8").tobytes())
 
@@ -200,8 +198,6 @@ class EpochShare:
 
 
 class EpochOrder:
-    """All canonical shares of an epoch, which take turns, one row each, until they end."""
-
     def __init__(self, shares: Sequence[EpochShare]) -> None:
         self.shares = shares
         lengths = np.array([share.rows for share in shares], dtype=np.int64)
@@ -334,7 +330,6 @@ def _in_turns(pieces: Pieces, files: Numbers, order: Numbers, salt: int) -> Numb
     """
     numbers, of_file = np.unique(files[pieces.block], return_inverse=True)
     file = np.repeat(of_file, pieces.rows)
-    # File by file, each file's rows shuffled.
     by_file = order[np.argsort(file[order], kind="stable")]
     rows = np.bincount(file, minlength=len(numbers))
     turn = np.arange(len(order)) - np.repeat(np.cumsum(rows) - rows, rows)
@@ -432,7 +427,6 @@ class Topology:
         return ((turn * self.workers + worker) * self.batch + offset) * self.ranks + rank
 
     def owner(self, places: Numbers) -> tuple[Numbers, Numbers]:
-        """Reverts ``places``: returns the slots, and the numbers of the samples there."""
         in_rank = places // self.ranks
         rank = places % self.ranks
         batch = in_rank // self.batch

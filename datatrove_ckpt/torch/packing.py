@@ -25,7 +25,7 @@ Columns = dict[str, TokenArray]
 """Token arrays by the names of their columns."""
 Fill = int | Mapping[str, int]
 
-_FIRST = "first of its row"  # a column of our own
+_FIRST = "first of its row"
 
 
 class Pack(stateful.StatefulWrapper):
@@ -105,7 +105,7 @@ class Pack(stateful.StatefulWrapper):
 
 
 class Packing(Iterator[Columns]):
-    """One pass of a ``Pack``. Holds less than one sample, and the rest of one row."""
+    """Holds less than one sample, and the rest of one row."""
 
     def __init__(
         self, pack: Pack, source: stateful.Source, leftovers: Sequence[Columns], samples: int
@@ -119,7 +119,7 @@ class Packing(Iterator[Columns]):
         if pack.positions:
             self._names.append(_FIRST)
         self._held: dict[str, list[TokenArray]] = {name: [] for name in self._names}
-        self._start = 0  # how much of the first array is in samples already
+        self._start = 0
         self._count = 0
         for leftover in leftovers:
             self._hold(leftover)
@@ -157,7 +157,7 @@ class Packing(Iterator[Columns]):
         self._hold(arrays, self._pack.separator)
 
     def _hold(self, row: Columns, separator: dict[str, int] | None = None) -> None:
-        """Adds a row, or the rest of a packer, whose positions begin at 0 again."""
+        """Adds a row, or the rest of a packer."""
         size = len(row[self._pack.columns[0]])
         if not size:
             return
@@ -221,7 +221,6 @@ class Packing(Iterator[Columns]):
 
 
 def _tokens(row: object, name: str, columns: int) -> TokenArray:
-    """Makes an array of a column: integers as int64, for embeddings and losses of torch."""
     if isinstance(row, Mapping):
         if name not in row:
             raise ConfigError(

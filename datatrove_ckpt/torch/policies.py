@@ -82,7 +82,6 @@ class Moment:
         write_seconds: how long the last save was written.
         epoch_ended: one of the ranks had the last batch. Known beside ``EveryEpoch`` only.
         stopped_seconds: how long all saves since the start or restore stopped the training.
-        run_seconds: seconds since then.
         metrics: the metrics of rank 0. Known beside ``Best`` only.
         saved: the metrics of the saved steps, of rank 0.
     """
@@ -101,7 +100,6 @@ class Moment:
 
 class Policy:
     def __post_init__(self) -> None:
-        """Checks the arguments of a dataclass."""
         check(type(self), vars(self))
 
     @property
@@ -151,7 +149,6 @@ class AnyOf(SavePolicy, KeepPolicy):
 def check_policy(
     setting: str, policy: object, kind: type[SavePolicy] | type[KeepPolicy], example: str
 ) -> None:
-    """Raises ConfigError if an argument, or a part of it, is not a policy of this kind."""
     parts: tuple[object, ...] = (policy,)
     if isinstance(policy, Policy):
         parts = policy.parts
@@ -233,7 +230,6 @@ class WhenFailing(SavePolicy):
 
     @cached_property
     def _checks(self) -> subprocess.Popen[bytes]:
-        """The shell, which ends when the command fails, or after the training, even if killed."""
         loop = f"while kill -0 $PPID && {{ {self.command}\n}}; do sleep {self.every_seconds}; done"
         return subprocess.Popen(
             loop,
@@ -253,8 +249,6 @@ class WhenFailing(SavePolicy):
 
 @dataclass(frozen=True)
 class Last(KeepPolicy):
-    """Keeps the newest steps."""
-
     count: Count = 3
 
     def kept(self, metrics: StepMetrics) -> set[StepName]:
@@ -297,8 +291,6 @@ class Best(SavePolicy, KeepPolicy):
 
 @dataclass(frozen=True)
 class Every(KeepPolicy):
-    """Keeps the steps that are multiples of ``steps``."""
-
     steps: Count
 
     def kept(self, metrics: StepMetrics) -> set[StepName]:

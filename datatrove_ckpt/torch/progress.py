@@ -28,7 +28,6 @@ class Progress:
         self._process = 0
 
     def start(self) -> None:
-        """Starts the thread, once in each process."""
         if self._process == os.getpid():
             return
         self._process = os.getpid()

@@ -41,7 +41,7 @@ class Ranks:
     records. It is an error if another rank makes another call, if it has passed the call (since the
     last call of all ranks it has taken more batches, or begun more exchanges with all ranks), or if
     it has ended and closed its connections. Without such evidence the others may be slow: a warning
-    names them, and the rank continues to wait.
+    names them.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,6 @@ class Ranks:
                 time.sleep(_POLL_SECONDS)
 
     def _missing_ranks(self, store: dist.Store, call: str) -> list[int]:
-        """Returns the ranks that have not come yet. Raises ConfigError if one never will."""
         missing = []
         for rank in range(self.size):
             record = b'[0, "", [0, 0]]'

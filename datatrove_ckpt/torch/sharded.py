@@ -2,7 +2,7 @@
 copies states in the host's memory.
 
 ``torch.distributed.checkpoint`` (DCP) saves such parts as a folder, and restores them on any number
-of ranks, also without FSDP. The training waits while states and random generators are copied.
+of ranks, also without FSDP.
 """
 
 import copy
@@ -68,7 +68,7 @@ def contents_of(states: States) -> tuple[dict[str, object], dict[str, object]]:
             alike[key] = value
         elif isinstance(state, torch.nn.Module | Optimizer):
             parts[key] = state_of(key, states)
-        else:  # state_dict() is called once
+        else:
             parts[key] = value
     return alike, parts
 
@@ -80,8 +80,8 @@ def _state_dict(state: Any) -> object:
 
 
 def give(state: Any, saved: Any) -> None:
-    """Restores a state whose content is known. Tensors in a dict keep their memory, which may be a
-    model's, unless they cannot hold the content.
+    """Restores a state whose content is known. Tensors in a dict keep their memory unless they
+    cannot hold the content.
 
     Raises ValueError if a tensor of a dict has another shape.
     """
@@ -143,7 +143,6 @@ def _model_of(key: str, states: States) -> torch.nn.Module:
 
 
 def save_parts(state: object, folder: Path, group: ProcessGroup | None) -> None:
-    """Writes the content, in all ranks of the group; None: there is one rank."""
     writer = dcp.FileSystemWriter(folder)
     dcp.save(state, storage_writer=writer, process_group=group, no_dist=group is None)
 
@@ -151,7 +150,6 @@ def save_parts(state: object, folder: Path, group: ProcessGroup | None) -> None:
 def load_parts(
     key: str, states: States, folder: Path, group: ProcessGroup | None, only_plain: bool
 ) -> None:
-    """Restores the object's state, in all ranks of the group."""
 
     class Planner(dcp.DefaultLoadPlanner):  # type: ignore[misc]
         def load_bytes(self, read_item: object, value: io.BytesIO) -> None:
@@ -199,7 +197,6 @@ class _Metadata(pickle.Unpickler):
 
 @cache
 def _known_classes() -> set[tuple[str, str]]:
-    """Returns the classes in a list of parts that this release of torch writes."""
     with TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore"):
         save_parts({"tensor": torch.zeros(1), "number": 1}, Path(folder), None)
         with Path(folder, METADATA).open("rb") as file:
@@ -225,8 +222,8 @@ def leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
 
 
 def outline(state: object, kinds: tuple[type, ...] = _PLAIN) -> str:
-    """Hashes leaves of some kinds. Tensors may differ between ranks, as with BatchNorm, so only
-    their shapes and types are hashed.
+    """Tensors may differ between ranks, as with BatchNorm, so only their shapes and types are
+    hashed.
     """
     values = [
         (key, getattr(leaf, "shape", leaf), getattr(leaf, "dtype", None))
@@ -237,7 +234,6 @@ def outline(state: object, kinds: tuple[type, ...] = _PLAIN) -> str:
 
 
 def check_alike(outlines: Sequence[Mapping[str, str]]) -> None:
-    """Raises ConfigError if the outlines or hashes of the ranks' states differ."""
     for key in sorted({key for outline in outlines for key in outline}):
         if len({outline.get(key) for outline in outlines}) > 1:
             raise ConfigError(

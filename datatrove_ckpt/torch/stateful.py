@@ -47,8 +47,6 @@ _PASSED = 3
 
 
 class _Number:
-    """A number of ``SharedCounters``."""
-
     def __init__(self, place: int) -> None:
         self._place = place
 
@@ -66,10 +64,8 @@ class SharedCounters:
     number of a worker; None is the process of the training loop.
 
     Attributes:
-        epoch_calls: how often ``set_epoch`` was called.
         workers_read: 1: workers have read samples since the last load.
         again: how many passes over the epoch have ended, in a loop without ``set_epoch``.
-        has_warned: 1: an epoch that begins again was logged.
     """
 
     epoch = _Number(0)
@@ -97,7 +93,6 @@ class SharedCounters:
         self.again = 0
 
     def note_pass(self, worker: int | None) -> None:
-        """Counts a pass that begins after the end of another pass, without ``set_epoch``."""
         if not (worker or self.epoch_calls) and self.is_marked(_PASSED, worker):
             self._numbers[_cell(_PASSED, worker)] = 0
             self.again += 1
@@ -235,10 +230,6 @@ class StatefulIterable(_Iterable):
         return samples
 
     def _take_loaded(self, worker: int | None) -> ReaderState | None:
-        """Returns the loaded state, once in each worker.
-
-        Raises ConfigError if the workers were started before the state was loaded.
-        """
         if worker is not None and self._shared.loads > self._seen_loads:
             raise ConfigError(
                 "A state was loaded into the dataset after the loader had started its workers, "
@@ -366,7 +357,7 @@ class StatefulWrapper(StatefulIterable):
 
     @abstractmethod
     def _options(self) -> ReaderState:
-        """Returns the settings that a state belongs to. Plain JSON."""
+        """Returns the settings that a state belongs to."""
 
     @abstractmethod
     def _source_states(self, state: ReaderState) -> list[ReaderState | None]:

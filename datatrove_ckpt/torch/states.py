@@ -50,7 +50,6 @@ def sealed(state: ReaderState, is_slow: bool = False) -> ReaderState:
 
 
 def _plain(value: object) -> object:
-    """Returns a value as JSON keeps it; for other values of foreign sources, only their types."""
     if isinstance(value, Mapping):
         return sorted((str(key), _plain(item)) for key, item in value.items())
     if isinstance(value, list | tuple):
@@ -104,7 +103,6 @@ def load_file(state: ReaderState | str | PathLike[str]) -> object:
 
 
 def find_states(value: object, matches: Callable[[ReaderState], bool]) -> Iterator[ReaderState]:
-    """Yields the wanted dicts in the state of a loader or of a wrapper around it."""
     if isinstance(value, dict) and matches(value):
         yield value
     elif isinstance(value, Mapping):
@@ -141,12 +139,9 @@ class DatasetState:
     """The content of a state.
 
     Attributes:
-        order: seed, window and shares.
         input: see ``InputIndex.state``.
         slot: the worker that made it; None: a merged state.
-        samples: how many rows of its share the slot had.
         skipped: how many of these rows were no samples.
-        ended: no worker had a sample left; only in a merged state.
     """
 
     epoch: int
@@ -209,7 +204,6 @@ class DatasetState:
 
 
 def check_settings(saved: ReaderState, current: ReaderState) -> None:
-    """Raises CheckpointMismatch if a state was made with other settings."""
     for key in current:
         if saved.get(key) != current[key]:
             raise CheckpointMismatch(
@@ -225,7 +219,6 @@ def is_state(value: object) -> bool:
 def check_same(
     states: Sequence[_T], keys: Iterable[str], get: Callable[[_T, str], object] = getattr
 ) -> None:
-    """Raises CheckpointMismatch if a value differs between the states of ranks and workers."""
     for key in keys:
         values = list({str(get(state, key)): None for state in states})
         if len(values) > 1:
@@ -270,7 +263,7 @@ def merge_states(states: Sequence[DatasetState], alone: bool) -> DatasetState:
     first = states[0]
     check_same(states, ("epoch", "order", "input", "done", "topology", "even"))
     if first.slot is None or first.topology is None:
-        return first  # merged before, and the same for all
+        return first
     states = in_order([state.slot for state in states if state.slot], states)
     ended = [state.has_ended() for state in states]
     if alone:
@@ -290,10 +283,6 @@ def check_steps(
     """Raises CheckpointMismatch if ranks that have not ended are a batch or more apart.
 
     Without ``batch_size`` the batches of the loader are not known, and a difference is a warning.
-
-    Args:
-        samples: how many samples each worker gave.
-        ended: whether each worker has ended.
     """
     sums = dict.fromkeys(ranks, 0)
     over = {rank for rank, has_ended in zip(ranks, ended, strict=True) if has_ended}
@@ -342,7 +331,6 @@ def is_ours(value: object) -> bool:
 
 
 def merge_all(states: Sequence[ReaderState | None], alone: bool = True) -> ReaderState:
-    """Merges the states of all workers, with ``alone`` as in ``merge_states``."""
     if not states:
         raise ConfigError(
             "There is no state of a ReaderDataset, Pack or Mix in what was given. Give the "
@@ -367,7 +355,7 @@ def _merge_wrappers(states: Sequence[ReaderState], alone: bool) -> ReaderState:
     first = states[0]
     if first["slot"] is None:
         check_same(states, first, ReaderState.get)
-        return first  # merged before
+        return first
     states = in_order([Slot(*(state["slot"] or (0, 1, 0, 0))) for state in states], states)
     ended = [bool(state["finished"]) for state in states]
     if alone:

@@ -51,7 +51,7 @@ _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
 class StepName(NamedTuple):
-    """The name of a saved step. Names are ordered by age."""
+    """Names are ordered by age."""
 
     rollbacks: int
     step: int
@@ -88,7 +88,6 @@ def read_manifest(folder: Path, name: StepName) -> StepManifest:
 def whole_manifests(
     names: Iterable[StepName], read: Callable[[StepName], StepManifest]
 ) -> dict[StepName, StepManifest]:
-    """Returns the manifests that ``read`` does not find damaged, by step."""
     manifests = dict[StepName, StepManifest]()
     for name in names:
         with suppress(CheckpointCorrupt):
@@ -150,7 +149,6 @@ def part_of(file: str) -> str:
 
 
 def rolled_back_steps(manifests: Mapping[StepName, StepManifest]) -> set[StepName]:
-    """Returns the steps that a later rollback has undone."""
     rollbacks = {
         StepName(name.rollbacks, manifest["back_to"])
         for name, manifest in manifests.items()
@@ -235,12 +233,7 @@ def sealed(manifest: StepManifest) -> bytes:
 
 
 def parse_manifest(data: bytes | None, place: str, name: StepName) -> StepManifest:
-    """Parses a manifest, and raises what ``read_manifest`` raises.
-
-    Args:
-        data: the manifest; None if there is none.
-        place: the place of the manifest, for messages.
-    """
+    """Parses a manifest, and raises what ``read_manifest`` raises."""
     if data is None:
         raise CheckpointCorrupt(f"{place} is missing.")
     try:
@@ -263,6 +256,5 @@ def parse_manifest(data: bytes | None, place: str, name: StepName) -> StepManife
 
 
 def is_training(path: str | None) -> bool:
-    """Returns whether a folder holds steps of a training."""
     folder = Path(path or "/dev/null")
     return folder.is_dir() and bool(steps_in(folder))

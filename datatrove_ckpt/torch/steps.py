@@ -88,7 +88,7 @@ class Steps:
         return self._unlock is not None and self._unlock.alive
 
     def lock(self) -> None:
-        """Locks the folder, and removes leftovers of ended processes. Raises CheckpointLocked."""
+        """Raises CheckpointLocked."""
         if self.is_locked:
             return
         path = self.folder / ".lock"
@@ -132,9 +132,6 @@ class Steps:
     ) -> None:
         """Completes the staged step: hashes and syncs its files, writes the contents, and writes
         the manifest last.
-
-        Args:
-            of: values of the manifest that replace the usual values.
         """
         staging = self.folder / f".saving-{name}"
         if self._config:
@@ -163,7 +160,6 @@ class Steps:
         self._complete(staging, manifest)
 
     def _put(self, path: Path, value: object) -> Entry:
-        """Writes a file of a staged step, or shares it with an older step."""
         files.disk.make_dirs(path.parent)
         file = _File(path)
         try:
@@ -242,7 +238,6 @@ class Steps:
         return step_folder.steps_in(self.folder)
 
     def manifest(self, name: StepName) -> StepManifest:
-        """Reads the manifest of a step. Raises as ``read_manifest``."""
         return step_folder.read_manifest(self.folder, name)
 
     def manifests(self) -> dict[StepName, StepManifest]:
@@ -332,7 +327,7 @@ class Steps:
             if not is_there:
                 self._remote.put(place, path)
                 sent.append((place, entry, path))
-        # A node that is about to go may have no time to compare. A restore also compares.
+        # A node that is about to go may have no time to compare.
         self._remote.put(f"{name}/{MANIFEST}", step_folder.sealed(manifest))
         try:
             for copy in sent:
@@ -358,18 +353,15 @@ class Steps:
         return step_folder.step_names(self.store.names())
 
     def remote_manifests(self) -> tuple[dict[StepName, StepManifest], set[StepName]]:
-        """Returns the manifests of complete steps, and the names of incomplete ones."""
         names = self.remote_names()
         manifests = step_folder.whole_manifests(names, self.remote_manifest)
         return manifests, set(names) - manifests.keys()
 
     def remote_manifest(self, name: StepName) -> StepManifest:
-        """Raises CheckpointCorrupt if the manifest is missing or damaged."""
         data = self._remote.read(f"{name}/{MANIFEST}", 64 << 20)
         return step_folder.parse_manifest(data, f"{self.url}/{name}/{MANIFEST}", name)
 
     def refuse_others(self, there: dict[StepName, StepManifest]) -> None:
-        """Raises ConfigError if a step in the remote is of another training."""
         foreign = [
             name for name, manifest in there.items() if manifest["training"] != self.training
         ]

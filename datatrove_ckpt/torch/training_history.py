@@ -90,7 +90,7 @@ def write_heartbeat(folder: Path, rank: int, ranks: int, step: int) -> None:
 
 
 def read_heartbeats(folder: Path) -> list[JsonObject]:
-    """Returns the last heartbeat of each rank. A heartbeat that is being written may be missing."""
+    """Returns the last heartbeat of each rank."""
     signs: list[JsonObject] = []
     for path in sorted(folder.glob(".rank-*")):
         with suppress(ValueError, OSError):
@@ -182,7 +182,6 @@ class SavedStep:
 
     Attributes:
         at: when it was saved, in Unix seconds.
-        damage: why no restore takes it; "": it is whole, as far as that was checked.
     """
 
     step: int
@@ -198,8 +197,6 @@ class TrainingState:
     """The folder of a training.
 
     Attributes:
-        steps: the saved steps, the oldest first.
-        curve: the metrics of the steps.
         saved: the newest save in the history: what it cost.
         writer: the process that saves there now; "": there is none.
         ranks: the last heartbeat of each rank that writes to the folder.

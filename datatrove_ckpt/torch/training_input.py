@@ -54,7 +54,6 @@ class TrainingInput:
     def has_ended(
         self, loader: DataLoader | None = None, epoch: int | None = None, **ignored: object
     ) -> bool:
-        """Returns whether an epoch has ended since the last call."""
         before = self._epochs_ended
         source = _source_of(loader)
         if loader is not None and source is not None:
@@ -92,7 +91,6 @@ class TrainingInput:
         return xxh3_64_intdigest(seed.encode()) >> 1
 
     def note_step(self) -> None:
-        """Records that the batches so far are trained."""
         restored = getattr(self._loader, "_restored", None)
         if restored is not None:
             restored.is_used = bool(restored.batches)
@@ -142,7 +140,6 @@ class TrainingInput:
 
 
 def _source_of(loader: object) -> stateful.StatefulIterable | None:
-    """Returns this package's dataset of a loader, also in a wrapper such as Accelerate's."""
     source = loader
     while source is not None:
         if isinstance(source, stateful.StatefulIterable):
@@ -188,7 +185,6 @@ def keep_workers(
     Args:
         seed: seed of the workers' seeds. None: each iterator draws them from torch's generator,
             also in a resumed epoch.
-        signals: names of the signals.
     """
     inner = getattr(loader, "base_dataloader", loader)  # of Accelerate's
     usual = getattr(inner, "worker_init_fn", None)

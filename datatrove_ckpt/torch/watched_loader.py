@@ -68,14 +68,14 @@ class RestoredInput:
                 "batches, come again. Continue the first iteration."
             )
             return False
-        inner = getattr(loader, "base_dataloader", loader)  # of Accelerate's
+        inner = getattr(loader, "base_dataloader", loader)
         inner._iterator = None  # its workers may persist, and have copies of the dataset
         self.target.load_state_dict(self.state)
         return True
 
 
 class _Batches(Iterator[Any]):
-    """The iterator of a loader. No generator, which an error of a transform would end."""
+    """No generator, which an error of a transform would end."""
 
     def __init__(self, batches: Iterator[Any], restored: RestoredInput | None) -> None:
         self._batches = batches
@@ -107,7 +107,6 @@ class _Batches(Iterator[Any]):
 
 
 def watch(loader: Any, restored: RestoredInput | None = None) -> None:
-    """Watches a loader, which may have loaded a state."""
     if not hasattr(type(loader), "_restored"):  # a wrapper has its loader's attributes
         loader.__class__ = _watched(type(loader))
     loader._restored = restored

@@ -62,7 +62,7 @@ from datatrove_ckpt.readers.inputs import (
 )
 
 READER_VERSION = 1
-_MAX_LOGGED = 5  # damaged rows
+_MAX_LOGGED = 5
 
 USUAL_KEYS = {"text_key": "text", "id_key": "id"}
 """The options that decide how a row becomes a document, and their defaults.
@@ -124,7 +124,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     _position: Position | None = None
     _file_extent: FileProgress = FileProgress()
     _resolved: dict[str, str] | None = None
-    types: DeclaredTypes | None = None  # of formats that have none
+    types: DeclaredTypes | None = None
     _damaged_rows = 0  # rows of the task so far
     _has_read_row = False
 
@@ -154,10 +154,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         self.max_skipped = max_skipped
 
     def state_dict(self) -> ReaderState:
-        """Returns the position right after the last document that the reader yielded.
-
-        Plain JSON, below 1 kB.
-        """
+        """Returns the position right after the last document that the reader yielded."""
         if self._next_state is not None:
             return self._next_state
         if self._position is not None:
@@ -165,7 +162,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         return self._start_state or self._reader_state(0)
 
     def load_state_dict(self, state_dict: ReaderState) -> None:
-        """Sets the position after which the next run resumes. That run checks the input."""
+        """Sets the position after which the next run resumes."""
         self._next_state = state_dict
 
     def may_keep_state(self) -> list[str]:
@@ -182,7 +179,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         return [f"the adapter {name} of {kind.__name__}"]
 
     def has_default_adapter(self) -> bool:
-        """Whether rows become documents as datatrove makes them."""
         # datatrove binds an adapter to its reader.
         return getattr(self.adapter, "__func__", None) is BaseDiskReader._default_adapter
 
@@ -260,7 +256,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                     "'media' that is no list of datatrove's media objects. Rename the "
                     "column, or write an adapter."
                 ) from None
-        elif fields.get("media") is not None:  # an empty cell
+        elif fields.get("media") is not None:
             fields["media"] = []
         document = PositionedDocument(**fields)
         if self.default_metadata:
@@ -274,7 +270,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         return document
 
     def _prepare(self, row: Row, source_file: str) -> None:
-        """Adds the columns that folders name, and gives values their declared types, in place."""
         if self.path_columns:
             for name, value in path_columns(source_file).items():
                 row.setdefault(name, value)
@@ -285,7 +280,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             self.types.convert(row)
 
     def _warn_of_absent(self, row: Row) -> None:
-        """Logs a warning about the columns that settings name and the first row does not have."""
         columns = [("types", name) for name in getattr(self.types, "names", ())]
         if self.id_key != "id" and self.has_default_adapter():
             columns.append(("id_key", self.id_key))
@@ -303,7 +297,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
 
         Args:
             number: documents of the file so far: the next default id, if rows have no ids of their
-                own. It is then the last number of each position.
+                own.
             task: begins the default ids of a dataset, which number the documents of all its shards.
                 Positions then lack the number.
         """
@@ -350,9 +344,9 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         """
         self._damaged_rows += 1
         allowed = self.max_skipped
-        if in_training:  # each epoch reads the line again
+        if in_training:
             allowed = None
-        if self.stop_on_bad_line:  # also in pickles of earlier releases
+        if self.stop_on_bad_line:
             allowed = 0
         error, begin = bad_row
         if allowed is not None and self._damaged_rows > allowed:
@@ -436,7 +430,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             new = current.get(key, USUAL_KEYS.get(key))
             if old == new:
                 continue
-            if key in ("default_metadata", "types"):  # hashes
+            if key in ("default_metadata", "types"):
                 raise position_mismatch(f"{position} was made with other {key}.")
             raise position_mismatch(f"{position} was made with {key}={old!r}, now {new!r}.")
         documents = state.get("documents", 0)
@@ -474,10 +468,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def _read_input(
         self, inputs: InputFiles, index: int, file_position: FilePosition, number: tuple[int, int]
     ) -> FileRead:
-        """Yields the documents of file ``index`` after ``file_position``.
-
-        ``number``: the rank, and how many documents it has read.
-        """
         name = inputs.names[index]
         documents = file_position[-1] if file_position else 0
         return self.documents_of(name, self.blocks(name, file_position), documents)
@@ -487,7 +477,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         raise NotImplementedError
 
     def _may_grow(self, name: str) -> bool:
-        """Returns whether a longer file may continue the file that was read."""
         # Compressed data does not end at a line's end, nor may a text that is converted.
         return self.grows and self.encoding is None and codec_of(name, self.compression) is None
 
@@ -518,7 +507,6 @@ class TextFilesReader(SeekingReader):
         self.encoding = encoding
 
     def open(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """Opens a file as UTF-8 text, see ``open_content``."""
         return open_content(self.data_folder, name, self.compression, self.encoding)
 
 
@@ -528,7 +516,6 @@ class _InputPass:
 
     Attributes:
         digest: the files that were read to their end.
-        yielded: number of documents so far, in all attempts.
         yielded_before: their number before the current file.
         omitted: number of documents that ``skip`` has left out.
         file_position: the place in the current file where an earlier attempt ended; () if no
@@ -593,7 +580,6 @@ class _InputPass:
         )
 
     def unread_files(self) -> Iterator[int]:
-        """Yields the indices of the files to read, up to the reader's limit."""
         for index in range(self.digest.files, len(self.inputs.names)):
             if self._is_at_limit():
                 if self.file_position:  # the limit was reached in this file
@@ -602,7 +588,6 @@ class _InputPass:
             yield index
 
     def documents_in(self, index: int) -> Iterator[Document]:
-        """Yields a file's documents after the saved position that ``skip`` does not omit."""
         reader = self.reader
         start = self.start
         file = self._begin_file(index)

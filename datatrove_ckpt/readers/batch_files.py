@@ -33,7 +33,7 @@ class BatchReader(JsonlReader):
     ``body``, and its metadata has the ``url``.
 
     A line that is no request becomes a document with a ``problem`` in its metadata, and appears in
-    the output. JsonlReader has the same arguments.
+    the output.
     """
 
     format = JsonlReader.format
@@ -110,7 +110,6 @@ def _url_of(data: Row) -> object:
 
 
 def _problem(data: Row) -> str:
-    """Returns why a line is no request that can be sent; "" for a request."""
     body = data.get("body")
     if not isinstance(data.get("custom_id"), str) or not data["custom_id"]:
         return "it has no custom_id that is a text"

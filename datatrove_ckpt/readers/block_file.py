@@ -4,8 +4,8 @@ A reader of a pipeline reads a file forward, from any position, without an index
 training counts the rows of each part once (``index``), and reads rows by their numbers (``read``).
 
 Parquet is read by row group and row: a part is a slice of a row group. pyarrow reads row groups
-from their beginning, so earlier rows are decoded in small batches, and dropped. Most slices
-continue after the slice before. A call takes 0.2 ms, so small row groups are read together.
+from their beginning, so earlier rows are decoded in small batches, and dropped. A call takes 0.2
+ms, so small row groups are read together.
 
 Arrow IPC is read from files with a footer, and from streams, as ``datasets`` writes them: a part is
 a slice of a record batch. Local files are mapped into memory, so a slice costs its own pages. A
@@ -61,7 +61,6 @@ class FileIndex:
     """The parts of one file.
 
     Attributes:
-        groups: the parts, in the order of the file.
         sequential: whether a part can be read only after the earlier parts.
         schema: serialized Arrow schema; empty for JSONL.
     """
@@ -76,8 +75,6 @@ class FileIndex:
 
 
 class BlockFile(ABC):
-    """An open file of the input, whose parts can be read alone."""
-
     name: str
     groups: tuple[Group, ...]
     expected: Sequence[int] = ()
@@ -122,8 +119,6 @@ class BlockFile(ABC):
 
 
 class TableFile(BlockFile):
-    """A file whose parts are Arrow tables."""
-
     schema: pa.Schema
 
     def read(self, first: int, rows: int, columns: Sequence[str] | None = None) -> pa.Table:
@@ -242,7 +237,6 @@ def _refuse_lost_digits(column: pa.ChunkedArray) -> None:
 
 
 def _leaves(column: pa.Array) -> Iterator[pa.Array]:
-    """Yields the arrays of a column that hold its values."""
     parts = []
     if isinstance(column, pa.ChunkedArray):
         parts = column.chunks
@@ -254,7 +248,7 @@ def _leaves(column: pa.Array) -> Iterator[pa.Array]:
         parts = [column.keys, column.items]
     elif isinstance(column, pa.StructArray):
         parts = column.flatten()
-    elif hasattr(column, "flatten"):  # a list
+    elif hasattr(column, "flatten"):
         parts = [column.flatten()]
     else:
         yield column
@@ -270,13 +264,6 @@ _BUFFER_BYTES = 2**20
 
 @dataclass(eq=False)
 class _GroupReading:
-    """Reads the rows of some row groups, in order.
-
-    Attributes:
-        starts: number of the first row of each group.
-        row: number of the next row.
-    """
-
     columns: Sequence[str] | None
     starts: dict[int, int]
     _batches: Iterator[pa.RecordBatch]
@@ -327,11 +314,6 @@ class ParquetBlocks(TableFile):
         return self._index_of(self._groups)
 
     def use(self, index: FileIndex) -> None:
-        """Sets the index that ``read`` needs.
-
-        Raises:
-            CheckpointMismatch: the file has other parts.
-        """
         if index.groups != self._groups:
             raise changed_error(self.name)
         super().use(index)
@@ -359,7 +341,7 @@ class ParquetBlocks(TableFile):
 
     def _read(self, part: int, row: int, rows: int, columns: Sequence[str] | None) -> pa.Table:
         reading = self._run
-        self._run = None  # also if this fails
+        self._run = None
         if (
             reading is None
             or reading.columns != columns
@@ -398,13 +380,11 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class ArrowBlocks(TableFile):
-    """One Arrow file or stream."""
-
     def __init__(self, folder: DataFolder, name: str) -> None:
         self.name = name
         self._is_local = folder.is_local()
         self._readers: dict[tuple[str, ...], pa.RecordBatchFileReader] = {}
-        self._last: tuple[object, pa.RecordBatch] = (None, None)  # key and batch
+        self._last: tuple[object, pa.RecordBatch] = (None, None)
         with naming_damage(name):
             if self._is_local:
                 self._source = pa.memory_map(folder.resolve_paths(name))
@@ -444,7 +424,6 @@ class ArrowBlocks(TableFile):
                 yield number, batch.num_rows, batch.nbytes
 
     def _batches(self, first: int, extent: FileProgress) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Yields record batches with their numbers; of a file with a footer, from ``first`` on."""
         if not self._is_stream:
             count = self._reader.num_record_batches
             extent.starts = [number / max(1, count) for number in range(count + 1)]
@@ -544,9 +523,6 @@ def is_stream(file: IO[bytes], name: str) -> bool:
 def _check_end_of_stream(file: IO[bytes]) -> None:
     """Checks the end of a stream, because pyarrow does not: it may be cut between two batches, or
     be followed by a second stream.
-
-    Raises:
-        EOFError: the end is missing, or other bytes follow it.
     """
     if file.read(1):
         raise EOFError("other bytes follow the end of its stream")

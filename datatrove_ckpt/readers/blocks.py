@@ -86,7 +86,6 @@ def hub_reader(path: str, name: str | None, split: str, revision: str | None) ->
 
 
 def _ending(names: Iterable[str], location: str) -> str:
-    """Returns the suffix of the files that readers can read, without a compression's suffix."""
     suffixes = _READERS.keys() & {uncompressed(name).suffix for name in names}
     if len(suffixes) > 1:
         suffixes.discard(".json")  # usually describes the other files
@@ -99,7 +98,7 @@ def _ending(names: Iterable[str], location: str) -> str:
     return suffixes.pop()
 
 
-# The limits of a block. A larger row becomes a block.
+# A larger row becomes a block.
 MAX_ROWS = 2**16
 MAX_BYTES = 2**24
 
@@ -109,7 +108,6 @@ class Block:
     """Consecutive rows of one file.
 
     Attributes:
-        file: number of the file, in the reader's order.
         first: number of the first row in the file.
         bytes: rough size of the rows in memory, with all columns.
     """
@@ -124,10 +122,9 @@ class BlockInput:
     """The blocks of a reader's files, in their order. Files stay open while they are read.
 
     Args:
-        reader: the reader of the files. Its ``limit``, ``skip`` and shuffle are ignored.
+        reader: its ``limit``, ``skip`` and shuffle are ignored.
 
     Attributes:
-        names: the files, in the reader's order.
         sequential: numbers of the compressed JSONL files, whose blocks need all earlier blocks.
         gives_dicts: whether the rows of a block are a list instead of a table.
         gives_views: whether rows keep a mapped file, or a whole record batch, in memory.
@@ -259,7 +256,7 @@ class BlockInput:
         Parquet counts repeated texts once: rows of a long prompt can be a thousand times larger.
         """
         full = [number for number, index in enumerate(self._index) if index.rows]
-        if self.gives_dicts or not full:  # dicts are counted elsewhere
+        if self.gives_dicts or not full:
             return 4
         size = 4
         for number in {full[0], full[len(full) // 2], full[-1]}:
@@ -345,7 +342,7 @@ class RowCounts:
             yield
             return
         with lock:
-            with suppress(OSError):  # a file system without locks
+            with suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
@@ -367,7 +364,7 @@ class RowCounts:
         # A file that was damaged is replaced. Nodes may share the folder, and process ids.
         part = path.with_suffix(f".{uuid.uuid4().hex}")
         with suppress(OSError):
-            part.write_bytes(orjson.dumps(fields, list))  # of tuples
+            part.write_bytes(orjson.dumps(fields, list))
             part.replace(path)
 
     def _path(self, number: int) -> Path | None:
@@ -390,7 +387,6 @@ class UnifiedSchema:
     and on where a run was resumed. So the types of all files count.
 
     Args:
-        schemas: each serialized schema, and a file that has it.
         columns: columns that are read and that all files must have; None: all columns of all files.
 
     Raises:
@@ -436,7 +432,6 @@ class UnifiedSchema:
 
 
 def _decoded(table: pa.Table) -> pa.Table:
-    """Decodes dictionaries and views."""
     return table.cast(_plain_schema(table.schema))
 
 

@@ -50,7 +50,6 @@ def codec_of(name: str, compression: str | None) -> str | None:
 
 
 def uncompressed(name: str) -> PurePosixPath:
-    """Returns a file's name without the suffix of a compression."""
     path = PurePosixPath(name)
     if codec_of(name, "infer"):
         return path.with_suffix("")
@@ -58,12 +57,6 @@ def uncompressed(name: str) -> PurePosixPath:
 
 
 def _decompressed(file: IO[bytes], codec: str, name: str) -> io.RawIOBase:
-    """Opens the content of a compressed file.
-
-    Raises:
-        ConfigError: the library for this compression is not installed.
-        InputError: a zip file holds several files.
-    """
     if codec == "zip":
         return _only_file(file, name)
     if codec == "bz2":
@@ -92,11 +85,7 @@ def _decompressed(file: IO[bytes], codec: str, name: str) -> io.RawIOBase:
 
 @contextmanager
 def naming_damage(name: str) -> Iterator[None]:
-    """Turns errors of a decompressor or pyarrow into an error that names the file.
-
-    Raises:
-        InputError: the file is damaged or cut off.
-    """
+    """Turns errors of a decompressor or pyarrow into an error that names the file."""
     try:
         yield
     except Exception as error:
@@ -105,7 +94,7 @@ def naming_damage(name: str) -> Iterator[None]:
         library = type(error).__module__.partition(".")[0]
         if not (is_plain or isinstance(error, _DAMAGE) or library in _LIBRARIES):
             raise
-        if "crypt" in str(error):  # of Parquet or a zip
+        if "crypt" in str(error):
             raise InputError(
                 f"The input file {name!r} is encrypted: {error}. Write it decrypted, and run the "
                 "same command again."
@@ -119,7 +108,7 @@ def naming_damage(name: str) -> Iterator[None]:
 
 
 class DecompressedFile(io.BufferedReader):
-    """The content of a compressed file. ``stored`` is the compressed file."""
+    """The content of a compressed file."""
 
     def __init__(self, content: io.RawIOBase, stored: IO[bytes]) -> None:
         super().__init__(content, 2**16)  # bytes that are read ahead count as read
@@ -216,11 +205,7 @@ class _StreamFile(_ConvertedFile):
     """Decompresses all streams of a file.
 
     Args:
-        new_stream: makes the decompressor of a stream, such as ``bz2.BZ2Decompressor``.
         padding: the byte that may be repeated after a stream; b"": none.
-
-    Raises:
-        EOFError: a stream is damaged or incomplete, or other bytes follow.
     """
 
     def __init__(
@@ -246,13 +231,13 @@ class _StreamFile(_ConvertedFile):
             return False
         if not self._started:
             end = self._file.tell()
-            if end > len(data):  # else it is the first stream
+            if end > len(data):
                 data = data.lstrip(self._padding)
             self._start = end - len(data)
             self._started = bool(data)
         try:
             self._waiting = memoryview(self._stream.decompress(data))
-        except Exception as error:  # each library raises its own
+        except Exception as error:
             raise EOFError(f"{error} in the stream that begins at byte {self._start}") from error
         return True
 
@@ -288,11 +273,7 @@ def whole_option(names: Iterable[str], compression: str | None) -> JsonObject:
 def refuse_partial_files(
     folder: DataFolderLike, names: Iterable[str], compression: str | None, options: JsonObject
 ) -> None:
-    """Raises CheckpointMismatch if an earlier release read only the beginning of one of the files.
-
-    Args:
-        options: the reader's options in the state or record.
-    """
+    """Raises CheckpointMismatch if an earlier release read only a part of one of the files."""
     if WHOLE in options:
         return
     for name in names:
@@ -309,7 +290,6 @@ def refuse_partial_files(
 
 
 def _kind(name: str, compression: str | None) -> str:
-    """Returns the kind of a file that earlier releases may have read in part; "" for others."""
     if name.lower().endswith((".tif", ".tiff")):
         return "tiff"
     codec = codec_of(name, compression)
@@ -333,7 +313,6 @@ def _has_more(folder: DataFolder, name: str, kind: str) -> bool:
 
 
 def _has_padded_stream(file: IO[bytes]) -> bool:
-    """Whether padding, which is zeros, comes before the first bytes of a stream of an xz file."""
     end = b""
     while block := file.read(2**20):
         searched = end + block

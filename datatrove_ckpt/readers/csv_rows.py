@@ -36,14 +36,13 @@ class CSVReader(TextFilesReader, datatrove_csv.CsvReader):  # type: ignore[misc,
     line breaks within a cell stay as they are.
 
     Args:
-        shuffle_seed: shuffles the files by this number; ``shuffle_files`` is refused.
-        path_columns: folders such as ``lang=en`` are columns.
         max_skipped: how many rows of a task may be left out because they have more or fewer cells
             than there are names, or a ``media`` that is none. One more stops the task
             (``DamagedLine``). None: any number.
         delimiter: the character between cells. A backslash and a t also mean a tab. A first line
             such as ``sep=;`` comes before it.
-        encoding, types: see ``JsonlReader``. An empty cell is null, but a text or bytes stay empty.
+        encoding, types, shuffle_seed, path_columns: see ``JsonlReader``. An empty cell is null, but
+            a text or bytes stay empty.
 
     Raises:
         InputError: two columns have one name, a quote is not closed, or another character is
@@ -128,7 +127,6 @@ class CSVReader(TextFilesReader, datatrove_csv.CsvReader):  # type: ignore[misc,
 
 
 def _rows(lines: Iterable[str], file: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Yields the rows that are not blank, each after the number of its first line."""
     has_ended = False
 
     def after_last() -> Iterator[str]:

@@ -17,8 +17,6 @@ _BYTES = ("binary", "large_binary", "binary_view")
 
 @dataclass
 class DeclaredTypes:
-    """The declared types of columns, as Arrow's ``names`` by column."""
-
     names: dict[str, str]
     _kinds: dict[str, pa.DataType] = field(default_factory=dict)
 
@@ -38,7 +36,7 @@ class DeclaredTypes:
         return pa.schema([*self._kinds.items()])
 
     def convert(self, row: Row) -> None:
-        """Gives values their declared types, in place. Raises DocumentNotSerializable."""
+        """Gives values their declared types, in place."""
         for name, kind in self._kinds.items():
             value = row.get(name)
             if value == "" and str(kind) not in (*_TEXTS, *_BYTES):
@@ -55,11 +53,6 @@ class DeclaredTypes:
 
 
 def _converted(value: object, kind: pa.DataType) -> object:
-    """Converts a value.
-
-    Raises:
-        ValueError, or an error of Arrow: the conversion would change the value.
-    """
     plain = value
     if isinstance(value, int | float) and str(kind) in _TEXTS:
         plain = json.dumps(value)  # Arrow writes 1.0 as 1

@@ -31,9 +31,6 @@ class NoDocuments(InputError):
 def refuse_file_without_documents(reader: BaseDiskReader, name: str, damaged: bool) -> None:
     """Refuses a file that is not empty, of a reader that found no document at all.
 
-    Args:
-        damaged: whether a line was no JSON object.
-
     Raises:
         NoDocuments: always, except for a file without rows, or whose rows have an empty text.
     """
@@ -54,7 +51,6 @@ def read_line(file: IO[bytes], size: int = MAX_LINE_BYTES) -> bytes:
 
 
 def refuse_array(reader: BaseDiskReader, name: str) -> NoReturn:
-    """Raises InputError for a file with a line that is, or begins, a JSON array of objects."""
     raise InputError(
         f"The input file {name!r} in {reader.data_folder.path} holds a JSON array. {_ARRAY_ADVICE}"
     )

@@ -92,7 +92,6 @@ class DatasetInputs(InputFiles):
         """Names the shards.
 
         Args:
-            dataset: a ``Dataset`` or ``IterableDataset``, which have no types.
             files: a stream's files; None: the dataset is map-style.
         """
         self.dataset = dataset
@@ -133,7 +132,6 @@ class DatasetInputs(InputFiles):
 
     @cached_property
     def _sample(self) -> str:
-        """The hash of some rows of a map-style dataset."""
         count = len(self.dataset)
         sampled_rows = []
         if count:
@@ -197,9 +195,6 @@ class DatasetInputs(InputFiles):
         return {name: infos[path] for name, path in paths.items() if path in infos}
 
     def batches(self, index: int, first: int, size: int) -> Iterator[dict[str, list[object]]]:
-        """Yields the rank's rows of one shard from number ``first`` on, in batches of
-        ``dataset.iter``.
-        """
         number, shares = self.row_shard
         if self.is_map:
             share = self.dataset.shard(shares, number, contiguous=False)
@@ -430,7 +425,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
             )
         except (CkptError, ImportError):
             raise
-        except Exception as error:  # any error of datasets, the hub or file systems
+        except Exception as error:
             raise InputError(explain_hub_error(self.dataset, error, commit)) from error
         if isinstance(dataset, dict):
             raise InputError(
@@ -502,10 +497,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         return str(info.sha)
 
     def _repository(self) -> str | None:
-        """Returns the dataset's name on the hub; None if the dataset is elsewhere.
-
-        The order is that ``load_dataset`` uses.
-        """
+        """Returns the dataset's name on the hub; None if the dataset is elsewhere."""
         name = str(self.dataset).removeprefix("hf://datasets/")
         is_local = name == self.dataset and Path(name).exists()
         # The name of a format, such as "json", needs one of these options.

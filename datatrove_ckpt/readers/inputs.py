@@ -252,7 +252,6 @@ class ReaderStart:
     """The start of one reader, and its record at the end.
 
     Attributes:
-        number: number of the reader in the pipeline, from 0.
         earlier: digest of each finished reader's input, in order.
         finished_digest: digest of this reader's input, if it finished before the save; else None.
         skipped: lines skipped so far by this reader and earlier readers.
@@ -304,7 +303,7 @@ def in_pipeline() -> bool:
 
 
 def saved_skipped(state: ReaderState | None) -> SkippedLines:
-    if state is None or "file" not in state:  # the state before the first document
+    if state is None or "file" not in state:
         return SkippedLines()
     return SkippedLines.of_numbers(state.get("skipped", ()))
 
@@ -357,11 +356,7 @@ _MISSING = (FileNotFoundError, PermissionError)
 
 
 def explain_hub_error(dataset: str, error: BaseException, commit: str | None = None) -> str:
-    """Explains why a dataset cannot be opened or looked up.
-
-    Args:
-        commit: the commit that the run reads; None: not known yet.
-    """
+    """Explains why a dataset cannot be opened or looked up."""
     if commit and type(error).__name__ == "RevisionNotFoundError":
         return (
             f"The dataset {dataset!r} has no commit {commit} any more, with which this run began: "
@@ -427,7 +422,6 @@ def naming_hub_input(folder: DataFolder, name: str = "", missing: bool = True) -
 
 
 def refuse_equal_names(names: Sequence[str], file: str) -> None:
-    """Raises InputError if two columns have the same name."""
     if len({*names}) == len(names):
         return
     name = next(other for other in names if names.count(other) > 1)
@@ -580,11 +574,7 @@ class InputFiles:
         return digest
 
     def check_all(self, before: ReaderState) -> None:
-        """Checks that a digest's state is of exactly these files.
-
-        Raises:
-            CheckpointMismatch: files have changed, or were added or removed.
-        """
+        """Checks that a digest's state is of exactly these files."""
         current = self.digest(len(self.names))
         if not current.is_of(before):
             raise position_mismatch(
@@ -593,11 +583,7 @@ class InputFiles:
             )
 
     def known_size(self, index: int) -> int:
-        """Returns the size of a file that existed when the state was made.
-
-        Raises:
-            CheckpointMismatch: the file is missing.
-        """
+        """Returns the size of a file that existed when the state was made."""
         try:
             return self.size(index)
         except FileNotFoundError as error:
@@ -656,7 +642,7 @@ class InputDigest:
         return {"files": self.files, "bytes": self.bytes, "all": f"{self.all:016x}"}
 
     def is_of(self, state: ReaderState) -> bool:
-        """Whether a state is of this digest. States of earlier releases hold more keys."""
+        """States of earlier releases hold more keys."""
         return self.state().items() <= state.items()
 
     def __str__(self) -> str:
@@ -728,7 +714,6 @@ def record_reader(
     limited: bool = False,
     whole: JsonObject | None = None,
 ) -> ReaderRecord:
-    """Records a reader's input. ``whole``: see ``compressed.whole_option``."""
     options = options_of(reader) | (whole or {})
     return ReaderRecord(options, sample_files(inputs, range(count)), limited)
 
@@ -760,7 +745,7 @@ def check_reachable(folder: DataFolder) -> None:
             retrying.OPENING.run(
                 partial(folder.info, ""), f"The input {folder.resolve_paths('')} cannot be reached"
             )
-        except Exception as error:  # any error of a file system's library
+        except Exception as error:
             if retrying.OPENING.is_transient(error):
                 raise
 
@@ -788,7 +773,6 @@ class InputFolder(DataFolder):  # type: ignore[misc]  # datatrove has no types
 
 
 def refuse_pointer(begin: bytes, name: str) -> None:
-    """Raises InputError if a file begins like a pointer of Git LFS."""
     if begin.startswith(b"version https://git-lfs.github.com/spec/"):
         raise InputError(
             f"The input file {name!r} is a pointer of Git LFS, and not the file itself. Run `git "
@@ -807,7 +791,6 @@ def list_input(reader: BaseDiskReader, afresh: bool = True, of_rank: bool = Fals
     """Lists all files of a reader's input, in datatrove's order.
 
     Args:
-        afresh: whether to ignore cached listings.
         of_rank: whether to accept special files, which may be another rank's.
 
     Raises:
@@ -866,8 +849,7 @@ _MEASURED = 1000
 
 @dataclass(slots=True, eq=False)
 class FileProgress:
-    """Converts positions in one file of an input to bytes. The format sets the fields when it opens
-    the file.
+    """Converts positions in one file of an input to bytes.
 
     Attributes:
         before: bytes of the files before this file.

@@ -8,8 +8,7 @@ A ``FilePosition`` is (offset after the line, lines so far, offset of the line, 
 covers the last line and the file's first 64 kB as far as they come before the position, so later
 lines may be corrected.
 
-There is no index for gzip or zstd: skipping a million documents of 2 kB takes 9 s of CPU for gzip
-(3 s with ``isal``) and 1 s for zstd, while the server starts.
+There is no index for gzip or zstd, because skipping takes seconds, while the server starts.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class JsonlReader(TextFilesReader, datatrove_jsonl.JsonlReader):  # type: ignore
     grows = True
 
     def __new__(cls, *arguments: object, **options: object) -> Self:
-        # datatrove reads the metadata of all installed packages to find orjson: 25 ms or more.
+        # datatrove reads the metadata of all installed packages to find orjson, which takes time.
         return object.__new__(cls)
 
     def __init__(
@@ -139,11 +138,7 @@ _SPREAD = "an object must be on one line (jq -c . FILE writes it so)"
 
 
 def _decode_media(media: Any) -> None:
-    """Decodes the base64 in datatrove's media objects, and leaves other values to the adapter.
-
-    Raises:
-        DocumentNotSerializable: a value is no base64.
-    """
+    """Decodes the base64 in datatrove's media objects, and leaves other values to the adapter."""
     for entry in media:
         if isinstance(entry, dict) and isinstance(entry.get("media_bytes"), str):
             try:
@@ -192,7 +187,6 @@ def _read_parts(file: IO[bytes], name: str) -> Iterator[bytes]:
 
 
 def _line_blocks(file: IO[bytes], name: str) -> Iterator[tuple[list[bytes], int]]:
-    """Yields the lines of each part, and their size."""
     unfinished = b""
     for part in _read_parts(file, name):
         data = unfinished + part
@@ -237,8 +231,8 @@ class LineBlocks(BlockFile):
         self._is_plain = reader._may_grow(name)
         self._stack = ExitStack()
         self._file: IO[bytes] | None = None
-        self._offset = 0  # in the content
-        self._loaded: tuple[int, list[bytes]] = (-1, [])  # number and lines of a part
+        self._offset = 0
+        self._loaded: tuple[int, list[bytes]] = (-1, [])
         self._loaded_bytes = b""
 
     def blocks(self, file_position: FilePosition, extent: FileProgress) -> Iterator[RowBlock]:
@@ -279,7 +273,6 @@ class LineBlocks(BlockFile):
                 yield row, number - 1, after, number
 
     def check(self, file_position: FilePosition) -> None:
-        """Raises CheckpointMismatch if the content before a position has changed."""
         offset, _, start, line_hash, _ = file_position
         with self._open() as file:
             head = self._skip(file, start)
@@ -325,7 +318,6 @@ class LineBlocks(BlockFile):
         return FileIndex(tuple(groups), sequential=not self._is_plain)
 
     def read(self, first: int, rows: int, columns: Sequence[str] | None = None) -> list[Row | None]:
-        """Reads rows of a part with all of their keys."""
         number, start = self.part_of(first)
         if self._loaded[0] != number:
             with nullcontext() if self._is_plain else naming_damage(self.name):
@@ -378,9 +370,7 @@ class LineBlocks(BlockFile):
 
 
 def _count_lines(part: bytes) -> int:
-    """Counts the lines that are not blank. Splits only parts with blank lines or carriage returns,
-    because few files have any.
-    """
+    """Splits only parts with blank lines or carriage returns, because few files have any."""
     data = np.frombuffer(part, dtype=np.uint8)
     firsts = data[np.flatnonzero(data[:-1] == ord("\n")) + 1]
     if b"\r" in part or data[0] <= ord(" ") or (firsts <= ord(" ")).any():

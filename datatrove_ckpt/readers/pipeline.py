@@ -8,7 +8,6 @@ It also adds up the stats of the steps before the runner, over all attempts of a
 resume that seeks, these steps see only the remaining documents. So a saved position holds their
 stats right after its document, and the next attempt adds its stats. After a resume that counts,
 they see all documents again. The last position holds the stats at the end of the input (``ended``).
-A retry of dead letters does not run these steps, and reads their stats from ``shard.json``.
 """
 
 import math
@@ -194,11 +193,7 @@ class StepStats:
         return {STATS: self._state(True, self._totals(read))}
 
     def saved(self, ended: bool = False) -> ReaderState | None:
-        """Returns the stats of all attempts so far; None if they are unknown.
-
-        Args:
-            ended: whether the input has ended.
-        """
+        """Returns the stats of all attempts so far; None if they are unknown."""
         if not self._are_known:
             return None
         return self._state(ended, self._sums())

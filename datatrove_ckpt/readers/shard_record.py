@@ -160,8 +160,7 @@ class ShardRecord:
 
     @classmethod
     def read(cls, path: Path) -> ShardRecord | None:
-        """Reads the record. Returns None if an earlier release wrote it, or the rank has not read
-        all of its input.
+        """Returns None if an earlier release wrote it, or the rank has not read all of its input.
 
         Raises:
             CheckpointCorrupt: the file cannot be read.

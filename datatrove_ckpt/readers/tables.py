@@ -36,7 +36,7 @@ class _TableReader(SeekingReader):
     has_types = True
 
     def __new__(cls, *arguments: object, **options: object) -> Self:
-        # datatrove reads the metadata of all installed packages to find pyarrow: 25 ms or more.
+        # datatrove reads the metadata of all installed packages to find pyarrow, which takes time.
         if missing := missing_package("pyarrow"):
             raise ImportError(missing)
         return object.__new__(cls)
@@ -66,9 +66,7 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
     """datatrove's ``ParquetReader``, with its arguments and a position on each document.
 
     Args:
-        shuffle_seed: shuffles the files by this number; ``shuffle_files`` is refused.
-        path_columns: folders such as ``lang=en`` are columns.
-        max_skipped: how many rows of a task may be left out because they cannot be read.
+        shuffle_seed, path_columns, max_skipped: see ``JsonlReader``.
     """
 
     format = "parquet"
@@ -90,9 +88,7 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
     The first bytes of a file decide whether it is a stream.
 
     Args:
-        shuffle_seed: shuffles the files by this number; ``shuffle_files`` is refused.
-        path_columns: folders such as ``lang=en`` are columns.
-        max_skipped: how many rows of a task may be left out because they cannot be read.
+        shuffle_seed, path_columns, max_skipped: see ``JsonlReader``.
     """
 
     format = "ipc"

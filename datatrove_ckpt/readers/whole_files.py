@@ -33,8 +33,7 @@ class TextReader(TextFilesReader, BaseDiskReader):  # type: ignore[misc, unused-
     """Makes a document of each file: its text, and its path below the folder as the id.
 
     Args:
-        shuffle_seed: shuffles the files by this number; ``shuffle_files`` is refused.
-        encoding: encoding of the files, if it is not UTF-8, such as windows-1252.
+        shuffle_seed, encoding: see ``JsonlReader``.
 
     The other arguments are the same as in datatrove's readers of files.
     """
@@ -166,7 +165,7 @@ def _drawing(place: str) -> Iterator[None]:
         except ImportError as error:
             advice = install_extra(str(error.name), "media")
             raise ConfigError(f"The input file {place!r} has pages, and {advice}") from None
-        except Exception as error:  # Pillow's plugins raise anything
+        except Exception as error:
             raise InputError(
                 f"The input file {place!r} is damaged, or has a password or no page: "
                 f"{failure_line(error)}. Repair it, or move it out of the folder, and run the same "

@@ -60,7 +60,6 @@ def type_of(values: list[object], column: str, input_types: Types = NO_TYPES) ->
 
     Raises:
         TypeConflict: no type holds all values unchanged.
-        ValueError, TypeError: a value has no type. Arrow's errors are of these kinds.
     """
     if column in input_types and holds(input_types[column], values):
         return input_types[column]
@@ -83,7 +82,6 @@ def type_of(values: list[object], column: str, input_types: Types = NO_TYPES) ->
 
 
 def types_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, DataType]]:
-    """Yields the name and the type of each column that any row has. Raises as ``type_of``."""
     for name in dict.fromkeys(chain.from_iterable(rows)):
         yield name, type_of([row.get(name) for row in rows], name)
 
@@ -96,14 +94,14 @@ def _type_of_one(kind: type, values: list[Any], column: str, input_types: Types)
         if len(sizes) == 1:
             return pa.list_(pa.float32(), sizes.pop())
         return pa.list_(pa.float32())
-    if issubclass(kind, _LISTS) or getattr(values[0], "ndim", False):  # or arrays of numpy
+    if issubclass(kind, _LISTS) or getattr(values[0], "ndim", False):
         return pa.list_(type_of(list(chain.from_iterable(values)), f"{column}[]"))
     if kind is int:
         low = min(values)
         high = max(values)
         if low >= _LEAST_INT64 and high < -_LEAST_INT64:
             return pa.int64()
-        if low >= 0 and high < 2**64:  # ids that are hashes, for example
+        if low >= 0 and high < 2**64:
             return pa.uint64()
         raise ValueError(f"{column}: the integers {low} to {high} do not fit into 64 bits")
     if isinstance(values[0], time) and any(value.tzinfo is not None for value in values):
@@ -137,9 +135,6 @@ def altered_values(kind: DataType, values: Collection[Any], loosely: bool = Fals
     Args:
         loosely: whether to accept an equal value of another type (2.0 as an integer, midnight as a
             date), and a shorter float.
-
-    Raises:
-        ArrowException, ValueError, TypeError, OverflowError: Arrow refuses a value.
     """
     values = [value for value in values if value is not None]
     python_types = set(map(type, values))
@@ -167,7 +162,6 @@ def altered_values(kind: DataType, values: Collection[Any], loosely: bool = Fals
 
 
 def to_arrow(kind: DataType, values: list[Any]) -> Any:
-    """Returns an Arrow array of the values. Raises Arrow's errors."""
     if has_other_form(kind):
         values = [for_arrow(value, kind) for value in values]
     return pa.array(values, kind)
@@ -208,7 +202,7 @@ def _is_same(value: Any, stored: Any, loosely: bool) -> bool:
 def _is_equal(value: Any, stored: Any) -> bool:
     if isinstance(value, float) and isinstance(stored, float):
         return math.isinf(value) or not math.isinf(stored)
-    if hasattr(value, "item") and not hasattr(value, "__len__"):  # a number of numpy
+    if hasattr(value, "item") and not hasattr(value, "__len__"):
         value = value.item()
     if isinstance(value, bool) != isinstance(stored, bool):
         return False
@@ -289,7 +283,7 @@ def _struct(values: list[dict[object, object]], column: str, input_types: Types)
     types = {key: type_of(items, f"{column}.{key}", input_types) for key, items in columns.items()}
     if types.keys() >= {"tool_calls", "logprobs", "choices"}:
         for key, kind in _of_whole_results().items():
-            with suppress(TypeConflict):  # a server with other forms
+            with suppress(TypeConflict):
                 types[key] = unify_types(kind, types[key], key)
     return pa.struct(list(types.items()))
 
@@ -308,11 +302,7 @@ def _of_whole_results() -> dict[str, DataType]:
 
 
 def unify_types(old: DataType, new: DataType, column: str) -> DataType:
-    """Returns the type that holds the values of both types. None stands for no type.
-
-    Raises:
-        TypeConflict: no type holds them unchanged.
-    """
+    """Returns the type that holds the values of both types. None stands for no type."""
     if old is None or old.equals(new) or pa.types.is_null(old):
         return new
     if pa.types.is_null(new):
@@ -344,7 +334,6 @@ def _decoded(kind: DataType) -> DataType:
 
 
 def _unite_leaves(old: DataType, new: DataType) -> DataType | None:
-    """Returns Arrow's common type of two different leaves, if no value changes."""
     both = (old, new)
     if all(map(is_text, both)):
         return pa.large_string()

@@ -1,16 +1,13 @@
 """Writes a finished chunk's documents to staged files, and publishes the files.
 
 Each chunk gets a fresh copy of the user's DiskWriter, with our file manager (``file_managers.py``).
-Files are staged in the checkpoint's folder, and then get their names, or are uploaded
-(``targets.py``).
 
-A Parquet chunk has the schema of all its documents, so that chunks load as one dataset.
-datatrove's ParquetWriter takes the schema of a file's first document, and the columns of each
-batch's first document: a column that is None at first fails later, and a new column is dropped
-silently. Here a chunk's schema is the union over all its documents: null with any type is that
-type, integers with floats are float64, dicts have the keys of all. Loaders (``pyarrow.dataset``,
-``datasets``) take the columns of the first file, and convert other files (measured, Arrow 26 and
-datasets 5.2):
+A Parquet chunk has the schema of all its documents, so that chunks load as one dataset. datatrove's
+ParquetWriter takes the schema of a file's first document, and the columns of each batch's first
+document: a column that is None at first fails later, and a new column is dropped silently. Here a
+chunk's schema is the union over all its documents: null with any type is that type, integers with
+floats are float64, dicts have the keys of all. Loaders (``pyarrow.dataset``, ``datasets``) take the
+columns of the first file, and convert other files:
 
 - A column without any value is written as text, also inside lists and dicts: only null could follow
   Arrow's null type. Text without a value converts to numbers, dates, booleans and bytes. In a first
@@ -99,11 +96,7 @@ class ChunkWriter:
         self._decode: Callable[[bytes], Document] = decode
 
     def resume(self, committed: Iterable[CommittedFile], input_types: Types) -> None:
-        """Reads the types of the first committed file, if it is on a disk.
-
-        Args:
-            input_types: types of the input's columns, by their paths in the writer's rows.
-        """
+        """Reads the types of the first committed file, if it is on a disk."""
         self._input_types = input_types
         folder = self._writer.output_folder
         if not infers_schema(self._writer) or not folder.is_local():
@@ -140,7 +133,6 @@ class ChunkWriter:
     def _write_csv(
         self, staged: StagedFiles, chunk_index: int, documents: Iterable[WrittenDocument]
     ) -> None:
-        """Writes files with the columns of the input, and of all documents of the chunk."""
         writer = self._copy(staged)
         columns = dict.fromkeys(self._input_types)
         for row in self._rows(writer, documents):
@@ -185,7 +177,6 @@ class ChunkWriter:
         chunk_index: int,
         documents: Iterable[WrittenDocument],
     ) -> bool:
-        """Writes the chunk with the previous chunk's schema, unless its own schema differs."""
         types = ColumnTypes(self._input_types)
         writer = self._copy(staged, schema, types.add)
         with suppress(_NotWritten):
@@ -266,12 +257,6 @@ class ChunkWriter:
         documents: Iterable[WrittenDocument],
         types_before: dict[str, DataType],
     ) -> str | None:
-        """Names the first document that cannot be written, with the reason; None if every row alone
-        can be written.
-
-        Args:
-            types_before: types of the chunks before, if the writer has no schema.
-        """
         types = ColumnTypes(self._input_types)
         types.types = dict(types_before)
         check: Callable[[list[Row]], None] = types.add
@@ -297,13 +282,7 @@ class ChunkWriter:
         schema: Schema | None = None,
         show: Callable[[list[Row]], object] | None = None,
     ) -> DiskWriter:
-        """Returns a fresh copy of the user's writer, which writes to the staging folder.
-
-        Args:
-            staged: file manager for the copy; None: only the adapter is used.
-            schema: schema of the chunk, if the writer has no schema.
-            show: called with the rows in batches.
-        """
+        """Returns a fresh copy of the user's writer, which writes to the staging folder."""
         # A deep copy: writers have counters, batches and open files. The user's writer has no open
         # files.
         original = self._writer.output_mg
@@ -333,11 +312,7 @@ class ChunkWriter:
 
 
 class ArrowRowAdapter:
-    """The adapter of a ParquetWriter's copy: converts its rows for Arrow.
-
-    Args:
-        show: called with the rows in batches, perhaps after they are written to the staged file.
-    """
+    """The adapter of a ParquetWriter's copy: converts its rows for Arrow."""
 
     def __init__(self, writer: DiskWriter, show: Callable[[list[Row]], object] | None) -> None:
         self._adapter = writer.adapter
@@ -362,7 +337,6 @@ class ArrowRowAdapter:
         }
 
     def end(self) -> None:
-        """Calls ``show`` with the last rows."""
         rows = self._rows
         self._rows = []
         if self._show is not None and rows:
@@ -372,8 +346,7 @@ class ArrowRowAdapter:
 def omit_dictionaries(writer: DiskWriter) -> None:
     """Makes a copied ParquetWriter, which has a schema, open files without dictionaries.
 
-    A dictionary of vectors costs 52 us and 580 bytes for 1024 floats (measured), and vectors
-    outweigh other columns.
+    Dictionaries of vectors take time and room, and vectors outweigh other columns.
     """
     write = writer._write
 
@@ -399,9 +372,8 @@ def prepare_arrow(writer: DiskWriter) -> None:
     """Chooses Arrow's allocator for a ParquetWriter, unless the user has chosen one. Call it before
     the loop runs.
 
-    Arrow converts a batch with the GIL held. With the default allocator, mimalloc, 1000 documents
-    of 2 kB may block the event loop for 20 to 50 ms, with the system's for 1 to 4 ms (measured,
-    Arrow 26).
+    Arrow converts a batch with the GIL held. With the default allocator, mimalloc, this blocks the
+    event loop ten times as long as with the system's.
     """
     if not isinstance(writer, ParquetWriter):
         return
@@ -427,26 +399,11 @@ def infers_schema(writer: DiskWriter) -> bool:
 
 
 class ColumnTypes:
-    """Collects the types of rows.
-
-    Args:
-        input_types: types of the input's columns, by their paths in the rows.
-
-    Attributes:
-        types: type of each column.
-    """
-
     def __init__(self, input_types: Types = NO_TYPES) -> None:
         self.types: dict[str, DataType] = {}
         self._input_types = input_types
 
     def add(self, rows: list[Row]) -> None:
-        """Adds the types of some rows.
-
-        Raises:
-            TypeConflict, ValueError, TypeError: see ``type_of``; ValueError also if values are too
-                deep.
-        """
         for name in dict.fromkeys(name for row in rows for name in row):
             kind = type_of([row.get(name) for row in rows], name, self._input_types)
             self.types[name] = unify_types(self.types.get(name), kind, name)
@@ -508,7 +465,6 @@ def raw_types(schema: Schema) -> dict[str, DataType]:
 
 
 def read_schema(folder: DataFolder, path: str) -> Schema | None:
-    """Returns a Parquet file's schema; None if it cannot be read, or pyarrow is not installed."""
     try:
         with folder.open(path, "rb") as file:
             return pq.ParquetFile(file).schema_arrow
@@ -537,11 +493,7 @@ ONE_TYPE = (
 
 
 def schema_mismatches(first: Schema, later: Schema, prefix: str = "") -> list[SchemaMismatch]:
-    """Returns the columns because of which a file does not load after another file.
-
-    Args:
-        prefix: path of the struct that contains the fields, with a dot.
-    """
+    """Returns the columns because of which a file does not load after another file."""
     first_fields = {field.name: field for field in first}
     mismatches: list[SchemaMismatch] = []
     for field in later:
@@ -654,12 +606,10 @@ class ChunkOutput:
     """Writes the chunks of one rank, one after the other.
 
     Args:
-        folder: the output folder. Its writer is never opened itself.
+        folder: the output folder, whose writer is never opened itself.
         scratch: the rank's checkpoint, below which files are staged.
-        prefix: text before the chunk index in the names of a retry's files.
         is_new: whether ``OutputFolder.refuse_existing`` has checked the folder.
         pace: times at which files that are uploaded to the hub are committed.
-        rows: makes rows of a document.
     """
 
     def __init__(
@@ -712,13 +662,9 @@ class ChunkOutput:
     def prepare(self, input_types: Types = NO_TYPES) -> None:
         """Compares the folder with the commits, and removes the staged files of earlier processes.
 
-        Args:
-            input_types: types of the input's columns, by their paths in the writer's rows.
-
         Raises:
             OutputMismatch: the folder differs from the commits, or belongs to another run.
-            StorageFailed, OutputFailed: the folder cannot be written to. This is checked before the
-                first request.
+            StorageFailed, OutputFailed: the folder cannot be written to.
         """
         if not self._is_new:
             self._folder.check_access()
@@ -776,7 +722,6 @@ class ChunkOutput:
         self.placement.stop()
 
     def finish(self) -> None:
-        """Removes the staging folder, once nothing is staged."""
         files.disk.remove_tree(self._target.staging.parent)
         self._target.finish()
 

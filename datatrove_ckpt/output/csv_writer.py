@@ -15,7 +15,7 @@ from datatrove_ckpt.output.document_codec import for_orjson
 
 
 class CsvWriter(DiskWriter):  # type: ignore[misc]  # datatrove has no types
-    """Writes a document as a row. datatrove has no such writer.
+    """Writes a document as a row.
 
     Args:
         expand_metadata: save each metadata entry in a column.
@@ -55,7 +55,7 @@ class CsvWriter(DiskWriter):  # type: ignore[misc]  # datatrove has no types
 
 
 def line(values: Sequence[object]) -> str:
-    """Returns a line of a CSV file. Raises TypeError as ``cell`` does."""
+    """Returns a line of a CSV file."""
     text = io.StringIO()
     # Until Python 3.13, a line break puts a cell in quotes only if it is in the line's end.
     csv.writer(text, lineterminator="\r\n").writerow(map(cell, values))

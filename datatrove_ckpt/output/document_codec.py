@@ -7,8 +7,8 @@ a "$py" key. Tuples become lists, as with any JSON. Pickle was rejected, because
 foreign code. A usual finished document needs no wrapper: see ``encode_finished``.
 
 A user's writer receives documents without copies. datatrove's default adapter copies everything
-with ``dataclasses.asdict`` (half of the cost of publishing, measured). A document from a journal
-has no other owner, and is read with dicts in place of dataclasses.
+with ``dataclasses.asdict``. A document from a journal has no other owner, and is read with dicts in
+place of dataclasses.
 
 ``as_read`` encodes a document before its rollout, so that its bytes identify it, whatever it holds:
 an image, a tensor or a file that the rollout removes. A text replaces each value that ``encode``
@@ -138,9 +138,6 @@ def result_of(
 ) -> InferenceResult:
     """Returns the result that has these fields.
 
-    Args:
-        plain: class of the result if it has only datatrove's fields.
-
     Raises:
         TypeError: the fields are not a result's.
     """
@@ -233,7 +230,6 @@ def dump(fields: dict[str, object], other: Other) -> bytes:
 
     Raises:
         Exception: any error of ``other`` or of a user's class.
-        NotEncodable, TypeError: the fields cannot be written.
     """
     encoder = _Encoder(other)
     try:
@@ -277,7 +273,6 @@ def is_plain(data: bytes, with_usual: bool = False) -> bool:
     if data.endswith(_RESULTS_END):
         return True
     plain = _USUAL if with_usual else _RESULT
-    # A quote inside a string is escaped.
     return len(plain.findall(data)) == data.count(_TAG_BYTES)
 
 
@@ -538,11 +533,7 @@ def _wrapped(value: object) -> dict[str, list[object]] | None:
 
 
 def wrap_deep(value: object, other: Other, depth: int = _DEEPEST) -> object:
-    """Returns an equal structure of plain JSON values.
-
-    Raises:
-        NotEncodable: a value has no JSON form, or a container contains itself.
-    """
+    """Raises NotEncodable if a value has no JSON form, or a container contains itself."""
     value = as_plain(value)
     if value is None or isinstance(value, str | bool):
         return value
@@ -591,7 +582,6 @@ def _unwrap(value: Any, readers: dict[str, _Convert]) -> object:
 
 
 def document_of(row: JsonObject) -> Document:
-    """Returns the row's document, also from columns of metadata."""
     metadata = row.get("metadata")
     if not isinstance(metadata, dict):
         metadata = {name: value for name, value in row.items() if name not in (*_NAMES, "metadata")}
@@ -633,18 +623,17 @@ def decode_for(writer: DiskWriter) -> Callable[[bytes], Document]:
 
 
 def _json_row(adapter: Callable[[Document], Row], document: Document) -> Row:
-    """Returns the row of a user's adapter for orjson. The writer encodes media."""
+    """The writer encodes media."""
     row = adapter(document)
     columns = {name: value for name, value in row.items() if name != "media"}
     try:
-        orjson.dumps(columns)  # a hundred times as fast as a conversion of 4000 token ids
+        orjson.dumps(columns)
     except TypeError:
         return row | {name: for_orjson(value) for name, value in columns.items()}
     return row
 
 
 def for_orjson(value: object) -> object:
-    """Returns a value of a row, with JSON forms of the types that orjson lacks."""
     if isinstance(value, dict):
         return {key: for_orjson(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -700,11 +689,6 @@ def number_column(
 ) -> str | None:
     """Returns the name of the column ``n`` in a row of ``exploded``, which the item's columns
     follow; None if there is no such column.
-
-    Args:
-        row: the metadata as it was written, or a row with its columns.
-        number: number of the row, as text.
-        own: names of the document's own columns, as far as they are known.
     """
     names = [*row]
     item_names = names
@@ -819,7 +803,7 @@ def as_read(document: Document) -> EncodedInput:
 
 
 class _ValueDescription:
-    """Describes values of a document that cannot be encoded. Never raises.
+    """Describes values of a document that cannot be encoded.
 
     ``wrap`` makes plain JSON from any value: surrogates, keys of any type, containers that contain
     themselves.

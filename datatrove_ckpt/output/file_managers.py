@@ -70,7 +70,6 @@ class StagedFiles(OutputFileManager):  # type: ignore[misc]
         return OutputStream(path, filename, self)
 
     def abandon(self) -> None:
-        """Drops the files that were not closed, without completing them."""
         for stream in self._output_files.values():
             stream.abandon()
         self._output_files.clear()
@@ -114,7 +113,7 @@ class OutputStream:
         self._manager.finished[self._filename] = self._file
 
     def abandon(self) -> None:
-        """Drops the file. The descriptor is closed first, so that no buffered bytes reach it."""
+        """The descriptor is closed first, so that no buffered bytes reach it."""
         self._file.close()
         self._stream = io.BytesIO()  # for pyarrow's writer, which ends when it is collected
 

@@ -44,7 +44,6 @@ class FileNames:
     """The names of one rank's output files.
 
     Args:
-        prefix: text before the chunk index.
         checkpoints: ``checkpoints_local_dir``, in which no document may name a file.
     """
 
@@ -198,7 +197,6 @@ def stem(template: str) -> str:
 
 
 def rank_and_chunk(match: re.Match[str]) -> tuple[layout.RankAddress, int]:
-    """Returns the rank and the chunk index in a matched name."""
     names = match.groupdict()
     retry, _, index = (names.get("chunk_index") or "0").rpartition("_")
     root = ""

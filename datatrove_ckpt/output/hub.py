@@ -132,7 +132,6 @@ class HubFile:
     """A file on the hub.
 
     Attributes:
-        size: number of bytes.
         oid: SHA-256, in hexadecimal, of a file in LFS or Xet; None in git and in a bucket.
         blob: git's own hash of the file's entry; None in a bucket.
         stamp: ``OutputFile.stamp`` from Xet's hash of the content, for a file in a bucket; else 0.
@@ -163,8 +162,6 @@ class HubFolder:
     """A folder in a repository or a bucket.
 
     Attributes:
-        kind: "dataset", "model", "space" or "bucket".
-        repo: "OWNER/NAME".
         revision: a branch, a tag or a commit; None: main, or a bucket.
         path: the folder in the repository; "" for its root.
         endpoint: URL of the hub; None: HF_ENDPOINT, or the public hub.
@@ -208,9 +205,7 @@ class HubFolder:
 
     @classmethod
     def of(cls, folder: DataFolder) -> HubFolder | None:
-        """Returns the folder on the hub of a datatrove folder; None if the folder is elsewhere.
-        Raises ConfigError.
-        """
+        """Returns the folder on the hub of a datatrove folder; None if the folder is elsewhere."""
         if folder.is_local():
             return None
         url = str(folder.resolve_paths(""))
@@ -280,7 +275,7 @@ class HubFolder:
         from huggingface_hub.errors import EntryNotFoundError
 
         start = f"{self.path}/" if self.path else ""
-        entries: Iterable[Any]  # RepoFile, RepoFolder, BucketFile, BucketFolder
+        entries: Iterable[Any]
         try:
             if self.is_bucket:
                 entries = self.api().list_bucket_tree(
@@ -305,14 +300,7 @@ class HubFolder:
             return {}
 
     def commit(self, operations: Sequence[Any], message: str, head: str | None = None) -> None:
-        """Commits to the branch; with ``head``, only if this is its newest commit.
-
-        Args:
-            operations: objects of huggingface_hub that add and delete files.
-
-        Raises:
-            OSError: the hub refuses the commit.
-        """
+        """Commits to the branch; with ``head``, only if this is its newest commit."""
         self.api().create_commit(
             self.repo,
             operations,
@@ -403,7 +391,7 @@ class HubFolder:
                     self.repo, list(name_of), revision=revision, repo_type=self.kind
                 )
             for entry in entries:
-                if hasattr(entry, "size") and entry.path in name_of:  # a file
+                if hasattr(entry, "size") and entry.path in name_of:
                     files[name_of[entry.path]] = _hub_file(entry)
         return files
 
@@ -417,7 +405,7 @@ def get(url: str) -> Any:
     return get_session().get(url, headers=headers, timeout=_READ_SECONDS)
 
 
-def _hub_file(entry: Any) -> HubFile:  # RepoFile or BucketFile
+def _hub_file(entry: Any) -> HubFile:
     size = int(entry.size)
     if not hasattr(entry, "blob_id"):  # in a bucket
         return HubFile(size, stamp=stamp_of(getattr(entry, "xet_hash", None) or ""))

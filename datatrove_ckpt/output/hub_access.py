@@ -54,7 +54,6 @@ def check_access(
 
 
 def _ask(folder: HubFolder) -> str | None:
-    """Returns a sentence about the repository; None if it does not exist."""
     from huggingface_hub import constants, get_token, hf_raise_for_status
     from huggingface_hub.errors import BucketNotFoundError
 

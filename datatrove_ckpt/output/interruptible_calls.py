@@ -30,12 +30,7 @@ def storage_advice(error: BaseException) -> str:
 
 
 class InterruptibleCalls:
-    """Runs calls and pauses for one folder, which end when any thread calls ``stop``.
-
-    Args:
-        location: the folder, for messages.
-        hub: the folder, if it is on the hub.
-    """
+    """Runs calls and pauses for one folder, which end when any thread calls ``stop``."""
 
     def __init__(self, location: str, hub: HubFolder | None = None) -> None:
         self.hub = hub
@@ -119,7 +114,6 @@ class InterruptibleCalls:
             raise self.failed(problem, error) from error
 
     def failed(self, problem: str, error: OSError) -> OutputFailed:
-        """Returns the error for a call that is not retried."""
         advice = "Nothing that was saved is lost: run the same command again."
         explained = f"{self._explain(error)}. {self._advice(error)}"
         return OutputFailed(f"{self.location}: {problem}: {explained} {advice}")

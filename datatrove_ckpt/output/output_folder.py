@@ -1,7 +1,5 @@
 """OutputFolder checks to which run an output folder belongs, and which files are in it.
 
-It writes no output and needs no lease: most refusals come before a rank is taken.
-
 A record beside the folder names the run to which the folder belongs (``OutputOwnership``). In the
 folder, the template and the rank in a file's name show which rank may have written the file. The
 file belongs to this rank if a commit names it; until the rank is complete also if an intent to
@@ -14,8 +12,7 @@ and on the hub the hashes of its listings. Only files whose stamp differs from t
 read.
 
 One listing finds the files of a template, and their sizes. Locally, only folders are read in which
-a file of the template may be. Object stores that can list by prefix list the names of one rank. On
-the hub, the common folder of all names is listed.
+a file of the template may be.
 
 The record of the owner, one run for each ``output_filename``, is made before the first request, so
 that only one of several runs succeeds: by a link on a disk, a conditional PUT on S3 and Google
@@ -92,7 +89,6 @@ class OutputOwner(NamedTuple):
         home: mirror of the run, or its ``checkpoints_local_dir``, as of its first start.
         run: hash of its identity at that time.
         key: random text, by which a later run with the same ``home`` differs; "": unknown.
-        host: host that wrote the record.
         replaces: key of the removed run with the same ``home``, if its record existed when this run
             began.
     """
@@ -108,8 +104,6 @@ class RunOrigin(NamedTuple):
     """The origin by which an owner record identifies a run.
 
     Attributes:
-        root: ``checkpoints_local_dir``.
-        mirror: ``checkpoints_remote_dir``.
         run: hash of the run's identity; None: any hash.
     """
 
@@ -199,7 +193,7 @@ class OutputOwnership:
 
     def check(self) -> OutputOwner | None:
         """Returns the record of this run, or of a removed run that it may replace; None without
-        one. Changes nothing.
+        one.
 
         Raises:
             OutputMismatch: another run owns the folder.
@@ -215,10 +209,6 @@ class OutputOwnership:
         """Makes this run the owner, unless the folder has another. A second call only compares.
 
         A run without checkpoints cannot own a folder.
-
-        Raises:
-            OutputMismatch: another run owns the folder.
-            OSError: the record can be neither read nor written.
         """
         if self._origin.run is None:
             return
@@ -268,7 +258,7 @@ class OutputOwnership:
 
 
 def owners_of(folder: DataFolder) -> list[OutputOwner]:
-    """Returns the owners of a folder, one for each template with a record. Raises OSError."""
+    """Returns the owners of a folder, one for each template with a record."""
     pattern = folder.fs._strip_protocol(_record(folder, f"{layout.OWNER}*").place)
     with file_system_call():
         names = folder.fs.glob(pattern)
@@ -295,7 +285,6 @@ def _record(folder: DataFolder, name: str) -> _OwnerRecord:
 
 
 def _beside(root: str, path: str, name: str) -> str:
-    """Returns the path of a record beside a folder, or in the root of a bucket or repository."""
     parent, last = posixpath.split(path)
     if last:
         last = f".{last}"
@@ -506,7 +495,6 @@ def listed(
 
     Raises:
         OutputFailed: the folder cannot be listed.
-        PublicationStopped: the calls were stopped.
     """
     listing = calls.retry("cannot be listed", look, policy, _LIST_SECONDS)
     hub = calls.hub
@@ -531,7 +519,7 @@ def list_files(
     without: str = "",
 ) -> OutputListing:
     """Lists the committed files of a folder, and at least the other files whose names start with
-    ``head``. Raises OSError.
+    ``head``.
 
     Args:
         everywhere: whether to list subfolders.
@@ -570,7 +558,6 @@ def list_files(
     return listing
 
 
-# Names of file systems for a value that changes with a file, the most reliable first.
 _TAGS = (
     "ETag",
     "etag",
@@ -656,11 +643,6 @@ def _find(folder: DataFolder, head: str) -> dict[str, Info]:
 
 
 def file_problem(file: OutputFile, size: int | None) -> tuple[str, str]:
-    """Returns the kind and the description of a file's problem.
-
-    Args:
-        size: current size in bytes; None: the file does not exist.
-    """
     if size is None:
         return "missing", "is missing"
     if size == file.size:
@@ -670,7 +652,6 @@ def file_problem(file: OutputFile, size: int | None) -> tuple[str, str]:
 
 
 def other_content(location: str, names: Sequence[str]) -> OutputMismatch:
-    """Returns the refusal to replace files that this rank has not published."""
     return OutputMismatch(
         f"{location} has other content, which this task has not published, under these names: "
         f"{first_names(names)}. Nothing was overwritten. Probably another run writes to the same "
@@ -710,10 +691,6 @@ class CommittedFile(OutputFile):
 class RankCommits:
     """Reads the output files that the commits of a rank, and of its retries, name. Raises
     CheckpointError.
-
-    Args:
-        retries: ``retry_folders(root)``; None: list them.
-        read: ``read_rank``, or the method of the rank's lease.
 
     Attributes:
         unfinished: root and index of the chunks with a journal: their output may exist, and is
@@ -769,7 +746,6 @@ def published_names(root: Path, rank: int) -> set[str] | None:
 
 
 def has_commits(root: Path) -> bool:
-    """Whether any rank has committed a chunk."""
     logs = root.glob(f"*/{layout.COMMITS}")
     return any(log.stat().st_size for log in logs)
 
@@ -816,7 +792,6 @@ class OutputFolder:
         """The names that the present ``output_filename`` may give."""
 
     def check_access(self) -> None:
-        """Checks that the hub's folder can be written to, before it is listed."""
         if self.hub is not None:
             private = None
             if not has_commits(self.root):  # else a new repository would lack committed files
@@ -832,9 +807,6 @@ class OutputFolder:
 
     def refuse_existing(self, rank: int, retry: str) -> None:
         """Checks the folder before the first start of a rank, and claims it.
-
-        Args:
-            retry: folder of a retry that starts, or "".
 
         Raises:
             OutputMismatch: files exist that this rank would write.
@@ -883,7 +855,6 @@ class OutputFolder:
 
         Args:
             contents: whether to read files whose stamp has changed.
-            policy: retry policy, see ``InterruptibleCalls.retry``.
         """
         look = partial(self._look, committed, rank, with_others, contents)
         if self.writer.output_folder.is_local():
@@ -972,7 +943,6 @@ class OutputFolder:
         Args:
             commits: commits of the rank; None: the rank starts for the first time, and no file is
                 its own.
-            is_complete: whether all chunks of the rank are committed.
             root: folder of a retry that starts; "": the rank, and all its retries.
         """
         own_names: Container[str] = ()

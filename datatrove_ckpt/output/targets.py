@@ -98,8 +98,7 @@ T = TypeVar("T")
 class OutputTarget(Placement):
     """Publishes a rank's files, which are first written to the folder ``staging``.
 
-    An existing file is replaced only if the rank's intents name its content. Targets differ in
-    ``create``, ``replace``, ``settle_names``, ``stamp`` and ``hash_of``.
+    An existing file is replaced only if the rank's intents name its content.
     """
 
     def __init__(self, folder: DataFolder, scratch: Path) -> None:
@@ -168,8 +167,7 @@ class OutputTarget(Placement):
 
 
 class LocalTarget(OutputTarget):
-    """A folder on a disk. A file is published as a second name of the staged file, unless the name
-    exists.
+    """A file is published as a second name of the staged file, unless the name exists.
 
     Files are staged in the checkpoint's folder, which no reader of the output reads. If it is on
     another file system, a copy beside the published files replaces the staged file.
@@ -190,7 +188,6 @@ class LocalTarget(OutputTarget):
         self._named(files.disk.rename, staged, self._root / name)
 
     def _named(self, name: Callable[[Path, Path], T], staged: Path, final: Path) -> T:
-        """Gives a staged file, or a copy of it, its final name."""
         try:
             return name(staged, final)
         except StorageFailed as error:
@@ -203,7 +200,6 @@ class LocalTarget(OutputTarget):
         return named
 
     def _copied(self, staged: Path) -> Path:
-        """Copies a file to the file system of the output."""
         copied = self._beside / secrets.token_hex(4)
         files.disk.make_dirs(self._beside, files.PRIVATE_FOLDER)
         with staged.open("rb") as file:
@@ -212,7 +208,6 @@ class LocalTarget(OutputTarget):
         return copied
 
     def _take_group(self, path: Path, folder: Path) -> None:
-        """Gives a published file the group of its folder."""
         status = folder.stat()
         if status.st_mode & stat.S_ISGID:
             with suppress(OSError):
@@ -246,7 +241,6 @@ class RemoteTarget(OutputTarget):
         self._creator = Creator(folder.fs)
 
     def _retry(self, problem: str, call: Callable[[], T]) -> T:
-        """Retries the call until it succeeds."""
         return self._calls.retry(problem, call, lease=self._lease)
 
     def create(self, staged: Path, name: str) -> bool:
@@ -296,7 +290,6 @@ class RemoteTarget(OutputTarget):
         return remote_stamp(self._look_up(name))
 
     def _look_up(self, name: str) -> Info:
-        """Returns the file's attributes; empty if it is missing."""
 
         def look() -> Info:
             try:
@@ -441,11 +434,7 @@ class UploadedFile:
 
 
 class HubTarget(_TargetOnHub):
-    """A repository on the hub. A dedicated thread commits the uploaded files.
-
-    Args:
-        pace: decides when the rank may commit.
-    """
+    """A repository on the hub. A dedicated thread commits the uploaded files."""
 
     def __init__(
         self,
@@ -726,7 +715,7 @@ def make_target(
     return kind(output, scratch, lease, folder.calls)
 
 
-_MAX_REMOVED = 1000  # files in a commit
+_MAX_REMOVED = 1000
 
 
 def remove_output(folder: DataFolder, names: Sequence[str]) -> None:
@@ -765,7 +754,6 @@ def remove_file(folder: DataFolder, name: str) -> None:
 
 
 def sync_parents(root: Path, names: Iterable[str]) -> None:
-    """Syncs the folders of created or removed names below a root."""
     for folder in {(root / name).parent for name in names}:
         if folder.is_dir():
             files.disk.sync_dir(folder)

@@ -72,7 +72,7 @@ def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
 
 
 def check_rank_in_template(writer: DiskWriter, world_size: int) -> None:
-    """Refuses a writer by which several tasks would write one file. Raises ConfigError."""
+    """Refuses a writer by which several tasks would write one file."""
     if world_size > 1 and not template_uses(writer, "rank"):
         template = writer.output_filename.template
         raise ConfigError(
@@ -93,7 +93,7 @@ def template_uses(writer: DiskWriter, name: str) -> bool:
 
 
 def check_output_folder(writer: DiskWriter, checkpoints: str | None) -> None:
-    """Refuses output among the files of its checkpoint. Raises ConfigError."""
+    """Refuses output among the files of its checkpoint."""
     if checkpoints is None:
         return
     below = _below(get_datafolder(checkpoints), writer.output_folder)
@@ -106,11 +106,7 @@ def check_output_folder(writer: DiskWriter, checkpoints: str | None) -> None:
 
 
 def refuse_own_output(name: str, step: object, writer_path: str, writer: DiskWriter) -> None:
-    """Refuses output that a step of the pipeline would read at the next start. Raises ConfigError.
-
-    Args:
-        name, writer_path: names of the step and of the writer, for the message.
-    """
+    """Refuses output that a step of the pipeline would read at the next start."""
     if (
         isinstance(step, BaseDiskReader)
         and not getattr(step, "paths_file", None)
@@ -126,7 +122,7 @@ def refuse_own_output(name: str, step: object, writer_path: str, writer: DiskWri
 
 
 def refuse_equal_folders(pipeline: Sequence[PipelineStep]) -> None:
-    """Refuses a pipeline in which two steps write the same files. Raises ConfigError."""
+    """Refuses a pipeline in which two steps write the same files."""
     for (place, writer), (other_place, other) in combinations(writers_of(pipeline), 2):
         files = _path(writer.output_folder), _sample(writer)
         if files == (_path(other.output_folder), _sample(other)):
@@ -204,7 +200,6 @@ def _path(folder: DataFolder) -> str:
 
 
 def stands_elsewhere(recorded: str, folder: DataFolder) -> bool:
-    """Whether the recorded output folder is another folder, and exists."""
     other = get_datafolder(recorded)
     try:
         with file_system_call():
@@ -226,8 +221,6 @@ class HuggingFaceDatasetWriter(ParquetWriter):  # type: ignore[misc]
 
 
 class HuggingFaceBucketWriter(ParquetWriter):  # type: ignore[misc]
-    """Writes to a bucket."""
-
     private: bool
 
 

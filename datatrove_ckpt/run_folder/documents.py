@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     import datasets
     import pandas
 
-_USUAL = ("text", "finish_reason", "usage", "reasoning", "logprobs")  # of any result
-_VECTOR = 3  # numbers of a vector that are shown
+_USUAL = ("text", "finish_reason", "usage", "reasoning", "logprobs")
+_VECTOR = 3
 Committed = tuple[DataFolder, OutputFile, Json]
 """An output folder, a file in it, and the ``run.json`` of its rank."""
 
@@ -60,7 +60,6 @@ class ShownDocument(NamedTuple):
     Attributes:
         location: the output file below the output folder, or the rank of a dead letter.
         answer: the answers of its rollouts, one after the other, or the cause of a dead letter.
-        columns: the names of the row's columns.
     """
 
     id: str
@@ -112,8 +111,7 @@ def committed_files(location: RunLocation) -> Iterator[Committed]:
 
     Raises:
         ConfigError: there is no checkpoint, or nothing names the output folder.
-        CheckpointError: the commits of a rank cannot be read. The files of all other ranks were
-            yielded before.
+        CheckpointError: the commits of a rank cannot be read.
     """
     kept = queries.kept_rows(location.folder / "output")
     if kept is not None:  # a query
@@ -136,10 +134,7 @@ def committed_files(location: RunLocation) -> Iterator[Committed]:
 
 
 def read_dead_letters(location: RunLocation) -> "Iterator[ShownDocument]":
-    """Reads the dead letters that no finished retry has taken.
-
-    Raises ConfigError if there is no checkpoint.
-    """
+    """Reads the dead letters that no finished retry has taken."""
     retries = layout.retry_folders(location.folder)
     for rank in read_ranks(location.folder, Include.SETTINGS):
         folders = [layout.rank_folder(retry, rank.number) for retry in retries]
@@ -170,10 +165,7 @@ def _dead_letters(path: Path) -> Iterator[Json]:
 
 
 def select_rows(step: StepFolder) -> str:
-    """Returns a SELECT of the rows of a step; "" if there are none.
-
-    Raises as ``select_committed``.
-    """
+    """Returns a SELECT of the rows of a step; "" if there are none."""
     if step.rows is not None:
         return queries.reads(step.rows.paths)
     if not step.has_begun:
@@ -187,9 +179,6 @@ def select_committed(location: RunLocation, copy: Path) -> str:
 
     A column without a value is text in its file, and DuckDB would make text of the numbers in other
     files: where types differ, the rows are copied with types that hold them all.
-
-    Args:
-        copy: the file for the copy.
 
     Raises OutputFailed if there are no such types.
     """
@@ -227,9 +216,7 @@ def read_rows(folder: DataFolder, path: str, with_media: bool = False) -> Iterat
 
 
 def _item(row: Json, run: Json) -> str:
-    """Returns the item of a row from a run with ``explode``: the item's columns, or its text. A row
-    without an item is shown as by ``_answer``.
-    """
+    """Returns the item of a row from a run with ``explode``: the item's columns, or its text."""
     fields = row.get("metadata")
     if not isinstance(fields, dict):
         fields = row
@@ -265,7 +252,6 @@ def _answer(row: Json, run: Json) -> str:
 
 
 def _text(result: object) -> str:
-    """Returns a result's text, or those of its choices, then its other fields on a new line."""
     if isinstance(result, str):
         return result
     if not isinstance(result, dict):
@@ -304,10 +290,10 @@ def _short(value: object) -> object:
 
 
 _HUB = "hf://datasets/"
-_BLOCK = 1 << 20  # bytes
+_BLOCK = 1 << 20
 _ROWS = 1000  # at once in memory
 _GROUP = 1 << 26  # bytes of them in a row group
-_OTHER_DOCUMENTS = (*REDO_KINDS, "duplicate", "overlap", "lost", "commits")  # kinds of problems
+_OTHER_DOCUMENTS = (*REDO_KINDS, "duplicate", "overlap", "lost", "commits")
 
 
 def dataset(location: RunLocation) -> "datasets.Dataset":
@@ -431,7 +417,7 @@ def _named(target: str) -> Iterator[None]:
         yield
     except CkptError:
         raise
-    except Exception as error:  # of datasets, of the hub, of a disk
+    except Exception as error:
         missing = isinstance(error, ImportError) and missing_package(str(error))
         raise OutputFailed(f"{target} was not written: {missing or failure_line(error)}") from error
 
@@ -518,7 +504,7 @@ def _table(rows: Sequence[Json], schema: Schema) -> Table:
 
 
 def _write_csv(location: RunLocation, path: Path) -> int:
-    files = [*committed_files(location)]  # a run may commit more of them meanwhile
+    files = [*committed_files(location)]
     columns = dict[str, None]()
     for row in _rows(files):
         columns |= dict.fromkeys(row)

@@ -70,9 +70,6 @@ def check_job(plan: RunPlan, dry_run: bool = False) -> list[WrongMarker]:
     """Compares a job, and those that it depends on, with what its folders hold from earlier runs.
     Starts nothing, and removes no marker: other checks may refuse the run.
 
-    Args:
-        dry_run: restore nothing from a mirror.
-
     Raises:
         CheckpointMismatch: markers or checkpoints belong to another job, or do not fit each other.
     """
@@ -102,7 +99,6 @@ def check_job(plan: RunPlan, dry_run: bool = False) -> list[WrongMarker]:
 
 
 def _compare_checkpoints(runner: RunnerPlan, skipped: list[int], dry_run: bool) -> dict[int, str]:
-    """Restores what only the mirror has, then compares: see ``_compare_markers``."""
     plan = runner.plan
     root = runner.root or Path(str(runner.step.checkpoints_local_dir))
     use_form(runner.step.form)
@@ -126,11 +122,7 @@ def _compare_checkpoints(runner: RunnerPlan, skipped: list[int], dry_run: bool) 
 
 
 def _compare_markers(runner: RunnerPlan, folder: Path, skipped: list[int]) -> dict[int, str]:
-    """Compares one step. Returns the fault of each marker that must be removed, by rank.
-
-    Args:
-        skipped: the ranks that have a marker.
-    """
+    """Returns the fault of each marker that must be removed, by rank."""
     plan = runner.plan
     step = runner.step
     identity = runner.identity
@@ -232,7 +224,7 @@ def check_inputs_unchanged(plan: RunPlan) -> None:
                 if record is not None:
                     records[rank] = record
         is_retry = runner.step.retry_dead_letters
-        if not is_retry:  # a retry does not run the steps before it
+        if not is_retry:
             _check_steps(runner.before, records)
         if plan.waits:
             continue  # another executor has yet to create the input
@@ -242,7 +234,6 @@ def check_inputs_unchanged(plan: RunPlan) -> None:
         }
         if not records:
             continue
-        # A retry does not read the input.
         resuming = set(plan.incomplete(skip_completed=True if is_retry else None))
         with Reading(revisions=Revisions(root)):  # a dataset is listed as the ranks read it
             for number, reader in enumerate(readers):
@@ -386,9 +377,6 @@ def refuse_vanished_input(root: Path, job: JobTotals) -> None:
 def compare_outputs(plan: RunPlan) -> None:
     """Compares the output of all ranks, also those that datatrove skips, with their checkpoints,
     before a run.
-
-    Raises:
-        CkptError: see ``check_output_of_run``.
     """
     for runner, root in plan.with_checkpoints:
         # Ranks elsewhere, or with a mirror, may have checkpoints that are invisible here;
@@ -411,7 +399,6 @@ def check_output_of_run(
 
     Args:
         first_starts: ranks that will start for the first time, if they have no checkpoint.
-        want: the files to read of each rank, for the sums.
 
     Raises:
         OutputMismatch: committed files are missing or changed, files are there that no checkpoint

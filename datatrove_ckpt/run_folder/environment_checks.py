@@ -124,7 +124,6 @@ class FilesystemTraits(NamedTuple):
     """The properties of a file system that matter for checkpoints.
 
     Attributes:
-        name: its usual name.
         lasts: files survive a restart of this machine.
         shared: other machines see the same files.
         concern: a warning in a sentence.
@@ -372,7 +371,6 @@ def _check_sqlite(probe: Path) -> Finding:
 
 
 def check_remote(location: str | DataFolder) -> Iterator[Finding]:
-    """Writes an object to a folder of any kind, reads its size, and deletes it."""
     folder = get_datafolder(location)
     url = folder.resolve_paths("")
     hub = HubFolder.of(folder)
@@ -395,9 +393,6 @@ def check_remote(location: str | DataFolder) -> Iterator[Finding]:
 def check_hub(plan: RunPlan) -> None:
     """Checks that tasks may write to their output folders on the hub, and makes missing
     repositories.
-
-    Raises:
-        OutputFailed: see ``check_access``.
     """
     for runner in plan.runners:
         writer = runner.step.output_writer
@@ -407,7 +402,6 @@ def check_hub(plan: RunPlan) -> None:
 
 
 def check_access_of(runner: RunnerPlan, hub: HubFolder) -> str:
-    """Checks access to a repository. Returns what ``check_access`` returns."""
     private = None
     if runner.root is None or not has_commits(runner.root):
         private = getattr(runner.step.output_writer, "private", None)
@@ -469,7 +463,6 @@ def _check_logging_dir(plan: RunPlan) -> Iterator[Finding]:
 
 
 def refuse_file(setting: str, folder: str | Path) -> None:
-    """Raises ConfigError if a file is in the place of a folder, or of one of its parents."""
     existing = existing_part(Path(folder).absolute())
     if not existing.is_dir():
         raise ConfigError(
@@ -494,7 +487,6 @@ def _check_prompt(runner: RunnerPlan, sample: list[Document]) -> Iterator[Findin
 
 
 def _costs(step: RunnerSettings, documents: Sequence[Document]) -> Iterator[Finding]:
-    """Estimates the costs of documents, from the texts of the first documents."""
     answer = max_tokens_of(step.model.default_generation_params)
     requests = []
     for document in documents:
@@ -632,7 +624,7 @@ def check_rules_of_hub(plan: RunPlan, step: InferenceRunner) -> Iterator[Finding
             "an hour."
         )
     state: FindingState = "ok"
-    if plan.tasks > 24 * pace.per_hour:  # more than a day
+    if plan.tasks > 24 * pace.per_hour:
         state = "warning"
         text += (
             f" Each of {plural(plan.tasks, 'task')} makes one commit at least, which takes "
@@ -767,7 +759,6 @@ def refuse_input(plan: RunPlan, index: int, step: object) -> None:
     Lists local folders, and others only before paid jobs. A retry does not need its input.
 
     Raises:
-        ConfigError: see ``list_files``.
         InputError, OSError: the tasks run here, and their input cannot be reached.
     """
     folder = getattr(step, "data_folder", None)
@@ -792,7 +783,7 @@ def refuse_input(plan: RunPlan, index: int, step: object) -> None:
 
 
 def list_files(setting: str, reader: BaseDiskReader) -> InputFiles:
-    """Lists the input of a reader. ``setting`` names the reader's setting in errors.
+    """Lists the input of a reader.
 
     Raises:
         ConfigError: the folder is missing, no file matches, or a package for a compression is
@@ -918,5 +909,4 @@ def check_prompts(prompts: Sequence[str], servers: int) -> Iterator[Finding]:
 
 
 def _common(texts: Sequence[str]) -> int:
-    """Returns how many characters all texts begin with together."""
     return len(os.path.commonprefix(texts))  # noqa: RUF071

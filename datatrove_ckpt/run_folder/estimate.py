@@ -34,9 +34,7 @@ def estimate(amounts: Sequence[float], sizes: Sequence[float], total: float) -> 
     chapter 6. An amount that no document of the sample has cannot be seen.
 
     Args:
-        amounts: the amount of each document in the sample.
         sizes: the size of each document, in the unit of ``total``. Their sum is above 0.
-        total: size of the whole input.
     """
     count = len(amounts)
     size = sum(sizes)

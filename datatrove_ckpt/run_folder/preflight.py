@@ -105,7 +105,6 @@ def _find_markers(plan: RunPlan) -> Iterator[Finding]:
 
 
 def _replay(plan: RunPlan) -> Iterator[Finding]:
-    """Replays recorded documents, as each task does at its start."""
     for runner, root in plan.with_checkpoints:
         step = runner.step
         recorded = RecordedDocuments(root)
@@ -262,10 +261,7 @@ def _has_read_all(runner: RunnerPlan, job: JobTotals) -> bool:
 
 
 def run_checked(executor: PipelineExecutor) -> PipelineStats | None:
-    """Runs the ranks of an executor between ``check_before_run`` and ``check_after_run``.
-
-    Returns what its ``run_ranks`` returns.
-    """
+    """Runs the ranks of an executor between ``check_before_run`` and ``check_after_run``."""
     open_streams()  # a script may lack them, too
     plan = RunPlan(executor)
     try:

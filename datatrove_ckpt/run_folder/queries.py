@@ -70,7 +70,6 @@ class KeptRows:
     Attributes:
         made_from: the query, and the digests of the steps that it read.
         digest: hash of the rows.
-        rows: their number.
     """
 
     folder: Path
@@ -83,7 +82,6 @@ class KeptRows:
         return sorted(map(str, self.folder.glob("*.parquet")))
 
     def record(self) -> None:
-        """Writes what the rows were made from."""
         fields = {"made_from": self.made_from, "digest": self.digest, "rows": self.rows}
         files.disk.replace(self.folder / _RECORD, orjson.dumps(fields))
 
@@ -151,11 +149,7 @@ def _nodes(value: object) -> Iterator[Any]:
 
 
 def columns_of(query: Query, tables: Tables) -> dict[str, Any]:
-    """Binds a query. Returns Arrow's types of its columns by name.
-
-    Raises:
-        ConfigError: a name or a type is wrong.
-    """
+    """Binds a query. Returns Arrow's types of its columns by name."""
     with _connected(query, tables) as connection:
         schema = connection.sql(query.sql).limit(0).to_arrow_table().schema
         return dict(zip(schema.names, schema.types, strict=True))
@@ -178,7 +172,6 @@ def quoted(name: str) -> str:
 
 
 def kept_rows(folder: Path) -> KeptRows | None:
-    """Returns the rows that a folder keeps; None if it keeps none."""
     record = folder / _RECORD
     if not record.exists():
         return None
@@ -248,7 +241,6 @@ def make_rows(query: Query, tables: Tables, folder: Path, made_from: JsonObject)
 
 
 def _write(groups: Any, folder: Path) -> tuple[str, int]:
-    """Writes files of rows. Returns the hash of all rows, and their number."""
     digest = xxhash.xxh3_128(groups.schema.serialize())
     rows = 0
     number = 0

@@ -83,7 +83,6 @@ class RankRepair:
 
     @property
     def dead_letters_end(self) -> int:
-        """Bytes of the dead letters file that stay."""
         sizes = [commit.dead_letters_size for commit in self.commits_to_keep if commit.counts.dead]
         return max(sizes, default=0)
 
@@ -115,9 +114,6 @@ def plan_rebuild(rank: RankSummary) -> RankRepair:
 
 def plan_redo(rank: RankSummary, to_redo: set[int]) -> RankRepair:
     """Returns what to do with a rank whose log is whole.
-
-    Args:
-        to_redo: the chunks to take back.
 
     Raises:
         CheckpointError: nothing can be done.
@@ -231,11 +227,7 @@ class RepairPlan:
 
 
 def make_plan(report: VerifyReport, logging_dir: str | None) -> RepairPlan:
-    """Returns the plan that follows from a report.
-
-    Args:
-        logging_dir: the executor's; completion markers of the ranks to redo are removed there.
-    """
+    """Returns the plan that follows from a report."""
     plan = RepairPlan(logging_dir)
     concerned: dict[tuple[str, int | None], list[Problem]] = defaultdict(list)
     for problem in report.problems:
@@ -290,11 +282,6 @@ def _can_redo(problem: Problem) -> bool:
 def _plan_rank(
     report: VerifyReport, rank: RankSummary, problems: list[Problem], shared: set[str | None]
 ) -> RankRepair | None:
-    """Returns what to do with a rank; None if there is nothing to do.
-
-    Raises:
-        CheckpointError: nothing can be done.
-    """
     kinds = {problem.kind for problem in problems if _can_redo(problem)}
     if "commits" in kinds:
         if advice := _advice_of_mirror(report, rank):

@@ -63,7 +63,7 @@ class RunLocation:
         return self.mirror is not None
 
     def refresh(self) -> None:
-        """Updates a mirror's copy. Raises as ``MirrorReader.refresh``."""
+        """Updates a mirror's copy."""
         if self.mirror is not None:
             self.mirror.refresh()
 
@@ -87,9 +87,7 @@ def open_location(
     end.
 
     Args:
-        config: the content of the YAML file.
         wants_file: which files of a mirror are needed, by name and size in bytes.
-        overrides: the overrides of the file, as the user typed them.
         output: the output folder, if the run's files name another.
 
     Raises:
@@ -136,7 +134,6 @@ def open_location(
 
 
 def _named(argument: str) -> tuple[RunLocation, str | None]:
-    """Returns the location, and the mirror's URL if it is a mirror."""
     location = RunLocation(argument, Path(argument), [argument])
     if _URL.match(argument):
         return location, argument
@@ -170,7 +167,7 @@ def _named(argument: str) -> tuple[RunLocation, str | None]:
 
 def looks_like_mirror(folder: Path) -> bool:
     """Whether the ranks' folders hold versions, not files of a checkpoint."""
-    with suppress(PermissionError):  # the command reports it later
+    with suppress(PermissionError):
         for number in layout.rank_numbers(folder):
             rank = layout.rank_folder(folder, number)
             if (rank / layout.RUN).exists():
@@ -192,7 +189,7 @@ def restored(location: RunLocation) -> Iterator[RunLocation]:
     if location.mirror is None:
         yield location
         return
-    from datatrove_ckpt.mirror.restore import restore_ranks  # fsspec is slow to import
+    from datatrove_ckpt.mirror.restore import restore_ranks
 
     with tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder:
         name_copy(folder, location.what)
@@ -207,7 +204,7 @@ def upload(location: RunLocation, ranks: list[RankSummary]) -> None:
     """
     if location.mirror is None:
         return
-    from datatrove_ckpt.mirror.restore import upload_rank  # fsspec is slow to import
+    from datatrove_ckpt.mirror.restore import upload_rank
 
     for rank in {rank.key: rank for rank in ranks}.values():
         upload_rank(
@@ -281,7 +278,6 @@ def _text(value: object) -> str | None:
 
 
 def _runs_as_jobs(config: JsonObject) -> bool:
-    """Whether ranks run on disks that are invisible here."""
     executor = config.get("executor")
     if not isinstance(executor, dict):
         return False
@@ -306,7 +302,6 @@ def _not_begun(location: RunLocation, expected: object) -> ConfigError:
 
 
 def _kept_step(path: str, executor: JsonObject) -> tuple[int, JsonObject]:
-    """Returns the step with a checkpoint: its index in the pipeline, and its init_args."""
     pipeline = executor.get("pipeline")
     steps = enumerate(map(_arguments, pipeline if isinstance(pipeline, list) else ()))
     candidates = {

@@ -98,7 +98,6 @@ class RunPlan:
     """A job, as any datatrove executor describes it.
 
     Attributes:
-        name: the name of the executor's class.
         local_ranks: the ranks of this executor. Executors on other machines run the other ranks.
         is_local: the tasks run on this machine.
         as_jobs: the tasks run on disks that no other machine can read.
@@ -106,7 +105,6 @@ class RunPlan:
         workers: the executor's number of workers; -1: one for each task.
         depends: the job that must run before this job.
         waits: another job has yet to create the input.
-        runners: the runners in the order of the pipeline.
         listed: the names of the input files before the run, by their reader.
         for_doctor: the checks change nothing, and also read and try what a run would find out.
     """
@@ -146,14 +144,12 @@ class RunPlan:
         no_bars_in_logs()
 
     def place(self, index: int) -> str:
-        """Returns the prefix for the subjects of a step's checks; "" with a single runner."""
         if len(self.runners) > 1:
             return f"pipeline[{index}] "
         return ""
 
     @property
     def identities(self) -> list[RunIdentity]:
-        """Returns the identity of each step with a checkpoint."""
         return [
             runner.identity
             for runner in self.runners
@@ -161,11 +157,7 @@ class RunPlan:
         ]
 
     def check_code(self, parents: Sequence[JsonObject]) -> None:
-        """Compares a worker's code with its parent's, before anything is paid for.
-
-        Raises:
-            CheckpointMismatch: this worker has other code or values than its parent.
-        """
+        """Compares a worker's code with its parent's, before anything is paid for."""
         for parent, identity in zip(parents, self.identities, strict=True):
             changes = compare(parent, identity)
             lines = "".join(f"  {line}\n" for change in changes for line in change.lines)
@@ -180,7 +172,6 @@ class RunPlan:
                 )
 
     def check_executor(self) -> None:
-        """Runs the executor's own checks, see ``JobsPipelineExecutor.check``."""
         if hasattr(self._executor, "check"):  # datatrove's executors have none
             self._executor.check(self)
 
@@ -229,7 +220,6 @@ class RunPlan:
         """Returns the ranks that would run now.
 
         Args:
-            ranks: the ranks to consider; None: all.
             skip_completed: None: the setting of the executor.
         """
         if ranks is None:
@@ -245,7 +235,6 @@ class RunPlan:
         return None
 
     def completed(self) -> list[int]:
-        """Returns the ranks of this executor that do not run, because they have a marker."""
         return sorted({*self.local_ranks}.difference(self.incomplete(self.local_ranks)))
 
     def forget(self, rank: int) -> None:
@@ -289,9 +278,6 @@ def _check_order(pipeline: Sequence[object]) -> None:
 
     As in datatrove, a step needs documents if ``data``, the first argument of its ``run``, has no
     default.
-
-    Raises:
-        ConfigError: naming the steps.
     """
     for index, step in enumerate(pipeline):
         if isinstance(step, BaseReader) and (step.limit < -1 or not step.limit):
@@ -364,7 +350,6 @@ def lost_with_disk(plan: "RunPlan", is_kept: Callable[[str], bool]) -> list[str]
 
 
 def note_workers(workers: int, tasks: int) -> None:
-    """Logs that some workers will have no task."""
     if workers > tasks:
         logger.info(
             f"workers is {workers}, but there is work for {tasks}: one worker runs each task. For "

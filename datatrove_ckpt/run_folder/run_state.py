@@ -109,7 +109,6 @@ class RankStatus(RunSums):
         root: "" or its retry of dead letters, such as "retry-00001".
         folder: its files, or a copy of them.
         has_rate: ``rates`` cover at least five minutes, so that they can be compared.
-        attempts: attempts that the history still names.
         last_word: time of the last change of any of its files.
         last_change: time of its last change to journals or commits, if it runs, or its last
             attempt has no end line; else 0.
@@ -187,7 +186,6 @@ class RunState:
         logs: the ``logging_dir``, if it is known.
         newest: time of the newest change that was seen.
         tasks: number of ranks of the run; 0: unknown.
-        identity: the settings that all ranks share.
         missing: ranks of the run that have no folder.
         gone: missing ranks that had committed chunks.
         limits: limits of the last start; none if they are not known here.
@@ -233,7 +231,6 @@ class RunState:
 
     @cached_property
     def together(self) -> Totals:
-        """Returns sums with retries."""
         job = JobTotals()
         for rank in self.all_ranks:
             job.add(rank.root, rank.rank, rank)
@@ -247,7 +244,6 @@ class RunState:
 
     @property
     def run_totals(self) -> RunTotals:
-        """Returns what ``limits`` compares."""
         return RunTotals.of(self.together.work, self.delivered.written)
 
     @property
@@ -329,7 +325,7 @@ def _plain(value: object) -> object:
         return {**value._asdict(), "share": value.share}
     if isinstance(value, WaitStatus | Claimant):
         return value._asdict()
-    return str(value)  # a path
+    return str(value)
 
 
 # sums over ranks: rates, averages, the input, and the time that is left ---------------------------
@@ -339,7 +335,6 @@ def add_up(ranks: list[RankStatus], now: float, tasks: int = 0) -> Totals:
     """Returns the sums over some ranks.
 
     Args:
-        now: Unix seconds.
         tasks: number of ranks of the run; 0: as many as there are.
     """
     totals = Totals(**sum(ranks, RunNumbers()).fields())
@@ -463,7 +458,6 @@ def rank_state(ledger: RankSummary, now: float, copied_at: float | None) -> Rank
     """Returns the state of one rank.
 
     Args:
-        ledger: summary with history, journals and causes of dead letters.
         copied_at: time at which the copied version was uploaded; None: it is no copy.
     """
     numbers = RunNumbers()

@@ -37,7 +37,7 @@ from datatrove_ckpt.run_folder.status_text import status_lines
 CARD = "card.md"
 _README = "README.md"
 _END = "<!-- end of datatrove-ckpt -->"
-_MAX_CHARACTERS = 400  # characters of a value
+_MAX_CHARACTERS = 400
 _MADE_BY = b"Made by datatrove-ckpt "
 _OF_FILES = ("owner", "format", "written_by", "identity_version", "output_folder")
 _OF_OUTPUT = ("documents", "tokens", "answers", "skipped", "dead")
@@ -49,10 +49,7 @@ def summary_line(
     """Returns the closing line.
 
     Args:
-        checkpoints: folder of the runner's checkpoints.
-        job: the sums of its checkpoint.
         started: start of the command, in Unix seconds. Retries since then are named.
-        command: the command as it was typed.
     """
     if not job.ranks:
         find_ranks(checkpoints)  # raises, and names the reason
@@ -111,7 +108,6 @@ def _next_step(runner: RunnerPlan, root: Path, counts: DocumentCounts, retry: st
 
 
 def _attempts(job: JobTotals) -> str:
-    """Returns what all attempts sent, with a space before it; "" if nothing was repeated."""
     sent = job.numbers.work
     attempts = max(job.parts, job.numbers.number_of_attempts)
     again = sent.retries + sent.resent
@@ -204,7 +200,6 @@ def _lines(
     checkpoints: Path,
     shown_topics: Container[str] | None = None,
 ) -> Iterator[str]:
-    """Yields the lines of a card. ``shown_topics``: the topics to include; None: all."""
     output = runner.step.output_writer.output_folder.resolve_paths("")
     newest = 0.0 if state.newest is None else state.newest
     made = datetime.fromtimestamp(newest, UTC).strftime("%Y-%m-%d")

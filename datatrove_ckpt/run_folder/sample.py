@@ -39,7 +39,6 @@ class SentSample:
     """The documents that were sent.
 
     Attributes:
-        checkpoints: the folder of the sample's checkpoints.
         is_kept: the run finds the checkpoints.
         documents: the documents with their requests; without requests, the text is the question.
         sizes: the size of each document, in the unit of ``total``; all 1 if the size of the input
@@ -62,7 +61,6 @@ def take_sample(plan: RunPlan, number: int, folder: Path, writes_rows: bool = Fa
         writes_rows: the output has the run's rows, as Parquet; else whole documents, to be shown.
 
     Raises:
-        ConfigError: there is no InferenceRunner.
         CkptError: no document could be sent: see ``InferenceRunner.run``.
     """
     if not plan.runners:
@@ -239,9 +237,6 @@ def costs(
 ) -> Iterator[tuple[str, str]]:
     """Yields "cost" and the cost of a whole input, then a name and the cost for each tier; nothing
     without prices. See ``estimate``.
-
-    Args:
-        sent: the requests of each document.
     """
     models = step.models
     if not any(config.prices_at("") for config in models.values()):

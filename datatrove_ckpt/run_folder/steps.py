@@ -41,7 +41,6 @@ class StepFolder:
         return recorded_settings(self.folder / "checkpoints") != {}
 
     def state(self) -> RunState | None:
-        """Returns the state of a run; None if it has not begun."""
         if not self.has_begun:
             return None
         with open_location(str(self.folder)) as location:

@@ -146,7 +146,6 @@ class VerifyReport:
 
     @property
     def recorded(self) -> str:
-        """The output folder of the last start."""
         return recorded_output(self.checkpoints) or self.output
 
     @cached_property
@@ -174,7 +173,6 @@ class VerifyReport:
 
     @property
     def tasks(self) -> int:
-        """The number of tasks; 0 if it is not known."""
         tasks = [rank.run.get("tasks") or 0 for rank in self.ranks if not rank.root]
         return max(tasks, default=0)
 
@@ -182,7 +180,7 @@ class VerifyReport:
 # Ranks --------------------------------------------------------------------------------------------
 
 
-@gc_paused()  # commits of many ranks, and no garbage
+@gc_paused()
 def verify(location: RunLocation, full: bool = False) -> VerifyReport:
     report = VerifyReport(location, full)
     # The checkpoints alone may be named of a run folder.
@@ -392,7 +390,7 @@ def _check_input(rank: RankSummary, readers: list[Json]) -> Iterator[Problem]:
     """Finds files of which an earlier release read only the beginning."""
     if rank.root or rank.damage is not None:  # a retry reads no input
         return
-    read: dict[tuple[int, str], Json] = {}  # options of reader and file
+    read: dict[tuple[int, str], Json] = {}
     for commit in rank.commits.values():
         if state := commit.position:
             read[state["number"], state["file"]["name"]] = state["options"]
@@ -415,7 +413,6 @@ def _check_input(rank: RankSummary, readers: list[Json]) -> Iterator[Problem]:
 
 
 def check_output(report: VerifyReport) -> Iterator[Problem]:
-    """Compares the output files with the commits."""
     claims: dict[str, list[CommittedChunk]] = defaultdict(list)
     committed = {}
     for chunk in report.chunks:
@@ -525,7 +522,6 @@ def _check_chunk(
 
 
 def _wrong(report: VerifyReport, file: OutputFile, listing: OutputListing) -> tuple[str, str]:
-    """Returns kind and description of a file's problem; "" and "" if there is none."""
     if not listing.is_right(file):
         return file_problem(file, listing.size(file))
     if not report.full and plain(file.path) not in listing.touched:

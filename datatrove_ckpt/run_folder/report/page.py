@@ -3,8 +3,6 @@ no script.
 
 Names of documents, ranks and errors are not trusted: text becomes markup in ``element`` alone,
 which escapes it, and the page's own policy forbids scripts and requests.
-
-``report_page`` makes it of the state of a run and the histories of its ranks.
 """
 
 from __future__ import annotations
@@ -181,7 +179,7 @@ def _share(part: Values, whole: Values) -> Values:
     return np.minimum(shares, 100.0)
 
 
-_EXAMPLES = 3  # of each fault
+_EXAMPLES = 3
 
 
 def _quality(done: DocumentCounts, spreads: Iterable[RequestHistograms]) -> Iterator[Markup]:
@@ -288,10 +286,7 @@ def page(
     """Returns the whole page.
 
     Args:
-        called: the run's name.
-        location: the checkpoint folder or mirror, as it was given.
         made_at: Unix seconds at which the state was read.
-        age: how old it is.
         sums: text of ``status`` for each topic.
     """
     as_of = f", as of {clock(made_at)}"

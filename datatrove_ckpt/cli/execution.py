@@ -44,13 +44,13 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def run_job(config: Node, executor: PipelineExecutor, arguments: argparse.Namespace) -> int:
-    """Runs an executor, or does what else the flags say. Returns the exit code."""
+    """Runs an executor, or does what else the flags say."""
     if arguments.worker:
         for name in ("retry_dead_letters", "fail_on_dead_letters"):
             if getattr(arguments, name):
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag}: is for a run of all tasks. Give it without --worker.")
-        from datatrove_ckpt.cli.kubernetes import refuse_other_kinds  # slow to import
+        from datatrove_ckpt.cli.kubernetes import refuse_other_kinds
 
         refuse_other_kinds(executor, "--worker")
         init_args = config["executor"].get("init_args") or {}
@@ -66,7 +66,7 @@ def run_job(config: Node, executor: PipelineExecutor, arguments: argparse.Namesp
         config["executor"]["init_args"] = init_args | {"workers": 1}
         executor.workers = 1
     if "kubernetes" in config:
-        from datatrove_ckpt.cli.kubernetes import kubernetes_job  # slow to import
+        from datatrove_ckpt.cli.kubernetes import kubernetes_job
 
         kubernetes_job(config, RunPlan(executor))
     if arguments.print_config:
@@ -80,7 +80,7 @@ def run_job(config: Node, executor: PipelineExecutor, arguments: argparse.Namesp
 
 
 def execute(executor: PipelineExecutor, config: Node, arguments: argparse.Namespace) -> int:
-    """Runs the executor of a file. Returns the exit code.
+    """Runs the executor of a file.
 
     Raises:
         ConfigError: a mistake in the file or on the command line; nothing was started.
@@ -129,11 +129,7 @@ def execute(executor: PipelineExecutor, config: Node, arguments: argparse.Namesp
 
 
 def _check_tasks(plan: RunPlan) -> None:
-    """Compares the number of tasks with the run's.
-
-    Raises:
-        CheckpointMismatch: the run has another number of tasks.
-    """
+    """Compares the number of tasks with the run's."""
     for runner, root in plan.with_checkpoints:
         if root.is_dir() and rank_numbers(root):
             refuse_other_tasks(root, runner.identity)
@@ -194,7 +190,7 @@ def _checked_run(
         if package_error is None:
             raise
         advise(package_error, plan, arguments.command)
-        code = 1  # scripts know it
+        code = 1
         if arguments.worker or isinstance(package_error, WaitsForBatches | LimitReached):
             code = retrying.code_of_rank(package_error)
         return fail(package_error, code)
@@ -296,11 +292,7 @@ def _changed(executor: PipelineExecutor, plan: RunPlan, **changes: bool) -> RunP
 
 
 def advise(error: Exception, plan: RunPlan, argv: Sequence[str] = ()) -> None:
-    """Adds complete commands to an error that names what helps.
-
-    Args:
-        argv: the command line; empty if the job was started in Python.
-    """
+    """Adds complete commands to an error that names what helps."""
     if not isinstance(error, CkptError):
         return
     if argv:
@@ -325,7 +317,7 @@ def advise(error: Exception, plan: RunPlan, argv: Sequence[str] = ()) -> None:
             command = shlex.join(changed)
             error.add_note(f"{'or' if number else 'The whole command'}: {command}")
     if error.starts_over and form() and plan.logging_dir.is_local():
-        folder = Path(plan.logging_dir.resolve_paths("")).absolute().parent  # the run folder
+        folder = Path(plan.logging_dir.resolve_paths("")).absolute().parent
         inputs = [step.data_folder for step in plan.pipeline if hasattr(step, "data_folder")]
         holds_input = any(Path(data.path).absolute().is_relative_to(folder) for data in inputs)
         if folder.is_dir() and not holds_input:

@@ -68,7 +68,6 @@ class JobInput:
     """The input of a job.
 
     Args:
-        source: the path, pattern or URL, as the user wrote it.
         inspect_only: the files may be gone, and are not read.
     """
 
@@ -135,11 +134,7 @@ class JobInput:
         return node(kinds[suffixes[0]], data_folder=folder, glob_pattern=pattern or "**/*")
 
     def _problem(self, names: list[str], kinds: dict[str, str]) -> str:
-        """Returns why no reader can read all files; "" if a reader can.
-
-        Args:
-            kinds: the names of readers, by suffix.
-        """
+        """Returns why no reader can read all files; "" if a reader can."""
         suffixes = list(kinds)
         if Path(self._source, "dataset_dict.json").is_file():
             return f"several splits, such as {Path(self._source, 'train')}"
@@ -181,11 +176,7 @@ class JobInput:
         return ""
 
     def first_document(self, reader: JsonObject, of_folder: bool = False) -> Document | None:
-        """Returns the first document, which may have no text; None if it cannot be read.
-
-        Args:
-            of_folder: whether to list a folder for it.
-        """
+        """Returns the first document, which may have no text; None if it cannot be read."""
         path = Path(self._source)
         if path.parent.name == layout.KEPT_INPUT and self._pattern:  # of a query
             path = next(iter(sorted(path.parent.glob(path.name))), path)
@@ -204,7 +195,7 @@ class JobInput:
         """
         if reader["class_path"] == "JsonlReader":
             lines = import_name("JsonlReader", "")(**reader["init_args"])
-            with suppress(CkptError, OSError):  # the checks before a start name what is wrong
+            with suppress(CkptError, OSError):
                 for name in self._list(lines.glob_pattern)[:1]:
                     for block in islice(lines.blocks(name, ()), 1):
                         for row, _, _, _ in islice(block.rows, _MAX_LINES):
@@ -213,7 +204,6 @@ class JobInput:
         return {}
 
     def count_tasks(self, reader: JsonObject, is_elsewhere: bool) -> int:
-        """Returns how many tasks have work."""
         if self.inspect_only:
             return 1
         if "glob_pattern" not in reader["init_args"]:  # a dataset
@@ -227,7 +217,7 @@ class JobInput:
         except (ConfigError, OSError):
             if is_elsewhere:
                 raise
-            tasks = 1  # the checks before a start name what is wrong
+            tasks = 1
         return max(1, tasks)
 
     def _list(self, pattern: str | None) -> list[str]:
@@ -256,12 +246,10 @@ def _is_absent(source: str) -> ConfigError:
 
 
 def reader_name(name: str) -> str:
-    """Returns the name of the reader for a file; "" if there is none."""
     return _SUFFIXES.get(uncompressed(name).suffix.lower(), "")
 
 
 def _split(source: str) -> tuple[str, str]:
-    """Returns the folder of an input, and the pattern of its files; "" for all files."""
     top = "."
     if source.startswith("/"):
         top = "/"
@@ -288,7 +276,6 @@ class SavedInput:
     Attributes:
         folder: the folder with the rows, below the run folder.
         has_begun: whether checkpoints or their mirror show that the run has begun.
-        mirror: ``checkpoints_remote_dir``.
     """
 
     folder: Path
@@ -336,14 +323,10 @@ class SavedInput:
     def save_query(self, query: "Query", tables: "Tables", made_from: JsonObject) -> "KeptRows":
         """Computes a query, unless its rows are there.
 
-        Args:
-            tables: the steps that it reads.
-            made_from: what the rows depend on.
-
         Raises:
             CheckpointMismatch: the run has begun with other rows.
         """
-        from datatrove_ckpt.run_folder import queries  # slow to import
+        from datatrove_ckpt.run_folder import queries
 
         kept = queries.kept_rows(self.folder)
         if kept is not None and kept.made_from == made_from and not query.reads_files:
@@ -375,7 +358,7 @@ class SavedInput:
         folder = self.folder
         record = folder / layout.BEGAN_IN
         if self.has_begun:
-            from datatrove_ckpt.output.output_folder import RunOrigin  # slow to import
+            from datatrove_ckpt.output.output_folder import RunOrigin
 
             origin = RunOrigin(folder.with_name("checkpoints"), None).recorded
             if record.exists() or origin is None or self.mirror:

@@ -72,18 +72,16 @@ class ShortJob:
 
     @property
     def elsewhere(self) -> list[str]:
-        """The settings that choose another place for the run than this machine."""
         settings = ("slurm", "kubernetes", "jobs")
         return [setting for setting in settings if getattr(self, setting) is not None]
 
     @property
     def is_remote(self) -> bool:
-        """Whether the run folder is a URL."""
         return "://" in self.run_folder
 
     @property
     def root(self) -> Path:
-        """The run folder. If it is a URL, only its name means anything."""
+        """If it is a URL, only its name means anything."""
         return Path(self.run_folder).expanduser()
 
     @property

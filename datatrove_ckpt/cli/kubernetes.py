@@ -21,7 +21,7 @@ _NAME_LENGTH = 56  # with the number of a pod at most the 63 of a label
 
 
 def k8s(arguments: argparse.Namespace) -> int:
-    """Prints the manifests. Returns the exit code.
+    """Prints the manifests.
 
     Raises:
         ConfigError: a mistake in the file, or a job that would lose its work with its pods.

@@ -15,7 +15,7 @@ def open_run(
     wants_file: Callable[[str, int], bool] = lambda name, size: True,
     output: str | None = None,
 ) -> AbstractContextManager[run_location.RunLocation]:
-    """Opens the run that ``arguments.what`` names, with its overrides. See ``open_location``."""
+    """Opens the run that ``arguments.what`` names, with its overrides."""
     config = None
     steps = step_folders(Path(arguments.what))
     if steps:
@@ -23,7 +23,7 @@ def open_run(
             f"{arguments.what}: has steps: name the folder of one: {', '.join(steps)}."
         )
     if run_location.is_config(arguments.what):
-        from datatrove_ckpt.cli.short_form import read_config  # slow to import
+        from datatrove_ckpt.cli.short_form import read_config
 
         config = read_config(arguments.what, arguments.overrides, inspect_only=True)
     return run_location.open_location(

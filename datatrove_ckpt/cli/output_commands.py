@@ -31,7 +31,7 @@ MOST = 600  # characters of a text; an answer may have twice as many
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Prints each document as soon as it is found. Returns the exit code."""
+    """Prints each document as soon as it is found."""
     root = step_status.root_of_steps(arguments)
     if root is not None:
         return step_status.show(root, arguments)
@@ -93,7 +93,7 @@ def export(arguments: argparse.Namespace) -> int:
 
 
 def sample(executor: PipelineExecutor, number: int) -> int:
-    """Prints the answers to the first documents, or why there is none. Returns the exit code."""
+    """Prints the answers to the first documents, or why there is none."""
     from datatrove_ckpt.process import signals
     from datatrove_ckpt.run_folder.environment_checks import check_prompts
     from datatrove_ckpt.run_folder.run_plan import RunPlan
@@ -193,7 +193,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Prints each problem and a verdict. Returns the exit code."""
+    """Prints each problem and a verdict."""
     root = step_status.root_of_steps(arguments)
     if root is not None:
         return step_status.verify(root, arguments, verify)
@@ -244,7 +244,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def repair(arguments: argparse.Namespace) -> int:
-    """Prints each step of a repair and carries it out. Returns the exit code."""
+    """Prints each step of a repair and carries it out."""
     with (
         open_run(arguments, output=arguments.output) as named,
         log_disabled("datatrove_ckpt.mirror"),

@@ -20,7 +20,6 @@ _INDENT = re.compile(r"(?: +\w* +)?")
 
 
 def wrapped(lines: Iterable[str], width: int) -> Iterator[str]:
-    """Wraps lines at ``width`` characters."""
     for line in (part for text in lines for part in text.split("\n")):
         indent = " " * len(_INDENT.match(line)[0])  # type: ignore[index]  # it always matches
         yield from textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False) or [
@@ -34,7 +33,6 @@ def say(text: str) -> None:
 
 
 def say_result(is_json: bool, fields: JsonObject, lines: Iterable[str]) -> None:
-    """Prints a command's result: one JSON object, or lines for people."""
     if is_json:
         option = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS
         say(orjson.dumps(fields, option=option).decode())
@@ -54,7 +52,7 @@ def write_out(text: str, raw: bool = False) -> None:
     Escapes characters that the terminal's encoding lacks. Drops the rest of the text if the reader
     has gone (``status | head``).
     """
-    from datatrove_ckpt.checkpoint.checksummed_lines import explained  # see ``fail``
+    from datatrove_ckpt.checkpoint.checksummed_lines import explained
 
     masked = text if raw else redact(text)
     with explained("write to", "standard output"):
@@ -96,7 +94,7 @@ def write_page(output: str | None, checkpoints: Path, page: str, of: str) -> int
 
 def fail(error: BaseException, code: int) -> int:
     """Prints an error as one message, with notes of one line, and returns the exit code."""
-    from datatrove_ckpt.common.retrying import hub_refusal  # loguru is slow to import
+    from datatrove_ckpt.common.retrying import hub_refusal
 
     text = str(error)
     if not isinstance(error, errors.CkptError):

@@ -72,7 +72,7 @@ def run(
 
 
 def _run_steps(short: JsonObject, redo: Sequence[str]) -> dict[str, OutputPath]:
-    from datatrove_ckpt.cli.steps import StepsJob  # slow to import
+    from datatrove_ckpt.cli.steps import StepsJob
 
     job = StepsJob(short, "run()")
     for step in job.runs(redo):

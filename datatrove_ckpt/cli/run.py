@@ -12,14 +12,14 @@ from datatrove_ckpt.errors import ConfigError
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Builds the executor and runs it. Returns the exit code.
+    """Builds the executor and runs it.
 
     Raises:
         ConfigError: a mistake in the file or on the command line; nothing was started.
     """
     job = short_form.read_job(arguments.config, arguments.overrides)
     if "steps" in job:
-        from datatrove_ckpt.cli.steps import run_steps  # slow to import
+        from datatrove_ckpt.cli.steps import run_steps
 
         return run_steps(job, arguments)
     if arguments.redo:
@@ -33,12 +33,11 @@ def run(arguments: argparse.Namespace) -> int:
 def doctor(arguments: argparse.Namespace) -> int:
     job = short_form.read_job(arguments.config, arguments.overrides)
     if "steps" in job:
-        from datatrove_ckpt.cli.steps import examine_steps  # slow to import
+        from datatrove_ckpt.cli.steps import examine_steps
 
         checks = [*examine_steps(job, arguments.config or "the command line")]
     else:
         _, executor = make_executor(arguments.config, arguments.overrides)
-        # Not imported for a file with a mistake.
         from datatrove_ckpt.run_folder.preflight import doctor as examine
 
         checks = examine(executor)

@@ -94,7 +94,6 @@ def read_config(path: str | None, overrides: list[str], inspect_only: bool = Fal
 
     Args:
         path: the file; None: the overrides are the whole job, in the short form.
-        inspect_only: the input may be gone: see ``expand``.
 
     Raises:
         ConfigError: see ``read_job`` and ``expand``; or the job has steps.
@@ -251,7 +250,7 @@ def _recorded(job: ShortJob, short: Node) -> Node:
         mirror = mirror or default_mirror(f"{job.below}/logs")
     if recorded or not isinstance(mirror, str):
         return recorded
-    from datatrove_ckpt.mirror.restore import read_job  # slow to import
+    from datatrove_ckpt.mirror.restore import read_job
 
     with suppress(ConfigError, OSError):  # the start of the run reports it
         recorded = read_job(mirror)
@@ -262,7 +261,7 @@ def _place(name: str, value: object, by_class: dict[str, Node]) -> None:
     """Puts a setting into the arguments of its class. A mapping joins the form's own mapping.
 
     Args:
-        by_class: the arguments of the job's classes. The rollout's come last.
+        The rollout's come last.
 
     Raises:
         ConfigError: no class of the job has the setting, and it has a value.
@@ -325,7 +324,7 @@ def _allow_no_text(
         first = "text_key" not in reader["init_args"] and job_input.first_document(reader, True)
         if first and not first.text and "text" not in first.metadata:
             reader["init_args"]["text_key"] = None
-            from loguru import logger  # slow to import
+            from loguru import logger
 
             logger.info(
                 "The first row has no text, so no row needs one. If one of "
@@ -361,11 +360,7 @@ def _executor(job: ShortJob, executor: Node, configs: dict[str, Node]) -> Node:
 
 
 def _text(name: str, value: object, inspect_only: bool) -> object:
-    """Returns the value of a setting; for a prompt or schema ``@FILE``, the content of the file.
-
-    Raises:
-        ConfigError: a setting of the form is empty, or the file cannot be read.
-    """
+    """Returns the value of a setting; for a prompt or schema ``@FILE``, the content of the file."""
     if value == "" and name in NAMES:
         raise ConfigError(f"{name}: is empty. Leave it out, or write null for no value.")
     is_schema = name == "json_schema"
@@ -428,7 +423,7 @@ def _rollout(job: ShortJob, short: Node) -> object:
     if prompts:
         raise ConfigError("prompt: give it or rollout, not both.")
     if isinstance(name, str) and not re.fullmatch(r"\w+(\.\w+)+", name):
-        yaml_config.import_name(name, form(), "rollout")  # refuses it
+        yaml_config.import_name(name, form(), "rollout")
     return name
 
 
@@ -460,7 +455,7 @@ def _server(job: ShortJob, short: Node, inspect_only: bool) -> Node:
     config["server_log_folder"] = "server_logs"
     if not job.jobs:
         config["server_log_folder"] = str(Path(job.run_folder, "logs", "server"))
-    from datatrove_ckpt.config.inference_config import ENGINES, visible_gpus  # slow to import
+    from datatrove_ckpt.config.inference_config import ENGINES, visible_gpus
 
     gpus = visible_gpus()
     sharing = {"tp", "dp", "pp"} & short.keys()
@@ -540,10 +535,9 @@ def _input(job: ShortJob, inspect_only: bool, rows: object, saved: SavedInput) -
 
 
 def _query(given: Node, inspect_only: bool, saved: SavedInput) -> str:
-    """Returns the files with the rows of ``{sql: ...}``."""
     yaml_config.refuse_unknown(given, ["sql"], "input")
     if not inspect_only:
-        from datatrove_ckpt.run_folder import queries  # slow to import
+        from datatrove_ckpt.run_folder import queries
 
         query = queries.parse(str(given.get("sql", "")), "input")
         saved.save_query(query, {}, {"sql": query.sql, "steps": {}})
@@ -552,13 +546,11 @@ def _query(given: Node, inspect_only: bool, saved: SavedInput) -> str:
 
 
 def free_answer(columns: Collection[str]) -> str:
-    """Returns the first of answer_2, answer_3 ... that is no column."""
     names = (f"answer_{number}" for number in count(2))
     return next(name for name in names if name not in columns)
 
 
 def _answer(job_input: JobInput, reader: Node, rollout: object) -> object:
-    """Returns a column for the answers that the first document does not have."""
     if isinstance(rollout, dict) and rollout["class_path"] == "EmbedRollout":
         return rollout["init_args"].get("column")
     first = job_input.first_document(reader)
@@ -566,7 +558,7 @@ def _answer(job_input: JobInput, reader: Node, rollout: object) -> object:
     if "answer" not in columns or "rollout_results" in columns:
         return "answer"
     free = free_answer(columns)
-    from loguru import logger  # slow to import
+    from loguru import logger
 
     logger.info(f"The input has a column 'answer', so the column of the answers is {free!r}.")
     return free

@@ -19,7 +19,7 @@ def root_of_steps(arguments: argparse.Namespace) -> Path | None:
     """Returns the run folder that WHAT names; None if it has no steps."""
     root = Path(arguments.what)
     if run_location.is_config(arguments.what):
-        from datatrove_ckpt.cli.short_form import read_job  # slow to import
+        from datatrove_ckpt.cli.short_form import read_job
 
         job = read_job(arguments.what, arguments.overrides)
         if "steps" not in job:
@@ -31,7 +31,7 @@ def root_of_steps(arguments: argparse.Namespace) -> Path | None:
 
 
 def status(root: Path, arguments: argparse.Namespace) -> int:
-    """Prints a line for each step, and the sums. Returns the exit code."""
+    """Prints a line for each step, and the sums."""
     steps = step_folders(root)
     stale = dict(outdated(steps))
     totals = RunTotals()
@@ -74,7 +74,7 @@ def status(root: Path, arguments: argparse.Namespace) -> int:
 
 def report(root: Path, arguments: argparse.Namespace) -> int:
     """Writes a page about all steps that are runs."""
-    from datatrove_ckpt.run_folder.report.page import steps_page  # slow to import
+    from datatrove_ckpt.run_folder.report.page import steps_page
 
     states = {name: step.state() for name, step in step_folders(root).items()}
     runs = {name: state for name, state in states.items() if state is not None}
@@ -108,8 +108,8 @@ def verify(
 
 
 def show(root: Path, arguments: argparse.Namespace) -> int:
-    """Prints the rows of a query over the steps. Returns the exit code."""
-    from datatrove_ckpt.run_folder.documents import select_rows  # slow to import
+    """Prints the rows of a query over the steps."""
+    from datatrove_ckpt.run_folder.documents import select_rows
 
     steps = step_folders(root)
     if arguments.sql is None:

@@ -93,7 +93,6 @@ class Step:
     Attributes:
         label: names it in messages.
         settings: those of its run; empty for a query.
-        query: makes its rows, or the input of its run; None: the input is files.
         sources: the steps that it reads.
         leaves_dead_letters: the steps after it begin although dead letters are left.
     """
@@ -208,7 +207,6 @@ def _read_input(settings: Node, label: str, above: Mapping[str, Step]) -> Query 
 
 
 def _example(schema: object) -> object:
-    """Returns a value with the types of a JSON schema; None where it has any type."""
     if not isinstance(schema, dict):
         return ""
     properties = schema.get("properties")
@@ -222,10 +220,6 @@ def _example(schema: object) -> object:
 class StepsJob:
     """A job of steps.
 
-    Args:
-        short: the job in the short form.
-        source: its file, for messages.
-
     Raises:
         ConfigError: see ``read_steps``.
     """
@@ -238,7 +232,6 @@ class StepsJob:
     # what is on disk -----------------------------------------------------------------------------
 
     def _spent_by_others(self, name: str, step: Step) -> float:
-        """Returns how much of a limit the other steps have used."""
         totals = RunTotals()
         for other in self.steps:
             state = other.found.state()
@@ -326,7 +319,6 @@ class StepsJob:
                 queries.make_rows(query, nothing, folder / "output", made_from)
 
     def job(self, step: Step) -> Node:
-        """Returns the run of a step in the short form."""
         job = {**step.settings}
         for name, limit in self.limits.items():
             if name in job or not step.unfinished():
@@ -353,9 +345,6 @@ class StepsJob:
     def executor(self, step: Step, given: str | None = None) -> tuple[Node, PipelineExecutor]:
         """Returns the run of a step in the long form, and its executor. It takes over the answers
         of the folders that ``redo`` has moved aside, if its settings are theirs.
-
-        Args:
-            given: the files of another input.
         """
         job = self.job(step)
         if given is not None:
@@ -519,7 +508,7 @@ class SampledRows:
 
 def sample_steps(job: StepsJob, number: int) -> int:
     """Takes the first rows through all steps, in a temporary folder. The answers stay with each
-    step, as those of ``run --sample``. Returns the exit code.
+    step, as those of ``run --sample``.
     """
     sampled: dict[str, SampledRows] = {}
     with TemporaryDirectory(prefix="datatrove-ckpt-") as folder:
@@ -535,7 +524,6 @@ def sample_steps(job: StepsJob, number: int) -> int:
 def _sample_step(
     job: StepsJob, step: Step, number: int, folder: Path, sampled: dict[str, SampledRows]
 ) -> Iterator[str]:
-    """Takes rows through a step, adds those that it makes, and yields lines about them."""
     tables = {source.name: sampled[source.name].table for source in step.sources}
     given = None
     share: float | None = 1.0

@@ -30,7 +30,7 @@ from datatrove_ckpt.run_folder.run_state import read_run_state, to_json, wanted_
 from datatrove_ckpt.torch.step_folder import is_training
 from datatrove_ckpt.torch.training_history import MetricsRow, read_training
 
-_SENDING_SECONDS = 60.0  # between two sendings
+_SENDING_SECONDS = 60.0
 _JOB_TAG = "datatrove_ckpt.job"
 _NOT_IN_NAMES = re.compile(r"[^\w./ -]|/(?=/)")  # what MLflow refuses
 _MAX_NAME = 250
@@ -43,7 +43,6 @@ Point = tuple[float, dict[str, float], int | None]
 
 
 def flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """Yields plain values by dotted names."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from flat(part, f"{name}.{key}")
@@ -57,7 +56,6 @@ class TrackedJob:
 
     Attributes:
         id: job's id, which is the same in all attempts, wherever the job is read.
-        started: Unix seconds.
         parameters: the run's identity, without secrets as run.json has it.
     """
 
@@ -122,8 +120,6 @@ class Tracker:
     """Sends the numbers of one job, until no more are to come.
 
     Attributes:
-        service: finds or makes the run of a job.
-        name: name of the job; None: its folder's name.
         is_over: no more is to come, and all is sent.
     """
 
@@ -251,7 +247,7 @@ class TrainingTracker(Tracker):
 
 
 def track(arguments: argparse.Namespace) -> int:
-    """Sends the numbers of a job until no more can come. Returns the exit code."""
+    """Sends the numbers of a job until no more can come."""
     missing = missing_package("mlflow")
     if missing is not None:
         raise ConfigError(f"--mlflow: {missing}")

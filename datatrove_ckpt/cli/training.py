@@ -36,7 +36,6 @@ def status(arguments: argparse.Namespace) -> int:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Prints a line for each step."""
     state = read_training(Path(arguments.what), full=False)
     for number, at, size, notes in [_COLUMNS, *_rows(state)]:
         say(f"{number:>12}  {at:<19}  {size:>9}  {notes}".rstrip())
@@ -66,7 +65,6 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Reads all files of all steps."""
     state = read_training(Path(arguments.what), full=True)
     code = int(bool(state.damaged))
     lines = [f"{step.folder}: {step.damage}" for step in state.damaged]
@@ -191,7 +189,7 @@ def _rows(state: TrainingState) -> Iterator[tuple[str, str, str, str]]:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Prints the intervals by the model in ``torch/policies.py``. Returns the exit code.
+    """Prints the intervals by the model in ``torch/policies.py``.
 
     The history of a training has the median pause of its saves, and the mean time between its
     restarts. A save costs the ``pause_seconds`` in which the training stops, not the time of writes

@@ -347,7 +347,6 @@ def _value(hint: object, value: object, label: str, key: str) -> object:
 
 
 def _items(hint: object, values: list[object], label: str, key: str) -> object:
-    """Converts a list to the collection of its annotation."""
     collection = collection_of(hint)
     if collection is None:
         return values
@@ -410,7 +409,6 @@ def import_name(path: object, yaml_path: str, kind: str = "class") -> Any:
 
 
 def _inside(label: str, key: str) -> str:
-    """Returns the path of a key inside a node, as messages write the path."""
     if key.startswith("pipeline["):
         return key
     if label != form():
@@ -421,7 +419,6 @@ def _inside(label: str, key: str) -> str:
 
 
 def refuse_unknown(mapping: JsonObject, allowed: list[str], yaml_path: str) -> None:
-    """Refuses the first key that is not allowed, and names the key that was probably meant."""
     for key in mapping:
         if key not in allowed:
             name = OTHER_NAMES.get(key, key)
@@ -519,12 +516,6 @@ def read_argument(text: str, hint: object) -> object:
 
 
 class FullConfig:
-    """The configuration of a job as YAML that can be run again, with secrets masked.
-
-    Args:
-        config: the content of the file with overrides applied, which ``build`` has accepted.
-    """
-
     def __init__(self, config: JsonObject) -> None:
         self._secrets: list[str] = []
         self._config = {**config, "executor": self._masked("", config["executor"])}

@@ -36,7 +36,6 @@ class _Splitter:
     _starts: Sequence[int]
 
     def fits(self, start: int, end: int) -> bool:
-        """Returns whether the part fits, without white space at its end."""
         while end > start and self._text[end - 1].isspace():
             end -= 1
         return bisect_left(self._starts, end) - bisect_left(self._starts, start) <= self._limit

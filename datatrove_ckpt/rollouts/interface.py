@@ -71,9 +71,7 @@ class Classification:
     """The answer of ``generate.classify``.
 
     Attributes:
-        label: the most probable label.
         score: its probability; for a model with one class, such as a grade, the model's number.
-        scores: score of each label.
     """
 
     label: str
@@ -82,12 +80,7 @@ class Classification:
 
 
 class CallFailed(Exception):
-    """Reports a call of ``generate.once`` that failed, now or in an earlier attempt.
-
-    Attributes:
-        kind: name of the error's class.
-        text: text of the error.
-    """
+    """Reports a call of ``generate.once`` that failed, now or in an earlier attempt."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(kind, text)

@@ -68,7 +68,6 @@ class MediaData:
     """Bytes in a payload, in the place of their base64.
 
     Attributes:
-        kind: type of the bytes, such as "image/png".
         prefix: text before the base64, such as "data:image/png;base64,".
         key: replacement of the bytes in the cache key.
     """
@@ -86,10 +85,9 @@ class MediaData:
 
 
 def media_key(value: object) -> orjson.Fragment:
-    """Encodes media for the hash of a payload, as orjson's ``default``. No text in JSON has a NUL.
+    """Encodes media for the hash of a payload, as orjson's ``default``.
 
-    Raises:
-        TypeError: JSON cannot express the value.
+    No text in JSON has a NUL.
     """
     if isinstance(value, MediaData):
         return orjson.Fragment(b'"\0%s"' % f"{value.prefix}{value.key}".encode())
@@ -163,7 +161,6 @@ def _made_part(data: bytes, filename: str, key: str) -> Payload:
 
 
 def with_media(payload: Payload, parts: Sequence[Payload]) -> Payload:
-    """Returns the payload, with the parts after the text of the user's last message."""
     if not parts:
         return payload
     messages = list(payload["messages"])
@@ -349,7 +346,6 @@ def check_url(url: str, allowed: list[str] | None) -> None:
 
 
 def check_message_urls(messages: Messages, allowed: list[str] | None) -> None:
-    """Raises InvalidMedia if a document's messages have a URL that a server may not fetch."""
     contents = (message.get("content") for message in messages)
     for part in [part for parts in contents if isinstance(parts, list) for part in parts]:
         for name in {"image_url", "audio_url", "video_url"}.intersection(part):
@@ -381,7 +377,7 @@ def _part(medium: _Medium, settings: MediaSettings) -> Payload:
 
 
 def _open_at(medium: _Medium, settings: MediaSettings) -> tuple[AbstractFileSystem, str]:
-    """Returns file system and path of a document's file. Documents are not trusted.
+    """Returns file system and path of a document's file.
 
     Raises:
         InvalidMedia: the path leads out of the folder, or to a FIFO, a socket, a device or a
@@ -488,7 +484,6 @@ def _as_png(image: Any) -> bytes:
 
 
 def without_bytes(value: object) -> object:
-    """Returns a sent column without its bytes; paths, URLs and other values stay."""
     if isinstance(value, list | tuple):
         return [without_bytes(item) for item in value]
     if isinstance(value, dict):

@@ -4,8 +4,6 @@
 # No postponed annotations: the YAML loader evaluates them.
 
 import copy
-
-# No postponed annotations: the YAML loader evaluates them.
 import re
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -149,7 +147,6 @@ class PromptRollout(OneRequest):
         return parts_of(document, self)
 
     def drop_sent(self, document: Document) -> None:
-        """Removes bytes that were sent from the document's metadata."""
         if self.images not in (None, MEDIA) and self.images in document.metadata:
             document.metadata[self.images] = without_bytes(document.metadata[self.images])
 
@@ -384,9 +381,7 @@ class JudgeRollout(PromptRollout):
         return with_media(chat_payload(None, content, params), parts)
 
     def _score(self, text: str) -> float | None:
-        """Returns the score of a judgement. A <think> block is skipped, unless the pattern contains
-        "think>".
-        """
+        """A <think> block is skipped, unless the pattern contains "think>"."""
         if "think>" not in (self.score_pattern or ""):
             text = without_thoughts(text)
         if self.score_pattern is not None:

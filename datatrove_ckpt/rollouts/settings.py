@@ -53,7 +53,6 @@ _THOUGHTS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]",
 
 
 def is_cut_off(finish_reason: str | None) -> bool:
-    """Returns whether an answer reached max_tokens, or the end of the model's context."""
     return finish_reason is not None and finish_reason.lower() in CUT_OFF
 
 
@@ -65,10 +64,10 @@ def without_thoughts(text: str) -> str:
 
 
 def parsed_json(text: str) -> Any:
-    """Returns the value of an answer in JSON. Raises ValueError if it is none, or is too deep."""
+    """Raises ValueError if the text is no JSON, or is too deep."""
     value = loads(text.encode(errors="surrogatepass"))
     if "N" in text or "I" in text:
-        json.dumps(value, allow_nan=False)  # raises
+        json.dumps(value, allow_nan=False)
     return value
 
 
@@ -165,7 +164,6 @@ def engine_of(server_type: str, form: AnswerForm) -> str:
 
 
 def ends_in_blanks(text: str) -> bool:
-    """Returns whether an answer ends in a long run of whitespace."""
     return len(text) - len(text.rstrip()) >= 64
 
 
@@ -337,7 +335,6 @@ class ReadyMade:
         return {**(getattr(self, "generation_params", None) or {})}
 
     def value_of(self, result: object) -> object:
-        """Returns the value of a result in the column of answers."""
         return value_of(result)
 
 
@@ -504,13 +501,7 @@ class OneRequest(WholeText):
         generate: Generate,
         payload: Payload,
     ) -> InferenceResult | None:
-        """Returns a valid answer, as ``_ask``, for any form.
-
-        Args:
-            read: function that returns the text of an answer, and its problem or "".
-            form: name of the setting with the form.
-            shows: whether a further attempt shows the model its invalid answer.
-        """
+        """Returns a valid answer, as ``_ask``, for any form."""
         last = ""
         result = None
         for _ in range(self.answer_attempts):
@@ -537,12 +528,10 @@ class OneRequest(WholeText):
 
 
 def is_invalid(result: object) -> bool:
-    """Returns whether a rollout has set ``is_invalid`` of our Result."""
     return getattr(result, "is_invalid", False)
 
 
 def value_of(result: object) -> object:
-    """Returns the text of an answer, or the JSON of a path's answer; other results as they are."""
     if isinstance(result, InferenceResult):
         return getattr(result, "answer", None) or result.text
     return result

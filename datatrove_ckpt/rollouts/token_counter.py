@@ -22,10 +22,6 @@ _loading = Lock()
 def _find_file(model: str, revision: str | None) -> Path:
     """Returns the model's ``tokenizer.json``.
 
-    Args:
-        model: a folder, a file, or a repository of the hub.
-        revision: revision of the repository; None: the default branch.
-
     Raises:
         ConfigError: there is no such file, or it cannot be downloaded.
     """
@@ -47,7 +43,7 @@ def _find_file(model: str, revision: str | None) -> Path:
         return Path(hf_hub_download(model, _TOKENIZER, revision=revision))
     except ImportError:
         raise ConfigError(f"tokenizer: {missing_package('huggingface_hub')}") from None
-    except Exception as error:  # errors of the client, the network and the disk
+    except Exception as error:
         repository = f"{model!r}"
         if revision is not None:
             repository += f" at {revision!r}"
@@ -59,12 +55,6 @@ def _find_file(model: str, revision: str | None) -> Path:
 
 
 class TokenCounter(NamedTuple):
-    """A loaded tokenizer.
-
-    Attributes:
-        digest: hash of the file ``tokenizer.json``.
-    """
-
     tokenizer: Any
     digest: str
 
@@ -107,9 +97,7 @@ def _load(name: str, revision: str | None) -> TokenCounter:
         tokenizer = Tokenizer.from_str(data.decode("utf-8"))
     except ConfigError as error:
         raise ConfigError(f"{error} {_ADVICE}.") from None
-    except (
-        Exception
-    ) as error:  # errors of the disk, and of the library, which raises plain Exceptions
+    except Exception as error:
         raise ConfigError(
             f"tokenizer: {_TOKENIZER} of {name!r} is broken: {error_text(error)}. {_ADVICE}."
         ) from None
@@ -119,11 +107,7 @@ def _load(name: str, revision: str | None) -> TokenCounter:
 
 
 def cut_to_chars(fill: Callable[[str], str], text: str, times: int, limit: int) -> str:
-    """Returns the text, cut so that ``fill(text)`` has at most ``limit`` characters.
-
-    Args:
-        times: number of times that the text is in the template.
-    """
+    """Returns the text, cut so that ``fill(text)`` has at most ``limit`` characters."""
     if len(fill(text)) <= limit:
         return text
     return _whole_lines(text, max(0, limit - len(fill(""))) // max(times, 1))

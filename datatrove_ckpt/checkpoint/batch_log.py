@@ -104,7 +104,6 @@ class ParkedRequest(NamedTuple):
 
 
 def fields_of_batch(answer: CachedAnswer | None) -> JsonObject:
-    """Returns the fields that ``Batch.row`` stored; {} for an answer that is not from a batch."""
     if answer is not None and answer.result is not None:
         fields: JsonObject = orjson.loads(answer.result)
         if not OF_BATCH.isdisjoint(fields):
@@ -154,11 +153,7 @@ class Batch:
 
 
 def read_batches(folder: Path) -> tuple[dict[int, Batch], int]:
-    """Returns the batches of a rank's folder, by number, and the log's size in bytes.
-
-    Raises:
-        CheckpointCorrupt, StorageFailed: the log is damaged, or cannot be read.
-    """
+    """Returns the batches of a rank's folder, by number, and the log's size in bytes."""
     batches: dict[int, Batch] = {}
     size = 0
     for line in read_lines(folder / layout.BATCHES):
@@ -171,8 +166,6 @@ def read_batches(folder: Path) -> tuple[dict[int, Batch], int]:
 
 @dataclass
 class _ParkedFile:
-    """A file of parked requests, with room for ``capacity`` requests."""
-
     number: int
     model: str
     path: str
@@ -185,9 +178,6 @@ class BatchLog:
     """``batches.jsonl`` of one rank, and its files of requests. Used in the storage thread only.
 
     Opening the log removes files that no line names, and a torn line.
-
-    Args:
-        run: digest of the run's identity.
     """
 
     def __init__(self, folder: Path, fence: Fence, run: str = "") -> None:
@@ -228,7 +218,6 @@ class BatchLog:
                         yield request
 
     def park(self, request: ParkedRequest) -> None:
-        """Does a part of step 1: adds a request to the file of its model and path."""
         kind = request.model, request.path
         line = request.line()
         parked = self._filling.get(kind)
@@ -249,7 +238,7 @@ class BatchLog:
         parked.requests += 1
 
     def filled(self) -> None:
-        """Ends step 1, and does step 2. A pass that is cut off before this leaves no request."""
+        """Ends step 1, and does step 2."""
         for parked in self._parked:
             parked.file.sync()
             files.disk.forget(parked.file.path)
@@ -285,11 +274,7 @@ class BatchLog:
 
 
 def give_up(folder: Path, number: int) -> None:
-    """Drops a batch of a rank on which no process works: the next run sends its requests again.
-
-    Raises:
-        CheckpointLocked: a process works on the rank.
-    """
+    """Drops a batch of a rank on which no process works: the next run sends its requests again."""
     lock = Lock(folder / layout.LOCK)
     try:
         settings = identity.settings_in(identity.read_run(folder / layout.RUN))

@@ -84,7 +84,6 @@ def add_checksum(body: bytes) -> bytes:
 
 
 def verified_body(line: bytes) -> bytes | None:
-    """Returns the JSON object's bytes without the checksum; None if the line is not whole."""
     if not line.endswith(b"\n") or not line.startswith(PREFIX):
         return None
     fields = line[BODY_AT:-1]
@@ -108,13 +107,11 @@ def read_lines(
     """Yields the file's whole lines, up to a torn tail. A missing file has none.
 
     Args:
-        advice: remedy for damage, for the message.
         synced: whether each line was synced before the next, so that a crash tears at most one.
 
     Raises:
         CheckpointCorrupt: a bad line with a good line after it, or a file that starts with a line
             of another format.
-        StorageFailed: the file cannot be read.
     """
     torn_at = 0
     for number, raw, line in scan_lines(path):
@@ -132,7 +129,6 @@ def read_lines(
 
 
 def may_be_torn(raw: bytes) -> bool:
-    """Whether a crash or a power loss can turn a line into these bytes."""
     return not raw.endswith(b"\n") or b"\0" in raw
 
 
@@ -151,9 +147,6 @@ def last_lines(path: Path | str, max_bytes: int | None, first: int = 0) -> list[
     Args:
         max_bytes: number of bytes to read at the end; None: all.
         first: number of bytes to read at the beginning if ``max_bytes`` does not reach there.
-
-    Raises:
-        StorageFailed: the file cannot be read.
     """
     data = b""
     with explained("read", path), suppress(FileNotFoundError), open(path, "rb") as file:  # noqa: PTH123 (speed)
@@ -166,14 +159,12 @@ def last_lines(path: Path | str, max_bytes: int | None, first: int = 0) -> list[
 
 
 def content_of(path: Path) -> bytes | None:
-    """Returns the content of a file; None if it is missing. Raises StorageFailed."""
     with explained("read", path), suppress(FileNotFoundError):
         return path.read_bytes()
     return None
 
 
 def size_of(path: Path) -> int:
-    """Returns the size of a file in bytes; 0 if it is missing."""
     if path.exists():
         return path.stat().st_size
     return 0
@@ -187,7 +178,6 @@ def whole_lines(data: bytes) -> list[bytes]:
 
 
 def is_count(value: object) -> bool:
-    """Whether a value is an integer >= 0, and no bool."""
     return type(value) is int and value >= 0
 
 
@@ -202,15 +192,11 @@ WITHOUT_SHARD = (
 
 
 def checksummed_json(fields: Json, indent: bool = True) -> bytes:
-    """Returns a file's bytes; with ``indent`` for files that people also read."""
     return add_checksum(orjson.dumps(fields, option=orjson.OPT_INDENT_2 if indent else None))
 
 
 def read_checksummed_json(data: bytes, checksummed: Collection[int]) -> Json:
     """Returns the JSON object in a file's bytes.
-
-    Args:
-        checksummed: the values of ``format`` or ``version`` with which files have a checksum.
 
     Raises:
         ValueError: the file is damaged, or holds something else.
@@ -227,12 +213,6 @@ def read_checksummed_json(data: bytes, checksummed: Collection[int]) -> Json:
 
 
 def read_shard(path: Path) -> Json:
-    """Returns the content of ``shard.json``; empty if the file is missing.
-
-    Raises:
-        CheckpointCorrupt: the file is damaged, or holds something else.
-        StorageFailed: the file cannot be read.
-    """
     data = content_of(path)
     if data is None:
         return {}

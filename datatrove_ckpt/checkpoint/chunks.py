@@ -31,11 +31,8 @@ class Chunk:
     Attributes:
         recovered: fingerprints of the documents found in its journal, by ordinal, until they are
             read again.
-        read, finished: numbers of documents.
-        full: whether the chunk takes no more documents.
         last_input: fingerprint of the last document.
         position: called when the chunk is committed, in the storage thread.
-        done, dead_letters, files: work, dead letters (lines) and output files of the written chunk.
     """
 
     index: int
@@ -66,12 +63,7 @@ class ChunkSlot:
 
 
 class ChunkTracker:
-    """Assigns documents to chunks in input order. Event loop only.
-
-    Args:
-        folder: the rank's folder, for error messages.
-        on_complete: called with each chunk that becomes complete.
-    """
+    """Assigns documents to chunks in input order. Event loop only."""
 
     def __init__(
         self,
@@ -98,9 +90,6 @@ class ChunkTracker:
     def admit(self, fingerprint: str, position: PositionGetter) -> ChunkSlot | None:
         """Returns the slot of the next document of the input; None if an earlier attempt finished
         the document.
-
-        Raises:
-            CheckpointMismatch: an earlier attempt finished another document in this slot.
         """
         chunk = self._current
         if chunk is None:
@@ -135,11 +124,7 @@ class ChunkTracker:
         self._report_if_complete(chunk)
 
     def end_of_input(self) -> None:
-        """Closes the last chunk, however short it is.
-
-        Raises:
-            CheckpointMismatch: earlier attempts read more documents than there are now.
-        """
+        """Closes the last chunk, however short it is."""
         if self._has_more_than_the_input():
             raise CheckpointMismatch(
                 f"The input ended after {self.documents} documents, but {self._folder} holds "
@@ -152,7 +137,6 @@ class ChunkTracker:
 
     @property
     def documents(self) -> int:
-        """The number of documents read so far by all attempts."""
         if self._current:
             return self._current.next_ordinal
         return self._next_ordinal

@@ -24,7 +24,6 @@ class RankClock:
         self._serving = math.inf
 
     def serving(self) -> None:
-        """Starts the inference time: the servers are ready."""
         self._serving = min(self._serving, _monotonic())
 
     def now(self) -> Seconds:

@@ -1,7 +1,7 @@
 """CommitLog decides which chunks are done. The other files can be rebuilt, or are for people.
 
 A lost commit must not look like an unfinished chunk: its output would seem another run's, and its
-documents be paid for twice. ``rank_summary`` compares the log with the files that promise commits.
+documents be paid for twice.
 
 Each line is synced before the next line is written, so a crash tears at most one line
 (``lines.may_be_torn``). Everything else at the end of the log is damage.
@@ -39,13 +39,7 @@ MAX_GAP = 1_000_000
 
 
 class CommitsDamaged(CheckpointCorrupt):
-    """Commits are lost or damaged. ``repair`` can rebuild the log from the undamaged commits.
-
-    Args:
-        path: the rank's ``commits.jsonl``.
-        damage: sentence that describes the damage.
-        logging_dir: the executor's ``logging_dir``, for the repair command; None: unknown.
-    """
+    """Commits are lost or damaged. ``repair`` can rebuild the log from the undamaged commits."""
 
     def __init__(self, path: Path, damage: str, logging_dir: str | None = None) -> None:
         command = repair_command(str(checkpoints_of(path.parent)), logging_dir=logging_dir)
@@ -66,10 +60,7 @@ class CommitsDamaged(CheckpointCorrupt):
 
 
 def stamp_of(text: str) -> int:
-    """Returns the stamp of a file (see ``OutputFile``) from a text that changes with the file.
-
-    An empty text gives 0, an unknown stamp.
-    """
+    """Returns the stamp of a file (see ``OutputFile``) from a text that changes with the file."""
     # 53 bits: every reader of JSON keeps them.
     return xxhash.xxh3_64_intdigest(text.encode()) >> 11 if text else 0
 
@@ -79,9 +70,6 @@ class OutputFile:
     """A published file.
 
     Attributes:
-        path: name below the output folder.
-        size: number of bytes.
-        xxh128: hash of the content.
         hub_hash: the hash in the hub's listing: SHA-256, or git's hash of a file outside LFS. "" in
             a bucket, outside the hub, and in commits of an earlier release.
         stamp: hash of change time and inode, or of the ETag. As in git's index, a file is read only
@@ -114,9 +102,7 @@ class Commit:
             state.
         last_input: fingerprint of the last document; a resumed rank compares it with the input.
         dead_letters_size: size of dead_letters.jsonl in bytes, including this chunk.
-        work: the fields of ``WorkStats``.
         seconds: time that the rank took so far.
-        at: Unix time in seconds.
     """
 
     chunk_index: int
@@ -136,11 +122,6 @@ class Commit:
 
     @classmethod
     def from_json(cls, body: bytes) -> Commit:
-        """Parses a commit.
-
-        Raises:
-            KeyError, TypeError, ValueError: the line holds no commit of this format.
-        """
         data = orjson.loads(body)
         work = data["work"]
         counts = DocumentCounts(
@@ -196,7 +177,6 @@ def read_whole_commits(path: Path) -> list[Commit]:
 
 
 def scan_commits(path: Path) -> tuple[dict[int, Commit], int]:
-    """Returns the commits as ``read_commits`` does, and the offset of a torn tail."""
     commits = {}
     size = dead_letters_size = 0
     for number, line in _whole_lines(path):
@@ -234,7 +214,6 @@ def _parse(path: Path, number: int, line: checksummed_lines.ChecksummedLine) -> 
 
 
 def sum_commits(commits: Collection[Commit]) -> CompletedWork:
-    """Returns the sums over a rank's commits."""
     counts = sum((commit.counts for commit in commits), DocumentCounts())
     work = sum((WorkStats.from_json(commit.work) for commit in commits), WorkStats())
     seconds = NO_SECONDS
@@ -253,9 +232,6 @@ def read_last_chunk(path: Path) -> int | None:
 
     This chunk and all chunks before it were committed: the file is written after the commit is
     synced, and ``repair``, a restored mirror and a new start correct or remove it first.
-
-    Raises:
-        StorageFailed: the file cannot be read.
     """
     text = checksummed_lines.content_of(path) or b""
     if text.strip().isdigit() and len(text) < 20:
@@ -270,9 +246,6 @@ class CommitLog:
 
     Args:
         scanned: result of ``scan_commits``, if no process has written to the file since.
-
-    Raises:
-        CheckpointCorrupt: see ``read_commits``.
     """
 
     def __init__(self, path: Path, scanned: tuple[dict[int, Commit], int] | None = None) -> None:

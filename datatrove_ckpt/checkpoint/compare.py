@@ -28,7 +28,6 @@ class SettingChange(NamedTuple):
     """A field in which two runs differ.
 
     Attributes:
-        lines: the differing parts of the field, each with both values.
         note: sentence for the error, if the identity has a note on the field.
     """
 
@@ -67,7 +66,6 @@ def compare(
 
 
 def differences(name: str, old: object, new: object) -> list[str]:
-    """Returns the parts in which two values of a setting differ, as lines with both values."""
     is_set = old is not _NOT_SET and new is not _NOT_SET
     if is_set and same_value(name, old, new):
         return []
@@ -79,12 +77,10 @@ def differences(name: str, old: object, new: object) -> list[str]:
 
 
 def describe_alike(old: Json, new: Json) -> bool:
-    """Whether both code descriptions have the same version, and so can be compared."""
     return bool(old.get(IDENTITY_VERSION) == new.get(IDENTITY_VERSION))
 
 
 def is_of_code(changes: Iterable[SettingChange]) -> bool:
-    """Whether only the user's code, and what it takes from outside, has changed."""
     return not without_code({change.field: change.new for change in changes})
 
 
@@ -94,7 +90,6 @@ def without_code(fields: Json) -> Json:
 
 
 def changes_text(subject: str, changes: Sequence[SettingChange]) -> str:
-    """Returns the beginning of an error: each field that differs, with both values."""
     lines = [line for change in changes for line in change.lines]
     lines += [f"({change.note})" for change in changes if change.note]
     return "\n  ".join([f"{subject} made by another run:", *dict.fromkeys(lines)]) + "\n"
@@ -103,12 +98,7 @@ def changes_text(subject: str, changes: Sequence[SettingChange]) -> str:
 def mismatch_error(
     subject: str, changes: Sequence[SettingChange], advice: str = "", may_mix: bool = True
 ) -> CheckpointMismatch:
-    """Returns the error for changes that were not accepted.
-
-    Args:
-        advice: a sentence before the advice to return to the old settings.
-        may_mix: whether the advice may name accept_changes.
-    """
+    """Returns the error for changes that were not accepted."""
     text = f"{changes_text(subject, changes)}{advice}"
     old = changes[0].old
     if [change.field for change in changes] == ["tasks"] and isinstance(old, int):
@@ -136,7 +126,6 @@ def records(changes: Iterable[SettingChange]) -> list[Json]:
 
 
 def new_records(accepted: Sequence[Json], identity: RunIdentity) -> list[Json]:
-    """Returns the changes that a run accepts at its start and that are not recorded yet."""
     recorded = [change | {"when": ""} for change in accepted]
     return [change for change in identity.accepted if change | {"when": ""} not in recorded]
 
@@ -171,7 +160,6 @@ _HASH = re.compile(rb'"hash (scrypt|keyed-[0-9a-f]{8})-[0-9a-f]{32}"')  # see re
 
 
 def same_value(name: str, old: object, new: object) -> bool:
-    """Whether two values of this setting are the same."""
     old = comparable(name, old)
     new = comparable(name, new)
     before, after = ({match[1] for match in _HASH.finditer(value)} for value in (old, new))

@@ -33,7 +33,6 @@ from datatrove_ckpt.errors import Fenced, StorageFailed
 
 
 def new_owner(fence: int, earlier: dict[str, int | None], commits: int) -> Json:
-    """Returns the record of this process as the owner in ``run.json``, with a new nonce."""
     return {
         "fence": fence,
         "host": socket.gethostname(),
@@ -84,7 +83,6 @@ class Fence:
         self._seen = stamp
 
     def explain(self, error: BaseException) -> BaseException:
-        """Returns ``Fenced`` if a new owner may have caused ``error`` by removing staged files."""
         if isinstance(error, StorageFailed):
             try:
                 self.check(thorough=True)
@@ -105,7 +103,6 @@ class RunClaim:
     Raises:
         CheckpointMismatch: the checkpoint belongs to another run; the message names each field with
             both values.
-        CheckpointCorrupt: ``run.json`` cannot be read.
     """
 
     def __init__(self, folder: Path, identity: RunIdentity, accept_changes: bool = False) -> None:
@@ -132,11 +129,7 @@ class RunClaim:
         self._accepted += new_records(self._accepted, identity)
 
     def take(self, commits: int | None = None) -> Fence:
-        """Writes ``run.json``, which an earlier owner notices before its next write.
-
-        Args:
-            commits: the number of commits that the rank has now; None: the number in ``run.json``.
-        """
+        """Writes ``run.json``, which an earlier owner notices before its next write."""
         before = self.before.get("owner", {})
         if commits is None:
             commits = before.get("commits", 0)

@@ -50,7 +50,6 @@ _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP, errno.
 
 
 def free_name(path: Path, ending: str) -> Path:
-    """Returns the first path with this ending and a number that does not exist."""
     names = (path.with_name(f"{path.name}{ending}{number}") for number in count(1))
     return next(name for name in names if not name.exists())
 
@@ -83,7 +82,6 @@ class Disk:
                 view = view[os.write(fd, view) :]
 
     def sync(self, path: Path) -> None:
-        """Makes the file's content so far survive power loss."""
         with explained("sync", path):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -107,7 +105,7 @@ class Disk:
             source.replace(target)
 
     def link(self, source: Path, target: Path) -> bool:
-        """Gives the file a second name, unless that name exists. Returns whether it did."""
+        """Gives the file a second name, unless that name exists."""
         with explained(f"link {source} to", target):
             try:
                 os.link(source, target)
@@ -151,7 +149,6 @@ class Disk:
             return os.lseek(fd, 0, os.SEEK_CUR) - len(data)
 
     def make_dirs(self, path: Path, mode: int = PUBLIC_FOLDER) -> None:
-        """Makes the folder and its missing parents, which are public, and syncs their names."""
         for tries_left in reversed(range(100)):
             if path.is_dir():
                 return
@@ -260,7 +257,6 @@ Always accessed as ``files.disk``, so that a test can replace it.
 
 
 def keep_first(path: Path, data: bytes, mode: int = PUBLIC_FILE) -> None:
-    """Makes a whole file, unless another process was first."""
     disk.make_dirs(path.parent)
     # Processes of two nodes may share a process id.
     staged = path.with_name(f"{path.name}.{secrets.token_hex(4)}")

@@ -15,15 +15,14 @@ Recovery does not read it, so damage costs a line and never the run. Each line h
 
 Readers ignore keys and kinds of later releases.
 
-``HistoryLog`` appends lines. A line is one write, so a kill tears at most the last line, which the
-next attempt cuts off. Readers skip other damaged lines. If an attempt finds more than
-``MAX_BYTES``, a copy replaces the log. It lacks every second progress line, or three of four, and
-so on; the first and the last progress line between two events stay. If events alone exceed the
-limit, the oldest lines go. While an attempt runs, the file only grows, so the mirror can copy it.
+A line is one write, so a kill tears at most the last line, which the next attempt cuts off. Readers
+skip other damaged lines. If an attempt finds more than ``MAX_BYTES``, a copy replaces the log. It
+lacks every second progress line, or three of four, and so on; the first and the last progress line
+between two events stay. If events alone exceed the limit, the oldest lines go. While an attempt
+runs, the file only grows, so the mirror can copy it.
 
 ``read_history`` parses attempts, server events, and as many progress lines as needed: ``status``
-needs the last minutes, and ``report`` an even sample. To parse the other lines would take longer
-than reading the rest of the rank.
+needs the last minutes, and ``report`` an even sample.
 """
 
 from __future__ import annotations
@@ -73,10 +72,6 @@ _MAX_KINDS = 64
 class OutageStatus(NamedTuple):
     """An outage: the seconds without an answer, and the seconds after which the rank stops because
     of it. Both are 0 if no request has failed.
-
-    Attributes:
-        unreachable: no server can be reached.
-        model: the model of the servers, if there are several models.
     """
 
     seconds: float = 0.0
@@ -86,7 +81,6 @@ class OutageStatus(NamedTuple):
 
     @property
     def lasts(self) -> bool:
-        """Whether the outage is long enough to be displayed."""
         return self.seconds >= 30.0
 
     def __str__(self) -> str:
@@ -126,7 +120,6 @@ class _HistoryRecord:
     """A line of the history.
 
     Attributes:
-        at: Unix seconds.
         attempt: number of the attempt, from 1; 0 until the log writes the line.
 
     A kind of other keys than its fields has its own ``to_json`` and ``read``.
@@ -155,7 +148,6 @@ class AttemptStart(_HistoryRecord):
 
     Attributes:
         job: Slurm job id, as Slurm's commands name it.
-        v: version of this package.
     """
 
     KIND = "start"
@@ -171,8 +163,6 @@ class ServerEvent(_HistoryRecord):
 
     Attributes:
         name: name of the server within the rank, such as "0".
-        url: the server's URL, without secrets.
-        why: cause of a death, in one line.
     """
 
     KIND = "server"
@@ -338,11 +328,7 @@ class AttemptEnd(_HistoryRecord):
 
 @dataclass(slots=True, kw_only=True)
 class ReplayResult(_HistoryRecord):
-    """What the replay check of recorded documents has shown, other than that nothing differs.
-
-    Attributes:
-        what: without secrets.
-    """
+    """What the replay check of recorded documents has shown, other than that nothing differs."""
 
     KIND = "replay"
     what: str
@@ -387,7 +373,6 @@ def _is_event(line: bytes) -> bool:
 
 
 def _latest_progress(lines: Sequence[bytes]) -> Iterator[ProgressRecord]:
-    """Yields progress records, the newest first."""
     for line in reversed(lines):
         if is_progress_line(line):
             record = parse_line(line)
@@ -402,9 +387,6 @@ MAX_BYTES = 900_000
 
 class HistoryLog:
     """``history.jsonl`` of one rank, for the storage thread alone. Opening it cuts off a torn tail.
-
-    Args:
-        attempt: number of this process's attempt.
 
     Attributes:
         earlier: the last progress line in the file.
@@ -432,7 +414,6 @@ class HistoryLog:
 
 
 def downsampled(lines: Sequence[bytes], max_bytes: int) -> list[bytes]:
-    """Returns lines in order, at most ``max_bytes`` bytes."""
     selected = list(lines)
     while sum(map(len, selected)) > max_bytes:
         fewer = _sampled(selected, 2)
@@ -443,9 +424,6 @@ def downsampled(lines: Sequence[bytes], max_bytes: int) -> list[bytes]:
 
 
 def _sampled(lines: Iterable[bytes], step: int) -> list[bytes]:
-    """Returns all events; between two events each ``step``-th progress line, the last progress
-    line, and the last histogram.
-    """
     selected = []
     for is_event, group in groupby(lines, _is_event):
         selection = list(group)
@@ -469,11 +447,9 @@ class AttemptSummary:
     """An attempt, from the start of a rank to its end.
 
     Attributes:
-        number: number of the attempt, from 1.
         started, last_seen: times of its first and last line.
         ended: time of its end line; None: it still runs, or was killed.
         why: "done", "stopped", "error", or "" without an end line.
-        what: what stopped it, or the error.
         without_a_word: the attempt ended without an end line.
         counted_at: time of its last progress line.
         cut_off: requests whose answers were not waited for, and that may be paid.
@@ -546,8 +522,6 @@ class History:
     """The parsed part of a rank's history.
 
     Attributes:
-        attempts: attempts by ascending numbers.
-        minutes: progress lines, including the last line of each attempt.
         spreads: the last line of each attempt, over all its requests.
         servers: events of servers in the newest attempt.
         then: the progress line of the newest attempt that is ``RATE_SECONDS`` older than its last

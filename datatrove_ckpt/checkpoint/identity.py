@@ -55,7 +55,6 @@ answer. The identity and the keys of answers omit them.
 
 
 def without_model(name: str) -> str:
-    """Returns a field without the name of its model: ``judge.model_kwargs`` is ``model_kwargs``."""
     head, _, inner = name.partition(".")
     if head in _USERS_FIELDS:
         return name
@@ -96,7 +95,6 @@ def fields_without_secrets(fields: Json) -> Json:
 
 
 def run_without_secrets(fields: Json) -> Json:
-    """Returns the content of ``run.json`` with hashes instead of secrets."""
     clean = fields_without_secrets(fields)
     if accepted := fields.get("accepted_changes"):
         clean["accepted_changes"] = [{**change} for change in accepted]
@@ -108,7 +106,6 @@ def run_without_secrets(fields: Json) -> Json:
 
 
 def as_stored(fields: Json) -> Json:
-    """Returns the fields after a round trip through JSON, without secrets."""
     stored: Json = orjson.loads(orjson.dumps(stamped(fields)))
     return fields_without_secrets(stored)
 
@@ -140,7 +137,6 @@ Earlier builds of 0.2.0 wrote ``forked``.
 
 
 def stamped(fields: Json) -> Json:
-    """Returns an identity preceded by this release's format and version."""
     settings = {
         name: value for name, value in fields.items() if name not in (FORMAT_KEY, WRITTEN_BY)
     }
@@ -155,11 +151,6 @@ def check_format(
     location: object, fields: object, supported: range = FORMATS, written_by: object = None
 ) -> None:
     """Checks that this version can continue the file of another version. A missing format passes.
-
-    Args:
-        location: the file, for the message.
-        supported: the supported formats of such files.
-        written_by: the version that wrote the file, if ``content`` does not name it.
 
     Raises:
         VersionMismatch: the format is newer, or too old.
@@ -195,29 +186,17 @@ be moved, but tasks that run at the same time must agree about it.
 
 
 def read_run(path: Path) -> Json:
-    """Returns the content of ``run.json`` or ``job.json``, with hashes instead of secrets.
-
-    Raises:
-        CheckpointCorrupt: the file holds no run.
-        StorageFailed: the file cannot be read.
-    """
+    """Returns the content of ``run.json`` or ``job.json``, with hashes instead of secrets."""
     return run_without_secrets(run_with_secrets(path))
 
 
 def run_with_secrets(path: Path | str) -> Json:
-    """Returns the content of ``run.json`` or ``job.json``, with secrets of earlier releases."""
     with explained("read", path), open(path, "rb") as file:  # noqa: PTH123 (speed)
         data = file.read(_MAX_BYTES + 1)
     return parse_run(path, data)
 
 
 def parse_run(path: Path | str, data: bytes) -> Json:
-    """Returns the content of ``run.json`` or ``job.json`` from its bytes.
-
-    Raises:
-        CheckpointCorrupt: the bytes hold no run. The message names ``path``.
-        VersionMismatch: a newer version of this program wrote them, or a version before 0.2.0.
-    """
     try:
         if len(data) > _MAX_BYTES:
             raise ValueError(f"it has more than {_MAX_BYTES} bytes")
@@ -232,11 +211,6 @@ def parse_run(path: Path | str, data: bytes) -> Json:
 
 
 def check_run(fields: Json) -> Json:
-    """Checks and returns the content of a ``run.json``.
-
-    Raises:
-        ValueError: it is not the content of a ``run.json``.
-    """
     if not is_count(fields.get("format")):
         raise ValueError("it has no format")
     if not isinstance(fields.get("owner", {}), dict):

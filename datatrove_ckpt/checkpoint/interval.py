@@ -1,7 +1,7 @@
 """Computes the seconds between two saves: a number, or "auto", a set share of the time for saves.
 
-No fixed interval fits every disk: a sync takes 50 microseconds on one disk and 200 milliseconds on
-another. "auto" times each save, as CheckFreq does (Mohan, Phanishayee and Chidambaram, FAST'21):
+No fixed interval fits every disk. "auto" times each save, as CheckFreq does (Mohan, Phanishayee and
+Chidambaram, FAST'21):
 
 interval = mean of the last RECENT durations / share, but never below shortest or above longest
 

@@ -43,7 +43,6 @@ class JobChanges:
     """The differences between a job and its ranks.
 
     Attributes:
-        by_rank: the differences of each rank.
         empty: ranks that differ and hold no work, so that they may start over with the new
             settings.
     """
@@ -53,7 +52,6 @@ class JobChanges:
 
     @property
     def changes(self) -> list[SettingChange]:
-        """Each difference once."""
         each_once = []
         for changes in self.by_rank.values():
             each_once += [change for change in changes if change not in each_once]
@@ -69,8 +67,6 @@ class JobChanges:
 
 
 class RankBinding(NamedTuple):
-    """The state that binds a rank to its run: the rank holds work, or a process works on it."""
-
     holds_work: bool
     is_finished: bool
     is_live: bool
@@ -87,7 +83,6 @@ def join_job(
     """Compares a starting rank with the other ranks of its job. The block writes ``run.json``.
 
     Args:
-        root: ``checkpoints_local_dir``.
         check_output: called before ``job.json`` names another output folder; its error refuses the
             rank.
 
@@ -141,11 +136,7 @@ def recorded_output(root: Path) -> str | None:
 
 
 def record_output_folder(root: Path, folder: str) -> None:
-    """Writes the output folder into ``job.json``. No running rank may write elsewhere.
-
-    Raises:
-        CheckpointError: ``job.json`` is damaged, or cannot be written.
-    """
+    """Writes the output folder into ``job.json``. No running rank may write elsewhere."""
     if _read_job(root).get(OUTPUT_FOLDER, folder) == folder:
         return
     with suppress(CheckpointLocked):  # a starting rank holds the lock, and writes the folder
@@ -162,9 +153,6 @@ def record_change(root: Path, path: str, old: str, new: str) -> None:
     """Adds an accepted change of requests or results to ``job.json``, unless another rank has.
 
     It is no setting, so it has no ``field``.
-
-    Args:
-        path: place in the request or result.
 
     Raises:
         CheckpointError: ``job.json`` is damaged, or cannot be written; or another process has kept
@@ -198,7 +186,6 @@ def compare_job(
     Args:
         ranks: the ranks to compare if ``job.json`` agrees with the job; None: all ranks with a
             folder.
-        only_tasks: see ``compare_runs``.
     """
     job = _read_job(root)
     if ranks is None or not job or compare(job, identity):
@@ -207,11 +194,6 @@ def compare_job(
 
 
 def refuse_other_tasks(root: Path, identity: RunIdentity) -> None:
-    """Refuses a job whose ranks have another number of tasks.
-
-    Raises:
-        CheckpointMismatch: the numbers differ.
-    """
     differences = compare_job(root, identity, None, only_tasks=True)
     if differences.changes:
         raise refuse_changes(root, differences)
@@ -242,7 +224,6 @@ def _read_job(root: Path) -> Json:
 
 
 def _is_current(root: Path, identity: RunIdentity) -> bool:
-    """Whether ``job.json`` agrees, code and output folder included, and holds no plain secret."""
     job = _job_with_secrets(root)
     clean = run_without_secrets(job)
     is_same = job == clean and not compare(job, identity, with_output=True)
@@ -278,11 +259,7 @@ def refuse_changes(
     may_mix: bool = True,
     evidence: str = "",
 ) -> CheckpointMismatch:
-    """Returns ``mismatch_error`` for the checkpoints of tasks in a folder or mirror.
-
-    Args:
-        evidence: what the changes do, before the changes.
-    """
+    """Returns ``mismatch_error`` for the checkpoints of tasks in a folder or mirror."""
     subject = f"{evidence}The checkpoints in {root} ({name_tasks(differences.ranks)}) were"
     return mismatch_error(subject, differences.changes, advice, may_mix)
 
@@ -316,14 +293,7 @@ def compare_runs(
     identity: RunIdentity,
     only_tasks: bool,
 ) -> JobChanges:
-    """Compares a job with the ``run.json`` of its ranks.
-
-    Args:
-        runs: the content of each ``run.json``.
-        state_of: called for ranks that differ.
-        job: the content of ``job.json``; empty if there is none.
-        only_tasks: compare only the number of tasks.
-    """
+    """Compares a job with the ``run.json`` of its ranks."""
     differences = JobChanges()
     accepted = [
         (change.get("field"), change.get("old"), change.get("new"))
@@ -353,7 +323,6 @@ def compare_runs(
 
 
 def removed_ranks(root: Path, missing: Iterable[int]) -> list[int]:
-    """Returns the missing ranks that have a last_chunk file or a retry of dead letters."""
     folders = (root / "last_chunk", *layout.retry_folders(root))
     named = {path.stem for folder in folders for path in folder.glob("*")}
     folder_of = {rank: layout.rank_folder(root, rank) for rank in missing}

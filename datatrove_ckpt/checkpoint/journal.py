@@ -54,7 +54,6 @@ class FinishedDocument:
     """A finished document.
 
     Attributes:
-        fingerprint: hash of the document as it was read.
         document: JSON of the document as it will be written, or of the dead letter for "dead";
             ``null`` for "dropped".
         requests, prompt_tokens, completion_tokens: totals of its rollouts, with cached answers.
@@ -103,11 +102,6 @@ class FinishedDocument:
 
     @classmethod
     def from_body(cls, body: bytes) -> FinishedDocument:
-        """Parses a line.
-
-        Raises:
-            KeyError, TypeError, ValueError: the line holds no finished document.
-        """
         at = body.index(_DOCUMENT)
         data = orjson.loads(body[:at] + b"}")
         return cls(
@@ -138,7 +132,6 @@ def read_finished(
 
     Args:
         fingerprints: receives the fingerprint of each document, by ordinal.
-        first_ordinal, end: the chunk's range of ordinals.
 
     Raises:
         CheckpointCorrupt: a line that no crash can leave, or that belongs to another chunk.
@@ -178,9 +171,6 @@ class ChunkJournal:
     Args:
         end: the ordinal after the chunk's last document, if the journal may hold documents of an
             earlier attempt.
-
-    Raises:
-        CheckpointCorrupt: see ``read_finished``.
     """
 
     def __init__(self, path: Path, first_ordinal: int, end: int | None = None) -> None:
@@ -223,17 +213,12 @@ class ChunkJournal:
 
     @property
     def ordinals(self) -> Iterator[int]:
-        """The ordinals of the documents in the journal."""
         for index, offset in enumerate(self._offsets):
             if offset >= 0:
                 yield self.first_ordinal + index
 
     def read_in_order(self) -> Generator[tuple[str, WrittenDocument], None, None]:
-        """Yields the outcome of every document of the chunk, and the document, by ordinal.
-
-        Raises:
-            CheckpointCorrupt: a line is missing, or is not what was written.
-        """
+        """Yields the outcome of every document of the chunk, and the document, by ordinal."""
         with explained("read", self.path), self.path.open("rb", buffering=0) as file:
             for indices in self._megabytes():
                 lines = self._read(file.fileno(), indices)

@@ -139,7 +139,6 @@ class RankAddress(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path | str) -> RankAddress:
-        """Returns the address of a rank's folder, from its path or URL."""
         parents, _, name = str(folder).rstrip("/").rpartition("/")
         parent = parents.rpartition("/")[2]
         return cls(parent if is_retry(parent) else "", int(name))
@@ -149,19 +148,16 @@ class RankAddress(NamedTuple):
 
 
 def checkpoints_of(folder: Path) -> Path:
-    """Returns ``checkpoints_local_dir`` of the folder of a rank, or of its retry."""
     root = folder.parent
     return root.parent if is_retry(root.name) else root
 
 
 def rank_folders(root: Path) -> list[Path]:
-    """Returns the folders of all ranks, and then of all retries."""
     roots = [folder for folder in (root, *retry_folders(root)) if folder.is_dir()]
     return [rank_folder(folder, rank) for folder in roots for rank in rank_numbers(folder)]
 
 
 def folders_of(root: Path, rank: int) -> list[Path]:
-    """Returns the rank's folder, and then the folders of its retries, which may be missing."""
     return [rank_folder(folder, rank) for folder in (root, *retry_folders(root))]
 
 
@@ -194,7 +190,6 @@ def is_journal(name: str) -> bool:
 
 
 def is_mirrored(name: str) -> bool:
-    """Whether the versions of a mirror hold such a file."""
     return is_journal(name) or name in (
         BATCHES,
         COLUMNS,
@@ -210,9 +205,6 @@ class RankListing:
     """Lists a rank's folder in few system calls, because a run may have ten thousand ranks.
 
     A missing folder is empty.
-
-    Attributes:
-        journals: the chunks that have a journal, in ascending order.
 
     Raises:
         CheckpointCorrupt: a folder has the name of a file.
@@ -252,7 +244,6 @@ class RankListing:
                 yield self.entries[name].stat()
 
     def size(self, *names: str) -> int:
-        """Returns the size of the files in bytes; missing files count as 0."""
         return sum(status.st_size for status in self._stats(names))
 
     def last_write(self, *names: str) -> float:
@@ -261,12 +252,10 @@ class RankListing:
 
 
 def journal_indices(folder: Path) -> list[int]:
-    """Returns the chunks that have a journal in a rank's folder, in ascending order."""
     return RankListing(folder).journals
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the rank in a folder is complete (``RankListing.is_finished``)."""
     return RankListing(folder).is_finished
 
 
@@ -276,7 +265,6 @@ def retry_folder(root: Path, number: int) -> Path:
 
 
 def retry_folders(root: Path) -> list[Path]:
-    """Returns the folders of retries, in ascending order."""
     return _numbered_folders(root, RETRIES)
 
 

@@ -62,7 +62,6 @@ def _held_by(holder: bytes, path: Path) -> str:
 
 
 def name_holder(holder: dict[str, object]) -> str:
-    """Names the process to stop, such as "pid 42 on node7"; for a worker, its command."""
     return f"pid {holder.get('command', holder.get('pid'))} on {holder.get('host')}"
 
 
@@ -102,9 +101,6 @@ class Lock:
 
     ``works`` is False on a file system without locks; there the fence (``fence``) alone
     separates two processes.
-
-    Raises:
-        CheckpointLocked: another process holds the lock; the message names its host and pid.
     """
 
     def __init__(self, path: Path) -> None:

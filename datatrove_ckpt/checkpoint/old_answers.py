@@ -34,13 +34,9 @@ from datatrove_ckpt.errors import CkptError, ConfigError
 def open_old_answers(root: Path, rank: int, identity: RunIdentity) -> RequestCache | None:
     """Returns a copy of an old run's answers for this rank; None if it has no usable answers.
 
-    Args:
-        root: the old run's ``checkpoints_local_dir``, or its run folder.
-
     Raises:
         ConfigError, CheckpointMismatch: ``root`` holds no checkpoint, or no usable answers.
         CheckpointLocked: a process works on this rank of the old run.
-        CheckpointCorrupt, StorageFailed: the old rank cannot be read.
     """
     if (root / "checkpoints").is_dir():
         root /= "checkpoints"
@@ -107,8 +103,6 @@ def with_samples(
     still runs, cannot be read, or was answered by other servers.
 
     Args:
-        root: ``checkpoints_local_dir``.
-        servers: digest of the servers, see ``servers_digest``.
         old: the cache to add to; None: make a cache if there are answers.
     """
     rows: list[CachedRequest] = []

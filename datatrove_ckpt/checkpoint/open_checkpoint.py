@@ -4,8 +4,7 @@ OpenCheckpoint's methods are synchronous and return immediately. The storage thr
 to journals, request cache and commit log in order, so no lock guards these files, and commits. It
 writes its whole queue as one group: one SQLite transaction and one write per journal, so groups
 grow when the disk is slow. A completed write survives kill -9. Syncs run at most every
-``sync_seconds``; a commit also syncs its files. Grouping on the event loop's side was no faster
-(measured), and needs a timer.
+``sync_seconds``; a commit also syncs its files.
 
 The publisher thread turns complete journals into output files (steps 2 and 3 of a
 commit); it is a separate thread, because publishing may take minutes (gzip, uploads). The event
@@ -89,11 +88,7 @@ class DiskSpace:
         self._is_low = False
 
     def holds_up(self, waiting: int) -> bool:
-        """Whether no document should be started. Logs each change.
-
-        Args:
-            waiting: number of chunks that wait to be put in place. Few free too little space.
-        """
+        """Whether no document should be started. Logs each change."""
         was_low = self._is_low
         now = time.monotonic()
         if waiting <= MAX_PUBLISHING:
@@ -145,10 +140,8 @@ class Snapshot:
     """The state of the checkpoint at one instant of the storage thread, for a copy of it.
 
     Attributes:
-        run: the content of ``run.json``.
         sizes: bytes of each other file that belong to the snapshot, by file name.
         unfinished: ordinals of the unfinished documents that have answers.
-        answers: answers of these documents that were put after the answer numbered ``since``.
         last_answer: number of the last answer so far.
     """
 
@@ -168,7 +161,6 @@ class Snapshot:
     def with_answers(
         self, cache: RequestCache, since: int = 0, journals: Iterable[ChunkJournal] = ()
     ) -> Self:
-        """Adds the answers that were put after number ``since``, except of journals' documents."""
         unfinished = frozenset(ordinal for ordinal, _ in cache.answer_counts())
         unfinished = unfinished.difference(*(journal.ordinals for journal in journals))
         answers = cache.answers_since(since, unfinished)
@@ -188,10 +180,6 @@ class RankFiles:
     ``last_old``. Methods that write raise ``Fenced`` if another process has taken the rank over.
 
     Args:
-        cache, log: the rank's request cache and commit log, open and recovered.
-        point: result of the recovery.
-        old: the answers of an old run and of samples, see ``old_answers``.
-        run: digest of the run's identity.
         keeps_paid: whether the cost is written with each group of answers, for the run's limits.
     """
 
@@ -254,7 +242,6 @@ class RankFiles:
     def write(
         self, answers: list[CachedRequest], documents: Mapping[Chunk, list[FinishedDocument]]
     ) -> None:
-        """Writes one group: one SQLite transaction, and one write per journal."""
         self.fence.check()
         self._plan_sync()
         if answers:
@@ -281,7 +268,6 @@ class RankFiles:
         return tokens / max(1, before.requests + self.own.requests)
 
     def write_batch(self, answers: list[CachedRequest]) -> None:
-        """Writes answers of a batch, to requests of documents that are not read yet."""
         self.write(answers, {})
         for row in answers:
             self.point.last_cached = max(self.point.last_cached, row.ordinal)
@@ -379,7 +365,6 @@ class RankFiles:
         self.cache.drop_chunk(chunk.index)
 
     def write_shard(self, shard: Json) -> None:
-        """Writes ``shard.json``, which describes the input that the rank has read."""
         self.fence.check(thorough=True)
         data = checksummed_json({"version": SHARD_VERSION, **shard}, indent=False)
         files.disk.replace(self.folder / layout.SHARD, data)
@@ -394,7 +379,6 @@ class RankFiles:
         self.note([start, ProgressRecord()])
 
     def note(self, records: Sequence[Record]) -> None:
-        """Appends to the history, with the time and the documents of all attempts."""
         self.fence.check(thorough=True)
         self._count()
         is_done = any(isinstance(record, AttemptEnd) and record.why == "done" for record in records)
@@ -427,7 +411,6 @@ class RankFiles:
     # the mirror ----------------------------------------------------------------------------------
 
     def snapshot(self, since: int) -> Snapshot:
-        """Describes the checkpoint at this instant, with the answers put after number ``since``."""
         self.fence.check(thorough=True)
         snapshot = Snapshot.of(self.folder)
         # Not earlier: files of a snapshot only grow, and this file is replaced once.
@@ -469,7 +452,6 @@ class StorageThread:
     # event loop ----------------------------------------------------------------------------------
 
     def put(self, item: _Item, size: int, chunk: Chunk | None = None) -> None:
-        """Submits an item whose JSON has ``size`` bytes; a finished document with its ``chunk``."""
         if self.error is not None:
             raise self.error
         self.submitted_bytes += 500 + size  # and a few objects (measured)
@@ -545,7 +527,6 @@ class StorageThread:
         return True
 
     def _take(self) -> list[_Queued]:
-        """Waits for items and returns them; returns no item if a sync is due first."""
         items = []
         with suppress(queue.Empty):
             items.append(get_within(self._queue, self._files.seconds_to_sync))
@@ -606,7 +587,6 @@ class RankLease:
 
     Args:
         files: the rank's open files. Only the storage thread uses them, see ``RankFiles``.
-        mirror: keeps a copy elsewhere.
     """
 
     lock: Lock
@@ -635,7 +615,6 @@ class RankLease:
             self.mirror.save(self.stopping)
 
     def read_rank(self, folder: Path, want: Include) -> RankSummary:
-        """Reads a rank from its files, or this rank from memory if locks exclude other writers."""
         if folder != self.files.folder or not self.lock.works:
             return read_rank(folder, want)
         journals = layout.journal_indices(folder)
@@ -670,7 +649,6 @@ class Publisher:
     """Publishes submitted chunks, in order, in its own thread.
 
     Args:
-        storage: commits each chunk whose files are in place.
         on_failure: called with an error that ends all publication, in this thread or in a thread of
             ``placement``.
     """
@@ -816,7 +794,6 @@ class OpenCheckpoint:
         ``error``, not raised.
 
         Args:
-            completed: whether every document of the input is committed.
             last_records: called after the last commit. Returns the end of the attempt, for the
                 history.
         """
@@ -859,7 +836,6 @@ class OpenCheckpoint:
         """Returns the slot of the next document of the input; None if the document is done.
 
         Args:
-            fingerprint: hash of the document.
             position: returns the reader's state right after the document. The storage thread calls
                 it for a chunk's last document, at the commit.
 
@@ -873,7 +849,6 @@ class OpenCheckpoint:
         return slot
 
     def lookup(self, slot: ChunkSlot) -> Future[dict[AnswerKey, CachedAnswer]]:
-        """Reads a document's cached answers, in the storage thread."""
         answers: Future[dict[AnswerKey, CachedAnswer]] = Future()
         self._storage.call(lambda: answers.set_result(self._files.take_answers(slot)))
         return answers
@@ -891,7 +866,6 @@ class OpenCheckpoint:
         self._storage.put(row, size)
 
     def park(self, request: ParkedRequest) -> None:
-        """Submits a request that will be sent in a batch."""
         self._storage.put(request, len(request.body))
 
     def finish(self, slot: ChunkSlot, finished: FinishedDocument) -> None:
@@ -903,9 +877,6 @@ class OpenCheckpoint:
 
     def end_of_input(self, shard: Json | None = None) -> None:
         """Closes the last chunk, however short it is.
-
-        Args:
-            shard: the input that the rank has read, for ``shard.json``.
 
         Raises:
             CheckpointMismatch: earlier attempts read more documents than there are now.
@@ -936,17 +907,14 @@ class OpenCheckpoint:
 
     @property
     def totals(self) -> RunTotals:
-        """The current totals of all attempts of the rank: committed documents, and the cost."""
         return self._files.paid(self.done.counts.written)
 
     @property
     def mean_answer(self) -> float:
-        """The mean number of completion tokens of all answers of the rank; 0 without answers."""
         return self._files.mean_answer
 
     @property
     def most_written(self) -> int:
-        """The largest number of written documents once all admitted documents are done."""
         return self._written + self._admitted - self._finished
 
     @property
@@ -957,17 +925,13 @@ class OpenCheckpoint:
 
     @property
     def publishing_behind(self) -> bool:
-        """Whether too many chunks wait to be published, so that no document may be admitted.
-
-        Documents in progress continue.
-        """
+        """Whether too many chunks wait to be published, so that no document may be admitted."""
         if self._settings.placed_later:
             return self._disk_space.holds_up(self.publishing)
         return self.publishing > MAX_PUBLISHING
 
     @property
     def publishing(self) -> int:
-        # Two counters with one writer each need no lock.
         return self._complete - self._files.committed
 
     @property
@@ -991,7 +955,6 @@ class OpenCheckpoint:
         return self._storage.ask(change, self._files, *arguments)
 
     def flush(self) -> None:
-        """Returns when all submitted data is on the disk."""
         self._storage.ask(self._files.sync)
 
     def note(self, *records: Record) -> None:
@@ -1025,7 +988,6 @@ class CheckpointManager:
     Args:
         placed_later: output is in place long after it is written, so only free disk space limits
             the waiting chunks.
-        shutdown: bounds the wait for a publication at the end.
     """
 
     root: Path
@@ -1051,10 +1013,6 @@ class CheckpointManager:
 
         An error in the block undoes this: a refused process leaves the rank to its owner, a
         finished rank stays finished, and no new folder remains.
-
-        Raises:
-            CheckpointError: the rank is locked, was made by another run, is damaged, or the disk
-                refuses a write.
         """
         folder = self.folder
         last_chunk = layout.last_chunk_of(folder)
@@ -1104,11 +1062,6 @@ class LockedRank:
 
         Args:
             check_moved: called before the job moves to another output folder, see ``join_job``.
-            old: the answers of an old run, see ``open_old_answers``.
-
-        Raises:
-            CheckpointError: the rank belongs to another job or is damaged, or the disk refuses a
-                write.
         """
         settings = self.settings
         folder = settings.folder

@@ -6,9 +6,8 @@ it, perhaps with another zlib. Other content belongs to another job, and stays.
 Without this file (an earlier release, a mirror, or commits that ``repair`` rebuilt) a rank may have
 published any content. Then ``ChunkOutput.prepare`` once accepts all files under the rank's names.
 
-On a disk and on S3 a published file is in place. On the Hugging Face hub a later commit names the
-uploaded files of many chunks (``Placement``). A chunk's journal and staged files stay until the
-hub's commit, which its commit line follows.
+On the Hugging Face hub a later commit names the uploaded files of many chunks (``Placement``). A
+chunk's journal and staged files stay until the hub's commit, which its commit line follows.
 """
 
 from collections import defaultdict
@@ -57,7 +56,6 @@ class PublishIntents:
         return self._hashes.get(name, set())
 
     def add(self, hashes: Mapping[str, str]) -> None:
-        """Records the hashes by file name, and syncs them."""
         self._file.append(checksummed_lines.add_checksum(orjson.dumps(hashes)))
         self._file.sync()
         self._note(hashes)

@@ -1,7 +1,6 @@
 """RankSummary: a rank's files on disk, or in a copy of its mirror, read once and unchanged.
 
-docs/internals/invariants.md explains the order of reading. ``CHECKPOINTS/retry-00001`` and the like
-are checkpoints of retries of dead letters, with a shared output folder.
+docs/internals/invariants.md explains the order of reading.
 
 There may be ten thousand ranks: ledgers are small without commits, and are dropped after use.
 """
@@ -84,8 +83,6 @@ class RankSummary:
             knows their sum.
         committed: sums over the commits.
         last_commit: Unix seconds of the last commit, if known.
-        commits: commits by chunk index, in the order in which they were written.
-        causes: causes of dead letters, with their numbers.
         written: Unix seconds of the last write to commits or journals; 0.0: complete, or none.
         damage: why a run would refuse the folder.
     """
@@ -111,7 +108,6 @@ class RankSummary:
 
     @property
     def root(self) -> str:
-        """Name of the retry's folder; "" if the rank is not of a retry."""
         return self.key.retry
 
     @property
@@ -120,7 +116,6 @@ class RankSummary:
 
     @property
     def place(self) -> str:
-        """Name of the rank in texts: "retry-00001, rank 3"."""
         return describe_chunk(*self.key)
 
     @property
@@ -151,7 +146,6 @@ class RankSummary:
 
     @property
     def owners(self) -> int:
-        """The number of processes that have owned the rank, including ``repair``."""
         return int(self.run.get("owner", {}).get("fence", 0))
 
     def numbers(self) -> RunNumbers:
@@ -254,7 +248,7 @@ def find_ranks(checkpoints: Path) -> list[Path]:
 
 
 def read_ranks(checkpoints: Path, want: Include) -> Iterator[RankSummary]:
-    """Reads the ranks one after the other. Raises as ``find_ranks`` does."""
+    """Reads the ranks one after the other."""
     for folder in find_ranks(checkpoints):
         yield read_rank(folder, want)
 
@@ -264,7 +258,6 @@ class JobTotals:
     """Sums over the ranks of a job and, after them, their retries: each document counts once.
 
     Attributes:
-        parts: ranks and retries.
         known: ranks with documents. If a rank cannot be read, its retry counts as if it had read
             the documents first.
         retried: the commits of retries, if commits were read.
@@ -319,11 +312,6 @@ def read_rank(folder: Path, want: Include, max_bytes: int | None = None) -> Rank
 
 
 def _read(rank: RankSummary, want: Include, max_bytes: int | None) -> None:
-    """Fills ``rank`` from its files.
-
-    Raises:
-        CheckpointError: a run would also refuse the folder.
-    """
     listing = layout.RankListing(rank.folder)
     if layout.LOCK in listing.entries:
         rank.holder = lock_holder(listing.path(layout.LOCK))
@@ -375,11 +363,7 @@ def _read_journals(
     listing: layout.RankListing,
     max_bytes: int | None,
 ) -> dict[int, DocumentCounts] | None:
-    """Returns the counts of each journal; None if the history has to give their sum.
-
-    Raises:
-        CheckpointCorrupt: a journal is damaged.
-    """
+    """Returns the counts of each journal; None if the history has to give their sum."""
     if max_bytes is not None and rank.history.last is not None and listing.journals:
         too_large = listing.size(*map(layout.journal_name, listing.journals)) > max_bytes
         if too_large or rank.has_said_its_end:
@@ -397,7 +381,6 @@ def _read_journals(
 
 
 def _causes(path: str, size: int, max_bytes: int) -> Counter[str]:
-    """Counts causes in the last ``max_bytes`` bytes of the dead letters."""
     causes: Counter[str] = Counter()
     with explained("read", path), suppress(FileNotFoundError), open(path, "rb") as file:  # noqa: PTH123 (speed)
         if size > max_bytes:
@@ -415,7 +398,6 @@ def _causes(path: str, size: int, max_bytes: int) -> Counter[str]:
 
 
 def merged_causes(causes: Mapping[str, int]) -> Counter[str]:
-    """Adds up causes that differ only in numbers, under the most frequent of them."""
     texts: dict[str, str] = {}
     merged = Counter[str]()
     for text, count in Counter(causes).most_common():
@@ -454,7 +436,6 @@ class ExpectedCommits:
     because a run adds some meanwhile.
 
     Attributes:
-        known: number of commits when the rank's last owner started.
         last: last chunk of an unbroken sequence of commits; None: no file names it.
         documents: number of documents of a finished rank; None: unfinished, or no file names it.
     """
@@ -467,10 +448,6 @@ class ExpectedCommits:
     @classmethod
     def read(cls, folder: Path, finished: bool, run: Json) -> ExpectedCommits:
         """Reads the numbers from the rank's other files.
-
-        Args:
-            folder: the rank's folder.
-            run: the content of its ``run.json``; empty if there is none.
 
         Raises:
             CheckpointCorrupt: ``shard.json`` of a finished rank is missing or cannot be read.
@@ -487,11 +464,6 @@ class ExpectedCommits:
         return cls(folder, commits, last, documents if is_count(documents) else None)
 
     def check(self, commits: Mapping[int, Commit]) -> None:
-        """Checks the commits against the numbers.
-
-        Raises:
-            CommitsDamaged: a commit is known to be lost.
-        """
         path = self.folder / layout.COMMITS
         number = len(commits)
         unbroken = count_unbroken(commits)
@@ -522,15 +494,7 @@ class ExpectedCommits:
 
 
 def scan_complete_commits(folder: Path, finished: bool, run: Json) -> tuple[dict[int, Commit], int]:
-    """Returns the commits of a rank that resumes, as ``scan_commits`` does. Changes nothing.
-
-    ``ExpectedCommits.read`` has the same arguments.
-
-    Raises:
-        CommitsDamaged: a commit is lost or damaged.
-        CheckpointCorrupt: a line of another version, or commits or dead letters that do not fit
-            each other.
-    """
+    """Returns the commits of a rank that resumes, as ``scan_commits`` does. Changes nothing."""
     expected = ExpectedCommits.read(folder, finished, run)
     commits, end = scan_commits(folder / layout.COMMITS)
     expected.check(commits)

@@ -45,15 +45,10 @@ class ResumePoint:
     Attributes:
         next_chunk, next_ordinal: the first chunk after the unbroken run of commits, and its first
             document.
-        position: the reader's state at ``next_ordinal``, for a reader that can seek.
         milestones: fingerprints of the last document of each chunk of the unbroken run, by ordinal.
-        done: commits beyond the unbroken run, by chunk index.
-        journals: journals of uncommitted chunks, by chunk index.
         last_cached: the highest ordinal of the unfinished documents that have answers; -1: none.
         answers: number of their answers.
         committed: work that all earlier attempts committed, with all their recorded time.
-        finished: documents that all earlier attempts finished, in commits and journals.
-        interrupted: whether an earlier attempt did not complete.
     """
 
     next_chunk: int = 0
@@ -69,7 +64,6 @@ class ResumePoint:
     interrupted: bool = False
 
     def chunk_ends(self, records_per_chunk: int) -> Iterator[int]:
-        """Yields the ordinal after the last document of each chunk, from ``next_chunk`` on."""
         return chunk_ends(self.done, records_per_chunk, self.next_chunk, self.next_ordinal)
 
     @property
@@ -80,15 +74,7 @@ class ResumePoint:
 def recover(
     folder: Path, log: CommitLog, cache: RequestCache, records_per_chunk: int
 ) -> ResumePoint:
-    """Completes what a crash interrupted, and returns where to resume.
-
-    Args:
-        folder: the rank's folder.
-        log, cache: the rank's open commit log and request cache.
-
-    Raises:
-        CheckpointCorrupt: a file holds something that no crash can leave behind.
-    """
+    """Completes what a crash interrupted, and returns where to resume."""
     point = _resume_point(log)
     _finish_commits(folder, log, cache, point)
     for chunk_index, first_ordinal, end in uncommitted_journals(
@@ -154,12 +140,7 @@ def _finish_commits(folder: Path, log: CommitLog, cache: RequestCache, point: Re
 def chunk_ends(
     done: Mapping[int, Commit], records_per_chunk: int, index: int = 0, ordinal: int = 0
 ) -> Iterator[int]:
-    """Yields the ordinal after the last document of each chunk, in an endless input.
-
-    Args:
-        done: commits by chunk index.
-        index, ordinal: the first chunk, and its first document.
-    """
+    """Yields the ordinal after the last document of each chunk, in an endless input."""
     while True:
         following = done.get(index + 1)
         # A chunk at the end of an input that grew later is short, also when redone (see
@@ -177,11 +158,7 @@ def chunk_ends(
 def uncommitted_journals(
     folder: Path, commits: dict[int, Commit], records_per_chunk: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Yields index, first ordinal and end of each chunk that has a journal and no commit.
-
-    Raises:
-        CheckpointCorrupt: a journal belongs to another run.
-    """
+    """Yields index, first ordinal and end of each chunk that has a journal and no commit."""
     journals = [index for index in layout.journal_indices(folder) if index not in commits]
     last = max(journals, default=-1)
     if last - len(commits) > MAX_GAP:

@@ -84,7 +84,6 @@ class CachedRequest(NamedTuple):
     ends_pieces: bool = False
 
     def to_json(self) -> JsonObject:
-        """Returns the row without its chunk and its error."""
         result = self.answer.result
         return {
             "ordinal": self.ordinal,
@@ -95,11 +94,6 @@ class CachedRequest(NamedTuple):
 
     @classmethod
     def from_json(cls, body: bytes) -> CachedRequest:
-        """Parses a row.
-
-        Raises:
-            KeyError, TypeError, ValueError, AttributeError: the JSON is not a row.
-        """
         row = orjson.loads(body)
         result = row["result"]
         answer = CachedAnswer(None if result is None else result.encode(), row.get("error_message"))
@@ -192,7 +186,6 @@ class RequestCache:
     def _set_aside(
         self, error: StorageFailed, connection: sqlite3.Connection | None = None
     ) -> None:
-        """Replaces the database with a new one if ``error`` means damage; else raises ``error``."""
         has_no_name = not self.path.parent.exists()  # see ``old_answers``
         code = getattr(error.__cause__, "sqlite_errorcode", 0)
         # The lowest byte is the kind of the error; the others are details.
@@ -220,7 +213,6 @@ class RequestCache:
         self._connection = self._open()
 
     def _attempt(self, action: Callable[[], T], again: Callable[[], T]) -> T:
-        """Runs ``action``; if the database proves to be damaged, replaces it and runs ``again``."""
         try:
             return action()
         except StorageFailed as error:
@@ -283,7 +275,6 @@ class RequestCache:
             self._connection.executemany(_DELETE_PIECES, ended)
 
     def count(self) -> int:
-        """Returns the number of answers."""
         query = f"SELECT count(*) FROM request_cache WHERE NOT {_IS_PIECE}"
         return sum(number for (number,) in self._read(query))
 
@@ -334,7 +325,6 @@ class RequestCache:
         return [_request(row) for row in rows if _is_intact(row)]
 
     def drop_chunk(self, chunk_index: int) -> None:
-        """Deletes the answers of a committed chunk, after a copy to ``archive`` if there is one."""
         if self.archive is not None:
             ordinal_rows = self._read(
                 "SELECT DISTINCT ordinal FROM request_cache WHERE chunk_index = ?", (chunk_index,)
@@ -412,7 +402,6 @@ class NotARequestCache(sqlite3.DatabaseError):
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Opens the request cache, or makes an empty cache."""
     # A kill while the first cache is made may leave an empty file and its journal, but never a log
     # without its database.
     if not size_of(path) and any(_needs_database(log) for log in _logs(path)):
@@ -470,7 +459,6 @@ def _logs(path: Path) -> list[Path]:
 
 
 def _needs_database(log: Path) -> bool:
-    """Whether the file is the log of a database that has pages."""
     if not log.name.endswith("-journal"):
         return size_of(log) > 0
     if not log.exists():

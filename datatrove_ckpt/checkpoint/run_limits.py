@@ -46,7 +46,6 @@ class RunTotals(Counts):
         return cls(written, work.prompt_tokens, work.completion_tokens, work.cost)
 
     def at_least_in(self, work: WorkCounts) -> WorkCounts:
-        """Returns ``work`` with at least these tokens, and this cost."""
         totals = (self | RunTotals.of(work)).fields()
         del totals["written"]
         return replace(work, **totals)
@@ -57,7 +56,6 @@ class RunTotals(Counts):
 
     @property
     def end(self) -> str:
-        """Text of the error: the result of a run that a limit ended, and how to continue."""
         return (
             f"{plural_is(self.written, 'document')} in the output files. What is finished is "
             "saved. The same command with a higher limit continues."
@@ -86,7 +84,6 @@ class Limits:
         return "" if self.max_total_tokens is None else "max_total_tokens"
 
     def spent(self, totals: RunTotals) -> list[float]:
-        """Returns the shares of ``max_cost`` and ``max_total_tokens``, if set, that are spent."""
         shares = []
         if self.max_cost is not None:
             shares.append(totals.cost / 1e9 / self.max_cost)
@@ -129,7 +126,6 @@ class Limits:
         return None
 
     def described(self, totals: RunTotals) -> Iterator[str]:
-        """Yields the progress toward each limit, as text."""
         if self.until is not None:
             yield f"until: {totals.written:,} of {self.until:,} documents"
         if self.max_cost is not None:
@@ -138,11 +134,7 @@ class Limits:
             yield f"max_total_tokens: {totals.tokens:,} of {self.max_total_tokens:,}"
 
     def note(self, root: Path) -> None:
-        """Writes the limits beside the tasks' folders, for commands that only read the run.
-
-        Raises:
-            StorageFailed: the disk refuses it.
-        """
+        """Writes the limits beside the tasks' folders, for commands that only read the run."""
         if self == recorded_limits(root):
             return
         path = root / _FILE
@@ -192,11 +184,6 @@ def read_paid(path: Path) -> RunTotals:
 
 
 def _totals_of(folder: Path) -> RunTotals:
-    """Returns the totals of a rank from its files.
-
-    Raises:
-        CkptError: a file cannot be read.
-    """
     commits, _ = scan_commits(folder / layout.COMMITS)
     written = sum(commit.counts.written for commit in commits.values())
     paid = read_paid(folder / layout.PAID)  # first: it is removed after the history is written
@@ -212,8 +199,6 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 @dataclass
 class TotalsReader:
-    """Reads the totals of the ranks below a folder, and of their retries of dead letters."""
-
     root: Path
     _cached: dict[str, tuple[object, RunTotals]] = field(default_factory=dict)
     """The stamps of a rank's files, and the totals in them."""

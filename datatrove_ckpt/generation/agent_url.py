@@ -48,11 +48,6 @@ class _AgentRequests:
     async def result(
         self, request: web.BaseRequest, path: str, body: bytes, payload: JsonObject
     ) -> Any:
-        """Returns the answer.
-
-        Raises:
-            InferenceError: the request is refused.
-        """
         task = self._abandoned(path, body)
         if task is None:
             task = asyncio.create_task(self._generate(payload, path=path, whole=True))
@@ -85,10 +80,6 @@ class _AgentRequests:
 async def serve(generate: Any, model_name: str) -> AsyncIterator[str]:
     """Yields the base URL, which ends in /v1, of a server on 127.0.0.1. The server refuses clients
     that do not know its secret path.
-
-    Args:
-        generate: the rollout's ``generate``.
-        model_name: name in the list of models, from which clients choose.
 
     Raises:
         InferenceError: the agent failed after its last request was refused with this error.
@@ -160,7 +151,6 @@ def _refusal(status: int, text: str) -> web.Response:
 
 
 def _chunks(answer: JsonObject, with_usage: bool) -> list[JsonObject]:
-    """Returns a whole answer as the chunks of a stream: each choice is one part."""
     common = {name: answer.get(name) for name in ("id", "created", "model")}
     common["object"] = "text_completion"
     choices = []

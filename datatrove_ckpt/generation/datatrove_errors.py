@@ -24,9 +24,6 @@ from datatrove_ckpt.process.task_errors import safe_log
 class DocumentFailed(errors.DocumentFailed, types.InferenceError):
     """Reports a document's failure also as datatrove's ``InferenceError``.
 
-    Args:
-        changes: settings that correct the failure, as in ``CkptError``.
-
     Attributes:
         document: the document; None if one of its requests was not answered.
         error: the error that the rollout raised; for an ``InferenceError`` its ``error``.

@@ -20,7 +20,6 @@ _MOST_UNDECIDED = 1000
 
 
 def most_documents(configs: list[InferenceConfig]) -> int:
-    """Returns the maximum number of documents in work: all models are busy then."""
     config = configs[0]
     if config.limits_documents and config.max_concurrent_documents is not None:
         return config.max_concurrent_documents
@@ -37,12 +36,7 @@ def most_documents(configs: list[InferenceConfig]) -> int:
 
 
 class DocumentLimit:
-    """Holds back documents: ``acquire`` before each, in one task; ``release`` after each.
-
-    Args:
-        configs: configs of the models, the model of ``generate`` first.
-        media: byte budget of all ranks of this process.
-    """
+    """Holds back documents: ``acquire`` before each, in one task; ``release`` after each."""
 
     def __init__(self, configs: list[InferenceConfig], media: ByteBudget) -> None:
         config = configs[0]
@@ -89,12 +83,10 @@ class DocumentLimit:
         self._wake()
 
     def follow(self, config: InferenceConfig, router: Router, sender: Sender) -> None:
-        """Follows the capacity of a model's servers, up and down, at each call of ``changed``."""
         self._models[sender] = config, router
         self.changed(sender)
 
     def _is_idle(self) -> bool:
-        """True if no request is in flight or waiting."""
         routers = [router for _, router in self._models.values()]
         busy = any(router.in_flight or router.waiting for router in routers)
         return bool(routers) and not self._is_fixed and not busy

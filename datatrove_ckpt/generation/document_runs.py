@@ -49,7 +49,6 @@ class DocumentRollouts:
     """Runs the rollouts of documents, and encodes the results.
 
     Args:
-        rollout_fn: the step's rollout, with its shared context bound.
         watch: sees what the rollouts do outside of this process.
     """
 
@@ -69,7 +68,6 @@ class DocumentRollouts:
     async def finished(
         self, source: SourceDocument, slot: ChunkSlot, answers: DocumentAnswers
     ) -> FinishedDocument:
-        """Runs the rollouts of a document, and encodes it with their results."""
         document = source.document
         self.results.check(document)
         rank_requests = self.requests
@@ -162,9 +160,6 @@ class DocumentRuns(DocumentRollouts):
 
     Args:
         limit: admits documents. ``run`` releases a document's place in it.
-
-    Attributes:
-        parked: number of documents whose requests wait for a batch.
     """
 
     failures: FailurePolicy

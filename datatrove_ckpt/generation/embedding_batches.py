@@ -38,8 +38,6 @@ _LONGEST = 0.005  # seconds that a text waits for others
 
 @dataclass(eq=False)
 class _Text:
-    """One text that waits for its vector."""
-
     text: str
     order: int
     answer: asyncio.Future[Completion]
@@ -66,11 +64,7 @@ class _TextBatch:
 
 
 class EmbeddingBatches:
-    """The shared requests of one rank to one model.
-
-    Args:
-        max_texts: maximum number of texts in a request.
-    """
+    """The shared requests of one rank to one model."""
 
     def __init__(self, max_texts: int) -> None:
         self._max_texts = max_texts
@@ -79,11 +73,7 @@ class EmbeddingBatches:
     async def complete(
         self, client: CompletionClient, payload: Payload, api: Api, order: int
     ) -> Completion:
-        """Returns the answer to one text, with the errors of ``CompletionClient.complete``.
-
-        Args:
-            order: the field of ``routing.Request``.
-        """
+        """Returns the answer to one text, with the errors of ``CompletionClient.complete``."""
         loop = asyncio.get_running_loop()
         key = orjson.dumps([api.path, {**payload, "input": None}, api.extras], option=PAYLOAD_JSON)
         # A copy of the rest: the rollout may change its payload.
@@ -147,7 +137,6 @@ def _parts(texts: list[_Text], request: Request) -> list[tuple[list[_Text], Requ
 
 
 def _shares(completion: Completion, texts: list[_Text]) -> list[Completion]:
-    """Divides an answer, and its tokens by the length of the texts."""
     assert completion.answer is not None
     ends = list(accumulate((len(text.text) or 1 for text in texts), initial=0))
     usages: list[JsonObject] = [{} for _ in texts]

@@ -1,10 +1,6 @@
 """Decides for each document that fails: the rank stops, or the document becomes a dead letter; and
 advises what to do. The text of a server's error chooses only the advice.
 
-``on_document_error="stop"`` (the default) stops the rank, except at a rejected request with
-``skip_bad_requests``, at a bad answer by its setting (``on_loop: dead_letter``), and at a request
-that kills servers. A server's failure always stops the rank (``DocumentAnswers.fail``).
-
 A line of ``dead_letters.jsonl`` has a document's cause, and its data for a retry. A chunk's dead
 letters are appended at its commit. A retry writes the dead letters that no retry has taken to
 ``retry-00001/<rank>/input.jsonl``, and processes this file like other input, with a checkpoint in
@@ -84,7 +80,6 @@ LetterAttempt = tuple[int, int]
 
 
 def failure_of(error: BaseException) -> str | BaseException:
-    """Returns the failure itself: for datatrove's ``InferenceError`` its ``error``."""
     if isinstance(error, InferenceError):
         failure: str | BaseException = error.error
         return failure
@@ -105,11 +100,7 @@ def cause_of(error: BaseException) -> str:
 def dead_letter(
     source: SourceDocument, ordinal: int, error: BaseException, payload_hashes: list[str]
 ) -> bytes:
-    """Returns a line of ``dead_letters.jsonl``, without its line break.
-
-    Args:
-        payload_hashes: payload hash of the last request of each rollout.
-    """
+    """Returns a line of ``dead_letters.jsonl``, without its line break."""
     document = source.document
     encoded = source.as_read or as_read(document).data
     earlier: Letter = getattr(document, "dead_letter", {})
@@ -133,7 +124,6 @@ def describe_document(doc_id: str, ordinal: int) -> str:
 def advice_for(
     error: BaseException, step: RunnerSettings
 ) -> tuple[str, list[Mapping[str, object]]]:
-    """Returns the advice for a failed document, and the settings that it names."""
     advice, changes = _advice(error)
     if step.checkpoints_local_dir is None:
         return advice, changes
@@ -171,7 +161,6 @@ def _advice(error: BaseException) -> tuple[str, list[Mapping[str, object]]]:
 
 
 def _about_payload(rejection: str, payload: Payload) -> tuple[str, list[Mapping[str, object]]]:
-    """Returns the advice that a rejection gives about a payload, and the settings that it names."""
     advice = ""
     if too_long := _TOO_LONG.search(rejection):
         context = int(too_long[1] or 0)
@@ -215,9 +204,6 @@ def offer_skipping(error: BaseException) -> None:
 
 
 def unanswered(doc_id: str, ordinal: int, error: CkptError, payload: Payload) -> CkptError:
-    """Returns the error that stops the rank after a server failed for a request of this
-    document.
-    """
     document = describe_document(doc_id, ordinal)
     if isinstance(error, ServerUnavailable):
         return ServerUnavailable(f"{error} A request of {document} is waiting.")
@@ -243,7 +229,6 @@ class FailurePolicy:
     """The rule for one rank, and the number of its dead letters.
 
     Attributes:
-        dead: number of dead letters of all attempts.
         retried: dead letters that retries have taken, as lines. Their documents are not processed
             here.
     """
@@ -279,10 +264,6 @@ class FailurePolicy:
         rejections: list[RequestRejected],
     ) -> bytes:
         """Returns the document's dead letter, as a line of ``dead_letters.jsonl``.
-
-        Args:
-            error: the error of a rollout of the document.
-            rejections: the requests of the document that the server has rejected.
 
         Raises:
             DocumentFailed, CkptError: this failure stops the rank.
@@ -372,7 +353,6 @@ def is_bad_request(error: BaseException, rejections: list[RequestRejected]) -> b
 
 
 def read_letters(path: Path) -> Iterator[Letter]:
-    """Yields the dead letters of a file; none if it is missing."""
     if path.exists():
         with path.open("rb") as file:
             for line in file:
@@ -384,7 +364,6 @@ def _attempt_of(letter: Letter) -> LetterAttempt:
 
 
 def retried_dead_letters(root: Path, rank: int) -> dict[LetterAttempt, bytes]:
-    """Returns the dead letters of a rank that its retries have taken, as lines."""
     return {
         _attempt_of(letter): orjson.dumps(letter)
         for folder in layout.folders_of(root, rank)
@@ -396,7 +375,6 @@ class DeadLetterRetry:
     """One pass over a rank's dead letters. Iterates over their documents.
 
     Attributes:
-        root: the pass's ``checkpoints_local_dir``.
         prefix: text before the chunk index in the names of its output files.
     """
 
@@ -462,8 +440,6 @@ def next_retry(root: Path, rank: int) -> DeadLetterRetry | None:
 
 
 class RetriedDocument(Document):  # type: ignore[misc]
-    """A document that was a dead letter before."""
-
     __slots__ = ("dead_letter",)
 
     def __init__(self, document: Document, letter: Letter) -> None:

@@ -17,15 +17,7 @@ from datatrove_ckpt.rollouts.batch_rollout import BatchRollout
 
 
 def sum_rank(rank: int, checkpoints: Path, opened: Path | None = None) -> CompletedWork:
-    """Returns what a rank and its retries have committed. Each document counts once.
-
-    Args:
-        checkpoints: ``checkpoints_local_dir``.
-        opened: a folder that does not count: it is being written.
-
-    Raises:
-        CheckpointCorrupt: a commit is damaged.
-    """
+    """Returns what a rank and its retries have committed. Each document counts once."""
     total = CompletedWork()
     for folder in layout.folders_of(checkpoints, rank):
         if folder == opened:
@@ -38,7 +30,6 @@ def sum_rank(rank: int, checkpoints: Path, opened: Path | None = None) -> Comple
 
 
 def fill_stats(stats: Stats, done: CompletedWork, folder: Path) -> None:
-    """Sets the numbers of a step. ``folder``: the rank's folder, which is no retry."""
     counts = done.counts
     work = done.work
     skipped = (ShardRecord.read(folder / layout.SHARD) or ShardRecord()).skipped
@@ -71,7 +62,6 @@ def finished_documents(stats: Iterable[Stats]) -> int:
 
 
 def metric(sums: RunningStats, unit: str) -> MetricStats:
-    """Returns the result of ``MetricStats.update`` over the single values."""
     n = max(sums.n, 1)
     mean = sums.total / n
     # In integers: a difference of large floats would lose the variance.
@@ -88,7 +78,6 @@ def _ones(n: int, unit: str) -> MetricStats:
 
 
 def lines_with_error(rollout_fn: object, counts: DocumentCounts) -> int:
-    """Returns how many lines of a batch file have an error in the output. A line is one request."""
     if isinstance(rollout_fn, BatchRollout):
         return counts.written - counts.answers
     return 0

@@ -1,9 +1,7 @@
 """Finds finished documents in an old output, so that they need no request (``finished_from``).
 
-The old output is datatrove's ``InferenceRunner`` (0.7 to 0.10), or ours, with any number of tasks:
-JSON lines, Parquet, datatrove's ``chunk_00007.jsonl`` of an unfinished chunk, our journals. A row
-belongs to the document with its id, text and metadata. The input file's path is ignored, and so are
-keys that the rollout added or, if it is the user's function, removed.
+A row belongs to the document with its id, text and metadata. The input file's path is ignored, and
+so are keys that the rollout added or, if it is the user's function, removed.
 
 Each start reads the old output again, so no crash leaves a state. The rows are copied to an unnamed
 temporary file, because gzip cannot seek and datatrove's rows are unordered. Each row takes 16 bytes
@@ -82,7 +80,6 @@ def compare_earlier_runs(step: RunnerSettings, identity: RunIdentity) -> tuple[l
     Raises:
         CheckpointMismatch: an old run differs, and the change is not accepted.
         ConfigError: an old run's rows are no documents.
-        OSError: a location cannot be read.
     """
     runs = [
         (location, run) for location in _listed(step.finished_from or ()) for run in _runs(location)
@@ -133,9 +130,6 @@ def compare_earlier_runs(step: RunnerSettings, identity: RunIdentity) -> tuple[l
 
 
 def _all_settings(run: Json) -> list[Json]:
-    """Returns the settings with which a run made its results, with the settings before accepted
-    changes; [] for a run that is not found.
-    """
     if not run:
         return []
     earlier = [
@@ -158,7 +152,6 @@ def _expanded(location: str) -> str:
 
 
 def _runs(location: str) -> list[Json]:
-    """Returns the settings of the runs that wrote to a location; {} for a run that is not found."""
     from datatrove_ckpt.mirror.restore import read_job  # few runs need it
 
     location = _expanded(_OF_TASK.sub("", location))
@@ -195,9 +188,6 @@ class FinishedDocuments:
     """Finds the old results of documents, in one thread; another thread may call ``close``.
 
     Args:
-        locations: folders or URLs, which may end with a pattern of file names.
-        step: the settings of the new run.
-        folder: folder of the temporary file.
         keeps_metadata: the rollout removes no keys of the metadata.
     """
 
@@ -271,7 +261,6 @@ class FinishedDocuments:
         self._file.close()
 
     def _whole(self, as_read: Document, rows: Iterable[Document]) -> list[Json]:
-        """Returns the metadata of each document, and joins its rows (``explode``)."""
         column = str(self._step.answer_column)
         wholes: list[Json] = []
         items: list[Json] = []
@@ -304,7 +293,6 @@ class FinishedDocuments:
         ]
 
     def _results(self, as_read: Document, old: Json) -> list[object]:
-        """Returns the results, or in place of those that were not written, the answers."""
         key = self._metadata_key
         if self._step.rollout_results:
             return [_result(result) for result in old[key]]
@@ -325,7 +313,6 @@ class FinishedDocuments:
                 )
 
     def _differing(self, as_read: Json, old: Json) -> list[str]:
-        """Returns the keys with another value in an old row, except the input file's path."""
         names = old.keys() & as_read.keys() - {"file_path", self._metadata_key}
         differing = [
             name
@@ -418,7 +405,6 @@ class FinishedDocuments:
     def _documents(
         self, folder: DataFolder, name: str, form: Format
     ) -> Iterator[tuple[str, Document]]:
-        """Yields each row with the id of its document."""
         path = folder.resolve_paths(name)
         last = ""
         try:
@@ -444,7 +430,6 @@ class FinishedDocuments:
             ) from error
 
     def _document(self, row: Row | None, line: bytes) -> tuple[Document | None, str]:
-        """Returns the row and the id of its document; or None and the reason."""
         step = self._step
         column = str(step.answer_column)
         key = self._metadata_key
@@ -502,7 +487,6 @@ def _lost(as_read: Json, old: Json) -> list[str]:
 
 
 def _is_same(as_read: object, old: object) -> bool:
-    """Compares values as JSON, without Parquet's nulls for the keys of other rows."""
     option = orjson.OPT_SERIALIZE_NUMPY
     try:
         read_json, old_json = (
@@ -522,7 +506,6 @@ def _without_nulls(value: object) -> object:
 
 
 def _result(value: object) -> object:
-    """Converts an InferenceResult of JSON or of a journal; returns other results as they are."""
     if type(value) is InferenceResult:
         return Result(**vars(value))
     if not isinstance(value, dict):

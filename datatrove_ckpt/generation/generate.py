@@ -1,6 +1,5 @@
 """Implements the ``generate`` that a rollout receives; ``rollouts.Generate`` documents it.
 
-Its methods make requests (``requests.py``) or calls (``once.py``) of the rollout's document.
 Answers that loop, refuse or are cut off are retried by the policies ``on_loop``, ``on_refusal`` and
 ``on_cut_off``.
 """
@@ -42,11 +41,7 @@ _BAD = {"on_loop": "is looping", "on_refusal": "is a refusal", "on_cut_off": "is
 
 
 async def acceptable(requests: RolloutRequests, payload: Payload, api: Api, whole: bool) -> Result:
-    """Returns the answer, or the answer of a retry, by the policies for bad answers.
-
-    Raises:
-        InferenceError: ``error`` is a BadAnswer, or an error of ``RolloutRequests.answered``.
-    """
+    """Returns the answer, or the answer of a retry, by the policies for bad answers."""
     answers = requests.answers
     if answers.have_ended:
         await wait_until_cancelled()
@@ -95,15 +90,12 @@ _EXAMPLE = '{"messages": [{"role": "user", "content": document.text}]}'
 
 
 class BoundGenerate:
-    """``generate`` of one rollout of a document."""
-
     __slots__ = ("_requests",)
 
     def __init__(self, requests: RolloutRequests) -> None:
         self._requests = requests
 
     def __getattr__(self, name: str) -> BoundGenerate:
-        """Returns ``generate`` for the model of this name (``generate.judge``)."""
         requests = self._requests
         models = requests.rank.models
         if name.startswith("_") or name not in models:
@@ -298,7 +290,6 @@ class BoundGenerate:
     async def _ask(
         self, name: str, values: tuple[object, ...], params: Mapping[str, object], count: int = 1
     ) -> JsonObject:
-        """Returns the parsed answer. ``count``: number of scores."""
         to = self._requests.config.engine.ways[name]
         result = await self._requests.answered(
             to.payload(values, params), typed_api(name, to.path, count)

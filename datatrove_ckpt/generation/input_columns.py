@@ -38,12 +38,8 @@ _METADATA = "metadata."
 def input_types(documents: Iterable[Document], folder: Path, writer: DiskWriter) -> Types:
     """Returns the types of the input's columns, by their paths in the writer's rows.
 
-    Args:
-        folder: the task's checkpoint folder.
-
     Raises:
         InputError: two files have types of a column that no type can hold.
-        CheckpointCorrupt: the saved types cannot be read.
     """
     is_table = CSV.is_written_by(writer) and writer.expand_metadata
     has_columns = infers_schema(writer) or is_table
@@ -123,7 +119,6 @@ def _input_types(documents: Iterable[Document]) -> dict[str, DataType]:
 
 
 def _columns(reader: SeekingReader, schema: Schema) -> Iterator[tuple[str, DataType]]:
-    """Yields each column's path in a document, as datatrove's adapter fills it, and its type."""
     document_fields = {reader.text_key or "text": "text", reader.id_key: "id", "media": None}
     metadata: dict[str, DataType] = {}
     for field in schema:
@@ -143,7 +138,6 @@ def _columns(reader: SeekingReader, schema: Schema) -> Iterator[tuple[str, DataT
 
 
 def _written_type(kind: DataType) -> DataType | None:
-    """Returns the type that Parquet reads back for this type; None if it cannot write it."""
     file = BytesIO()
     try:
         pq.write_table(pa.table({"": pa.array([], kind)}), file)

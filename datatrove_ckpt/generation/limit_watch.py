@@ -1,8 +1,7 @@
 """Stops a task when the run has reached ``until``, ``max_cost`` or ``max_total_tokens``.
 
 Documents begin only if the run is expected to pay for them, with those in work: at the mean so far,
-and more while few answers show the mean. Where costs vary by their mean, a run of one process then
-ends at most a twentieth above a limit of 200 answers.
+and more while few answers show the mean.
 """
 
 from __future__ import annotations
@@ -91,7 +90,6 @@ class DocumentCosts:
         return mean + max(0.0, share_left) * (longest + rest)
 
     def error(self, in_work: int) -> float:
-        """Returns the error of the cost of documents in work, in means."""
         ended = self.ended.total()
         variance = max(0.0, ended * self.squares / self.total**2 - 1)
         return _ERRORS * math.sqrt(variance * in_work + _CENSORED * in_work**3 / ended**2)
@@ -110,8 +108,6 @@ class RunReader:
     for a run.
 
     Attributes:
-        tasks: the tasks of this process that run.
-        costs: costs of this process's documents.
         room: number of documents that may begin before ``LimitWatch`` computes it again.
         at_start: the sums at the first poll, without what this process had spent by then.
     """
@@ -134,7 +130,6 @@ class RunReader:
         """Returns the sums over all tasks.
 
         Args:
-            without: folder of a task that is not counted.
             anew: read the files now. Otherwise, the sums of the last poll may be returned.
         """
         called_at = time.monotonic()
@@ -161,7 +156,6 @@ class RunReader:
 
     @property
     def seconds(self) -> float:
-        """The interval of polls; 0.0 if the run has one task."""
         return self._interval.seconds if len(self._poll.by_folder) > 1 else 0.0
 
     def now(self) -> RunTotals:
@@ -224,7 +218,6 @@ def _reader_of(step: RunnerSettings) -> RunReader:
 
 
 def limit_reached(steps: Iterable[object]) -> LimitReached | None:
-    """Returns the first limit that the run of a pipeline has reached."""
     for step in steps:
         if isinstance(step, RunnerSettings) and step.limits:
             reader = _reader_of(step)
@@ -239,7 +232,6 @@ class LimitWatch:
     """Stops one task when the run has reached its limits, and holds back documents before.
 
     Attributes:
-        other_totals: totals of the other tasks at the last poll.
         began: when each of its documents in work began, by ordinal.
     """
 
@@ -287,7 +279,6 @@ class LimitWatch:
             self.reader.costs.add(cost, 1000 * seconds)
 
     def _room(self) -> int:
-        """Returns how many more documents may begin before this is computed again."""
         reader = self.reader
         now = time.monotonic()
         ages = [1000 * (now - began) for task in reader.tasks for began in task.began.values()]

@@ -29,8 +29,6 @@ _RESULT = "once"
 
 @dataclass(frozen=True)
 class OnceCall:
-    """A call of ``generate.once``, which documents the fields."""
-
     name: str
     function: Callable[..., object]
     args: tuple[object, ...]
@@ -43,9 +41,6 @@ class OnceCall:
 
         Args:
             code: hash of the run's code, which may change the result of equal arguments.
-
-        Raises:
-            TypeError: JSON cannot express the arguments.
         """
         arguments = [_RESULT, self.name, self.args, self.kwargs, code]
         return payload_hash(_as_json(arguments, PAYLOAD_JSON | orjson.OPT_SORT_KEYS))
@@ -136,11 +131,6 @@ class OnceCalls:
 
 
 def _as_json(value: object, option: int) -> bytes:
-    """Returns the value as JSON.
-
-    Raises:
-        TypeError: JSON cannot express the value.
-    """
     data = orjson.dumps(value, option=option)
     if b"null" in data and has_nan(value):  # orjson writes null for NaN
         raise TypeError("NaN and infinity are none")

@@ -107,7 +107,6 @@ class SourceDocument:
 
     Attributes:
         id: printable id from the input. A rollout may change the document.
-        size: approximate bytes of the document.
         resumable: whether a resume may start after this document.
         stats: stats of the steps before the runner, right after a chunk's last document.
         finished: metadata with results, if an old output has them.
@@ -137,30 +136,18 @@ class SourceDocument:
 
     @property
     def as_read(self) -> bytes | None:
-        """The document's bytes before its rollout; None if no dead letter needs them."""
         if isinstance(self._as_read, Document):
             return as_read(self._as_read).data
         return self._as_read
 
     def position(self) -> ReaderState | None:
-        """Returns the reader's state right after this document; None if a resume cannot start
-        there.
-        """
         if self.resumable:
             return self._documents.save(self.document, self.stats)
         return None
 
 
 class DocumentSource:
-    """Reads a rank's documents, ahead by at most ``_BUFFER_DOCUMENTS``.
-
-    Args:
-        keep_as_read: keep the bytes of each document for a dead letter.
-        seek: whether a resume may seek; None: only if no step may keep state (``stateful_steps``).
-        pipeline: the executor's steps before the runner; None if they are not known.
-        revisions: commits of the datasets that the job reads; None without a checkpoint.
-        finished: finds documents that need no request.
-    """
+    """Reads a rank's documents, ahead by at most ``_BUFFER_DOCUMENTS``."""
 
     def __init__(
         self,
@@ -249,9 +236,6 @@ class DocumentSource:
         return stands_at(self._thread)
 
     def progress(self) -> InputPosition:
-        """Returns how much of the input lies before the end of the last document that was handed
-        over.
-        """
         if not self.has_begun:
             return InputPosition()
         if self._length is not None:
@@ -261,9 +245,6 @@ class DocumentSource:
         return self._newest[2].progress(self._newest)
 
     def shard(self) -> ReaderState:
-        """Returns the fields of ``shard.json``: the reader's record, and the stats of the steps
-        before the runner.
-        """
         return self._shard | self._stats.at_end(self._read)
 
     def add_earlier_stats(self) -> None:

@@ -49,18 +49,10 @@ class RankReporter:
 
     Any thread may call ``progress``, ``spread`` and ``last_records``.
 
-    Args:
-        source: reader of the documents.
-        checkpoint: writes the history.
-        interval: seconds between two log lines.
-
     Attributes:
         own: what this attempt did. The scheduler counts documents, ``RolloutRequests`` failures,
             ``DocumentAnswers`` those that were cached, and clients what they send.
-        clients: clients of the models whose servers are ready.
         outages: the outage clocks of the servers, also while they are not ready.
-        last: the last progress; empty before the end.
-        end: how the attempt ended.
     """
 
     _rank: int
@@ -92,7 +84,6 @@ class RankReporter:
         self._checkpoint.clock.serving()
 
     async def until(self, name: str, client: asyncio.Future[CompletionClient]) -> CompletionClient:
-        """Waits for the servers of a model."""
         self._early[name] += 1
         try:
             return await asyncio.shield(client)
@@ -110,7 +101,6 @@ class RankReporter:
         return longest
 
     def answered(self, answer: Completion, config: InferenceConfig) -> tuple[int, int]:
-        """Counts an answer of a server; returns its prompt and completion tokens."""
         tokens = count_answer(self.own, answer, config)
         self._spread.milliseconds.add(1000 * answer.seconds)
         self._spread.prompt_tokens.add(tokens.prompt)
@@ -118,7 +108,6 @@ class RankReporter:
         return tokens[:2]
 
     def example(self, fault: str, document: str, text: str) -> None:
-        """Keeps a bad answer, if it is one of the first, for the report."""
         examples = self._spread.examples.setdefault(fault, [])
         if len(examples) < 3:  # of each fault
             excerpt = redact(text)
@@ -133,7 +122,6 @@ class RankReporter:
         return self.own.requests + self.own.cached + written > 0
 
     def position(self) -> InputPosition:
-        """Returns how much of the input is done."""
         source = self.source
         progress = source.progress()
         # A reader is ahead of the rank, so documents are taken to be equal:
@@ -176,7 +164,6 @@ class RankReporter:
     # the screen ----------------------------------------------------------------------------------
 
     async def report(self) -> None:
-        """Reports to the screen, and keeps the history, until it is cancelled."""
         await asyncio.gather(self._keep(), self._show())
 
     async def _show(self) -> None:
@@ -223,10 +210,6 @@ class RankReporter:
         )
 
     def _state(self) -> tuple[str, float, bool]:
-        """Returns what the rank does, for how long, and whether that is an outage.
-
-        See ``RankProgress``.
-        """
         if self._shutdown.is_stopping:
             return "stopping", 0.0, False
         silence = self.silence()
@@ -324,9 +307,6 @@ class RankReporter:
 
 @contextmanager
 def _screen(interval: float) -> Iterator[Report]:
-    """Yields the screen of the command, with lines in the task's log file, or a screen of the
-    rank's own.
-    """
     report_to_command = reporter()
     if report_to_command is None:
         with Screen(RunProgress(), interval) as screen:

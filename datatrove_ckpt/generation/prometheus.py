@@ -1,8 +1,7 @@
 """A rank's metrics for Prometheus, at a port of its process. Needs prometheus-client.
 
-Names and units follow Prometheus: seconds, bytes, and ``_total`` for counters. Counters start from
-zero in each attempt, which ``rate`` and ``increase`` understand. Sums over all attempts are gauges,
-because they may fall a little after a kill.
+Counters start from zero in each attempt, which ``rate`` and ``increase`` understand. Sums over all
+attempts are gauges, because they may fall a little after a kill.
 
 Each process has a port of its own: the first free port from ``metrics_port`` on. While its process
 runs, an ended rank is shown for two more minutes, because Prometheus may scrape only every minute.
@@ -57,10 +56,7 @@ class RankSnapshot:
     """The identity, process and progress of a rank at one moment.
 
     Attributes:
-        run: the job's name.
         job: Slurm job id; "" outside of Slurm.
-        started_at: Unix seconds.
-        state: one of ``STATES``.
     """
 
     run: str
@@ -120,7 +116,6 @@ def _values(rank: RankSnapshot) -> dict[str, Value]:
 
 
 def families(ranks: list[RankSnapshot]) -> Iterator[Family]:
-    """Yields the metrics of some ranks, each metric once."""
     values = [_values(rank) for rank in ranks]
     for heading, text in METRICS.items():
         name, *labels = heading.split()
@@ -152,15 +147,12 @@ GetRank = Callable[[], RankSnapshot]
 
 
 class ExportedRanks:
-    """The ranks at the port of a process: a collector of prometheus-client's registry."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._exported: dict[tuple[str, int], tuple[GetRank, float]] = {}
 
     @contextmanager
     def shows(self, rank: GetRank) -> Iterator[None]:
-        """Shows a rank inside the block, and its last values for a while after it."""
         first = rank()
         key = first.run, first.rank
         with self._lock:

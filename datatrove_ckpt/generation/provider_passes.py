@@ -2,8 +2,7 @@
 
 A pass over the input parks requests without an answer in files (``BatchLog``). After it,
 ``ProviderPasses.settle`` uploads the files, creates batches, waits, and puts the answers into the
-request cache, where the next pass finds them. The order of effects is in
-``checkpoint/batch_log.py``.
+request cache, where the next pass finds them.
 """
 
 import asyncio
@@ -49,7 +48,6 @@ LOOK_SECONDS = 5.0
 
 
 async def open_provider(config: InferenceConfig, path: str) -> BatchProvider:
-    """Opens the provider of a model's batches. ``path``: path of the requests."""
     endpoint, *_ = await ready_endpoints(config, Outage(config.server_patience_seconds))
     kind = MessageBatches if path == MESSAGES else BatchProvider
     return kind(endpoint.url, endpoint.api_key)
@@ -86,11 +84,7 @@ async def cancel(batch: Batch) -> str | None:
 
 @dataclass(eq=False)
 class ProviderPasses:
-    """The batches of one rank.
-
-    Args:
-        configs: configs of the rank's models, by name.
-    """
+    """The batches of one rank."""
 
     _configs: dict[str, InferenceConfig]
     _checkpoint: OpenCheckpoint
@@ -170,7 +164,6 @@ class ProviderPasses:
     # one batch -----------------------------------------------------------------------------------
 
     async def _advance(self, batch: Batch) -> bool:
-        """Does the next effect for a batch. Returns False if the batch must wait."""
         config = self._configs.get(batch.model)
         parks = config is not None and config.provider_batches
         if batch.state in ("filled", "uploaded") and not parks:
@@ -253,7 +246,6 @@ class ProviderPasses:
         logger.info(f"Batch {remote.id} has {plural(batch.requests, 'request')} of this task.")
 
     async def _find(self, provider: BatchProvider, batch: Batch) -> bool:
-        """Searches the provider's list for a batch that may have been created."""
         checked_at = time.monotonic()
         since = self._unknown_since.setdefault(batch.number, checked_at)
         try:
@@ -279,7 +271,6 @@ class ProviderPasses:
         return True
 
     async def _is_awaited(self, batch: Batch, missing: str) -> bool:
-        """Returns whether the missing answers may still arrive. Records that they are missing."""
         if batch.state != "incomplete":
             logger.warning(f"{missing}The run waits for the rest.")
             await self._note(batch, "incomplete")
@@ -397,7 +388,6 @@ def _fail_others(rank: RankFiles, batch: Batch, answered: set[RequestId]) -> Non
 def _rows(
     provider: BatchProvider, request: RequestId, answer: BatchAnswer, batch: Batch
 ) -> list[CachedRequest]:
-    """Returns the row for an answer; none if the request was not sent."""
     status = answer.status
     if status == 0:
         return []

@@ -56,7 +56,6 @@ def choices_of(answer: Result) -> Sequence[JsonObject]:
 
 
 def text_of(choice: JsonObject) -> str:
-    """Returns the text without blanks around it; "" if the answer has none."""
     text = choice["text"]
     return text.strip() if isinstance(text, str) else ""
 
@@ -66,11 +65,7 @@ def _reason_of(choice: JsonObject) -> str:
 
 
 class AnswerQuality:
-    """Finds the faults of a rank's answers.
-
-    Args:
-        refusals: further phrases, in any case, that stand at the beginning of a refusal.
-    """
+    """Finds the faults of a rank's answers."""
 
     def __init__(self, refusals: Sequence[str] = ()) -> None:
         self._refusals = [phrase.casefold() for phrase in refusals]
@@ -90,12 +85,7 @@ class AnswerQuality:
             )
 
     def faults(self, choice: JsonObject, text: str, prompt: str) -> list[str]:
-        """Returns each fault of an answer once.
-
-        Args:
-            text: ``text_of`` the choice.
-            prompt: the last message.
-        """
+        """Returns each fault of an answer once."""
         faults = self._clear_faults(choice, text)
         length = len(text)
         if length < _LONG:
@@ -110,7 +100,6 @@ class AnswerQuality:
         return faults
 
     def first_case(self, settings: Iterable[str], answer: Result) -> str:
-        """Returns the first setting that applies to a choice of the answer, or ""."""
         choices = choices_of(answer)
         faults = {
             fault for choice in choices for fault in self._clear_faults(choice, text_of(choice))
@@ -120,7 +109,6 @@ class AnswerQuality:
         return next((name for name in settings if _FAULT_OF.get(name, name) in faults), "")
 
     def _clear_faults(self, choice: JsonObject, text: str) -> list[str]:
-        """Returns the faults of a text alone, without blanks at its start."""
         reason = _reason_of(choice)
         faults = []
         if reason == "repetition" or is_looping(text):  # the reason of vLLM's repetition_detection

@@ -92,7 +92,6 @@ _STARTS_OVER = (
 def run_rank(
     step: RunnerSettings, data: Iterable[Document] | None, rank: int, world_size: int
 ) -> None:
-    """Runs one rank to its end (``InferenceRunner.run``)."""
     use_form(step.form)
     requests, servers = step.requests_and_servers()
     # The servers and their connections are shared: the executor has counted them.
@@ -126,7 +125,6 @@ def run_rank(
 
 @contextmanager
 def checkpoints_root(step: RunnerSettings) -> Iterator[Path]:
-    """Yields ``checkpoints_local_dir``, or a temporary folder from which no run resumes."""
     if step.checkpoints_local_dir is not None:
         yield step.checkpoints_root
         return
@@ -190,7 +188,6 @@ class _Run:
             self._take_in_passes(retry, retry.root, retry.prefix)
 
     def _take_in_passes(self, data: Iterable[Document], root: Path, prefix: str = "") -> None:
-        """Runs passes over the input until no request waits for a batch."""
         self.has_batches = any(model.provider_batches for model in self.step.models.values())
         self.has_batches |= (rank_folder(root, self.rank) / BATCHES).exists()
         if not self.has_batches:
@@ -318,7 +315,6 @@ class _Run:
         other_work: CompletedWork,
         output: ChunkOutput,
     ) -> bool:
-        """Runs one pass. Returns whether requests were parked, so that another pass must follow."""
         step = self.step
         rank = self.rank
         preemption = self.preemption
@@ -383,9 +379,6 @@ class _Run:
         progress: RankReporter,
         results: ResultEncoder,
     ) -> bool:
-        """Runs the pass with its watchers, on the event loop. Returns whether requests were
-        parked.
-        """
         wait_to_fork()
         watchers = [
             asyncio.create_task(progress.report()),

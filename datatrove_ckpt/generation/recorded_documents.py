@@ -71,8 +71,6 @@ class RecordedDocument:
     """A finished document.
 
     Attributes:
-        name: hash of its rank and ordinal.
-        chunk: index of its chunk.
         read, result: the document before its rollout, and its line in the journal.
         requests: key, payload (or arguments of a call) without secrets, and answer.
         code: hash of the code whose keys the calls have.
@@ -95,12 +93,7 @@ class RecordedDocument:
 
 
 def read_recorded(path: Path) -> RecordedDocument | None:
-    """Reads a recorded document; None if another version of this package wrote it.
-
-    Raises:
-        ValueError: it is damaged.
-        OSError: it cannot be read.
-    """
+    """Reads a recorded document; None if another version of this package wrote it."""
     fields = read_checksummed_json(path.read_bytes(), (_VERSION,))
     if fields.pop("version", None) != _VERSION:
         return None
@@ -111,8 +104,6 @@ def read_recorded(path: Path) -> RecordedDocument | None:
 
 
 class Stepped:
-    """Awaits a coroutine step by step."""
-
     def __init__(self, coroutine: Any) -> None:
         self._coroutine = coroutine
 
@@ -161,8 +152,6 @@ class _Observed(Stepped):
 
 
 class RecordingAnswers(DocumentAnswers):
-    """The answers of a document that may be recorded."""
-
     is_asked = True
 
     def __init__(
@@ -203,7 +192,6 @@ class RecordingAnswers(DocumentAnswers):
             self._known[key] = answer.result
 
     def record(self, finished: FinishedDocument) -> RecordedDocument | None:
-        """Returns the finished document; None if a request has no answer."""
         if finished.outcome == "dead" or self.failed or not self._sent.keys() <= self._known.keys():
             return None
         requests = [
@@ -234,10 +222,6 @@ def process_names() -> list[str]:
 class RecordedDocuments:
     """The recorded documents of a run, as one rank sees them.
 
-    Args:
-        root: ``checkpoints_local_dir``.
-        share: part of the run's documents that the rank has.
-
     Attributes:
         finished: documents that are finished, and not recorded yet.
         waits: a rollout has waited for something that only another document can bring.
@@ -266,7 +250,6 @@ class RecordedDocuments:
 
     @property
     def void(self) -> str:
-        """Why nothing is recorded; "" if something is."""
         path = self.folder / layout.VOID
         try:
             return str(read_checksummed_json(path.read_bytes(), (_VERSION,))["why"])
@@ -276,7 +259,6 @@ class RecordedDocuments:
             return f"{path} cannot be read ({error!r})"
 
     def read(self) -> Iterator[RecordedDocument]:
-        """Yields the documents; not those that are torn, or of another version."""
         for name in self.names()[: layout.MAX_RECORDED]:
             with suppress(OSError, ValueError):
                 if (document := read_recorded(self.folder / name)) is not None:
@@ -289,7 +271,6 @@ class RecordedDocuments:
         return not self._room
 
     def stop(self) -> None:
-        """Records no further document in this attempt."""
         self._room = self._limit = 0
 
     @staticmethod
@@ -303,7 +284,6 @@ class RecordedDocuments:
         slot: ChunkSlot,
         rollouts: int,
     ) -> DocumentAnswers:
-        """Returns the answers for a document's rollouts: those of few documents are recorded."""
         number = self.hash_of(self._rank, slot.ordinal)
         if number < self._limit and number not in self._hashes and source.finished is None:
             with suppress(DocumentNotSerializable):
@@ -327,7 +307,6 @@ class RecordedDocuments:
             self._limit = min(self._limit, int(expected * _ALL))
 
     def has_room(self, name: str) -> bool:
-        """Whether a document is one of those with the smallest hashes that have begun."""
         smallest = self._hashes[: layout.MAX_RECORDED]
         return _hash_in(name) <= smallest[-1]
 
@@ -336,11 +315,7 @@ class RecordedDocuments:
             self.finished.put_nowait((answers, finished))
 
     def put(self, documents: Collection[RecordedDocument]) -> None:
-        """Writes documents, and removes those for which there is no room.
-
-        Raises:
-            CkptError: the disk takes no file.
-        """
+        """Writes documents, and removes those for which there is no room."""
         for document in documents:
             data = checksummed_json({"version": _VERSION, **vars(document)}, indent=False)
             if len(data) <= _MAX_BYTES:

@@ -23,11 +23,9 @@ class RecordedRequest:
     """A request of a rollout.
 
     Attributes:
-        question: the last message.
         prompt: all messages as JSON, with hashes of the media.
         usage: ``usage`` of an ``InferenceResult``; empty for other answers.
         started, ended: monotonic times of the wait for the answer.
-        model: name in ``generate.name``, or of a method; empty for ``generate`` itself.
         endpoint: name of the endpoint that answered, if the config has ``endpoints``.
     """
 
@@ -70,11 +68,7 @@ async def unsent_prompts(rollout_fn: Rollout, documents: Iterable[Document]) -> 
 
 
 def noting(rollout_fn: Rollout, recorded: NotedRequests) -> Rollout:
-    """Wraps the rollout function, and records each document's requests in ``recorded``.
-
-    Raises:
-        ConfigError: a file that the rollout needs is missing here.
-    """
+    """Wraps the rollout function, and records each document's requests in ``recorded``."""
     of_rollout = {}  # for ResultEncoder
     if isinstance(rollout_fn, ReadyMade):
         rollout_fn.prepare()
@@ -93,8 +87,6 @@ def noting(rollout_fn: Rollout, recorded: NotedRequests) -> Rollout:
 
 @dataclass
 class _RecordingGenerate:
-    """Wraps a ``generate``, or a method or model of it, and records each question and answer."""
-
     _generate: Any
     _recorded: list[RecordedRequest]
     _model: str = ""

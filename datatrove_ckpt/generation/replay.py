@@ -98,7 +98,6 @@ def replays_of(
     recorded: RecordedDocuments,
     run: str = "",
 ) -> Iterator[Replays]:
-    """Enters ``shared_context``, and counts what rollouts do outside of this process."""
     if why_not_replayed(step) or not event_loop.is_audited(asyncio.get_running_loop()):
         recorded.stop()
     with shared_arguments(step.shared_context, preemption) as shared, rollouts_run():
@@ -119,7 +118,6 @@ def end_recording(recorded: RecordedDocuments, why: str) -> None:
 
 
 def why_not_replayed(step: RunnerSettings) -> str:
-    """Returns why a step needs no replay check; "" if it does."""
     if step.checkpoints_local_dir is None:
         return "there is no checkpoint"
     if not step.replay_check:
@@ -182,7 +180,6 @@ class ReplayedAnswers(DocumentAnswers):
     """The answers of a recorded document.
 
     Attributes:
-        unused: payloads of the requests that were not sent again.
         unknown: the first payload that the record lacks. Its request, and others like it, wait: a
             rollout may swallow an error.
     """
@@ -242,8 +239,6 @@ class _Drawing(Stepped):
 
 @dataclass
 class _Reporter:
-    """Takes the place of a rank's reporter."""
-
     own: WorkCounts = field(default_factory=WorkCounts)
 
     def example(self, *example: str) -> None:
@@ -255,10 +250,7 @@ class Verdict:
     """What the replays have shown.
 
     Attributes:
-        same: documents with the same requests and results.
-        accepts: code or settings have changed since, and that was accepted.
         acts: what the rollout does outside of this process.
-        undecided: why not all documents were replayed.
     """
 
     same: list[RecordedDocument] = field(default_factory=list)
@@ -284,12 +276,7 @@ class Verdict:
 
 @dataclass(eq=False)
 class Replays:
-    """Runs a rank's rollout on recorded documents.
-
-    Args:
-        rollout_fn: the step's rollout, with its shared context bound.
-        run: digest of the run's identity.
-    """
+    """Runs a rank's rollout on recorded documents."""
 
     step: RunnerSettings
     rollout_fn: Rollout
@@ -449,7 +436,6 @@ class Replays:
     # while documents run -------------------------------------------------------------------------
 
     async def record(self) -> None:
-        """Records finished documents, until it is cancelled."""
         recorded = self.recorded
         queue = recorded.finished
         ready: list[RecordedDocument] = []
@@ -477,7 +463,6 @@ class Replays:
     async def _repeated(
         self, answers: RecordingAnswers, finished: FinishedDocument
     ) -> list[RecordedDocument]:
-        """Returns the document if a replay gives the same in time; else nothing."""
         recorded = self.recorded
         why = ""
         if ROLLOUTS.effect:
@@ -520,7 +505,6 @@ def mismatch(verdict: Verdict) -> CheckpointMismatch:
 def _difference(
     document: RecordedDocument, answers: ReplayedAnswers, task: asyncio.Task[FinishedDocument]
 ) -> Difference | None:
-    """Returns what differs in a replay that has ended, or has sent an unknown request."""
     old = next(iter(answers.unused.values()), None)
     if answers.unknown.done():
         return compared(document, "", old, answers.unknown.result())
@@ -569,7 +553,6 @@ def compared(document: RecordedDocument, path: str, old: object, new: object) ->
 
 
 def _pairs(path: str, old: object, new: object) -> list[tuple[str, object, object]]:
-    """Returns the parts in which two JSON values differ, with their places."""
     before = _parts(old)
     after = _parts(new)
     if not (before and after):
@@ -593,7 +576,6 @@ def _parts(value: object) -> dict[str, object]:
 
 
 def replay_all(step: RunnerSettings, root: Path, seconds: float = SECONDS) -> Verdict:
-    """Makes the check without a rank. ``shared_context`` is entered for it."""
     preemption = step.preemption()
 
     async def check() -> Verdict:

@@ -72,8 +72,8 @@ from datatrove_ckpt.rollouts.media import media_key, split_media
 from datatrove_ckpt.rollouts.settings import ends_in_blanks, is_cut_off
 
 T = TypeVar("T")
-# Three requests for an answer take twice the CPU of the server's HTTP process (2.2 and 4.1 ms), and
-# of ours (0.16 and 0.40 ms), and a kill loses little of short answers.
+# Three requests for an answer take twice the CPU of the server's HTTP process, and of ours, and a
+# kill loses little of short answers.
 _SHORT_MEAN = 250  # tokens
 _ENOUGH = 100  # answers
 
@@ -84,7 +84,6 @@ class RankModel:
     Attributes:
         client: future of the client, which is done once the servers are ready.
         usual: API of a payload without a path.
-        batches: shared embedding requests; None: texts share no requests.
         policies: policies for bad answers, by their settings; most models have none.
         sizes: length of the first vector for each set of params.
         is_dead: whether a drain ignores its requests in flight.
@@ -106,7 +105,6 @@ class RankModel:
 
     @property
     def has_short_answers(self) -> bool:
-        """Whether its answers are much shorter than their ``max_tokens``."""
         is_auto = self.config.half_answers == "auto"
         return is_auto and self.halves >= _ENOUGH and self.half_tokens < _SHORT_MEAN * self.halves
 
@@ -118,9 +116,6 @@ class RankContext:
     Must be created on the rank's event loop.
 
     Attributes:
-        configs: configs of the models, by their names.
-        quality: finds faults of answers.
-        code: hash of the user's code.
         waiting: number of documents that wait for an answer.
         agents: number of agents that have an address (``generate.url``).
         documents: tasks of the documents in work, by ordinal. They handle their own errors.
@@ -167,17 +162,10 @@ class DocumentAnswers:
         parked: number of its requests that wait for a batch.
         batch_answers: number of batch answers that the rollout has received.
         paid: number of answers that this attempt has paid for.
-        rejections: its requests that the server has rejected.
-        failure: error that stops the rank.
         hashes, payloads: hash and payload of the last request of each rollout.
-        requests: number of ended requests of each rollout.
         reused: number of requests and calls of each rollout that earlier attempts have saved.
-        tokens: prompt and completion tokens of each answer in turn.
-        failed: number of requests without an answer.
-        order: the field of ``routing.Request``.
         cut_off, empty: number of answers that ended at max_tokens, and of answers without a text,
             or with a vector of zeros.
-        reasons: number of answers by finish_reason, and by fault.
         results: all answers except those that a retry has replaced. A rollout may have marked them
             as invalid.
     """
@@ -205,13 +193,11 @@ class DocumentAnswers:
         self._rank = rank
 
     async def cached(self) -> dict[AnswerKey, CachedAnswer]:
-        """Returns the answers that earlier attempts have saved."""
         if self._cached is None:
             self._cached = asyncio.wrap_future(self._rank.checkpoint.lookup(self.slot))
         return await asyncio.shield(self._cached)
 
     async def saved(self, key: AnswerKey) -> CachedAnswer | None:
-        """Returns the saved answer of one request or call; None if there is none."""
         if not self.slot.cached:
             return None
         answer = (await self.cached()).get(key)
@@ -219,7 +205,6 @@ class DocumentAnswers:
         return answer
 
     def observed(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
-        """Returns the work of the document's rollouts, to be awaited."""
         return work
 
     def put(self, key: AnswerKey, answer: CachedAnswer, ends_pieces: bool = False) -> None:
@@ -243,7 +228,6 @@ class DocumentAnswers:
     def finished(
         self, outcome: Outcome, fingerprint: str, document: bytes, valid: int = 0
     ) -> FinishedDocument:
-        """Returns the document's journal line. ``valid``: number of rollouts with a result."""
         requests = self.requests
         tokens = self.tokens
         work = None  # the usual case is a shorter line: see FinishedDocument.work
@@ -265,7 +249,6 @@ class DocumentAnswers:
         )
 
     def counted_reasons(self) -> dict[str, int]:
-        """Returns ``reasons`` with the invalid answers."""
         reasons = self.reasons.copy()  # cancelled rollouts may still count
         invalid = [str(result.text) for result in self.results if result.is_invalid]
         if invalid:
@@ -278,7 +261,6 @@ class DocumentAnswers:
         self.tokens += token_counts(result.usage or {})[:2]
 
     def count(self, rollout_idx: int, result: Result, api: Api, question: str = "") -> None:
-        """Counts an answer and its faults. ``question``: the last message."""
         choices = choices_of(result)
         self.results.append(result)
         reasons = [choice["finish_reason"] for choice in choices]
@@ -286,7 +268,7 @@ class DocumentAnswers:
             result.reasons = reasons
         else:
             result.reasons = [
-                reason if reason in USUAL else redact(reason)[:60]  # characters
+                reason if reason in USUAL else redact(reason)[:60]
                 for reason in filter(None, reasons)
             ]
         for name in result.reasons:
@@ -351,7 +333,6 @@ class DocumentAnswers:
         }
 
     def next_key(self, rollout_idx: int, digest: str) -> AnswerKey:
-        """Returns the key of the next request of a rollout with this hash."""
         request = rollout_idx, digest
         key = AnswerKey(rollout_idx, digest, self.occurrences.get(request, 0))
         self.occurrences[request] = key.occurrence + 1
@@ -483,7 +464,6 @@ def _without_nulls(value: object) -> object:
 
 
 def question_of(payload: Payload) -> str:
-    """Returns the text of the last message, or the prompt, if it is a text."""
     try:
         question = payload["messages"][-1]["content"]
     except (
@@ -506,8 +486,6 @@ def request_seed(
     all, two rollouts of a document would be one sample.
 
     Args:
-        seed: ``InferenceConfig.seed``.
-        ordinal: separates documents whose ids repeat.
         digest: hash of the payload without a seed. The number of the call would depend on the order
             of parallel calls.
         occurrence: number of earlier equal payloads in the rollout.
@@ -522,11 +500,7 @@ _IN_TIERS = ("chat/completions", "completions", "responses")
 
 @dataclass(frozen=True)
 class AnswerPieces:
-    """The pieces of one answer in the request cache, by the number of their first token.
-
-    Args:
-        saved: the rows of its document that earlier attempts saved.
-    """
+    """The pieces of one answer in the request cache, by the number of their first token."""
 
     rank: RankContext
     answers: DocumentAnswers
@@ -549,8 +523,6 @@ class AnswerPieces:
 
 
 class RolloutRequests:
-    """The requests of one rollout to one model."""
-
     def __init__(
         self, rank: RankContext, answers: DocumentAnswers, rollout_idx: int, model: RankModel
     ) -> None:
@@ -561,7 +533,6 @@ class RolloutRequests:
         self.config = model.config
 
     def count_finished(self, result: object) -> None:
-        """Counts a result of an old output."""
         if isinstance(result, Result):
             self.answers.count_cached(result)
             self.answers.count(self.rollout_idx, result, self.model.usual)
@@ -572,7 +543,6 @@ class RolloutRequests:
         """Returns the cached answer, or sends the payload.
 
         Args:
-            whole: whether the payload may name its model.
             retry_of: key that separates a retry from equal requests; () for other requests.
 
         Raises:
@@ -703,7 +673,6 @@ class RolloutRequests:
         return _result(fields, **source)
 
     async def _raise(self, error: CkptError, key: AnswerKey, payload: Payload) -> NoReturn:
-        """Raises the rollout's error for a request without an answer. Saves a rejection."""
         model = self.model
         self.rank.observer.own.failed += 1
         if isinstance(error, RequestRejected):

@@ -38,7 +38,6 @@ class ResultEncoder:
     """Puts results into one rank's documents, and encodes them.
 
     Args:
-        names: names of the output files, which may contain values of a document.
         trial: tries the writer; None without a checkpoint, where a document that fails is lost
             anyway.
     """
@@ -57,7 +56,6 @@ class ResultEncoder:
         self._drop_sent = getattr(step.rollout_fn, "drop_sent", None)
 
     def look_at_first(self, document: Document) -> None:
-        """Checks the first document before a server starts for it."""
         step = self._step
         check_first(step, document)
         if self._keeps_results and step.metadata_key in document.metadata:
@@ -121,11 +119,9 @@ class ResultEncoder:
         return encode_finished(document, self.key)
 
     def is_doubtful(self, data: bytes) -> bool:
-        """Whether the writer may be unable to write an encoded document."""
         return data != DROPPED and self._trial is not None and self._trial.is_needed(data)
 
     async def try_writer(self, data: bytes, doc_id: str) -> None:
-        """Tries an encoded document. Raises DocumentNotSerializable."""
         assert self._trial is not None
         if self._trial.is_quick:
             self._trial(data, doc_id)
@@ -178,7 +174,6 @@ def put_answer(step: RunnerSettings, document: Document, results: Sequence[objec
 
 
 def _items(value: object) -> Sequence[object]:
-    """Returns the items of a list, or of a text that is a list in JSON; else the value alone."""
     if isinstance(value, str):
         text = value.strip()
         fenced = FENCE.fullmatch(text)
@@ -214,11 +209,6 @@ def check_first(step: RunnerSettings, document: Document) -> None:
 
 
 async def try_media(step: RunnerSettings, document: Document) -> None:
-    """Encodes the media of the first document.
-
-    Raises:
-        ConfigError: a medium is invalid.
-    """
     rollout_fn = step.rollout_fn
     if isinstance(rollout_fn, PromptRollout):
         try:

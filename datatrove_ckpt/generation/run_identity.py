@@ -78,7 +78,6 @@ def servers_digest(models: Mapping[str, InferenceConfig]) -> str:
 
 
 def sent_chats_as_texts(recorded: JsonObject) -> bool:
-    """Returns whether a run that has begun sent JSON in ``prompt_column`` as one message."""
     is_of_column = (
         recorded.get("rollout_fn.prompt_column") and recorded.get("rollout_fn.prompt") in BARE
     ) or "rollout_version" in recorded
@@ -91,7 +90,6 @@ def answering_flags(engine: Engine, model_kwargs: Mapping[str, object] | None) -
 
 
 def _fields_of_models(models: Mapping[str, InferenceConfig]) -> JsonObject:
-    """Returns the fields of all models; fields of later models begin with the model's name."""
     first, *later = models
     fields = _config_fields(models[first])
     if later:
@@ -126,7 +124,6 @@ def _config_fields(config: InferenceConfig) -> JsonObject:
 
 
 def _plain(value: object) -> object:
-    """Converts a setting to JSON; other values become their type."""
     try:
         return orjson.loads(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))
     except TypeError:

@@ -228,7 +228,6 @@ class RunnerSettings(PipelineStep):
             self.config = next(iter(models.values()))
 
     def _recorded(self, mirror: str | None) -> JsonObject:
-        """Returns the settings with which the run began; {} if it has not begun."""
         if self.checkpoints_local_dir is None:
             return {}
         with suppress(ConfigError, OSError):  # the start of the run reports it
@@ -271,13 +270,11 @@ class RunnerSettings(PipelineStep):
 
     @property
     def model(self) -> InferenceConfig:
-        """The config of ``generate``'s model, which is the first."""
         assert isinstance(self.config, InferenceConfig)
         return self.config
 
     @property
     def settings_for_letters(self) -> list[str]:
-        """Names of the models' settings that make dead letters of bad answers."""
         return [
             name
             for model in self.models.values()
@@ -287,14 +284,12 @@ class RunnerSettings(PipelineStep):
 
     @property
     def answer_column(self) -> str | None:
-        """The metadata key for the answers, or for the items of which rows are made."""
         if self.explode:
             return self.answer or "item"
         return self.answer
 
     @property
     def added_columns(self) -> dict[str, str]:
-        """The metadata keys of further facts about the answers, by the facts' names."""
         endings = []
         if self.quality:
             endings += ["finish_reason", "faults", "tokens"]
@@ -305,13 +300,11 @@ class RunnerSettings(PipelineStep):
 
     @property
     def rows(self) -> RowsOf:
-        """The function that makes rows of a finished document."""
         if self.explode:
             return partial(exploded, column=str(self.answer_column), key=self.metadata_key)
         return one_row
 
     def requests_and_servers(self) -> tuple[int, int]:
-        """Returns the maximum number of requests in flight, and the number of servers."""
         models = self.models.values()
         requests = sum(
             requests_at_once(model.max_concurrent_generations, model.servers) for model in models
@@ -367,7 +360,6 @@ class RunnerSettings(PipelineStep):
         )
 
     def changed(self, **settings: object) -> Self:
-        """Returns a copy with these fields changed, and nothing checked."""
         copied = type(self).__new__(type(self))
         copied.__dict__.update(self.__dict__)
         for name, value in settings.items():
@@ -375,7 +367,6 @@ class RunnerSettings(PipelineStep):
         return copied
 
     def record_steps_before(self, steps: Sequence[object]) -> None:
-        """Describes the steps before the runner, for the records of ranks that finish later."""
         self.steps_before = described(steps)
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -444,7 +435,6 @@ RunnerSettings.__init__.__qualname__ = "InferenceRunner.__init__"
 
 
 def described(steps: Sequence[object]) -> list[StepRecord]:
-    """Describes the executor's steps before a runner, with their code."""
     from datatrove_ckpt.readers.shard_record import describe_pipeline
 
     return describe_pipeline(steps, code_of)

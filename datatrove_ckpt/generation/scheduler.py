@@ -82,12 +82,6 @@ async def stop_when_requested(
 ) -> None:
     """Waits until the rank is to stop, and stops it.
 
-    Args:
-        serving: a task for each model, which starts and watches its servers, and stops them when it
-            is cancelled.
-        watch: task that raises failures of the checkpoint.
-        recorded: documents that the drain lets be recorded.
-
     Raises:
         Preempted: a stop was requested.
         BaseException: the rank's failure. Then the caller closes the checkpoint.
@@ -192,8 +186,6 @@ async def _drain(
 
 @dataclass(eq=False)
 class Scheduler:
-    """Admits one rank's documents, and commits them, while servers run."""
-
     requests: RankContext
     rank: int
     servers: ServerHost

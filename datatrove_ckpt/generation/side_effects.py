@@ -105,7 +105,6 @@ class SetupEffects(EffectWatch):
                 self._names.add(os.path.realpath(os.fsdecode(first)))
 
     def lasting(self) -> str:
-        """Returns an effect that lasts; "" if there is none."""
         for kind, name in _what_lasts() if self._names else ():
             if name in self._names:
                 shown = "a connection" if name.startswith("socket:") else name
@@ -114,9 +113,6 @@ class SetupEffects(EffectWatch):
 
 
 def _what_lasts() -> Iterator[tuple[str, str]]:
-    """Yields what this process has open for writing, and the programs that run; nothing without
-    /proc.
-    """
     with suppress(OSError):
         for descriptor in Path("/proc/self/fd").iterdir():
             with suppress(OSError):
@@ -139,7 +135,6 @@ _running: list[object] = []
 
 @contextmanager
 def watched(watch: EffectWatch) -> Iterator[None]:
-    """Counts what the block does for ``watch``."""
     token = current.set(watch)
     try:
         yield
@@ -149,7 +144,6 @@ def watched(watch: EffectWatch) -> Iterator[None]:
 
 @contextmanager
 def rollouts_run() -> Iterator[None]:
-    """Counts effects of threads without a context, and what lasts of imports."""
     _running.append(None)
     ROLLOUTS.effect = ROLLOUTS.effect or SETUP.lasting()
     try:

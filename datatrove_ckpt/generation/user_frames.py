@@ -18,7 +18,6 @@ from datatrove_ckpt.common.threads import in_thread
 
 
 def first_failure(error: BaseException) -> BaseException:
-    """Returns the first failure of a group, from which the others followed."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
@@ -47,9 +46,6 @@ def user_frame_of(error: BaseException) -> str:
 
 
 def user_call_site() -> str:
-    """Returns the user's call of our code, formatted as in ``user_frame_of``; "" for a library's
-    call.
-    """
     for frame, line in walk_stack(sys._getframe()):
         # Not by its file: a dataclass has an __init__ without one.
         if str(frame.f_globals.get("__name__")).partition(".")[0] != datatrove_ckpt.__name__:
@@ -72,7 +68,6 @@ def runs_at(thread: int) -> str:
 
 
 def stands_at(thread: int) -> str:
-    """Returns the line of the user's code that a thread runs, or else its innermost line."""
     line = runs_at(thread)
     frame = sys._current_frames().get(thread)
     if line or frame is None:
@@ -103,7 +98,6 @@ _named = {""}
 
 
 async def warn_when_blocked() -> None:
-    """Warns of each place that blocks the running loop, once in a process."""
     beat = threading.Event()
     has_ended = threading.Event()
     loop_thread = threading.get_ident()

@@ -110,29 +110,24 @@ class Counts:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def processed(self: Any, input: float = 0.0) -> Processed:
-        """Returns the documents, requests and tokens, and so much of the input."""
         return Processed(
             self.documents, self.requests, self.prompt_tokens, self.completion_tokens, input
         )
 
     def numbers(self) -> list[int]:
-        """Returns the whole numbers, in the order of their fields."""
         return [value for value in self.fields().values() if isinstance(value, int)]
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int], **others: Any) -> Self:
-        """Reads ``numbers()``; a later release may have written more of them."""
         names = [name for name in cls.__dataclass_fields__ if name not in others]
         return cls(**dict(zip(names, numbers, strict=False)), **others)
 
     @classmethod
     def displays(cls) -> dict[str, Display]:
-        """Returns where each number is displayed."""
         fields = cls.__dataclass_fields__
         return {name: fields[name].metadata.get("display", Display()) for name in fields}
 
     def samples(self) -> dict[str, Any]:
-        """Returns the numbers for Prometheus, by metric and, if several share it, by label."""
         samples: dict[str, Any] = {}
         for name, display in self.displays().items():
             metric, _, label = display.prometheus.partition(".")
@@ -230,7 +225,6 @@ class WorkCounts(Counts):
 
     @property
     def lost(self) -> int:
-        """Attempts that ended without an answer, and whose request was sent again."""
         return self.retries + self.resent
 
 
@@ -356,7 +350,6 @@ class LogHistogram(Counter[int]):
         return cls(map(bisect_right, repeat(_BOUNDS), map(float, values)))
 
     def add(self, value: float) -> int:
-        """Counts a value. Returns its bucket."""
         bucket = bisect_right(_BOUNDS, float(value))
         self[bucket] += 1
         return bucket
@@ -373,7 +366,6 @@ class LogHistogram(Counter[int]):
         return float(2.0 ** ((bucket - 1) / 4))
 
     def at_most(self, share: float) -> float:
-        """Returns a bound of at least this share of the values; 0.0 without values."""
         remaining = share * self.total()
         for bucket in sorted(self):
             remaining -= self[bucket]
@@ -383,7 +375,6 @@ class LogHistogram(Counter[int]):
 
     @property
     def percentiles(self) -> dict[str, int]:
-        """Median and 95th percentile of whole numbers."""
         return {f"p{percent}": int(self.at_most(percent / 100)) for percent in (50, 95)}
 
 
@@ -414,7 +405,6 @@ DocumentTally = tuple[Outcome, tuple[int, ...], DocumentWork | None, dict[str, i
 
 
 def _tokens_of(documents: Iterable[DocumentTally]) -> list[int]:
-    """Returns prompt and completion tokens of each answer in turn."""
     tokens: list[int] = []
     for _, numbers, work, _ in documents:
         if work is not None:
@@ -484,18 +474,15 @@ class DocumentCounts(Counts):
 
     @property
     def bad(self) -> dict[str, int]:
-        """The number of answers with each fault."""
         faults = {"cut_off": self.cut_off, "empty": self.empty}
         return faults | {name: self.reasons[name] for name in FAULTS}
 
     @property
     def endings(self) -> dict[str, int]:
-        """The number of answers with each finish_reason, the most frequent first."""
         return {name: number for name, number in self.reasons.most_common() if name not in FAULTS}
 
     @property
     def odd_answers(self) -> str:
-        """Sentences, each after a space, about answers that are bad, or end oddly."""
         ended = [
             f"{json.dumps(reason)} {plural(number, 'time')}"
             for reason, number in self.endings.items()
@@ -508,7 +495,6 @@ class DocumentCounts(Counts):
 
     @property
     def bad_answers(self) -> str:
-        """Sentences, each after a space, about missing, cut-off, empty and bad answers."""
         answers = plural(self.answers, "answer")
         phrases = []
         if self.cut_off:
@@ -587,7 +573,6 @@ class WorkStats(Counts):
 
     @classmethod
     def of(cls, documents: Sequence[DocumentTally]) -> Self:
-        """Counts documents. In one call, many documents cost a third of what each costs alone."""
         requests: list[int] = []
         successful: list[int] = []
         dropped: list[int] = []
@@ -614,7 +599,6 @@ class WorkStats(Counts):
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """Reads the JSON of ``fields()``."""
         failed = fields["failed_requests"]
         return cls(**{name: RunningStats(*fields[name]) for name in _SUMS}, failed_requests=failed)
 
@@ -712,7 +696,6 @@ class RunNumbers(Counts):
         return self.counts + self.unfinished
 
     def lines(self) -> dict[str, list[str]]:
-        """Returns the numbers that are not zero, in the words of their declarations, by topic."""
         lines: dict[str, list[str]] = {}
         for counts in (self.counts, self.work, self):
             for name, display in counts.displays().items():
@@ -724,7 +707,6 @@ class RunNumbers(Counts):
 
     @property
     def paid(self) -> str:
-        """Describes the price of the answers by the servers' reports; "" without a report."""
         work = self.work
         texts = self.lines().get("paid", [])
         texts += [f"{plural(count, 'answer')} in tier {name}" for name, count in work.tiers.items()]

@@ -15,10 +15,7 @@ def time_left(
     """Returns the seconds that the rest takes at this pace, at least the slowest part's.
 
     Args:
-        amount: the amount of work that remains.
-        pace: amount of work per second.
         quiet: seconds since something was finished. None is returned if they are longer.
-        parts: the seconds of each part that is known.
     """
     if pace <= 0:
         return None
@@ -70,14 +67,12 @@ _SIZES = {
 
 
 def plural(number: int, noun: str) -> str:
-    """Returns "1 chunk", "3 chunks"."""
     if number == 1:
         return f"{number} {noun}"
     return f"{number} {noun}s"
 
 
 def plural_or_no(number: int, noun: str) -> str:
-    """Returns "no chunk" for 0, else ``plural``."""
     if number:
         return plural(number, noun)
     return f"no {noun}"
@@ -103,7 +98,6 @@ def number_range(start: int, end: int) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Returns the numbers as ranges: "3-7, 9"."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:
@@ -139,7 +133,6 @@ def short(value: float) -> str:
 
 
 def filled_cells(share: float, cells: int, empty: str = " ") -> str:
-    """Returns a bar of ``cells`` characters, filled by eighths of a character."""
     full, part = divmod(int(share * cells * 8), 8)
     return f"{'█' * full}{' ▏▎▍▌▋▊▉'[part] if part else ''}".ljust(cells, empty)
 
@@ -148,7 +141,6 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
 def seconds_of(text: str) -> float | None:
-    """Returns the seconds of a text such as 90m or 1.5h; None if it is no duration."""
     match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*(s|m|min|h|d|)", text)
     if match is None:
         return None
@@ -156,7 +148,6 @@ def seconds_of(text: str) -> float | None:
 
 
 def duration(seconds: float) -> str:
-    """Returns "0.21 ms", "6.6 s", "2.1 min", "6 h"."""
     units = (
         ("d", 86400.0, 2 * 86400.0),
         ("h", 3600.0, 3600.0),
@@ -178,7 +169,6 @@ def byte_size(size: float) -> str:
 
 
 def parse_bytes(text: str) -> int | None:
-    """Returns the number of bytes of "256MB" or "1.5 GiB"; None for another text."""
     match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?) *([KMGT]I?|)B", text.strip().upper())
     if match:
         return int(float(match[1]) * _SIZES[match[2]])
@@ -194,7 +184,6 @@ def safe_text(value: object) -> str:
 
 
 def likely_mistake(error: BaseException) -> str:
-    """Returns a hint if a usual mistake in a rollout caused the error; else ""."""
     text = safe_text(error)
     for pattern, hint in _MISTAKES.items():
         if re.search(pattern, text):
@@ -235,9 +224,6 @@ def error_text(error: BaseException) -> str:
 
 
 def missing_package(text: str) -> str | None:
-    """Returns the install command for a package in the text; None if it is installed or in no
-    extra.
-    """
     named = (name for name in _EXTRAS if re.search(rf"\b{name}\b", text))
     package = next((name for name in named if find_spec(name) is None), None)
     if package is None:

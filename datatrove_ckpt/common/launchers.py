@@ -45,7 +45,4 @@ def launcher(executor: object) -> Launcher:
 
 
 def default_mirror(logging_dir: str, runner: int = 0) -> str:
-    """Returns the default mirror of a runner on Hugging Face Jobs, by its number among the
-    runners.
-    """
     return f"{logging_dir.rstrip('/')}/checkpoints{f'-{runner}' if runner else ''}"

@@ -26,7 +26,6 @@ def usable_memory(root: Path = Path("/")) -> int:
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Returns the bytes that no process uses, of the machine and of the cgroups."""
     free = [_whole_machine()]
     for line in _text(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
@@ -44,7 +43,6 @@ def _whole_machine() -> int:
 
 
 def _limits(root: Path) -> Iterator[tuple[int, Path]]:
-    """Yields the limits of this process's cgroups, each with the group's folder."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers in ("", "memory"):

@@ -107,7 +107,6 @@ class ObjectStore:
             self._streamed["block_size"] = 0  # else sizes are looked up in a listing first
 
     def put(self, name: str, data: bytes | Path) -> None:
-        """Writes the object, over any other. A file's content need not fit into memory."""
         path = self._path(name)
         try:
             with file_system_call():
@@ -222,12 +221,10 @@ class ObjectStore:
             self._fs.cp_file(self._path(name), self._path(to))
 
     def delete(self, name: str) -> None:
-        """Deletes an object, if it exists."""
         with suppress(FileNotFoundError), file_system_call():
             self._fs.rm_file(self._path(name))
 
     def delete_tree(self, folder: str) -> None:
-        """Deletes all objects below the folder."""
         with suppress(FileNotFoundError), file_system_call():
             self._fs.invalidate_cache()
             self._fs.rm(self._path(folder), recursive=True)

@@ -64,7 +64,6 @@ _SURE_URL = re.compile(
     re.IGNORECASE,
 )
 _URL = re.compile(r"^\s*([a-z][\w+.-]*:)?//[^/?#]+@|://[^\s/?#]+@|://\[[^]]*$", re.IGNORECASE)
-# Signatures of S3, Google and Azure, tokens and keys, which open a URL.
 _URL_SECRET = re.compile(
     r"([?&](?:X-(?:Amz|Goog)-(?:Signature|Security-Token)|sig|signature|(?:access_)?token|api_?key|key)=)[^&#\s\"'<>]+",
     re.IGNORECASE,
@@ -171,7 +170,6 @@ def secrets_among(name: str, value: object) -> Iterator[object]:
 
 
 def environment_secrets(is_one: Callable[[str, str], bool]) -> dict[str, str]:
-    """Returns the secrets of this process's environment by variable."""
     return {
         name: value for name, value in os.environ.items() if _is_in_environment(is_one, name, value)
     }
@@ -278,7 +276,6 @@ class Veiled:
 
 
 def masked(name: str, value: object) -> Any:
-    """Returns a value for JSON, without secrets, and with types in the place of objects."""
     return without_secrets(name, json.loads(shown_json(value)), is_hashed=False)
 
 
@@ -333,7 +330,6 @@ class Secret:
         return value
 
     def headers(self, path: str = "") -> dict[str, str]:
-        """Returns the headers with the key for requests to ``path`` of an API."""
         key = self.reveal()
         # Anthropic's own paths. Its other paths, and other servers, take the usual header.
         if "messages" in path.split("/") and key.startswith("sk-ant-"):
@@ -459,11 +455,7 @@ def check_no_secrets(folder: Any, setting: str) -> None:
 
 
 def check_options(options: object, url: str, setting: str) -> None:
-    """Checks the storage options of the file system for ``url``.
-
-    Raises:
-        ConfigError: the options hold a secret.
-    """
+    """Checks the storage options of the file system for ``url``."""
     if not isinstance(options, dict):
         return
     for name, value in options.items():
@@ -482,11 +474,7 @@ def check_options(options: object, url: str, setting: str) -> None:
 
 
 def refuse_variables(setting: str, path: str) -> None:
-    """Refuses variables in a folder that datatrove opens, which expands only a leading ``~``.
-
-    Raises:
-        ConfigError: there is a variable in the path, or another ``~``.
-    """
+    """Refuses variables in a folder that datatrove opens, which expands only a leading ``~``."""
     if match := VARIABLE.search(path):
         raise ConfigError(
             f"{path!r} contains {match[0]}, which nothing expands here: there would be a folder of "
@@ -498,7 +486,6 @@ def refuse_variables(setting: str, path: str) -> None:
 
 
 def refuse_tilde(setting: str, path: str, parsed: Path) -> None:
-    """Refuses a ``~`` that no shell would expand."""
     if "~" in parsed.parts:
         raise ConfigError(
             f"{path!r}: only a ~ at the beginning of a path means a home folder.", setting=setting

@@ -86,15 +86,11 @@ class file_system_call:
 
 
 def failure_line(error: BaseException) -> str:
-    """Returns ``hub_refusal`` of the error, or its ``library_line``."""
     return hub_refusal(error) or library_line(error)
 
 
 def hub_refusal(error: BaseException) -> str | None:
-    """Returns a line with advice if the hub refuses until a person acts (token, rights, name).
-
-    Returns None for other errors.
-    """
+    """Returns a line with advice if the hub refuses until a person acts (token, rights, name)."""
     for cause in causes(error):
         response = getattr(cause, "response", None)
         if not type(cause).__module__.startswith("huggingface_hub") or response is None:
@@ -172,12 +168,10 @@ def lacks_credentials(error: BaseException | None) -> bool:
 
 
 def s3_code(error: BaseException | None) -> str:
-    """Returns S3's name for the error, such as "NoSuchBucket"; "" if S3 gave none."""
     return str(_s3_response(error).get("Error", {}).get("Code", ""))
 
 
 def lacks_bucket(error: BaseException) -> bool:
-    """Whether the whole bucket, or repository on the hub, is missing."""
     missing = {type(cause).__name__ for cause in causes(error)} & {
         "BucketNotFoundError",
         "RepositoryNotFoundError",
@@ -226,7 +220,6 @@ _SECONDS = {"ms": 0.001, "s": 1, "": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def quotas(fields: Mapping[str, str]) -> tuple[Quota, ...]:
-    """Returns the quotas that a response shows together with the time of their reset."""
     result = []
     for kind in _QUOTA_KINDS:
         limit = _number(fields.get(f"x-ratelimit-limit{kind}", ""))
@@ -275,7 +268,6 @@ def _number(text: str) -> float | None:
 
 
 def advised_seconds(error: BaseException) -> float | None:
-    """Returns the wait that a server advises in a header or in its text; None without advice."""
     for cause in causes(error):
         advice = retry_after(_headers(cause))
         if advice is not None:
@@ -350,7 +342,6 @@ class RetryPolicy:
     sleep: Callable[[float], object] = time.sleep
 
     def wait(self, failures: int, advice: float | None = None) -> float:
-        """Returns the seconds before the next attempt, after so many ``failures`` in a row."""
         # The exponent is bounded: 2.0 ** 1100 overflows.
         longest = self.first * self.growth ** min(failures - 1, 100)
         grown = min(self.longest, longest) * random.uniform(1 - self.jitter, 1)
@@ -379,7 +370,6 @@ class RetryPolicy:
 
         Args:
             problem: the beginning of the log line, a sentence about the failure.
-            explain: returns the text of an error for the log line.
         """
         attempts = FailureCounter(self, explain)
         while True:
@@ -420,11 +410,7 @@ class HubPolicy(RetryPolicy):
 
 @dataclass(eq=False)
 class FailureCounter:
-    """Counts the failures in a row of one kind of calls.
-
-    Args:
-        explain: returns the text of an error for the log line.
-    """
+    """Counts the failures in a row of one kind of calls."""
 
     _policy: RetryPolicy
     _explain: Callable[[BaseException], str] = failure_line

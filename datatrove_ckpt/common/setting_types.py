@@ -78,7 +78,6 @@ def parameters_of(cls: Any) -> tuple[dict[str, inspect.Parameter], bool]:
 
 
 def argument_hint(cls: type, name: str) -> object:
-    """Returns the annotation of a constructor's argument, which may be one of ``**kwargs``."""
     parameters, _ = parameters_of(cls)
     if name in parameters:
         return parameters[name].annotation
@@ -125,11 +124,7 @@ def meanings(cls: type) -> dict[str, tuple[str, str]]:
 
 
 def check(cls: type, values: Mapping[str, object]) -> None:
-    """Checks the arguments of a constructor.
-
-    Raises:
-        ConfigError: the first argument that its declaration does not allow.
-    """
+    """Checks the arguments of a constructor."""
     for name, parameter in parameters_of(cls)[0].items():
         if name in values:
             check_value(name, parameter.annotation, values[name])
@@ -155,11 +150,7 @@ def one_of(choices: Iterable[str]) -> object:
 
 
 def check_value(name: str, hint: object, value: object) -> None:
-    """Checks one value against its declaration.
-
-    Raises:
-        ConfigError: the declaration does not allow it.
-    """
+    """Checks one value against its declaration."""
     if takes(hint, value):
         return
     kinds = alternatives(hint)
@@ -220,14 +211,12 @@ def _takes(kind: Any, value: object) -> bool:
 
 
 def takes_class(hint: object, cls: type) -> bool:
-    """Returns whether a setting takes the objects of a class."""
     kinds = alternatives(hint)
     classes = [Callable if is_callable(kind) else origin(kind) for kind in kinds]
     return Any in kinds or any(inspect.isclass(base) and issubclass(cls, base) for base in classes)
 
 
 def dataclass_of(hint: object) -> type | None:
-    """Returns the dataclass whose fields a mapping may have."""
     for kind in alternatives(hint):
         if isinstance(kind, type) and is_dataclass(kind):
             return kind
@@ -253,7 +242,6 @@ def value_hint(hint: object, mapping: Mapping[str, object]) -> object:
 
 
 def collection_of(hint: object) -> object:
-    """Returns the type of the collection that a list becomes, at best a list; None: none."""
     for outer in (list, Sequence, tuple, set, frozenset):
         for kind in alternatives(hint):
             if origin(kind) is outer:
@@ -272,7 +260,6 @@ def item_hint(collection: object, index: int) -> object:
 
 
 def origin(kind: Any) -> Any:
-    """Returns the class of ``list[str]`` and of ``Count``."""
     outer = typing.get_origin(kind)
     if outer is Annotated:
         return kind.__origin__

@@ -52,7 +52,6 @@ _thread = _Thread()
 
 
 def wait_to_fork() -> None:
-    """Lets the forks of this context wait for readers."""
     _is_rollout.set(True)
 
 
@@ -93,7 +92,6 @@ def _begin(own: object, same: set[object], others: set[object], seconds: float) 
 
 
 def _opens_pipes() -> bool:
-    """Whether another thread starts a program, and does not wait to fork."""
     for frame in sys._current_frames().values():
         caller: FrameType | None = frame
         while caller is not None and caller.f_code is not _before_fork.__code__:

@@ -1,8 +1,8 @@
 """Settings of Python's garbage collector that fit a run.
 
 By default Python collects after every 700 new objects. Documents are in no reference cycles, so
-these collections find nothing, take a third of a run's CPU time, and stop the event loop for 80 ms
-(measured). With the settings here, cycles of a user's rollout wait longer.
+these collections find nothing, take CPU time, and stop the event loop. With the settings here,
+cycles of a user's rollout wait longer.
 """
 
 import gc
@@ -24,7 +24,7 @@ _froze = False
 def gc_paused() -> Iterator[None]:
     """Runs no collections, for imports: they make a hundred thousand objects and no garbage.
 
-    After an import, all objects count as old. Young objects would be scanned twice: 40 ms in all.
+    After an import, all objects count as old.
     """
     enabled = gc.isenabled()
     modules = len(sys.modules)
@@ -57,8 +57,7 @@ def gc_tuned() -> Iterator[None]:
             # freeze nothing.
             _froze = gc.get_freeze_count() == 0
             if _froze:
-                # Frozen garbage stays until the end. A full collection takes 40 ms, and finds 5 of
-                # 70,000 objects.
+                # Frozen garbage stays until the end.
                 gc.collect(1)
                 gc.freeze()
             if _before[0]:  # 0 switches collections off

@@ -31,7 +31,6 @@ class HostLoop:
     """The caller's event loop, for one rank.
 
     Args:
-        servers: servers of all ranks that share the loop; None: the rank has servers of its own.
         order: requests of the rank with the lowest order go first.
         rank: the rank, if several ranks share the loop. ``RankThreads`` watches time limit and
             notices for them.
@@ -118,7 +117,6 @@ async def run_hosted(
     """Calls ``run`` in a thread, with the running loop as its event loop. Returns its result.
 
     Args:
-        name: the thread's name.
         host: the running loop; None: it has this rank alone.
 
     Raises:

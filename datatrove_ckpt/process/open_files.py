@@ -28,11 +28,7 @@ _FEWEST = 64
 
 
 def files_needed(requests: int, servers: int) -> int:
-    """Returns how many open files the process needs with one more rank.
-
-    Args:
-        servers: how many servers the rank launches, or how many URLs it sends requests to.
-    """
+    """Returns how many open files the process needs with one more rank."""
     try:
         opened = sum(1 for _ in os.scandir("/dev/fd"))
     except OSError:
@@ -83,7 +79,6 @@ def raise_limit(requests: int, servers: int, ranks: int = 1) -> int:
 
 
 def make_room(files: int) -> None:
-    """Raises the soft limit to ``files`` open files, as far as the hard limit allows."""
     soft, hard = limits()
     wanted = min(files, hard)
     if soft < wanted:

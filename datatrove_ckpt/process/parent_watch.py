@@ -20,9 +20,6 @@ _THREAD_NAME = "datatrove-ckpt parent watch"
 
 
 def managers() -> list[Any]:
-    """Returns the managers of multiprocessing that this process has started, as datatrove's
-    executors do.
-    """
     children = multiprocess.active_children()
     return [child for child in children if child.name.startswith("SyncManager-")]
 
@@ -36,7 +33,6 @@ def end_managers() -> None:
 
 
 def die_with_parent() -> None:
-    """Lets SIGKILL end this worker process as soon as its parent is gone."""
     parent = multiprocess.parent_process()
     if parent is None or any(thread.name == _THREAD_NAME for thread in threading.enumerate()):
         return

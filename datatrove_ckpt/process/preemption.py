@@ -59,14 +59,7 @@ _AZURE_ENDS = {"Preempt", "Terminate", "Redeploy", "Reboot"}  # not Freeze, a pa
 
 
 def check_notice(setting: Setting | None, drain_signals: Sequence[str]) -> None:
-    """Checks ``preemption_notice``.
-
-    Args:
-        drain_signals: names of the signals that drain a rank.
-
-    Raises:
-        ConfigError: the setting cannot work.
-    """
+    """Checks ``preemption_notice``."""
     if setting is None:
         return
     name = "preemption_notice"

@@ -41,10 +41,7 @@ class RankThreads:
     """Runs ranks in threads of this process.
 
     Args:
-        at_once: how many ranks may run at one time.
-        preemption: the preemption of the process.
         make_servers: called on the event loop.
-        run: runs one rank, in a thread.
         tasks: the ranks. Called on the event loop.
     """
 
@@ -104,7 +101,6 @@ class RankThreads:
         return is_failing or self._preemption.shutdown.is_requested
 
     async def _next(self, running: set[asyncio.Task[None]], servers: Servers) -> int | None:
-        """Takes a rank once it may start. Returns None if no rank may start any more."""
         polls = 0
         while running and polls < _POLLS and not self._ends:
             await self._poll(running)

@@ -43,7 +43,6 @@ class RankProgress(NamedTuple):
         attempt: another number for each start.
         documents: finished documents of all attempts.
         work: requests and tokens that this attempt has processed, with requests that failed.
-        position: how much of the input is done.
         state: state instead of usual work, such as "waiting for the server", for ``seconds``.
         is_outage: requests fail, and none is answered.
         in_flight: requests at a server.
@@ -60,9 +59,6 @@ class RankProgress(NamedTuple):
 
     @property
     def has_begun(self) -> bool:
-        """Whether the rank has read something, or finished documents of an input without
-        positions.
-        """
         return self.position.unit is not None or self.work.documents > 0
 
 
@@ -146,7 +142,6 @@ class RunProgress:
             self._samples.popleft()
 
     def rates(self, seconds: float = 60.0) -> Processed:
-        """Returns the work per second in the last seconds."""
         now = self._clock()
         at, work = next(
             (sample for sample in self._samples if sample[0] >= now - seconds), self._samples[-1]
@@ -175,7 +170,6 @@ class RunProgress:
 
     @property
     def _reading(self) -> list[RankProgress]:
-        """Returns the ranks at work that have begun."""
         return [
             progress
             for rank, progress in self._at_work.items()
@@ -201,7 +195,6 @@ class RunProgress:
 
     @property
     def state(self) -> str:
-        """Names a server outage, or the common state of all ranks at work."""
         if not (self._at_work or self._ended):
             return "starting"
         progress = max(self._outages, key=lambda progress: progress.seconds, default=None)
@@ -294,8 +287,7 @@ class BarTerminal:
         the terminal      writes ^C over the first two columns of the bar
         others            overwrite the bar; the next drawing clears the rest
 
-    So no process waits for another, and a kill leaves nothing to restore, unlike a thread or a
-    scroll region as in apt.
+    So no process waits for another, and a kill leaves nothing to restore.
 
     Args:
         text: makes the bar from the number of columns. None: another process draws it.

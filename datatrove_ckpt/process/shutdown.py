@@ -58,7 +58,6 @@ class Shutdown:
     """The stop of one rank.
 
     Args:
-        drain_seconds: time for requests in flight once a stop is requested.
         parent: the shutdown of the process, if several ranks share the process.
 
     Attributes:
@@ -291,14 +290,12 @@ def get_within(items: queue.SimpleQueue[T], seconds: float | None) -> T:
 
 
 async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
-    """Cancels tasks, and waits for their end."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def wait_until_cancelled() -> NoReturn:
-    """Never returns: ends only by cancellation."""
     never = asyncio.Event()
     while True:
         await never.wait()

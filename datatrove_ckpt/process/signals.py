@@ -59,9 +59,6 @@ class Handlers:
 
     In a process that is forked meanwhile, a signal has its usual effect.
 
-    Args:
-        receive: called with the number of a signal.
-
     Attributes:
         usual: the handlers to restore.
     """

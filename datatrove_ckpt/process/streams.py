@@ -30,7 +30,6 @@ def drop_rest(stream: TextIO) -> None:
 
 
 def flush_streams() -> None:
-    """Flushes the streams before the command ends, and drops what cannot be written."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(ValueError):  # a script has closed it
             try:

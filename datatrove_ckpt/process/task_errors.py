@@ -47,9 +47,6 @@ class QuietErrors:
     unpickled.
 
     Also suppresses Python's own printing: on a cluster nothing catches a task's error.
-
-    Args:
-        said_later: the command prints errors at its end: see ``say_errors_later``.
     """
 
     def __init__(self, said_later: bool = False) -> None:
@@ -84,9 +81,6 @@ def log_disabled(*packages: str) -> Iterator[None]:
 
 
 def say_errors_later(yes: bool) -> None:
-    """Sets whether the command prints a task's error at its end; the log then only names the
-    error.
-    """
     global _said_later
     _said_later = yes
 
@@ -141,7 +135,6 @@ def _patch(theirs: Callable[[Any], None] | None, record: Any) -> None:
 
 
 def failure_note(error: BaseException) -> tuple[int, str]:
-    """Returns the exit code of a task that this error ended, and what other processes show."""
     named = own_error(error) or error
     return code_of_rank(named), log_text(f"{type(named).__name__}: {named}")
 

@@ -86,9 +86,6 @@ class _WorkerProcess:
 
     Attributes:
         _handle: a pidfd; None: the process has ended, or the kernel or the container has no pidfds.
-        is_ready: the worker waits for a task.
-        is_ending: the worker gets no more tasks.
-        is_silent: no more messages can come.
     """
 
     slot: int
@@ -158,7 +155,6 @@ class Workers:
     ``workers.run(tasks)``. The end of the block leaves no process.
 
     Args:
-        numbers: signals that request a stop.
         max_attempts: how many workers may die of a task that was their only task.
         stop_seconds: time for a worker's tasks after a request to stop, before it is killed.
 
@@ -316,7 +312,6 @@ class Workers:
                 self._died(worker, how)
 
     def _died(self, worker: _WorkerProcess, how: str) -> None:
-        """Queues the tasks of a worker that ended ``how``."""
         if not worker.was_ready:
             self._failed_starts += 1
             if self._failed_starts >= self.max_attempts:
@@ -425,7 +420,6 @@ def work(
     """Runs a worker process.
 
     Args:
-        connection: the pipe to the parent.
         environment: the parent's, now. A fork server has the environment of its own start.
         numbers: signals that request a stop. A process of the fork server does not block them yet.
         below_bar: the parent shows a bar on the shared terminal.
@@ -454,7 +448,7 @@ class _Worker:
         self._connection = connection
         self._at_work = set[int]()
         self._has_failed = False  # as the parent knows
-        self._stop_signal = 0  # none came
+        self._stop_signal = 0
         self._pid = os.getpid()
 
     def serve(self, run: "Work", slot: int) -> None:
@@ -471,7 +465,6 @@ class _Worker:
             sys.exit(128 + self._stop_signal)  # the parent may not have sent it
 
     def next(self) -> int | None:
-        """Waits for a task. Returns None if this process gets no more."""
         self._send(Message("ready"))
         return self._take()
 
@@ -531,7 +524,7 @@ class _Worker:
     def receive(self, number: int) -> None:
         self._stop_signal = number
         if self._at_work:
-            self._at_work.clear()  # only once
+            self._at_work.clear()
             raise SystemExit(128 + number)
 
 

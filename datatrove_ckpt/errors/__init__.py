@@ -82,7 +82,6 @@ class CkptError(Exception):
     Messages quote servers, documents and files. Python prints them when an error ends a script.
 
     Args:
-        parts: the parts of the message.
         setting: the setting that the message is about. Its name stands before the message, as the
             user wrote it.
         changes: settings with which the same command continues. Each mapping is one way, the best
@@ -126,7 +125,6 @@ class CkptError(Exception):
 
 
 def _message_in(body: str) -> str:
-    """Returns the message of a server's JSON; other text as it is."""
     try:
         value = json.loads(body)
     except ValueError:
@@ -419,7 +417,6 @@ class RequestRejected(RequestError):
 
     @property
     def cause(self) -> str:
-        """The cause; the server's message comes first."""
         return f"{self.message} ({self.prefix}BadRequestError: HTTP {self.status})"
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -490,7 +487,6 @@ def use_form(form: str) -> None:
 
 @contextmanager
 def written_in(form: str) -> Iterator[None]:
-    """Does ``use_form`` for a block."""
     before = _form
     use_form(form)
     try:
@@ -500,7 +496,6 @@ def written_in(form: str) -> Iterator[None]:
 
 
 def name_copy(copy: object, original: str) -> None:
-    """Makes messages name the original in place of its temporary copy."""
     _copies[str(copy)] = original
 
 
@@ -511,7 +506,6 @@ def with_originals(text: str) -> str:
 
 
 def setting_name(setting: str) -> str:
-    """Returns the name of a setting as the user wrote it."""
     if not _form:
         return setting
     if setting == "executor":
@@ -545,12 +539,10 @@ def step_name(index: int, step: object) -> str:
 
 
 def step_place(index: int, step: object) -> str:
-    """Returns the name of a step before a colon; in the short form, the source of its settings."""
     return _form or step_name(index, step)
 
 
 def setting_of(setting: str, place: str) -> str:
-    """Returns the name of a step's setting. The short form has it once."""
     if _form:
         return setting_name(setting)
     return f"{setting} of {place}"

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # A poll of 10,000 tasks takes 0.1 s on a local disk, and seconds on others.
 _LOOKS = Tuning(share=0.02, shortest=0.1, longest=60.0, first=1.0)
 _FIRST = 4  # documents in work before the first has ended
-_FEW = 20  # documents; until then, each that ends lets _FIRST more begin
+_FEW = 20  # documents; until then, each that has cost something lets _FIRST more begin
 _RECHECKED = 64  # what may begin is computed again after this part of the documents
 # Where costs vary by their mean, simulated runs of 200 documents and more ended below the tolerance
 # in 19 of 20 with these, also if long answers cost more.
@@ -50,13 +50,18 @@ _CENSORED = 16.0  # documents in work hide more of the mean, the more of all the
 
 
 class DocumentCosts:
-    """The costs of the documents that have ended in this process, by the time that they took."""
+    """The costs of the documents that have ended in this process, by the time that they took.
+
+    Attributes:
+        longest_unpaid: the longest time of a document that has cost nothing, in milliseconds.
+    """
 
     def __init__(self) -> None:
         self.ended = LogHistogram()
         self.by_time: dict[int, float] = defaultdict(float)
         self.total = self.squares = 0.0
         self.milliseconds = 1.0
+        self.longest_unpaid = 0.0
 
     def add(self, cost: float, milliseconds: float) -> None:
         bucket = self.ended.add(milliseconds)
@@ -272,11 +277,14 @@ class LimitWatch:
 
     def end(self, document: FinishedDocument, is_paid: bool) -> None:
         """Ends a document. ``is_paid``: not all of its answers were there before."""
-        seconds = time.monotonic() - self.began.pop(document.ordinal)
+        costs = self.reader.costs
+        milliseconds = 1000 * (time.monotonic() - self.began.pop(document.ordinal))
         if is_paid:
             cost = document.prompt_tokens * self._prices.get("prompt", 0)
             cost += document.completion_tokens * self._prices.get("completion", 0)
-            self.reader.costs.add(cost, 1000 * seconds)
+            costs.add(cost, milliseconds)
+        else:
+            costs.longest_unpaid = max(costs.longest_unpaid, milliseconds)
 
     def _room(self) -> int:
         reader = self.reader
@@ -287,7 +295,9 @@ class LimitWatch:
         costs = reader.costs
         ended = costs.ended.total()
         is_start = ended < _FEW
-        if is_start and len(ages) >= _FIRST * (1 + ended):
+        # Younger documents may also cost nothing.
+        likely_paid = sum(age >= costs.longest_unpaid for age in ages)
+        if is_start and likely_paid >= _FIRST * (1 + ended):
             return 0
         if not (costs.total and reader.has_polled):  # the first poll of a mirror may take minutes
             return 1

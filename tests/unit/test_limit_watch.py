@@ -196,3 +196,16 @@ def test_until_the_others_are_known_documents_begin_at_what_this_process_has_spe
     reader.read()
     assert reader.at_start == earlier
     assert all(watch.affords(14 + number) for number in range(5))
+
+
+def test_documents_that_cost_nothing_hold_none_back(monkeypatch):
+    """They may call functions, and send no request."""
+    run = Run(400, 10, 0)
+    monkeypatch.setattr(limit_watch, "time", run)
+    (watch,) = run.watches
+    assert [watch.affords(ordinal) for ordinal in range(5)] == [True] * 4 + [False]
+    run.now = 1.0
+    watch.end(SimpleNamespace(ordinal=0), False)
+    assert all(watch.affords(ordinal) for ordinal in range(10, 20))
+    run.now = 3.0  # those that take longer may cost something
+    assert not watch.affords(20)

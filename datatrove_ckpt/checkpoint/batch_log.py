@@ -86,9 +86,7 @@ class ParkedRequest(NamedTuple):
     """A request that waits for a batch.
 
     Attributes:
-        model: name of its model in the config.
         path: begins with ``/v1/``.
-        body: JSON.
     """
 
     model: str
@@ -153,7 +151,6 @@ class Batch:
 
 
 def read_batches(folder: Path) -> tuple[dict[int, Batch], int]:
-    """Returns the batches of a rank's folder, by number, and the log's size in bytes."""
     batches: dict[int, Batch] = {}
     size = 0
     for line in read_lines(folder / layout.BATCHES):

@@ -124,7 +124,6 @@ class ChunkTracker:
         self._report_if_complete(chunk)
 
     def end_of_input(self) -> None:
-        """Closes the last chunk, however short it is."""
         if self._has_more_than_the_input():
             raise CheckpointMismatch(
                 f"The input ended after {self.documents} documents, but {self._folder} holds "

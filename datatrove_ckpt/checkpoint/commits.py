@@ -60,7 +60,6 @@ class CommitsDamaged(CheckpointCorrupt):
 
 
 def stamp_of(text: str) -> int:
-    """Returns the stamp of a file (see ``OutputFile``) from a text that changes with the file."""
     # 53 bits: every reader of JSON keeps them.
     return xxhash.xxh3_64_intdigest(text.encode()) >> 11 if text else 0
 
@@ -102,7 +101,6 @@ class Commit:
             state.
         last_input: fingerprint of the last document; a resumed rank compares it with the input.
         dead_letters_size: size of dead_letters.jsonl in bytes, including this chunk.
-        seconds: time that the rank took so far.
     """
 
     chunk_index: int

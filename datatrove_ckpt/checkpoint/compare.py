@@ -98,7 +98,6 @@ def changes_text(subject: str, changes: Sequence[SettingChange]) -> str:
 def mismatch_error(
     subject: str, changes: Sequence[SettingChange], advice: str = "", may_mix: bool = True
 ) -> CheckpointMismatch:
-    """Returns the error for changes that were not accepted."""
     text = f"{changes_text(subject, changes)}{advice}"
     old = changes[0].old
     if [change.field for change in changes] == ["tasks"] and isinstance(old, int):

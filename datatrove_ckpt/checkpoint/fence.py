@@ -145,7 +145,6 @@ class RunClaim:
 
 
 def holds_work(folder: Path) -> bool:
-    """Whether a rank's folder holds a commit, a line of a journal, a batch or a cached answer."""
     listing = layout.RankListing(folder)
     journals = map(layout.journal_name, listing.journals)
     is_written = listing.size(layout.COMMITS, layout.BATCHES, *journals) > 0

@@ -105,7 +105,6 @@ class Disk:
             source.replace(target)
 
     def link(self, source: Path, target: Path) -> bool:
-        """Gives the file a second name, unless that name exists."""
         with explained(f"link {source} to", target):
             try:
                 os.link(source, target)

@@ -16,10 +16,8 @@ Recovery does not read it, so damage costs a line and never the run. Each line h
 Readers ignore keys and kinds of later releases.
 
 A line is one write, so a kill tears at most the last line, which the next attempt cuts off. Readers
-skip other damaged lines. If an attempt finds more than ``MAX_BYTES``, a copy replaces the log. It
-lacks every second progress line, or three of four, and so on; the first and the last progress line
-between two events stay. If events alone exceed the limit, the oldest lines go. While an attempt
-runs, the file only grows, so the mirror can copy it.
+skip other damaged lines. If an attempt finds more than ``MAX_BYTES``, a shorter copy replaces the
+log. While an attempt runs, the file only grows, so the mirror can copy it.
 
 ``read_history`` parses attempts, server events, and as many progress lines as needed: ``status``
 needs the last minutes, and ``report`` an even sample.
@@ -189,7 +187,6 @@ class ProgressRecord(_HistoryRecord):
         places: requests that the servers have room for ("cap", if any).
         in_flight: requests at a server ("q", with the next two).
         waiting: requests that wait for a server, a free slot or their next attempt.
-        in_work: documents that have begun and are not finished.
         wait: wait for answers ("w").
         silence: outage of the servers ("out").
         position: how much of the input is done ("pos").
@@ -328,8 +325,6 @@ class AttemptEnd(_HistoryRecord):
 
 @dataclass(slots=True, kw_only=True)
 class ReplayResult(_HistoryRecord):
-    """What the replay check of recorded documents has shown, other than that nothing differs."""
-
     KIND = "replay"
     what: str
 
@@ -349,7 +344,6 @@ _KINDS: dict[str, type[Record]] = {
 
 
 def parse_line(line: bytes) -> Record | None:
-    """Returns the record in a line; None if it is damaged, or of an unknown kind."""
     body = verified_body(line)
     if body is None:
         return None
@@ -447,14 +441,12 @@ class AttemptSummary:
     """An attempt, from the start of a rank to its end.
 
     Attributes:
-        started, last_seen: times of its first and last line.
         ended: time of its end line; None: it still runs, or was killed.
         why: "done", "stopped", "error", or "" without an end line.
         without_a_word: the attempt ended without an end line.
         counted_at: time of its last progress line.
         cut_off: requests whose answers were not waited for, and that may be paid.
         in_flight: requests in flight at its last progress line; None: there is no progress line.
-        own: the documents that it finished until its last line.
     """
 
     number: int
@@ -523,7 +515,6 @@ class History:
 
     Attributes:
         spreads: the last line of each attempt, over all its requests.
-        servers: events of servers in the newest attempt.
         then: the progress line of the newest attempt that is ``RATE_SECONDS`` older than its last
             one, or as old as lines reach; None if the attempt has ended.
     """
@@ -556,11 +547,7 @@ class History:
 
 
 def read_latest(path: Path) -> ProgressRecord:
-    """Returns the last progress line, which is near the end of the file; zeros without one.
-
-    Raises:
-        StorageFailed: it cannot be read.
-    """
+    """Returns the last progress line, which is near the end of the file; zeros without one."""
     return next(_latest_progress(last_lines(path, 1 << 15)), ProgressRecord())
 
 
@@ -570,9 +557,6 @@ def read_history(path: str, max_lines: int = 0) -> History:
     Args:
         max_lines: progress lines to parse besides the first and the last line of each attempt; 0:
             only the last lines.
-
-    Raises:
-        StorageFailed: it cannot be read.
     """
     # A long attempt's start, with the attempts before it, is at the beginning.
     lines = last_lines(path, None if max_lines else 1 << 19, MAX_BYTES)

@@ -62,7 +62,6 @@ def without_model(name: str) -> str:
 
 
 def affects_answers(name: str) -> bool:
-    """Whether an identity field affects answers without being part of the payload."""
     return without_model(name) in _ANSWERING
 
 

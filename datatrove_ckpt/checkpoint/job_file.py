@@ -208,7 +208,6 @@ def name_tasks(ranks: list[int]) -> str:
 
 
 def recorded_settings(root: Path) -> Json:
-    """Returns the settings of a folder's run; empty if no undamaged file has settings."""
     return next((run for run in recorded_runs(root) if run.get("tasks")), {})
 
 
@@ -259,7 +258,6 @@ def refuse_changes(
     may_mix: bool = True,
     evidence: str = "",
 ) -> CheckpointMismatch:
-    """Returns ``mismatch_error`` for the checkpoints of tasks in a folder or mirror."""
     subject = f"{evidence}The checkpoints in {root} ({name_tasks(differences.ranks)}) were"
     return mismatch_error(subject, differences.changes, advice, may_mix)
 
@@ -293,7 +291,6 @@ def compare_runs(
     identity: RunIdentity,
     only_tasks: bool,
 ) -> JobChanges:
-    """Compares a job with the ``run.json`` of its ranks."""
     differences = JobChanges()
     accepted = [
         (change.get("field"), change.get("old"), change.get("new"))

@@ -4,7 +4,7 @@ A document is finished once its line is written. The journal keeps the offset an
 ordinal's line (12 bytes per document), and reads the lines back in input order.
 
 It reads a megabyte at a time: reading single lines releases the GIL at each read, too briefly for
-Python to switch threads, and delayed the event loop by 50 ms.
+Python to switch threads.
 """
 
 from __future__ import annotations
@@ -218,7 +218,6 @@ class ChunkJournal:
                 yield self.first_ordinal + index
 
     def read_in_order(self) -> Generator[tuple[str, WrittenDocument], None, None]:
-        """Yields the outcome of every document of the chunk, and the document, by ordinal."""
         with explained("read", self.path), self.path.open("rb", buffering=0) as file:
             for indices in self._megabytes():
                 lines = self._read(file.fileno(), indices)

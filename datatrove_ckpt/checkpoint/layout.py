@@ -247,7 +247,6 @@ class RankListing:
         return sum(status.st_size for status in self._stats(names))
 
     def last_write(self, *names: str) -> float:
-        """Returns the time of the last write in Unix seconds; 0.0 if all files are missing."""
         return max((status.st_mtime for status in self._stats(names)), default=0.0)
 
 
@@ -260,7 +259,6 @@ def is_finished(folder: Path) -> bool:
 
 
 def retry_folder(root: Path, number: int) -> Path:
-    """Returns the folder of the retry with this number, counted from 1."""
     return root / f"retry-{number:05d}"
 
 
@@ -269,7 +267,6 @@ def retry_folders(root: Path) -> list[Path]:
 
 
 def sample_folders(root: Path) -> list[Path]:
-    """Returns the folders of samples, the newest last."""
     return _numbered_folders(root, SAMPLES)
 
 
@@ -284,9 +281,6 @@ def _numbered_folders(root: Path, prefix: str) -> list[Path]:
 
 def is_retry(name: str) -> bool:
     return name.startswith(RETRIES) and _NUMBER.fullmatch(name, len(RETRIES)) is not None
-
-
-# Folders of other programs, mainly datatrove's runner: refused, with what continues there.
 
 
 def refuse_missing_run_json(folder: Path) -> None:

@@ -1,9 +1,8 @@
 """Reuses the answers of an old run (``answers_from``), or of ``run --sample``, for equal requests.
 
-The new run may have another prompt or rollout, and reads the old run's input. An answer is used if
-document ordinal, rank, index of the rollout and final payload (model, prompt, parameters) are
-equal. Permanent errors are not used, because the change may correct them. A commit deletes its
-answers, unless the old run had ``keep_answers``, as samples have.
+An answer is used if document ordinal, rank, index of the rollout and final payload (model, prompt,
+parameters) are equal. Permanent errors are not used, because the change may correct them. A commit
+deletes its answers, unless the old run had ``keep_answers``, as samples have.
 
 Each start copies the answers to a temporary file, so no crash leaves a state, and the old run is
 only read. A document that needs an answer moves its old answers to the rank's own request cache

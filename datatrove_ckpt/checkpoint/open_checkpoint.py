@@ -2,9 +2,8 @@
 
 OpenCheckpoint's methods are synchronous and return immediately. The storage thread makes all writes
 to journals, request cache and commit log in order, so no lock guards these files, and commits. It
-writes its whole queue as one group: one SQLite transaction and one write per journal, so groups
-grow when the disk is slow. A completed write survives kill -9. Syncs run at most every
-``sync_seconds``; a commit also syncs its files.
+writes its whole queue as one group: one SQLite transaction and one write per journal. A completed
+write survives kill -9. Syncs run at most every ``sync_seconds``; a commit also syncs its files.
 
 The publisher thread turns complete journals into output files (steps 2 and 3 of a
 commit); it is a separate thread, because publishing may take minutes (gzip, uploads). The event
@@ -546,8 +545,6 @@ class StorageThread:
 
 
 class Mirror(Protocol):
-    """Keeps a copy of a rank's checkpoint elsewhere while the rank is open."""
-
     def start(self, source: OpenCheckpoint) -> None:
         """Starts copying; called once the rank is open."""
 
@@ -584,9 +581,6 @@ class RankLease:
     releases the rank.
 
     Methods may be called in any thread.
-
-    Args:
-        files: the rank's open files. Only the storage thread uses them, see ``RankFiles``.
     """
 
     lock: Lock
@@ -744,7 +738,6 @@ LastRecords = Callable[[bool], Sequence[Record]]
 
 
 def no_records(completed: bool) -> Sequence[Record]:
-    """Returns nothing: the ``LastRecords`` of an attempt whose end is not recorded."""
     return ()
 
 
@@ -753,10 +746,6 @@ class OpenCheckpoint:
     ``close`` at the end.
 
     Methods belong to the event loop's thread, except those below "any thread".
-
-    Args:
-        lease: the lease that ``LockedRank.take`` returned.
-        output: made with the lease.
     """
 
     def __init__(self, settings: CheckpointManager, lease: RankLease, output: Output) -> None:
@@ -888,7 +877,6 @@ class OpenCheckpoint:
         self._storage.call(self._publisher.finish)
 
     def flush_placement(self) -> None:
-        """Puts published files in place without waiting for more, because the rank ends early."""
         self._output.placement.flush()
 
     def _publish(self, chunk: Chunk) -> None:
@@ -925,7 +913,6 @@ class OpenCheckpoint:
 
     @property
     def publishing_behind(self) -> bool:
-        """Whether too many chunks wait to be published, so that no document may be admitted."""
         if self._settings.placed_later:
             return self._disk_space.holds_up(self.publishing)
         return self.publishing > MAX_PUBLISHING

@@ -5,9 +5,6 @@ it, perhaps with another zlib. Other content belongs to another job, and stays.
 
 Without this file (an earlier release, a mirror, or commits that ``repair`` rebuilt) a rank may have
 published any content. Then ``ChunkOutput.prepare`` once accepts all files under the rank's names.
-
-On the Hugging Face hub a later commit names the uploaded files of many chunks (``Placement``). A
-chunk's journal and staged files stay until the hub's commit, which its commit line follows.
 """
 
 from collections import defaultdict
@@ -32,7 +29,6 @@ class PublishIntents:
 
     Raises:
         CheckpointCorrupt: the file is damaged.
-        StorageFailed: the file cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -81,8 +81,6 @@ class RankSummary:
             ``repair`` leaves the lock file, which marks the rank as unfinished.
         journals: the documents in each journal; None: too large to be counted, and the history
             knows their sum.
-        committed: sums over the commits.
-        last_commit: Unix seconds of the last commit, if known.
         written: Unix seconds of the last write to commits or journals; 0.0: complete, or none.
         damage: why a run would refuse the folder.
     """
@@ -234,7 +232,6 @@ def find_ranks(checkpoints: Path) -> list[Path]:
 
     Raises:
         ConfigError: there is no rank.
-        StorageFailed: this user may not list them.
     """
     with explained("read", checkpoints):
         if not checkpoints.exists():
@@ -248,7 +245,6 @@ def find_ranks(checkpoints: Path) -> list[Path]:
 
 
 def read_ranks(checkpoints: Path, want: Include) -> Iterator[RankSummary]:
-    """Reads the ranks one after the other."""
     for folder in find_ranks(checkpoints):
         yield read_rank(folder, want)
 
@@ -363,7 +359,6 @@ def _read_journals(
     listing: layout.RankListing,
     max_bytes: int | None,
 ) -> dict[int, DocumentCounts] | None:
-    """Returns the counts of each journal; None if the history has to give their sum."""
     if max_bytes is not None and rank.history.last is not None and listing.journals:
         too_large = listing.size(*map(layout.journal_name, listing.journals)) > max_bytes
         if too_large or rank.has_said_its_end:
@@ -434,10 +429,6 @@ _START_OVER = f"{RESTORE}start this task over: remove its folder and its output.
 class ExpectedCommits:
     """The numbers of a rank's commits by its other files, which are read before the commits,
     because a run adds some meanwhile.
-
-    Attributes:
-        last: last chunk of an unbroken sequence of commits; None: no file names it.
-        documents: number of documents of a finished rank; None: unfinished, or no file names it.
     """
 
     folder: Path

@@ -74,7 +74,6 @@ class ResumePoint:
 def recover(
     folder: Path, log: CommitLog, cache: RequestCache, records_per_chunk: int
 ) -> ResumePoint:
-    """Completes what a crash interrupted, and returns where to resume."""
     point = _resume_point(log)
     _finish_commits(folder, log, cache, point)
     for chunk_index, first_ordinal, end in uncommitted_journals(
@@ -140,7 +139,6 @@ def _finish_commits(folder: Path, log: CommitLog, cache: RequestCache, point: Re
 def chunk_ends(
     done: Mapping[int, Commit], records_per_chunk: int, index: int = 0, ordinal: int = 0
 ) -> Iterator[int]:
-    """Yields the ordinal after the last document of each chunk, in an endless input."""
     while True:
         following = done.get(index + 1)
         # A chunk at the end of an input that grew later is short, also when redone (see
@@ -158,7 +156,6 @@ def chunk_ends(
 def uncommitted_journals(
     folder: Path, commits: dict[int, Commit], records_per_chunk: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Yields index, first ordinal and end of each chunk that has a journal and no commit."""
     journals = [index for index in layout.journal_indices(folder) if index not in commits]
     last = max(journals, default=-1)
     if last - len(commits) > MAX_GAP:

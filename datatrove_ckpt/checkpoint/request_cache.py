@@ -475,14 +475,12 @@ def _close(connection: sqlite3.Connection) -> None:
 
 
 # ``answers.jsonl``: the answers of committed documents, if the user keeps them for a run with
-# another prompt. A commit drops its chunk's rows of the request cache. With ``keep_answers`` they
-# are first appended here, as lines with a checksum. After a crash between the two steps they are
-# appended twice, which is harmless: the rows have keys. Nothing is synced: a power loss costs
-# answers that may never be needed, and damaged lines are skipped.
+# another prompt. After a crash they may be appended twice, which is harmless: the rows have keys.
+# Nothing is synced: a power loss costs answers that may never be needed, and damaged lines are
+# skipped.
 
 
 def read_answers(path: Path) -> Iterator[CachedRequest]:
-    """Yields the answers that ``drop_chunk`` wrote, in order, without damaged lines."""
     for _, _, line in scan_lines(path):
         if line is not None:
             yield CachedRequest.from_json(line.body)

@@ -78,7 +78,6 @@ class Limits:
 
     @property
     def of_usage(self) -> str:
-        """The limit that needs the token counts of answers; "" if none does."""
         if self.max_cost is not None:
             return "max_cost"
         return "" if self.max_total_tokens is None else "max_total_tokens"
@@ -134,7 +133,6 @@ class Limits:
             yield f"max_total_tokens: {totals.tokens:,} of {self.max_total_tokens:,}"
 
     def note(self, root: Path) -> None:
-        """Writes the limits beside the tasks' folders, for commands that only read the run."""
         if self == recorded_limits(root):
             return
         path = root / _FILE
@@ -204,7 +202,6 @@ class TotalsReader:
     """The stamps of a rank's files, and the totals in them."""
 
     def read(self) -> dict[str, RunTotals]:
-        """Returns the totals by folder, such as "00000" or "retry-00001/00000"."""
         with suppress(OSError):  # the first rank makes the folder
             for folder in layout.rank_folders(self.root):
                 name = str(layout.RankAddress.of(folder))

@@ -113,7 +113,7 @@ async def serve(generate: Any, model_name: str) -> AsyncIterator[str]:
             return _refusal(400, safe_text(error.error))
         except Exception as error:  # the rank stops
             return _refusal(503, str(error))
-        assert result.answer is not None  # whole
+        assert result.answer is not None
         answer = {"model": name, **result.answer}  # agents refuse an answer without a model
         if not is_stream:
             return web.Response(body=orjson.dumps(answer), content_type="application/json")

@@ -52,8 +52,6 @@ class DocumentFailed(errors.DocumentFailed, types.InferenceError):
 
 
 class _ServerFailure(errors.CkptError, types.InferenceError, types.ServerError):
-    """Inherits from both of datatrove's errors, because datatrove raises either for a server."""
-
     document: None = None
     payload: None = None
 

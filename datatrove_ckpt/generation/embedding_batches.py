@@ -64,8 +64,6 @@ class _TextBatch:
 
 
 class EmbeddingBatches:
-    """The shared requests of one rank to one model."""
-
     def __init__(self, max_texts: int) -> None:
         self._max_texts = max_texts
         self._filling: dict[bytes, _TextBatch] = {}

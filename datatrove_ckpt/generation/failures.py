@@ -1,10 +1,10 @@
 """Decides for each document that fails: the rank stops, or the document becomes a dead letter; and
 advises what to do. The text of a server's error chooses only the advice.
 
-A line of ``dead_letters.jsonl`` has a document's cause, and its data for a retry. A chunk's dead
-letters are appended at its commit. A retry writes the dead letters that no retry has taken to
-``retry-00001/<rank>/input.jsonl``, and processes this file like other input, with a checkpoint in
-that folder. A document that fails again waits for the next retry.
+A line of ``dead_letters.jsonl`` has a document's cause, and its data for a retry. A retry writes
+the dead letters that no retry has taken to ``retry-00001/<rank>/input.jsonl``, and processes this
+file like other input, with a checkpoint in that folder. A document that fails again waits for the
+next retry.
 
 A dead letter that a retry has taken stays a dead letter when its chunk is redone (after
 ``repair``): otherwise the document would be in the output twice.
@@ -100,7 +100,6 @@ def cause_of(error: BaseException) -> str:
 def dead_letter(
     source: SourceDocument, ordinal: int, error: BaseException, payload_hashes: list[str]
 ) -> bytes:
-    """Returns a line of ``dead_letters.jsonl``, without its line break."""
     document = source.document
     encoded = source.as_read or as_read(document).data
     earlier: Letter = getattr(document, "dead_letter", {})

@@ -41,7 +41,6 @@ _BAD = {"on_loop": "is looping", "on_refusal": "is a refusal", "on_cut_off": "is
 
 
 async def acceptable(requests: RolloutRequests, payload: Payload, api: Api, whole: bool) -> Result:
-    """Returns the answer, or the answer of a retry, by the policies for bad answers."""
     answers = requests.answers
     if answers.have_ended:
         await wait_until_cancelled()

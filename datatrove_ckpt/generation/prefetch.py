@@ -107,7 +107,6 @@ class SourceDocument:
 
     Attributes:
         id: printable id from the input. A rollout may change the document.
-        resumable: whether a resume may start after this document.
         stats: stats of the steps before the runner, right after a chunk's last document.
         finished: metadata with results, if an old output has them.
     """
@@ -312,8 +311,7 @@ class DocumentSource:
 
     def _check_order(self, source: SourceDocument) -> None:
         """Decides whether a resume may start after the previous document, now that the next
-        document is known. Usually it is known long before the previous document's chunk is
-        committed; if not, a resume counts documents.
+        document is known.
         """
         position = position_of(source.document)
         previous = self._previous

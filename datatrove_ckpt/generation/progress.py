@@ -1,9 +1,7 @@
 """A rank's numbers, for its history and for the screen of its command (``process/screen.py``).
 
 The history gets a line after 1, 2, 4, ... seconds, each minute, and at events and the end of the
-attempt. The storage thread adds its numbers, and writes the line
-(``checkpoint/history.py``).
-``final_stats`` has the numbers of all attempts.
+attempt. The storage thread adds its numbers, and writes the line (``checkpoint/history.py``).
 """
 
 import asyncio
@@ -140,7 +138,6 @@ class RankReporter:
         return progress._replace(done=done)
 
     def expected_documents(self) -> float:
-        """Returns how many documents the rank probably has; 0 if it is not known."""
         progress = self.source.progress()
         if not progress.done or progress.total is None:
             return 0.0

@@ -84,8 +84,6 @@ async def cancel(batch: Batch) -> str | None:
 
 @dataclass(eq=False)
 class ProviderPasses:
-    """The batches of one rank."""
-
     _configs: dict[str, InferenceConfig]
     _checkpoint: OpenCheckpoint
     _shutdown: Shutdown

@@ -65,8 +65,6 @@ def _reason_of(choice: JsonObject) -> str:
 
 
 class AnswerQuality:
-    """Finds the faults of a rank's answers."""
-
     def __init__(self, refusals: Sequence[str] = ()) -> None:
         self._refusals = [phrase.casefold() for phrase in refusals]
         self._hashes: set[int] = set()
@@ -74,7 +72,6 @@ class AnswerQuality:
         self._bad = 0
 
     def note(self, is_bad: bool) -> None:
-        """Counts an answer of this attempt, and warns if most of the first ones are bad."""
         self._seen += 1
         self._bad += is_bad
         if self._seen == _FIRST and 2 * self._bad > _FIRST:
@@ -85,7 +82,6 @@ class AnswerQuality:
             )
 
     def faults(self, choice: JsonObject, text: str, prompt: str) -> list[str]:
-        """Returns each fault of an answer once."""
         faults = self._clear_faults(choice, text)
         length = len(text)
         if length < _LONG:

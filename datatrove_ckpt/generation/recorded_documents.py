@@ -315,7 +315,6 @@ class RecordedDocuments:
             self.finished.put_nowait((answers, finished))
 
     def put(self, documents: Collection[RecordedDocument]) -> None:
-        """Writes documents, and removes those for which there is no room."""
         for document in documents:
             data = checksummed_json({"version": _VERSION, **vars(document)}, indent=False)
             if len(data) <= _MAX_BYTES:

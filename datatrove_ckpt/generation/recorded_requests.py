@@ -68,7 +68,6 @@ async def unsent_prompts(rollout_fn: Rollout, documents: Iterable[Document]) -> 
 
 
 def noting(rollout_fn: Rollout, recorded: NotedRequests) -> Rollout:
-    """Wraps the rollout function, and records each document's requests in ``recorded``."""
     of_rollout = {}  # for ResultEncoder
     if isinstance(rollout_fn, ReadyMade):
         rollout_fn.prepare()

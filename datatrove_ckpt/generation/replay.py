@@ -276,8 +276,6 @@ class Verdict:
 
 @dataclass(eq=False)
 class Replays:
-    """Runs a rank's rollout on recorded documents."""
-
     step: RunnerSettings
     rollout_fn: Rollout
     names: FileNames
@@ -545,7 +543,6 @@ def _words(text: str, process: list[str]) -> list[str]:
 
 
 def compared(document: RecordedDocument, path: str, old: object, new: object) -> Difference:
-    """Returns the first difference, if possible a real one."""
     pairs = _pairs(path, old, new) or [("what is hidden", old, new)]
     differences = [_found(document, *pair) for pair in pairs]
     order = ("real", "order", "changing")

@@ -1,7 +1,7 @@
 """Answers one rollout's requests to a model: from the request cache, a batch or a server.
 
-A server's answer is cached. ``DocumentAnswers`` looks up one document's saved answers, counts its
-answers, and parks it for a batch. Everything here runs on the event loop of ``scheduler.py``.
+``DocumentAnswers`` looks up one document's saved answers, counts its answers, and parks it for a
+batch. Everything here runs on the event loop of ``scheduler.py``.
 """
 
 import asyncio
@@ -500,8 +500,6 @@ _IN_TIERS = ("chat/completions", "completions", "responses")
 
 @dataclass(frozen=True)
 class AnswerPieces:
-    """The pieces of one answer in the request cache, by the number of their first token."""
-
     rank: RankContext
     answers: DocumentAnswers
     key: AnswerKey
@@ -810,7 +808,6 @@ class RolloutRequests:
         return RolloutServerError(error)
 
     async def _half_answer(self, key: AnswerKey, sent: Payload, api: Api) -> HalfAnswer | None:
-        """Returns the pieces of an answer that may be continued; None for another answer."""
         rank = self.rank
         saved = await self.answers.cached() if self.answers.slot.cached else {}
         is_short = self.model.has_short_answers or not is_long(sent, rank.checkpoint.mean_answer)

@@ -1,9 +1,5 @@
 """Puts the results of rollouts into documents, and encodes these for the journal. Checks the first
 document before a server starts for it.
-
-``answer`` names the output column of a run's answers. Without it, the results replace the value at
-``metadata_key``, as in datatrove. With ``explode`` the column is a list, and ``output`` makes a row
-of each item.
 """
 
 import asyncio

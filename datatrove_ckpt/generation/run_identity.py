@@ -69,7 +69,6 @@ def run_identity(
 
 
 def servers_digest(models: Mapping[str, InferenceConfig]) -> str:
-    """Hashes the settings of servers that affect answers and are not in a payload."""
     of_models = _fields_of_models(models)
     answering = {name: value for name, value in of_models.items() if affects_answers(name)}
     # The providers of ``endpoints`` have one model, whichever they are.

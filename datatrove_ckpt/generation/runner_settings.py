@@ -441,6 +441,5 @@ def described(steps: Sequence[object]) -> list[StepRecord]:
 
 
 def _for_process(step: RunnerSettings) -> object:
-    """Pickles a step for a worker process, without the names that the process already has."""
     with script_names.nothing_carried():
         return step.__reduce_ex__(2)

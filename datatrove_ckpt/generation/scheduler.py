@@ -4,7 +4,7 @@ Everything here runs on one event loop, which never waits on a disk or a reader.
 back new documents: ``max_concurrent_documents``, the bounded queue of the storage thread, and the
 number of complete chunks that wait to be published.
 
-``stop_when_requested`` stops a rank early, in order. ``Shutdown`` decides whether and how quickly.
+``stop_when_requested`` stops a rank early, in order.
 """
 
 import asyncio
@@ -164,7 +164,6 @@ def _log_drain(requests: RankContext, models: list[RankModel]) -> None:
 async def _drain(
     requests: RankContext, models: list[RankModel], recorded: RecordedDocuments
 ) -> None:
-    """Waits until no request or call is in flight, and every document waits to begin one."""
     requests.checkpoint.flush_placement()
     # This must hold in two polls: a new answer may not have reached its rollout yet.
     quiet = 0.0

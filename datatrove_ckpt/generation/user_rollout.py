@@ -36,7 +36,6 @@ class NotAwaitable(ConfigError):
 
 
 def check_rollout(rollout_fn: Rollout, context: SharedContext) -> None:
-    """Refuses a rollout that cannot be called with the document, ``generate`` and the context."""
     if not callable(rollout_fn):
         raise ConfigError(
             f"{rollout_fn!r} is not callable; give an async function.", setting="rollout_fn"

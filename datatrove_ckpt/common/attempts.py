@@ -24,7 +24,6 @@ class AttemptRecord(NamedTuple):
         tries: attempts in a row that ended by a failure or a death, all but the first without
             progress.
         reached: the rank's progress at the end of the last attempt.
-        alone: its process has no other rank, so its death counts as an attempt.
     """
 
     tries: int = 0

@@ -5,10 +5,9 @@ The declaration says what the number is (its line in the docstring) and where it
 the JSON of ``status`` and MLflow, which have all numbers: at the port for Prometheus, and in a line
 of ``status``, of the report and of the card. docs/status.md is made of the declarations.
 
-The counts of documents come from journals and commits, those of requests from the history.
-``RunNumbers`` has all of a rank or a run: every display reads it. Commits and journals hold
-cumulative seconds of all attempts: the highest surviving number counts, and a kill loses only the
-time after the last line.
+The counts of documents come from journals and commits, those of requests from the history. Commits
+and journals hold cumulative seconds of all attempts: the highest surviving number counts, and a
+kill loses only the time after the last line.
 """
 
 from __future__ import annotations
@@ -56,12 +55,10 @@ class Display(NamedTuple):
 
 
 def number(prometheus: str = "", line: str = "") -> Any:
-    """Declares a number, displayed as ``Display`` explains."""
     return field(default=0, metadata={"display": Display(prometheus, line)})
 
 
 def labelled(key: str, prometheus: str = "") -> Any:
-    """Declares a number with labels: a Counter."""
     display = Display(prometheus, key=key)
     return field(default_factory=Counter, kw_only=True, metadata={"display": display})
 
@@ -608,8 +605,6 @@ _SUMS = WorkStats.__slots__[:-1]
 
 @dataclass(slots=True, frozen=True)
 class CompletedWork(Counts):
-    """Finished documents, their work, and the seconds of all attempts so far."""
-
     counts: DocumentCounts = DocumentCounts()
     work: WorkStats = WorkStats()
     seconds: Seconds = NO_SECONDS
@@ -692,7 +687,6 @@ class RunNumbers(Counts):
 
     @property
     def done(self) -> DocumentCounts:
-        """The finished documents by outcome, with their requests, tokens and answers."""
         return self.counts + self.unfinished
 
     def lines(self) -> dict[str, list[str]]:

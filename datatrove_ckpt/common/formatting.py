@@ -83,7 +83,6 @@ def plural_is(number: int, noun: str) -> str:
 
 
 def did_you_mean(name: object, allowed: Iterable[str], cutoff: float = 0.65) -> str:
-    """Returns the end of a sentence with the nearest known name; "" if none is near."""
     close = get_close_matches(str(name), list(allowed), 1, cutoff)
     if close:
         return f', did you mean "{close[0]}"?'
@@ -213,7 +212,6 @@ def cut(text: str, max_length: int) -> str:
 
 
 def as_line(text: str) -> str:
-    """Returns a text of a document or server without line breaks and control characters."""
     if text.isprintable():
         return text
     return "".join(character if character.isprintable() else " " for character in text)
@@ -247,7 +245,6 @@ def _digits(number: float) -> str:
 
 
 def no_bars_in_logs() -> None:
-    """Disables huggingface_hub's progress bars, which it also draws into logs."""
     if "huggingface_hub" in sys.modules and not sys.stderr.isatty():
         from huggingface_hub.utils.tqdm import disable_progress_bars
 

@@ -247,7 +247,6 @@ def _time_of(entry: JsonObject) -> float:
 
 
 def is_in_repository(url: str) -> bool:
-    """Whether each write would be a commit on the hub."""
     return get_protocol(url) == "hf" and not url.startswith("hf://buckets/")
 
 

@@ -280,7 +280,6 @@ def masked(name: str, value: object) -> Any:
 
 
 def shown_json(value: object) -> str:
-    """Returns a value as JSON, with its secrets, and with types in the place of objects."""
     return json.dumps(value, skipkeys=True, default=_shown_object)
 
 
@@ -427,7 +426,6 @@ def may_hold_secret(text: str) -> bool:
 
 
 def log_text(text: str) -> str:
-    """Returns foreign text as one entry of a log, redacted; further lines are indented."""
     return redact(text).replace("\n", "\n  ")
 
 
@@ -455,7 +453,6 @@ def check_no_secrets(folder: Any, setting: str) -> None:
 
 
 def check_options(options: object, url: str, setting: str) -> None:
-    """Checks the storage options of the file system for ``url``."""
     if not isinstance(options, dict):
         return
     for name, value in options.items():

@@ -1,7 +1,6 @@
 """Classifies errors of servers, S3, the hub and others, and retries calls.
 
-The policies at the end have the statuses and waiting times of each service. Only this module knows
-the error classes of the libraries below fsspec.
+Only this module knows the error classes of the libraries below fsspec.
 """
 
 import math
@@ -322,7 +321,6 @@ class RetryPolicy:
         longest_advice: an advised wait counts up to this, and never extends the patience.
         spread: up to this share of an advised wait is added at random.
         meanwhile: a phrase for the log line about a wait.
-        clock: the clock, which tests replace.
         sleep: waits. Tests, and callers that can stop a wait, replace it.
     """
 
@@ -410,8 +408,6 @@ class HubPolicy(RetryPolicy):
 
 @dataclass(eq=False)
 class FailureCounter:
-    """Counts the failures in a row of one kind of calls."""
-
     _policy: RetryPolicy
     _explain: Callable[[BaseException], str] = failure_line
 

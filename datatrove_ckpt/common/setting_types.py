@@ -124,7 +124,6 @@ def meanings(cls: type) -> dict[str, tuple[str, str]]:
 
 
 def check(cls: type, values: Mapping[str, object]) -> None:
-    """Checks the arguments of a constructor."""
     for name, parameter in parameters_of(cls)[0].items():
         if name in values:
             check_value(name, parameter.annotation, values[name])
@@ -150,7 +149,6 @@ def one_of(choices: Iterable[str]) -> object:
 
 
 def check_value(name: str, hint: object, value: object) -> None:
-    """Checks one value against its declaration."""
     if takes(hint, value):
         return
     kinds = alternatives(hint)

@@ -1,7 +1,5 @@
 """The event loop of a run: uvloop's if it is installed (vLLM depends on it), else Python's own.
 
-uvloop saves CPU time.
-
 A process that user code forked with ``os.fork`` shares the rank's sockets and open checkpoint
 files, and would use them in our code. So it ends there at once, and closes nothing (``end_fork``).
 """
@@ -96,7 +94,6 @@ def is_audited(loop: asyncio.AbstractEventLoop) -> bool:
 
 @_outer_loop_waits()
 def run(main: Awaitable[_Result]) -> _Result:
-    """Does ``asyncio.run`` on the best loop, also where this thread runs a loop already."""
     interruptions = []
 
     async def catch_interruption() -> _Result:

@@ -56,7 +56,6 @@ def wait_to_fork() -> None:
 
 
 def between_forks(documents: Iterable[T]) -> Iterator[T]:
-    """Yields the documents of a reader, in the reader's thread."""
     _is_rollout.set(False)
     read = _begin_read()
     try:

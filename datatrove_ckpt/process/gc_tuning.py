@@ -32,7 +32,6 @@ def gc_paused() -> Iterator[None]:
     try:
         yield
     finally:
-        # ``gc.unfreeze`` would also unfreeze other code's frozen objects.
         if len(sys.modules) > modules and gc.get_freeze_count() == 0:
             gc.freeze()
             gc.unfreeze()

@@ -37,7 +37,6 @@ class HostLoop:
         parent: the shutdown of the process, if several ranks share the loop.
 
     Attributes:
-        shutdown: the rank's shutdown.
         has_admitted: the rank has handed out all its documents.
         save: returns when all that the rank has handed over is on the disk.
         is_open: the rank processes documents, or closes its files. Before that it has nothing to
@@ -104,7 +103,6 @@ def host_loop() -> HostLoop | None:
 
 
 def rank_of_many() -> int | None:
-    """Returns the rank of this thread or task, if several ranks share the process."""
     host = host_loop()
     if host is None:
         return None

@@ -28,7 +28,6 @@ _FEWEST = 64
 
 
 def files_needed(requests: int, servers: int) -> int:
-    """Returns how many open files the process needs with one more rank."""
     try:
         opened = sum(1 for _ in os.scandir("/dev/fd"))
     except OSError:

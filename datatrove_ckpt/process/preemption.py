@@ -59,7 +59,6 @@ _AZURE_ENDS = {"Preempt", "Terminate", "Redeploy", "Reboot"}  # not Freeze, a pa
 
 
 def check_notice(setting: Setting | None, drain_signals: Sequence[str]) -> None:
-    """Checks ``preemption_notice``."""
     if setting is None:
         return
     name = "preemption_notice"
@@ -275,10 +274,6 @@ def has_time_for(drain_seconds: float, seconds: float) -> bool:
 
 class Preemption:
     """Stops a rank early: ``with Preemption(...) as preemption:`` around the whole run of a rank.
-
-    Args:
-        names: names of the signals to handle.
-        notice: the setting ``preemption_notice``.
 
     Raises:
         Preempted, KeyboardInterrupt, SystemExit: when the block ends, if a stop was requested. See

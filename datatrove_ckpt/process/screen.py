@@ -45,7 +45,6 @@ class RankProgress(NamedTuple):
         work: requests and tokens that this attempt has processed, with requests that failed.
         state: state instead of usual work, such as "waiting for the server", for ``seconds``.
         is_outage: requests fail, and none is answered.
-        in_flight: requests at a server.
     """
 
     attempt: int
@@ -69,8 +68,6 @@ class RunProgress:
 
     Args:
         ranks: number of ranks, with the ranks that earlier commands have completed.
-        complete: how many of them are complete.
-        documents: number of documents of the complete ranks.
     """
 
     def __init__(
@@ -396,7 +393,6 @@ _opened: list[BarTerminal] = []
 
 
 def leave_terminal() -> None:
-    """Clears bars and flushes the streams, before this process ends by force."""
     for terminal in _opened:
         terminal.remove()
     for stream in (sys.stdout, sys.stderr):

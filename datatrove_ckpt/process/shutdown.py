@@ -62,11 +62,9 @@ class Shutdown:
 
     Attributes:
         cause: a signal's name or the time limit; "" without a requested stop.
-        failure: the error with which the rank fails.
         deadline: end of the drain (``time.monotonic``); infinite if the rank does not stop.
         late: the drain did not end in time, so servers are killed.
         given_up: how many requests were in flight when the drain ended.
-        open_closings: how many ``closing`` blocks are open.
         closed_at: end of the last ``closing`` block (``time.monotonic``); 0 if there was none.
         handles_interrupt: SIGINT requests a stop, so Python's own handler raises no
             KeyboardInterrupt.
@@ -210,7 +208,6 @@ class Shutdown:
             del self._callbacks[key]
 
     def call(self, callback: Callable[[], object]) -> None:
-        """Calls ``callback`` after each change for the rest of the run."""
         self._callbacks[object()] = callback
 
     def _changed(self) -> None:

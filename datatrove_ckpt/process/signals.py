@@ -58,9 +58,6 @@ class Handlers:
     """Handles signals from ``install`` to ``restore``. Does nothing outside the main thread.
 
     In a process that is forked meanwhile, a signal has its usual effect.
-
-    Attributes:
-        usual: the handlers to restore.
     """
 
     def __init__(self, receive: Callable[[int], object]) -> None:

@@ -149,7 +149,7 @@ def named(error: CkptError, name: str) -> CkptError:
 
 
 class ConfigError(CkptError, ValueError):
-    """A setting cannot work. The message names the key, its value and what is allowed.
+    """A setting cannot work.
 
     It is also a ValueError, because datatrove raises that for the same mistakes.
     """
@@ -162,7 +162,7 @@ class CheckpointError(CkptError):
 
 
 class CheckpointCorrupt(CheckpointError):
-    """A checkpoint file has a content that no crash can leave. The message names file and line.
+    """A checkpoint file has a content that no crash can leave.
 
     Causes are a damaged disk, a partial copy, an edit by hand, or a file of another version of this
     package. Restore the file from a copy, or start the rank again with an empty folder.
@@ -175,8 +175,7 @@ class CheckpointCorrupt(CheckpointError):
 
 
 class CheckpointMismatch(CheckpointError):
-    """The checkpoint was made with other settings or from another input. The message names what
-    differs.
+    """The checkpoint was made with other settings or from another input.
 
     Restore the settings or the input, set ``accept_changes``, or use another
     ``checkpoints_local_dir``.
@@ -189,7 +188,7 @@ class VersionMismatch(CheckpointMismatch):
     """Another version of this package wrote the checkpoint or its mirror; this version cannot
     continue it.
 
-    The message names the version to install. Nothing was changed.
+    Nothing was changed.
     """
 
 
@@ -228,8 +227,7 @@ class StorageFailed(CheckpointError):
 
 
 class InputError(CkptError):
-    """An input file is damaged or cut off, or none of its lines is a document. The message names
-    the file.
+    """An input file is damaged or cut off, or none of its lines is a document.
 
     The rank is not complete. Correct the setting or the file, and run the same command again.
     """
@@ -252,18 +250,14 @@ class DocumentFailed(DocumentError):
 
 
 class DocumentNotSerializable(DocumentError):
-    """A document holds a value that the journal cannot keep.
-
-    The message names the document and the value.
-    """
+    """A document holds a value that the journal cannot keep."""
 
 
 class InvalidFileName(DocumentError):
     """A document's metadata gives a file name outside the output folder, or one that no file system
     takes.
 
-    The message names the document and the field. Correct the document, or choose another
-    ``output_filename``.
+    Correct the document, or choose another ``output_filename``.
     """
 
 
@@ -314,7 +308,7 @@ class WorkerDied(CkptError):
     """The worker processes of some tasks were killed, ``max_rank_attempts`` times each, or could
     not be started.
 
-    The message names the tasks. What they had finished is saved; run the same command again.
+    What they had finished is saved; run the same command again.
     """
 
 

@@ -3,20 +3,6 @@ whole checkpoints.
 
 Start at ``dataset.py`` (ReaderDataset, ``restore``) and ``checkpoints.py`` (TrainingCheckpoints).
 
-    order.py        which row stands at which position of an epoch, and which worker reads it
-    states.py       states of ReaderDataset, their checksums; states of all workers together
-    packing.py, mixing.py, stateful.py
-                    Pack, Mix, and their base, which is also ReaderDataset's
-    policies.py     when a training saves, and which steps stay
-    step_folder.py, training_history.py
-                    the folder of a training, as others read it: format of steps, loss curve
-    watched_loader.py
-                    counts a loader's batches, and gives a restored state back after a peek
-    steps.py, sharded.py, training_input.py, random_state.py, ranks.py, progress.py
-                    how steps are saved; states of which each rank has a part, and their copies in
-                    memory; the states of loaders, and of random generators; how ranks agree, and
-                    know how far the others are
-
 ``checkpoints.py`` and its six modules need torch. The rest works without torch, and what reads the
 folder of a training without numpy and readers.
 """

@@ -80,7 +80,6 @@ _HEARTBEAT_SECONDS = 30.0
 _MARGIN_SECONDS = 30.0  # between the end of the last save and the end of the job's time
 _INPUT = "input.pt"
 _RANDOM = "random.pt"
-# Why the ranks stop.
 _SIGNAL = 2.0
 _OTHER = 1.0
 _WARN_SECONDS = 10.0  # of waiting for a copy
@@ -336,9 +335,6 @@ class TrainingCheckpoints:
         return due
 
     def _poll(self, now: float, step: int, arguments: Mapping[str, Any]) -> tuple[float, bool]:
-        """Lets all ranks agree on a reason to stop (0: none), and on whether a save is due, or a
-        failed save is tried again.
-        """
         reserve = 2 * (self._pause + self._write_seconds) + _MARGIN_SECONDS
         if time.time() >= slurm_job.stop_time(self._time_ends, reserve):
             self._preemption.stop_for_time_limit()
@@ -487,7 +483,6 @@ class TrainingCheckpoints:
     def _gather(
         self, own_input: Contents | None, states: sharded.States, alike: Contents, parts: Contents
     ) -> tuple[list[Any], list[Any], str]:
-        """Returns random states and input states of all ranks, and what identifies the save."""
         outlines = {key: sharded.outline(state) for key, state in alike.items()}
         for key, state in parts.items():  # stages of a pipeline name other parameters
             outlines[key] = sharded.outline(state, sharded.VALUES)
@@ -629,7 +624,7 @@ class TrainingCheckpoints:
         self._curve_at = time.monotonic()
 
     def _begin(self, name: StepName) -> None:
-        """Begins a save. On a full disk, first removes steps that it would remove in any case."""
+        """On a full disk, first removes steps that it would remove in any case."""
         if not self._is_owner:
             return
         with suppress(Exception):  # of no step, max raises
@@ -649,7 +644,6 @@ class TrainingCheckpoints:
         return self._ranks.rank == 0 and self._steps.store is not None
 
     def _upload(self) -> None:
-        """Copies the newest step, then older ones that stay for long."""
         name = self._last
         try:
             while True:
@@ -810,8 +804,7 @@ class TrainingCheckpoints:
         parts: set[str] | None = None,
     ) -> tuple[StepName | None, list[str]]:
         """Returns the newest (or best) requested step that is whole in all folders, or whose
-        ``parts`` are, and the damage of steps before it in that order; None for "latest" if there
-        are no steps.
+        ``parts`` are, and the damage of steps before it in that order.
         """
         self._writing.join()
         listings = self._ranks.together(self._names)
@@ -894,9 +887,7 @@ class TrainingCheckpoints:
     def _own_damage(
         self, name: StepName, loaded: Contents, differs: bool, parts: set[str] | None
     ) -> str:
-        """Returns why this folder's copy of the step cannot be used. First fetches a copy that is
-        missing or differs from the remote.
-        """
+        """First fetches a copy that is missing or differs from the remote."""
         if not self._is_owner:
             return ""
         damage = "It is not the same save on all nodes."

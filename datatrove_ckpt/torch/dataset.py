@@ -108,7 +108,6 @@ def json_row(row: Row) -> Row:
 
 
 def _json_value(values: Any) -> Any:
-    """Makes an array of a list of numbers that a type holds exactly; returns other values."""
     if type(values) is not list or not values or type(values[0]) not in (int, float):
         return values
     kinds = set(map(type, values))
@@ -140,7 +139,7 @@ def _values(column: pa.Array, numbers: Numbers) -> list[object]:
         plain: list[object] = selected.to_numpy(zero_copy_only=False).tolist()
         return plain
     values: list[object] = selected.to_pylist()
-    if _is_number_list(kind):  # with some None
+    if _is_number_list(kind):
         dtype = kind.value_type.to_pandas_dtype()
         for position, value in enumerate(values):
             if isinstance(value, list) and None not in value:
@@ -317,7 +316,7 @@ class _Loaded:
 
 @dataclass(eq=False)
 class RowSource:
-    """Rows of an order. Holds only the open window of each share that it reads."""
+    """Holds only the open window of each share that it reads."""
 
     index: InputIndex
     _order: EpochOrder
@@ -334,10 +333,7 @@ class RowSource:
         return f"Row {number} of {self.index.blocks.names[table.file[block[0]]]!r}"
 
     def samples(self, shares: Numbers, rows: Numbers) -> list[JsonObject | None]:
-        """Reads the rows as plain dicts, in which lists of numbers are arrays.
-
-        A damaged line is None.
-        """
+        """A damaged line is None."""
         by_place: dict[int, JsonObject | None] = {}
         for positions, part, row_numbers in self._parts(shares, rows):
             if isinstance(part, list):
@@ -440,14 +436,13 @@ def _continued(start: DatasetState, saved: DatasetState) -> DatasetState:
             "of all ranks to datatrove_ckpt.torch.restore(loader, states)."
         )
     order = saved.order
-    if order["shares"] is None:  # the state before the epoch began
+    if order["shares"] is None:
         order = start.order
     return replace(
         start, order=order, done=saved.done, samples=saved.samples, skipped=saved.skipped
     )
 
 
-# Limits of the rows that are made Python objects at a time.
 _CHUNK_BYTES = 2**22
 _CHUNK_ROWS = 8192
 
@@ -494,7 +489,7 @@ class Epoch(Iterator[object]):
         self._remaining = RemainingPositions(self._order.rows, start.done)
         columns = dataset.columns or getattr(dataset._reader, "_columns", None)
         unified = None
-        if seed is not None:  # rows of several files are mixed
+        if seed is not None:
             unified = dataset._index.blocks.unified(columns)
         self._source = RowSource(dataset._index, self._order, columns, unified)
         mean = int(table.bytes.sum()) // max(1, table.total)
@@ -875,7 +870,7 @@ class ReaderDataset(StatefulIterable):
     def made(self, state: ReaderState, workers: int) -> bool:
         saved = DatasetState.from_json(state)
         if saved.slot is None:
-            return True  # of all workers
+            return True
         slot = Slot(self.rank, self.world_size, saved.slot.worker, workers)
         return saved.made_by == self._state_at(saved.epoch, slot, None).made_by
 
@@ -931,7 +926,7 @@ def restore(loader: DataLoader, states: Iterable[ReaderState | str | PathLike[st
                 and key in state
                 and all(dataset.made(state_of_slot, max(1, workers)) for state_of_slot in parts)
             ):
-                _load(loader, loader, state, merged)  # the same samples, in the same batches
+                _load(loader, loader, state, merged)
                 return epoch
     check_snapshots(loaded)
     _load(loader, dataset, merged, merged)

@@ -64,9 +64,7 @@ class BlockTable:
     """The blocks of an input as columns.
 
     Args:
-        blocks: the blocks, in the order of the input.
         streams: the compressed files.
-        skip: leave out so many rows at the beginning.
         limit: leave out all rows after so many; -1: none.
         size: bytes of a row in memory, for each of its bytes in the file.
     """
@@ -163,7 +161,6 @@ class EpochShare:
         """Cuts a share into windows.
 
         Args:
-            limit: the largest weight of a window.
             salt: salt of the permutations; None: rows in the order of the input.
             files: the file of each block, if a window has one stretch of each file only. Then files
                 take turns; without permutations, a window has one file, because columns may differ.
@@ -299,7 +296,6 @@ def shuffled_blocks(table: BlockTable, blocks: Numbers, salt: int) -> Numbers:
     if not len(blocks):
         return blocks
     files, inverse = np.unique(table.file[blocks], return_inverse=True)
-    # The blocks file by file, in random order; the blocks of a stream in their own order.
     within = np.where(
         table.is_stream[blocks], np.arange(len(blocks), dtype=np.uint64), _hashes(blocks, salt)
     )
@@ -324,10 +320,7 @@ def shuffled_blocks(table: BlockTable, blocks: Numbers, salt: int) -> Numbers:
 
 
 def _in_turns(pieces: Pieces, files: Numbers, order: Numbers, salt: int) -> Numbers:
-    """Changes a shuffled ``order`` so that each stretch has its part of each file's rows.
-
-    Each turn has one row of each of the files with equal numbers of rows, in any order.
-    """
+    """Each turn has one row of each of the files with equal numbers of rows, in any order."""
     numbers, of_file = np.unique(files[pieces.block], return_inverse=True)
     file = np.repeat(of_file, pieces.rows)
     by_file = order[np.argsort(file[order], kind="stable")]
@@ -400,9 +393,8 @@ class Topology:
 
     @property
     def slots(self) -> int:
-        """The number of workers.
-
-        They are numbered in turn: all ranks' first workers, then all ranks' second workers.
+        """Workers are numbered in turn: all ranks' first workers, then all ranks' second
+        workers.
         """
         return self.ranks * self.workers
 
@@ -464,8 +456,6 @@ class ConsumedRound:
 
 
 class RemainingPositions:
-    """The positions of an epoch that are left after some rounds, in their order."""
-
     def __init__(self, rows: int, rounds: Sequence[ConsumedRound] = ()) -> None:
         self.rows = rows
         self._steps: list[tuple[Numbers, int]] = []

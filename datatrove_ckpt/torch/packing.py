@@ -157,7 +157,6 @@ class Packing(Iterator[Columns]):
         self._hold(arrays, self._pack.separator)
 
     def _hold(self, row: Columns, separator: dict[str, int] | None = None) -> None:
-        """Adds a row, or the rest of a packer."""
         size = len(row[self._pack.columns[0]])
         if not size:
             return
@@ -195,7 +194,7 @@ class Packing(Iterator[Columns]):
         columns = {name: self._joined(name)[self._start : stop] for name in self._names}
         self._start = stop
         self._count -= count
-        if self._count < self._pack.length:  # keeps only the rest in memory
+        if self._count < self._pack.length:
             self._held = {name: [self._joined(name)[self._start :].copy()] for name in self._names}
             self._start = 0
         return columns

@@ -6,7 +6,7 @@
         keep=Last(3) | Best("loss") | Every(10_000),
     )
 
-A policy has one method. A class of your own is a subclass of ``SavePolicy`` or ``KeepPolicy``.
+A class of your own is a subclass of ``SavePolicy`` or ``KeepPolicy``.
 
 ``young``, ``daly`` and ``efficiency`` know the MTBF: the mean of M seconds between two losses of
 all unsaved work. A save stops the work for C seconds.
@@ -189,7 +189,7 @@ class EverySeconds(SavePolicy):
     def is_due(self, moment: Moment) -> bool:
         if self.seconds != "auto":
             return moment.seconds >= self.seconds
-        if not moment.pause_seconds:  # before a save was timed
+        if not moment.pause_seconds:
             return moment.seconds >= 60.0
         interval = daly(moment.pause_seconds, self.mtbf_seconds or _MTBF_SECONDS)
         return moment.seconds >= max(interval, moment.write_seconds)

@@ -32,8 +32,6 @@ else:
 
 
 class Source(Stateful, Protocol):
-    """An iterable of samples whose position can be saved and restored."""
-
     def __iter__(self) -> Iterator[object]: ...
 
 
@@ -131,7 +129,7 @@ class _Samples(Iterator[object]):
         self.running = running
         self._shared = shared
         self._worker = worker
-        self._next: Callable[[], object] | None = None  # before the first sample
+        self._next: Callable[[], object] | None = None
         self.has_ended = False
 
     def __next__(self) -> object:
@@ -204,7 +202,7 @@ class StatefulIterable(_Iterable):
 
     def __getstate__(self) -> ReaderState:
         # Workers that are not forked iterate themselves.
-        return self.__dict__ | {"_running": None, "_begun": None}  # weak references
+        return self.__dict__ | {"_running": None, "_begun": None}
 
     def __setstate__(self, state: ReaderState) -> None:
         self.__dict__ = state | {"_begun": WeakSet()}
@@ -244,11 +242,9 @@ class StatefulIterable(_Iterable):
         return None
 
     def _epoch_of(self, state: ReaderState | None, number: int | None, workers: int) -> int:
-        """Returns the epoch of the next iteration.
-
-        Raises CheckpointMismatch if the state is of another epoch, or all workers have resumed at
-        the end of an epoch, which would come once more. torchdata's loader drops an iterator that
-        resumes there, and begins another.
+        """Raises CheckpointMismatch if the state is of another epoch, or all workers have resumed
+        at the end of an epoch, which would come once more. torchdata's loader drops an iterator
+        that resumes there, and begins another.
         """
         shared = self._shared
         epoch = shared.epoch
@@ -424,7 +420,7 @@ class StatefulWrapper(StatefulIterable):
 
     def made(self, state: ReaderState, workers: int) -> bool:
         if state["slot"] is None:
-            return True  # of all workers
+            return True
         rank, ranks = describe_source(self) or (0, 1)
         is_own = state["slot"] == [rank, ranks, state["slot"][2], workers]
         return is_own and all(
@@ -497,7 +493,7 @@ def refuse_begun(loader: object) -> None:
 
 
 def describe_source(source: object) -> tuple[int, int] | None:
-    source = getattr(source, "dataset", source)  # of a loader
+    source = getattr(source, "dataset", source)
     if isinstance(source, StatefulWrapper):
         descriptions = map(describe_source, source._sources)
         return next((description for description in descriptions if description is not None), None)

@@ -39,7 +39,7 @@ REMEDY = "Give the state of the step before, of all ranks."
 def sealed(state: ReaderState, is_slow: bool = False) -> ReaderState:
     """Adds the checksum, which survives JSON and ``torch.save``."""
     values = {key: value for key, value in state.items() if key != _KEY}
-    # A state is made for each batch of a worker: json takes 80 us, orjson 2.
+    # A state is made for each batch of a worker, and json is slow.
     with suppress(TypeError):
         if not is_slow:
             options = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
@@ -91,7 +91,7 @@ def load_file(state: ReaderState | str | PathLike[str]) -> object:
                     raise ValueError(f"{damaged} has another checksum")
             file.seek(0)
             value: object = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # whatever pickle, zipfile and torch raise
+        except Exception as error:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise CheckpointCorrupt(
                 f"The file {str(state)!r} cannot be read: it is damaged, or torch.save did not "
@@ -139,7 +139,6 @@ class DatasetState:
     """The content of a state.
 
     Attributes:
-        input: see ``InputIndex.state``.
         slot: the worker that made it; None: a merged state.
         skipped: how many of these rows were no samples.
     """
@@ -170,8 +169,8 @@ class DatasetState:
 
     @classmethod
     def from_json(cls, state: ReaderState) -> "DatasetState":
-        """Reads a state. Raises CheckpointMismatch if it is of another version, CheckpointCorrupt
-        if it is damaged.
+        """Raises CheckpointMismatch if it is of another version, CheckpointCorrupt if it is
+        damaged.
         """
         if state.get("version") != VERSION or state.get("kind") != _KIND:
             raise CheckpointMismatch(

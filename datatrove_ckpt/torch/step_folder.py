@@ -46,7 +46,7 @@ SHARED = "datatrove_ckpt.TrainingCheckpoints 2"
 SHARED_BYTES = 1 << 20
 MANIFEST = "manifest.json"
 CONFIG = "config.json"
-_BLOCK = 1 << 20  # stays in the cache of a CPU
+_BLOCK = 1 << 20
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 

@@ -140,8 +140,8 @@ class Steps:
         paths = sorted(path for path in staging.rglob("*") if path.is_file())
         hashed: Iterator[Entry] = map(step_folder.size_and_hash, map(blocks, paths))
         with ThreadPoolExecutor() as pool:
-            with suppress(RuntimeError):  # a process that ends starts no threads
-                hashed = pool.map(step_folder.size_and_hash, map(blocks, paths))  # beside the sync
+            with suppress(RuntimeError):
+                hashed = pool.map(step_folder.size_and_hash, map(blocks, paths))
             for path in paths:
                 files.disk.sync(path)
             for path, entry in zip(paths, hashed, strict=True):
@@ -178,7 +178,7 @@ class Steps:
         return entry
 
     def _share(self, path: Path, entry: Entry) -> bool:
-        """Links the file to an equal file of an older step. Returns whether it did.
+        """Links the file to an equal file of an older step.
 
         The older of two steps comes first, and a single step is no source: so steps share two
         copies in turn, and damage of one copy leaves the steps of the other whole.
@@ -192,7 +192,7 @@ class Steps:
         linked = path.with_name(f"{path.name}.linked")
         for step, before in sources:
             with suppress(OSError, StorageFailed):  # the step was removed, or no hard links
-                if before.stat().st_mtime_ns <= (step / MANIFEST).stat().st_mtime_ns:  # unchanged
+                if before.stat().st_mtime_ns <= (step / MANIFEST).stat().st_mtime_ns:
                     files.disk.link(before, linked)
                     files.disk.rename(linked, path)
                     return True
@@ -241,7 +241,6 @@ class Steps:
         return step_folder.read_manifest(self.folder, name)
 
     def manifests(self) -> dict[StepName, StepManifest]:
-        """Returns the manifests of the steps that were not found damaged."""
         return step_folder.whole_manifests(set(self.names()) - self.damaged, self.manifest)
 
     def damage(self, name: StepName, loaded: Contents, parts: Container[str] | None = None) -> str:
@@ -271,7 +270,6 @@ class Steps:
         return ""
 
     def check_training(self, manifest: StepManifest, place: str) -> None:
-        """Raises CheckpointCorrupt if a step is of another training."""
         if self.training and manifest["training"] != self.training:
             raise CheckpointCorrupt(f"{place} is of another training.")
 
@@ -382,10 +380,7 @@ class Steps:
             raise Fenced(f"A later process of this training copies to {self.url}.")
 
     def fetch(self, name: StepName) -> None:
-        """Copies a step from the remote.
-
-        Raises CheckpointCorrupt if the step is damaged or another training's.
-        """
+        """Raises CheckpointCorrupt if the step is damaged or another training's."""
         manifest = self.remote_manifest(name)
         self.check_training(manifest, f"{self.url}/{name}")
         staging = self.begin(name)
@@ -437,7 +432,7 @@ class _File(files.HashedFile):
             self.failed = error
             raise
         length = self.size - self._begun
-        if length > _BEGIN_BYTES and hasattr(os, "posix_fadvise"):  # not on macOS
+        if length > _BEGIN_BYTES and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, self._begun, length, os.POSIX_FADV_DONTNEED)
             self._begun = self.size
         return count

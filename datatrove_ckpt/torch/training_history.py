@@ -71,7 +71,7 @@ def _plain(value: object, path: str) -> object:
 
 
 def write_heartbeat(folder: Path, rank: int, ranks: int, step: int) -> None:
-    """Writes the heartbeat of a rank that takes steps. A full disk does not stop the training."""
+    """A full disk does not stop the training."""
     variables = {
         name: value
         for name, value in os.environ.items()
@@ -90,7 +90,6 @@ def write_heartbeat(folder: Path, rank: int, ranks: int, step: int) -> None:
 
 
 def read_heartbeats(folder: Path) -> list[JsonObject]:
-    """Returns the last heartbeat of each rank."""
     signs: list[JsonObject] = []
     for path in sorted(folder.glob(".rank-*")):
         with suppress(ValueError, OSError):
@@ -157,7 +156,7 @@ class TrainingHistory:
                 self._waiting = []
 
     def write_curve(self) -> None:
-        """Replaces ``metrics.csv``, which takes seconds after many steps. Raises StorageFailed."""
+        """Replaces ``metrics.csv``, which takes seconds after many steps."""
         rows = curve(read_events(self._folder))
         if not rows:
             return

@@ -96,9 +96,7 @@ class TrainingInput:
             restored.is_used = bool(restored.batches)
 
     def load(self, loader: DataLoader | None, name: StepName, inputs: list[Any]) -> None:
-        """Restores the input of a step. Raises ConfigError if the step has no input, or an input of
-        another number of ranks.
-        """
+        """Raises ConfigError if the step has no input, or an input of another number of ranks."""
         if loader is None:
             if inputs[0] is not None and self._ranks.rank == 0:
                 logger.warning(
@@ -186,7 +184,7 @@ def keep_workers(
         seed: seed of the workers' seeds. None: each iterator draws them from torch's generator,
             also in a resumed epoch.
     """
-    inner = getattr(loader, "base_dataloader", loader)  # of Accelerate's
+    inner = getattr(loader, "base_dataloader", loader)
     usual = getattr(inner, "worker_init_fn", None)
     if getattr(inner, "num_workers", 0) and not isinstance(usual, OutlivesSignals):
         inner.worker_init_fn = OutlivesSignals(usual, signals)

@@ -29,7 +29,6 @@ class RestoredInput:
     """A state that a loader or its dataset has loaded, and the first iteration of it.
 
     Attributes:
-        epoch: the epoch of the state.
         rows: how many rows of the epoch come before the state. None: unknown.
         shared: of this package's dataset; None: another dataset, whose epoch is unknown.
         random_state: what the random generators are set to before the first batch.

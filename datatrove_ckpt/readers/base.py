@@ -73,8 +73,6 @@ A state has the options that differ from these defaults.
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A reader whose position can be saved and restored, as in torchdata."""
-
     def state_dict(self) -> ReaderState: ...
 
     def load_state_dict(self, state_dict: ReaderState) -> None: ...
@@ -94,7 +92,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     encoding: str | None = None
     shuffle_seed: int | None = None
     path_columns: bool = False
-    max_skipped: int | None = None  # pickles of earlier releases
+    max_skipped: int | None = None
     stop_on_bad_line: bool | None = None
     format: ClassVar[str]
     """The format's name in states.
@@ -125,7 +123,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     _file_extent: FileProgress = FileProgress()
     _resolved: dict[str, str] | None = None
     types: DeclaredTypes | None = None
-    _damaged_rows = 0  # rows of the task so far
+    _damaged_rows = 0
     _has_read_row = False
 
     def __init__(
@@ -405,12 +403,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         }
 
     def _checked_state(self, state: ReaderState | None, shard: list[int]) -> ReaderState | None:
-        """Returns the state, or None if it is the state before the first document.
-
-        Raises:
-            CheckpointMismatch: the state was made by another reader, with other options or for
-                another shard.
-        """
+        """Returns the state, or None if it is the state before the first document."""
         if state is None:
             return None
         position = f"The saved position in {self.data_folder.path}"
@@ -488,8 +481,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
 
 
 class TextFilesReader(SeekingReader):
-    """The base of the readers of text."""
-
     _order_options = (*SeekingReader._order_options, "compression", "encoding")
 
     def __init__(
@@ -516,7 +507,7 @@ class _InputPass:
 
     Attributes:
         digest: the files that were read to their end.
-        yielded_before: their number before the current file.
+        yielded_before: number of documents, in all attempts, before the current file.
         omitted: number of documents that ``skip`` has left out.
         file_position: the place in the current file where an earlier attempt ended; () if no
             attempt has begun this file.

@@ -206,16 +206,11 @@ _SHORTER = {"time64[ns]": "time64[us]", "duration[ns]": "duration[us]"}
 
 
 def _python_rows(batch: pa.Table, name: str) -> list[Row]:
-    """Returns the rows with Python's values.
-
-    Raises:
-        InputError: a value has no form in Python, or would lose digits.
-    """
     try:
         for column in batch.columns:
             _refuse_lost_digits(column)
         return cast("list[Row]", batch.to_pylist())
-    except (OverflowError, ValueError):  # includes pyarrow's own
+    except (OverflowError, ValueError):
         for field, column in zip(batch.schema, batch.columns, strict=True):
             try:
                 _refuse_lost_digits(column)
@@ -320,7 +315,7 @@ class ParquetBlocks(TableFile):
 
     def _parts(self, first: int, extent: FileProgress) -> Iterator[tuple[int, int, int]]:
         self.use(FileIndex(self._groups))
-        if not self._is_local:  # a row group's column in one request
+        if not self._is_local:
             self._file = pq.ParquetFile(
                 self._source, metadata=self._file.metadata, pre_buffer=False
             )

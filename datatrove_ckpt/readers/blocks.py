@@ -140,7 +140,7 @@ class BlockInput:
         self.names = self.inputs.names
         self._opened: OrderedDict[int, BlockFile] = OrderedDict()
         self._process = os.getpid()
-        self._keys: set[str] = set()  # columns that a line of JSONL had
+        self._keys: set[str] = set()
         self._schemas: dict[bytes, bytes] = {}  # so that equal schemas are one object
         self._size = 4
         self._index = self._index_files()
@@ -168,7 +168,6 @@ class BlockInput:
 
         Args:
             columns: names of columns; None: all. A line of JSONL without such a key has None.
-            unified: types to which the rows are converted.
 
         Raises:
             ConfigError: a file has no such column.
@@ -309,9 +308,9 @@ class RowCounts:
 
     Counting JSONL reads all of it. The counts of each file are stored in a small file in the folder
     ``$DATATROVE_CKPT_CACHE`` (empty: no counts are stored), or else ``datatrove-ckpt/rows`` in the
-    user's cache folder. If nodes share the folder, the first node counts. The small file's name
-    changes with size, time of change and sample of the counted file (``InputFiles.sample``).
-    Reading notices a wrong count. The files may be deleted at any time.
+    user's cache folder. The small file's name changes with size, time of change and sample of the
+    counted file (``InputFiles.sample``). Reading notices a wrong count. The files may be deleted at
+    any time.
 
     Args:
         kind: format and settings that affect the counts.
@@ -368,9 +367,6 @@ class RowCounts:
             part.replace(path)
 
     def _path(self, number: int) -> Path | None:
-        """Returns the file of the counts; None if the file system reports no value that changes
-        with the content.
-        """
         info = self._inputs.info(number)
         changed = next((str(info[name]) for name in _TIMES if info.get(name)), "")
         sample = self._inputs.sample(number)

@@ -81,7 +81,7 @@ class CSVReader(TextFilesReader, datatrove_csv.CsvReader):  # type: ignore[misc,
             lines = io.TextIOWrapper(content, "utf-8-sig", newline="")
             stored = getattr(content, "stored", content)
             first_line = lines.readline()
-            declared = re.fullmatch(r"sep=(.)\s*", first_line)  # Excel's
+            declared = re.fullmatch(r"sep=(.)\s*", first_line)
             if declared:
                 rows = _rows(chain(["\n"], lines), name, declared[1])
             else:

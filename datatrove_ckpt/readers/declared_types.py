@@ -64,7 +64,7 @@ def _converted(value: object, kind: pa.DataType) -> object:
         is_equal = isinstance(value, str) or value == converted
     elif isinstance(converted, int | float):
         is_equal = _is_equal(Decimal(value if isinstance(value, bool) else str(value)), converted)
-    else:  # no part of a time is lost
+    else:
         is_equal = pa.scalar(converted, kind).equals(scalar)
     if not is_equal:
         raise ValueError(f"it would be {converted!r}")

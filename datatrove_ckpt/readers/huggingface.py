@@ -8,10 +8,9 @@ within a batch.
 mostly files. A map-style dataset counts as one file, whose rows can be indexed. As in datatrove's
 reader, a rank has every n-th shard if a stream has several, else every n-th row.
 
-A position in a shard is the number of the rank's rows before it. A resumed stream skips earlier
-shards, and then rows (``IterableDataset.skip``), which the dataset reads. Only public parts of
-``datasets`` are used, but not its ``state_dict``: a state that was taken in ``iter(batch_size)``
-continues some rows early with another batch size.
+A resumed stream skips earlier shards, and then rows (``IterableDataset.skip``), which the dataset
+reads. Only public parts of ``datasets`` are used, but not its ``state_dict``: a state that was
+taken in ``iter(batch_size)`` continues some rows early with another batch size.
 """
 
 from __future__ import annotations
@@ -434,7 +433,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
             )
         self._check_columns(dataset)
         if self.shuffle_files:
-            dataset = dataset.shuffle(seed=42)  # datatrove's
+            dataset = dataset.shuffle(seed=42)
         inputs = DatasetInputs(self.data_folder, dataset, names, token, commit)
         if not inputs.urls:
             raise InputError(
@@ -497,7 +496,6 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         return str(info.sha)
 
     def _repository(self) -> str | None:
-        """Returns the dataset's name on the hub; None if the dataset is elsewhere."""
         name = str(self.dataset).removeprefix("hf://datasets/")
         is_local = name == self.dataset and Path(name).exists()
         # The name of a format, such as "json", needs one of these options.

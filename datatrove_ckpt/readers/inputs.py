@@ -14,8 +14,7 @@ thread. A state has the number of its reader, in the order of starting. An attri
 would not do, because a step may run several ranks.
 
 The part of a rank's input before a document is measured for percentages and the remaining time. The
-unit is stored bytes, because a listing has them; each format converts its positions to bytes. No
-file is opened, and documents cost nothing.
+unit is stored bytes, because a listing has them; each format converts its positions to bytes.
 """
 
 from __future__ import annotations
@@ -256,7 +255,6 @@ class ReaderStart:
         finished_digest: digest of this reader's input, if it finished before the save; else None.
         skipped: lines skipped so far by this reader and earlier readers.
         skipped_in: files with skipped lines, and whether a line was damaged.
-        record: makes the record of the reader's input, once it has finished.
     """
 
     number: int = 0
@@ -459,7 +457,6 @@ def _explain_folder(subject: str, error: BaseException) -> str:
 
 
 _SAMPLE = 2**16
-# Names of file systems for a value that changes with a file's content.
 _TAGS = (
     "ETag",
     "etag",
@@ -558,7 +555,7 @@ class InputFiles:
         info = self.info(index)
         if not self.folder.is_local():
             return next((str(info[tag]) for tag in _TAGS if info.get(tag)), "")
-        with suppress(FileNotFoundError):  # removed since it was read
+        with suppress(FileNotFoundError):
             return self.fingerprint(index)
         return ""
 
@@ -852,7 +849,6 @@ class FileProgress:
     """Converts positions in one file of an input to bytes.
 
     Attributes:
-        before: bytes of the files before this file.
         per: bytes for each unit of a position's first number; None: unknown.
         starts: share of the file before each group, from 0 to 1, with a last 1, if positions are
             group and row.
@@ -886,7 +882,6 @@ class InputProgress:
     """The size of the input of one reader in one rank, and the progress in it.
 
     Args:
-        limit: the reader's limit; -1: none.
         is_near: whether a size costs no request.
     """
 

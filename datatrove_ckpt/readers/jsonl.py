@@ -168,11 +168,7 @@ def _read_exactly(file: IO[bytes], count: int, name: str) -> bytes:
 
 
 def _read_parts(file: IO[bytes], name: str) -> Iterator[bytes]:
-    """Yields the content from the file's offset on, in parts that end with a line, or the file.
-
-    Raises:
-        InputError: a line is too long.
-    """
+    """Yields the content from the file's offset on, in parts that end with a line, or the file."""
     while part := file.read(PART_BYTES):
         if not part.endswith(b"\n"):
             line_end = read_line(file)

@@ -22,10 +22,8 @@ columns of the first file, and convert other files:
 A chunk is first written with the schema of the chunk before. If its own schema proves different,
 the chunk is written again.
 
-Rows must fit, unchanged, a schema that the writer was given. Arrow makes 1 of 1.5, drops
-microseconds, the time of day and time zones, and omits keys of a dict that its struct lacks. A
-value is accepted if Arrow returns an equal value (2.0 as an integer, midnight as a date), or a
-shorter float.
+Rows must fit, unchanged, a schema that the writer was given. A value is accepted if Arrow returns
+an equal value (2.0 as an integer, midnight as a date), or a shorter float.
 """
 
 from __future__ import annotations
@@ -282,7 +280,6 @@ class ChunkWriter:
         schema: Schema | None = None,
         show: Callable[[list[Row]], object] | None = None,
     ) -> DiskWriter:
-        """Returns a fresh copy of the user's writer, which writes to the staging folder."""
         # A deep copy: writers have counters, batches and open files. The user's writer has no open
         # files.
         original = self._writer.output_mg
@@ -552,7 +549,6 @@ class RankColumns:
         self._warned: set[str] = set()
 
     def start(self, chunk_index: int, schema: Schema) -> None:
-        """Sets the schema of the first file that earlier attempts committed."""
         self._first = [(chunk_index, schema)]
         self.types = raw_types(schema)
 
@@ -587,7 +583,7 @@ def check_rows(rows: list[Row], schema: Schema) -> None:
             raise TypeConflict(field.name, f"{field.type} not null", "without a value")
         try:
             lost = altered_values(field.type, values, loosely=True)
-        except (ValueError, TypeError, OverflowError) as error:  # includes Arrow's own errors
+        except (ValueError, TypeError, OverflowError) as error:
             problem = f"{_name(values[0], field.name)} ({safe_text(error)})"
             raise TypeConflict(field.name, field.type, problem) from error
         if lost:

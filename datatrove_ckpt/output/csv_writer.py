@@ -55,7 +55,6 @@ class CsvWriter(DiskWriter):  # type: ignore[misc]  # datatrove has no types
 
 
 def line(values: Sequence[object]) -> str:
-    """Returns a line of a CSV file."""
     text = io.StringIO()
     # Until Python 3.13, a line break puts a cell in quotes only if it is in the line's end.
     csv.writer(text, lineterminator="\r\n").writerow(map(cell, values))

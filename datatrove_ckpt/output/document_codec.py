@@ -93,7 +93,6 @@ class Result(InferenceResult):  # type: ignore[misc]  # datatrove has no types
     These are not written: the id differs in each run.
 
     Attributes:
-        reasons, faults: finish_reasons and faults of the answer.
         is_invalid: set by a rollout whose answer does not have the requested form.
     """
 
@@ -332,7 +331,7 @@ def decode_json(data: bytes) -> Document:
     """Decodes a document like ``decode_plain``, with JSON forms of the types that orjson lacks."""
     document = _plain(data, _JSON_READERS)
     for media in document.media or ():
-        if media["media_bytes"] is not None:  # the writer encodes them
+        if media["media_bytes"] is not None:
             media["media_bytes"] = base64.b64decode(media["media_bytes"])
     return document
 
@@ -646,7 +645,7 @@ def for_orjson(value: object) -> object:
         return base64.b64encode(value).decode()
     if isinstance(value, datetime.timedelta):
         return value.total_seconds()
-    if isinstance(value, datetime.datetime):  # perhaps pandas' own
+    if isinstance(value, datetime.datetime):
         return value.isoformat()
     if type(value) is int:
         return orjson.Fragment(str(value))
@@ -692,7 +691,7 @@ def number_column(
     """
     names = [*row]
     item_names = names
-    results = row.get(key)  # an array, perhaps
+    results = row.get(key)
     # The first row has the whole results, in CSV as text, as the last of the document's own.
     if results is not None and not (isinstance(results, str) and not results):
         item_names = names[names.index(key) + 1 :]
@@ -829,7 +828,6 @@ class _ValueDescription:
         if torch is not None and isinstance(value, torch.Tensor):
             data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
             return f"{value.dtype} {tuple(value.shape)} {self._hash(data)}"
-        # Datasets' video and audio decoders.
         if isinstance(encoded := getattr(value, "_hf_encoded", None), dict):
             if encoded.get("bytes") is not None:
                 return self._hash(encoded["bytes"])

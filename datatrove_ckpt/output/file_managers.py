@@ -97,7 +97,7 @@ class OutputStream:
     def write(self, data: Any) -> None:
         self._stream.write(data)
 
-    def __getattr__(self, name: str) -> Any:  # all other methods of a file
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def count_row(self) -> None:

@@ -153,7 +153,7 @@ class Csv(Format):
     suffix = ".csv"
     compressions = ()
     loader = "csv"
-    load_options = ", converters=dict.fromkeys(range(9999), str), na_filter=False"  # all texts
+    load_options = ", converters=dict.fromkeys(range(9999), str), na_filter=False"
 
     def settings(self, has_columns: bool) -> JsonObject:
         return {"expand_metadata": True}

@@ -150,7 +150,7 @@ class HubFile:
     def holds(self, size: int, digest: str) -> bool:
         """Whether the file has this size and ``OutputFile.hub_hash``, as far as the hub shows."""
         listed_hash = None
-        if len(digest) == 64:  # SHA-256
+        if len(digest) == 64:
             listed_hash = self.oid
         elif self.oid is None:
             listed_hash = self.blob
@@ -407,7 +407,7 @@ def get(url: str) -> Any:
 
 def _hub_file(entry: Any) -> HubFile:
     size = int(entry.size)
-    if not hasattr(entry, "blob_id"):  # in a bucket
+    if not hasattr(entry, "blob_id"):
         return HubFile(size, stamp=stamp_of(getattr(entry, "xet_hash", None) or ""))
     if entry.lfs is None:
         return HubFile(size, blob=entry.blob_id)

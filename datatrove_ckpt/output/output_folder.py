@@ -11,18 +11,13 @@ Names, sizes and stamps (time of change and inode, or ETag) are compared with th
 and on the hub the hashes of its listings. Only files whose stamp differs from their commit are
 read.
 
-One listing finds the files of a template, and their sizes. Locally, only folders are read in which
-a file of the template may be.
-
 The record of the owner, one run for each ``output_filename``, is made before the first request, so
 that only one of several runs succeeds: by a link on a disk, a conditional PUT on S3 and Google
-Cloud Storage, a commit with its parent on the hub. On other stores and in buckets of the hub, the
-record is written, and read again a second later and at the first publication: until then, two runs
-that start within that second may both continue.
+Cloud Storage, a commit with its parent on the hub.
 
 The record is not in the folder, because datatrove's readers read every file there as data. There is
 nothing beside the root of a bucket or repository: there the record is a hidden file in the root,
-which other readers skip. If it cannot be written, only ``OutputTarget.publish`` separates two runs.
+which other readers skip.
 
 A record of another run refuses this run until a person removes the record, except for a removed run
 whose checkpoints were where this run has its checkpoints.
@@ -156,9 +151,8 @@ class RunOrigin(NamedTuple):
         return owner.host == socket.gethostname() or is_unused()
 
     def record(self, owner: OutputOwner) -> OutputOwner:
-        """Records the run in ``home``, unless another rank has, and returns the record."""
         if self.file.exists() and self.recorded is None:
-            files.disk.remove(self.file)  # it is damaged
+            files.disk.remove(self.file)
         if not self.file.exists():
             files.keep_first(self.file, orjson.dumps(owner._asdict()), files.PRIVATE_FILE)
         return self.recorded or owner
@@ -416,7 +410,6 @@ class OutputListing:
         altered: committed files whose content differs from their commit.
         by_rank: files that the template may have named, and no commit names, each with the folder
             of its retry or "".
-        hub_files: the hub's entries; empty elsewhere.
     """
 
     sizes: dict[str, int | None] = field(default_factory=dict)
@@ -474,7 +467,7 @@ def list_output(
     base, start = posixpath.split(head)
     if base:
         head = start if plain(base) == "." else f"{plain(base)}/{start}"
-    if writer.max_file_size > 0:  # a number stands before each name
+    if writer.max_file_size > 0:
         head = posixpath.join(posixpath.dirname(head), "")
     try:
         return list_files(writer.output_folder, committed, head, everywhere, with_others, STAGING)
@@ -550,7 +543,6 @@ def list_files(
         with file_system_call():
             folder.invalidate_cache()
             remote = _find(folder, head)
-            # Files of an earlier template.
             if any(name not in remote and not name.startswith(head) for name in committed):
                 remote |= _find(folder, "")
         for name, info in remote.items():
@@ -674,9 +666,6 @@ STRAY_ADVICE = (
 class CommittedFile(OutputFile):
     """A file of a commit, with its plain path. It has no hash, because a job may have millions of
     files.
-
-    Attributes:
-        root: folder of the retry that wrote the file, or "".
     """
 
     root: str = ""

@@ -252,7 +252,7 @@ class RemoteTarget(OutputTarget):
         self.upload(staged, name)
 
     def upload(self, local: Path, name: str, is_new: bool = False, **options: object) -> bool:
-        """Uploads a file. Returns False if the file must be new, and its name exists.
+        """Returns False if the file must be new, and its name exists.
 
         Raises:
             OutputFailed: the file could not be uploaded, or the remote file has another size.
@@ -340,7 +340,7 @@ class S3Target(RemoteTarget):
             )
             page = self._retry("the open uploads could not be listed", find)
             for upload in page.get("Uploads", []):
-                if upload["Key"] == key:  # not a longer name
+                if upload["Key"] == key:
                     self._abort(name, upload["UploadId"])
 
     def _abort(self, name: str, upload: str) -> None:
@@ -434,8 +434,6 @@ class UploadedFile:
 
 
 class HubTarget(_TargetOnHub):
-    """A repository on the hub. A dedicated thread commits the uploaded files."""
-
     def __init__(
         self,
         folder: DataFolder,
@@ -498,7 +496,7 @@ class HubTarget(_TargetOnHub):
         ]
 
     def _preupload(self, chunk_index: int, paths: Mapping[str, Path]) -> list[UploadedFile]:
-        """Uploads the staged files, except content that the hub has. Raises OSError.
+        """Uploads the staged files, except content that the hub has.
 
         The staged files must stay until they are committed. Small text files are sent inside the
         commit, outside LFS.
@@ -568,7 +566,7 @@ class HubTarget(_TargetOnHub):
             self._change.notify_all()
 
     def stop(self) -> None:
-        """Ends the waits. A running commit may still succeed; the next attempt finds it."""
+        """A running commit may still succeed; the next attempt finds it."""
         with self._change:
             self._change.notify_all()
 
@@ -586,7 +584,6 @@ class HubTarget(_TargetOnHub):
             waiting.failed(error)
 
     def _next_batch(self) -> list[UploadedFile]:
-        """Waits until a commit is due. Returns its files, or none once the rank stops."""
         with self._change:
             while not self._calls.stopped:
                 due = None
@@ -666,11 +663,6 @@ class HubTarget(_TargetOnHub):
 
         Another job's files may have appeared: only content that this rank may have published is
         replaced.
-
-        Raises:
-            OutputMismatch: a file has other content. Nothing was overwritten.
-            OSError: the hub refused, for example because ``head`` is not the newest commit, or did
-                not respond.
         """
         look_up = partial(self._hub.look_up, [file.name for file in added], head)
         existing = self._calls.run(look_up, _ANSWER_SECONDS)

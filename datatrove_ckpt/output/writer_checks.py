@@ -162,7 +162,7 @@ def _reads(reader: BaseDiskReader, writer: DiskWriter) -> bool:
     if not pattern:
         return True
     if not has_magic(pattern):
-        pattern = f"*{pattern}"  # as datatrove does
+        pattern = f"*{pattern}"
     numbered = posixpath.join(posixpath.dirname(name), f"000_{posixpath.basename(name)}")
     return any(re.match(glob_translate(pattern), candidate) for candidate in (name, numbered))
 

@@ -81,10 +81,7 @@ class ShownDocument(NamedTuple):
 
 
 def read_documents(location: RunLocation) -> "Iterator[ShownDocument]":
-    """Reads the documents of the output files.
-
-    Raises as ``committed_files``, and OutputFailed if a file cannot be read.
-    """
+    """Raises as ``committed_files``, and OutputFailed if a file cannot be read."""
     for folder, file, run in committed_files(location):
         answer_of = _item if run.get("explode") else _answer
         for row in read_rows(folder, file.path):
@@ -114,7 +111,7 @@ def committed_files(location: RunLocation) -> Iterator[Committed]:
         CheckpointError: the commits of a rank cannot be read.
     """
     kept = queries.kept_rows(location.folder / "output")
-    if kept is not None:  # a query
+    if kept is not None:
         for path in kept.paths:
             yield get_datafolder(str(kept.folder)), OutputFile(Path(path).name, 0, ""), {}
         return
@@ -197,7 +194,7 @@ def select_committed(location: RunLocation, copy: Path) -> str:
 
 
 def read_rows(folder: DataFolder, path: str, with_media: bool = False) -> Iterator[Json]:
-    """Yields the rows of an output file. Raises OutputFailed if the file cannot be read."""
+    """Raises OutputFailed if the file cannot be read."""
     full_path = folder.resolve_paths(path)
     file_format = format_of_file(path)
     if file_format is None:
@@ -216,7 +213,6 @@ def read_rows(folder: DataFolder, path: str, with_media: bool = False) -> Iterat
 
 
 def _item(row: Json, run: Json) -> str:
-    """Returns the item of a row from a run with ``explode``: the item's columns, or its text."""
     fields = row.get("metadata")
     if not isinstance(fields, dict):
         fields = row
@@ -227,9 +223,7 @@ def _item(row: Json, run: Json) -> str:
         return _answer(row, run)
     names = [*fields]
     item = {
-        name: fields[name]
-        for name in names[names.index(counter) + 1 :]
-        if fields[name] is not None  # in a table, a column of other items
+        name: fields[name] for name in names[names.index(counter) + 1 :] if fields[name] is not None
     }
     if [*item] == [column]:
         return _text(item[column])
@@ -237,7 +231,6 @@ def _item(row: Json, run: Json) -> str:
 
 
 def _answer(row: Json, run: Json) -> str:
-    """Returns the results as text; the whole row if it has none."""
     column = "answer" if run.get("rollout_results") is False else "metadata_key"
     key = str(run.get(column))
     metadata = row.get("metadata")
@@ -343,10 +336,6 @@ def _columns_of_rows(location: RunLocation) -> Iterator[tuple[str, DataType]]:
 
 
 def _united(columns: Iterable[tuple[str, DataType]]) -> Schema:
-    """Returns columns that hold the values of all rows, or of all tables, unchanged.
-
-    Raises OutputFailed if there are no such columns.
-    """
     types = dict[str, DataType]()
     try:
         for name, kind in columns:
@@ -378,7 +367,7 @@ def export(location: RunLocation, target: str) -> tuple[int, VerifyReport]:
         report = _refuse_changes(location)
         with _named(target):
             whole = dataset(location)
-            whole.push_to_hub(target.removeprefix(_HUB), private=True)  # unless it is there
+            whole.push_to_hub(target.removeprefix(_HUB), private=True)
         return len(whole), report
     path = Path(target)
     writers = {".csv": _write_csv, ".jsonl": _write_lines, ".parquet": _write_parquet}

@@ -243,7 +243,7 @@ def check_inputs_unchanged(plan: RunPlan) -> None:
                 try:
                     if is_retry and not list_input(reader).names:
                         continue
-                except (FileNotFoundError, InputError):  # such as a repository on the hub
+                except (FileNotFoundError, InputError):
                     continue
                 read = {rank: record.readers[number] for rank, record in records.items()}
                 _check_reader(plan.tasks, reader, read, resuming, plan.listed.get(reader, ()))
@@ -296,10 +296,10 @@ def _check_reader(
         "path_columns": False,
         "delimiter": ",",
         "encoding": None,
-    }  # a record has what is set
+    }
     options_now = without | options_of(reader)
     options = dict[str, str]()
-    ranks = []  # with a difference
+    ranks = []
     for rank, record in records.items():
         read = {file.name for file in record.files}
         if isinstance(reader, SeekingReader):

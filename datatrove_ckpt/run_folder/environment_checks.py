@@ -126,7 +126,6 @@ class FilesystemTraits(NamedTuple):
     Attributes:
         lasts: files survive a restart of this machine.
         shared: other machines see the same files.
-        concern: a warning in a sentence.
         unsupported: a checkpoint cannot be kept on it.
     """
 
@@ -259,7 +258,7 @@ def probe_object(folder: DataFolder) -> Finding:
 
 
 def _upload(folder: DataFolder, name: str) -> DataFolder:
-    """Uploads into the folder, or the nearest folder above it that exists. Returns that folder."""
+    """Uploads into the folder, or the nearest folder above it that exists."""
     try:
         folder.pipe_file(name, _CONTENT)
         return folder

@@ -11,8 +11,6 @@ _STANDARD_ERRORS = 3.0
 
 @dataclass(frozen=True)
 class Estimate:
-    """A sum over the whole input, with its likely range."""
-
     value: float
     low: float
     high: float

@@ -50,7 +50,6 @@ class Query:
     """A SELECT.
 
     Attributes:
-        label: names it in messages.
         tables: the names that it reads, without those that it defines.
         reads_files: whether it reads files, which may change.
         is_ordered: its rows have an order of their own.
@@ -69,7 +68,6 @@ class KeptRows:
 
     Attributes:
         made_from: the query, and the digests of the steps that it read.
-        digest: hash of the rows.
     """
 
     folder: Path
@@ -149,7 +147,7 @@ def _nodes(value: object) -> Iterator[Any]:
 
 
 def columns_of(query: Query, tables: Tables) -> dict[str, Any]:
-    """Binds a query. Returns Arrow's types of its columns by name."""
+    """Returns Arrow's types of a query's columns by name."""
     with _connected(query, tables) as connection:
         schema = connection.sql(query.sql).limit(0).to_arrow_table().schema
         return dict(zip(schema.names, schema.types, strict=True))
@@ -178,7 +176,7 @@ def kept_rows(folder: Path) -> KeptRows | None:
     kept = KeptRows(folder, **orjson.loads(record.read_bytes()))
     rows = sum(pq.read_metadata(path).num_rows for path in kept.paths)
     if rows != kept.rows or not kept.paths:
-        return None  # a file was removed
+        return None
     return kept
 
 
@@ -189,7 +187,7 @@ def is_damaged(kept: KeptRows) -> bool:
             with pq.ParquetFile(path, page_checksum_verification=True) as file:
                 for _ in file.iter_batches():
                     pass
-    except (OSError, ValueError):  # pyarrow's own are ValueErrors
+    except (OSError, ValueError):
         return True
     return False
 
@@ -265,7 +263,6 @@ def _write(groups: Any, folder: Path) -> tuple[str, int]:
 def _connected(
     query: Query, tables: Tables | None = None, spill: str = ""
 ) -> "Iterator[duckdb.DuckDBPyConnection]":
-    """Yields a connection with the tables as views. Its errors become ConfigError."""
     tables = tables or {}
     label = query.label
     try:
@@ -286,7 +283,7 @@ def _connected(
     try:
         with duckdb.connect(config=settings) as connection:
             for protocol in set(re.findall(r"\b([a-z][a-z0-9]*)://", query.sql)):
-                import fsspec  # slow to import
+                import fsspec
 
                 connection.register_filesystem(fsspec.filesystem(protocol))
             for name, table in tables.items():

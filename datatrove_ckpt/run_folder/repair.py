@@ -69,7 +69,6 @@ class RankRepair:
     Attributes:
         original: the log as it was read; None: it is damaged.
         commits_to_keep: the commits to keep, in the order of the lines.
-        commits: the commits to take back.
         not_redoable: chunks that would not end where the next chunk starts, so they stay.
         dead_letter_ranges: ranges of bytes in the dead letters file without a commit to keep.
     """
@@ -149,11 +148,7 @@ def _gaps(rank: RankSummary, commits: dict[int, Commit]) -> Iterator[tuple[range
 
 
 def _foreign_dead_letters(rank: RankSummary, commits: list[Commit]) -> Iterator[tuple[int, int]]:
-    """Yields the ranges of bytes of dead letters that belong to no commit to keep.
-
-    Raises:
-        CheckpointCorrupt: dead letters of a commit to keep are lost or damaged.
-    """
+    """Yields the ranges of bytes of dead letters that belong to no commit to keep."""
     start = 0
     for commit in commits:
         data = b"".join(rank.dead_letters(start, commit.dead_letters_size))
@@ -227,7 +222,6 @@ class RepairPlan:
 
 
 def make_plan(report: VerifyReport, logging_dir: str | None) -> RepairPlan:
-    """Returns the plan that follows from a report."""
     plan = RepairPlan(logging_dir)
     concerned: dict[tuple[str, int | None], list[Problem]] = defaultdict(list)
     for problem in report.problems:

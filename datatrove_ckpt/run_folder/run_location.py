@@ -41,7 +41,6 @@ class RunLocation:
         folder: the checkpoint folder, or a copy of the mirror.
         given: the user's WHAT and overrides, for commands to type.
         mirror: reads the mirror; None if ``folder`` is no copy.
-        tasks: the number of tasks, from a YAML file; else 0.
         logging_dir: the executor's, from a YAML file or a run folder.
         output: the output folder, likewise.
         named_output: the output folder that the user names, wherever the other folders are.
@@ -63,7 +62,6 @@ class RunLocation:
         return self.mirror is not None
 
     def refresh(self) -> None:
-        """Updates a mirror's copy."""
         if self.mirror is not None:
             self.mirror.refresh()
 
@@ -127,7 +125,7 @@ def open_location(
                 f"version in it, and none in {below}. Give the URL that checkpoints_remote_dir "
                 "names, or a run_folder."
             )
-        if mirror != url:  # WHAT is a run folder
+        if mirror != url:
             location.output = f"{root}/output"
             location.logging_dir = f"{root}/logs"
         yield location
@@ -145,7 +143,7 @@ def _named(argument: str) -> tuple[RunLocation, str | None]:
     logs = root / "logs"
     with suppress(PermissionError):  # the command reports it later
         has_ranks = root.is_dir() and layout.rank_numbers(root)
-        if checkpoints.is_dir() and not has_ranks:  # a run folder
+        if checkpoints.is_dir() and not has_ranks:
             location.what = str(checkpoints)
             location.folder = checkpoints
             if output.is_dir():

@@ -99,11 +99,9 @@ class RunPlan:
 
     Attributes:
         local_ranks: the ranks of this executor. Executors on other machines run the other ranks.
-        is_local: the tasks run on this machine.
         as_jobs: the tasks run on disks that no other machine can read.
         submits: ``run`` only submits the tasks, unless it runs in an element of an array.
         workers: the executor's number of workers; -1: one for each task.
-        depends: the job that must run before this job.
         waits: another job has yet to create the input.
         listed: the names of the input files before the run, by their reader.
         for_doctor: the checks change nothing, and also read and try what a run would find out.
@@ -187,7 +185,6 @@ class RunPlan:
 
     @property
     def pulls(self) -> bool:
-        """Whether the executor submits workers, which take tasks by themselves."""
         return bool(getattr(self._executor, "pulls", False))
 
     @contextmanager
@@ -229,7 +226,6 @@ class RunPlan:
         return result
 
     def limit_reached(self) -> LimitReached | None:
-        """Returns the limit that keeps incomplete ranks from running."""
         if self.incomplete(skip_completed=True):
             return limit_reached(self._executor.pipeline)
         return None
@@ -315,11 +311,7 @@ def _check_order(pipeline: Sequence[object]) -> None:
 
 
 def lost_with_disk(plan: "RunPlan", is_kept: Callable[[str], bool]) -> list[str]:
-    """Returns the settings with a path on a disk that is lost with its machine.
-
-    Args:
-        is_kept: whether a folder outlives the machine.
-    """
+    """Returns the settings with a path on a disk that is lost with its machine."""
     folders: list[tuple[str, object]] = [(setting_name("logging_dir"), plan.logging_dir)]
     for index, step in enumerate(plan.pipeline):
         name = setting_of("data_folder", f"pipeline[{index}]")

@@ -248,7 +248,6 @@ class RunState:
 
     @property
     def causes(self) -> Counter[str]:
-        """Returns the known causes of remaining dead letters."""
         candidates = (self.totals.dead_letters, self.retried.dead_letters)
         return next(
             (causes for causes in candidates if 0 < causes.total() <= self.delivered.dead),
@@ -257,7 +256,6 @@ class RunState:
 
     @property
     def troubled(self) -> list[RankStatus]:
-        """Ranks with trouble, the most urgent first."""
         return [
             rank
             for trouble in get_args(Trouble)
@@ -559,7 +557,7 @@ def _stuck(recent: History, last: ProgressRecord, now: float) -> str:
     event = next(reversed(recent.servers), None)
     if event is not None and event.what in words:
         server = "its server"
-        if " " in event.name:  # of one of several models
+        if " " in event.name:
             server = f"{server} {event.name}"
         text = f"{nothing}: {server} {words[event.what]} {duration(now - event.at)} ago"
         if event.why:

@@ -119,7 +119,6 @@ def take_sample(plan: RunPlan, number: int, folder: Path, writes_rows: bool = Fa
 
 
 def _folder_beside(root: Path | None) -> Path | None:
-    """Makes a sample's folder; None where the run's checkpoints are on another machine."""
     if root is None:
         return None
     with suppress(StorageFailed):
@@ -133,7 +132,6 @@ def _folder_beside(root: Path | None) -> Path | None:
 
 
 def _first_documents(runner: RunnerPlan, number: int) -> tuple[int, dict[int, list[Document]]]:
-    """Returns how many tasks have input, and the first documents of some of them."""
     tasks = runner.plan.tasks
     first = _read(runner, 0)
     by_rank = {0: list(islice(first, 1))}
@@ -158,11 +156,6 @@ def _read(runner: RunnerPlan, rank: int) -> Iterator[Document]:
 
 
 def _measured(tasks: list[list[Document]], number: int) -> tuple[list[float], float | None]:
-    """Returns the size of each document, and of the whole input.
-
-    Args:
-        number: the number of tasks that have input.
-    """
     sizes: list[float] = []
     total = 0.0
     units = set[str | None]()
@@ -236,7 +229,7 @@ def costs(
     total: float,
 ) -> Iterator[tuple[str, str]]:
     """Yields "cost" and the cost of a whole input, then a name and the cost for each tier; nothing
-    without prices. See ``estimate``.
+    without prices.
     """
     models = step.models
     if not any(config.prices_at("") for config in models.values()):

@@ -22,7 +22,6 @@ def status_lines(state: RunState) -> Iterator[tuple[str, str]]:
 
 
 def _all_lines(state: RunState) -> Iterator[tuple[str, str]]:
-    """Yields the topics in their order; a text is empty if nothing is to be shown."""
     totals = state.together
     done = totals.done
     yield "documents", _documents(state, totals)
@@ -62,7 +61,7 @@ def _all_lines(state: RunState) -> Iterator[tuple[str, str]]:
 
 
 def _of_attempts(state: RunState, totals: Totals) -> Iterator[tuple[str, str]]:
-    """Yields what attempts did. Numbers with a line of their own come behind the others."""
+    """Numbers with a line of their own come behind the others."""
     work = totals.work
     lines = {topic: ", ".join(texts) for topic, texts in totals.lines().items()}
     yield "rate", _rate(totals)
@@ -91,7 +90,6 @@ def _of_attempts(state: RunState, totals: Totals) -> Iterator[tuple[str, str]]:
 
 
 def open_batches(state: RunState) -> Iterator[tuple[RankStatus, Batch]]:
-    """Yields the batches at a provider, with their tasks."""
     for rank in state.all_ranks:
         if (rank.folder / BATCHES).exists():
             for batch in read_batches(rank.folder)[0].values():
@@ -274,7 +272,6 @@ def _named_counts(numbers: Mapping[str, int]) -> str:
 
 
 def _whole_cost(state: RunState) -> str:
-    """Estimates the cost of the whole input from those of the tasks."""
     totals = state.totals
     position = totals.position
     ranks = [rank for rank in state.ranks if rank.position.done]

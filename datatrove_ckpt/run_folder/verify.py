@@ -140,7 +140,6 @@ class VerifyReport:
 
     @property
     def goal(self) -> errors.LimitReached | None:
-        """The limit ``until``, if the run has reached it."""
         until = run_limits.recorded_limits(self.checkpoints).until
         return run_limits.Limits(until).reached(run_limits.RunTotals(self.sums.counts.written))
 
@@ -231,7 +230,7 @@ def find_output(location: RunLocation) -> str:
             )
         return recorded
     for rank in read_ranks(checkpoints, Include.SETTINGS):
-        if rank.damage is not None:  # of a newer version, perhaps
+        if rank.damage is not None:
             raise rank.damage
     raise errors.ConfigError(
         f"{argument}: no run.json names the output folder. Name it with --output."
@@ -328,7 +327,7 @@ def _check_recorded(report: VerifyReport) -> Iterator[Problem]:
 
 
 def _check_settings(report: VerifyReport) -> Iterator[Problem]:
-    """Compares ranks with the job, or with the first rank. A retry has settings of its own."""
+    """A retry has settings of its own."""
     ranks = {rank.number: rank for rank in report.ranks if not rank.root and rank.settings}
     usual = next((rank.settings for rank in ranks.values()), {})
     if report.job:
@@ -544,7 +543,6 @@ def _wrong(report: VerifyReport, file: OutputFile, listing: OutputListing) -> tu
 
 
 def _check_uncommitted(report: VerifyReport, paths: Iterable[str]) -> Iterator[Problem]:
-    """Separates files that a run will still commit from foreign files."""
     patterns = [output_pattern(template) for template in report.templates if template]
     if not patterns:
         return  # no run.json can be read

@@ -43,7 +43,7 @@ _PROGRESS_LINES = 30_000
 
 More of them would cost seconds, and no screen could show them.
 """
-_LEAST_LINES = 30  # of one rank
+_LEAST_LINES = 30
 _MAX_LINES = 400
 _MAX_ATTEMPTS = 30
 _TONES = {"finished": "good", "running": "good", "damaged": "critical", "failed": "critical"}
@@ -72,7 +72,6 @@ def report_page(run: RunState) -> str:
 
 
 def steps_page(folder: str, runs: Mapping[str, RunState]) -> str:
-    """Returns the page of the steps in a folder that are runs."""
     sections: list[Markup] = []
     sums = []
     for step, run in runs.items():
@@ -104,13 +103,13 @@ def _history(path: Path, max_lines: int) -> History:
     return History()
 
 
-_MAX_INTERVALS = 160  # so many a screen can show
+_MAX_INTERVALS = 160
 _MAX_KINDS = 20
 Values = npt.NDArray[np.float64]
 
 
 def _charts(ranks: Iterable[Sequence[ProgressRecord]]) -> Iterator[Markup]:
-    """Yields charts of what all ranks did. Between two lines of a history a sum grows evenly."""
+    """Between two lines of a history a sum grows evenly."""
     begun = [minutes for minutes in ranks if minutes]
     if not begun:
         return
@@ -172,9 +171,7 @@ def _held(ranks: Iterable[Sequence[ProgressRecord]], edges: Values, name: str) -
 
 
 def _share(part: Values, whole: Values) -> Values:
-    """Returns per cent; 0 where there is nothing. Numbers that are not of one moment may give
-    more than 100.
-    """
+    """Numbers that are not of one moment may give more than 100."""
     shares = np.divide(100 * part, whole, out=np.zeros(len(whole)), where=whole > 0)
     return np.minimum(shares, 100.0)
 
@@ -242,12 +239,7 @@ _SHARES = (0.5, 0.9, 0.99, 1.0)
 
 
 def _spreads(spreads: Sequence[RequestHistograms], requests: int) -> Markup:
-    """Returns latency and tokens of all requests that servers answered, from the histograms of each
-    attempt.
-
-    ``requests``: requests of all documents. Histograms lack the last minutes before a
-    kill.
-    """
+    """Histograms lack the last minutes before a kill."""
     kinds = {
         "latency, ms": "milliseconds",
         "prompt tokens": "prompt_tokens",
@@ -423,8 +415,8 @@ class Markup(str):
 
 
 def element(tag: str, /, *children: str, **attributes: str | float | None) -> Markup:
-    """Returns an element. In names of attributes an underscore stands for a hyphen, and a last
-    underscore is left out. None leaves the attribute out.
+    """In names of attributes an underscore stands for a hyphen, and a last underscore is left out.
+    None leaves the attribute out.
 
     ``Markup`` among the children is taken as it is; any other text is escaped.
     """

@@ -44,7 +44,6 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def run_job(config: Node, executor: PipelineExecutor, arguments: argparse.Namespace) -> int:
-    """Runs an executor, or does what else the flags say."""
     if arguments.worker:
         for name in ("retry_dead_letters", "fail_on_dead_letters"):
             if getattr(arguments, name):
@@ -129,7 +128,6 @@ def execute(executor: PipelineExecutor, config: Node, arguments: argparse.Namesp
 
 
 def _check_tasks(plan: RunPlan) -> None:
-    """Compares the number of tasks with the run's."""
     for runner, root in plan.with_checkpoints:
         if root.is_dir() and rank_numbers(root):
             refuse_other_tasks(root, runner.identity)

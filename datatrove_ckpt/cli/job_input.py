@@ -80,7 +80,7 @@ class JobInput:
         self._folder, self._pattern = _split(source)
 
     def reader(self) -> JsonObject:
-        """Returns the reader. Lists the input only if its name does not show its format.
+        """Lists the input only if its name does not show its format.
 
         Raises:
             ConfigError: there is no such input, or it needs no reader or several.
@@ -134,7 +134,6 @@ class JobInput:
         return node(kinds[suffixes[0]], data_folder=folder, glob_pattern=pattern or "**/*")
 
     def _problem(self, names: list[str], kinds: dict[str, str]) -> str:
-        """Returns why no reader can read all files; "" if a reader can."""
         suffixes = list(kinds)
         if Path(self._source, "dataset_dict.json").is_file():
             return f"several splits, such as {Path(self._source, 'train')}"
@@ -178,7 +177,7 @@ class JobInput:
     def first_document(self, reader: JsonObject, of_folder: bool = False) -> Document | None:
         """Returns the first document, which may have no text; None if it cannot be read."""
         path = Path(self._source)
-        if path.parent.name == layout.KEPT_INPUT and self._pattern:  # of a query
+        if path.parent.name == layout.KEPT_INPUT and self._pattern:
             path = next(iter(sorted(path.parent.glob(path.name))), path)
         is_file = path.is_file()
         if (is_file or of_folder) and not self.inspect_only:
@@ -206,7 +205,7 @@ class JobInput:
     def count_tasks(self, reader: JsonObject, is_elsewhere: bool) -> int:
         if self.inspect_only:
             return 1
-        if "glob_pattern" not in reader["init_args"]:  # a dataset
+        if "glob_pattern" not in reader["init_args"]:
             return _MOST_TASKS if is_elsewhere else 1
         try:
             names = self._list(reader["init_args"]["glob_pattern"])
@@ -274,7 +273,6 @@ class SavedInput:
     """The input that a run folder keeps.
 
     Attributes:
-        folder: the folder with the rows, below the run folder.
         has_begun: whether checkpoints or their mirror show that the run has begun.
     """
 

@@ -81,10 +81,9 @@ class ShortJob:
 
     @property
     def root(self) -> Path:
-        """If it is a URL, only its name means anything."""
+        """Of a URL, only the name means anything."""
         return Path(self.run_folder).expanduser()
 
     @property
     def below(self) -> str:
-        """The run folder, for names below it."""
         return self.run_folder.rstrip("/") if self.is_remote else str(self.root)

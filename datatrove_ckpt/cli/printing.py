@@ -100,7 +100,7 @@ def fail(error: BaseException, code: int) -> int:
     if not isinstance(error, errors.CkptError):
         text = hub_refusal(error) or text
     notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
-    if not isinstance(error, errors.LimitReached | errors.WaitsForBatches):  # all is well
+    if not isinstance(error, errors.LimitReached | errors.WaitsForBatches):
         text = f"error: {text}"
     note("\n".join([text, *notes]))
     return code

@@ -261,7 +261,7 @@ def _place(name: str, value: object, by_class: dict[str, Node]) -> None:
     """Puts a setting into the arguments of its class. A mapping joins the form's own mapping.
 
     Args:
-        The rollout's come last.
+        by_class: the arguments of the job's classes, the rollout's last.
 
     Raises:
         ConfigError: no class of the job has the setting, and it has a value.
@@ -282,9 +282,6 @@ def _place(name: str, value: object, by_class: dict[str, Node]) -> None:
 
 
 def _as_batch(job: ShortJob, job_input: JobInput, reader: Node, short: Node) -> ShortJob:
-    """Returns the job, with the task, model and reader of a batch file if the input is a batch
-    file.
-    """
     is_told = job.task == "batch"
     if not is_told and (job.prompt or job.rollout or job.task or short.get("prompt_column")):
         return job

@@ -31,7 +31,6 @@ def root_of_steps(arguments: argparse.Namespace) -> Path | None:
 
 
 def status(root: Path, arguments: argparse.Namespace) -> int:
-    """Prints a line for each step, and the sums."""
     steps = step_folders(root)
     stale = dict(outdated(steps))
     totals = RunTotals()
@@ -73,7 +72,6 @@ def status(root: Path, arguments: argparse.Namespace) -> int:
 
 
 def report(root: Path, arguments: argparse.Namespace) -> int:
-    """Writes a page about all steps that are runs."""
     from datatrove_ckpt.run_folder.report.page import steps_page
 
     states = {name: step.state() for name, step in step_folders(root).items()}
@@ -108,7 +106,6 @@ def verify(
 
 
 def show(root: Path, arguments: argparse.Namespace) -> int:
-    """Prints the rows of a query over the steps."""
     from datatrove_ckpt.run_folder.documents import select_rows
 
     steps = step_folders(root)

@@ -354,7 +354,7 @@ class StepsJob:
         paths = self.root.glob(f"{step.name}.[0-9]*")
         moved = [path for path in paths if StepFolder(path).has_begun]
         with written_in(step.label):
-            for folder in sorted(moved, key=_number_of, reverse=True):  # the newest first
+            for folder in sorted(moved, key=_number_of, reverse=True):
                 listed = (folder / "output", folder / "checkpoints")
                 parts = [str(part) for part in listed if part.exists()]
                 more = {**job, "finished_from": [*old, *parts]}
@@ -367,7 +367,7 @@ class StepsJob:
                     warn_once(f"{folder}: its answers are not taken over: {error}")
             config = short_form.expand(job)
             executor = yaml_config.build(config)
-        executor.keeps_servers = True  # for the next step
+        executor.keeps_servers = True
         return config, executor
 
     def redo(self, names: Sequence[str]) -> None:
@@ -576,7 +576,7 @@ def _naming(step: Step) -> Iterator[None]:
 
 
 def run_steps(short: Node, arguments: argparse.Namespace) -> int:
-    """Runs the steps of a file. Returns the exit code of the first that is not finished."""
+    """Returns the exit code of the first step that is not finished."""
     job = StepsJob(short, arguments.config or "the command line")
     if arguments.sample is not None:
         return sample_steps(job, arguments.sample)

@@ -105,7 +105,7 @@ class MlflowRun:
         from mlflow.entities import Metric
 
         if step is None:
-            step = max(0, int(at - self._started))  # a second of the job
+            step = max(0, int(at - self._started))
         self._client.log_batch(
             self._id, [Metric(name, value, int(1000 * at), step) for name, value in values.items()]
         )
@@ -238,7 +238,7 @@ class TrainingTracker(Tracker):
         return job, self._new_points(state.curve), status
 
     def _new_points(self, curve: Sequence[MetricsRow]) -> Iterator[Point]:
-        """Yields the points to send. A step counts as sent when the next point is requested."""
+        """A step counts as sent when the next point is requested."""
         for number, (step, metrics) in enumerate(curve):
             if self._sent[number : number + 1] != [(step, metrics)]:
                 numbers = {key: value for key, value in metrics.items() if value is not None}
@@ -247,7 +247,6 @@ class TrainingTracker(Tracker):
 
 
 def track(arguments: argparse.Namespace) -> int:
-    """Sends the numbers of a job until no more can come."""
     missing = missing_package("mlflow")
     if missing is not None:
         raise ConfigError(f"--mlflow: {missing}")

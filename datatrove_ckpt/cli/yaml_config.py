@@ -311,7 +311,6 @@ def _refuse_variables(built: object, label: str) -> None:
 
 
 def _value(hint: object, value: object, label: str, key: str) -> object:
-    """Returns a value as its annotation requires it: built, imported or converted, and checked."""
     yaml_path = _inside(label, key)
     kinds = alternatives(hint)
     if isinstance(value, dict):
@@ -473,7 +472,6 @@ def set_at_path(job: JsonObject, override: str, short: type | None = None) -> No
 
 
 def _hint_inside(node: object, hint: object, key: str) -> object:
-    """Returns the annotation of a part of a node that has the annotation ``hint``."""
     if isinstance(node, list):
         return item_hint(collection_of(hint), 0)
     cls = dataclass_of(hint)
@@ -495,7 +493,7 @@ def read_argument(text: str, hint: object) -> object:
     no mapping, and ``# {text}`` no comment.
     """
     if hint is Any and len(text) == 1 and not text.isalnum():
-        return text  # such as a delimiter
+        return text
     value = read_value(text)
     outers = {origin(kind) for kind in alternatives(hint)}
     if isinstance(value, dict | list):

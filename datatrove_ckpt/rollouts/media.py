@@ -211,7 +211,7 @@ def _medium(value: object) -> _Medium:
         return _Medium(data=bytes(value))
     if isinstance(value, str):
         return _from_text(value)
-    if hasattr(value, "getbands"):  # a picture of Pillow
+    if hasattr(value, "getbands"):
         return _Medium(data=value)
     if isinstance(value, Media):
         value = {name: getattr(value, name) for name in Media.__slots__}
@@ -297,7 +297,7 @@ async def parts_of(document: Document, settings: MediaSettings) -> AsyncIterator
     await budget.acquire(reserved)
     try:
         parts = await _made_in_thread(media, settings)
-        if files:  # a picture became smaller
+        if files:
             values = [value for part in parts for value in part[part["type"]].values()]
             needed = sum(len(value.data) for value in values if isinstance(value, MediaData))
             budget.release(reserved - needed)
@@ -377,7 +377,7 @@ def _part(medium: _Medium, settings: MediaSettings) -> Payload:
 
 
 def _open_at(medium: _Medium, settings: MediaSettings) -> tuple[AbstractFileSystem, str]:
-    """Returns file system and path of a document's file.
+    """Returns file system and path of a document's file; documents are not trusted.
 
     Raises:
         InvalidMedia: the path leads out of the folder, or to a FIFO, a socket, a device or a
@@ -404,7 +404,7 @@ def _open_at(medium: _Medium, settings: MediaSettings) -> tuple[AbstractFileSyst
 
 
 def _sizes(files: Iterable[_Medium], settings: MediaSettings) -> int:
-    """Returns the files' bytes. A missing file counts as 0, and fails when it is read."""
+    """A missing file counts as 0, and fails when it is read."""
     total = 0
     for medium in files:
         with suppress(Exception):

@@ -306,7 +306,7 @@ class ReadyMade:
             self._counter()
 
     def _counter(self) -> TokenCounter:
-        """Returns the tokenizer. May read a file, so call this in a thread."""
+        """May read a file, so call this in a thread."""
         if self.counted_by is None:
             if self.tokenizer is None:
                 raise ConfigError(
@@ -318,7 +318,7 @@ class ReadyMade:
         return load_counter(str(name), revision, self.tokenizer_hash)
 
     def _text_of(self, document: Document) -> str:
-        """Returns the document's text. Raises ConfigError if it has messages instead."""
+        """Raises ConfigError if the document has messages instead of a text."""
         source = prompt_source(document, self.prompt_column)
         if isinstance(source, list):
             raise ConfigError(
@@ -354,11 +354,10 @@ class WholeText(ReadyMade):
             self.prompt_tokens = self._left_for_the_prompt(config)
 
     def _left_for_the_prompt(self, config: InferenceConfig) -> int:
-        """Returns the number of tokens for the prompt. By default, answers take no tokens."""
+        """By default, answers take no tokens."""
         return max(1, config.model_max_context - 8)  # 8 for special tokens, such as [CLS]
 
     async def _filled_text(self, template: str, document: Document) -> str:
-        """Returns the template with the document's values, for a request that takes one text."""
         filled = partial(fill, template, document)
         return filled(await self._cut(template, filled, self._text_of(document)))
 
@@ -490,7 +489,7 @@ class OneRequest(WholeText):
             return value
         try:
             return parsed_json(value)
-        except ValueError:  # a canned answer, or an answer of an old run
+        except ValueError:
             return value
 
     async def _ask_until(
@@ -501,7 +500,6 @@ class OneRequest(WholeText):
         generate: Generate,
         payload: Payload,
     ) -> InferenceResult | None:
-        """Returns a valid answer, as ``_ask``, for any form."""
         last = ""
         result = None
         for _ in range(self.answer_attempts):

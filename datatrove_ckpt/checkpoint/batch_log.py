@@ -118,9 +118,7 @@ class Batch:
             are missing, or the batch is); then "read" or "dropped".
         run: digest of the identity of the run that parked the requests.
         tag: finds the batch in the provider's list.
-        file, id: the provider's names of the requests' file, and of the batch.
         at: Unix time of the change to this state, in seconds.
-        url, key_env: the endpoint that has the batch, as the config names them.
     """
 
     number: int

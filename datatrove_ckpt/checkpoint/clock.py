@@ -16,8 +16,6 @@ def unix_seconds() -> float:
 
 
 class RankClock:
-    """Measures the seconds of a rank, added to those of earlier attempts."""
-
     def __init__(self, earlier: Seconds) -> None:
         self._earlier = earlier
         self._started = _monotonic()

@@ -25,11 +25,7 @@ _LAYOUT = frozenset({"records_per_chunk", "tasks", "reshards", OUTPUT_FOLDER})
 
 
 class SettingChange(NamedTuple):
-    """A field in which two runs differ.
-
-    Attributes:
-        note: sentence for the error, if the identity has a note on the field.
-    """
+    """A field in which two runs differ."""
 
     field: str
     old: object

@@ -101,8 +101,7 @@ class RunClaim:
             without any work takes any identity.
 
     Raises:
-        CheckpointMismatch: the checkpoint belongs to another run; the message names each field with
-            both values.
+        CheckpointMismatch: the checkpoint belongs to another run.
     """
 
     def __init__(self, folder: Path, identity: RunIdentity, accept_changes: bool = False) -> None:

@@ -142,11 +142,7 @@ class _HistoryRecord:
 
 @dataclass(slots=True, kw_only=True)
 class AttemptStart(_HistoryRecord):
-    """The start of an attempt, which has locked the rank and opened its checkpoint.
-
-    Attributes:
-        job: Slurm job id, as Slurm's commands name it.
-    """
+    """The start of an attempt, which has locked the rank and opened its checkpoint."""
 
     KIND = "start"
     host: str
@@ -187,6 +183,7 @@ class ProgressRecord(_HistoryRecord):
         places: requests that the servers have room for ("cap", if any).
         in_flight: requests at a server ("q", with the next two).
         waiting: requests that wait for a server, a free slot or their next attempt.
+        in_work: documents that have begun and are not finished.
         wait: wait for answers ("w").
         silence: outage of the servers ("out").
         position: how much of the input is done ("pos").
@@ -443,8 +440,6 @@ class AttemptSummary:
     Attributes:
         ended: time of its end line; None: it still runs, or was killed.
         why: "done", "stopped", "error", or "" without an end line.
-        without_a_word: the attempt ended without an end line.
-        counted_at: time of its last progress line.
         cut_off: requests whose answers were not waited for, and that may be paid.
         in_flight: requests in flight at its last progress line; None: there is no progress line.
     """

@@ -87,8 +87,7 @@ def join_job(
             rank.
 
     Raises:
-        CheckpointMismatch: another rank belongs to another run; the message names each field with
-            both values.
+        CheckpointMismatch: another rank belongs to another run.
         CheckpointLocked: another process has kept ``job.lock`` for a minute.
     """
     guard = None if _is_current(root, identity) else _lock_job(root, identity)

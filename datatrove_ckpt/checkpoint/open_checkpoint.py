@@ -141,7 +141,6 @@ class Snapshot:
     Attributes:
         sizes: bytes of each other file that belong to the snapshot, by file name.
         unfinished: ordinals of the unfinished documents that have answers.
-        last_answer: number of the last answer so far.
     """
 
     run: bytes
@@ -177,9 +176,6 @@ class RankFiles:
     Methods belong to the storage thread; before its start and after its end, to the thread that
     opens and closes the checkpoint. Other threads may read ``counts``, ``committed`` and
     ``last_old``. Methods that write raise ``Fenced`` if another process has taken the rank over.
-
-    Args:
-        keeps_paid: whether the cost is written with each group of answers, for the run's limits.
     """
 
     folder: Path
@@ -320,7 +316,6 @@ class RankFiles:
     # chunks --------------------------------------------------------------------------------------
 
     def synced_journal(self, chunk: Chunk) -> ChunkJournal:
-        """Does step 1 of a commit, and returns the complete chunk's journal for steps 2 and 3."""
         journal = self._journal(chunk)
         journal.file.sync()
         self._count()
@@ -1023,11 +1018,7 @@ class CheckpointManager:
 
 @dataclass(frozen=True)
 class LockedRank:
-    """A rank that no other process can take now, unless its file system has no locks.
-
-    Attributes:
-        scanned: result of ``scan_commits``; None before the first start.
-    """
+    """A rank that no other process can take now, unless its file system has no locks."""
 
     settings: CheckpointManager
     lock: Lock
@@ -1045,11 +1036,7 @@ class LockedRank:
         check_moved: Callable[[], None],
         old: RequestCache | None = None,
     ) -> RankLease:
-        """Takes the rank: identity of the job, fence, recovery.
-
-        Args:
-            check_moved: called before the job moves to another output folder, see ``join_job``.
-        """
+        """Takes the rank: identity of the job, fence, recovery."""
         settings = self.settings
         folder = settings.folder
         with ExitStack() as undo:

@@ -76,13 +76,11 @@ class RankSummary:
 
     Attributes:
         run: the content of ``run.json``; without ``Include.SETTINGS`` only the owner.
-        holder: host and pid of the process that works on this rank now.
         is_finished: there is no lock file, request cache or journal: a run removes them at its end.
             ``repair`` leaves the lock file, which marks the rank as unfinished.
         journals: the documents in each journal; None: too large to be counted, and the history
             knows their sum.
         written: Unix seconds of the last write to commits or journals; 0.0: complete, or none.
-        damage: why a run would refuse the folder.
     """
 
     folder: Path
@@ -256,7 +254,6 @@ class JobTotals:
     Attributes:
         known: ranks with documents. If a rank cannot be read, its retry counts as if it had read
             the documents first.
-        retried: the commits of retries, if commits were read.
         numbers: sums; numbers of requests only if histories were read.
         with_input: how many ranks had an input, as far as histories were read and know it.
     """

@@ -47,8 +47,6 @@ class ResumePoint:
             document.
         milestones: fingerprints of the last document of each chunk of the unbroken run, by ordinal.
         last_cached: the highest ordinal of the unfinished documents that have answers; -1: none.
-        answers: number of their answers.
-        committed: work that all earlier attempts committed, with all their recorded time.
     """
 
     next_chunk: int = 0

@@ -46,11 +46,7 @@ _SUSPICIOUS_DROPS = 100  # a rollout that drops its first documents is logged at
 
 @dataclass(eq=False)
 class DocumentRollouts:
-    """Runs the rollouts of documents, and encodes the results.
-
-    Args:
-        watch: sees what the rollouts do outside of this process.
-    """
+    """Runs the rollouts of documents, and encodes the results."""
 
     requests: RankContext
     rollout_fn: Rollout

@@ -371,11 +371,7 @@ def retried_dead_letters(root: Path, rank: int) -> dict[LetterAttempt, bytes]:
 
 
 class DeadLetterRetry:
-    """One pass over a rank's dead letters. Iterates over their documents.
-
-    Attributes:
-        prefix: text before the chunk index in the names of its output files.
-    """
+    """One pass over a rank's dead letters. Iterates over their documents."""
 
     def __init__(self, root: Path, number: int, rank: int) -> None:
         self.root = layout.retry_folder(root, number)
@@ -401,7 +397,6 @@ def next_retry(root: Path, rank: int) -> DeadLetterRetry | None:
 
     Raises:
         CheckpointMismatch: the rank itself is not finished; its own documents come first.
-        VersionMismatch, CheckpointCorrupt: ``run.json`` cannot be read.
     """
     folder = layout.rank_folder(root, rank)
     if (folder / layout.RUN).exists():

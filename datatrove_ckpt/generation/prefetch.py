@@ -146,8 +146,6 @@ class SourceDocument:
 
 
 class DocumentSource:
-    """Reads a rank's documents, ahead by at most ``_BUFFER_DOCUMENTS``."""
-
     def __init__(
         self,
         documents: Iterable[Document],

@@ -115,7 +115,6 @@ class RankReporter:
             self._has_new_examples = True
 
     def has_answers(self) -> bool:
-        """Whether a request of this rank has been answered in any attempt."""
         written = self._checkpoint.resumed.finished.written
         return self.own.requests + self.own.cached + written > 0
 

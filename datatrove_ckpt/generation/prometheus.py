@@ -207,7 +207,6 @@ def shown_rank(
     reporter: RankReporter,
     shutdown: Shutdown,
 ) -> Iterator[None]:
-    """Shows a rank inside the block, as its ``monitoring`` requires. The run needs no free port."""
     started_at = time.time()
     config = step.monitoring
     folder = step.output_writer.output_folder.resolve_paths("")

@@ -37,7 +37,6 @@ _REFUSAL_REASONS = frozenset({"refusal", "content_filter"})
 
 
 def is_looping(text: str) -> bool:
-    """Returns whether a text without blanks at its end repeats its last words again and again."""
     tail = text[-_REPEATED_TAIL:]
     # Further back, there would be too few turns.
     before = text.rfind(tail, -min(_LOOKED_AT, len(tail) + len(text) // _LEAST_TURNS), -1)

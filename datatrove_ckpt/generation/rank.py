@@ -272,9 +272,6 @@ class _Run:
 
     @contextmanager
     def _explained(self, identity: RunIdentity) -> Iterator[None]:
-        """Adds what a change of code does to the error that refuses it, where no check before the
-        run did.
-        """
         try:
             yield
         except CheckpointMismatch as error:

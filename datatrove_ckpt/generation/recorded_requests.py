@@ -26,7 +26,6 @@ class RecordedRequest:
         prompt: all messages as JSON, with hashes of the media.
         usage: ``usage`` of an ``InferenceResult``; empty for other answers.
         started, ended: monotonic times of the wait for the answer.
-        endpoint: name of the endpoint that answered, if the config has ``endpoints``.
     """
 
     question: str

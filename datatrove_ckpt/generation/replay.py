@@ -135,7 +135,6 @@ class Difference(NamedTuple):
     """The first difference of a replay.
 
     Attributes:
-        path: place in the request or result.
         kind: "changing": only what differs at each start; "order": only the order of words.
     """
 
@@ -247,11 +246,7 @@ class _Reporter:
 
 @dataclass
 class Verdict:
-    """What the replays have shown.
-
-    Attributes:
-        acts: what the rollout does outside of this process.
-    """
+    """What the replays have shown."""
 
     same: list[RecordedDocument] = field(default_factory=list)
     accepts: bool = False
@@ -454,7 +449,6 @@ class Replays:
                 queue.task_done()
 
     def _stop(self, error: Exception) -> None:
-        """Ends the recording of this attempt. The journal decides whether a full disk stops it."""
         logger.warning(f"replay check: no more documents are recorded: {error!r}")
         self.recorded.stop()
 

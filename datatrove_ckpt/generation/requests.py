@@ -83,8 +83,6 @@ class RankModel:
 
     Attributes:
         client: future of the client, which is done once the servers are ready.
-        usual: API of a payload without a path.
-        policies: policies for bad answers, by their settings; most models have none.
         sizes: length of the first vector for each set of params.
         is_dead: whether a drain ignores its requests in flight.
         halves, half_tokens: number of its answers that could be continued, and of their tokens.
@@ -116,8 +114,6 @@ class RankContext:
     Must be created on the rank's event loop.
 
     Attributes:
-        waiting: number of documents that wait for an answer.
-        agents: number of agents that have an address (``generate.url``).
         documents: tasks of the documents in work, by ordinal. They handle their own errors.
     """
 
@@ -159,8 +155,6 @@ class DocumentAnswers:
 
     Attributes:
         is_asked: whether ``saved`` is called for each request, also if nothing is saved.
-        parked: number of its requests that wait for a batch.
-        batch_answers: number of batch answers that the rollout has received.
         paid: number of answers that this attempt has paid for.
         hashes, payloads: hash and payload of the last request of each rollout.
         reused: number of requests and calls of each rollout that earlier attempts have saved.
@@ -488,7 +482,6 @@ def request_seed(
     Args:
         digest: hash of the payload without a seed. The number of the call would depend on the order
             of parallel calls.
-        occurrence: number of earlier equal payloads in the rollout.
     """
     request = orjson.dumps([seed, ordinal, doc_id, rollout_idx, digest, occurrence])
     return int(xxhash.xxh3_64_intdigest(request)) >> (64 - 31)

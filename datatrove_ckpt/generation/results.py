@@ -215,7 +215,6 @@ async def try_media(step: RunnerSettings, document: Document) -> None:
 
 
 def check_answer(step: RunnerSettings, document: Document) -> None:
-    """Raises ConfigError if the run would replace what a document holds."""
     owner = "metadata_key" if step.answer_column is None else "answer"
     settings = dict.fromkeys(step.added_columns.values(), owner)
     if step.answer_column is not None:

@@ -89,8 +89,6 @@ class ReplayWatch(EffectWatch):
 
 
 class SetupEffects(EffectWatch):
-    """Watches imports and ``shared_context``, whose effects count while they last."""
-
     def __init__(self) -> None:
         self._names: set[str] = set()  # of sockets, files and programs, as /proc names them
 

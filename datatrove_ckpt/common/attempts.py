@@ -23,7 +23,6 @@ class AttemptRecord(NamedTuple):
     Attributes:
         tries: attempts in a row that ended by a failure or a death, all but the first without
             progress.
-        reached: the rank's progress at the end of the last attempt.
     """
 
     tries: int = 0
@@ -34,7 +33,6 @@ class AttemptRecord(NamedTuple):
     def ended(
         self, cause: str, max_tries: int, reached: AttemptProgress = (0, 0, 0)
     ) -> "AttemptRecord":
-        """Counts an attempt. The rank is given up after ``max_tries`` of them in a row."""
         tries = self.tries + 1
         if reached > self.reached:
             tries = 1

@@ -83,7 +83,6 @@ class ObjectStore:
     Args:
         apart: share no listing with other stores of this process. Some file systems cannot list a
             folder in two threads at one time.
-        options: options of the file system, such as an endpoint; by default from the environment.
     """
 
     def __init__(
@@ -234,7 +233,6 @@ class ObjectStore:
 
 
 def _time_of(entry: JsonObject) -> float:
-    """Reads an entry of a listing; each file system has a name of its own for the time."""
     for key in ("uploaded_at", "LastModified", "updated", "last_modified", "mtime", "created"):
         value = entry.get(key)
         if isinstance(value, str):

@@ -6,7 +6,6 @@ _SUBFILE_TYPE = 254  # a tag of TIFF, with bit 0 for a preview
 
 
 def tiff_pages(tiff: Any) -> list[int]:
-    """Returns the numbers of the images of an open TIFF that are pages, and no previews."""
     numbers = []
     for number in range(tiff.n_frames):
         tiff.seek(number)

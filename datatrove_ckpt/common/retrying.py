@@ -320,7 +320,6 @@ class RetryPolicy:
         patience: how many seconds calls may fail in a row.
         longest_advice: an advised wait counts up to this, and never extends the patience.
         spread: up to this share of an advised wait is added at random.
-        meanwhile: a phrase for the log line about a wait.
         sleep: waits. Tests, and callers that can stop a wait, replace it.
     """
 
@@ -364,11 +363,7 @@ class RetryPolicy:
         problem: str,
         explain: Callable[[BaseException], str] = failure_line,
     ) -> T:
-        """Repeats the call while its errors may pass. Raises the last error.
-
-        Args:
-            problem: the beginning of the log line, a sentence about the failure.
-        """
+        """Repeats the call while its errors may pass. Raises the last error."""
         attempts = FailureCounter(self, explain)
         while True:
             try:

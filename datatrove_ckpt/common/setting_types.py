@@ -132,9 +132,6 @@ def check(cls: type, values: Mapping[str, object]) -> None:
 def refuse(names: Iterable[str], instead: Mapping[str, str]) -> None:
     """Refuses arguments that an earlier release or another library has.
 
-    Args:
-        instead: the advice by the name of the argument.
-
     Raises:
         ConfigError: the first argument. TypeError, if ``instead`` does not have it.
     """

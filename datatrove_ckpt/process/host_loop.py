@@ -34,7 +34,6 @@ class HostLoop:
         order: requests of the rank with the lowest order go first.
         rank: the rank, if several ranks share the loop. ``RankThreads`` watches time limit and
             notices for them.
-        parent: the shutdown of the process, if several ranks share the loop.
 
     Attributes:
         has_admitted: the rank has handed out all its documents.

@@ -52,9 +52,6 @@ def requests_at_once(setting: int | Literal["auto"], servers: int) -> int:
 def raise_limit(requests: int, servers: int, ranks: int = 1) -> int:
     """Raises the soft limit to what the rank needs.
 
-    Args:
-        ranks: how many ranks share the servers.
-
     Returns:
         How many of these ranks the limit allows at one time, at least one.
 
@@ -106,11 +103,7 @@ def limits() -> tuple[int, int]:
 
 
 def refuse_exhaustion(error: BaseException, action: str) -> None:
-    """Raises TooManyOpenFiles if the error means that no more file could be opened.
-
-    Args:
-        action: the failed action, as a clause.
-    """
+    """Raises TooManyOpenFiles if the error means that no more file could be opened."""
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         raise TooManyOpenFiles(
             f"{action}: too many open files (this process may have {limits()[0]}). Raise the limit "

@@ -211,7 +211,6 @@ class LoopWatchdog:
     limits.
 
     Args:
-        save: returns when everything that was handed over is on the disk.
         hand_on: calls the signal's old handlers; returns the exit code.
     """
 

@@ -535,17 +535,12 @@ class Screen:
 
 
 def reporter() -> Report | None:
-    """Returns where a rank of this process reports; None: it needs a screen of its own."""
     return _report
 
 
 @contextmanager
 def reporting_to(report: Report, below: bool) -> Iterator[None]:
-    """Lets the ranks of a worker report to its parent.
-
-    Args:
-        below: the parent draws a bar on the terminal of this process.
-    """
+    """Lets the ranks of a worker report to its parent."""
     global _report
     before = _report
     _report = report

@@ -57,14 +57,10 @@ def check_signals(names: Sequence[str], setting: str = "drain_signals") -> tuple
 class Shutdown:
     """The stop of one rank.
 
-    Args:
-        parent: the shutdown of the process, if several ranks share the process.
-
     Attributes:
         cause: a signal's name or the time limit; "" without a requested stop.
         deadline: end of the drain (``time.monotonic``); infinite if the rank does not stop.
         late: the drain did not end in time, so servers are killed.
-        given_up: how many requests were in flight when the drain ended.
         closed_at: end of the last ``closing`` block (``time.monotonic``); 0 if there was none.
         handles_interrupt: SIGINT requests a stop, so Python's own handler raises no
             KeyboardInterrupt.

@@ -84,11 +84,7 @@ class Handlers:
 
 
 class Interruption:
-    """Raises KeyboardInterrupt for a signal that would end the process.
-
-    Attributes:
-        number: the first signal that came; 0: none.
-    """
+    """Raises KeyboardInterrupt for a signal that would end the process."""
 
     def __init__(self, numbers: Iterable[int]) -> None:
         self.number = 0

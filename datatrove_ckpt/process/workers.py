@@ -157,10 +157,6 @@ class Workers:
     Args:
         max_attempts: how many workers may die of a task that was their only task.
         stop_seconds: time for a worker's tasks after a request to stop, before it is killed.
-
-    Attributes:
-        lost: the tasks that were given up, and why.
-        signal: the first signal that came; 0: none.
     """
 
     context: BaseContext
@@ -260,9 +256,6 @@ class Workers:
             free += 1
 
     def _assign(self) -> None:
-        """Sends a task to each ready worker, or lets it end. Workers with the fewest tasks come
-        first.
-        """
         for worker in sorted(self._workers, key=lambda worker: len(worker.tasks)):
             if not worker.is_ready:
                 continue
@@ -397,7 +390,6 @@ class Message(NamedTuple):
             task, and after a failure the worker ends; "closed": only the interpreter's own end is
             left.
         task: None: all tasks of the worker that are not done.
-        value: the progress, the task's result, or the error.
     """
 
     kind: Literal["ready", "at work", "done", "failed", "closed"]
@@ -422,7 +414,6 @@ def work(
     Args:
         environment: the parent's, now. A fork server has the environment of its own start.
         numbers: signals that request a stop. A process of the fork server does not block them yet.
-        below_bar: the parent shows a bar on the shared terminal.
     """
     global _in_worker
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)

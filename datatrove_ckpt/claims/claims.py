@@ -90,7 +90,6 @@ class ClaimsSnapshot(NamedTuple):
     dead: set[str]
 
     def current(self) -> dict[int, Claim]:
-        """Returns the claim of each rank that counts."""
         claims: dict[int, Claim] = {}
         for claim in sorted(self.claims, key=lambda claim: (-claim.number, claim.owner)):
             claims.setdefault(claim.rank, claim)
@@ -98,7 +97,6 @@ class ClaimsSnapshot(NamedTuple):
 
 
 def refuse_for_claims(folder: str) -> None:
-    """Raises ConfigError if ``logging_dir`` is in a repository."""
     if object_store.is_in_repository(folder):
         object_store.refuse_repository("logging_dir", folder, "each claim of a worker")
 
@@ -172,14 +170,12 @@ class DiskClaims:
         os.utime(self._worker_lock.path)  # a file server sets the time of its own clock
 
     def name(self, owner: str) -> str:
-        """Returns process id and host of an owner."""
         process = b""
         with suppress(FileNotFoundError):
             process = (self._folder / _WORKERS / owner).read_bytes()
         return _name_process(process)
 
     def forget(self, owner: str) -> None:
-        """Removes the heartbeat of an owner."""
         files.disk.remove(self._folder / _WORKERS / owner)
 
     def close(self) -> None:
@@ -202,7 +198,6 @@ class DiskClaims:
 
 
 def _changed(path: Path) -> float:
-    """Returns the time of a heartbeat; minus infinity if another process removed its file."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:
@@ -210,7 +205,6 @@ def _changed(path: Path) -> float:
 
 
 def _read_claim(path: Path) -> tuple[str, JsonObject]:
-    """Returns owner and record. The rank of a missing or damaged file is free."""
     try:
         owner, record = orjson.loads(path.read_bytes())
     except (FileNotFoundError, ValueError):
@@ -230,7 +224,6 @@ class ObjectClaims:
     """Stores claims and heartbeats as objects.
 
     Args:
-        owner: name of this process; empty: the process only reads.
         settle_seconds: time after which a listing shows the writes of all processes.
     """
 
@@ -479,7 +472,6 @@ class Claims:
             return [other for other in claimants(self._store, self._owner) if other.is_alive]
 
     def clear(self) -> None:
-        """Removes claims and heartbeats of dead processes, and frees ranks that were given up."""
         with self._guard:
             claims, alive, dead = self._store.snapshot()
             for claim in claims:

@@ -1,8 +1,7 @@
 """The engines: the values of ``server_type``.
 
-Each engine is one class, and each has one row at the end. Some have no package: the user's script,
-canned answers, and servers that run already. The short form takes the first installed engine that
-leases GPUs.
+Each engine is one class, and each has one row at the end. The short form takes the first installed
+engine that leases GPUs.
 """
 
 import importlib.metadata
@@ -46,7 +45,6 @@ _SGLANG_LAUNCHER = Path(__file__).parents[1] / "inference" / "servers" / "sglang
 _LLAMACPP_SLOTS = 8
 _PACKAGE_SCHEME = "package://"
 _HUB = "hf://"
-# The first of these in a repository is used.
 _QUANTISED = ("Q4_K_M", "Q4_0", "Q4_1", "Q5_K_M", "Q8_0", "F16", "BF16", "")
 
 
@@ -179,7 +177,6 @@ class Vllm(Engine):
 
 
 def _vllm_version(launch: EngineLaunch) -> tuple[int, int]:
-    """Returns the first two numbers of the installed version; zeros if it is not found."""
     program = Path(launch.program or shutil.which(launch.python) or launch.python)
     folders = [*program.parent.parent.glob("lib/python*/*-packages")]
     if launch.program:  # perhaps a link to a virtual environment
@@ -362,7 +359,6 @@ def resolve_model_path(model: str) -> Path:
 
 
 def _download(repo: str, file: str | None) -> Path:
-    """Returns a GGUF file of a model on the hub, or of the repository beside it."""
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -453,10 +449,7 @@ class Dummy(Engine):
 
 
 class Endpoint(AnyProgram):
-    """Servers that run already, which any program may be.
-
-    ``inference/servers/host.py`` waits for them.
-    """
+    """Servers that run already, which any program may be."""
 
     name = "endpoint"
 

@@ -62,7 +62,6 @@ _NEVER_CHANGED = ("messages", "prompt", "model", "n", "extra_body", "extra_heade
 
 
 def max_tokens_of(params: JsonObject) -> int:
-    """Returns the token limit of the parameters; 0 if they have none."""
     limits = (params.get(name) for name in TOKEN_LIMITS)
     return max((limit for limit in limits if isinstance(limit, int)), default=0)
 
@@ -142,7 +141,6 @@ def refuse_near_misses(params: Collection[str], key: str) -> None:
 
 @lru_cache(maxsize=1000)
 def _near_miss(name: str) -> str:
-    """Returns the hint for a refused parameter, or ""."""
     if name in REQUEST_PARAMETERS:
         return ""
     names = {_bare(param): param for param in REQUEST_PARAMETERS}
@@ -184,11 +182,6 @@ class AnswerPolicy(NamedTuple):
 
 
 def answer_policy(setting: str, value: BadAnswerSetting) -> AnswerPolicy:
-    """Parses the policy of a setting.
-
-    Raises:
-        ConfigError: the policy cannot work.
-    """
     if value == "retry":
         value = {"retry": 1}
     if not isinstance(value, dict):

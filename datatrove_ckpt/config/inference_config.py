@@ -1,8 +1,6 @@
 """The settings of models and servers: datatrove 0.10's fields, defaults and checks, then ours.
 
-``Engine`` describes a ``server_type`` (package ``engines``), and ``EngineApi`` the requests for
-embeddings, classes and scores. ``inference.client.responses`` parses all forms of answers, because
-an endpoint may be any engine.
+``inference.client.responses`` parses all forms of answers, because an endpoint may be any engine.
 """
 
 from __future__ import annotations
@@ -177,8 +175,7 @@ class InferenceConfig:
         ConfigError: a value that cannot work.
     """
 
-    # datatrove's fields, in datatrove's order. ``Any`` for values that users wrote in Python or
-    # YAML.
+    # datatrove's fields, in datatrove's order.
     server_type: str
     model_name_or_path: str
     model_max_context: Count = 8192
@@ -228,7 +225,7 @@ class InferenceConfig:
     # No fields. Later fields of (identity) and (request): a run's identity has them only where they
     # differ from their default, so that earlier runs continue.
     compared = ("seed", "accept_null_finish_reason", *_BAD_ANSWERS)
-    # Facts about the other models of a run, set by ``models.py``.
+    # Facts about the other models of a run, set by ``models_of``.
     name = ""
     models = tuple[str, ...]()
     neighbours = 0  # other models' servers on these cores
@@ -348,7 +345,6 @@ class InferenceConfig:
 
     @property
     def urls(self) -> list[str]:
-        """The URLs of ``endpoint_url``, with ``${NAME}`` not replaced."""
         urls = self.endpoint_url or []
         if isinstance(urls, str):
             urls = [urls]
@@ -392,7 +388,6 @@ class InferenceConfig:
 
     @cached_property
     def other_models(self) -> list[str]:
-        """The names of the model in ``endpoints``, except ``model_name_or_path``."""
         if self.endpoints is None:
             return []
         models = {str(endpoint.model) for endpoint in self.endpoints_by_name.values()}
@@ -411,7 +406,6 @@ class InferenceConfig:
 
     @property
     def all_prices(self) -> list[JsonObject]:
-        """The prices of each endpoint, or those of the model; {} for missing ones."""
         if self.endpoints is None:
             return [self.prices_at("")]
         return [self.prices_at(name) for name in self.endpoints_by_name]
@@ -443,13 +437,11 @@ class InferenceConfig:
 
     @property
     def log_prefix(self) -> str:
-        """The prefix of a message about one of several models: "judge: "."""
         if self.name:
             return f"{self.name}: "
         return ""
 
     def server_name(self, server: int | str) -> str:
-        """Returns the server's name within the rank: "0", or "judge 0"."""
         return f"{self.name} {server}".lstrip()
 
     @property
@@ -469,12 +461,10 @@ class InferenceConfig:
 
     @property
     def follows_metrics(self) -> bool:
-        """True if the number of requests in flight at each server follows its metrics."""
         return self.max_concurrent_generations == "auto" and self.engine.metrics is not None
 
     @property
     def places(self) -> str:
-        """The meaning of ``max_concurrent_generations``, in words."""
         number = self.max_concurrent_generations
         if number != "auto":
             return f"up to {number * self.servers:,} at once"
@@ -626,7 +616,6 @@ class EngineLaunch(NamedTuple):
         return self.config.server_python or sys.executable
 
     def sizes(self, tp: str, dp: str, pp: str) -> dict[str, object]:
-        """Returns the flags with these names for each parallelism above 1."""
         sizes = {
             tp: self.config.tp,
             dp: self.config.dp,
@@ -637,12 +626,10 @@ class EngineLaunch(NamedTuple):
 
     @property
     def flags(self) -> Kwargs:
-        """``model_kwargs``, with dashes in their names."""
         return dashed_names(self.config.model_kwargs)
 
     @property
     def schema(self) -> str:
-        """The known JSON schemas of the answers."""
         schema = self.config.answer_schema
         response_format = self.config.default_generation_params.get("response_format")
         if response_format is not None:
@@ -707,7 +694,6 @@ class MetricNames(NamedTuple):
 
     @property
     def shown(self) -> list[str]:
-        """All names that the engine shows."""
         gauges = (self.running, self.waiting, self.cache_usage, self.cache_config)
         return [name for name in (*gauges, *self.tokens) if name]
 
@@ -733,13 +719,11 @@ class Engine:
         is_known: whether the program that answers is known. An unknown program may give no
             finish_reason, and its request fields for structured output are unknown.
         health_path: path of the URL that answers 5xx, or not at all, when the server is dead.
-        is_canned: whether its answers are canned, not made by a model.
         leases_gpus: whether ranks on one node divide their GPUs by locks.
         metrics: names of its metrics; None: it has none.
         task_flags: ``model_kwargs`` that a task of the short form needs, by the task's name.
         ways: APIs for other answers than texts, by the names of ``generate``'s methods; the engine
-            lacks the other methods. ``inference.client.responses`` must parse the answers. The
-            default is vLLM's.
+            lacks the other methods. The default is vLLM's.
         drain_seconds: minimum time to finish its requests after a SIGTERM, if it can.
         causes: causes of failed starts, each with a pattern in its log, ignoring case; the four
             above apply to several engines.
@@ -809,7 +793,6 @@ class Engine:
     )
 
     def check(self, config: InferenceConfig) -> None:
-        """Raises ConfigError for settings with which the engine cannot start."""
         for name in config.model_kwargs or {}:
             if name.replace("_", "-") in self.address_flags:
                 raise ConfigError(
@@ -836,11 +819,6 @@ class Engine:
     def launch(
         self, config: InferenceConfig, port: int, api_key: Secret, nodes: NodeGroup = SINGLE_NODE
     ) -> EngineCommand:
-        """Returns the command that launches a server.
-
-        Raises:
-            ConfigError, ServerStartFailed: ``find`` fails.
-        """
         python = config.server_python
         if python is not None and shutil.which(python) is None:
             raise ConfigError(
@@ -909,7 +887,6 @@ _DEV = Path("/dev")
 
 
 def visible_gpus() -> list[str]:
-    """Returns the names of the GPUs, as in CUDA_VISIBLE_DEVICES."""
     listed = os.environ.get(VISIBLE_GPUS)
     if listed is not None:
         return [
@@ -982,7 +959,6 @@ def models_of(
 
 
 def _refuse_settings_of_rank(models: Mapping[str, InferenceConfig]) -> None:
-    """Raises ConfigError if a model after the first has a setting of the whole rank."""
     first, *later = models
     for name in later:
         for setting in _SETTINGS_OF_RANK:

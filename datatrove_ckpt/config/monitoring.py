@@ -35,14 +35,12 @@ class MonitoringConfig:
         check(MonitoringConfig, vars(self))
 
     def check_packages(self) -> None:
-        """Raises ConfigError if the package is not installed."""
         missing = missing_package("prometheus_client")
         if self.metrics_port is not None and missing is not None:
             raise ConfigError(f"monitoring.metrics_port: {missing}")
 
 
 def name_of_folder(folder: str) -> str:
-    """Returns a run's name (``run_name``) from its folder of checkpoints or output."""
     parts = [part for part in folder.split("/") if part]
     telling = [part for part in parts if part.lower() not in _TELL_NOTHING]
     return (telling or parts or ["run"])[-1]

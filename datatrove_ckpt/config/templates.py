@@ -81,7 +81,6 @@ def parse(template: str, setting: str = "prompt") -> tuple[tuple[str, str, str],
 
 
 def check_template(template: str, setting: str = "prompt") -> None:
-    """Raises ConfigError if a template is broken, or has no value of the document."""
     if not any(name for _, name, _ in parse(template, setting)):
         raise ConfigError(
             f"{setting}: nothing is filled in, so every document would get the same prompt; "
@@ -155,7 +154,6 @@ def _lookup(name: str, key: str, document: Document, text: str, values: dict[str
 
 @lru_cache(maxsize=256)
 def _parts(name: str, key: str) -> tuple[str | int, ...]:
-    """Returns the path to a value of the metadata: keys, and indices of lists."""
     if name == "metadata":
         return (key,)
     matches = re.findall(r"\[([^\]]+)\]|([^.\[]+)", key)

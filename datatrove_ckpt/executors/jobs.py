@@ -275,12 +275,6 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         return len(jobs)
 
     def _work_through(self) -> None:
-        """Starts jobs until no rank is left, and waits for them.
-
-        Raises:
-            GivenUp: some ranks were given up.
-            CkptError: no other job would help.
-        """
         worker = self._worker(max_rank_attempts=self.max_retries + 1)
         with Interruption([signal.SIGTERM]), worker._open_claims(LOOKS) as claims:
             claims.clear()
@@ -330,11 +324,6 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             time.sleep(self.poll_interval)
 
     def _running(self) -> list[_Job]:
-        """Returns the jobs of an earlier start.
-
-        Raises:
-            CheckpointMismatch: the jobs have other settings.
-        """
         running = self._alive()
         foreign = [job for job in running if job.settings not in ("", self._settings)]
         if foreign:
@@ -347,11 +336,6 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         return running
 
     def _retries_after(self, job: _Job, stage: str) -> int:
-        """Returns how many jobs in turn made no progress, this ended job included.
-
-        Raises:
-            CkptError: no other job would help.
-        """
         code = 0
         reason = ""
         # A job that is killed records nothing.
@@ -478,14 +462,6 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             raise
 
     def _call_hub(self, problem: str, call: Callable[[], T]) -> T:
-        """Calls the hub, with retries.
-
-        Args:
-            problem: what the failure of the call means, as a clause.
-
-        Raises:
-            CkptError: all attempts failed.
-        """
         try:
             return retrying.READING.run(call, problem)
         except Exception as error:
@@ -515,7 +491,6 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
 
     @cached_property
     def _settings(self) -> str:
-        """Returns a hash of every setting that affects the output, and of the code."""
         inputs = [
             (str(step.data_folder.resolve_paths("")), getattr(step, "glob_pattern", None))
             for step in self.pipeline
@@ -541,11 +516,6 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         return seconds
 
     def _secrets(self) -> dict[str, str | None]:
-        """Returns the secrets of a job, by the names of their variables.
-
-        Raises:
-            ConfigError: a variable is not set here.
-        """
         from huggingface_hub import get_token
 
         names = dict.fromkeys(
@@ -573,10 +543,6 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         return values
 
     def _upload(self) -> None:
-        """Uploads the package and the executor.
-
-        A job of an earlier launch that starts now reads the same run.
-        """
         executor = deepcopy(self)
         executor.token = executor.secrets = executor.depends = None
         executor.skip_completed = True  # the markers of ranks that run once more are gone
@@ -590,12 +556,8 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
 
 
 def _wanted(max_jobs: int, alive: int, at_work: int, free: int) -> int:
-    """Returns how many jobs to start, if not negative.
-
-    Args:
-        max_jobs: the largest number of jobs at one time.
-        at_work: how many jobs have claims. The claims of a killed job look alive for a while.
-        free: how many ranks are free. Each job that is not at work yet takes one.
+    """Returns how many jobs to start, if not negative. Each job that is not at work yet takes one
+    free rank. The claims of a killed job look alive for a while.
     """
     return min(max_jobs, min(at_work, alive) + free) - alive
 

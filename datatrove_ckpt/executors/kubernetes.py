@@ -82,7 +82,6 @@ class KubernetesJob:
             raise ConfigError(f"pod: {field}: is set by this command. Remove it.")
 
     def is_kept(self, folder: str) -> bool:
-        """Whether a folder outlives the pod."""
         path = Path(folder).absolute()
         return "://" in folder or any(
             path.is_relative_to(mount) for mount in (self.volumes or {}).values()
@@ -128,7 +127,6 @@ def config_map(text: str, plan: "RunPlan", metadata: JsonObject) -> tuple[JsonOb
 
 
 def _texts(files: dict[str, Path], max_bytes: int) -> dict[str, str]:
-    """Returns texts by key of a ConfigMap; none if a text cannot be there, or all are too large."""
     keys = {name: name.replace("/", "..") for name in files}
     fit = all(".." not in name and _KEY.fullmatch(key) for name, key in keys.items())
     if not fit or sum(path.stat().st_size for path in files.values()) > max_bytes:
@@ -140,7 +138,6 @@ def _texts(files: dict[str, Path], max_bytes: int) -> dict[str, str]:
 
 
 def manifest(plan: "RunPlan", job: KubernetesJob, files: JsonObject, workers: int) -> JsonObject:
-    """Returns the Job, which mounts the ConfigMap ``files``."""
     metadata = files["metadata"]
     mounted = {"name": metadata["name"]}
     if any(".." in key for key in files["data"]):  # of packages

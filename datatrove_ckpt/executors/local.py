@@ -82,11 +82,6 @@ class OwnExecutor(PipelineExecutor):  # type: ignore[misc]  # datatrove has no t
     skip_completed: bool
 
     def _prepare(self, kind: type) -> None:
-        """Checks the executor in ``depends``, and lets complete ranks run that retry dead letters.
-
-        Raises:
-            ConfigError: the executor in ``depends`` is of another kind.
-        """
         dependency = self.depends
         if dependency is not None and not isinstance(dependency, kind):
             raise ConfigError(
@@ -108,11 +103,6 @@ class OwnExecutor(PipelineExecutor):  # type: ignore[misc]  # datatrove has no t
         return str(self.logging_dir.resolve_paths("")).rstrip("/")
 
     def _run_dependency(self) -> None:
-        """Runs the executor in ``depends``, or waits for its ranks on other machines.
-
-        Raises:
-            CkptError: ranks of ``depends`` are not complete, and no other machine runs them.
-        """
         first = self.depends
         if first is None:
             return
@@ -136,18 +126,12 @@ class OwnExecutor(PipelineExecutor):  # type: ignore[misc]  # datatrove has no t
         return worker
 
     def _ends_by_limit(self) -> bool:
-        """Whether the run has reached ``until``, so that it ends without an error.
-
-        Raises:
-            LimitReached: the run may cost no more.
-        """
         reached = limit_reached(self.pipeline)
         if reached is not None and not isinstance(reached, GoalReached):
             raise reached
         return reached is not None
 
     def _stats_of_complete(self, ranks: Iterable[int]) -> PipelineStats:
-        """Reads the statistics of ranks that earlier runs have completed."""
         saved = PipelineStats()
         for rank in sorted(ranks):
             try:
@@ -159,7 +143,6 @@ class OwnExecutor(PipelineExecutor):  # type: ignore[misc]  # datatrove has no t
         return saved
 
     def _write_stats(self, stats: PipelineStats, local: Iterable[int]) -> None:
-        """Writes the statistics of all tasks, unless tasks of other machines are incomplete."""
         other_ranks = set(range(self.world_size)) - set(local)
         if other_ranks:
             if self.get_incomplete_ranks(other_ranks, skip_completed=True):
@@ -358,7 +341,6 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         return [rank for rank in ranks if f"{rank:05d}" not in markers]
 
     def _markers(self) -> set[str]:
-        """Lists the completed ranks. A worker does so for each task."""
         folder = self.logging_dir
         if folder.is_local():  # fsspec takes ten times as long
             return {path.name for path in Path(folder.resolve_paths("completions")).glob("*")}
@@ -414,7 +396,6 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         )
 
     def reached(self, rank: int) -> AttemptProgress:
-        """Returns the progress of a rank."""
         from datatrove_ckpt.run_folder.run_plan import rank_progress
 
         urls = [runner.checkpoints_remote_dir for runner in self._runners]
@@ -465,13 +446,6 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
     def _take_and_run(self, ranks: Sequence[int], screen: Screen | None, done: _Done) -> None:
         """Runs the ranks that no other process runs. Then ``run`` waits for the others, and a
         worker ends.
-
-        Also returns when a limit of the run is reached.
-
-        Raises:
-            CkptError: no free rank could be claimed.
-            GivenUp: some ranks were given up.
-            CheckpointLocked: this is a worker, and another process runs all ranks.
         """
         with self._open_claims("", screen) as claims:
             worker = copy(self)
@@ -536,7 +510,6 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
     def _run_all(
         self, ranks: Sequence[int], screen: Screen | None, done: _Done, may_overlap: bool = True
     ) -> bool:
-        """Runs the ranks. Returns whether it has left ranks because of a limit of the run."""
         overlap = may_overlap and self._most_at_once > 1 and len(ranks) > self.workers
         if self.workers != 1:
             self._in_workers(ranks, screen, overlap, done)
@@ -561,12 +534,6 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         return limit_met.is_set()
 
     def _run_taken(self, rank: int, slot: int) -> PipelineStats | None:
-        """Runs a rank, and records its end in its claim. Returns None if this process has not
-        completed it.
-
-        Raises:
-            BaseException: the error of the rank; but a worker continues if only this rank is wrong.
-        """
         claims = self._claims
         if claims is None:
             return self._run_one(rank, slot)
@@ -624,11 +591,8 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         overlap: bool,
         limit_met: threading.Event,
     ) -> None:
-        """Runs ranks in this process, each with an executor and steps of its own.
-
-        Args:
-            overlap: run the ranks at once, in threads.
-            limit_met: set once a rank meets a limit of the run. The others end by themselves.
+        """Runs ranks in this process, each with an executor and steps of its own. Once
+        ``limit_met`` is set, the other ranks end by themselves.
         """
         folder = Path.cwd()
 
@@ -717,7 +681,6 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
 def _work(
     pickled: bytes, identities: Sequence[JsonObject], overlap: bool, slot: int, ranks: Tasks
 ) -> None:
-    """Runs ranks in a worker, with the parent's ``identities``."""
     from datatrove_ckpt.run_folder.run_plan import RunPlan
 
     make_executor: Callable[[], LocalPipelineExecutor] = partial(ForkingPickler.loads, pickled)
@@ -727,7 +690,6 @@ def _work(
 
 
 def close_servers() -> None:
-    """Stops the servers that executors of this process have kept."""
     from datatrove_ckpt.inference.servers.host import close_warm_servers
 
     close_warm_servers()
@@ -776,7 +738,6 @@ def _saved_stats(logging_dir: DataFolder, rank: int) -> PipelineStats:
 
 
 def _as_counted(value: dict[str, float] | float) -> MetricStats:
-    """Reads a saved metric, in which a plain number is a sum of ones."""
     if isinstance(value, dict):
         return MetricStats.from_dict(value)
     if value:

@@ -138,15 +138,9 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
             self.launch_job()
 
     def continue_with(self, command: str) -> None:
-        """Lets the last job run a command in this folder, if the run is complete then."""
         self._next_command = f" && cd {shlex.quote(str(Path.cwd()))} && {command}"
 
     def check(self, plan: "RunPlan") -> None:
-        """Checks that this machine can submit jobs.
-
-        Raises:
-            ConfigError: there is no sbatch.
-        """
         if plan.submits and shutil.which("sbatch") is None:
             raise ConfigError(
                 "SlurmPipelineExecutor submits with sbatch, which is not on this machine's PATH. "
@@ -172,15 +166,6 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         return text.replace(folder, str(self.slurm_logs_folder))
 
     def submit(self, status_commands: list[str], command: str) -> str:
-        """Submits the jobs, and returns the closing line for the user.
-
-        Args:
-            status_commands: commands that show the state of the run.
-            command: the command that adds workers.
-
-        Raises:
-            CkptError: sbatch failed.
-        """
         # Jobs inherit PYTHONPATH, so that a node finds the rollout's module.
         os.environ["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")])
@@ -215,7 +200,6 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
 
     @property
     def pulls(self) -> bool:
-        """Whether elements take tasks by themselves."""
         return self.nodes_per_task == 1 and self.skip_completed
 
     def _work(self) -> None:

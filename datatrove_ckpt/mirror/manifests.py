@@ -16,8 +16,8 @@ A version is complete if its manifest and at least one copy of each object are i
 share objects, so without second copies one bad byte would spoil all versions. The object store
 makes the second copy without a transfer.
 
-``VersionWriter`` sends the new bytes of a rank's checkpoint, and makes versions of them. Files only
-grow, so their new bytes become a new object, and so do new answers of unfinished documents. Then
+Files only grow, so their new bytes become a new object, and so do new answers of unfinished
+documents. Then
 the manifest completes the version, and objects that the last three versions do not need are
 removed. A kill leaves the previous version intact, and unneeded objects for the next process to
 remove.
@@ -63,9 +63,6 @@ _SIGNED = re.compile(rb'(?s)(\{.*),"hmac":"([0-9a-f]{64})"\}')
 class ManifestSigner:
     """Adds and checks the signatures of one rank's versions. Without a key, it adds no signature.
 
-    Args:
-        url: URL of the rank's folder on the remote.
-
     Raises:
         ConfigError: the key is too short.
     """
@@ -84,11 +81,7 @@ class ManifestSigner:
             )
 
     def add(self, name: str, body: bytes) -> bytes:
-        """Returns the manifest's JSON, with a signature if there is a key.
-
-        Args:
-            name: name of the version's object.
-        """
+        """Returns the manifest's JSON, with a signature if there is a key."""
         if not self.is_on:
             return body
         return b'%s,"hmac":"%s"}' % (body[:-1], self._digest(name, body).encode())
@@ -191,11 +184,6 @@ class FilePart:
 
     @classmethod
     def from_json(cls, data: Json) -> FilePart:
-        """Parses a part.
-
-        Raises:
-            TypeError, ValueError: this package cannot have written a value.
-        """
         part = cls(**data)
         if (
             not _OBJECT.fullmatch(part.name)
@@ -228,7 +216,6 @@ class Manifest:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Returns the bytes of each of ``files``."""
         return {name: sum(part.size for part in parts) for name, parts in self.files.items()}
 
     def parts(self) -> Iterator[FilePart]:
@@ -240,7 +227,6 @@ class Manifest:
         return {part.name for part in self.parts()}
 
     def to_json(self) -> bytes:
-        """Returns the manifest as JSON, with the current time if ``uploaded_at`` is empty."""
         files = {name: [part.to_json() for part in parts] for name, parts in self.files.items()}
         answers = [part.to_json() for part in self.answers]
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -258,9 +244,6 @@ class Manifest:
     @classmethod
     def from_json(cls, body: bytes, url: str) -> Manifest:
         """Reads a manifest, and checks all values: others may have written to the mirror.
-
-        Args:
-            url: the manifest's URL.
 
         Raises:
             MirrorDamaged: the manifest is damaged, or names an object or file that no version
@@ -370,7 +353,6 @@ class VersionStore:
         return sorted(ownerships), sorted(versions)
 
     def all_versions(self) -> list[Version]:
-        """Lists the versions, the oldest first."""
         return self.listing()[1]
 
     def newest(
@@ -421,11 +403,6 @@ class VersionStore:
         return FilePart(name, len(data), str(xxhash.xxh3_128_hexdigest(data)), strong)
 
     def read_object(self, part: FilePart) -> bytes:
-        """Returns the part's bytes from an intact copy.
-
-        Raises:
-            MirrorDamaged: neither copy is intact.
-        """
         for folder in ("objects", "copies"):
             data = self.store.read(f"{folder}/{part.name}", part.size)
             if data is not None and part.is_whole(data):
@@ -603,11 +580,7 @@ class VersionWriter:
         return Version(1 + max([self._number_floor, *numbers]), self._nonce)
 
     def list_as_owner(self) -> tuple[list[Ownership], list[Version]]:
-        """Lists ownerships and versions.
-
-        Raises:
-            Fenced: another process has taken ownership.
-        """
+        """Raises Fenced if another process has taken ownership."""
         ownerships, versions = self._versions.listing()
         if ownerships and ownerships[-1] > self._ownership:
             process = self._versions.store.read(ownerships[-1].file, 2**16)

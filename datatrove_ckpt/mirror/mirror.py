@@ -56,7 +56,6 @@ class RemoteMirror:
     """A ``Mirror`` of one rank.
 
     Args:
-        url: URL of the rank's folder on the remote.
         seconds: the shortest time from the end of one upload to the start of the next. "auto"
             measures the uploads, so that uploading takes up to 5 % of the time.
         job: content of ``job.json`` if the mirror lacks it. It is uploaded first.
@@ -96,7 +95,6 @@ class RemoteMirror:
 
     @property
     def _is_owned(self) -> bool:
-        """Whether ownership and a first version are on the mirror."""
         return self._uploads.owns_mirror
 
     def check(self, first: bool, stopping: threading.Event) -> None:
@@ -133,7 +131,6 @@ class RemoteMirror:
     def _wait_for(
         self, requests: deque[threading.Event], seconds: float, stopping: threading.Event
     ) -> bool:
-        """Whether the mirror's thread has answered a request within that time."""
         answer = threading.Event()
         requests.append(answer)
         self._wake.put(requests is self._saves)
@@ -188,10 +185,6 @@ class RemoteMirror:
             self._ended.put(True)
 
     def _pause(self, intervals: int) -> None:
-        """Waits until the next upload is due.
-
-        A publication that waits for the first version ends the wait.
-        """
         began = time.monotonic()
         while True:
             self._check_owner()
@@ -208,11 +201,6 @@ class RemoteMirror:
                     return
 
     def _check_owner(self) -> None:
-        """Checks the mirror's owner if a publication waits for the result.
-
-        Raises:
-            Fenced: another process owns the mirror.
-        """
         number = len(self._owner_checks)
         now = time.monotonic()
         if number and self._is_owned:
@@ -301,7 +289,6 @@ class RemoteMirror:
         _answer(self._saves, saves)
 
     def _upload_recorded(self, store: ObjectStore) -> None:
-        """Uploads the recorded documents that the mirror lacks, and removes those without room."""
         folder = layout.checkpoints_of(self.folder) / layout.RECORDED
         current = {path.name for path in folder.glob("*.json")}
         if current == self._recorded:
@@ -315,7 +302,6 @@ class RemoteMirror:
         self._recorded = current
 
     def _raise_if_interrupted(self, last: bool) -> None:
-        """Ends an upload when the rank stops, except the ``last`` upload."""
         if self._given_up or (self._stopping and not last):
             raise _Interrupted
 

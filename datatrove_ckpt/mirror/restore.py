@@ -140,7 +140,6 @@ def find_outdated(url: str, root: Path, needed: Collection[int] | None = None) -
 
 
 def _owner_of(folder: Path) -> Json | None:
-    """Returns None for a folder without run.json, which holds no checkpoint."""
     if not (folder / layout.RUN).exists():
         return None
     owner: Json = identity.read_run(folder / layout.RUN).get("owner", {"nonce": ""})
@@ -261,12 +260,6 @@ def _began_with_mirror(folder: Path) -> bool:
 def _build_newest(
     mirrored: VersionStore, versions: list[Version], staging: Path
 ) -> tuple[Version, Manifest] | None:
-    """Builds the newest complete version in the staging folder. Returns None if nothing was ever
-    mirrored.
-
-    Raises:
-        CheckpointCorrupt: no version is complete.
-    """
     problems = list[str]()
 
     def build(version: Version) -> tuple[Version, Manifest]:
@@ -324,7 +317,6 @@ def _download(
     except CheckpointCorrupt as error:
         raise MirrorDamaged(str(error)) from error
     owner = manifest.run["owner"]
-    # Includes the owners of all versions on the mirror: see the module's docstring.
     earlier = dict(owner["earlier"])
     for version in versions:
         if earlier.get(version.nonce, 0) is not None:
@@ -345,8 +337,6 @@ class MirrorReader:
     """Copies some files of a mirror into a local folder, and updates the copy at each ``refresh``.
 
     Args:
-        url: ``checkpoints_remote_dir``.
-        folder: an empty folder for the copy.
         wants_file: whether a file is needed, by its name and its size in bytes. ``run.json`` is
             always copied.
     """
@@ -413,7 +403,6 @@ class MirrorReader:
 
 
 def unreadable(url: str, error: Exception, advice: str = "") -> StorageFailed:
-    """Returns the error for a mirror that cannot be read. ``advice`` begins with a space."""
     return StorageFailed(
         f"Could not read the mirror {url}: {failure_line(error)}. Correct that (network, "
         f"credentials) and run the same command again.{advice}"
@@ -432,7 +421,6 @@ def restore_ranks(url: str, names: Iterable[str], folder: Path) -> None:
     """Restores whole ranks into an extra folder, with ``job.json``.
 
     Args:
-        url: ``checkpoints_remote_dir``.
         names: the ranks' folders, such as "00000" or "retry-00001/00000".
 
     Raises:
@@ -449,9 +437,7 @@ def restore_ranks(url: str, names: Iterable[str], folder: Path) -> None:
 def upload_rank(url: str, folder: Path) -> None:
     """Uploads a rank's folder as a new version, which is finished if the folder is.
 
-    Args:
-        url: URL of the rank's folder on the mirror.
-        folder: the rank's local folder. No process works on it.
+    No process may work on the folder.
 
     Raises:
         StorageFailed: the folder could not be uploaded. The newest version stays the same.
@@ -482,9 +468,7 @@ def upload_finished_ranks(url: str, root: Path) -> None:
 
     A remote that fails costs a warning; the next start tries again.
 
-    Args:
-        url: ``checkpoints_remote_dir``. ``check_job`` has refused the mirror of another run.
-        root: ``checkpoints_local_dir``.
+    ``check_job`` must have refused the mirror of another run before.
     """
     finished = {
         f"{url}/{layout.RankAddress.of(folder)}": folder
@@ -532,9 +516,6 @@ def join_mirrored_job(
     """Compares a rank that starts with the ranks that only the mirror has.
 
     Args:
-        url: ``checkpoints_remote_dir``.
-        root: ``checkpoints_local_dir``. The ranks in it are compared by ``join_job``.
-
     Returns:
         Content of ``job.json`` if the mirror lacks it. The rank's mirror uploads it, because a
         remote may hang.
@@ -572,14 +553,12 @@ def compare_mirrored_job(
 
 
 def restore_job(url: str, folder: Path) -> None:
-    """Copies ``job.json`` of a mirror, if it exists, into a copy of its ranks. Raises OSError."""
     job = read_job(url)
     if job:
         (folder / layout.JOB).write_bytes(checksummed_json(identity.stamped(job)))
 
 
 def restore_recorded(url: str, root: Path) -> None:
-    """Copies recorded documents of a mirror that this node lacks."""
     store = ObjectStore(url)
     folder = root / layout.RECORDED
     with suppress(OSError):  # the rank has its folder, or another error has come before
@@ -648,7 +627,6 @@ def _compare(
 
 
 def newest_manifest(url: str) -> Manifest | None:
-    """Returns the newest readable manifest of a rank. Damaged versions are skipped."""
     mirrored = VersionStore(url)
     return mirrored.newest(mirrored.all_versions(), mirrored.read_manifest, [])
 

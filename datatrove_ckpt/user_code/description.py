@@ -313,7 +313,6 @@ class NameBinding(NamedTuple):
     """The statements that bind or change a name.
 
     Attributes:
-        label: name of its field.
         route: names that lead from the rollout to this name.
     """
 
@@ -327,7 +326,6 @@ class _Walk:
 
     Args:
         triggers: words because of which hints and docstrings, or subclasses, are described.
-        roots: functions, classes and modules from which the walk starts.
     """
 
     def __init__(self, triggers: frozenset[str], roots: list[CodeRoot]) -> None:
@@ -352,7 +350,6 @@ class _Walk:
     # files -----------------------------------------------------------------------------------
 
     def _load(self, file: str) -> None:
-        """Finds all files that a file imports, directly or indirectly, without parsing them."""
         waiting = [file]
         for path in waiting:
             if path in self.sources:
@@ -369,7 +366,6 @@ class _Walk:
                         waiting.append(imported)
 
     def _file(self, module_path: str) -> str:
-        """Returns the user's file of a module; empty if the module is not the user's."""
         for file in (f"{module_path}/__init__.py", f"{module_path}.py"):
             if module_path and (file in self._roots or is_of_user(file)) and os.path.isfile(file):  # noqa: PTH113
                 return file
@@ -422,7 +418,6 @@ class _Walk:
                 names = names[1:]
 
     def _changes(self, file: str) -> dict[Key, list[Statement]]:
-        """Returns the names, in all files, that the statements of a file change."""
         if file not in self._changed:
             statements_by_key = self._changed[file] = {}
             for statement in self.sources[file].statements:
@@ -528,7 +523,6 @@ class _Walk:
         return [*dict.fromkeys(keys)]
 
     def resume(self, before: CodeDescription) -> None:
-        """Continues from the names of modules that code in a pickle uses."""
         for relative_path, name, label in before.imported:
             self._load(_on_path(relative_path))
             self._go((_on_path(relative_path), name), label, (label,))
@@ -540,11 +534,9 @@ class _Walk:
         return [statement for unit in self.units.values() for statement in unit.statements]
 
     def mutated(self) -> set[str]:
-        """Returns the names and attributes that the code changes while it runs."""
         return {name for statement in self.statements for name in statement.mutated}
 
     def fields(self, by_value: bool, used_labels: Mapping[str, object]) -> dict[str, object]:
-        """Returns the fields of code that a pickle holds ``by_value``, or of other code."""
         texts: dict[str, set[tuple[str, ...]]] = {}
         fields: dict[str, object] = {}
         for (path, name), unit in self.units.items():
@@ -579,7 +571,6 @@ class _Walk:
         return imports | notes
 
     def _text(self, statement: Statement) -> str:
-        """Returns the text to compare, without the user's module that a name is imported from."""
         if statement.is_import:
             first = statement.imports[0]
             module_path = self._find_module(statement.source.folder, first.level, first.module)
@@ -588,7 +579,6 @@ class _Walk:
         return statement.text
 
     def _from_outside(self, statement: Statement) -> dict[str, object]:
-        """Returns values of the environment and of the command line."""
         fields: dict[str, object] = {}
         if not self.words.isdisjoint({"environ", "getenv"}):
             for text in statement.texts_at_import & os.environ.keys():
@@ -608,7 +598,6 @@ class _Walk:
 
     @functools.cached_property
     def _written(self) -> set[str]:
-        """Returns the names of files that the code writes."""
         return set[str]().union(*(statement.written for statement in self.statements))
 
     def _text_files(self, statement: Statement) -> Iterator[Path]:
@@ -629,7 +618,6 @@ class _Walk:
 
     @functools.cached_property
     def _folders(self) -> list[Path]:
-        """Returns the folders of all statements, and the subfolders that their texts name."""
         texts = set[str]().union(*(statement.texts for statement in self.statements))
         names = [*filter(_PATH.fullmatch, texts)]
         folders = {Path(statement.file).parent for statement in self.statements} | {Path.cwd()}
@@ -639,7 +627,6 @@ class _Walk:
         return sorted(folders)
 
     def unstable(self) -> set[str]:
-        """Returns the names of variables whose values differ at each start."""
         unstable_names = set[str]()
         parsed = [source for source in self.sources.values() if "statements" in vars(source)]
         values = [
@@ -703,7 +690,6 @@ def describe(
     """Describes functions and objects.
 
     Args:
-        objects: the functions and objects, by the name of their field.
         before: the description of the code that a pickle holds by value.
     """
     objects = {label: thing for label, thing in objects.items() if thing is not None}
@@ -737,10 +723,6 @@ def describe(
 
 
 def _as_first(parts: list[Any], first_parts: list[Any], mutated: set[str]) -> list[Any]:
-    """Replaces parts that the code changes while it runs with the parts of the first description.
-
-    Each part begins with its label.
-    """
 
     def is_mutated(part: Any) -> bool:
         return not mutated.isdisjoint(part[0].split(".")[1:])

@@ -176,11 +176,6 @@ class _PickleScan:
         self._variables = environment_secrets(is_surely_secret)
 
     def pickle(self, value: object) -> None:
-        """Pickles a value to nowhere, and scans each object.
-
-        Raises:
-            Exception: the value cannot be pickled; any error of a ``__reduce__``.
-        """
         import dill  # type: ignore[import-untyped]
 
         self._check("", {self._name: value})

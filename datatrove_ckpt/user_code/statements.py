@@ -117,7 +117,6 @@ def digest(*texts: str) -> str:
 
 
 def write_tree(node: Any) -> str:
-    """Returns a syntax tree as ASCII text."""
     if isinstance(node, list):
         # {**x} has a key that is absent, {None: x} has the constant None.
         parts = [element for element in node if not isinstance(element, ast.Pass)]
@@ -141,7 +140,6 @@ def write_tree(node: Any) -> str:
 
 
 def _write_parts(name: str, parts: list[Any]) -> str:
-    """Writes an f-string. Some versions split its texts."""
     if name == "JoinedStr" and all(isinstance(part, ast.Constant) for part in parts):
         return write_constant("".join(str(part.value) for part in parts))  # f"text" is "text"
     written = [
@@ -215,11 +213,9 @@ class Statement:
 
     Attributes:
         source: file of the statement, or the notebook of its cell.
-        binds: names that it binds in the file.
         changes: chains that it changes: ``D[k] = v``, ``D.update()``, ``@render.register``.
         passed: chains that it passes to a call, which may change them.
         bases: chains of the classes that it extends.
-        words: all names in it.
         texts: its strings; ``*`` stands for the values in an f-string.
         texts_at_import: its strings outside of functions' bodies.
     """
@@ -257,9 +253,6 @@ class Statement:
         self.passed = _chains_of(passed) - self.changes
 
     def _changed_parts(self) -> list[Any]:
-        """Returns attributes and items that it sets, deletes, or changes by a call such as
-        ``append``.
-        """
         changed = [part for part in self._of(_PART) if not isinstance(part.ctx, ast.Load)]
         for call in self._calls:
             if name_of(call) in _CHANGING:
@@ -293,7 +286,6 @@ class Statement:
 
     @property
     def alias(self) -> str:
-        """A name of the statement, for statements that bind no name."""
         return f"<{self.index}>"
 
     @functools.cached_property
@@ -321,7 +313,6 @@ class Statement:
 
     @property
     def rebound(self) -> set[str]:
-        """Returns the names that an assignment or import binds without a use of their values."""
         if self.changes or not (self.is_import or isinstance(self.node, ast.Assign)):
             return set()
         return self.binds - {chain[0] for chain in self.chains}
@@ -339,9 +330,6 @@ class Statement:
 
     @property
     def mutated(self) -> set[str]:
-        """Returns names and attributes that its functions change, except functions that build
-        objects.
-        """
         functions = self._of(ast.FunctionDef)
         builders = [function for function in functions if function.name in _BUILDERS]
         building = {part for function in builders for part in ast.walk(function)}
@@ -351,7 +339,6 @@ class Statement:
 
     @property
     def written(self) -> set[str]:
-        """Returns the names in its calls that write files."""
         names = set()
         for call in self._calls:
             opens = name_of(call) == "open" and not _MODES.isdisjoint(map(_pattern, call.args))
@@ -372,7 +359,6 @@ class Statement:
 
     @property
     def assigned(self) -> list[tuple[set[str], set[str], set[str]]]:
-        """Returns names that it binds anywhere inside, the calls in their values, and all words."""
         values = []
         for node in self._of(_ASSIGNMENT | ast.keyword | _DEFINITION):
             targets = [*getattr(node, "targets", ()), getattr(node, "target", None)]
@@ -382,7 +368,6 @@ class Statement:
         return values
 
     def takes_all(self, function: str, variable: str) -> bool:
-        """Whether functions of this name use more than parts of a variable."""
         for node in self._of(_FUNCTIONS):
             if getattr(node, "name", "<lambda>") != function:
                 continue
@@ -408,7 +393,6 @@ def name_of(node: Any) -> str:
 
 
 def _pattern(node: Any) -> str:
-    """Returns the string of a node; ``*`` stands for the values in an f-string."""
     if isinstance(node, ast.JoinedStr):
         return "".join(_pattern(part) or "*" for part in node.values)
     value = getattr(node, "value", None)
@@ -475,7 +459,6 @@ class CodeSource:
             self.texts = dict(by_run)
 
     def holds(self, name: str) -> bool:
-        """Whether the text of the file has this word."""
         word = re.compile(rf"\b{re.escape(name)}\b")
         return any(name in text and word.search(text) for text in self.texts.values())
 
@@ -488,7 +471,6 @@ class CodeSource:
                         yield len(dots), name, re.findall(r"\w+", names)
 
     def is_of(self, code: types.CodeType) -> bool:
-        """Whether this is the source of a function: it may have been edited or removed."""
         text = self.texts.get(code.co_filename)
         changed_at = 0.0
         with suppress(OSError):  # an archive, or a cell of a notebook
@@ -561,7 +543,6 @@ class CodeSource:
 
 
 def _apart(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yields top-level statements: each name of an import, and the statements of the main block."""
     for node in body:
         if isinstance(node, _IMPORT):
             for alias in node.names:

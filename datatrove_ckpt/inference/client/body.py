@@ -49,7 +49,6 @@ class RequestBody:
         return b"".join(self._texts)
 
     def with_media_hashed(self) -> bytes:
-        """Returns the JSON with a hash in place of each medium."""
         hashes = [xxhash.xxh3_64_digest(data) for data in self._media]
         pieces = zip_longest(self._texts, hashes, fillvalue=b"")
         return b"".join(piece for pair in pieces for piece in pair)
@@ -92,7 +91,6 @@ class LargeAnswer:
         self._sizes.pop(id(self), None)
 
     def append(self, body: bytearray, data: bytes) -> str:
-        """Appends bytes to the body. Returns the reason if the answer is refused, else ""."""
         for start in range(0, len(data), _PIECE):  # 1 MB may become a gigabyte
             piece = data[start : start + _PIECE]
             body += self._decompressed(piece)

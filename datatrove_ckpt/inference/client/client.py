@@ -32,9 +32,6 @@ Sleeps between attempts grow from 0.5 s to 30 s with full jitter, or last as lon
 requires (at most 120 s, and never beyond the patience). A sleeping request holds no place, except
 at a server that limits requests under ``max_concurrent_generations: auto`` (``AdaptiveLimit``).
 
-A null finish_reason may mean a truncated answer, but some gateways send no other:
-``accept_null_finish_reason`` decides.
-
 Answers from stopped or lost servers are dropped: they may be half a text with status 200.
 
 Two clocks end the retries; both run for ``server_patience_seconds``:
@@ -195,7 +192,6 @@ async def post(
 
     Args:
         model: name for messages, if the body has none.
-        stream: receives the body of the answer.
 
     Raises:
         RequestRejected, ServerRefused, RetryableError, TooManyOpenFiles: the table in ``client.py``
@@ -311,13 +307,9 @@ _HINT = (
 
 
 def hang_after(longest: float) -> float:
-    """Returns the silence after which a server that has answered counts as hanging.
+    """Returns the silence, in seconds, after which a server that has answered counts as hanging.
 
-    Measured with ``tests/simulated_engine.py``: GPUs count no token for 26 s at most, in a prompt
-    of 128,000 tokens; CPUs for up to 20 minutes, but for at most 4.7 times as long as before.
-
-    Args:
-        longest: longest silence so far, in seconds.
+    CPUs may be silent for minutes, so the limit grows with the longest silence so far.
     """
     return max(120.0, 6 * longest)
 
@@ -326,7 +318,6 @@ class Outage:
     """The outage clock of one client.
 
     Attributes:
-        answers: number of answered requests.
         unreachable: whether the last failure was a failed connection.
         hangs: seconds of an endpoint's unusual silence; 0 if it is not unusual.
     """
@@ -357,7 +348,6 @@ class Outage:
             self.ended()
 
     def grown(self) -> None:
-        """Notes that a long answer has grown: the server is not silent."""
         self._seen_at = self.clock()
         self.ended()
 
@@ -373,7 +363,6 @@ class Outage:
 
         Args:
             busy: seconds for which the oldest request has been in flight; 0 without requests.
-            name: name of the servers that have requests.
         """
         now = self.clock()
         if self.answers > self._seen:
@@ -397,7 +386,6 @@ class Outage:
                 )
 
     def begin(self, unreachable: bool, since: float) -> None:
-        """Begins an outage at ``since``, unless it has begun already."""
         self.unreachable = unreachable
         if self._since == math.inf:
             self._since = since
@@ -406,9 +394,6 @@ class Outage:
     def failed(self, failure: RetryableError, oldest: Callable[[], float]) -> None:
         """Counts a failure; raises ServerUnavailable if no request was answered for ``patience``
         seconds.
-
-        Args:
-            oldest: returns the seconds for which the oldest request has been in flight.
         """
         self.begin(failure.unreachable, self.clock())
         waited = self.seconds
@@ -443,11 +428,9 @@ class Outage:
         self._context.run(logger.log, level, f"{self._prefix}{line}")
 
     def next_line(self) -> float:
-        """Returns seconds until the next line is due; infinite while requests are answered."""
         return self._next_line_at - self.clock()
 
     def remaining(self) -> float:
-        """Returns seconds until the patience ends; infinite while requests are answered."""
         return self._since + self.patience - self.clock()
 
     @property
@@ -461,9 +444,6 @@ class _ServerFailures:
 
     Attributes:
         answers: number of other requests that the server had answered before.
-        since: time of the first failure.
-        number: number of failures.
-        last_at: time of the last failure.
     """
 
     answers: int
@@ -475,9 +455,6 @@ class _ServerFailures:
 @dataclass(eq=False)
 class RequestClock:
     """The clock of one request that has failed.
-
-    Args:
-        answers: number of answered requests when the request was sent.
 
     Attributes:
         beside: number of failures while other requests were answered.
@@ -500,9 +477,6 @@ class RequestClock:
 
     def failed(self, failure: RetryableError, answered: AnsweredRequests, max_attempts: int) -> int:
         """Counts a failure and returns the number of failures.
-
-        Args:
-            answered: the server's answers to other requests.
 
         Raises:
             RequestFailed: this request has used up its patience or attempts.
@@ -539,11 +513,9 @@ class RequestClock:
 
     @property
     def number(self) -> int:
-        """The number of failures since which the servers have answered others."""
         return sum(failures.number for failures in self._failures.values())
 
     def check(self, failure: RetryableError, max_attempts: int) -> None:
-        """Raises RequestFailed if the servers that fail at this request answer others."""
         counted = sum(
             failures.number
             for answered, failures in self._failures.items()
@@ -584,10 +556,6 @@ class ModelServers:
 
     Args:
         config: settings; ``max_concurrent_generations`` is the limit of all ranks together.
-        clock: replacement of ``time.monotonic`` for patience.
-
-    Attributes:
-        continues_answers: whether a server has continued half-written answers.
     """
 
     def __init__(
@@ -645,11 +613,7 @@ class ModelServers:
         api_key: Secret | None,
         first_limit: int = FIRST_LIMIT,
     ) -> None:
-        """Sends requests to this URL from now on: a restarted server has a new port and key.
-
-        Args:
-            first_limit: limit of each rank, if its metrics are followed.
-        """
+        """Sends requests to this URL from now on: a restarted server has a new port and key."""
         for rank in target.ranks:
             rank.url = url
             rank.api_key = api_key
@@ -707,7 +671,6 @@ class ModelServers:
         return self.config.request_timeout or 3600.0
 
     def look(self) -> None:
-        """Checks for a silent endpoint. ``servers/host.py`` checks launched servers."""
         if self.config.server_type == "endpoint":
             name = "The server"
             if len(self.router.servers) > 1:
@@ -717,7 +680,6 @@ class ModelServers:
             self.outage.check_silence(self.oldest_in_flight(), self.timeout, name)
 
     def oldest_in_flight(self) -> float:
-        """Returns the age of the oldest attempt in seconds; 0 without requests in flight."""
         now = time.monotonic()
         starts = [
             attempt.started_at for target in self.router.servers for attempt in target.attempts
@@ -726,7 +688,6 @@ class ModelServers:
 
 
 def count_answer(work: WorkCounts, answer: Completion, config: InferenceConfig) -> Tokens:
-    """Counts an answer, its tokens and its cost."""
     tokens = token_counts(answer.usage)
     work.requests += 1
     work.prompt_tokens += tokens.prompt
@@ -758,11 +719,7 @@ def default_api(config: InferenceConfig) -> Api:
 class CompletionClient:
     """Sends the requests of one rank to the servers of a model.
 
-    Args:
-        sleep: replacement of ``asyncio.sleep`` between attempts.
-
     Attributes:
-        without_reason: number of answers without a finish_reason.
         pausing: number of requests that wait for their next attempt.
     """
 
@@ -784,7 +741,6 @@ class CompletionClient:
         self._sleep = sleep
 
     async def unlisted_models(self) -> str:
-        """Returns a sentence for each endpoint whose list of models lacks its model."""
         sentences = ""
         for target in self._router.servers:
             if target.url is None or self._config.server_type != "endpoint":
@@ -823,10 +779,6 @@ class CompletionClient:
         self, body: AnyBody, api: Api | None = None, request: Request | None = None
     ) -> Completion:
         """Returns the answer to one request.
-
-        Args:
-            body: the final payload as JSON.
-            request: history of the request; None: a new request.
 
         Raises:
             MustDivide: a shared request was in flight at several deaths, or fails while others
@@ -889,13 +841,8 @@ class CompletionClient:
             api = clock.next_api(api, failure)
 
     def _lost(self, request: Request, deaths: int, was_quarantined: bool) -> None:
-        """Counts an attempt that was lost with its server.
-
-        Args:
-            deaths, was_quarantined: the request's deaths before the attempt, and its state.
-
-        Raises:
-            RequestPoisoned, MustDivide: the request must not be sent again as it is.
+        """Counts an attempt that was lost with its server. Raises unless the request may be sent
+        again.
         """
         alone = len(request.deaths) > deaths and request.deaths[-1].in_flight == 1
         if was_quarantined and alone and not request.may_not_be_sent:
@@ -918,8 +865,9 @@ class CompletionClient:
         body: AnyBody,
         api: Api,
     ) -> tuple[RequestClock, float]:
-        """Counts a failure like ``_delay_after``. Returns the clock of the next attempt, too, which
-        is new if a part was added to a long answer, or if it is requested as a whole from now on.
+        """Counts a failure. Returns the clock of the next attempt, which is new if a part was added
+        to a long answer, or if the answer is requested as a whole from now on, and the seconds of
+        the wait.
         """
         half = request.half
         new = RequestClock(self.outage, self.outage.clock(), self.outage.answers, api.tiers)
@@ -937,10 +885,7 @@ class CompletionClient:
         self, error: RetryableError, target: Target, clock: RequestClock, body: AnyBody, api: Api
     ) -> float:
         """Counts a failure, and waits while the request keeps its place. Returns the seconds of the
-        further wait.
-
-        Raises:
-            ServerUnavailable, RequestFailed, ServerRefused: there is no further attempt.
+        further wait. Raises if there is no further attempt.
         """
         if not self._router.has_spent:
             self.outage.failed(error, self.servers.oldest_in_flight)
@@ -971,12 +916,7 @@ class CompletionClient:
         rejection: CkptError,
     ) -> None:
         """Waits until another request shows whose fault a rejection is. Returns if the request must
-        be sent to another server.
-
-        Raises:
-            RequestRejected: the server answers others, so that its document is at fault.
-            ServerRefused: the server refuses others, too.
-            RequestFailed, ServerUnavailable: the patience is over.
+        be sent to another server; raises RequestRejected, ServerRefused or the end of the patience.
         """
         answered = target.evidence.of(api)
         # The model and the key of a server that we launched stay the same.
@@ -1025,9 +965,6 @@ class CompletionClient:
     async def _probe(self, target: Target, body: AnyBody, api: Api) -> bool:
         """Sends a probe if the last one is a minute old. Returns whether it was answered. A refusal
         is kept in ``AnsweredRequests.refusal``.
-
-        Raises:
-            ServerUnavailable: the patience with an outage is over.
         """
         evidence = target.evidence
         now = self.outage.clock()
@@ -1077,9 +1014,6 @@ class CompletionClient:
         return False
 
     def _leave(self, target: Target, refusal: ServerRefused) -> None:
-        """Stops sending requests to an endpoint that refuses them, if there are other endpoints;
-        else raises the refusal.
-        """
         has_others = any(
             other.up and other.ranks is not target.ranks for other in self._router.targets
         )
@@ -1091,7 +1025,6 @@ class CompletionClient:
             logger.warning(f"{refusal} The other endpoints get its requests until the next start.")
 
     async def _wait(self, seconds: float, failure: RetryableError) -> None:
-        """Sleeps until the next attempt, at most until the patience with an outage ends."""
         bounded = self.outage.remaining() > 0
         while seconds > 0 and not (bounded and self.outage.remaining() <= 0):
             pause = seconds
@@ -1192,11 +1125,6 @@ class CompletionClient:
     async def _attempt_failed(
         self, attempt: Attempt, transport: Transport, failure: RetryableError
     ) -> None:
-        """Counts a failure at its server, which rests then, and may be probed.
-
-        Raises:
-            ServerRefused: nothing more is sent to the server.
-        """
         target = attempt.target
         started_at = attempt.started_at
         if isinstance(failure, UnexpectedResponse):
@@ -1216,9 +1144,6 @@ class CompletionClient:
     async def _continued(
         self, attempt: Attempt, half: HalfAnswer, transport: Transport, body: AnyBody
     ) -> Response:
-        """Returns the response to a request whose answer may be continued. The request is sent as a
-        whole if the server does not continue it.
-        """
         target = attempt.target
         request = attempt.request
         half.has_grown = False
@@ -1245,9 +1170,6 @@ class CompletionClient:
     async def _continue(
         self, attempt: Attempt, half: HalfAnswer, continuation: Continuation, body: AnyBody
     ) -> Response:
-        """Returns the answer, of which a part may come from earlier attempts. See
-        ``half_answers.py``.
-        """
         if isinstance(body, RequestBody):
             raise CannotContinue("the request has media")
         model = self._config.model_name_or_path
@@ -1264,7 +1186,6 @@ class CompletionClient:
         return Response(200, half.answer(derendered.body, continuation.usage))
 
     def _cool_down(self, target: Target, failure: RetryableError) -> None:
-        """Makes a failed server rest, so that other servers get the next requests."""
         if not target.up:
             return
         now = time.monotonic()
@@ -1301,7 +1222,6 @@ class CompletionClient:
             )
 
     def _check_reason(self, answer: Completion, target: Target) -> None:
-        """Raises RetryableError if the answer may be cut off."""
         if answer.finish_reason:
             target.gives_reasons = True
             return

@@ -31,10 +31,8 @@ class AnsweredRequests:
     """The requests of one kind that a server has answered.
 
     Attributes:
-        number: number of these requests.
         sent_at: time at which the youngest of them was sent.
         probed_at: time at which the last answered probe was sent.
-        shortest: body of the shortest of them, for ``api``.
         refusal: refusal of the last probe; None once a request was answered after it.
     """
 
@@ -71,7 +69,6 @@ class Evidence:
     )
 
     def of(self, api: Api) -> AnsweredRequests:
-        """Returns the answered requests of one kind."""
         return self._kinds[api.path, api.model]
 
 

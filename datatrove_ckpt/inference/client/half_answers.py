@@ -84,7 +84,6 @@ class PieceStore(Protocol):
 
 
 def may_continue(payload: JsonObject) -> bool:
-    """Returns whether an answer to this payload may be continued."""
     prompt = payload.get("prompt", "")
     if not isinstance(prompt, str) or payload.get("tool_choice") not in (None, "auto", "none"):
         return False
@@ -107,7 +106,7 @@ def _is_text(message: object) -> bool:
 
 
 def is_long(payload: JsonObject, mean: float) -> bool:
-    """Returns whether an answer may be long. ``mean``: tokens of the answers so far."""
+    """``mean``: tokens of the answers so far."""
     limits = [payload[name] for name in _LIMITS if payload.get(name) is not None]
     if limits:
         return isinstance(limits[0], int) and limits[0] >= _LONG
@@ -117,15 +116,9 @@ def is_long(payload: JsonObject, mean: float) -> bool:
 class HalfAnswer:
     """One answer, over all its attempts. It is a ``Stream`` of its next ids.
 
-    Args:
-        pieces: its pieces of earlier attempts, and its next ones.
-        work: counts of the rank.
-
     Attributes:
         is_refused: whether a server could not continue it, so that it is requested as usual.
         end: finish_reason and stop_reason; None: there is no end yet.
-        prompt: ids of the prompt.
-        has_grown: whether the last attempt has brought ids.
     """
 
     def __init__(self, pieces: PieceStore, work: WorkCounts) -> None:
@@ -145,9 +138,6 @@ class HalfAnswer:
 
     def continued(self, rendered: bytes, version: str) -> bytes | None:
         """Returns the request for the next ids; None if the answer has ended.
-
-        Args:
-            rendered: the server's answer to the first step.
 
         Raises:
             CannotContinue: the next token depends on more than the ids before it.
@@ -234,7 +224,6 @@ class HalfAnswer:
             raise unfinished(reason)
 
     def _read(self) -> list[int]:
-        """Returns the ids of all pieces that belong together."""
         ids: list[int] = []
         self.end = None
         self._last = self._first
@@ -290,10 +279,6 @@ class HalfAnswer:
 
     def answer(self, derendered: bytes, usage: tuple[str, ...]) -> bytes:
         """Returns the answer as the server gives it to the whole request.
-
-        Args:
-            derendered: the server's answer to the last step.
-            usage: the names of a usage.
 
         Raises:
             UnexpectedResponse: the answer has another form.

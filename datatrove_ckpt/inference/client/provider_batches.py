@@ -37,8 +37,6 @@ class RemoteBatch:
 
     Attributes:
         status: state in lower case, which may be unknown to this package.
-        files: paths of its answers and its errors, if there are any.
-        errors: causes of its failure, with codes.
         lines: number of lines of its files; if the provider gives no counts, a number above any
             number of requests.
     """
@@ -110,7 +108,6 @@ class BatchProvider:
         await self._session.close()
 
     def clean(self, value: object) -> str:
-        """Returns a value of the provider as one line without secrets."""
         return " ".join(redact(str(value)).split())[:_SHOWN]
 
     async def upload(self, lines: IO[bytes], name: str) -> str:
@@ -128,9 +125,6 @@ class BatchProvider:
         """Creates a batch, which costs money from here on.
 
         After a ``RetryableError`` the batch may exist: find it before it is created again.
-
-        Args:
-            lines: its requests, unless it ``takes_files``.
         """
         body = {
             "input_file_id": batch.file,
@@ -142,9 +136,6 @@ class BatchProvider:
 
     async def find(self, batch: RequestedBatch, known_ids: Set[str]) -> RemoteBatch | None:
         """Searches for a batch in the provider's list of all batches.
-
-        Args:
-            known_ids: ids of other batches.
 
         Raises:
             CreationUnknown: another batch must end first.
@@ -350,7 +341,6 @@ class MessageBatches(BatchProvider):
 
 
 async def _tagged(file: IO[bytes], tag: bytes) -> AsyncGenerator[bytes]:
-    """Yields the body that creates a batch, with the tag before each custom id."""
     before = b'{"requests":['
     while lines := await asyncio.to_thread(file.readlines, _BLOCK):
         for line in lines:
@@ -360,7 +350,6 @@ async def _tagged(file: IO[bytes], tag: bytes) -> AsyncGenerator[bytes]:
 
 
 def _loads(raw: bytes) -> object:
-    """Parses JSON; returns None if the bytes are not JSON."""
     with suppress(ValueError, RecursionError):
         return parse_json(raw)
     return None

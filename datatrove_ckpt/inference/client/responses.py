@@ -69,7 +69,6 @@ class Completion:
         usage: the server's token counts; values that are no counts are removed.
         choices: all ``n`` choices; empty for a single choice without a refusal.
         answer: JSON values except id and time, if the request is no completion.
-        seconds: seconds from sending the request to this answer.
         endpoint: name of the endpoint that answered, if the config has ``endpoints``; else "".
     """
 
@@ -116,7 +115,6 @@ class RetryableError(Exception):
         return self.cause
 
     def quote(self) -> None:
-        """Adds the quoted part to the cause, hides its secrets, and cuts it."""
         if self.quoted:
             # Secrets are hidden before escapes could change them.
             self.cause += f": {excerpt(self.quoted, 8 * _SHOWN)!r}"[: _SHOWN + 2]
@@ -134,12 +132,10 @@ class RetryableError(Exception):
 
     @property
     def server_is_well(self) -> bool:
-        """True if the server works, and may only require a wait."""
         return 400 <= self.status < 500
 
     @property
     def server_is_limited(self) -> bool:
-        """True if the server works, but takes no more requests for now."""
         return self.status in retrying.SERVER.limited
 
 
@@ -164,7 +160,6 @@ class Api(NamedTuple):
     Attributes:
         path: path below the API's URL ("chat/completions"), or with a leading slash below the
             server's URL ("/tokenize").
-        parse: parses the bytes of an answer.
         name: name that separates equal payloads of different APIs.
         is_shared: whether a request may have texts of several payloads, as a list in ``input``.
         tiers: values of ``service_tier``; attempts use the next tier if the server has no room for
@@ -186,7 +181,6 @@ class Api(NamedTuple):
 
 
 def api_for_path(path: str) -> Api:
-    """Returns the API of a path, which has the form of ``generate``'s ``path``."""
     if not path.startswith("/"):
         raise ValueError(
             f"path: {path!r} must begin with a slash, such as /v1/embeddings or /tokenize"
@@ -198,7 +192,6 @@ def api_for_path(path: str) -> Api:
 
 
 def with_raw_response(api: Api) -> Api:
-    """Returns the API whose answers also contain the server's whole answer."""
 
     def parse(raw: bytes) -> Completion:
         completion = api.parse(raw)
@@ -437,7 +430,7 @@ def unfinished(finish_reason: str | None) -> RetryableError:
 
 
 def _joined(content: object) -> _Text:
-    """Returns the text of a content: its parts without thoughts and references, joined.
+    """Returns the text of a content without thoughts and references.
 
     A content with media stays a list. Other values, which a gateway has parsed, become JSON again.
     """
@@ -459,7 +452,6 @@ def _joined(content: object) -> _Text:
 
 
 def _kind(part: object) -> str:
-    """Returns the type of a content's part; "" if the value is none."""
     if isinstance(part, str):
         return "text"
     if isinstance(part, dict) and isinstance(part.get("text"), str | None):
@@ -541,11 +533,6 @@ def _answer(raw: bytes) -> JsonObject:
 
 
 def read_json(raw: bytes) -> object:
-    """Parses an answer.
-
-    Raises:
-        RetryableError: the answer is no JSON, or an error.
-    """
     try:
         answer = parse_json(raw)
     except UnicodeDecodeError:
@@ -571,7 +558,6 @@ def _refuse_error(subject: str, error: object) -> NoReturn:
 
 
 def parse_json(raw: bytes) -> object:
-    """Parses JSON. Raises ValueError or RecursionError."""
     try:
         return orjson.loads(raw)
     except orjson.JSONDecodeError:
@@ -644,7 +630,6 @@ def parse_classes(raw: bytes, *, count: int) -> Completion:
 
 
 def parse_scores(raw: bytes, *, count: int) -> Completion:
-    """Returns ``scores`` in the order of the texts, in base64."""
     answer, rows = _rows(raw, count)
     scores = [row.get("relevance_score", row.get("score")) for row in rows]
     return other_than_text(answer, {"scores": to_base64(_numbers(scores, "scores", np.float32))})

@@ -10,11 +10,9 @@ Requests wait here, not at a server, so an outage uses up no attempts, and a dea
                  as long as no server is idle
     quarantined  requests that were in flight at two deaths of a server (``Quarantine``)
 
-``PrefixIndex`` remembers which servers have had a request with the same leading text.
-
 An engine caches the prompts that it has processed, from their start, in blocks. So a request costs
-less at its homes, the servers that have had a request with the same leading text. No engine is
-queried. If a home no longer has the text, only the routing was useless.
+less at its homes. No engine is queried. If a home no longer has the text, only the routing was
+useless.
 
 ``Quarantine`` holds the requests that may have killed servers. A request that was in flight at two
 deaths of a server runs apart from all others, on a server that first finishes its other requests.
@@ -93,12 +91,10 @@ class MinuteLimits:
 
     @property
     def frees_at(self) -> float:
-        """The monotonic time at which the oldest request of the last minute leaves the minute."""
         ends = (sent.at + MINUTE_SECONDS * _MINUTE_MARGIN for sent in self._sent if sent.requests)
         return next(ends, math.inf)
 
     def sent(self, size: int) -> QuotaUse:
-        """Counts a request of ``size`` bytes, with its expected tokens."""
         sent = QuotaUse(time.monotonic())
         self._sent.append(sent)
         self._count(sent, 1, self._mean or size / 4)  # bytes of a token
@@ -181,7 +177,6 @@ class ServerDeath:
     """The end of one server process.
 
     Attributes:
-        in_flight: number of requests at the server.
         attributed: whether a request is known to have caused it.
     """
 
@@ -203,7 +198,6 @@ class Sender:
     Args:
         shutdown: the rank's shutdown. Once the rank stops, its requests are no longer sent.
         order: priority; requests of the sender with the lowest order are sent first.
-        work: counts of the rank, to which its clients add.
         on_change: function that is called when the capacity of targets may have changed.
 
     Attributes:
@@ -222,14 +216,12 @@ class Sender:
     may_grow: bool = False
 
     def count_error(self, kind: str, endpoint: str) -> None:
-        """Counts a failed attempt. ``endpoint``: name; "" without ``endpoints``."""
         self.work.errors[kind] += 1
         if endpoint:
             self.work.endpoint_errors[endpoint] += 1
 
     @contextmanager
     def deciding(self, frees_place: bool) -> Iterator[None]:
-        """Lets another document start meanwhile, if ``frees_place``."""
         self.undecided += frees_place
         if self.on_change is not None:
             self.on_change(self)
@@ -244,18 +236,14 @@ class Request:
     """The history of one request over all its attempts.
 
     Args:
-        document: id of its document.
         order: priority; requests of the document with the lowest order are sent first.
-        body: JSON of the request.
 
     Attributes:
         prefix_hashes: hashes of its leading texts; None before a router has received it.
         known_prefix: hash of the longest leading text that an earlier request had.
-        deaths: deaths of servers at which it was in flight.
         age_at_first_death: seconds in flight at the first death.
         quota_use: share of its attempt in the limits of its endpoint, if the endpoint has limits.
         is_shared: whether several texts share it. It is divided before it fails.
-        half: its answer so far, if the answer may be continued.
         continues: whether what its attempt has received is kept if the attempt is cut off.
     """
 
@@ -348,36 +336,23 @@ class Target:
 
     Args:
         bit: bit of this server in sets of servers.
-        probe: health probe of a server that this process has launched.
         ranks: all ranks of this server, in their order. They share its process and its URL.
         rank: number of this rank, as vLLM's header and metrics have it; "" if it is the only rank.
         attempts: attempts at all ranks of this server.
 
     Attributes:
         name: name of an endpoint that each answer records; else "".
-        model: name of the model at this server.
         order: priority; requests go to the servers with the lowest order that have room.
-        weight: share of the requests among servers with one order.
         virtual_time: counter that grows with each request, in inverse proportion to the weight.
-        limits: limits of requests and tokens per minute; None: there are none.
-        transports: connections by path.
-        limit: maximum number of requests in flight.
         pace: object that adapts the limit; None: the limit is fixed, or follows the metrics.
         restricts_metrics: whether its page of metrics may be restricted to some names.
         cache_share_per_request: mean share of the KV cache that a running request takes.
-        foreign_requests: number of requests in flight of other clients.
         load: used share of its limit, or of its KV cache. At 1 it is full.
         reserved: whether it serves quarantined requests, once the others are answered.
         cooldown_until: time until which other servers get the requests, because requests failed.
-        failures: number of failures since its last answer.
-        failing_since: time of the first of these failures.
-        is_reported: whether the log has reported that it fails.
-        reported_at: time of that log line.
         alive_at: time at which the server last worked, or got its first request after idling.
         accepted_at: start of the youngest attempt that it answered.
         gives_reasons: whether an answer had a finish_reason.
-        answers: number of its answers.
-        evidence: what it has answered.
         continuation: how it continues answers; None: it does not.
     """
 
@@ -484,7 +459,6 @@ class AdaptiveLimit:
         target.limit = FIRST_LIMIT
 
     def take(self) -> float:
-        """Returns 0 if a request may be sent now, else the seconds to wait."""
         now = time.monotonic()
         if now >= self._resets_at:
             self._remaining += self._gain
@@ -637,7 +611,6 @@ class Router:
 
     Attributes:
         has_homes: whether requests go to the servers that have their leading text.
-        has_limits: whether a target has limits.
     """
 
     def __init__(self, limit: int) -> None:
@@ -657,13 +630,11 @@ class Router:
         self._turn = 0.0
 
     def add(self, probe: HealthProbe | None = None) -> Target:
-        """Adds a server that is not up yet, and returns its first rank."""
         target = Target(1 << len(self.targets), probe)
         self.targets.append(target)
         return target
 
     def divide(self, server: Target, ranks: int) -> None:
-        """Adds the ranks of a server that are not known yet."""
         while len(server.ranks) < ranks:
             server.rank = "0"
             number = str(len(server.ranks))
@@ -672,7 +643,6 @@ class Router:
 
     @property
     def servers(self) -> list[Target]:
-        """The first rank of each server."""
         return [target for target in self.targets if target is target.ranks[0]]
 
     @property
@@ -782,7 +752,6 @@ class Router:
             self._look_later(room.opens_at)
 
     def _look_later(self, when: float) -> None:
-        """Admits requests at ``when``: no answer reports that a limit has room again."""
 
         def look() -> None:
             self._looks_at = math.inf
@@ -794,7 +763,6 @@ class Router:
         self._look = asyncio.get_running_loop().call_later(when - time.monotonic(), look)
 
     def has_other(self, target: Target) -> bool:
-        """Returns whether another server takes requests now, or will when it has room."""
         now = time.monotonic()
         return any(
             other.ranks is not target.ranks
@@ -806,7 +774,6 @@ class Router:
 
     @property
     def has_spent(self) -> bool:
-        """True if requests wait for the next minute of a server that works."""
         now = time.monotonic()
         works_since = now - _WORKS_WITHIN
         for target in self.targets:
@@ -816,7 +783,6 @@ class Router:
         return False
 
     def mark_dead(self, target: Target, cause: str) -> ServerDeath:
-        """Sends the requests in flight at all ranks of a server to other servers."""
         for rank in target.ranks:
             rank.up = rank.reserved = False
             self._prefixes.forget(rank.bit)
@@ -841,7 +807,6 @@ class Router:
         self.admit()
 
     def fail(self, cause: str) -> None:
-        """Makes ``acquire`` raise ServerDied."""
         self._failure = cause
         waiting = self._all_waiting()
         self._waiting = []
@@ -946,7 +911,6 @@ class PrefixIndex:
         return texts, 0
 
     def homes(self, text: int) -> int:
-        """Returns the servers that have had a request with this leading text."""
         return self._young.get(text) or self._old.get(text, 0)
 
     def add(self, texts: Sequence[int], server: int) -> None:
@@ -961,7 +925,6 @@ class PrefixIndex:
                 young[text] = (young.get(text) or old.get(text, 0)) | server
 
     def forget(self, server: int) -> None:
-        """Forgets a server that has ended, and its cache with it."""
         for texts in (self._young, self._old):
             for text, homes in texts.items():
                 texts[text] = homes & ~server
@@ -983,8 +946,6 @@ def _leading_hashes(body: AnyBody) -> list[int]:
 
 
 class Quarantine:
-    """The requests in quarantine."""
-
     def __init__(self) -> None:
         self.in_flight = 0
         self.arrivals = 0
@@ -1020,7 +981,6 @@ class Quarantine:
         self._peak = max(self._peak, self.in_flight + len(self._waiting))
 
     def start_next(self) -> tuple[Request, TargetFuture]:
-        """Starts the next request. Requires ``has_room``."""
         _, _, request, future = heapq.heappop(self._waiting)
         self.in_flight += 1
         self._runs_alone = request.must_run_alone

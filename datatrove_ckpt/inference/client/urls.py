@@ -123,7 +123,6 @@ def headers_for(url: HiddenUrl, api_key: Secret | None) -> dict[str, str]:
 
 
 def basic_authorization(url: HiddenUrl) -> str:
-    """Returns the header field for the URL's user and password."""
     pair = f"{url.reveal().user or ''}:{url.reveal().password or ''}"
     return f"Basic {b64encode(pair.encode()).decode()}"
 
@@ -131,9 +130,7 @@ def basic_authorization(url: HiddenUrl) -> str:
 def beside(
     url: HiddenUrl, headers: dict[str, str], extras: Extras
 ) -> tuple[HiddenUrl, dict[str, str]]:
-    """Returns URL and headers with ``extras``, which replace equal names. Names of headers have no
-    case.
-    """
+    """Names of headers have no case."""
     added = {name.title(): value for name, value in extras["extra_headers"].items()}
     other_headers = {name: value for name, value in headers.items() if name.title() not in added}
     url = HiddenUrl(url.reveal().update_query(extras["extra_query"]))
@@ -141,7 +138,6 @@ def beside(
 
 
 def proxy_of(url: HiddenUrl) -> HiddenUrl | None:
-    """Returns the proxy that the environment sets for the URL; None without one."""
     scheme = url.reveal().scheme
     proxies = getproxies()
     name = scheme if scheme in proxies else "all"

@@ -34,11 +34,7 @@ _QUESTION = "Write a long poem about the sea."
 async def find_continuation(
     config: InferenceConfig, url: HiddenUrl, api_key: Secret | None, model: str
 ) -> Continuation | None:
-    """Returns how the server continues answers; None if it does not.
-
-    Args:
-        model: name of the model at this server.
-    """
+    """Returns how the server continues answers; None if it does not."""
     probe = _Probe(config, url, api_key, model)
     try:
         async with asyncio.timeout(_SECONDS):

@@ -24,12 +24,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def make_app(latency: float, api_key: str | None) -> web.Application:
-    """Makes the server.
-
-    Args:
-        latency: seconds that each answer takes.
-        api_key: bearer token for requests to /v1.
-    """
+    """Makes the server. ``latency``: seconds that each answer takes."""
 
     @web.middleware
     async def check_key(request: web.Request, handler: _Handler) -> web.StreamResponse:

@@ -204,7 +204,6 @@ class Guardian:
             self._reap()
 
     def _kill_descendants(self) -> None:
-        """Kills descendants until none remains."""
         deadline = time.monotonic() + KILL_TIMEOUT
         _kill_group(self.server, signal.SIGKILL)
         while time.monotonic() < deadline:
@@ -236,7 +235,6 @@ def _set_group(pid: int) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Parses ``--stop-timeout SECONDS -- COMMAND ...``, and runs the guardian."""
     split = arguments.index("--")
     stop_timeout = float(arguments[arguments.index("--stop-timeout") + 1])
     return Guardian(arguments[split + 1 :], stop_timeout).run()

@@ -2,7 +2,6 @@
 
 A rank calls ``ServerHost.lend``. ``ServerSupervisor`` keeps each launched server running, and
 restarts a server that dies or hangs. Servers may come from the rank before.
-Rollouts do not notice a server that is down: its requests go to the other servers, or wait.
 External servers are only checked: they must answer before the first request.
 
 Datatrove's executors, Jobs, and pipelines with several runners run ranks in turn, each with its own
@@ -107,7 +106,6 @@ class Metrics:
     """An engine's metrics at one moment, of one data-parallel rank, or the sums of all.
 
     Attributes:
-        running, waiting: number of running and of waiting requests.
         tokens: number of tokens generated and processed since its start.
         cache_usage: share of the KV cache that running requests use.
         cache_tokens: number of tokens that the KV cache holds; 0: it is not shown.
@@ -136,7 +134,6 @@ def _cache_tokens(labels: str) -> int:
 
 
 def parse_metrics(names: MetricNames, text: str, rank: str = "") -> Metrics | None:
-    """Returns the metrics of a rank, or of all together; None if the text has none."""
     sums = defaultdict[str, float](float)
     usages: dict[str, float] = {}  # of each rank's KV cache
     cache_tokens = 0
@@ -169,7 +166,7 @@ def parse_metrics(names: MetricNames, text: str, rank: str = "") -> Metrics | No
 
 
 async def _read_page(target: Target, all_names: Sequence[MetricNames], seconds: float) -> str:
-    """Returns the text at /metrics; "" if the server shows none, or does not answer in time.
+    """Returns the text at /metrics; "" without one.
 
     A page of the names alone takes a tenth of the time of vLLM's API process. vLLM restricts it at
     /metrics/, not at /metrics. Other servers, and several API processes, show nothing there.
@@ -188,7 +185,6 @@ async def _read_page(target: Target, all_names: Sequence[MetricNames], seconds: 
 async def _get_text(
     target: Target, path: str, seconds: float, query: Sequence[tuple[str, str]] = ()
 ) -> str:
-    """Returns the body of a good answer; else "". With a query, the path ends with a slash."""
     assert target.url is not None
     url = target.url.api(path)
     if query:
@@ -203,7 +199,6 @@ async def _get_text(
 
 
 async def read_metrics(target: Target, names: MetricNames | None, seconds: float) -> list[Metrics]:
-    """Returns the metrics of each rank of a server; [] if the engine does not show them in time."""
     if names is None:
         return []
     page = await _read_page(target, [names], seconds)
@@ -269,7 +264,6 @@ class Admission:
       places that stay empty.
 
     Attributes:
-        limit: maximum number of requests in flight.
         target: number of requests that should wait in the engine: at least 8, an eighth of the
             running requests, the number that is always on the way, and the number that the engine
             started since the last sample, so that its queue lasts until the next sample.
@@ -283,7 +277,6 @@ class Admission:
         self._on_the_way: deque[float] = deque(maxlen=_USUAL_SAMPLES)
 
     def update(self, metrics: Metrics, in_flight: int, answers: int) -> None:
-        """Takes a sample. ``answers``: the number of all answers so far."""
         last = self._last
         self._last = metrics
         if metrics == last:
@@ -403,8 +396,6 @@ class EndpointProbe:
         refused: whether it refuses the key, or speaks http where the URL has https, or https where
             it has http.
         api: the URL, or its /v1; None if the API is not known yet.
-        models: listed names, each with its ``max_model_len`` or None; None without a list, as with
-            some gateways.
         is_unreachable: whether no answer came.
         is_absent: whether the connection was refused, so that nothing listens there.
     """
@@ -454,7 +445,6 @@ async def ready_endpoints(
 
     Args:
         config: config with the ready window, of which at most ``server_patience_seconds`` count.
-        outage: the model's outage clock, which runs while there is no answer.
         is_new: whether no request of the run has been answered yet.
 
     Raises:
@@ -509,7 +499,6 @@ def ready_window(config: InferenceConfig) -> float:
 
 
 async def _ask(url: HiddenUrl, api_key: Secret | None) -> EndpointProbe:
-    """Requests the URL, and then its /v1 if the API may be there."""
     target = url.api("models")
     below = url.api("/v1")
     api = None if url.may_lack_version else url
@@ -557,11 +546,6 @@ async def _other_scheme(target: HiddenUrl) -> str:
 
 
 def _with_environment(url: str) -> HiddenUrl:
-    """Returns the URL with each ``${NAME}`` replaced by that environment variable, stripped.
-
-    Raises:
-        ConfigError: a variable is not set, or the result is no URL.
-    """
     for name in _VARIABLE.findall(url):
         if name not in os.environ:
             raise ConfigError(
@@ -630,7 +614,6 @@ def server_settings(config: InferenceConfig, gpus: Sequence[int]) -> str:
 
 
 def _keep(servers: ServerSet) -> bool:
-    """Keeps servers for the next rank. Returns False if the caller must stop them."""
     model = servers.servers[0].config.name
     with _lock:
         if model in _warm or not any(server.is_running for server in servers.servers):
@@ -683,7 +666,6 @@ class RankModels:
     each other.
 
     Args:
-        configs: configs of all models of the rank, in their order.
         keeps: whether servers may come from the rank before, and stay for the next rank.
     """
 
@@ -713,7 +695,6 @@ class RankModels:
         return settings is not None and _keep(ServerSet(settings, servers))
 
     def close(self) -> None:
-        """Keeps or stops unused servers, and releases unused leases."""
         for servers in self._warm.values():
             if not _keep(servers):
                 _stop([servers])
@@ -765,10 +746,6 @@ class ServerSupervisor:
 
     It may be restarted ``server_max_restarts`` times within an hour, apart from deaths that are
     attributed to a request.
-
-    Args:
-        server: the server, which an earlier rank may have started.
-        shutdown: the rank's shutdown; after a requested stop the server is not restarted.
     """
 
     server: InferenceServer
@@ -894,7 +871,6 @@ class ServerSupervisor:
                 return
 
     def _next_backoff(self, cause: str) -> float:
-        """Returns the seconds before a restart. Raises ServerDied after too many restarts."""
         now = time.monotonic()
         allowed = self.config.server_max_restarts
         while self._recent_restarts and self._recent_restarts[0] < now - _RESTART_WINDOW_SECONDS:
@@ -930,7 +906,6 @@ class ServerSupervisor:
             last = await self._check_progress(last, min(interval, 5.0))
 
     async def _check_progress(self, last: float | None, seconds: float) -> float | None:
-        """Marks the server dead if it hangs. Returns its tokens; None if they are not known."""
         tokens = None
         if self.target.attempts:
             all_metrics = await read_metrics(self.target, self.config.engine.metrics, seconds)
@@ -961,10 +936,6 @@ class ServerSupervisor:
         A vLLM that received SIGTERM answers 500 to new requests, and reports itself healthy. So the
         proof of health is an answer to an attempt that started after ``since``, or a server that
         still runs after ``server_drain_sec``.
-
-        Args:
-            since: start time of the failed attempt.
-            until_proof: wait for the proof.
         """
         if not self._watching or self._death_cause.done():
             return
@@ -1102,7 +1073,6 @@ def check_servers(config: InferenceConfig) -> None:
 
 @asynccontextmanager
 async def _connected(servers: ModelServers, is_new: bool) -> AsyncIterator[Watch]:
-    """Sends requests to the config's endpoints in this block."""
     config = servers.config
     endpoints = await ready_endpoints(config, servers.outage, is_new)
     all_ranks = await asyncio.gather(
@@ -1151,8 +1121,6 @@ class ServerHost:
     """Starts the servers of a model when the first rank needs them, and stops all at its end.
 
     Args:
-        shutdown: the ranks' shutdown.
-        configs: configs of all models of a rank.
         keeps: whether its servers may stay for the next rank.
 
     Attributes:
@@ -1219,7 +1187,6 @@ class ServerHost:
     async def _serve(
         self, servers: ModelServers, ready: asyncio.Future[Watch], rank: int, is_new: bool
     ) -> None:
-        """Runs the servers until ``close``. All ranks receive the error of a failed start."""
         config = servers.config
         logger.info(f"{config.log_prefix}Requests: {config.places} (max_concurrent_generations).")
         if config.server_type == "endpoint":

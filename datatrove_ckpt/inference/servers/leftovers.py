@@ -69,7 +69,6 @@ class ServerRecord:
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """Reads a record; returns None if the file holds none."""
         try:
             record: JsonObject = json.loads(path.read_bytes())
             for key in ("runner", "guardian", "log"):
@@ -99,10 +98,6 @@ def kill_session(session: int, name: str) -> None:
 
 
 def _kill_all(is_target: Callable[[Process], bool], name: str) -> list[str]:
-    """Kills a server's processes until none remains.
-
-    Returns descriptions such as "process 7 (name)".
-    """
     killed = {}
     deadline = time.monotonic() + KILL_TIMEOUT
     while targets := [

@@ -72,7 +72,6 @@ def flags_set(params: CommonParams, arguments: list[str] | None) -> CommonParams
 
 
 def _set(params: CommonParams, field: str) -> None:
-    """Sets a field from ``--name=value``, ``--name`` or ``--no-name``."""
     flag, _, text = field.partition("=")
     name = flag.removeprefix("--").replace("-", "_")
     is_negative = name.startswith("no_") and not hasattr(params, name)

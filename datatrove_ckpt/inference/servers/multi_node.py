@@ -93,7 +93,6 @@ async def follow_head(
 
 
 async def run_worker_node(config: InferenceConfig, rank: int, nodes: NodeGroup) -> None:
-    """Serves this node's part of the model until the head node ends."""
     connection = await _connect(config, nodes)
     if connection is None:
         return
@@ -134,7 +133,6 @@ async def _report_death(server: InferenceServer) -> None:
 async def _connect(
     config: InferenceConfig, nodes: NodeGroup
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-    """Connects to the head node; returns None if it failed, or has no documents."""
     window = config.server_ready_max_attempts * config.server_ready_delay_sec
     head = nodes.hosts[0]
     port = config.master_port + 1

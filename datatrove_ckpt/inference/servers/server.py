@@ -114,7 +114,6 @@ async def lease_gpus(
 async def _share_gpus(
     configs: Sequence[InferenceConfig], leases: Mapping[str, list[GpuLease]]
 ) -> None:
-    """Assigns GPUs to each server: the next in order, or free and locked GPUs if ranks share."""
     visible = visible_gpus()
     is_local = os.environ.get("DATATROVE_EXECUTOR", "LOCAL") == "LOCAL"
     ranks_share_them = is_local and any(config.engine.leases_gpus for config in configs)
@@ -142,11 +141,6 @@ async def _share_gpus(
 
 
 async def _lock_gpus(visible: list[str], needed: int) -> list[tuple[str, int]]:
-    """Waits for ``needed`` free GPUs. Returns their names and lock descriptors.
-
-    Raises:
-        ConfigError: other processes held too many GPUs for a minute.
-    """
     # In Slurm a folder per job: another job's GPU 0 may be another GPU.
     folder = leftovers.runtime_folder(os.environ.get("SLURM_JOB_ID", ""))
     began = time.monotonic()
@@ -270,7 +264,6 @@ def find_cause(exit_code: int | None, log: str) -> KnownFailure | None:
 
 
 def read_log(path: Path, start: int) -> str:
-    """Returns the log from byte ``start``, at most its end; empty if there is no log."""
     try:
         with path.open("rb") as log:
             size = log.seek(0, 2)
@@ -303,7 +296,6 @@ class GuardedProcess:
         stop_timeout: seconds between SIGTERM and SIGKILL.
 
     Attributes:
-        pid: process id of the guardian.
         lifeline: end of a pipe that keeps the server running; None after a stop request.
 
     Raises:
@@ -346,7 +338,6 @@ class GuardedProcess:
         return self._process.poll()
 
     async def wait(self) -> int:
-        """Returns the exit code once the server has ended. Several tasks may wait."""
         while (code := self._process.poll()) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.05)  # an event would belong to one loop
         return code
@@ -391,8 +382,6 @@ class InferenceServer:
     """A server that this process launches.
 
     Args:
-        rank, replica: numbers in the name of the log file.
-        nodes: nodes that serve the model together, including this node.
         on_launch: function that is called at each launch, so that other nodes launch their parts.
 
     Attributes:
@@ -430,7 +419,6 @@ class InferenceServer:
 
     @property
     def may_continue_answers(self) -> bool:
-        """Whether its settings let it continue half-written answers."""
         flag = self.config.engine.continuing_flag
         wanted = flag != "" and self.config.half_answers is not False
         return wanted and f"--{flag}" in self._command.argv
@@ -475,7 +463,6 @@ class InferenceServer:
             await asyncio.sleep(retrying.RELAUNCH.first)
 
     async def launch(self) -> None:
-        """Creates the process, without waiting until it is ready."""
         port = free_port()
         key = Secret(secrets.token_urlsafe(32))
         # This searches for files and packages, perhaps on a slow shared disk.
@@ -562,7 +549,6 @@ class InferenceServer:
         return models.status == 200 and await self.problem(_PROBE_TIMEOUT) is None
 
     async def problem(self, seconds: float) -> str | None:
-        """Returns the server's problem; None if it reports itself healthy."""
         url = HiddenUrl(f"{self.url}/{self.config.engine.health_path}")
         try:
             status = (await get(url, self.api_key, seconds)).status
@@ -582,9 +568,6 @@ class InferenceServer:
         return ""
 
     async def _explained(self, problem: str, exit_code: int | None = None) -> _StartAttemptFailed:
-        """Returns an error with the problem, its cause if known, the command and the end of the
-        log.
-        """
         log = await in_own_thread(self._log)
         cause = find_cause(exit_code, log)
         lines = [f"The {self.config.server_type} server {problem}."]
@@ -611,7 +594,6 @@ class InferenceServer:
         return code
 
     async def kill(self) -> None:
-        """Stops the server by SIGKILL."""
         if self._process is not None:
             self._process.request_kill()
         await self.stop()
@@ -623,7 +605,6 @@ class InferenceServer:
         self.stop_blocking()
 
     def stop_blocking(self) -> None:
-        """Stops the server without an event loop, after ``request_stop``."""
         self._wait_until_stopped()
         if self._process is not None:
             leftovers.remove_record(self._process.pid)
@@ -642,7 +623,6 @@ class InferenceServer:
         leftovers.kill_session(self._process.pid, self.name)
 
     def request_stop(self) -> None:
-        """Requests a stop; ``stop`` or ``stop_blocking`` should follow."""
         if self._process is not None:
             self._process.request_stop()
 
@@ -672,7 +652,6 @@ def free_port() -> int:
 
 
 def redacted_command(argv: tuple[str, ...]) -> str:
-    """Returns the command line, without the values of flags that are named like secrets."""
     parts = []
     for part in argv:
         flag = _FLAG.match(part)
